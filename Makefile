@@ -1,0 +1,46 @@
+# Two stacks, one package: see requirements/. Everything is installed under .venv by the first command that needs it.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ARGS ?=
+UV := .venv/boot/bin/uv
+KERAS3 := .venv/keras3/bin/python
+TFF := .venv/tff/bin/python
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: demo test test-fast lint bench lock clean
+
+demo: .venv/keras3.installed
+	$(KERAS3) -m tfdpfl demo $(ARGS)
+
+test: .venv/keras3.installed .venv/tff.installed
+	$(KERAS3) -m pytest -q $(ARGS)
+	$(TFF) -m pytest -q $(ARGS)
+
+test-fast: .venv/keras3.installed .venv/tff.installed
+	$(KERAS3) -m pytest -q -m "not slow" $(ARGS)
+	$(TFF) -m pytest -q -m "not slow" $(ARGS)
+
+lint: .venv/keras3.installed
+	.venv/keras3/bin/ruff check .
+	.venv/keras3/bin/mypy
+
+bench: .venv/keras3.installed .venv/tff.installed
+	$(TFF) benchmarks/step.py $(ARGS)
+	$(KERAS3) benchmarks/step.py $(ARGS)
+
+# Plain pip installs the same files: pip install --no-deps -r requirements/keras3.txt
+.venv/%.installed: requirements/%.txt setup.cfg | $(UV)
+	$(UV) venv -q --clear --python "$(PYTHON)" .venv/$*
+	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -r requirements/$*.txt
+	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -e .
+	touch $@
+
+$(UV):
+	"$(PYTHON)" -m venv .venv/boot
+	.venv/boot/bin/pip install -q --disable-pip-version-check uv
+
+lock: | $(UV)
+	$(UV) pip compile -q --python-version 3.11 --override requirements/tff-overrides.txt requirements/tff.in requirements/dev.in -o requirements/tff.txt
+	$(UV) pip compile -q --python-version 3.11 requirements/keras3.in requirements/dev.in -o requirements/keras3.txt
+
+clean:
+	rm -rf .venv build *.egg-info
