@@ -1,0 +1,1065 @@
+"""Which axis of each tensor holds the examples, and where the examples get mixed.
+
+An abstract interpretation of the graph between the inputs and the loss. Every tensor gets one state:
+
+- ``Public``: holds nothing of any example (constants, weights, noise, what follows from these alone);
+- ``Size``: a small integer or float tensor made of shapes, entry by entry a multiple of a power of the batch size;
+- ``Batch``: one axis is indexed by the examples, in order, ``rows`` consecutive rows each, and a row depends on
+  its own example only;
+- ``Items``: a TensorList whose elements are ``Batch``;
+- ``Mixed``: examples may have met. It remembers the op that did it.
+
+Ops that are not known here mix, by default: a model is trained only if each of its ops is shown to keep examples
+apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import function_def_to_graph, tensor_util
+
+
+@dataclasses.dataclass(frozen=True)
+class Public:
+    """Data-independent. ``deps``: the variables (by number) it is computed from. ``alike``: rows along any axis
+    are equal or identically distributed, so that a row does not tell a position in the batch."""
+
+    deps: frozenset[int] = frozenset()
+    alike: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Made of shapes. Each entry is (coefficient, power of the batch size); None where it is not known."""
+
+    entries: tuple[tuple[int | None, int | None], ...]
+
+    @property
+    def batch_free(self) -> bool:
+        return all(power == 0 for _, power in self.entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    axis: int
+    rows: int | None = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    element: Public | Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """A resource: ``index`` of the trainable variable behind it, or None."""
+
+    index: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    op: str
+    name: str
+    why: str
+
+    def describe(self) -> str:
+        return f"{self.op} (in {layer_of(self.name)!r}) {self.why}"
+
+
+State = Public | Size | Batch | Items | Handle | Mixed
+
+UNKNOWN = (None, None)
+
+
+def layer_of(op_name: str) -> str:
+    """The layer's name inside an op's name; Keras names scopes model/layer/op."""
+    parts = [p for p in op_name.split("/") if p]
+    return "/".join(parts[:-1]) or op_name
+
+
+def key(t: tf.Tensor) -> tuple[str, int]:
+    return (t.op.name, t.value_index)
+
+
+def constant(t: tf.Tensor) -> np.ndarray | None:
+    return tensor_util.constant_value(t)
+
+
+def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:
+    """The body of a function that an op of ``graph`` calls."""
+    function, g = None, graph
+    while function is None and g is not None:
+        function = g._get_function(name)
+        g = getattr(g, "outer_graph", None)
+    if function is None:
+        from tensorflow.python.eager import context
+
+        definition = context.context().get_function_def(name)
+    else:
+        definition = getattr(function, "cached_definition", None) or function.definition
+    with graph.as_default():
+        return function_def_to_graph.function_def_to_graph(
+            definition, input_shapes=[t.shape.as_proto() for t in inputs]
+        )
+
+
+ELEMENTWISE = frozenset(
+    """Abs Acos Acosh Add AddN AddV2 ApproximateEqual Asin Asinh Atan Atan2 Atanh Betainc BitwiseAnd BitwiseOr
+    BitwiseXor Cast Ceil CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Erfinv Exp Expm1
+    Floor FloorDiv FloorMod Greater GreaterEqual Identity IdentityN Igamma Igammac Inv Invert IsFinite IsInf IsNan
+    LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul
+    MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma Pow PreventGradient RealDiv Reciprocal Relu Relu6
+    RightShift Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square
+    SquaredDifference Sqrt StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta
+    Bucketize PlaceholderWithDefault Snapshot EnsureShape""".split()
+)
+REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMin".split())
+# One axis (an input, or the last) is worked along; the others are untouched.
+ALONG_AN_AXIS = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
+ALONG_THE_LAST = frozenset("Softmax LogSoftmax TopKV2 LRN InTopKV2".split())
+RANDOM = frozenset(
+    """RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt StatelessRandomUniform
+    StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2 StatelessTruncatedNormal
+    StatelessTruncatedNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
+    StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniform StatefulStandardNormalV2
+    StatefulTruncatedNormal""".split()
+)
+SPATIAL = frozenset(
+    """AvgPool AvgPool3D MaxPool MaxPool3D DepthToSpace SpaceToDepth ResizeBilinear ResizeNearestNeighbor
+    ResizeBicubic ResizeArea ScaleAndTranslate ExtractImagePatches ExtractVolumePatches FakeQuantWithMinMaxArgs
+    AdjustContrastv2 AdjustHue AdjustSaturation RGBToHSV HSVToRGB""".split()
+)
+CONVOLUTIONS = {"Conv2D": 0, "Conv3D": 0, "DepthwiseConv2dNative": 0}
+TRANSPOSED = {
+    "Conv2DBackpropInput": 2,
+    "Conv3DBackpropInputV2": 2,
+    "DepthwiseConv2dNativeBackpropInput": 2,
+}
+CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
+ASSIGN = frozenset("AssignVariableOp AssignAddVariableOp AssignSubVariableOp".split())
+
+
+def matmul_labels(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
+    """Einsum labels of a matrix product: of both inputs and of the output."""
+    if op.type == "Einsum":
+        equation = op.get_attr("equation")
+        equation = equation.decode() if isinstance(equation, bytes) else equation
+        left, out = equation.replace(" ", "").split("->")
+        terms = left.split(",")
+        extra = [t.shape.rank - len(term.replace("...", "")) for t, term in zip(op.inputs, terms, strict=True)]
+
+        def expand(term: str, n: int) -> list[str]:
+            if "..." not in term:
+                return list(term)
+            before, after = term.split("...")
+            return [*before, *[f"~{i}" for i in range(n, 0, -1)], *after]
+
+        n_out = max(extra) if "..." in left else 0
+        labels = [expand(t, n) for t, n in zip(terms, extra, strict=True)]
+        return labels[0], labels[1] if len(labels) > 1 else [], expand(out, n_out)
+    a, b = op.inputs
+    if op.type == "MatMul":
+        ta, tb = op.get_attr("transpose_a"), op.get_attr("transpose_b")
+    else:
+        ta, tb = op.get_attr("adj_x"), op.get_attr("adj_y")
+    ra, rb = a.shape.rank, b.shape.rank
+    la = [f"~{i}" for i in range(ra - 2, 0, -1)] + (["k", "i"] if ta else ["i", "k"])
+    lb = [f"~{i}" for i in range(rb - 2, 0, -1)] + (["j", "k"] if tb else ["k", "j"])
+    lo = [f"~{i}" for i in range(max(ra, rb) - 2, 0, -1)] + ["i", "j"]
+    return la, lb, lo
+
+
+PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
+
+
+class BatchAxis:
+    """States of all tensors of ``graph`` that ``targets`` are computed from.
+
+    Args:
+      graph: the graph to read.
+      source: gives the state of a tensor that the graph takes from outside (a placeholder or an iterator's
+        element), or None to have the default.
+      assigned: whether to refuse reads of variables that the same graph writes data to.
+    """
+
+    def __init__(self, graph: tf.Graph, source: Callable[[tf.Tensor], State | None]):
+        self.graph = graph
+        self.source = source
+        self.states: dict[tuple[str, int], State] = {}
+        self.sources: list[tf.Tensor] = []
+        self.checks: list[tuple[tf.Tensor, int]] = []  # (tensor, axis): its length must divide by the batch size
+        self.ops: dict[str, tf.Operation] = {}
+        self._outer: BatchAxis | None = None
+        self._pending_assigns: set[str] = set()
+
+    # -- driving ---------------------------------------------------------------------------------------------
+
+    def run(self, targets: Iterable[tf.Tensor]) -> None:
+        """Finds the states of the targets and of all that they depend on."""
+        todo = [t.op for t in targets if t.op.name not in self.ops]
+        found: dict[str, tf.Operation] = {}
+        while todo:
+            op = todo.pop()
+            if op.name in found or op.name in self.ops:
+                continue
+            found[op.name] = op
+            todo.extend(t.op for t in op.inputs)
+        # Ops are numbered as they are made, so inputs come first.
+        for op in sorted(found.values(), key=lambda o: o._id):
+            self.ops[op.name] = op
+            states = self._transfer(op)
+            for i, state in enumerate(states):
+                self.states[(op.name, i)] = state
+
+    def __getitem__(self, t: tf.Tensor) -> State:
+        if key(t) not in self.states:
+            self.run([t])
+        return self.states[key(t)]
+
+    def entries(self, t: tf.Tensor) -> tuple[tuple[int | None, int | None], ...]:
+        """The tensor as a vector of (coefficient, power of the batch size)."""
+        state = self[t]
+        if isinstance(state, Size):
+            return state.entries
+        if isinstance(state, Public):
+            value = constant(t)
+            if value is not None and value.ndim <= 1 and value.dtype.kind in "iuf":
+                return tuple((v if int(v) != v else int(v), 0) for v in np.atleast_1d(value).tolist())
+            n = t.shape.num_elements()
+            return tuple([(None, 0)] * (1 if n is None else n))
+        n = t.shape.num_elements()
+        return tuple([UNKNOWN] * (1 if n is None else n))
+
+    # -- one op ----------------------------------------------------------------------------------------------
+
+    def _transfer(self, op: tf.Operation) -> list[State]:
+        n = len(op.outputs)
+        states = [self.states[key(t)] for t in op.inputs]
+        if op.type in ("Placeholder", "PlaceholderV2", "IteratorGetNext", "OptionalGetValue", "Arg"):
+            return [self._enter(t) for t in op.outputs]
+        if op.type in ("ReadVariableOp", "ResourceGather"):
+            return [self._read(op, states)]
+        for state in states:
+            if isinstance(state, Mixed) and op.type not in ("Shape", "Size", "Rank", "ShapeN"):
+                return [state] * n
+        rule = getattr(self, f"_op_{op.type.lower()}", None) or self._family(op.type)
+        if rule is not None:
+            result = rule(op, states)
+            if result is not None:
+                return result if isinstance(result, list) else [result] * n
+        if all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in states):
+            return [Public(self._deps(states))] * n
+        if not op.inputs:
+            return [Public()] * n
+        if not any(isinstance(s, Batch | Items) for s in states):
+            return [Mixed(op.type, op.name, "makes the result depend on the batch size")] * n
+        return [Mixed(op.type, op.name, "is not known to keep examples apart")] * n
+
+    def _family(self, kind: str) -> Callable | None:
+        if kind in ELEMENTWISE:
+            return self._elementwise
+        if kind in REDUCTIONS:
+            return self._reduce
+        if kind in PRODUCTS:
+            return self._product
+        if kind in RANDOM:
+            return self._random
+        if kind in ALONG_AN_AXIS or kind in ALONG_THE_LAST:
+            return self._along
+        if kind in SPATIAL:
+            return lambda op, s: self._first_axis(op, s, 0)
+        if kind in CONVOLUTIONS:
+            return lambda op, s: self._first_axis(op, s, 0)
+        if kind in TRANSPOSED:
+            return lambda op, s: self._first_axis(op, s, 2)
+        if kind in CALLS:
+            return self._call
+        return None
+
+    @staticmethod
+    def _deps(states: Iterable[State]) -> frozenset[int]:
+        return frozenset().union(*(s.deps for s in states if isinstance(s, Public)))
+
+    @staticmethod
+    def _mix(op: tf.Operation, why: str) -> Mixed:
+        return Mixed(op.type, op.name, why)
+
+    def _enter(self, t: tf.Tensor) -> State:
+        given = self.source(t)
+        if given is not None:
+            return given
+        outer = self._captured(t)
+        if outer is not None:
+            if not hasattr(outer, "graph") or not isinstance(getattr(outer, "graph", None), tf.Graph):
+                return Public()  # an eager tensor: the same whatever the batch
+            if self._outer is None:
+                self._outer = BatchAxis(outer.graph, self.source)
+            state = self._outer[outer]
+            self.sources += [t] if isinstance(state, Batch) else []
+            return state
+        if t.dtype in (tf.resource, tf.variant):
+            return Handle(None) if t.dtype == tf.resource else self._mix(t.op, "takes in a value that is no tensor")
+        if t.shape.rank == 0:
+            return Public()
+        self.sources.append(t)
+        return Batch(0)
+
+    def _captured(self, t: tf.Tensor):
+        for outer, inner in getattr(self.graph, "captures", ()):
+            if inner is t:
+                return outer
+        return None
+
+    def _read(self, op: tf.Operation, states: list[State]) -> State:
+        handle = states[0]
+        if isinstance(handle, Public):  # a resource that is captured eagerly
+            handle = Handle(None)
+        if not isinstance(handle, Handle):
+            return handle if isinstance(handle, Mixed) else self._mix(op, "reads a variable that is not known")
+        if handle.index is None and op.name not in self._pending_assigns:
+            self._pending_assigns.add(op.name)
+            for writer in op.inputs[0].consumers():
+                if writer.type in ASSIGN and not isinstance(self[writer.inputs[1]], Public):
+                    return self._mix(op, "reads a variable that the step itself writes batch data to")
+        value = Public(frozenset() if handle.index is None else frozenset([handle.index]))
+        if op.type == "ReadVariableOp":
+            return value
+        return self._gather(op, value, states[1], axis=0, batch_dims=op.get_attr("batch_dims"))
+
+    # -- families --------------------------------------------------------------------------------------------
+
+    def _elementwise(self, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+        if op.type == "IdentityN":
+            return list(states)
+        if len(states) == 1 and isinstance(states[0], Items | Handle):
+            return states[0]
+        batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
+        if not batches:
+            return self._public_arithmetic(op, states)
+        rank = max((t.shape.rank for t in op.inputs if t.shape.rank is not None), default=None)
+        if rank is None or any(t.shape.rank is None for t, _ in batches):
+            return self._mix(op, "has a shape of unknown rank")
+        if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:  # the condition chooses rows
+            if all(s == Batch(0, s.rows) for _, s in batches):
+                return Batch(0, batches[0][1].rows)
+            return self._mix(op, "chooses between rows")
+        axes = {s.axis - t.shape.rank for t, s in batches}
+        if len(axes) > 1:
+            return self._mix(op, "combines the examples along one axis with the examples along another")
+        axis = axes.pop()
+        rows = {s.rows for _, s in batches} - {None}
+        if len(rows) > 1:
+            return self._mix(op, "combines rows of different examples")
+        for t, s in zip(op.inputs, states, strict=True):
+            if isinstance(s, Size) and not s.batch_free:
+                return self._mix(op, "makes an example's result depend on the batch size")
+            if isinstance(s, Public) and not self._row_free(t, s, axis):
+                return self._mix(op, "treats an example by its position in the batch")
+        return Batch(axis + rank, rows.pop() if rows else None)
+
+    def _row_free(self, t: tf.Tensor, state: Public, axis: int) -> bool:
+        """Whether a public tensor is the same for all rows along ``axis`` (counted from the right)."""
+        rank = t.shape.rank
+        if rank is None:
+            return False
+        if rank < -axis or t.shape[axis] == 1:
+            return True
+        if state.deps:
+            return False
+        if state.alike:
+            return True
+        value = constant(t)
+        return value is not None and bool(np.all(value == np.take(value, [0], axis=axis))) if rank else True
+
+    def _public_arithmetic(self, op: tf.Operation, states: list[State]) -> State | None:
+        if any(isinstance(s, Items | Handle) for s in states):
+            return None
+        sizes = [s for s in states if isinstance(s, Size)]
+        if not sizes:
+            alike = all(isinstance(s, Public) and (s.alike or t.shape.rank == 0)
+                        for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
+            return Public(self._deps(states), alike)
+        if self._deps(states):
+            if all(s.batch_free for s in sizes):
+                return Public(self._deps(states))
+            return self._mix(op, "scales weights by the batch size")
+        if any(t.shape.rank is None or t.shape.rank > 1 for t in op.inputs):
+            return Public() if all(s.batch_free for s in sizes) else self._mix(op, "spreads the batch size")
+        columns = [self.entries(t) for t in op.inputs]
+        width = max(len(c) for c in columns)
+        columns = [c * width if len(c) == 1 else c for c in columns]
+        return Size(tuple(self._monomial(op.type, row) for row in zip(*columns, strict=True)))
+
+    @staticmethod
+    def _monomial(kind: str, row: Sequence[tuple[int | None, int | None]]) -> tuple[int | None, int | None]:
+        coefficients, powers = [c for c, _ in row], [p for _, p in row]
+        if any(p is None for p in powers):
+            return UNKNOWN
+        known = None not in coefficients
+        if kind in ("Cast", "Identity", "StopGradient", "PreventGradient", "Snapshot"):
+            return row[0]
+        if kind == "Mul":
+            return (coefficients[0] * coefficients[1] if known else None, sum(powers))
+        if kind in ("FloorDiv", "RealDiv", "TruncateDiv", "DivNoNan", "Div"):
+            exact = known and coefficients[1] and coefficients[0] % coefficients[1] == 0
+            return (int(coefficients[0] // coefficients[1]) if exact else None, powers[0] - powers[1])
+        if kind == "Neg":
+            return (-coefficients[0] if known else None, powers[0])
+        if all(p == 0 for p in powers):
+            return (None, 0)
+        if kind in ("AddV2", "Add", "Sub") and known and len(set(powers)) == 1:
+            return (coefficients[0] + (-1 if kind == "Sub" else 1) * coefficients[1], powers[0])
+        if kind in ("Maximum", "Minimum") and row[0] == row[1]:
+            return row[0]
+        return UNKNOWN
+
+    def _reduce(self, op: tf.Operation, states: list[State]) -> State | None:
+        x, state = op.inputs[0], states[0]
+        if isinstance(state, Size):
+            powers = [p for _, p in state.entries]
+            if op.type != "Prod" or None in powers:
+                return Size(((None, 0),)) if state.batch_free else Size((UNKNOWN,))
+            coefficients = [c for c, _ in state.entries]
+            return Size(((None if None in coefficients else int(np.prod(coefficients)), sum(powers)),))
+        if not isinstance(state, Batch):
+            return None
+        axes = constant(op.inputs[1])
+        if axes is None or x.shape.rank is None:
+            if x.shape.rank is not None and x.shape.rank == 1:
+                return self._mix(op, "reduces over the batch")
+            return self._mix(op, "reduces over axes that are not known beforehand")
+        gone = {int(a) % x.shape.rank for a in np.atleast_1d(axes)} if x.shape.rank else set()
+        if state.axis in gone:
+            return self._mix(op, "reduces over the batch")
+        keep = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
+        return Batch(state.axis - (0 if keep else sum(a < state.axis for a in gone)), state.rows)
+
+    def _along(self, op: tf.Operation, states: list[State]) -> State | None:
+        x, state = op.inputs[0], states[0]
+        if not isinstance(state, Batch):
+            if op.type == "InTopKV2" and isinstance(states[1], Batch):
+                return states[1]
+            return None
+        axes = [x.shape.rank - 1]
+        if op.type in ALONG_AN_AXIS:
+            value = constant(op.inputs[ALONG_AN_AXIS[op.type]])
+            axes = None if value is None else [int(a) % x.shape.rank for a in np.atleast_1d(value)]
+        if axes is None or state.axis in axes:
+            return self._mix(op, "works along the batch axis")
+        return state
+
+    def _first_axis(self, op: tf.Operation, states: list[State], data: int) -> State | None:
+        others = [s for i, s in enumerate(states) if i != data]
+        if not isinstance(states[data], Batch):
+            return self._mix(op, "has weights that depend on examples") if any(
+                isinstance(s, Batch) for s in others) else None  # fmt: skip
+        if states[data].axis != 0:
+            return self._mix(op, "does not have the batch as its first axis")
+        if any(isinstance(s, Batch) for s in others):
+            return self._mix(op, "has weights that depend on examples")
+        if op.type in ("AvgPool", "MaxPool", "AvgPool3D", "MaxPool3D") and (
+            op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1
+        ):
+            return self._mix(op, "pools over the batch")
+        return states[data]
+
+    def _product(self, op: tf.Operation, states: list[State]) -> State | None:
+        batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
+        if not batches:
+            return None
+        la, lb, lo = matmul_labels(op)
+        labels = [la, lb][: len(op.inputs)]
+        if len(op.inputs) > 2:
+            return self._mix(op, "has more than two operands")
+        marks = {labels[i][s.axis] for i, s in batches}
+        if len(marks) > 1:
+            return self._mix(op, "multiplies the examples along one axis with the examples along another")
+        mark = marks.pop()
+        if mark not in lo:
+            return self._mix(op, "sums over the batch")
+        for t, s, names in zip(op.inputs, states, labels, strict=True):
+            if isinstance(s, Size) and not s.batch_free:
+                return self._mix(op, "makes an example's result depend on the batch size")
+            if isinstance(s, Public) and mark in names and not self._row_free(t, s, names.index(mark) - len(names)):
+                return self._mix(op, "treats an example by its position in the batch")
+        if any(names.count(mark) > 1 for names in labels):
+            return self._mix(op, "takes a diagonal over the batch")
+        rows = {s.rows for _, s in batches} - {None}
+        if len(rows) > 1:
+            return self._mix(op, "combines rows of different examples")
+        return Batch(lo.index(mark), rows.pop() if rows else None)
+
+    def _random(self, op: tf.Operation, states: list[State]) -> State | None:
+        shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
+        if any(isinstance(s, Batch) for s in states[1:]):
+            return self._mix(op, "draws numbers from parameters that depend on examples")
+        filled = self._shaped(op, self.entries(shape))
+        return Public(alike=True) if isinstance(filled, Public) else filled
+
+    def _shaped(self, op: tf.Operation, entries: Sequence[tuple[int | None, int | None]]) -> State:
+        """A tensor of equal or identically distributed rows, of the given shape."""
+        if any(p is None for _, p in entries):
+            return self._mix(op, "has a shape that is not known to follow the batch size")
+        axes = [i for i, (_, p) in enumerate(entries) if p]
+        if not axes:
+            return Public(alike=True)
+        if len(axes) > 1 or entries[axes[0]][1] != 1:
+            return self._mix(op, "makes a tensor with several batch axes")
+        return Batch(axes[0], entries[axes[0]][0])
+
+    # -- shapes ----------------------------------------------------------------------------------------------
+
+    def _shape_entries(self, t: tf.Tensor, state: State) -> tuple[tuple[int | None, int | None], ...]:
+        if t.shape.rank is None:
+            return (UNKNOWN,)
+        if isinstance(state, Mixed | Items | Handle):
+            return tuple((d, 0) if d is not None else UNKNOWN for d in t.shape)
+        entries = [(d, 0) for d in t.shape]
+        if isinstance(state, Batch) and t.shape[state.axis] is None:
+            entries[state.axis] = (state.rows, 1)
+        return tuple(entries)
+
+    def _op_shape(self, op, states):
+        return Size(self._shape_entries(op.inputs[0], states[0]))
+
+    def _op_shapen(self, op, states):
+        return [Size(self._shape_entries(t, s)) for t, s in zip(op.inputs, states, strict=True)]
+
+    def _op_size(self, op, states):
+        entries = self._shape_entries(op.inputs[0], states[0])
+        if any(p is None for _, p in entries):
+            return Size((UNKNOWN,))
+        cs = [c for c, _ in entries]
+        return Size(((None if None in cs else int(np.prod(cs)), sum(p for _, p in entries)),))
+
+    def _op_rank(self, op, states):
+        return Public()
+
+    def _op_reshape(self, op, states):
+        x, y, state = op.inputs[0], op.outputs[0], states[0]
+        entries = self.entries(op.inputs[1])
+        if isinstance(state, Size):
+            return state
+        if isinstance(state, Public):
+            return Public(state.deps, state.alike) if all(p == 0 for _, p in entries) else self._mix(
+                op, "gives public values a batch axis")  # fmt: skip
+        if not isinstance(state, Batch):
+            return None
+        if y.shape.rank is None or y.shape.rank == 0 or x.shape.rank is None:
+            return self._mix(op, "has a shape of unknown rank" if y.shape.rank is None else "drops the batch axis")
+        if len(entries) != y.shape.rank:
+            entries = tuple([UNKNOWN] * y.shape.rank)
+        a = state.axis
+        before = [d for d in x.shape[:a]]
+        if any(d != 1 for d in before):
+            # The axes before the batch must stay as they are.
+            if None in before or [d for d in y.shape[:a]] != before or y.shape.rank <= a:
+                return self._mix(op, "moves examples across axes")
+            out_axis = a
+        else:
+            marked = [i for i, (c, p) in enumerate(entries) if p == 1]
+            free = [i for i in range(y.shape.rank) if y.shape[i] != 1]
+            if marked:
+                out_axis = marked[0]
+            elif x.shape[a] == 1 and y.shape.rank > a and y.shape[a] == 1:
+                out_axis = a
+            else:
+                out_axis = free[0] if free else 0
+            if any(d != 1 for d in y.shape[:out_axis]):
+                return self._mix(op, "moves examples across axes")
+        coefficient, power = entries[out_axis]
+        if power == 1:
+            return Batch(out_axis, coefficient)
+        inner = [d for d in x.shape[a + 1 :]]
+        outer = [d for d in y.shape[out_axis + 1 :]]
+        if None not in outer:
+            each = int(np.prod(outer))
+            if each in (0, 1) and None in inner:
+                return Batch(out_axis, None)
+            if None not in inner and state.rows is not None:
+                total = state.rows * int(np.prod(inner))
+                if each == 0 or total % each:
+                    return self._mix(op, "cuts across examples")
+                return Batch(out_axis, total // each)
+        if inner == outer and None not in inner:
+            return Batch(out_axis, state.rows)
+        self.checks.append((y, out_axis))
+        return Batch(out_axis, None)
+
+    def _op_expanddims(self, op, states):
+        state = states[0]
+        if isinstance(state, Batch):
+            axis = constant(op.inputs[1])
+            if axis is None:
+                return self._mix(op, "moves examples across axes")
+            axis = int(np.ravel(axis)[0]) % op.outputs[0].shape.rank
+            return Batch(state.axis + (axis <= state.axis), state.rows)
+        return state if isinstance(state, Size | Public) else None
+
+    def _op_squeeze(self, op, states):
+        state, x = states[0], op.inputs[0]
+        if not isinstance(state, Batch):
+            return state if isinstance(state, Size | Public) else None
+        dims = [d % x.shape.rank for d in op.get_attr("squeeze_dims")]
+        if not dims:
+            if any(d is None for i, d in enumerate(x.shape) if i != state.axis):
+                return self._mix(op, "squeezes axes that are not known beforehand")
+            dims = [i for i, d in enumerate(x.shape) if d == 1]
+        if state.axis in dims:
+            return self._mix(op, "drops the batch axis")
+        return Batch(state.axis - sum(d < state.axis for d in dims), state.rows)
+
+    def _op_transpose(self, op, states):
+        state = states[0]
+        if isinstance(state, Batch):
+            perm = constant(op.inputs[1])
+            if perm is None:
+                return self._mix(op, "moves examples across axes")
+            return Batch(list(perm).index(state.axis), state.rows)
+        return state if isinstance(state, Public) else None
+
+    def _op_concatv2(self, op, states):
+        *tensors, axis_tensor = op.inputs
+        return self._joined(op, tensors, states[:-1], constant(axis_tensor))
+
+    def _joined(self, op, tensors, states, axis):
+        batches = [s for s in states if isinstance(s, Batch)]
+        if not batches:
+            if any(isinstance(s, Size) for s in states) and not self._deps(states):
+                return Size(tuple(e for t in tensors for e in self.entries(t)))
+            if all(isinstance(s, Public) for s in states):
+                return Public(self._deps(states))
+            return None
+        axis = None if axis is None else int(axis) % tensors[0].shape.rank
+        if axis is None or len({s.axis for s in batches}) > 1:
+            return self._mix(op, "joins tensors with different batch axes")
+        if axis == batches[0].axis:
+            return self._mix(op, "joins along the batch axis")
+        return self._together(op, tensors, states, batches)
+
+    def _together(self, op, tensors, states, batches):
+        a = batches[0].axis
+        for t, s in zip(tensors, states, strict=True):
+            ok = isinstance(s, Batch) or (isinstance(s, Public) and self._row_free(t, s, a - t.shape.rank))
+            if not ok:
+                return self._mix(op, "treats an example by its position in the batch")
+        rows = {s.rows for s in batches} - {None}
+        if len(rows) > 1:
+            return self._mix(op, "combines rows of different examples")
+        return Batch(a, rows.pop() if rows else None)
+
+    def _op_pack(self, op, states):
+        batches = [s for s in states if isinstance(s, Batch)]
+        if not batches:
+            if any(isinstance(s, Size) for s in states) and not self._deps(states):
+                if op.inputs[0].shape.rank == 0:
+                    return Size(tuple(e for t in op.inputs for e in self.entries(t)))
+                if all(not isinstance(s, Size) or s.batch_free for s in states):
+                    return Public()
+            return None
+        if len({s.axis for s in batches}) > 1:
+            return self._mix(op, "joins tensors with different batch axes")
+        state = self._together(op, op.inputs, states, batches)
+        if isinstance(state, Mixed):
+            return state
+        axis = op.get_attr("axis") % op.outputs[0].shape.rank
+        return Batch(state.axis + (axis <= state.axis), state.rows)
+
+    def _op_unpack(self, op, states):
+        state, x = states[0], op.inputs[0]
+        if isinstance(state, Size):
+            return [Size((e,)) for e in state.entries] if len(state.entries) == len(op.outputs) else None
+        if not isinstance(state, Batch):
+            return None
+        axis = op.get_attr("axis") % x.shape.rank
+        if axis == state.axis:
+            return self._mix(op, "takes the batch apart")
+        return Batch(state.axis - (axis < state.axis), state.rows)
+
+    def _split(self, op, data, axis_input, states):
+        state = states[data]
+        if not isinstance(state, Batch):
+            return None
+        axis = constant(op.inputs[axis_input])
+        if axis is None or int(np.ravel(axis)[0]) % op.inputs[data].shape.rank == state.axis:
+            return self._mix(op, "takes the batch apart")
+        return state
+
+    def _op_split(self, op, states):
+        return self._split(op, 1, 0, states)
+
+    def _op_splitv(self, op, states):
+        return self._split(op, 0, 2, states)
+
+    def _op_stridedslice(self, op, states):
+        state, x = states[0], op.inputs[0]
+        begin, end, strides = (constant(t) for t in op.inputs[1:4])
+        masks = {m: op.get_attr(m) for m in (
+            "begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")}  # fmt: skip
+        if isinstance(state, Size):
+            if begin is None or end is None or strides is None:
+                return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
+            if masks["shrink_axis_mask"] & 1:
+                return Size((state.entries[int(begin[0])],))
+            lo = None if masks["begin_mask"] & 1 else int(begin[0])
+            hi = None if masks["end_mask"] & 1 else int(end[0])
+            return Size(state.entries[lo : hi : int(strides[0])])
+        if isinstance(state, Public):
+            if all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in states[1:]):
+                return Public(self._deps(states), state.alike)
+            return self._mix(op, "slices by the batch size")
+        if not isinstance(state, Batch) or x.shape.rank is None:
+            return None
+        n = op.inputs[1].shape.num_elements()
+        if n is None:
+            return self._mix(op, "slices in a way that is not known beforehand")
+        in_axis = out_axis = 0
+        consumed = sum(1 for i in range(n) if not (masks["new_axis_mask"] >> i) & 1
+                       and not (masks["ellipsis_mask"] >> i) & 1)  # fmt: skip
+        found = None
+        for i in range(n):
+            bit = 1 << i
+            if masks["ellipsis_mask"] & bit:
+                span = x.shape.rank - consumed
+                if in_axis <= state.axis < in_axis + span:
+                    found = out_axis + state.axis - in_axis
+                in_axis, out_axis = in_axis + span, out_axis + span
+            elif masks["new_axis_mask"] & bit:
+                out_axis += 1
+            else:
+                if in_axis == state.axis:
+                    if masks["shrink_axis_mask"] & bit or not self._whole(op, i, x, state, masks, begin, end, strides):
+                        return self._mix(op, "takes some examples of the batch, not all")
+                    found = out_axis
+                out_axis += 0 if masks["shrink_axis_mask"] & bit else 1
+                in_axis += 1
+        if found is None:
+            found = out_axis + state.axis - in_axis
+        return Batch(found, state.rows)
+
+    @staticmethod
+    def _whole(op, i, x, state, masks, begin, end, strides) -> bool:
+        bit = 1 << i
+        if strides is None or strides[i] != 1:
+            return False
+        starts = bool(masks["begin_mask"] & bit) or (begin is not None and begin[i] == 0)
+        length = x.shape[state.axis]
+        ends = bool(masks["end_mask"] & bit) or (end is not None and length is not None and end[i] >= length)
+        return starts and ends
+
+    def _op_slice(self, op, states):
+        state, x = states[0], op.inputs[0]
+        if not isinstance(state, Batch):
+            return None
+        begin, size = constant(op.inputs[1]), constant(op.inputs[2])
+        entries = self.entries(op.inputs[2])
+        starts = begin is not None and begin[state.axis] == 0
+        own = (state.rows, 1)
+        whole = (size is not None and size[state.axis] in (-1, x.shape[state.axis])) or (
+            len(entries) == x.shape.rank and state.rows is not None and entries[state.axis] == own)  # fmt: skip
+        if not (starts and whole):
+            return self._mix(op, "takes some examples of the batch, not all")
+        return state
+
+    def _op_tile(self, op, states):
+        entries = self.entries(op.inputs[1])
+        state = states[0]
+        if isinstance(state, Batch):
+            if len(entries) != op.inputs[0].shape.rank or entries[state.axis] != (1, 0):
+                return self._mix(op, "repeats the batch")
+            return state
+        if isinstance(state, Public) and not state.deps and any(p for _, p in entries):
+            return self._rows_of(op, op.inputs[0], entries)
+        return None
+
+    def _rows_of(self, op, x, entries):
+        """Public values laid out along new batch axes: every row must be the same."""
+        filled = self._shaped(op, entries)
+        if isinstance(filled, Batch):
+            at = filled.axis - len(entries)
+            if x.shape.rank is not None and (x.shape.rank < -at or x.shape[at] == 1):
+                return filled
+            return self._mix(op, "treats an example by its position in the batch")
+        return filled
+
+    def _op_broadcastto(self, op, states):
+        state = states[0]
+        entries = self.entries(op.inputs[1])
+        if isinstance(state, Batch):
+            rank = op.outputs[0].shape.rank
+            if rank is None:
+                return self._mix(op, "has a shape of unknown rank")
+            return Batch(state.axis + rank - op.inputs[0].shape.rank, state.rows)
+        if isinstance(state, Public) and any(p != 0 for _, p in entries):
+            if state.deps:
+                return self._mix(op, "spreads weights over the batch")
+            return self._rows_of(op, op.inputs[0], entries)
+        return None
+
+    def _op_fill(self, op, states):
+        if isinstance(states[1], Public) and not states[1].deps:
+            if op.inputs[0].shape.rank == 1 and op.outputs[0].shape.rank is None:
+                return self._mix(op, "has a shape of unknown rank")
+            return self._shaped(op, self.entries(op.inputs[0])) if op.outputs[0].shape.rank else Public()
+        return None
+
+    def _op_range(self, op, states):
+        if any(isinstance(s, Size) and not s.batch_free for s in states):
+            return self._mix(op, "numbers the examples by their position in the batch")
+        return None
+
+    def _op_onehot(self, op, states):
+        state = states[0]
+        if not isinstance(state, Batch):
+            return None
+        axis = op.get_attr("axis")
+        axis = axis if axis >= 0 else op.inputs[0].shape.rank
+        return Batch(state.axis + (axis <= state.axis), state.rows)
+
+    def _op_pad(self, op, states):
+        if not isinstance(states[0], Batch):
+            return None
+        paddings = constant(op.inputs[1])
+        if paddings is None or np.any(paddings[states[0].axis] != 0):
+            return self._mix(op, "pads the batch")
+        return states[0]
+
+    _op_padv2 = _op_mirrorpad = _op_pad
+
+    def _op_matrixbandpart(self, op, states):
+        if isinstance(states[0], Batch) and states[0].axis >= op.inputs[0].shape.rank - 2:
+            return self._mix(op, "works along the batch axis")
+        return states[0] if isinstance(states[0], Batch) else None
+
+    def _op_biasadd(self, op, states):
+        x, b = states
+        if isinstance(x, Batch) and isinstance(b, Public):
+            channel = 1 if op.get_attr("data_format") in (b"NCHW", "NCHW") else op.inputs[0].shape.rank - 1
+            if x.axis == channel:
+                return self._mix(op, "treats an example by its position in the batch")
+            return x
+        return None
+
+    def _op_sparsesoftmaxcrossentropywithlogits(self, op, states):
+        return self._rowwise_loss(op, states)
+
+    def _op_softmaxcrossentropywithlogits(self, op, states):
+        return self._rowwise_loss(op, states)
+
+    def _rowwise_loss(self, op, states):
+        batches = [s for s in states if isinstance(s, Batch)]
+        for t, s in zip(op.inputs, states, strict=True):
+            if not (isinstance(s, Batch) and s.axis == 0) and not (
+                isinstance(s, Public) and self._row_free(t, s, -t.shape.rank)
+            ):
+                return self._mix(op, "does not have the batch as its first axis") if batches else None
+        rows = {s.rows for s in batches} - {None}
+        return Batch(0, rows.pop() if len(rows) == 1 else None) if batches else None
+
+    def _op_gatherv2(self, op, states):
+        axis = constant(op.inputs[2])
+        if axis is None:
+            return None
+        return self._gather(op, states[0], states[1], int(axis), op.get_attr("batch_dims"))
+
+    def _gather(self, op, params, indices, axis, batch_dims):
+        p, i = op.inputs[0], op.inputs[1]
+        if isinstance(params, Size):
+            value = constant(i)
+            if value is None:
+                return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
+            return Size(tuple(params.entries[int(v)] for v in np.ravel(value)))
+        if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
+            return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
+        if isinstance(params, Public) and isinstance(indices, Public):
+            return Public(params.deps | indices.deps)
+        if i.shape.rank is None or (isinstance(params, Batch) and p.shape.rank is None):
+            return self._mix(op, "has a shape of unknown rank")
+        batch_dims = batch_dims % (i.shape.rank + 1) if batch_dims < 0 else batch_dims
+        if isinstance(params, Batch):
+            axis = axis % p.shape.rank
+            if params.axis == axis:
+                return self._mix(op, "picks examples of the batch")
+            if params.axis < batch_dims:
+                if isinstance(indices, Batch) and indices.axis != params.axis:
+                    return self._mix(op, "picks examples of the batch")
+                if isinstance(indices, Public):
+                    return self._mix(op, "treats an example by its position in the batch")
+                return Batch(params.axis, params.rows)
+            if isinstance(indices, Batch):
+                return self._mix(op, "lets examples pick from one another")
+            shift = i.shape.rank - batch_dims - 1 if params.axis > axis else 0
+            return Batch(params.axis + shift, params.rows)
+        if isinstance(indices, Batch) and isinstance(params, Public):
+            axis = axis if axis >= 0 else axis % (p.shape.rank or 1)
+            if indices.axis < batch_dims:
+                return self._mix(op, "treats an example by its position in the batch")
+            return Batch(axis + indices.axis - batch_dims, indices.rows)
+        return None
+
+    def _op_fusedbatchnormv3(self, op, states):
+        x = op.inputs[0]
+        if not any(isinstance(s, Batch) for s in states):
+            return None
+        form = op.get_attr("data_format")
+        channel = 1 if (form if isinstance(form, str) else form.decode()) in ("NCHW", "NCDHW") else x.shape.rank - 1
+        training = op.get_attr("is_training")
+        if isinstance(states[0], Batch) and states[0].axis == channel:
+            # Keras 2 normalises layers with the rows as channels: each row has its own mean and variance.
+            for t, s in zip(op.inputs[1:], states[1:], strict=True):
+                empty = t.shape.num_elements() == 0
+                if not (empty or s == Batch(0, s.rows if isinstance(s, Batch) else 0)
+                        or (isinstance(s, Public) and self._row_free(t, s, -1))):  # fmt: skip
+                    return self._mix(op, "normalises examples together")
+            return [states[0], *[Batch(0, states[0].rows)] * 4, Public()]
+        if training:
+            return self._mix(op, "normalises over the batch")
+        if states[0] == Batch(0, getattr(states[0], "rows", 0)) and all(isinstance(s, Public) for s in states[1:]):
+            return [states[0], *[Public(self._deps(states))] * 5]
+        return self._mix(op, "normalises examples together")
+
+    def _op_reversesequence(self, op, states):
+        batches = [s for s in states if isinstance(s, Batch)]
+        if not batches:
+            return None
+        if isinstance(states[0], Batch) and states[0].axis == op.get_attr("batch_dim") and isinstance(states[1], Batch):
+            return states[0]
+        return self._mix(op, "works along the batch axis")
+
+    # -- control flow, lists and calls -----------------------------------------------------------------------
+
+    def _body(self, op, attribute, inputs, states) -> tuple[BatchAxis, list[State], tf.Graph]:
+        graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
+        given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
+        inner = BatchAxis(graph, lambda t: given.get(t.op.name))
+        inner.run([*graph.inputs, *graph.outputs])
+        if inner.checks:  # a length inside a body cannot be checked from outside
+            bad = inner.checks[0][0].op
+            return inner, [self._mix(op, f"has a {bad.type} that is not known to keep examples apart")] * len(
+                graph.outputs), graph  # fmt: skip
+        return inner, [inner[t] for t in graph.outputs], graph
+
+    def _call(self, op, states):
+        inner, outputs, _ = self._body(op, "f", list(op.inputs), states)
+        return outputs
+
+    def _op_if(self, op, states):
+        if not isinstance(states[0], Public) or self._deps(states[:1]):
+            return self._mix(op, "takes a branch by data")
+        branches = [
+            self._body(op, attribute, list(op.inputs[1:]), states[1:])[1]
+            for attribute in ("then_branch", "else_branch")
+        ]
+        return [self._join(op, t, a, b) for t, a, b in zip(op.outputs, *branches, strict=True)]
+
+    _op_statelessif = _op_if
+
+    def _join(self, op, t, a: State, b: State) -> State:
+        """The state of a value that is one of two."""
+        for s in (a, b):
+            if isinstance(s, Mixed):
+                return s
+        if a == b:
+            return a
+        if isinstance(a, Public) and isinstance(b, Public):
+            return Public(a.deps | b.deps, a.alike and b.alike)
+        pair = {type(a), type(b)}
+        if pair == {Size, Public}:
+            size = a if isinstance(a, Size) else b
+            return Public() if size.batch_free else self._mix(op, "makes the result depend on the batch size")
+        if pair == {Size}:
+            if a.batch_free and b.batch_free:
+                return Size(tuple((None, 0) for _ in a.entries)) if len(a.entries) == len(b.entries) else Public()
+            return self._mix(op, "makes the result depend on the batch size")
+        if pair == {Batch, Public}:
+            batch, public = (a, b) if isinstance(a, Batch) else (b, a)
+            rank = t.shape.rank
+            if rank is not None and not public.deps and (public.alike or t.shape[batch.axis] == 1):
+                return batch
+            return self._mix(op, "treats an example by its position in the batch")
+        if pair == {Batch} and a.axis == b.axis:
+            return Batch(a.axis, a.rows if a.rows == b.rows else (a.rows if b.rows is None else b.rows))
+        if pair == {Items}:
+            if isinstance(a.element, Public) and isinstance(b.element, Batch):
+                return b
+            if isinstance(b.element, Public) and isinstance(a.element, Batch):
+                return a
+        return self._mix(op, "holds now one, now another kind of value")
+
+    def _op_while(self, op, states):
+        states = list(states)
+        inputs = list(op.inputs)
+        for i, (t, s) in enumerate(zip(inputs, states, strict=True)):
+            if isinstance(s, Public) and not s.alike and not s.deps:
+                value = constant(t)
+                if value is not None and value.size and np.all(value == value.flat[0]):
+                    states[i] = Public(alike=True)
+        for _ in range(2 * len(states) + 2):
+            _, out, _ = self._body(op, "body", inputs, states)
+            joined = [self._join(op, t, s, o) for t, s, o in zip(inputs, states, out, strict=True)]
+            for s in joined:
+                if isinstance(s, Mixed):
+                    return [s] * len(op.outputs)
+            if joined == states:
+                break
+            states = joined
+        _, (condition,), _ = self._body(op, "cond", inputs, states)
+        if isinstance(condition, Mixed | Batch | Items):
+            return [self._mix(op, "runs for as many turns as the data says")] * len(op.outputs)
+        return states
+
+    _op_statelesswhile = _op_while
+
+    def _op_tensorlistfromtensor(self, op, states):
+        state = states[0]
+        if isinstance(state, Public):
+            return Items(Public(state.deps, state.alike))
+        if isinstance(state, Batch):
+            return Items(Batch(state.axis - 1, state.rows)) if state.axis else self._mix(op, "takes the batch apart")
+        return None
+
+    def _op_tensorlistreserve(self, op, states):
+        return Items(Public(alike=True))
+
+    _op_emptytensorlist = _op_tensorlistreserve
+
+    def _op_tensorlistsetitem(self, op, states):
+        return self._put(op, states[0], states[2], states[1])
+
+    def _op_tensorlistpushback(self, op, states):
+        return self._put(op, states[0], states[1], Public())
+
+    def _put(self, op, items, value, index):
+        if not isinstance(items, Items) or not isinstance(index, Public | Size):
+            return None
+        if isinstance(value, Size):
+            return None
+        if isinstance(items.element, Public) and isinstance(value, Public | Batch):
+            if isinstance(value, Public):
+                return Items(Public(items.element.deps | value.deps, items.element.alike and value.alike))
+            return Items(value)
+        if isinstance(value, Batch) and value.axis == items.element.axis:
+            return items
+        return self._mix(op, "lists tensors with different batch axes")
+
+    def _op_tensorlistgetitem(self, op, states):
+        if isinstance(states[0], Items) and isinstance(states[1], Public | Size):
+            return states[0].element
+        return None
+
+    def _op_tensorlistpopback(self, op, states):
+        return [states[0], states[0].element] if isinstance(states[0], Items) else None
+
+    def _op_tensorliststack(self, op, states):
+        if not isinstance(states[0], Items):
+            return None
+        element = states[0].element
+        return Batch(element.axis + 1, element.rows) if isinstance(element, Batch) else element
+
+    def _op_tensorlistlength(self, op, states):
+        return Public()

@@ -1,0 +1,53 @@
+"""Small tools for reading and copying TensorFlow graphs; the engine's only view of TensorFlow's internals
+besides `batch_axis`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+
+def ancestors(targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = ()) -> dict[str, tf.Operation]:
+    """The ops that the targets are computed from, by name; the walk does not pass tensors in ``stop``."""
+    ends = {id(t) for t in stop}
+    found: dict[str, tf.Operation] = {}
+    todo = [t.op for t in targets if id(t) not in ends]
+    while todo:
+        op = todo.pop()
+        if op.name not in found:
+            found[op.name] = op
+            todo.extend(t.op for t in op.inputs if id(t) not in ends)
+    return found
+
+
+def attributes(op: tf.Operation) -> dict:
+    """The op's attributes as they are now. Taking a gradient may change those of loops and calls."""
+    return {k: v for k, v in op.node_def.attr.items() if k != "_class"}
+
+
+def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], attrs: dict | None = None) -> list[tf.Tensor]:
+    """The same op on other inputs, in the current graph."""
+    graph = tf.compat.v1.get_default_graph()
+    dtypes = [t.dtype for t in op.outputs]
+    made = graph.create_op(
+        op.type, list(inputs), dtypes, name=f"tfdpfl/{op.type}", attrs=attributes(op) if attrs is None else attrs
+    )
+    return list(made.outputs)
+
+
+def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:
+    """Makes the functions that an op's attributes name known to another graph."""
+    for value in attrs.values():
+        names = [value.func.name] if value.func.name else [f.name for f in value.list.func]
+        for name in names:
+            graph = source
+            while graph is not None:
+                function = graph._get_function(name)
+                if function is not None:
+                    if hasattr(target, "_add_function_recursive"):
+                        target._add_function_recursive(function)
+                    else:
+                        target._add_function(function)
+                    break
+                graph = getattr(graph, "outer_graph", None)

@@ -1,0 +1,376 @@
+"""From the loss of a batch to one loss an example: the value that the loss has on a batch of one.
+
+The tail of the graph, from the reductions over the batch to the loss, is replayed with one more axis in front, the
+examples: a sum or a mean over the batch becomes a sum or a mean over the example's own part, the batch size becomes
+one. What does not depend on data (regularisers) is set apart. A tail that is not linear in the examples, such as a
+loss divided by the sum of the batch's sample weights, is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import Batch, BatchAxis, Mixed, Public, Size, constant, key
+from tfdpfl.errors import PrivacyError
+
+_SAME = frozenset("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split())
+_ADD = frozenset("Add AddV2 AddN Sub".split())
+_DIVIDE = frozenset("RealDiv Div DivNoNan".split())
+_COMPARE = frozenset("Equal NotEqual Greater GreaterEqual Less LessEqual".split())
+
+
+@dataclasses.dataclass
+class Term:
+    """A tensor of the tail, on a batch of one. ``kind``:
+
+    public: no example in it (``value`` has no example axis); size: made of shapes, likewise;
+    batch: rows of the example itself; total: a reduction over the batch, linear in the examples;
+    count: how many entries a boolean mask leaves; ratio: a function of counts and sizes.
+    ``public`` is a data-independent addend that was set apart. ``elements``: how many numbers a sum went over.
+    """
+
+    kind: str
+    value: tf.Tensor
+    rank: int
+    public: tf.Tensor | None = None
+    elements: int | None = None
+
+
+class LossOfOne:
+    """Replays the tail of a loss for each example.
+
+    Args:
+      analysis: the batch-axis states of the graph, already run on the loss.
+      batch_size: scalar int32 tensor.
+    """
+
+    def __init__(self, analysis: BatchAxis, batch_size: tf.Tensor):
+        self.a = analysis
+        self.batch_size = batch_size
+        self.one_or_more = self._declare(tf.maximum(batch_size, 1))
+        self.terms: dict[tuple[str, int], Term] = {}
+        self.sizes: dict[tuple[str, int], tf.Tensor] = {}
+        value = constant(batch_size)
+        self.static = None if value is None else int(value)
+
+    def _declare(self, t: tf.Tensor) -> tf.Tensor:
+        """Tells the analysis that this tensor, which the replay made, does not vary with the data."""
+        self.a.ops[t.op.name] = t.op
+        for i in range(len(t.op.outputs)):
+            n = t.shape.num_elements() or 1
+            self.a.states[(t.op.name, i)] = Size(((None, 0),) * n)
+        return t
+
+    def __call__(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+        """Returns (losses [B], data-independent part or None, public factor that the loss was scaled by or None)."""
+        loss, scale = self._unscaled(loss)
+        term = self._term(loss)
+        if term.kind not in ("batch", "total"):
+            raise PrivacyError(
+                "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
+                "argument of the tf.function (or through a tf.data iterator), not as a captured array."
+            )
+        losses = self._flat_mean(tf.cast(term.value, tf.float32) if term.value.dtype != tf.float64 else term.value)
+        public = None if term.public is None else tf.reduce_mean(term.public)
+        return losses, public, scale
+
+    def _flat_mean(self, value: tf.Tensor) -> tf.Tensor:
+        axes = list(range(1, value.shape.rank))
+        return tf.reduce_mean(value, axes) if axes else value
+
+    def _unscaled(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Peels off factors that change from step to step but hold no data: a loss scale."""
+        scale = None
+        while loss.op.type == "Mul":
+            parts = [(t, self.a[t]) for t in loss.op.inputs]
+            factors = [
+                t
+                for t, s in parts
+                if isinstance(s, Public) and not s.deps and t.shape.rank == 0 and constant(t) is None
+            ]
+            if len(factors) != 1:
+                break
+            scale = factors[0] if scale is None else scale * tf.cast(factors[0], scale.dtype)
+            loss = next(t for t in loss.op.inputs if t is not factors[0])
+        return loss, scale
+
+    # -- terms -----------------------------------------------------------------------------------------------
+
+    def _term(self, t: tf.Tensor) -> Term:
+        if key(t) not in self.terms:
+            self.terms[key(t)] = self._make(t)
+        return self.terms[key(t)]
+
+    def _make(self, t: tf.Tensor) -> Term:
+        state = self.a[t]
+        rank = t.shape.rank
+        if isinstance(state, Public):
+            return Term("public", t, rank)
+        if isinstance(state, Size):
+            return Term("size", self.size_of_one(t), rank)
+        adds_weights = t.op.type in _ADD and any(
+            isinstance(s, Public) and s.deps for s in map(self.a.__getitem__, t.op.inputs)
+        )
+        if isinstance(state, Batch) and not adds_weights:
+            return Term("batch", self._by_example(t, state), rank)
+        op = t.op
+        if op.type in ("Sum", "Mean"):
+            return self._reduced(op, rank)
+        if op.type in _SAME:
+            (x,) = [self._term(i) for i in op.inputs]
+            apply = lambda v: None if v is None else graph_tools.copy_op(op, [v])[0]  # noqa: E731
+            return dataclasses.replace(x, value=apply(x.value), public=apply(x.public))
+        if op.type in _ADD:
+            return self._sum([self._term(i) for i in op.inputs], op)
+        if op.type == "Mul":
+            return self._times(*[self._term(i) for i in op.inputs], op)
+        if op.type in _DIVIDE:
+            return self._over(*[self._term(i) for i in op.inputs], op)
+        if op.type in ("Maximum", "Minimum") or op.type in _COMPARE:
+            terms = [self._term(i) for i in op.inputs]
+            if all(x.kind in ("count", "ratio", "size", "public") for x in terms):
+                return Term("ratio", self._apply(op, terms), rank)
+        if op.type in ("Select", "SelectV2"):
+            terms = [self._term(i) for i in op.inputs]
+            kinds = {x.kind for x in terms}
+            if terms[0].kind != "total" and not ("total" in kinds and "batch" in kinds):
+                kind = "total" if "total" in kinds else "batch" if "batch" in kinds else "ratio"
+                return Term(kind, self._apply(op, [self._absorb(x) for x in terms]), rank)
+        if op.type in ("Reshape", "ExpandDims", "Squeeze", "Pack"):
+            return self._reshaped(op, rank)
+        raise self._refusal(state, op)
+
+    def _refusal(self, state, op: tf.Operation) -> PrivacyError:
+        origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
+        if origin.op in ("Sum", "Mean") and origin.why == "reduces over the batch" and op.type not in ("Sum", "Mean"):
+            where = f"{op.type} ({op.name!r}) uses what {origin.describe()}"
+        else:
+            where = origin.describe()
+        return PrivacyError(
+            f"Examples of the batch influence one another, so that no gradient belongs to one example alone: {where}. "
+            + mend(origin)
+        )
+
+    def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
+        """[B, ..., rows at the batch axis, ...]."""
+        x, a = t, state.axis
+        rank = x.shape.rank
+        if a:
+            x = tf.transpose(x, [a, *[i for i in range(rank) if i != a]])
+        dims = tf.shape(x)
+        rows = state.rows if state.rows is not None else self._declare(dims[0] // self.one_or_more)
+        x = tf.reshape(x, tf.concat([[self.batch_size], [rows], dims[1:]], 0))
+        if a:
+            x = tf.transpose(x, [0, *range(2, 2 + a), 1, *range(2 + a, rank + 1)])
+        return x
+
+    def _aligned(self, term: Term, rank: int) -> tf.Tensor:
+        if term.kind in ("public", "size"):
+            return term.value
+        value = term.value
+        for _ in range(rank - term.rank):
+            value = tf.expand_dims(value, 1)
+        return value
+
+    def _apply(self, op: tf.Operation, terms: list[Term]) -> tf.Tensor:
+        rank = max(x.rank for x in terms)
+        values = [self._aligned(x, rank) for x in terms]
+        if op.type in ("Select", "SelectV2"):
+            return tf.where(*values)
+        return graph_tools.copy_op(op, values)[0]
+
+    def _absorb(self, x: Term) -> Term:
+        """Puts an addend that was set apart back (it is then clipped with the rest)."""
+        return x if x.public is None else dataclasses.replace(x, value=x.value + x.public, public=None)
+
+    def _reduced(self, op: tf.Operation, rank: int) -> Term:
+        x = self._term(op.inputs[0])
+        if x.kind == "size":
+            raise self._refusal(self.a[op.outputs[0]], op)
+        axes = constant(op.inputs[1])
+        if axes is None and op.inputs[0].shape.rank != 1:
+            axes = np.arange(op.inputs[0].shape.rank) if self._all_axes(op.inputs[1]) else None
+        elif axes is None:
+            axes = np.array([0])
+        if axes is None:
+            raise self._refusal(self.a[op.outputs[0]], op)
+        axes = [int(i) % op.inputs[0].shape.rank for i in np.atleast_1d(axes)]
+        reduce = tf.reduce_sum if op.type == "Sum" else tf.reduce_mean
+        keep = op.get_attr("keep_dims")
+        public = None if x.public is None else reduce(tf.broadcast_to(x.public, tf.shape(op.inputs[0])), axes, keep)
+        value = reduce(x.value, [i + 1 for i in axes], keep)
+        kind = x.kind
+        if kind == "batch":
+            kind = "count" if op.type == "Sum" and is_mask(op.inputs[0]) else "total"
+        elements = op.inputs[0].shape.num_elements() if op.type == "Sum" else None
+        return Term(kind, value, rank, public, elements)
+
+    @staticmethod
+    def _all_axes(t: tf.Tensor) -> bool:
+        return t.op.type == "Range"  # range(rank), where the rank is not constant
+
+    def _sum(self, terms: list[Term], op: tf.Operation) -> Term:
+        rank = max(x.rank for x in terms)
+        signs = [1, -1] if op.type == "Sub" else [1] * len(terms)
+        data, public = None, None
+        kinds = {x.kind for x in terms}
+        if not kinds & {"total", "batch"}:
+            return Term("ratio", self._apply(op, terms), rank)
+        if "total" in kinds and "batch" in kinds:  # a batch's total added to every example's own row
+            raise self._refusal(self.a[op.outputs[0]], op)
+        for x, sign in zip(terms, signs, strict=True):
+            apart = x.value if x.kind in ("public", "size") else x.public
+            if x.kind not in ("public", "size"):
+                own = sign * self._aligned(x, rank)
+                data = own if data is None else data + own
+            if apart is not None:
+                public = sign * apart if public is None else public + sign * apart
+        return Term("total" if "total" in kinds else "batch", data, rank, public)
+
+    def _times(self, x: Term, y: Term, op: tf.Operation) -> Term:
+        kinds = {x.kind, y.kind}
+        rank = max(x.rank, y.rank)
+        if kinds <= {"count", "ratio", "size", "public"}:
+            return Term("ratio", self._apply(op, [x, y]), rank)
+        if "total" in kinds and (kinds == {"total"} or "batch" in kinds):
+            raise self._refusal(self.a[op.outputs[0]], op)
+        kind = "total" if "total" in kinds else "batch"
+        if x.kind != kind:
+            x, y = y, x
+        if y.kind in ("public", "size"):
+            value = self._aligned(x, rank) * self._aligned(y, rank)
+            public = None if x.public is None else x.public * y.value
+            return Term(kind, value, rank, public)
+        x, y = self._absorb(x), self._absorb(y)
+        return Term(kind, self._apply(op, [x, y]), rank)
+
+    def _over(self, x: Term, y: Term, op: tf.Operation) -> Term:
+        rank = max(x.rank, y.rank)
+        if y.kind == "total" or (y.kind == "batch" and x.kind == "total"):
+            raise PrivacyError(
+                f"The loss is divided by a sum over the examples of the batch ({op.type} {op.name!r}), so each "
+                "example's gradient depends on the others' weights. Use a reduction that divides by the batch size "
+                "('sum_over_batch_size') or none ('sum') in place of 'mean_with_sample_weight' or a weighted mean."
+            )
+        if y.kind == "count":
+            # Where the mask leaves nothing there is nothing to divide.
+            top = self._static_size(x, y.elements)
+            value = tf.math.divide_no_nan(self._aligned(self._absorb(top), rank), self._aligned(y, rank))
+            return Term("total" if x.kind == "total" else "batch" if x.kind == "batch" else "ratio", value, rank)
+        if x.kind in ("public", "size", "count", "ratio") and y.kind != "batch":
+            top = self._static_size(x, y.elements) if y.kind == "ratio" else x
+            value = self._aligned(top, rank) / self._aligned(y, rank)
+            return Term("ratio", value, rank)
+        if y.kind == "public":
+            y = self._static_size(y, x.elements)
+        if y.kind in ("public", "size"):
+            value = self._aligned(x, rank) / tf.cast(y.value, x.value.dtype)
+            public = None if x.public is None else x.public / op.inputs[1]
+            return Term(x.kind, value, rank, public)
+        return Term(x.kind if x.kind == "total" else "batch", self._apply(op, [self._absorb(x), y]), rank)
+
+    def _static_size(self, x: Term, elements: int | None) -> Term:
+        """A constant that is the number of elements of a batch of static size counts as a size."""
+        if x.kind == "public" and elements and self.static and x.rank == 0:
+            value = constant(x.value)
+            if value is not None and value == elements:
+                return Term("size", tf.constant(elements / self.static, x.value.dtype), 0)
+        return x
+
+    def _reshaped(self, op: tf.Operation, rank: int) -> Term:
+        if op.type == "Pack":
+            terms = [self._term(i) for i in op.inputs]
+            kinds = {x.kind for x in terms}
+            if kinds & {"batch"} or not kinds & {"total"}:
+                raise self._refusal(self.a[op.outputs[0]], op)
+            axis = op.get_attr("axis") % rank
+            zero = [x for x in terms if x.kind == "total"][0].value
+            data = [x.value if x.kind == "total" else tf.zeros_like(zero) for x in terms]
+            parts = [x.value if x.kind == "public" else x.public for x in terms]
+            if any(x.kind not in ("total", "public") for x in terms):
+                raise self._refusal(self.a[op.outputs[0]], op)
+            shape = op.inputs[0]
+            public = None
+            if any(p is not None for p in parts):
+                public = tf.stack([tf.zeros_like(shape) if p is None else p for p in parts], axis)
+            return Term("total", tf.stack(data, axis + 1), rank, public)
+        x = self._term(op.inputs[0])
+        public = None
+        if x.public is not None:
+            public = graph_tools.copy_op(op, [tf.broadcast_to(x.public, tf.shape(op.inputs[0])), *op.inputs[1:]])[0]
+        if op.type == "Squeeze":
+            dims = [d % x.rank + 1 for d in op.get_attr("squeeze_dims")]
+            if not dims:
+                raise self._refusal(self.a[op.outputs[0]], op)
+            value = tf.squeeze(x.value, dims)
+        elif op.type == "ExpandDims":
+            axis = constant(op.inputs[1])
+            value = tf.expand_dims(x.value, int(np.ravel(axis)[0]) % rank + 1)
+        else:
+            shape = tf.reshape(self.size_of_one(op.inputs[1]), [-1])
+            each = tf.reduce_prod(tf.shape(x.value)[1:])
+            known = tf.reduce_prod(tf.where(shape < 0, tf.ones_like(shape), shape))
+            shape = tf.where(shape < 0, tf.cast(each, shape.dtype) // tf.maximum(known, 1), shape)
+            shape = self._declare(tf.cast(shape, tf.int32))
+            value = tf.reshape(x.value, tf.concat([[self.batch_size], shape], 0))
+            value = tf.ensure_shape(value, [value.shape[0], *[None] * rank])
+        return Term(x.kind, value, rank, public)
+
+    # -- sizes -----------------------------------------------------------------------------------------------
+
+    def size_of_one(self, t: tf.Tensor) -> tf.Tensor:
+        """A tensor made of shapes, as it would be on a batch of one."""
+        state = self.a[t]
+        if not isinstance(state, Size):
+            return t
+        if key(t) in self.sizes:
+            return self.sizes[key(t)]
+        entries = state.entries
+        if all(c is not None and p is not None for c, p in entries):
+            values = np.array([c for c, _ in entries], t.dtype.as_numpy_dtype)
+            result = tf.constant(values[0] if t.shape.rank == 0 else values)
+        elif t.op.type in ("Shape", "ShapeN", "Size"):
+            x = t.op.inputs[t.value_index if t.op.type == "ShapeN" else 0]
+            xs = self.a[x]
+            if isinstance(xs, Mixed):
+                raise self._refusal(xs, t.op)
+            dims = tf.shape(x)
+            if isinstance(xs, Batch):
+                at = tf.one_hot(xs.axis, x.shape.rank, True, False, dtype=tf.bool)
+                dims = tf.where(at, dims // self.one_or_more, dims)
+            result = tf.cast(tf.reduce_prod(dims) if t.op.type == "Size" else dims, t.dtype)
+        else:
+            result = graph_tools.copy_op(t.op, [self.size_of_one(i) for i in t.op.inputs])[t.value_index]
+        self.sizes[key(t)] = self._declare(result)
+        return self.sizes[key(t)]
+
+
+def is_mask(t: tf.Tensor) -> bool:
+    """Whether the tensor is made of zeros and ones that came from booleans."""
+    while t.op.type in ("Identity", "Reshape", "Squeeze", "ExpandDims", "Cast", "StopGradient"):
+        if t.op.type == "Cast" and t.op.inputs[0].dtype == tf.bool:
+            return True
+        t = t.op.inputs[0]
+    return False
+
+
+_MENDS = {
+    "normalises over the batch": (
+        "Replace BatchNormalization by GroupNormalization or LayerNormalization (or freeze it and call it with "
+        "training=False)."
+    ),
+}
+
+
+def mend(origin: Mixed) -> str:
+    """What a user can do about an op that mixes examples."""
+    name = origin.name.lower()
+    if origin.why in _MENDS or "batch_norm" in name or "batchnorm" in name or "moments" in name:
+        return _MENDS["normalises over the batch"]
+    if "not known" in origin.why:
+        return "Rewrite it with operations whose batch axis can be followed."
+    return "Change the layer or the loss so that each example is treated by itself."
