@@ -1,0 +1,49 @@
+"""Checks of arguments: each failure is one sentence with the argument, its value and the mend."""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+
+def whole(name: str, value: Any, minimum: int, mend: str) -> int:
+    """Returns `value` as an int, or raises a `ValueError` when it is no whole number of at least
+    `minimum`."""
+    number = _real(value)
+    if not math.isfinite(number) or number != int(number) or number < minimum:
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}: {mend}")
+    return int(value)
+
+
+def real(
+    name: str, value: Any, mend: str, *, at_least: float | None = None, above: float | None = None
+) -> float:
+    """Returns `value` as a float, or raises a `ValueError` when it is not finite or not over the bound that
+    is given."""
+    number = _real(value)
+    fits = (at_least is None or number >= at_least) and (above is None or number > above)
+    if not (math.isfinite(number) and fits):
+        bound = f" of at least {at_least:g}" if at_least is not None else f" above {above:g}"
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}: {mend}")
+    return number
+
+
+def probability(name: str, value: Any, mend: str) -> float:
+    """Returns `value` as a float, or raises a `ValueError` when it is not strictly between 0 and 1."""
+    number = _real(value)
+    if not 0 < number < 1:
+        raise ValueError(f"{name} must be strictly between 0 and 1, got {value!r}: {mend}")
+    return number
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns the one of `choices` that `value` names, whatever its case, or raises a `ValueError`."""
+    lowered = value.lower() if isinstance(value, str) else value
+    if lowered not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return lowered
+
+
+def _real(value: Any) -> float:
+    # A bool is a Real in Python; as a count or a σ it is a slip.
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

@@ -1,0 +1,247 @@
+"""Any one of (ε, σ, steps) from the others: ε is priced, σ and the steps are searched for over the same
+price."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, price
+from tfdpfl.accounting.run import Run
+from tfdpfl.errors import PrivacyError
+
+_TOLERANCE = 1e-4  # of σ, relative
+_LARGEST_SIGMA = 2.0**30
+_SMALLEST_SIGMA = 2.0**-20
+_MOST_STEPS = 2**40
+
+
+def compute_epsilon(
+    *,
+    num_examples: int,
+    batch_size: int,
+    noise_multiplier: float,
+    delta: float,
+    num_epochs: float | None = None,
+    num_steps: int | None = None,
+    sampling: str = "poisson",
+    num_microbatches: int | None = None,
+    accountant: str = "pld",
+    adjacency: str | None = None,
+) -> float:
+    """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
+    never NaN.
+
+    Args:
+        num_examples: Number of training examples.
+        batch_size: Number of examples in a batch; its expectation under Poisson sampling.
+        noise_multiplier: σ, the standard deviation of the noise divided by the clip.
+        delta: δ, strictly between 0 and 1; below `1 / num_examples` to mean anything.
+        num_epochs: Passes over the data, possibly a fraction: ⌈num_epochs · num_examples / batch_size⌉
+            steps, or under
+            `"shuffle"` ⌈num_epochs⌉ uses of every example. Either this or `num_steps`.
+        num_steps: Noisy updates.
+        sampling: `"poisson"`, `"shuffle"` (what `fit` does), `"fixed_size"` or `"none"`; see
+            `tfdpfl.accounting.Run`.
+        num_microbatches: Groups whose mean gradient is clipped, a divisor of `batch_size`; fewer than
+            `batch_size` double the
+            sensitivity, so σ counts as σ/2. It is taken for granted that an example's presence does not
+            regroup the others.
+        accountant: `"pld"` (tight) or `"rdp"`. Where PLD has no answer ("fixed_size", δ below 1e-12) RDP's
+            is given;
+            `privacy_report` names the accountant that was used.
+        adjacency: Which data sets are neighbours; None takes the sampling's own: `"add_or_remove_one"` for
+            poisson and none,
+            `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
+
+    Raises:
+        ValueError: An argument is out of its range; the message has the mend.
+        PrivacyError: The adjacency has no price under this sampling.
+    """
+    run = Run(
+        num_examples=num_examples,
+        batch_size=batch_size,
+        noise_multiplier=noise_multiplier,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        sampling=sampling,
+        num_microbatches=num_microbatches,
+        adjacency=adjacency,
+    )
+    return _pricer(delta, accountant, run)(run)
+
+
+def compute_noise_multiplier(
+    *,
+    target_epsilon: float,
+    num_examples: int,
+    batch_size: int,
+    delta: float,
+    num_epochs: float | None = None,
+    num_steps: int | None = None,
+    sampling: str = "poisson",
+    num_microbatches: int | None = None,
+    accountant: str = "pld",
+    adjacency: str | None = None,
+) -> float:
+    """Returns the smallest noise multiplier whose ε is at most `target_epsilon`, to 0.1 %; never 0, never
+    over the target.
+
+    Args:
+        target_epsilon: The ε that may not be passed, above 0.
+        num_examples: As all that follow, see `compute_epsilon`.
+
+    Raises:
+        ValueError: An argument is out of its range, or there are no steps to add noise to.
+        PrivacyError: No noise multiplier between 2⁻²⁰ and 2³⁰ is the smallest one that meets the target.
+    """
+    target = _check_target(target_epsilon)
+    run = Run(
+        num_examples=num_examples,
+        batch_size=batch_size,
+        noise_multiplier=1.0,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        sampling=sampling,
+        num_microbatches=num_microbatches,
+        adjacency=adjacency,
+    )
+    if run.participations == 0:
+        raise ValueError(
+            f"one of num_steps={num_steps} and num_epochs={num_epochs} must be above 0: "
+            "without a step ε is 0 whatever the noise"
+        )
+    with_sigma = lambda sigma: dataclasses.replace(run, noise_multiplier=sigma)  # noqa: E731
+    pricer = _pricer(delta, accountant, run)
+    epsilon = lambda sigma: pricer(with_sigma(sigma))  # noqa: E731
+
+    low = high = 1.0
+    while epsilon(high) > target:
+        low, high = high, 2 * high
+        if high > _LARGEST_SIGMA:
+            raise PrivacyError(
+                f"no noise multiplier reaches target_epsilon={target:g}: raise it, or run fewer steps"
+            )
+    while low == high or epsilon(low) <= target:
+        low, high = low / 2, low
+        if low < _SMALLEST_SIGMA:
+            raise PrivacyError(
+                f"target_epsilon={target:g} is met almost without noise, which protects nothing: lower it"
+            )
+
+    sigma = _calibrate(pricer, with_sigma, target, low, high, _TOLERANCE * low)
+    while epsilon(sigma) > target:
+        sigma = min(high, sigma * (1 + _TOLERANCE))
+    return sigma
+
+
+def compute_num_steps(
+    *,
+    target_epsilon: float,
+    num_examples: int,
+    batch_size: int,
+    noise_multiplier: float,
+    delta: float,
+    sampling: str = "poisson",
+    num_microbatches: int | None = None,
+    accountant: str = "pld",
+    adjacency: str | None = None,
+) -> int:
+    """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many
+    as whole epochs hold.
+
+    Args:
+        target_epsilon: The ε that may not be passed, above 0.
+        num_examples: As all that follow, see `compute_epsilon`.
+
+    Raises:
+        ValueError: An argument is out of its range, or a single step passes the target.
+        PrivacyError: The noise is so large that even 2⁴⁰ steps meet the target.
+    """
+    target = _check_target(target_epsilon)
+    run = Run(
+        num_examples=num_examples,
+        batch_size=batch_size,
+        noise_multiplier=noise_multiplier,
+        num_steps=1,
+        sampling=sampling,
+        num_microbatches=num_microbatches,
+        adjacency=adjacency,
+    )
+    unit = run.steps_per_participation
+    with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * unit)  # noqa: E731
+    pricer = _pricer(delta, accountant, run)
+    epsilon = lambda uses: pricer(with_uses(uses))  # noqa: E731
+    if epsilon(1) > target:
+        raise ValueError(
+            f"target_epsilon={target:g} is passed by a single use of an example (ε = {epsilon(1):.4g}): "
+            "raise the target or noise_multiplier, or take a smaller batch"
+        )
+
+    low, high = 1, 8
+    while epsilon(high) <= target:
+        low, high = high, 8 * high
+        if high > _MOST_STEPS:
+            raise PrivacyError(
+                f"noise_multiplier={noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
+            )
+    uses = _calibrate(pricer, lambda uses: with_uses(round(uses)), target, low, high, 0.5, discrete=True)
+    while epsilon(uses) > target:
+        uses -= 1
+    while epsilon(uses + 1) <= target:
+        uses += 1
+    return uses * unit
+
+
+def _check_target(target_epsilon: float) -> float:
+    return _checks.real("target_epsilon", target_epsilon, "give the ε to stay within", above=0)
+
+
+def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
+    """Returns the ε of a run, remembered, since searches ask for their bracket's ends again; checks its
+    arguments at once."""
+    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    assert run.adjacency is not None
+    adjacency = run.adjacency
+    return functools.cache(lambda run: price(run.dp_event, delta, accountant, adjacency).epsilon)
+
+
+def _calibrate(
+    pricer: Callable[[Run], float],
+    run_of: Callable[[Any], Run],
+    target: float,
+    low: float,
+    high: float,
+    tolerance: float,
+    discrete: bool = False,
+) -> Any:
+    """dp-accounting's root finder over our price, between two values of which one meets the target. The
+    caller verifies."""
+    import dp_accounting
+
+    class PriceOfRun:
+        """What `calibrate_dp_mechanism` needs of an accountant."""
+
+        ledger = dp_accounting.NoOpDpEvent()
+
+        def compose(self, run: Any) -> "PriceOfRun":
+            self.run = run
+            return self
+
+        def get_epsilon(self, target_delta: float) -> float:
+            return min(pricer(self.run), 1e9)  # an infinite end would turn the secant into NaN
+
+    try:
+        return dp_accounting.calibrate_dp_mechanism(
+            PriceOfRun,
+            run_of,
+            target,
+            0.5,  # the price has its δ
+            dp_accounting.ExplicitBracketInterval(low, high),
+            discrete,
+            tolerance,
+        )
+    except getattr(dp_accounting.mechanism_calibration, "NoOptimumFoundError", ()):
+        # 0.4 gives up where 0.6 bisects; the bracket has an end that meets the target.
+        return low if discrete else high

@@ -1,0 +1,245 @@
+"""An ε with everything it depends on, as data and as English."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, price
+from tfdpfl.accounting.run import Run
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+_ADJACENCY_TEXT = {
+    "add_or_remove_one": "data sets that differ in the presence of one example",
+    "zero_out": "data sets of which one has a blank in place of one example; all batch sizes are public",
+    "replace_one": "data sets of the same size that differ in one example",
+}
+_SAMPLING_TEXT = {
+    "poisson": "every example joins every batch by an independent coin (Poisson)",
+    "shuffle": "every example is in exactly one batch of an epoch, as in fit; no amplification is claimed",
+    "fixed_size": "every batch is a fresh random subset of fixed size",
+    "none": "every example is in every batch; no amplification",
+}
+_SAMPLING_NOTES = {
+    "poisson": (
+        "Batches must really be drawn by independent coins, as tfdpfl.data.poisson_batches does; "
+        "shuffled batches do not qualify."
+    ),
+    "shuffle": "No batch may reach over the end of an epoch (batch, then repeat): it could hold an example twice.",
+    "fixed_size": "Every batch must be a fresh uniform draw without replacement, independent of all others.",
+}
+_ACCOUNTANT_TEXT = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi differential privacy (RDP)"}
+_GROUPED = (
+    "Microbatches clip group means, so one example can move the clipped sum by twice the clip: "
+    "sigma counts as half. "
+    "This takes for granted that an example's presence does not move other examples to other groups."
+)
+_COVERED = "Covered: the trained weights, and whatever is computed from them alone."
+_NOT_COVERED = (
+    "Not covered: training loss and metrics measured on the batches, choices made by looking at the data, "
+    "and other runs on the same data, whose costs add up."
+)
+_SEED = (
+    "The noise must come from a secret seed (seed=None draws one): whoever knows it can subtract the noise."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyReport:
+    """One (ε, δ) and what it is a figure of.
+
+    Attributes:
+        epsilon: Upper bound on ε; infinite where nothing is promised.
+        delta: δ.
+        adjacency: The neighbouring relation: `"add_or_remove_one"`, `"zero_out"` or `"replace_one"`.
+        sampling: How examples came into batches; None if what ran was given as events.
+        accountant: The accountant that proved ε, which is not always the one that was asked for.
+        noise_multiplier: σ; None if several, or none that is known.
+        steps: Noisy updates.
+        participations: Updates that one example could touch.
+        num_examples, batch_size, num_microbatches: None if several, or not known.
+        sampling_rate: `batch_size / num_examples`.
+        shuffled_epsilon: For Poisson sampling, what the same run costs if batches were only shuffled
+            (zero-out adjacency).
+        notes: What the figure takes for granted, in sentences.
+    """
+
+    epsilon: float
+    delta: float
+    adjacency: str
+    sampling: str | None
+    accountant: str
+    noise_multiplier: float | None
+    steps: int
+    participations: int
+    num_examples: int | None
+    batch_size: int | None
+    num_microbatches: int | None = None
+    sampling_rate: float | None = None
+    shuffled_epsilon: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def statement(self) -> str:
+        """The report in English, several lines. ε is rounded up."""
+        lines = ["Differential privacy statement"]
+        lines.append(f"  epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g}")
+        lines.append(f"  adjacency: {self.adjacency} ({_ADJACENCY_TEXT[self.adjacency]})")
+        if self.sampling is not None:
+            lines.append(f"  sampling: {self.sampling} ({_SAMPLING_TEXT[self.sampling]})")
+        lines.append(f"  accountant: {self.accountant} ({_ACCOUNTANT_TEXT[self.accountant]})")
+        lines.append(f"  mechanism: {self._mechanism()}")
+        if self.shuffled_epsilon is not None:
+            lines.append(
+                f"  if the batches were only shuffled: epsilon = {rounded_up(self.shuffled_epsilon)} "
+                f"at delta = {self.delta:g} (adjacency zero_out, sampling shuffle)"
+            )
+        return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
+
+    __str__ = statement
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as values that strict JSON can hold: an infinite ε is the string "inf"."""
+        fields = {**dataclasses.asdict(self), "notes": list(self.notes)}
+        return {name: "inf" if value == math.inf else value for name, value in fields.items()}
+
+    def _mechanism(self) -> str:
+        if self.sampling is None or self.noise_multiplier is None or self.num_examples is None:
+            return f"{self.steps} recorded applications of several mechanisms"
+        batches = "expected batch size" if self.sampling == "poisson" else "batch size"
+        groups = f" in {self.num_microbatches} microbatches" if self.num_microbatches else ""
+        return (
+            f"DP-SGD, noise multiplier {self.noise_multiplier:g}, {self.steps} steps, "
+            f"{batches} {self.batch_size}{groups} of {self.num_examples} examples; "
+            f"one example can touch {self.participations} of the steps"
+        )
+
+
+def privacy_report(
+    *,
+    num_examples: int,
+    batch_size: int,
+    noise_multiplier: float,
+    delta: float,
+    num_epochs: float | None = None,
+    num_steps: int | None = None,
+    sampling: str = "poisson",
+    num_microbatches: int | None = None,
+    accountant: str = "pld",
+    adjacency: str | None = None,
+) -> PrivacyReport:
+    """Returns `compute_epsilon` of the same arguments, with all that it depends on. Raises as that does."""
+    run = Run(
+        num_examples=num_examples,
+        batch_size=batch_size,
+        noise_multiplier=noise_multiplier,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        sampling=sampling,
+        num_microbatches=num_microbatches,
+        adjacency=adjacency,
+    )
+    assert run.adjacency is not None
+    shuffled = None
+    if run.sampling == "poisson" and run.batch_size < run.num_examples:
+        shuffled = dataclasses.replace(run, sampling="shuffle", adjacency="zero_out")
+    return report_of([run], run.dp_event, delta, accountant, run.adjacency, shuffled)
+
+
+def privacy_statement(
+    *,
+    num_examples: int,
+    batch_size: int,
+    noise_multiplier: float,
+    delta: float,
+    num_epochs: float | None = None,
+    num_steps: int | None = None,
+    sampling: str = "poisson",
+    num_microbatches: int | None = None,
+    accountant: str = "pld",
+    adjacency: str | None = None,
+) -> str:
+    """Returns what a DP-SGD run promises, in English: ε with its δ, adjacency, sampling and accountant, and
+    what is assumed.
+
+    For Poisson sampling it also gives the price of the same run with batches that are only shuffled.
+    Arguments and errors are
+    those of `compute_epsilon`.
+    """
+    return privacy_report(
+        num_examples=num_examples,
+        batch_size=batch_size,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        sampling=sampling,
+        num_microbatches=num_microbatches,
+        accountant=accountant,
+        adjacency=adjacency,
+    ).statement()
+
+
+def report_of(
+    runs: list[Run],
+    event: "DpEvent",
+    delta: float,
+    accountant: str,
+    adjacency: str,
+    shuffled: Run | None = None,
+) -> PrivacyReport:
+    """The report of an event that `runs` make up; `shuffled` is the run to price beside it."""
+    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    paid = price(event, delta, accountant, adjacency)
+    only: Callable[[str], Any] = lambda name: _only({getattr(run, name) for run in runs})  # noqa: E731
+    notes = []
+    if paid.epsilon == math.inf:
+        notes.append("An infinite epsilon is no privacy at all: raise noise_multiplier.")
+    if paid.accountant != accountant:
+        notes.append(
+            f"The {accountant} accountant has no better bound here; the figure is by {paid.accountant}."
+        )
+    notes += [_SAMPLING_NOTES[s] for s in dict.fromkeys(run.sampling for run in runs) if s in _SAMPLING_NOTES]
+    if any(run.grouped for run in runs):
+        notes.append(_GROUPED)
+    n = only("num_examples")
+    if n is not None and delta >= 1 / n:
+        notes.append(
+            f"delta = {delta:g} is not below 1 / num_examples = {1 / n:g}: "
+            "publishing one random example whole could meet it."
+        )
+    return PrivacyReport(
+        epsilon=paid.epsilon,
+        delta=delta,
+        adjacency=adjacency,
+        sampling=only("sampling"),
+        accountant=paid.accountant,
+        noise_multiplier=only("noise_multiplier"),
+        steps=sum(run.steps for run in runs),
+        participations=sum(run.participations for run in runs),
+        num_examples=n,
+        batch_size=only("batch_size"),
+        num_microbatches=only("num_microbatches"),
+        sampling_rate=only("sampling_rate"),
+        shuffled_epsilon=None
+        if shuffled is None
+        else price(shuffled.dp_event, delta, accountant, "zero_out").epsilon,
+        notes=(*notes, _COVERED, _NOT_COVERED, _SEED),
+    )
+
+
+def rounded_up(epsilon: float, digits: int = 5) -> str:
+    """`epsilon` with this many significant digits, never below its value: a printed ε is a promise too."""
+    if epsilon == 0 or math.isinf(epsilon):
+        return "0" if epsilon == 0 else "infinity (no privacy)"
+    text = f"{epsilon:.{digits}g}"
+    if float(text) < epsilon:
+        text = f"{epsilon + 10.0 ** (math.floor(math.log10(epsilon)) - digits + 1):.{digits}g}"
+    return text
+
+
+def _only(values: set[Any]) -> Any:
+    return next(iter(values)) if len(values) == 1 else None

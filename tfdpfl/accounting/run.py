@@ -1,0 +1,190 @@
+"""A run of DP-SGD, as the accountant sees it: how often an example takes part, at what noise, in which
+event."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+# Each sampling, with the adjacencies that its argument holds for; the first is the default.
+ADJACENCIES_OF = {
+    "poisson": ("add_or_remove_one", "zero_out"),
+    "shuffle": ("zero_out", "replace_one"),
+    "fixed_size": ("replace_one",),
+    "none": ("add_or_remove_one", "zero_out", "replace_one"),
+}
+SAMPLINGS = tuple(ADJACENCIES_OF)
+ADJACENCIES = ("add_or_remove_one", "replace_one", "zero_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One DP-SGD training run, validated: clipped per-example gradients, summed over a batch, plus Gaussian
+    noise, every step.
+
+    Args:
+        num_examples: Number of training examples n.
+        batch_size: Number of examples in a batch; its expectation under Poisson sampling.
+        noise_multiplier: σ, the standard deviation of the noise divided by the clip C.
+        num_epochs: Passes over the data, possibly a fraction. Either this or `num_steps`.
+        num_steps: Noisy updates.
+        sampling: How an example comes into a batch.
+
+            - `"poisson"`: by an independent coin of bias `batch_size / num_examples` at every step.
+            - `"shuffle"`: what `fit` does: once in every epoch. Given the order, an example touches one
+              step an epoch, so an epoch
+              costs one Gaussian mechanism; no amplification is claimed, since none is proven for it.
+            - `"fixed_size"`: by a fresh uniformly random subset of exactly `batch_size` examples at every
+              step.
+            - `"none"`: at every step.
+        num_microbatches: The number of groups whose mean gradient is clipped; None, or `batch_size`, clips
+            each example by itself.
+            One example moves its group's clipped mean anywhere in a ball, so the sensitivity is 2C. This
+            takes for granted that
+            an example's presence does not regroup the others.
+        starts_mid_epoch: Whether the first step may lie inside a pass over the data (shuffle, with
+            `num_steps`).
+        adjacency: Which data sets are neighbours; None takes the sampling's own, the first named.
+
+            - `"add_or_remove_one"` (poisson, none): with or without one example.
+            - `"zero_out"` (shuffle, poisson, none): one example's contribution is blanked, all batch sizes
+              stay as they are.
+            - `"replace_one"` (fixed_size, shuffle, none): one example is any other; the sensitivity is 2C.
+
+    Raises:
+        ValueError: An argument is out of its range; the message has the mend.
+        PrivacyError: The adjacency is not one that the sampling can be priced for.
+    """
+
+    num_examples: int
+    batch_size: int
+    noise_multiplier: float
+    num_epochs: float | None = None
+    num_steps: int | None = None
+    sampling: str = "poisson"
+    num_microbatches: int | None = None
+    adjacency: str | None = None
+    starts_mid_epoch: bool = False
+
+    def __post_init__(self) -> None:
+        put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
+        put(
+            "num_examples", _checks.whole("num_examples", self.num_examples, 1, "count the training examples")
+        )
+        put("batch_size", _checks.whole("batch_size", self.batch_size, 1, "count the examples of a batch"))
+        if self.batch_size > self.num_examples:
+            raise ValueError(
+                f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}: "
+                "take a smaller batch, or check that the two were not swapped"
+            )
+        mend = "give the standard deviation of the noise divided by the clip (0 for none)"
+        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, mend, at_least=0))
+        if (self.num_epochs is None) == (self.num_steps is None):
+            raise ValueError(
+                "give exactly one of num_epochs and num_steps, "
+                f"got num_epochs={self.num_epochs!r} and num_steps={self.num_steps!r}"
+            )
+        if self.num_steps is not None:
+            put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
+        else:
+            mend = "count the passes over the data, a fraction if need be"
+            put("num_epochs", _checks.real("num_epochs", self.num_epochs, mend, at_least=0))
+        put("sampling", _checks.choice("sampling", self.sampling, SAMPLINGS))
+        self._check_microbatches(put)
+        self._check_adjacency(put)
+
+    def _check_microbatches(self, put: Callable[[str, Any], None]) -> None:
+        if self.num_microbatches is None:
+            return
+        mend = "count the groups whose mean gradient is clipped, or leave it out"
+        put("num_microbatches", _checks.whole("num_microbatches", self.num_microbatches, 1, mend))
+        if self.batch_size % self.num_microbatches:
+            raise ValueError(
+                f"num_microbatches must divide batch_size={self.batch_size}, got {self.num_microbatches}: "
+                "take a divisor, or leave it out to clip every example by itself"
+            )
+
+    def _check_adjacency(self, put: Callable[[str, Any], None]) -> None:
+        offered = ADJACENCIES_OF[self.sampling]
+        if self.adjacency is None:
+            put("adjacency", offered[0])
+        put("adjacency", _checks.choice("adjacency", self.adjacency, ADJACENCIES))
+        if self.adjacency not in offered:
+            raise PrivacyError(
+                f"sampling={self.sampling!r} has no price for adjacency={self.adjacency!r}: "
+                f"take {' or '.join(map(repr, offered))}, or another sampling"
+            )
+
+    @property
+    def sampling_rate(self) -> float:
+        """The (expected) batch size over the number of examples."""
+        return self.batch_size / self.num_examples
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a clipped gradient is the mean of several examples."""
+        return self.num_microbatches is not None and self.num_microbatches < self.batch_size
+
+    @property
+    def sensitivity(self) -> int:
+        """How far one example moves the clipped sum, in clips C: 1, or 2 where a clipped vector turns into
+        another one."""
+        return 2 if self.grouped or self.adjacency == "replace_one" else 1
+
+    @property
+    def steps(self) -> int:
+        """The number of noisy updates."""
+        if self.num_steps is not None:
+            return self.num_steps
+        assert self.num_epochs is not None
+        if self.sampling == "shuffle":  # an epoch's last batch is smaller, but a step
+            return _ceil(self.num_epochs * -(-self.num_examples // self.batch_size))
+        return _ceil(self.num_epochs * self.num_examples / self.batch_size)
+
+    @property
+    def steps_per_participation(self) -> int:
+        """The fewest steps between two uses of one example: an epoch without its partial batch if shuffled,
+        else one step."""
+        return self.num_examples // self.batch_size if self.sampling == "shuffle" else 1
+
+    @property
+    def participations(self) -> int:
+        """How many noisy updates one example can touch: every step, or one step in every epoch begun if
+        shuffled."""
+        if self.sampling == "shuffle" and self.num_epochs is not None:
+            return _ceil(self.num_epochs)
+        if self.sampling == "shuffle" and self.starts_mid_epoch and self.steps > 0:
+            # A window of steps touches one epoch more than its length says when it lies across their borders.
+            return -(-(self.steps - 1) // self.steps_per_participation) + 1
+        return -(-self.steps // self.steps_per_participation)
+
+    @property
+    def dp_event(self) -> "DpEvent":
+        """What ran, for an accountant: noise multipliers are relative to the sensitivity under
+        `adjacency`."""
+        from dp_accounting import dp_event
+
+        if self.participations == 0:
+            return dp_event.NoOpDpEvent()
+        if self.noise_multiplier == 0:
+            return dp_event.NonPrivateDpEvent()
+        step = dp_event.GaussianDpEvent(self.noise_multiplier / self.sensitivity)
+        if self.batch_size < self.num_examples:
+            if self.sampling == "poisson":
+                step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
+            elif self.sampling == "fixed_size":
+                step = dp_event.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, step)
+        return dp_event.SelfComposedDpEvent(step, self.participations)
+
+
+def _ceil(number: float) -> int:
+    # 0.3 epochs of 10 steps are 3 steps; in floating point the product is above 3.
+    nearest = round(number)
+    return nearest if math.isclose(number, nearest, rel_tol=1e-12) else math.ceil(number)

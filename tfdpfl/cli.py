@@ -1,0 +1,157 @@
+"""The command line, `tfdpfl`: a demo, and the three unknowns of a DP-SGD run from each other.
+
+Only `demo` needs TensorFlow. Everything but click is imported by the command that uses it, so that `--help`
+comes at once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from tfdpfl._version import __version__
+from tfdpfl.accounting import ACCOUNTANTS, ADJACENCIES, SAMPLINGS
+
+_NUM_EXAMPLES = click.option("--num-examples", type=int, required=True, help="Number of training examples.")
+_BATCH_SIZE = click.option("--batch-size", type=int, required=True, help="Batch size; expected, if Poisson.")
+_NOISE = click.option("--noise-multiplier", type=float, required=True, help="Noise std divided by the clip.")
+_DELTA = click.option("--delta", type=float, required=True, help="Delta, below 1 / num-examples.")
+_LENGTH = (
+    click.option("--num-epochs", type=float, help="Passes over the data. Either this or --num-steps."),
+    click.option("--num-steps", type=int, help="Noisy updates."),
+)
+_TARGET = click.option("--target-epsilon", type=float, required=True, help="Epsilon that may not be passed.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+_HOW = (
+    click.option(
+        "--sampling",
+        type=click.Choice(SAMPLINGS, case_sensitive=False),
+        default="poisson",
+        show_default=True,
+        help="How batches are drawn; fit does shuffle.",
+    ),
+    click.option("--num-microbatches", type=int, help="Groups whose mean gradient is clipped."),
+    click.option(
+        "--adjacency",
+        type=click.Choice(ADJACENCIES, case_sensitive=False),
+        help="Which data sets are neighbours; the sampling's own if left out.",
+    ),
+    click.option(
+        "--accountant",
+        type=click.Choice(ACCOUNTANTS, case_sensitive=False),
+        default="pld",
+        show_default=True,
+    ),
+    _JSON,
+)
+
+
+class BadArgument(click.ClickException):
+    """A refusal that is one line and the exit code of click's own usage errors."""
+
+    exit_code = 2
+
+
+def _options(*options: Callable) -> Callable:
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="tfdpfl")
+def main() -> None:
+    """Differential privacy for Keras: what a training run promises, and a demo of one."""
+
+
+@main.command()
+@_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_LENGTH, *_HOW)
+def epsilon(as_json: bool, **run: Any) -> None:
+    """The epsilon of a run."""
+    _print(_report(run), as_json, lambda report: f"epsilon = {_up(report.epsilon)}")
+
+
+@main.command()
+@_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, _DELTA, *_LENGTH, *_HOW)
+def noise(as_json: bool, target_epsilon: float, **run: Any) -> None:
+    """The smallest noise multiplier that keeps a run within a target epsilon."""
+    from tfdpfl.accounting import compute_noise_multiplier
+
+    with _clean_errors():
+        run["noise_multiplier"] = compute_noise_multiplier(target_epsilon=target_epsilon, **run)
+    _print(_report(run), as_json, lambda report: f"noise multiplier = {_up(report.noise_multiplier)}")
+
+
+@main.command()
+@_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_HOW)
+def steps(as_json: bool, target_epsilon: float, **run: Any) -> None:
+    """The largest number of steps within a target epsilon."""
+    from tfdpfl.accounting import compute_num_steps
+
+    with _clean_errors():
+        run["num_steps"] = compute_num_steps(target_epsilon=target_epsilon, **run)
+    _print(_report(run), as_json, lambda report: f"steps = {report.steps}")
+
+
+@main.command()
+@_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_LENGTH, *_HOW)
+def statement(as_json: bool, **run: Any) -> None:
+    """All that a run promises, and what it takes for granted, in English."""
+    _print(_report(run), as_json, str)
+
+
+@main.command()
+@click.option("--data-dir", envvar="TFDPFL_DATA_DIR", help="Folder with MNIST; default: small digits.")
+@click.option("--epochs", type=int, help="Passes over the data.")
+@click.option("--output", default="tfdpfl-demo.png", show_default=True, help="The picture to write.")
+@click.option("--seed", type=int, help="For a run that can be repeated; a known seed is no privacy.")
+@_JSON
+def demo(data_dir: str | None, epochs: int | None, output: str, seed: int | None, as_json: bool) -> None:
+    """Train a private classifier beside a plain one. Needs TensorFlow."""
+    from tfdpfl.demo import run
+
+    with _clean_errors():
+        run(data_dir=data_dir, epochs=epochs, output=output, as_json=as_json, seed=seed)
+
+
+def _report(run: dict[str, Any]) -> Any:
+    from tfdpfl.accounting import privacy_report
+
+    with _clean_errors():
+        return privacy_report(**run)
+
+
+def _print(report: Any, as_json: bool, headline: Callable[[Any], str]) -> None:
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False))
+        return
+    text = headline(report)
+    click.echo(text)
+    if text != str(report):
+        click.echo(
+            f"(epsilon {_up(report.epsilon)}, delta {report.delta:g}, adjacency {report.adjacency}, "
+            f"sampling {report.sampling}, accountant {report.accountant}, "
+            f"noise multiplier {report.noise_multiplier:g}, {report.steps} steps, "
+            f"batch {report.batch_size} of {report.num_examples})"
+        )
+
+
+def _up(number: float) -> str:
+    from tfdpfl.accounting.report import rounded_up
+
+    return rounded_up(number)
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """A refused argument names its mend; a traceback would say no more."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadArgument(str(error)) from error

@@ -1,0 +1,9 @@
+"""The one error of this package that is about privacy rather than about a bad argument."""
+
+
+class PrivacyError(ValueError):
+    """What was asked cannot be made private, or its privacy cannot be priced.
+
+    The message names the cause and the mend. Ordinary bad arguments (a negative noise multiplier, δ ≥ 1)
+    raise a plain `ValueError`.
+    """
