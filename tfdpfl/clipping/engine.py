@@ -1,0 +1,462 @@
+"""Clipped sums of per-example gradients, from one forward and one backward pass.
+
+The graph that computed the loss is read backwards (`batch_axis`), the loss is split into one loss an example
+(`loss`), and each op that uses a weight yields the norms and the clipped sum of its examples' gradients (`rules`,
+`fallback`). Nothing here draws noise or knows of Keras.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import Batch, BatchAxis, Handle, Items, Mixed, Public, Size, constant, key
+from tfdpfl.clipping.fallback import Replay
+from tfdpfl.clipping.loss import LossOfOne, mend
+from tfdpfl.clipping.rules import RULES, Contribution, Formed, Lookup, Outer, Units, Use, inner_use
+from tfdpfl.errors import PrivacyError
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedGradients:
+    """What `clipped_gradients` returns.
+
+    Attributes:
+      sum: for each variable, the sum over units (examples, or microbatches) of the clipped gradients, without noise.
+        The L2 norm of one unit's part, over all variables together, is at most ``l2_norm_clip``. None where the loss
+        does not depend on the variable.
+      norms: [units], each unit's gradient norm before clipping; NaN or infinite where it was not finite.
+      regularization: for each variable, the gradient of the part of the loss that depends on no example, or None.
+      num_units: scalar int32, how many units there were.
+      num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
+      loss_scale: a public factor the loss had been multiplied by (a loss scale) and that was taken off, or None.
+    """
+
+    sum: list[tf.Tensor | None]
+    norms: tf.Tensor
+    regularization: list[tf.Tensor | None]
+    num_units: tf.Tensor
+    num_nonfinite: tf.Tensor
+    loss_scale: tf.Tensor | None
+
+
+def clipped_gradients(
+    loss: tf.Tensor,
+    variables: Sequence,
+    l2_norm_clip: float | tf.Tensor,
+    num_microbatches: int | None = None,
+) -> ClippedGradients:
+    """Clips every example's gradient to an L2 norm of ``l2_norm_clip`` and sums, inside any `tf.function`.
+
+    ``loss`` may be reduced (sum, mean, weighted sum of several losses) or not; an example's loss is what the same
+    expression gives on a batch of one. Terms that do not depend on data come back apart, unclipped.
+
+    Args:
+      loss: a scalar, or a tensor with the examples along its first axis, in a graph (not eager).
+      variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights.
+      l2_norm_clip: C > 0.
+      num_microbatches: None to clip every example; or M, to clip the mean gradient of M groups of consecutive
+        examples, as TensorFlow Privacy does. The batch must be divisible by M.
+
+    Returns:
+      `ClippedGradients`. Formally: adding or removing one unit changes ``sum`` by at most ``l2_norm_clip`` in L2 norm.
+
+    Raises:
+      PrivacyError: where examples influence one another on the way to the loss, or there is no graph. Nothing is
+        silently left unclipped.
+    """
+    plan = Plan(loss, variables, num_microbatches)
+    norms2 = plan.squared_norms()
+    return plan.finish(norms2, l2_norm_clip)
+
+
+def per_example_norms(loss: tf.Tensor, variables: Sequence) -> tf.Tensor:
+    """The L2 norm of every example's gradient over all ``variables``, [batch]; see `clipped_gradients`."""
+    return tf.sqrt(Plan(loss, variables, None).squared_norms())
+
+
+def raw_variable(v):
+    """The tf.Variable inside a Keras variable, or the thing itself."""
+    inner = getattr(v, "_value", None)
+    return inner if inner is not None and hasattr(inner, "handle") else v
+
+
+class Plan:
+    """Everything between a loss and its clipped sum."""
+
+    def __init__(self, loss: tf.Tensor, variables: Sequence, num_microbatches: int | None):
+        if isinstance(loss, (list, tuple)) and len(loss) == 1:
+            loss = loss[0]
+        if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
+            raise PrivacyError(
+                "Per-example gradients are read from a graph, but the loss was computed eagerly. Compile without "
+                "run_eagerly=True and wrap a custom training step in tf.function."
+            )
+        if not variables:
+            raise PrivacyError("variables is empty: there is no weight to find gradients for.")
+        self.graph: tf.Graph = loss.graph
+        self.variables = [raw_variable(v) for v in variables]
+        self.analysis = self._analyse(loss)
+        self.batch_size = self._batch_size()
+        split = LossOfOne(self.analysis, self.batch_size)
+        self.sizes = split
+        losses, self.public_loss, self.loss_scale = split(loss)
+        check = self.analysis[losses]
+        if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
+            origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
+            raise PrivacyError(f"Examples of the batch influence one another: {origin.describe()}. {mend(origin)}")
+        self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
+        losses, count = self._grouped(losses, num_microbatches)
+        self.units = Units(self.batch_size, count, self.dtype)
+        self.contributions = self._contributions(losses)
+
+    # -- reading the graph -----------------------------------------------------------------------------------
+
+    def _analyse(self, loss: tf.Tensor) -> BatchAxis:
+        handles = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
+
+        def source(t: tf.Tensor):
+            if t.dtype != tf.resource:
+                return None
+            handle = t
+            while True:
+                found = next(
+                    (o for o, i in getattr(getattr(handle, "graph", None), "captures", ()) if i is handle), None
+                )
+                if found is None:
+                    return Handle(None) if handle is not t or not hasattr(t, "graph") else Handle(handles.get(id(t)))
+                handle = found
+                if id(handle) in handles:
+                    return Handle(handles[id(handle)])
+                if hasattr(handle, "numpy") or not isinstance(getattr(handle, "graph", None), tf.Graph):
+                    return Handle(None)
+
+        analysis = BatchAxis(self.graph, source)
+        for i, v in enumerate(self.variables):
+            if hasattr(v, "handle"):
+                continue
+            if not tf.is_tensor(v):
+                raise PrivacyError(f"variables[{i}] is {type(v).__name__}, not a variable or a tensor of the graph.")
+            if hasattr(v, "numpy") or v.graph is not self.graph:
+                self.variables[i] = v = self.graph.capture(v)
+            if isinstance(v.op.type, str) and v.op.type not in ("Placeholder", "PlaceholderV2"):
+                analysis.run([v])
+            analysis.ops[v.op.name] = v.op
+            analysis.states[key(v)] = Public(frozenset([i]))
+        analysis.run([loss])
+        return analysis
+
+    def _batch_size(self) -> tf.Tensor:
+        sources = self.analysis.sources
+        if not sources:
+            raise PrivacyError(
+                "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
+                "argument of the tf.function (or through a tf.data iterator), not as a captured array."
+            )
+        static = {t.shape[0] for t in sources} - {None}
+        if len(static) > 1:
+            shapes = ", ".join(str(t.shape) for t in sources)
+            raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
+        if static:
+            size = tf.constant(static.pop(), tf.int32)
+        else:
+            size = tf.shape(sources[0])[0]
+        checks = [
+            tf.debugging.assert_equal(
+                tf.shape(t)[0], size, "tfdpfl: the inputs of the step disagree about the batch size."
+            )
+            for t in sources
+            if t.shape[0] is None
+        ]
+        one = tf.maximum(size, 1)
+        checks += [
+            tf.debugging.assert_equal(
+                tf.shape(y)[axis] % one, 0, f"tfdpfl: {y.op.type} ({y.op.name!r}) cuts across examples of the batch."
+            )
+            for y, axis in self.analysis.checks
+            if y.graph is self.graph
+        ]
+        with tf.control_dependencies([c for c in checks if c is not None]):
+            size = tf.identity(size)
+        self.analysis.ops[size.op.name] = size.op
+        self.analysis.states[key(size)] = Size(((1, 1),))
+        return size
+
+    def _grouped(self, losses: tf.Tensor, m: int | None) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Losses of the units, and their number if it is not the batch size."""
+        if m is None:
+            return losses, None
+        static = constant(self.batch_size) if losses.shape[0] is None else losses.shape[0]
+        if static is not None and static % m:
+            raise PrivacyError(
+                f"num_microbatches={m} does not divide the batch of {static} examples. Choose a divisor, or None to "
+                "clip every example by itself."
+            )
+        message = (
+            f"tfdpfl: num_microbatches={m} does not divide the batch. Use batches of a multiple of {m} examples "
+            "(drop_remainder=True), or num_microbatches=None to clip every example by itself."
+        )
+        with tf.control_dependencies([tf.debugging.assert_equal(self.batch_size % m, 0, message)]):
+            count = tf.where(self.batch_size > 0, m, 0)
+        per = self.batch_size // m
+        return tf.reduce_mean(tf.reshape(losses, tf.stack([count, per])), 1), count
+
+    def _contributions(self, losses: tf.Tensor) -> list[tuple[int, Contribution, tf.Tensor, tf.Tensor]]:
+        """(variable number, contribution, weight tensor, root tensor) for all uses of all variables."""
+        a = self.analysis
+        ops = sorted(graph_tools.ancestors([losses]).values(), key=lambda o: o._id)
+        single: list[tuple[tf.Operation, list[int]]] = []
+        listed: list[tf.Operation] = []
+        for op in ops:
+            if op.name not in a.ops:
+                continue
+            outs = [a.states.get((op.name, i)) for i in range(len(op.outputs))]
+            if not any(isinstance(s, Batch | Items) for s in outs):
+                continue
+            at = [i for i, t in enumerate(op.inputs) if self._trains(a[t])]
+            if any(t.dtype == tf.variant for t in [*op.inputs, *op.outputs]):
+                listed.append(op)
+            elif at:
+                single.append((op, at))
+        gs_of: dict[tuple[str, int], tf.Tensor] = {}
+        replays: list[Replay] = []
+        ruled: list[tuple[tf.Operation, int, tf.Operation, list[int]]] = []
+        for op, at in single:
+            inner = inner_use(op, a)
+            kind, feeds = (inner[0], inner[1]) if inner else (op, list(range(len(op.inputs))))
+            batch_outputs = [t for t in op.outputs if isinstance(a[t], Batch) and t.dtype.is_floating]
+            if kind.type in RULES and len(batch_outputs) == 1 and all(feeds.count(i) == 1 for i in at):
+                ruled += [(op, i, kind, feeds) for i in at]
+            elif batch_outputs:
+                replays.append(self._replay([op]))
+        replays += [self._replay(cluster) for cluster in clusters(listed) if any(
+            self._trains(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
+        wanted: dict[tuple[str, int], tf.Tensor] = {}
+        for op, *_ in ruled:
+            for t in op.outputs:
+                if isinstance(a[t], Batch) and t.dtype.is_floating:
+                    wanted[key(t)] = t
+        for replay in replays:
+            wanted.update({key(t): t for t in replay.outputs})
+        ends = list(wanted.values())
+        grads = tf.gradients([losses], ends) if ends else []
+        for t, g in zip(ends, grads, strict=True):
+            if g is not None:
+                gs_of[key(t)] = tf.convert_to_tensor(g)
+
+        found: list[tuple[int, Contribution, tf.Tensor, tf.Tensor]] = []
+        for op, i, kind, feeds in ruled:
+            out = next(t for t in op.outputs if isinstance(a[t], Batch) and t.dtype.is_floating)
+            if key(out) not in gs_of:
+                continue
+            weight, state = self._weight(op.inputs[i])
+            inputs = [op.inputs[j] for j in feeds]
+            use = Use(kind, feeds.index(i), inputs, [a[t] for t in inputs], weight, gs_of[key(out)], a[out], out)
+            made = RULES[kind.type](use, self.units)
+            if made is None:
+                made = self._replay([op], [i]).gradients([out], [gs_of[key(out)]], self.units, self.sizes)[0]
+            found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
+        for replay in replays:
+            ys = [t for t in replay.outputs if key(t) in gs_of]
+            if ys:
+                made_all = replay.gradients(ys, [gs_of[key(t)] for t in ys], self.units, self.sizes)
+                for w, made in zip(replay.weights, made_all, strict=True):
+                    found += [(v, made, w, root) for v, root in self._roots(w, a[w])]
+        return found
+
+    @staticmethod
+    def _trains(state) -> bool:
+        return (isinstance(state, Public) and bool(state.deps)) or (
+            isinstance(state, Handle) and state.index is not None
+        )
+
+    def _weight(self, t: tf.Tensor) -> tuple[tf.Tensor, Public]:
+        state = self.analysis[t]
+        if isinstance(state, Handle):
+            v = self.variables[state.index]
+            with self.graph.as_default():
+                read = tf.convert_to_tensor(v)
+            self.analysis.run([read])
+            return read, Public(frozenset([state.index]))
+        return t, state
+
+    def _replay(self, ops: list[tf.Operation], at: list[int] | None = None) -> Replay:
+        a = self.analysis
+        bad = next((t for op in ops for t in op.inputs if isinstance(a[t], Handle)), None)
+        if bad is not None:
+            op = bad.consumers()[0] if bad.consumers() else ops[0]
+            op = next((o for o in ops if any(t is bad for t in o.inputs)), op)
+            raise PrivacyError(
+                f"{op.type} ({op.name!r}) reads variables inside, where per-example gradients cannot be taken yet. "
+                "Call the layer without a tf.function around it."
+            )
+        weights = {
+            key(t): t
+            for op in ops
+            for i, t in enumerate(op.inputs)
+            if self._trains(a[t]) and t.dtype.is_floating and (at is None or i in at)
+        }
+        return Replay(ops, list(weights.values()), a)
+
+    def _roots(self, weight: tf.Tensor, state: Public) -> list[tuple[int, tf.Tensor]]:
+        """The reads (or given tensors) that a weight tensor is computed from, with their variables' numbers."""
+        a, roots = self.analysis, []
+        given = {key(v): i for i, v in enumerate(self.variables) if not hasattr(v, "handle")}
+        stop = [v for v in self.variables if not hasattr(v, "handle")]
+        if key(weight) in given:
+            return [(given[key(weight)], weight)]
+        for op in graph_tools.ancestors([weight], stop).values():
+            if op.type == "ReadVariableOp":
+                s = a[op.outputs[0]]
+                if isinstance(s, Public) and s.deps:
+                    roots.append((next(iter(s.deps)), op.outputs[0]))
+            roots += [(given[key(t)], t) for t in op.inputs if key(t) in given and (given[key(t)], t) not in roots]
+        return roots
+
+    # -- norms and sums --------------------------------------------------------------------------------------
+
+    def squared_norms(self) -> tf.Tensor:
+        """[units], over all variables."""
+        self.merged: list[list[tuple[Contribution, tf.Tensor, tf.Tensor]]] = []
+        total = tf.zeros([self.units.count], self.dtype)
+        for i in range(len(self.variables)):
+            parts = self._merged([(c, w, r) for v, c, w, r in self.contributions if v == i])
+            for c, _, _ in parts:
+                total += c.squared_norms()
+            self.merged.append(parts)
+        return total
+
+    def _merged(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
+        """The uses of one variable as one contribution, so that its squared norm is that of their sum."""
+        if not parts:
+            return []
+        if not all(isometric(w, r) for _, w, r in parts):
+            return self._pulled_back(parts)
+        if len(parts) == 1:
+            return parts
+        kinds = {type(c) for c, _, _ in parts}
+        marks = {(c.same, chain(w, r), tuple(w.shape)) for c, w, r in parts}
+        if len(kinds) == 1 and len(marks) == 1:
+            (kind,) = kinds
+            return [(kind.merged([c for c, _, _ in parts]), parts[0][1], parts[0][2])]
+        return self._pulled_back(parts)
+
+    def _pulled_back(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
+        """All uses formed and carried back to the variable itself."""
+        grouped: dict[tuple, list] = {}
+        for c, w, r in parts:
+            grouped.setdefault((key(w), key(r)), []).append((c, w, r))
+        total = None
+        for same in grouped.values():
+            w, r = same[0][1:]
+            f = tf.add_n([c.formed() for c, _, _ in same])
+            if w is not r:
+                f = pullback(f, w, r)
+            if f is not None:
+                total = f if total is None else total + f
+        root = parts[0][2]
+        return [] if total is None else [(Formed(total), root, root)]
+
+    def finish(self, norms2: tf.Tensor, l2_norm_clip: float | tf.Tensor) -> ClippedGradients:
+        units = self.units
+        good = tf.math.is_finite(norms2)
+        units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
+        norms = tf.sqrt(norms2)
+        clip = tf.cast(l2_norm_clip, self.dtype)
+        c = tf.where(good, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
+        sums: list[tf.Tensor | None] = []
+        for parts in self.merged:
+            total = None
+            for contribution, weight, root in parts:
+                s = contribution.weighted_sum(c, units)
+                if weight is not root:
+                    (s,) = tf.gradients([weight], [root], [tf.cast(s, weight.dtype)])
+                if s is not None:
+                    s = tf.cast(tf.convert_to_tensor(s), self.dtype)
+                    total = s if total is None else total + s
+            sums.append(total)
+        return ClippedGradients(
+            sum=sums,
+            norms=norms,
+            regularization=self._regularization(),
+            num_units=units.count,
+            num_nonfinite=tf.reduce_sum(tf.cast(tf.logical_not(good), tf.int32)),
+            loss_scale=self.loss_scale,
+        )
+
+    def _regularization(self) -> list[tf.Tensor | None]:
+        result: list[tf.Tensor | None] = [None] * len(self.variables)
+        if self.public_loss is None:
+            return result
+        roots = self._roots(self.public_loss, self.analysis[self.public_loss])
+        if not roots:
+            return result
+        grads = tf.gradients([self.public_loss], [r for _, r in roots])
+        for (i, _), g in zip(roots, grads, strict=True):
+            if g is not None:
+                g = tf.cast(tf.convert_to_tensor(g), self.dtype)
+                result[i] = g if result[i] is None else result[i] + g
+        return result
+
+
+_ISOMETRIC = frozenset("Identity Cast Reshape ExpandDims Squeeze Transpose Neg Snapshot".split())
+
+
+def isometric(weight: tf.Tensor, root: tf.Tensor) -> bool:
+    """Whether the weight is the root's entries moved about (or negated), so that gradients keep their norm."""
+    t = weight
+    while t is not root:
+        if t.op.type not in _ISOMETRIC:
+            return False
+        t = t.op.inputs[0]
+    return True
+
+
+def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
+    """What happens between the root and the weight, to tell whether two uses read the same entries."""
+    links = []
+    t = weight
+    while t is not root:
+        values = [constant(x) for x in list(t.op.inputs)[1:]]
+        known = all(v is not None for v in values)
+        links.append((t.op.type, tuple(t.shape), tuple(v.tobytes() for v in values) if known else t.op.name))
+        t = t.op.inputs[0]
+    return tuple(links)
+
+
+def pullback(f: tf.Tensor, weight: tf.Tensor, root: tf.Tensor) -> tf.Tensor | None:
+    """Each unit's gradient of the weight [U, *shape] carried back to the root [U, *root shape]."""
+    if weight is root:
+        return f
+    (probe,) = tf.gradients([weight], [root], [tf.zeros_like(weight)])
+    if probe is None:
+        return None
+
+    def one(gradient):
+        return tf.cast(tf.gradients([weight], [root], [tf.cast(gradient, weight.dtype)])[0], f.dtype)
+
+    result = tf.vectorized_map(one, f, fallback_to_while_loop=False)
+    return tf.ensure_shape(result, [f.shape[0], *root.shape])
+
+
+def clusters(ops: list[tf.Operation]) -> list[list[tf.Operation]]:
+    """Groups of ops that hand TensorLists to one another, in order."""
+    group: dict[str, list[tf.Operation]] = {}
+    names = {op.name for op in ops}
+    for op in ops:
+        mine = group.setdefault(op.name, [op])
+        for t in op.inputs:
+            if t.dtype == tf.variant and t.op.name in names and group[t.op.name] is not mine:
+                theirs = group[t.op.name]
+                theirs.extend(mine)
+                for member in mine:
+                    group[member.name] = theirs
+                mine = theirs
+    distinct = {id(members): members for members in group.values()}
+    return [sorted(members, key=lambda o: o._id) for members in distinct.values()]
+
+
+__all__ = ["ClippedGradients", "Lookup", "Outer", "Plan", "clipped_gradients", "per_example_norms"]

@@ -1,0 +1,119 @@
+"""The exact way for ops without a rule: their gradient again, for one unit at a time, on that unit's rows alone.
+
+The cost is that of the ops themselves, run once more on slices: O(B), not the O(B^2) of masking a batch.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import Batch, BatchAxis, Public, Size, key
+from tfdpfl.clipping.loss import LossOfOne
+from tfdpfl.clipping.rules import Formed, Units
+from tfdpfl.errors import PrivacyError
+
+
+class Replay:
+    """One op, or several that pass each other TensorLists, to be run again unit by unit.
+
+    Args:
+      ops: in the order they were made.
+      weights: the tensors whose gradient is wanted.
+    """
+
+    def __init__(self, ops: list[tf.Operation], weights: list[tf.Tensor], analysis: BatchAxis):
+        self.ops, self.weights, self.a = ops, weights, analysis
+        # Taken now: building a gradient may rewrite loops and calls.
+        self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
+        made = {key(t) for op in ops for t in op.outputs}
+        self.n_outputs = {op.name: len(op.outputs) for op in ops}
+        self.inputs = list({key(t): t for op in ops for t in op.inputs if key(t) not in made}.values())
+        self.outputs = [t for op in ops for t in op.outputs if t.dtype.is_floating and isinstance(analysis[t], Batch)]
+
+    def gradients(self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: LossOfOne) -> list[Formed]:
+        """[units, *shape] for each weight."""
+        name = self.ops[0].name
+        sliced = [t for t in self.inputs if isinstance(self.a[t], Batch)]
+        public = [t for t in self.inputs if not isinstance(self.a[t], Batch)]
+        replaced = {key(t): self._own_size(t, sizes) for t in public}
+        for t in public:
+            s = self.a[t]
+            if isinstance(s, Public) and not s.deps and sizes.static and sizes.static > 1:
+                axes = [i for i, d in enumerate(t.shape) if d == sizes.static]
+                if len(axes) == 1 and s.alike:  # rows of a batch of static size that are all alike
+                    replaced[key(t)] = tf.gather(t, [0], axis=axes[0])
+        states = [self.a[t] for t in sliced]
+        rows = [self._rows(t, s, units) for t, s in zip(sliced, states, strict=True)]
+        g_states = [self.a[t] for t in outputs]
+        g_rows = [self._rows(t, s, units) for t, s in zip(gs, g_states, strict=True)]
+        outer = self.ops[0].graph
+        weights = {key(w) for w in self.weights}
+
+        def one(elements):
+            xs, g = elements
+            graph = tf.compat.v1.get_default_graph()
+            now = {key(t): replaced[key(t)] for t in public}
+            held = [tf.identity(now[key(w)]) for w in self.weights]
+            now.update({key(w): h for w, h in zip(self.weights, held, strict=True)})
+            now.update({key(t): back(x, s) for t, s, x in zip(sliced, states, xs, strict=True)})
+            for op in self.ops:
+                attrs = self.attrs[op.name]
+                graph_tools.lift_functions(outer, graph, attrs)
+                attrs = {k: v for k, v in attrs.items() if k not in ("output_shapes", "_output_shapes")} if (
+                    op.type not in ("While", "StatelessWhile")) else _loose(attrs)  # fmt: skip
+                try:
+                    made = graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
+                except (ValueError, TypeError) as error:
+                    raise PrivacyError(
+                        f"{op.type} ({op.name!r}) uses trainable weights and cannot be run on one example alone: {error}. "
+                        "Leave the batch size free (no drop_remainder, no fixed batch_size), or write the layer with "
+                        "operations that have a rule."
+                    ) from error
+                now.update({(op.name, i): t for i, t in enumerate(made)})
+            ys = [now[key(t)] for t in outputs]
+            own = [tf.cast(back(gu, s), y.dtype) for gu, s, y in zip(g, g_states, ys, strict=True)]
+            grads = tf.gradients(ys, held, own)
+            return [
+                tf.zeros(h.shape, units.dtype) if d is None else tf.cast(tf.convert_to_tensor(d), units.dtype)
+                for d, h in zip(grads, held, strict=True)
+            ]
+
+        assert weights, name
+        signature = [tf.TensorSpec(w.shape, units.dtype) for w in self.weights]
+        formed = tf.map_fn(one, (rows, g_rows), fn_output_signature=signature)
+        return [Formed(f) for f in formed]
+
+    def _own_size(self, t: tf.Tensor, sizes: LossOfOne) -> tf.Tensor:
+        return sizes.size_of_one(t) if isinstance(self.a[t], Size) else t
+
+    @staticmethod
+    def _rows(t: tf.Tensor, state: Batch, units: Units) -> tf.Tensor:
+        """[U, rows, others]: the batch axis first."""
+        if state.axis:
+            t = tf.transpose(t, [state.axis, *[i for i in range(t.shape.rank) if i != state.axis]])
+        dims = tf.shape(t)
+        count = units.count
+        per = state.rows if units.single and state.rows is not None else dims[0] // tf.maximum(count, 1)
+        return tf.reshape(t, tf.concat([[count, per], dims[1:]], 0))
+
+
+def back(x: tf.Tensor, state: Batch) -> tf.Tensor:
+    """Moves the rows from the first axis to where they stand in the batch."""
+    if not state.axis:
+        return x
+    a = state.axis
+    return tf.transpose(x, [*range(1, a + 1), 0, *range(a + 1, x.shape.rank)])
+
+
+def _loose(attrs: dict) -> dict:
+    """A loop's attributes without the shapes that its values had for the whole batch."""
+    from tensorflow.core.framework import attr_value_pb2
+
+    attrs = {k: v for k, v in attrs.items() if k != "_output_shapes"}
+    if "output_shapes" in attrs:
+        loose = attr_value_pb2.AttrValue()
+        for shape in attrs["output_shapes"].list.shape:
+            loose.list.shape.add(unknown_rank=True) if True else shape
+        attrs["output_shapes"] = loose
+    return attrs

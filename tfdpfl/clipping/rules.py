@@ -1,0 +1,593 @@
+"""How an op that uses a weight turns its input and its output's gradient into per-example weight gradients.
+
+A rule gets a `Use` (the op, which input is the weight, the gradient ``g`` of the summed per-example losses with
+respect to the op's output) and returns one of three things, none of which adds examples up:
+
+- `Outer`: the gradient of unit u is ``sum_t a[u, t]^T g[u, t]`` (dense, convolution, einsum). Its norm is found from
+  two Gram matrices (the ghost norm, Li et al. 2022, arXiv:2110.05679) or by forming it, whichever costs less;
+- `Lookup`: rows of g added up by index (embeddings), never laid out over the vocabulary;
+- `Formed`: the gradient itself, ``[units, *shape]``.
+
+A unit is an example, or a microbatch of several. All sums are taken in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import ELEMENTWISE, PRODUCTS, Batch, BatchAxis, constant, matmul_labels
+
+# A length that is unknown while tracing counts as this one when costs are compared.
+TYPICAL_LENGTH = 64
+
+
+class Units:
+    """The rows of a batch, grouped by unit.
+
+    Args:
+      batch_size: scalar int32 tensor.
+      count: how many units the batch is cut into, a scalar int32 tensor; the batch size itself by default.
+    """
+
+    def __init__(self, batch_size: tf.Tensor, count: tf.Tensor | None, dtype: tf.DType):
+        self.batch_size = batch_size
+        self.single = count is None
+        self.count = batch_size if count is None else count
+        self.dtype = dtype
+        self.any_bad: tf.Tensor | None = None
+        self.good: tf.Tensor | None = None
+
+    def group(self, x: tf.Tensor, state: Batch) -> tf.Tensor:
+        """[units, rows of the unit, other axes in order], in the working type unless it is made of integers."""
+        if state.axis:
+            x = tf.transpose(x, [state.axis, *[i for i in range(x.shape.rank) if i != state.axis]])
+        if x.dtype.is_floating and x.dtype != self.dtype:
+            x = tf.cast(x, self.dtype)
+        rows: int | tf.Tensor
+        dims = tf.shape(x)
+        if self.single and state.rows is not None:
+            rows = state.rows
+        else:
+            rows = dims[0] // tf.maximum(self.count, 1)
+        rest = [d if d is not None else dims[i] for i, d in enumerate(x.shape[1:].as_list(), 1)]
+        first = x.shape[0] // rows if self.single and x.shape[0] is not None and isinstance(rows, int) else self.count
+        return tf.reshape(x, tf.stack([first, rows, *rest]) if not_static(first, rows, rest) else [first, rows, *rest])
+
+    def guard(self, x: tf.Tensor) -> tf.Tensor:
+        """``x`` [units, ...] with the units whose gradient is not finite set to zero, so that 0 x inf is 0."""
+        if self.any_bad is None:
+            return x
+
+        def mended():
+            return tf.where(tf.reshape(self.good, [-1] + [1] * (x.shape.rank - 1)), x, tf.zeros_like(x))
+
+        return tf.cond(self.any_bad, mended, lambda: x)
+
+    def scaled(self, g: tf.Tensor, c: tf.Tensor) -> tf.Tensor:
+        """g [units, ...] times c [units]; zero where c is, whatever g."""
+        return tf.math.multiply_no_nan(g, tf.reshape(c, [-1] + [1] * (g.shape.rank - 1)))
+
+    def per_row(self, c: tf.Tensor, x: tf.Tensor, axis: int) -> tf.Tensor:
+        """c [units] repeated for the rows along ``axis`` of x, shaped to broadcast against it."""
+        n = tf.shape(x)[axis]
+        rows = n // tf.maximum(self.count, 1)
+        c = tf.reshape(tf.broadcast_to(c[:, None], [self.count, rows]), [n])
+        return tf.cast(tf.reshape(c, [-1 if i == axis else 1 for i in range(x.shape.rank)]), x.dtype)
+
+
+def not_static(*dims) -> bool:
+    flat = [d for x in dims for d in (x if isinstance(x, list) else [x])]
+    return any(isinstance(d, tf.Tensor) for d in flat)
+
+
+@dataclasses.dataclass
+class Use:
+    op: tf.Operation  # the op that uses the weight (inside a call with one op: that op)
+    at: int  # which of its inputs the weight is
+    inputs: list[tf.Tensor]
+    states: list
+    weight: tf.Tensor  # the tensor at that input (for a resource: the variable's shape holder)
+    g: tf.Tensor
+    out: Batch
+    output: tf.Tensor
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.weight.shape
+
+
+# -- what a rule may return --------------------------------------------------------------------------------------
+
+
+class Outer:
+    """``F[u] = sum_t a[u, t]^T g[u, t]``; with an axis n (groups, channels) a[u, t, n, :] with g[u, t, n, :].
+
+    Args:
+      a, g: [U, T, A], [U, T, P], or [U, T, n, A], [U, T, n, P].
+      layout: maps F, [..., A, P] or [..., n, A, P], to [..., *weight shape]; only moves entries.
+      same: what must agree for two uses of one variable to be one longer sum over T.
+      total: the gradient of the weight given c [U], without a or F, where an op does it at once.
+    """
+
+    def __init__(self, a, g, layout: Callable, same: tuple, total: Callable | None = None):
+        self.a, self.g, self.layout, self.same, self._total = a, g, layout, same, total
+        self._formed: tf.Tensor | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        t, a, p = self.g.shape[1], self.a.shape[-1], self.g.shape[-1]
+        return tuple(TYPICAL_LENGTH if d is None else d for d in (t, a, p))  # type: ignore[return-value]
+
+    def ghost_is_cheaper(self) -> bool:
+        t, a, p = self.lengths
+        return t * (a + p) < a * p
+
+    def raw(self) -> tf.Tensor:
+        """F before its layout."""
+        if self._formed is None:
+            equation = "utna,utnp->unap" if self.a.shape.rank == 4 else "uta,utp->uap"
+            if self.a.shape.rank == 3:
+                self._formed = tf.matmul(self.a, self.g, transpose_a=True)
+            else:
+                self._formed = tf.einsum(equation, self.a, self.g)
+        return self._formed
+
+    def formed(self) -> tf.Tensor:
+        return self.layout(self.raw())
+
+    def squared_norms(self) -> tf.Tensor:
+        if self.a.shape[1] == 1 and self.a.shape.rank == 3:
+            return squares(self.a) * squares(self.g)
+        if not self.ghost_is_cheaper():
+            return squares(self.raw())
+        if self.a.shape.rank == 4:
+            a, g = (tf.transpose(x, [0, 2, 1, 3]) for x in (self.a, self.g))
+        else:
+            a, g = self.a, self.g
+        gram = tf.matmul(a, a, transpose_b=True) * tf.matmul(g, g, transpose_b=True)
+        return tf.reduce_sum(gram, list(range(1, gram.shape.rank)))
+
+    def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
+        if self._formed is not None:
+            return self.layout(weighted(c, units.guard(self._formed)))
+        if self._total is not None:
+            return self._total(c)
+        a, g = units.guard(self.a), units.scaled(self.g, c)
+        if a.shape.rank == 4:
+            return self.layout(tf.einsum("utna,utnp->nap", a, g))
+        a, g = (tf.reshape(x, [-1, x.shape[-1] or tf.shape(x)[-1]]) if x.shape[-1] else x for x in (a, g))
+        return self.layout(tf.matmul(a, g, transpose_a=True))
+
+    @classmethod
+    def merged(cls, parts: list[Outer]) -> Outer:
+        if len(parts) == 1:
+            return parts[0]
+        a, g = (tf.concat([getattr(p, name) for p in parts], 1) for name in ("a", "g"))
+        return cls(a, g, parts[0].layout, parts[0].same)
+
+
+class Lookup:
+    """Rows of g [U, T, D] belong to the table rows ids [U, T]."""
+
+    def __init__(self, ids: tf.Tensor, g: tf.Tensor, shape: tf.TensorShape):
+        self.ids, self.g, self.shape = ids, g, shape
+        self.same = ("lookup", tuple(shape))
+
+    @property
+    def vocabulary(self) -> int:
+        return self.shape[0]
+
+    def squared_norms(self) -> tf.Tensor:
+        length = self.g.shape[1]
+        if length == 1:
+            return squares(self.g)
+        if length is not None and length <= 256:
+            alike = tf.equal(self.ids[:, :, None], self.ids[:, None, :])
+            gram = tf.matmul(self.g, self.g, transpose_b=True)
+            return tf.reduce_sum(tf.where(alike, gram, tf.zeros_like(gram)), [1, 2])
+        units, t = tf.shape(self.g)[0], tf.shape(self.g)[1]
+        keys = tf.range(tf.cast(units, tf.int64))[:, None] * self.vocabulary + tf.cast(self.ids, tf.int64)
+        distinct, where = tf.unique(tf.reshape(keys, [-1]))
+        rows = tf.math.unsorted_segment_sum(tf.reshape(self.g, [units * t, self.g.shape[2]]), where, tf.size(distinct))
+        return tf.math.unsorted_segment_sum(squares(rows), distinct // self.vocabulary, units)
+
+    def formed(self) -> tf.Tensor:
+        units = tf.shape(self.g)[0]
+        keys = tf.range(units)[:, None] * self.vocabulary + tf.cast(self.ids, tf.int32)
+        flat = tf.reshape(self.g, [-1, self.g.shape[2]])
+        table = tf.math.unsorted_segment_sum(flat, tf.reshape(keys, [-1]), units * self.vocabulary)
+        return tf.reshape(table, [units, *self.shape])
+
+    def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
+        g = tf.reshape(units.scaled(self.g, c), [-1, self.g.shape[2]])
+        table = tf.math.unsorted_segment_sum(g, tf.reshape(self.ids, [-1]), self.vocabulary)
+        return tf.reshape(table, self.shape)
+
+    @classmethod
+    def merged(cls, parts: list[Lookup]) -> Lookup:
+        if len(parts) == 1:
+            return parts[0]
+        ids = tf.concat([tf.cast(p.ids, tf.int64) for p in parts], 1)
+        return cls(ids, tf.concat([p.g for p in parts], 1), parts[0].shape)
+
+
+class Formed:
+    """The gradients themselves, [U, *shape]."""
+
+    def __init__(self, gradients: tf.Tensor):
+        self.gradients = gradients
+        self.same = ("formed",)
+
+    def formed(self) -> tf.Tensor:
+        return self.gradients
+
+    def squared_norms(self) -> tf.Tensor:
+        return squares(self.gradients)
+
+    def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
+        return weighted(c, units.guard(self.gradients))
+
+    @classmethod
+    def merged(cls, parts: list[Formed]) -> Formed:
+        return cls(tf.add_n([p.gradients for p in parts])) if len(parts) > 1 else parts[0]
+
+
+Contribution = Outer | Lookup | Formed
+
+
+def squares(x: tf.Tensor) -> tf.Tensor:
+    """Sum of squares over all axes but the first."""
+    return tf.reduce_sum(x * x, list(range(1, x.shape.rank)))
+
+
+def weighted(c: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """sum_u c[u] x[u]."""
+    return tf.tensordot(c, x, 1)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Use, Units], "Contribution | None"]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*kinds: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for op types. A rule that returns None leaves the use to the exact fallback."""
+
+    def add(function: Rule) -> Rule:
+        for kind in kinds:
+            RULES[kind] = function
+        return function
+
+    return add
+
+
+def dims_of(t: tf.Tensor) -> list:
+    shape = t.shape.as_list()
+    if None in shape:
+        dynamic = tf.shape(t)
+        shape = [dynamic[i] if d is None else d for i, d in enumerate(shape)]
+    return shape
+
+
+def volume(dims: list) -> int | tf.Tensor:
+    known = math.prod(d for d in dims if not isinstance(d, tf.Tensor))
+    unknown = [d for d in dims if isinstance(d, tf.Tensor)]
+    if not unknown:
+        return known
+    return known * (tf.reduce_prod(tf.stack(unknown)) if len(unknown) > 1 else unknown[0])
+
+
+@rule(*PRODUCTS)
+def product(use: Use, units: Units) -> Contribution | None:
+    """MatMul, BatchMatMul and Einsum: by the labels of their axes."""
+    if len(use.inputs) != 2 or use.shape.as_list().count(None):
+        return None
+    labels = list(matmul_labels(use.op))
+    other = 1 - use.at
+    x, state = use.inputs[other], use.states[other]
+    if not isinstance(state, Batch):
+        return None
+    lx, lw, lo = labels[other], labels[use.at], labels[2]
+    if any(len(set(names)) < len(names) for names in (lx, lw, lo)):
+        return None
+    mark = lx[state.axis]
+    # An axis of length one in one operand and not in the other is absent there: it broadcasts.
+    wide = {n: d for n, d in zip(lw, use.shape.as_list(), strict=True)}
+    narrow_x = [n for n, d in zip(lx, x.shape.as_list(), strict=True) if d == 1 and wide.get(n, 1) != 1]
+    if narrow_x:
+        x = tf.squeeze(x, [lx.index(n) for n in narrow_x])
+        lx = [n for n in lx if n not in narrow_x]
+        state = Batch(lx.index(mark), state.rows)
+    kept = [n for n in lw if not (wide[n] == 1 and n in lo and n in lx)]
+    if mark in kept or any(n not in lo and n not in lx for n in kept):
+        return None
+    if any(n not in lo and n not in kept and n != mark for n in lx):  # summed over x alone
+        gone = [n for n in lx if n not in lo and n not in kept]
+        x = tf.reduce_sum(x, [lx.index(n) for n in gone])
+        lx = [n for n in lx if n not in gone]
+        state = Batch(lx.index(mark), state.rows)
+    t = [n for n in lo if n in lx and n not in kept and n != mark]
+    n_ = [n for n in lo if n in lx and n in kept]
+    a_ = [n for n in lx if n in kept and n not in lo]
+    p_ = [n for n in lo if n in kept and n not in lx]
+    a = arranged(x, lx, state, [t, n_, a_], units)
+    g = arranged(use.g, lo, use.out, [t, n_, p_], units)
+    order = [*n_, *a_, *p_]
+    sizes = [wide[n] for n in order]
+    final = use.shape.as_list()
+    grouped = bool(n_)
+
+    def layout(f: tf.Tensor) -> tf.Tensor:
+        lead = f.shape.rank - (3 if grouped else 2)
+        head = [tf.shape(f)[0]] if lead else []
+        f = tf.reshape(f, [*head, *sizes])
+        f = tf.transpose(f, [*range(lead), *[lead + order.index(n) for n in kept]])
+        return tf.reshape(f, [*head, *final])
+
+    return Outer(a, g, layout, ("product", tuple(n_), tuple(lw.index(n) for n in order), tuple(final)))
+
+
+def arranged(x: tf.Tensor, labels: list[str], state: Batch, groups: list[list[str]], units: Units) -> tf.Tensor:
+    """[U, rows x first group, (second group,) last group], each group of axes flattened."""
+    rest = [n for i, n in enumerate(labels) if i != state.axis]
+    x = units.group(x, state)  # [U, m, rest...]
+    order = [n for group in groups for n in group]
+    if order != rest:
+        x = tf.transpose(x, [0, 1, *[2 + rest.index(n) for n in order]])
+    dims = dims_of(x)
+    t, n, last = (len(group) for group in groups)
+    parts = [volume(dims[1 : 2 + t]), volume(dims[2 + t : 2 + t + n]), volume(dims[2 + t + n :])]
+    if not n:
+        parts.pop(1)
+    shape = [dims[0], *parts]
+    return tf.reshape(x, tf.stack(shape) if not_static(shape) else shape)
+
+
+@rule("GatherV2", "ResourceGather")
+def gather(use: Use, units: Units) -> Contribution | None:
+    if use.at != 0 or not isinstance(use.states[1], Batch) or use.op.get_attr("batch_dims") != 0:
+        return None
+    if use.op.type == "GatherV2" and constant(use.inputs[2]) != 0:
+        return None
+    shape = use.shape
+    if shape.num_elements() is None:
+        return None
+    ids = units.group(use.inputs[1], use.states[1])
+    g = units.group(use.g, use.out)
+    width = math.prod(shape.as_list()[1:])
+    dims = dims_of(ids)
+    length = volume(dims[1:])
+    flat = [dims[0], length]
+    ids = tf.reshape(ids, tf.stack(flat) if not_static(flat) else flat)
+    g = tf.reshape(g, tf.stack([*flat, width]) if not_static(flat) else [*flat, width])
+    return Lookup(ids, g, shape)
+
+
+def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) -> Formed:
+    """Gradient dy of a broadcast output, summed to a weight's shape for each unit."""
+    weight = shape.as_list()
+    rank = dy.shape.rank
+    aligned = [1] * (rank - len(weight)) + weight
+    aligned.pop(out.axis)
+    grouped = units.group(dy, out)  # [U, m, others]
+    axes = [1] + [i + 2 for i, d in enumerate(aligned) if d == 1 and grouped.shape[i + 2] != 1]
+    total = tf.reduce_sum(grouped, axes, keepdims=True)
+    return Formed(tf.reshape(total, [tf.shape(total)[0], *weight]))
+
+
+def elementwise(use: Use, units: Units) -> Contribution | None:
+    """Any op that works entry by entry, with broadcasting."""
+    if None in use.shape.as_list() or use.output.shape.rank is None or not use.g.dtype.is_floating:
+        return None
+    kind = use.op.type
+    if kind in ("Add", "AddV2", "AddN", "BiasAdd") or (kind == "Sub" and use.at == 0):
+        dy = use.g
+    elif kind == "Sub":
+        dy = -use.g
+    elif kind == "Mul":
+        dy = tf.cast(use.g, units.dtype) * tf.cast(use.inputs[1 - use.at], units.dtype)
+    else:
+        wide = tf.broadcast_to(use.weight, tf.shape(use.output))
+        inputs = [wide if i == use.at else t for i, t in enumerate(use.inputs)]
+        made = graph_tools.copy_op(use.op, inputs)[use.output.value_index]
+        (dy,) = tf.gradients(made, [wide], [use.g], stop_gradients=[t for t in inputs if t is not wide])
+        if dy is None:
+            return None
+    if kind == "BiasAdd" and use.op.get_attr("data_format") in (b"NCHW", "NCHW"):
+        shape = tf.TensorShape([use.shape[0], *[1] * (use.output.shape.rank - 2)])
+        return Formed(tf.reshape(summed_to(dy, use.out, shape, units).gradients, [-1, use.shape[0]]))
+    return summed_to(dy, use.out, use.shape, units)
+
+
+for _kind in [*ELEMENTWISE, "BiasAdd"]:
+    RULES[_kind] = elementwise
+
+
+# -- convolutions ------------------------------------------------------------------------------------------------
+
+
+@rule("Conv2D", "Conv3D", "DepthwiseConv2dNative", "Conv2DBackpropInput", "Conv3DBackpropInputV2",
+      "DepthwiseConv2dNativeBackpropInput")  # fmt: skip
+def convolution(use: Use, units: Units) -> Contribution | None:
+    """Patches of the input against the output's gradient; a transposed convolution swaps the two."""
+    if use.at != 1 or None in use.shape.as_list():
+        return None
+    kind = use.op.type
+    transposed = "BackpropInput" in kind
+    x, g = (use.g, use.inputs[2]) if transposed else (use.inputs[0], use.g)
+    state = use.out if transposed else use.states[0]
+    other = use.states[2] if transposed else use.out
+    if not isinstance(state, Batch) or state.axis or not isinstance(other, Batch) or other.axis:
+        return None
+    plan = Window.of(use.op, use.shape.as_list())
+    known = None not in x.shape[1:].as_list() + g.shape[1:].as_list()
+    if x.shape[-1 if not plan.channels_first else 1] is None:
+        return None
+    x, g = (tf.cast(t, units.dtype) for t in (x, g))
+    if plan.channels_first:
+        move = [0, *range(2, x.shape.rank), 1]
+        x, g = tf.transpose(x, move), tf.transpose(g, move)
+    x = plan.padded(x)
+    out = g.shape[1:-1]
+    final, cin, cout = use.shape.as_list(), x.shape[-1], g.shape[-1] or use.shape[-1]
+    groups = cin if kind.startswith("Depthwise") else cin // use.shape[-2]
+    taps = math.prod(plan.size)
+
+    def flat(t: tf.Tensor, s: Batch, *tail: int) -> tf.Tensor:
+        """[B, *places, C] to [U, places of the unit, *tail]."""
+        t = units.group(t, s)
+        dims = dims_of(t)
+        shape = [dims[0], volume(dims[1:-1]), *tail]
+        return tf.reshape(t, tf.stack(shape) if not_static(shape) else shape)
+
+    def layout(f: tf.Tensor) -> tf.Tensor:
+        lead = f.shape.rank - (3 if groups > 1 else 2)
+        if groups > 1:  # [..., n, taps x c, p] to [..., taps x c, n, p]
+            f = tf.transpose(f, [*range(lead), lead + 1, lead, lead + 2])
+        return tf.reshape(f, [*([tf.shape(f)[0]] if lead else []), *final])
+
+    if groups == 1:
+        g_flat = flat(g, other, cout)
+        places = out.num_elements() or TYPICAL_LENGTH
+        t = g_flat.shape[1] or places
+        ghost = t * (taps * cin + cout) < taps * cin * cout
+        if known and not ghost and plan.prefers_views(cin, places):
+            parts = [tf.matmul(flat(v, state, cin), g_flat, transpose_a=True) for v in plan.views(x, out)]
+            return Formed(layout(tf.concat(parts, 1)))
+        if not known and len(plan.size) != 2:
+            return None
+        a_flat = flat(plan.patches(x, out), state, taps * cin)
+        return Outer(a_flat, g_flat, layout, ("conv", tuple(final), taps), lambda c: filter_gradient(use, c, units))
+    if not known:
+        return None
+    # Groups (of one channel each, in a depthwise convolution): one small product a group.
+    width, per_group = cout // groups, cin // groups
+    g_flat = flat(g, other, groups, width)
+    parts = []
+    for view in plan.views(x, out):
+        v = flat(view, state, groups, per_group)
+        if per_group == 1 and width == 1:
+            parts.append(tf.reduce_sum(v * g_flat, 1)[..., None])  # [U, n, 1, 1]
+        else:
+            parts.append(tf.einsum("utna,utnp->unap", v, g_flat))
+    return Formed(layout(tf.concat(parts, 2)))
+
+
+def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
+    """The clipped sum by the op's own filter gradient, on a gradient scaled example by example."""
+    g = tf.math.multiply_no_nan(use.g, units.per_row(c, use.g, use.out.axis))
+    inputs = list(use.inputs)
+    for i, s in enumerate(use.states):
+        if isinstance(s, Batch) and i != use.at and units.any_bad is not None:
+            x = inputs[i]
+            mask = units.per_row(tf.cast(units.good, units.dtype), x, s.axis)
+            inputs[i] = tf.cond(units.any_bad, lambda x=x, m=mask: tf.math.multiply_no_nan(x, m), lambda x=x: x)
+    inputs[use.at] = tf.stop_gradient(use.weight)
+    made = graph_tools.copy_op(use.op, inputs)[use.output.value_index]
+    others = [t for i, t in enumerate(inputs) if i != use.at]
+    (dw,) = tf.gradients(made, [inputs[use.at]], [g], stop_gradients=others)
+    return tf.cast(dw, units.dtype)
+
+
+@dataclasses.dataclass
+class Window:
+    """A convolution's geometry, in spatial axes only."""
+
+    size: list[int]
+    strides: list[int]
+    rates: list[int]
+    padding: str
+    explicit: list[int]
+    channels_first: bool
+
+    @classmethod
+    def of(cls, op: tf.Operation, weight: list[int]) -> Window:
+        form = op.get_attr("data_format")
+        form = form.decode() if isinstance(form, bytes) else form
+        first = form.startswith("NC")
+        spatial = slice(2, None) if first else slice(1, -1)
+        padding = op.get_attr("padding")
+        padding = padding.decode() if isinstance(padding, bytes) else padding
+        explicit = list(op.get_attr("explicit_paddings")) if padding == "EXPLICIT" else []
+        pairs = [explicit[2 * i : 2 * i + 2] for i in range(len(explicit) // 2)][spatial]
+        return cls(
+            size=weight[:-2],
+            strides=list(op.get_attr("strides"))[spatial],
+            rates=list(op.get_attr("dilations"))[spatial],
+            padding=padding,
+            explicit=[p for pair in pairs for p in pair],
+            channels_first=first,
+        )
+
+    def padded(self, x: tf.Tensor) -> tf.Tensor:
+        """Applies explicit padding; the window is VALID from there on."""
+        if self.padding != "EXPLICIT":
+            return x
+        pairs = [self.explicit[i : i + 2] for i in range(0, len(self.explicit), 2)]
+        self.padding = "VALID"
+        return tf.pad(x, [[0, 0], *pairs, [0, 0]])
+
+    def prefers_views(self, cin: int, places: int) -> bool:
+        """Whether one product for each kernel position on a shifted view beats laying out all patches."""
+        if len(self.size) != 2:
+            return True
+        return cin >= 16 and all(s == 1 for s in self.strides) and places >= 128
+
+    def views(self, x: tf.Tensor, out: list[int]) -> list[tf.Tensor]:
+        """For each kernel position, the input's entries that it meets: [B, *out, C]."""
+        pads = []
+        for n, k, s, r, o in zip(x.shape[1:-1], self.size, self.strides, self.rates, out, strict=True):
+            need = max((o - 1) * s + (k - 1) * r + 1 - n, 0)
+            before = need // 2 if self.padding == "SAME" else 0
+            pads.append([before, need - before])
+        if any(p != [0, 0] for p in pads):
+            x = tf.pad(x, [[0, 0], *pads, [0, 0]])
+        result = []
+        for position in np.ndindex(*self.size):
+            at = [slice(i * r, i * r + (o - 1) * s + 1, s)
+                  for i, r, o, s in zip(position, self.rates, out, self.strides, strict=True)]  # fmt: skip
+            result.append(x[(slice(None), *at, slice(None))])
+        return result
+
+    def patches(self, x: tf.Tensor, out: list[int]) -> tf.Tensor:
+        """[B, *out, positions x C], in the order of the kernel."""
+        cin = x.shape[-1]
+        if len(self.size) == 2:
+            taps = math.prod(self.size)
+            if taps == 1 and all(s == 1 for s in self.strides):
+                return x
+            if cin <= 4 and taps * cin <= 128:  # by a convolution that copies: fastest where there is little to copy
+                eye = tf.reshape(tf.eye(taps * cin, dtype=x.dtype), [*self.size, cin, taps * cin])
+                return tf.nn.conv2d(x, eye, self.strides, self.padding, dilations=self.rates)
+            return tf.image.extract_patches(
+                x, [1, *self.size, 1], [1, *self.strides, 1], [1, *self.rates, 1], self.padding
+            )
+        return tf.concat(self.views(x, out), -1)
+
+
+def inner_use(op: tf.Operation, analysis: BatchAxis) -> tuple[tf.Operation, list[int]] | None:
+    """Looks into a call whose body is one op: that op, and which inputs of the call feed it."""
+    from tfdpfl.clipping.batch_axis import CALLS, function_graph
+
+    if op.type not in CALLS or len(op.outputs) != 1:
+        return None
+    body = function_graph(op.graph, op.get_attr("f").name, list(op.inputs))
+    t = body.outputs[0]
+    while t.op.type == "Identity":
+        t = t.op.inputs[0]
+    names = [i.op.name for i in body.inputs]
+    feeds = []
+    for i in t.op.inputs:
+        while i.op.type == "Identity":
+            i = i.op.inputs[0]
+        if i.op.name not in names:
+            return None
+        feeds.append(names.index(i.op.name))
+    return (t.op, feeds) if feeds else None
