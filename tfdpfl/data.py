@@ -143,9 +143,12 @@ def poisson_batches(
 
         return tf.nest.map_structure(batch, data)
 
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False  # it would copy the data once more
     dataset = (
         draws.apply(tf.data.experimental.assert_cardinality(steps))
         .map(gather_or_pad if pads else gather)
+        .with_options(options)
         .prefetch(2)
     )
     setattr(dataset, _ATTRIBUTE, SamplingDeclaration("poisson", rate, num_examples, steps))

@@ -1,0 +1,190 @@
+"""The data of the demo, the examples and their tests. Nothing here is needed to use the package."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import os
+import re
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+DATA_DIR_VARIABLE = "TFDPFL_DATA_DIR"
+_DOWNLOAD_TIMEOUT_SECONDS = 5.0
+_MNIST_SPLITS = (("train", 60_000), ("t10k", 10_000))
+
+
+class ImageData(NamedTuple):
+    """Images, float32 in [0, 1], `[n, height, width, 1]`, with their labels, int32 `[n]`."""
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+
+
+def load_digits() -> ImageData:
+    """Returns the 1,797 handwritten digits of 8×8 pixels that ship with scikit-learn, always split alike."""
+    from sklearn.datasets import load_digits as sklearn_digits
+    from sklearn.model_selection import train_test_split
+
+    x, y = sklearn_digits(return_X_y=True)
+    x = (x.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
+    x_train, x_test, y_train, y_test = train_test_split(
+        x, y.astype(np.int32), test_size=0.2, random_state=0, stratify=y
+    )
+    return ImageData("digits", x_train, y_train, x_test, y_test, 10)
+
+
+def load_mnist(data_dir: str | os.PathLike | None = None) -> ImageData:
+    """Returns MNIST from its four idx files, in `<data_dir>/mnist/` or `<data_dir>/`.
+
+    Args:
+        data_dir: A folder; None takes the environment variable TFDPFL_DATA_DIR.
+
+    Raises:
+        FileNotFoundError: no folder is given, or a file is missing.
+        ValueError: a file is not what its name says.
+
+    Source of the format: Y. LeCun, "The MNIST database of handwritten digits".
+    """
+    folder = _folder(data_dir, "mnist", "train-images-idx3-ubyte.gz")
+    x_train, x_test = (
+        _read_idx(folder / f"{split}-images-idx3-ubyte.gz", (count, 28, 28)) for split, count in _MNIST_SPLITS
+    )
+    y_train, y_test = (
+        _read_idx(folder / f"{split}-labels-idx1-ubyte.gz", (count,)) for split, count in _MNIST_SPLITS
+    )
+    return _mnist(x_train, y_train, x_test, y_test)
+
+
+def _mnist(x_train: np.ndarray, y_train: np.ndarray, x_test: np.ndarray, y_test: np.ndarray) -> ImageData:
+    x_train, x_test = (x[..., None].astype(np.float32) / np.float32(255) for x in (x_train, x_test))
+    return ImageData("MNIST", x_train, y_train.astype(np.int32), x_test, y_test.astype(np.int32), 10)
+
+
+def load_image_data(data_dir: str | os.PathLike | None = None) -> ImageData:
+    """Returns MNIST where it can be had, else scikit-learn's digits.
+
+    From `data_dir`, else from the folder in TFDPFL_DATA_DIR, else by Keras's downloader (and its cache).
+    Where that fails it says so in one line on standard error and returns the digits.
+
+    Raises:
+        FileNotFoundError: a folder is given and MNIST is not in it.
+    """
+    if data_dir is not None or os.environ.get(DATA_DIR_VARIABLE):
+        return load_mnist(data_dir)
+    timeout = socket.getdefaulttimeout()
+    try:
+        import tensorflow as tf
+
+        socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_SECONDS)
+        with contextlib.redirect_stdout(io.StringIO()):
+            (x_train, y_train), (x_test, y_test) = tf.keras.datasets.mnist.load_data()
+    except Exception as error:  # Keras's downloader raises a plain Exception
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(
+            f"MNIST could not be downloaded ({reason}); using scikit-learn's digits instead.", file=sys.stderr
+        )
+        return load_digits()
+    finally:
+        socket.setdefaulttimeout(timeout)
+    return _mnist(x_train, y_train, x_test, y_test)
+
+
+def load_adult(
+    data_dir: str | os.PathLike | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns UCI's census income as `(X_train, y_train, X_test, y_test)`, float32, and int32: 1 is over 50K.
+
+    Numeric columns are standardised by the training rows' mean and deviation, the others one-hot over the
+    values that the training rows have, missing (`?`) among them. These means, deviations and value lists are
+    taken as public.
+
+    Args:
+        data_dir: A folder with `adult.data` and `adult.test`, or with a folder `adult` that has them; None
+            takes the environment variable TFDPFL_DATA_DIR.
+
+    Raises:
+        FileNotFoundError: no folder is given, or a file is missing.
+        ValueError: a row has not 15 columns.
+
+    Source: B. Becker and R. Kohavi, "Adult", UCI Machine Learning Repository, 1996.
+    """
+    folder = _folder(data_dir, "adult", "adult.data")
+    train, test = (_read_adult(folder / name) for name in ("adult.data", "adult.test"))
+    numeric = [column for column, value in enumerate(train[0][:-1]) if value.isdigit()]
+    blocks: list[tuple[np.ndarray, np.ndarray]] = []
+    for column in range(len(train[0]) - 1):
+        values, test_values = (np.array([row[column] for row in rows]) for rows in (train, test))
+        if column in numeric:
+            values, test_values = values.astype(float), test_values.astype(float)
+            mean, deviation = values.mean(), values.std()
+            blocks.append(
+                (((values - mean) / deviation)[:, None], ((test_values - mean) / deviation)[:, None])
+            )
+        else:
+            known = np.unique(values)
+            blocks.append((values[:, None] == known, test_values[:, None] == known))
+    x_train, x_test = (np.hstack(part).astype(np.float32) for part in zip(*blocks, strict=True))
+    y_train, y_test = (
+        np.array([row[-1].startswith(">50K") for row in rows], np.int32) for rows in (train, test)
+    )
+    return x_train, y_train, x_test, y_test
+
+
+def load_shakespeare(data_dir: str | os.PathLike | None = None) -> dict[str, str]:
+    """Returns what each speaker in Shakespeare's plays says, in the order of the plays, by speaker.
+
+    Args:
+        data_dir: A folder with `input.txt`, or with a folder `shakespeare` that has it; None takes the
+            environment variable TFDPFL_DATA_DIR.
+
+    Raises:
+        FileNotFoundError: no folder is given, or the file is missing.
+
+    Source: A. Karpathy, "tinyshakespeare".
+    """
+    text = (_folder(data_dir, "shakespeare", "input.txt") / "input.txt").read_text(encoding="utf-8")
+    speeches: dict[str, list[str]] = {}
+    for block in re.split(r"\n\s*\n", text.strip()):
+        head, _, speech = block.partition("\n")
+        if head.endswith(":") and speech:
+            speeches.setdefault(head[:-1], []).append(speech)
+    return {speaker: "\n".join(said) for speaker, said in speeches.items()}
+
+
+def _folder(data_dir: str | os.PathLike | None, name: str, file: str) -> Path:
+    given = data_dir or os.environ.get(DATA_DIR_VARIABLE)
+    if not given:
+        raise FileNotFoundError(f"No folder for {name}: give data_dir or set {DATA_DIR_VARIABLE}.")
+    for folder in (Path(given) / name, Path(given)):
+        if (folder / file).is_file():
+            return folder
+    raise FileNotFoundError(f"{file} is neither in {Path(given) / name} nor in {given}; check data_dir.")
+
+
+def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    with gzip.open(path) as file:
+        content = file.read()
+    header = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)
+    if not content.startswith(header) or len(content) != len(header) + np.prod(shape):
+        raise ValueError(f"{path} is not an idx file of bytes of shape {shape}; fetch it again.")
+    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
+
+
+def _read_adult(path: Path) -> list[list[str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file, skipinitialspace=True) if row and not row[0].startswith("|")]
+    if not rows or any(len(row) != 15 for row in rows):
+        raise ValueError(f"{path} must have rows of 15 columns; fetch it again.")
+    return rows
