@@ -7,3 +7,6 @@ class PrivacyError(ValueError):
     The message names the cause and the mend. Ordinary bad arguments (a negative noise multiplier, δ ≥ 1)
     raise a plain `ValueError`.
     """
+
+    # AutoGraph passes an exception on by type only if its constructor is this one.
+    __init__ = Exception.__init__

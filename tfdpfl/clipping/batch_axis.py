@@ -45,8 +45,11 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
+    """``blocks``: the axis holds that many copies of the batch one after the other (SpaceToBatchND)."""
+
     axis: int
     rows: int | None = 1
+    blocks: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +99,9 @@ def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> t
     while function is None and g is not None:
         function = g._get_function(name)
         g = getattr(g, "outer_graph", None)
+    traced = getattr(function, "graph", None)
+    if isinstance(traced, tf.Graph):
+        return traced
     if function is None:
         from tensorflow.python.eager import context
 
@@ -140,6 +146,8 @@ TRANSPOSED = {
     "Conv3DBackpropInputV2": 2,
     "DepthwiseConv2dNativeBackpropInput": 2,
 }
+# What may stand between SpaceToBatchND and BatchToSpaceND.
+_BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity".split())
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 ASSIGN = frozenset("AssignVariableOp AssignAddVariableOp AssignSubVariableOp".split())
 
@@ -167,7 +175,7 @@ def matmul_labels(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
         ta, tb = op.get_attr("transpose_a"), op.get_attr("transpose_b")
     else:
         ta, tb = op.get_attr("adj_x"), op.get_attr("adj_y")
-    ra, rb = a.shape.rank, b.shape.rank
+    ra, rb = (2, 2) if op.type == "MatMul" else (a.shape.rank, b.shape.rank)
     la = [f"~{i}" for i in range(ra - 2, 0, -1)] + (["k", "i"] if ta else ["i", "k"])
     lb = [f"~{i}" for i in range(rb - 2, 0, -1)] + (["j", "k"] if tb else ["k", "j"])
     lo = [f"~{i}" for i in range(max(ra, rb) - 2, 0, -1)] + ["i", "j"]
@@ -247,6 +255,8 @@ class BatchAxis:
         for state in states:
             if isinstance(state, Mixed) and op.type not in ("Shape", "Size", "Rank", "ShapeN"):
                 return [state] * n
+        if op.type not in _BLOCKWISE and any(isinstance(s, Batch) and s.blocks > 1 for s in states):
+            return [Mixed(op.type, op.name, "is not known to keep examples apart in a dilated window")] * n
         rule = getattr(self, f"_op_{op.type.lower()}", None) or self._family(op.type)
         if rule is not None:
             result = rule(op, states)
@@ -336,7 +346,7 @@ class BatchAxis:
     def _elementwise(self, op: tf.Operation, states: list[State]) -> State | list[State] | None:
         if op.type == "IdentityN":
             return list(states)
-        if len(states) == 1 and isinstance(states[0], Items | Handle):
+        if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
             return states[0]
         batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
         if not batches:
@@ -830,6 +840,22 @@ class BatchAxis:
         return states[0]
 
     _op_padv2 = _op_mirrorpad = _op_pad
+
+    def _op_spacetobatchnd(self, op, states):
+        block = constant(op.inputs[1])
+        if not isinstance(states[0], Batch):
+            return None
+        if states[0].axis or block is None:
+            return self._mix(op, "does not have the batch as its first axis")
+        return Batch(0, states[0].rows, int(np.prod(block)))
+
+    def _op_batchtospacend(self, op, states):
+        block = constant(op.inputs[1])
+        if not isinstance(states[0], Batch):
+            return None
+        if states[0].axis or block is None or int(np.prod(block)) != states[0].blocks:
+            return self._mix(op, "takes the batch apart")
+        return Batch(0, states[0].rows)
 
     def _op_matrixbandpart(self, op, states):
         if isinstance(states[0], Batch) and states[0].axis >= op.inputs[0].shape.rank - 2:

@@ -43,6 +43,7 @@ class ClippedGradients:
     loss_scale: tf.Tensor | None
 
 
+@tf.autograph.experimental.do_not_convert
 def clipped_gradients(
     loss: tf.Tensor,
     variables: Sequence,
@@ -73,6 +74,7 @@ def clipped_gradients(
     return plan.finish(norms2, l2_norm_clip)
 
 
+@tf.autograph.experimental.do_not_convert
 def per_example_norms(loss: tf.Tensor, variables: Sequence) -> tf.Tensor:
     """The L2 norm of every example's gradient over all ``variables``, [batch]; see `clipped_gradients`."""
     return tf.sqrt(Plan(loss, variables, None).squared_norms())
@@ -99,6 +101,7 @@ class Plan:
             raise PrivacyError("variables is empty: there is no weight to find gradients for.")
         self.graph: tf.Graph = loss.graph
         self.variables = [raw_variable(v) for v in variables]
+        self.reads: dict[int, tf.Tensor] = {}
         self.analysis = self._analyse(loss)
         self.batch_size = self._batch_size()
         split = LossOfOne(self.analysis, self.batch_size)
@@ -263,8 +266,9 @@ class Plan:
             ys = [t for t in replay.outputs if key(t) in gs_of]
             if ys:
                 made_all = replay.gradients(ys, [gs_of[key(t)] for t in ys], self.units, self.sizes)
-                for w, made in zip(replay.weights, made_all, strict=True):
-                    found += [(v, made, w, root) for v, root in self._roots(w, a[w])]
+                for t, made in zip(replay.weights, made_all, strict=True):
+                    weight, state = self._weight(t)
+                    found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
         return found
 
     @staticmethod
@@ -276,30 +280,22 @@ class Plan:
     def _weight(self, t: tf.Tensor) -> tuple[tf.Tensor, Public]:
         state = self.analysis[t]
         if isinstance(state, Handle):
-            v = self.variables[state.index]
-            with self.graph.as_default():
-                read = tf.convert_to_tensor(v)
-            self.analysis.run([read])
-            return read, Public(frozenset([state.index]))
+            if state.index not in self.reads:
+                self.reads[state.index] = tf.convert_to_tensor(self.variables[state.index])
+                self.analysis.run([self.reads[state.index]])
+            return self.reads[state.index], Public(frozenset([state.index]))
         return t, state
 
     def _replay(self, ops: list[tf.Operation], at: list[int] | None = None) -> Replay:
         a = self.analysis
-        bad = next((t for op in ops for t in op.inputs if isinstance(a[t], Handle)), None)
-        if bad is not None:
-            op = bad.consumers()[0] if bad.consumers() else ops[0]
-            op = next((o for o in ops if any(t is bad for t in o.inputs)), op)
-            raise PrivacyError(
-                f"{op.type} ({op.name!r}) reads variables inside, where per-example gradients cannot be taken yet. "
-                "Call the layer without a tf.function around it."
-            )
         weights = {
             key(t): t
             for op in ops
             for i, t in enumerate(op.inputs)
-            if self._trains(a[t]) and t.dtype.is_floating and (at is None or i in at)
+            if self._trains(a[t]) and (t.dtype.is_floating or t.dtype == tf.resource) and (at is None or i in at)
         }
-        return Replay(ops, list(weights.values()), a)
+        shapes = [self._weight(t)[0].shape for t in weights.values()]
+        return Replay(ops, list(weights.values()), shapes, a)
 
     def _roots(self, weight: tf.Tensor, state: Public) -> list[tuple[int, tf.Tensor]]:
         """The reads (or given tensors) that a weight tensor is computed from, with their variables' numbers."""

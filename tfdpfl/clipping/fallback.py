@@ -19,11 +19,12 @@ class Replay:
 
     Args:
       ops: in the order they were made.
-      weights: the tensors whose gradient is wanted.
+      weights: the inputs whose gradient is wanted: tensors, or handles of variables that are read inside.
+      shapes: the weights' shapes.
     """
 
-    def __init__(self, ops: list[tf.Operation], weights: list[tf.Tensor], analysis: BatchAxis):
-        self.ops, self.weights, self.a = ops, weights, analysis
+    def __init__(self, ops: list[tf.Operation], weights: list[tf.Tensor], shapes: list, analysis: BatchAxis):
+        self.ops, self.weights, self.shapes, self.a = ops, weights, shapes, analysis
         # Taken now: building a gradient may rewrite loops and calls.
         self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
         made = {key(t) for op in ops for t in op.outputs}
@@ -33,7 +34,6 @@ class Replay:
 
     def gradients(self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: LossOfOne) -> list[Formed]:
         """[units, *shape] for each weight."""
-        name = self.ops[0].name
         sliced = [t for t in self.inputs if isinstance(self.a[t], Batch)]
         public = [t for t in self.inputs if not isinstance(self.a[t], Batch)]
         replaced = {key(t): self._own_size(t, sizes) for t in public}
@@ -48,20 +48,18 @@ class Replay:
         g_states = [self.a[t] for t in outputs]
         g_rows = [self._rows(t, s, units) for t, s in zip(gs, g_states, strict=True)]
         outer = self.ops[0].graph
-        weights = {key(w) for w in self.weights}
 
         def one(elements):
             xs, g = elements
             graph = tf.compat.v1.get_default_graph()
             now = {key(t): replaced[key(t)] for t in public}
-            held = [tf.identity(now[key(w)]) for w in self.weights]
+            held = [graph.capture(w) if w.dtype == tf.resource else tf.identity(now[key(w)]) for w in self.weights]
             now.update({key(w): h for w, h in zip(self.weights, held, strict=True)})
             now.update({key(t): back(x, s) for t, s, x in zip(sliced, states, xs, strict=True)})
             for op in self.ops:
                 attrs = self.attrs[op.name]
                 graph_tools.lift_functions(outer, graph, attrs)
-                attrs = {k: v for k, v in attrs.items() if k not in ("output_shapes", "_output_shapes")} if (
-                    op.type not in ("While", "StatelessWhile")) else _loose(attrs)  # fmt: skip
+                attrs = _loose(attrs)
                 try:
                     made = graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
                 except (ValueError, TypeError) as error:
@@ -75,12 +73,11 @@ class Replay:
             own = [tf.cast(back(gu, s), y.dtype) for gu, s, y in zip(g, g_states, ys, strict=True)]
             grads = tf.gradients(ys, held, own)
             return [
-                tf.zeros(h.shape, units.dtype) if d is None else tf.cast(tf.convert_to_tensor(d), units.dtype)
-                for d, h in zip(grads, held, strict=True)
+                tf.zeros(s, units.dtype) if d is None else tf.cast(tf.convert_to_tensor(d), units.dtype)
+                for d, s in zip(grads, self.shapes, strict=True)
             ]
 
-        assert weights, name
-        signature = [tf.TensorSpec(w.shape, units.dtype) for w in self.weights]
+        signature = [tf.TensorSpec(s, units.dtype) for s in self.shapes]
         formed = tf.map_fn(one, (rows, g_rows), fn_output_signature=signature)
         return [Formed(f) for f in formed]
 
@@ -107,13 +104,13 @@ def back(x: tf.Tensor, state: Batch) -> tf.Tensor:
 
 
 def _loose(attrs: dict) -> dict:
-    """A loop's attributes without the shapes that its values had for the whole batch."""
+    """Attributes without the shapes that values had for the whole batch."""
     from tensorflow.core.framework import attr_value_pb2
 
     attrs = {k: v for k, v in attrs.items() if k != "_output_shapes"}
     if "output_shapes" in attrs:
         loose = attr_value_pb2.AttrValue()
-        for shape in attrs["output_shapes"].list.shape:
-            loose.list.shape.add(unknown_rank=True) if True else shape
+        for _ in attrs["output_shapes"].list.shape:
+            loose.list.shape.add(unknown_rank=True)
         attrs["output_shapes"] = loose
     return attrs

@@ -33,6 +33,8 @@ def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], attrs: dict | None = 
     made = graph.create_op(
         op.type, list(inputs), dtypes, name=f"tfdpfl/{op.type}", attrs=attributes(op) if attrs is None else attrs
     )
+    if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
+        made._gradient_function = op._gradient_function
     return list(made.outputs)
 
 

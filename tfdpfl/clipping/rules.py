@@ -49,6 +49,11 @@ class Units:
             x = tf.transpose(x, [state.axis, *[i for i in range(x.shape.rank) if i != state.axis]])
         if x.dtype.is_floating and x.dtype != self.dtype:
             x = tf.cast(x, self.dtype)
+        if state.blocks > 1:  # [blocks x rows, ...] to [rows x blocks, ...]
+            dims = tf.shape(x)[1:]
+            x = tf.reshape(x, tf.concat([[state.blocks, -1], dims], 0))
+            x = tf.reshape(tf.transpose(x, [1, 0, *range(2, x.shape.rank)]), tf.concat([[-1], dims], 0))
+            state = Batch(0, None if state.rows is None else state.rows * state.blocks)
         rows: int | tf.Tensor
         dims = tf.shape(x)
         if self.single and state.rows is not None:
@@ -73,12 +78,12 @@ class Units:
         """g [units, ...] times c [units]; zero where c is, whatever g."""
         return tf.math.multiply_no_nan(g, tf.reshape(c, [-1] + [1] * (g.shape.rank - 1)))
 
-    def per_row(self, c: tf.Tensor, x: tf.Tensor, axis: int) -> tf.Tensor:
-        """c [units] repeated for the rows along ``axis`` of x, shaped to broadcast against it."""
-        n = tf.shape(x)[axis]
+    def per_row(self, c: tf.Tensor, x: tf.Tensor, state: Batch) -> tf.Tensor:
+        """c [units] repeated for the rows of x, shaped to broadcast against it."""
+        n = tf.shape(x)[state.axis] // state.blocks
         rows = n // tf.maximum(self.count, 1)
-        c = tf.reshape(tf.broadcast_to(c[:, None], [self.count, rows]), [n])
-        return tf.cast(tf.reshape(c, [-1 if i == axis else 1 for i in range(x.shape.rank)]), x.dtype)
+        c = tf.tile(tf.reshape(tf.broadcast_to(c[:, None], [self.count, rows]), [n]), [state.blocks])
+        return tf.cast(tf.reshape(c, [-1 if i == state.axis else 1 for i in range(x.shape.rank)]), x.dtype)
 
 
 def not_static(*dims) -> bool:
@@ -482,12 +487,12 @@ def convolution(use: Use, units: Units) -> Contribution | None:
 
 def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
     """The clipped sum by the op's own filter gradient, on a gradient scaled example by example."""
-    g = tf.math.multiply_no_nan(use.g, units.per_row(c, use.g, use.out.axis))
+    g = tf.math.multiply_no_nan(use.g, units.per_row(c, use.g, use.out))
     inputs = list(use.inputs)
     for i, s in enumerate(use.states):
         if isinstance(s, Batch) and i != use.at and units.any_bad is not None:
             x = inputs[i]
-            mask = units.per_row(tf.cast(units.good, units.dtype), x, s.axis)
+            mask = units.per_row(tf.cast(units.good, units.dtype), x, s)
             inputs[i] = tf.cond(units.any_bad, lambda x=x, m=mask: tf.math.multiply_no_nan(x, m), lambda x=x: x)
     inputs[use.at] = tf.stop_gradient(use.weight)
     made = graph_tools.copy_op(use.op, inputs)[use.output.value_index]
