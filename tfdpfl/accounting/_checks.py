@@ -7,8 +7,7 @@ from typing import Any
 
 
 def whole(name: str, value: Any, minimum: int, mend: str) -> int:
-    """Returns `value` as an int, or raises a `ValueError` when it is no whole number of at least
-    `minimum`."""
+    """Returns `value` as an int, or raises a `ValueError` when it is no whole number from `minimum` up."""
     number = _real(value)
     if not math.isfinite(number) or number != int(number) or number < minimum:
         raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}: {mend}")
@@ -19,7 +18,8 @@ def real(
     name: str, value: Any, mend: str, *, at_least: float | None = None, above: float | None = None
 ) -> float:
     """Returns `value` as a float, or raises a `ValueError` when it is not finite or not over the bound that
-    is given."""
+    is given.
+    """
     number = _real(value)
     fits = (at_least is None or number >= at_least) and (above is None or number > above)
     if not (math.isfinite(number) and fits):

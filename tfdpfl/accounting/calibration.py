@@ -1,5 +1,4 @@
-"""Any one of (ε, σ, steps) from the others: ε is priced, σ and the steps are searched for over the same
-price."""
+"""Any one of (ε, σ, steps) from the others: ε is priced, σ and steps are searched for over that price."""
 
 import dataclasses
 import functools
@@ -13,7 +12,7 @@ from tfdpfl.errors import PrivacyError
 
 _TOLERANCE = 1e-4  # of σ, relative
 _LARGEST_SIGMA = 2.0**30
-_SMALLEST_SIGMA = 2.0**-20
+_SMALLEST_SIGMA = 2.0**-10
 _MOST_STEPS = 2**40
 
 
@@ -38,22 +37,18 @@ def compute_epsilon(
         batch_size: Number of examples in a batch; its expectation under Poisson sampling.
         noise_multiplier: σ, the standard deviation of the noise divided by the clip.
         delta: δ, strictly between 0 and 1; below `1 / num_examples` to mean anything.
-        num_epochs: Passes over the data, possibly a fraction: ⌈num_epochs · num_examples / batch_size⌉
-            steps, or under
-            `"shuffle"` ⌈num_epochs⌉ uses of every example. Either this or `num_steps`.
+        num_epochs: Passes over the data, possibly a fraction: ⌈num_epochs · num_examples / batch_size⌉ steps,
+            or under `"shuffle"` ⌈num_epochs⌉ uses of every example. Either this or `num_steps`.
         num_steps: Noisy updates.
         sampling: `"poisson"`, `"shuffle"` (what `fit` does), `"fixed_size"` or `"none"`; see
             `tfdpfl.accounting.Run`.
         num_microbatches: Groups whose mean gradient is clipped, a divisor of `batch_size`; fewer than
-            `batch_size` double the
-            sensitivity, so σ counts as σ/2. It is taken for granted that an example's presence does not
-            regroup the others.
-        accountant: `"pld"` (tight) or `"rdp"`. Where PLD has no answer ("fixed_size", δ below 1e-12) RDP's
-            is given;
-            `privacy_report` names the accountant that was used.
+            `batch_size` double the sensitivity, so σ counts as σ/2. It is taken for granted that an example's
+            presence does not regroup the others.
+        accountant: `"pld"` (tight) or `"rdp"`. Where PLD has no answer ("fixed_size", δ below 1e-12) RDP's is
+            given; `privacy_report` names the accountant that was used.
         adjacency: Which data sets are neighbours; None takes the sampling's own: `"add_or_remove_one"` for
-            poisson and none,
-            `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
+            poisson and none, `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -94,7 +89,7 @@ def compute_noise_multiplier(
 
     Raises:
         ValueError: An argument is out of its range, or there are no steps to add noise to.
-        PrivacyError: No noise multiplier between 2⁻²⁰ and 2³⁰ is the smallest one that meets the target.
+        PrivacyError: No noise multiplier between 2⁻¹⁰ and 2³⁰ is the smallest one that meets the target.
     """
     target = _check_target(target_epsilon)
     run = Run(
@@ -131,8 +126,9 @@ def compute_noise_multiplier(
             )
 
     sigma = _calibrate(pricer, with_sigma, target, low, high, _TOLERANCE * low)
+    nudge = _TOLERANCE
     while epsilon(sigma) > target:
-        sigma = min(high, sigma * (1 + _TOLERANCE))
+        sigma, nudge = min(high, sigma * (1 + nudge)), 2 * nudge
     return sigma
 
 
@@ -148,8 +144,8 @@ def compute_num_steps(
     accountant: str = "pld",
     adjacency: str | None = None,
 ) -> int:
-    """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many
-    as whole epochs hold.
+    """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many as
+    whole epochs hold.
 
     Args:
         target_epsilon: The ε that may not be passed, above 0.
@@ -200,7 +196,8 @@ def _check_target(target_epsilon: float) -> float:
 
 def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
     """Returns the ε of a run, remembered, since searches ask for their bracket's ends again; checks its
-    arguments at once."""
+    arguments at once.
+    """
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     assert run.adjacency is not None
     adjacency = run.adjacency
@@ -217,7 +214,8 @@ def _calibrate(
     discrete: bool = False,
 ) -> Any:
     """dp-accounting's root finder over our price, between two values of which one meets the target. The
-    caller verifies."""
+    caller verifies.
+    """
     import dp_accounting
 
     class PriceOfRun:
@@ -230,7 +228,7 @@ def _calibrate(
             return self
 
         def get_epsilon(self, target_delta: float) -> float:
-            return min(pricer(self.run), 1e9)  # an infinite end would turn the secant into NaN
+            return min(pricer(self.run), 10 * target)  # an infinite end would turn the secant into NaN
 
     try:
         return dp_accounting.calibrate_dp_mechanism(

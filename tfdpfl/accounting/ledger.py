@@ -54,10 +54,9 @@ class PrivacyLedger:
             noise_multiplier: σ of these steps.
             steps: Noisy updates.
             num_examples: As those that follow, see `compute_epsilon`.
-            new_pass: Under `"shuffle"`, that the first of these steps begins a new pass over the data
-                though the last pass may not
-                have ended, as every call of `fit` does. Without it, steps continue the pass that the last
-                ones were in.
+            new_pass: Under `"shuffle"`, that the first of these steps begins a new pass over the data though
+                the last pass may not have ended, as every call of `fit` does. Without it, steps continue the
+                pass that the last ones were in.
         """
         run = Run(
             num_examples=num_examples,
@@ -75,7 +74,7 @@ class PrivacyLedger:
         shuffled = run.sampling == "shuffle"
         earlier = self._rows[-1:] if shuffled else self._rows
         for i, row in enumerate(earlier, start=len(self._rows) - len(earlier)):
-            if isinstance(row, Run) and not new_pass and _same_mechanism(row, run):
+            if isinstance(row, Run) and not (shuffled and new_pass) and _same_mechanism(row, run):
                 assert row.num_steps is not None
                 self._rows[i] = dataclasses.replace(row, num_steps=row.num_steps + run.num_steps)
                 return self
@@ -154,7 +153,8 @@ class PrivacyLedger:
 
     def epsilon(self, delta: float, accountant: str = "pld") -> float:
         """Returns an upper bound on the ε of all that ran, at `delta`. Raises as `tfdpfl.accounting.price`
-        does."""
+        does.
+        """
         return price(self.dp_event, delta, accountant, self.adjacency).epsilon
 
     def report(self, delta: float, accountant: str = "pld") -> PrivacyReport:
@@ -193,11 +193,14 @@ class PrivacyLedger:
                 f"saved must be what PrivacyLedger.to_dict gave, of version 1, got {saved!r:.99}"
             )
         ledger = cls()
-        for row in saved["rows"]:
-            if "run" in row:
-                ledger._rows.append(Run(**row["run"]))
-            else:
-                ledger._rows.append(_Applied(_decode(row["event"]), row["count"], row["adjacency"]))
+        try:
+            for row in saved["rows"]:
+                if "run" in row:
+                    ledger._rows.append(Run(**row["run"]))
+                else:
+                    ledger.add(_decode(row["event"]), row["count"], adjacency=row["adjacency"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"saved is not what PrivacyLedger.to_dict gave: {error}") from error
         return ledger
 
     def __eq__(self, other: object) -> bool:

@@ -1,5 +1,4 @@
-"""The one place that turns what ran into ε: a dp-accounting event, an accountant and a neighbouring
-relation."""
+"""The one place that turns what ran into ε: a dp-accounting event, an accountant, an adjacency."""
 
 import contextlib
 import functools
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 ACCOUNTANTS = ("pld", "rdp")
 
-# dp-accounting's own orders are doubled from 64 to 1024; with these, large σ and small ε are not
-# overpriced. Every order is a valid bound, so more of them only lower ε.
+# dp-accounting's own orders are doubled from 64 to 1024; with these, large σ and small ε are not overpriced.
+# Every order is a valid bound, so more of them only lower ε.
 _MORE_ORDERS = (96, 192, 384, 768, 2048)
 # Below, the rounding noise of the convolutions is no longer far under δ.
 _SMALLEST_PLD_DELTA = 1e-12
@@ -31,8 +30,7 @@ def check_delta(delta: float) -> float:
 
 
 class Price(NamedTuple):
-    """An ε, with the accountant that proved it: `"rdp"` where the PLD accountant that was asked for could
-    not."""
+    """An ε, with the accountant that proved it; it can be `"rdp"` where `"pld"` was asked for."""
 
     epsilon: float
     accountant: str
@@ -46,16 +44,13 @@ def price(
     ε is an upper bound, never NaN, and infinite where nothing is promised.
 
     Args:
-        event: What ran. Noise multipliers in it are relative to the sensitivity under `adjacency`: a
-            clipped sum of examples under
-            `"replace_one"` has sensitivity 2C, so its event holds σ/2.
+        event: What ran. Noise multipliers in it are relative to the sensitivity under `adjacency`: a clipped
+            sum of examples under `"replace_one"` has sensitivity 2C, so its event holds σ/2.
         delta: δ, strictly between 0 and 1.
-        accountant: `"pld"` (privacy loss distributions, Doroshenko et al. 2022, arXiv:2207.04380) or
-            `"rdp"` (Mironov et al. 2019,
-            arXiv:1908.10530, with the conversion of Canonne et al. 2020, arXiv:2004.00010, Proposition 12).
-            Where the first does
-            not know the event, or fails or loses to the second numerically, the second's ε is taken, and
-            named.
+        accountant: `"pld"` (privacy loss distributions, Doroshenko et al. 2022, arXiv:2207.04380) or `"rdp"`
+            (Mironov et al. 2019, arXiv:1908.10530, with the conversion of Canonne et al. 2020,
+            arXiv:2004.00010, Proposition 12). Where the first does not know the event, or fails or loses to
+            the second numerically, the second's ε is taken, and named.
         adjacency: `"add_or_remove_one"`, `"replace_one"` or `"zero_out"`.
 
     Raises:
@@ -107,15 +102,17 @@ def _pld_epsilon(event: "DpEvent", delta: float, adjacency: str, guide: float | 
     from dp_accounting import dp_event, pld
 
     leaves = list(_leaves(event))
+    if not leaves or guide == 0:
+        return 0.0
     relations = _relations(adjacency)
     if adjacency == "replace_one":
         # Under REPLACE_ONE, PLD doubles a Gaussian's sensitivity in 0.6 and does not in 0.4. Our σ has it
-        # already, and a plain Gaussian is the same pair of distributions whatever the adjacency; mixtures
-        # of the two readings go to RDP.
-        gaussian = [isinstance(leaf, dp_event.GaussianDpEvent) for leaf in leaves]
+        # already, and a plain Gaussian is the same pair of distributions whatever the adjacency; mixtures of
+        # the two readings go to RDP.
+        gaussian = [isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves]
         if all(gaussian):
             relations = _relations("add_or_remove_one")
-        elif any(gaussian) or any(hasattr(leaf, "event") for leaf in leaves):
+        elif any(gaussian) or any(hasattr(leaf, "event") for leaf, _ in leaves):
             return None
     if delta < _SMALLEST_PLD_DELTA:
         return None
@@ -137,8 +134,8 @@ def _relations(adjacency: str) -> list[Any]:
     if adjacency == "replace_one":
         return [Relation.REPLACE_ONE]
     if adjacency == "zero_out":
-        # A Gaussian or Poisson-sampled sum with an example blanked is that sum without the example; only
-        # tree aggregation asks for the third relation by name.
+        # A Gaussian or Poisson-sampled sum with an example blanked is that sum without the example; only tree
+        # aggregation asks for the third relation by name.
         return [Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_SPECIAL]
     return [Relation.ADD_OR_REMOVE_ONE]
 
@@ -149,31 +146,33 @@ def _supporting(make_ledger: Any, event: "DpEvent", relations: list[Any]) -> Any
     return next((ledger for ledger in ledgers if ledger.supports(event)), None)
 
 
-def _leaves(event: "DpEvent") -> Iterator["DpEvent"]:
-    """The events that compositions are made of."""
+def _leaves(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]:
+    """The events that compositions are made of, each with how often it ran."""
     from dp_accounting import dp_event
 
     if isinstance(event, dp_event.ComposedDpEvent):
         for part in event.events:
-            yield from _leaves(part)
+            yield from _leaves(part, count)
     elif isinstance(event, dp_event.SelfComposedDpEvent):
-        yield from _leaves(event.event)
+        yield from _leaves(event.event, count * event.count)
     elif not isinstance(event, dp_event.NoOpDpEvent):
-        yield event
+        yield event, count
 
 
-def _discretization(leaves: list["DpEvent"], guide: float | None) -> float:
+def _discretization(leaves: list[tuple["DpEvent", int]], guide: float | None) -> float:
     """The grid of privacy losses: dp-accounting's 1e-4 where that fits. Any grid gives an upper bound.
 
-    Finer where ε is small, since the rounding of a tiny loss adds up over the steps; coarser where 1e-4
-    would take over 2e5 points
-    a step, or as many over the range of ε.
+    Finer where ε is small, since the rounding of a tiny loss adds up over the steps; coarser where 1e-4 would
+    take over 2e5 points a step, or as many over the range of ε.
     """
     widest = 0.0
-    for leaf in leaves:
-        sigma = getattr(getattr(leaf, "event", leaf), "noise_multiplier", None)
+    for leaf, count in leaves:
+        sampled = hasattr(leaf, "event")
+        sigma = getattr(leaf.event if sampled else leaf, "noise_multiplier", None)
         if sigma:
-            widest = max(widest, 0.5 / sigma**2 + 10 / sigma)
+            # Plain Gaussians are composed into one before they meet the grid, whose error then is no sum.
+            sigma /= 1 if sampled else math.sqrt(count)
+            widest = max(widest, (0.5 / sigma**2 + 10 / sigma) * (1 if sampled else 4))
     if guide is None or not math.isfinite(guide):
         return max(1e-4, 5e-6 * widest)
     return max(min(1e-4, 1e-3 * guide), 5e-6 * widest, 5e-6 * guide)
@@ -181,8 +180,7 @@ def _discretization(leaves: list["DpEvent"], guide: float | None) -> float:
 
 @contextlib.contextmanager
 def _numerics() -> Iterator[None]:
-    """Without numpy's overflow warnings and dp-accounting's log line for each order whose series it leaves
-    out: both are handled."""
+    """Mutes numpy's overflow warnings and dp-accounting's for each order that it leaves out."""
     import numpy as np
 
     log = logging.getLogger("absl")

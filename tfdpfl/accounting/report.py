@@ -29,7 +29,7 @@ _SAMPLING_NOTES = {
         "Batches must really be drawn by independent coins, as tfdpfl.data.poisson_batches does; "
         "shuffled batches do not qualify."
     ),
-    "shuffle": "No batch may reach over the end of an epoch (batch, then repeat): it could hold an example twice.",
+    "shuffle": "No batch may span two epochs (batch, then repeat): it could hold one example twice.",
     "fixed_size": "Every batch must be a fresh uniform draw without replacement, independent of all others.",
 }
 _ACCOUNTANT_TEXT = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi differential privacy (RDP)"}
@@ -166,8 +166,7 @@ def privacy_statement(
     what is assumed.
 
     For Poisson sampling it also gives the price of the same run with batches that are only shuffled.
-    Arguments and errors are
-    those of `compute_epsilon`.
+    Arguments and errors are those of `compute_epsilon`.
     """
     return privacy_report(
         num_examples=num_examples,

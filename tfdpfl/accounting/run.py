@@ -1,5 +1,4 @@
-"""A run of DP-SGD, as the accountant sees it: how often an example takes part, at what noise, in which
-event."""
+"""A run of DP-SGD, as the accountant sees it: how often an example takes part, at what noise."""
 
 import functools
 import math
@@ -26,8 +25,7 @@ ADJACENCIES = ("add_or_remove_one", "replace_one", "zero_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One DP-SGD training run, validated: clipped per-example gradients, summed over a batch, plus Gaussian
-    noise, every step.
+    """One DP-SGD training run, validated: at every step a sum of clipped gradients plus Gaussian noise.
 
     Args:
         num_examples: Number of training examples n.
@@ -38,17 +36,15 @@ class Run:
         sampling: How an example comes into a batch.
 
             - `"poisson"`: by an independent coin of bias `batch_size / num_examples` at every step.
-            - `"shuffle"`: what `fit` does: once in every epoch. Given the order, an example touches one
-              step an epoch, so an epoch
-              costs one Gaussian mechanism; no amplification is claimed, since none is proven for it.
+            - `"shuffle"`: what `fit` does: once in every epoch. Given the order, an example touches one step
+              an epoch, so an epoch costs one Gaussian mechanism; no amplification is claimed, since none is
+              proven for it.
             - `"fixed_size"`: by a fresh uniformly random subset of exactly `batch_size` examples at every
               step.
             - `"none"`: at every step.
         num_microbatches: The number of groups whose mean gradient is clipped; None, or `batch_size`, clips
-            each example by itself.
-            One example moves its group's clipped mean anywhere in a ball, so the sensitivity is 2C. This
-            takes for granted that
-            an example's presence does not regroup the others.
+            each example by itself. One example moves its group's clipped mean anywhere in a ball, so the
+            sensitivity is 2C. This takes for granted that an example's presence does not regroup the others.
         starts_mid_epoch: Whether the first step may lie inside a pass over the data (shuffle, with
             `num_steps`).
         adjacency: Which data sets are neighbours; None takes the sampling's own, the first named.
@@ -134,8 +130,7 @@ class Run:
 
     @property
     def sensitivity(self) -> int:
-        """How far one example moves the clipped sum, in clips C: 1, or 2 where a clipped vector turns into
-        another one."""
+        """How far one example moves the clipped sum, in clips C: 2 if a clipped vector turns into another."""
         return 2 if self.grouped or self.adjacency == "replace_one" else 1
 
     @property
@@ -150,14 +145,12 @@ class Run:
 
     @property
     def steps_per_participation(self) -> int:
-        """The fewest steps between two uses of one example: an epoch without its partial batch if shuffled,
-        else one step."""
+        """The fewest steps from one use of an example to the next: if shuffled, an epoch's whole batches."""
         return self.num_examples // self.batch_size if self.sampling == "shuffle" else 1
 
     @property
     def participations(self) -> int:
-        """How many noisy updates one example can touch: every step, or one step in every epoch begun if
-        shuffled."""
+        """How many noisy updates one example can touch: all, or if shuffled one in every epoch begun."""
         if self.sampling == "shuffle" and self.num_epochs is not None:
             return _ceil(self.num_epochs)
         if self.sampling == "shuffle" and self.starts_mid_epoch and self.steps > 0:
@@ -167,8 +160,7 @@ class Run:
 
     @property
     def dp_event(self) -> "DpEvent":
-        """What ran, for an accountant: noise multipliers are relative to the sensitivity under
-        `adjacency`."""
+        """What ran, for an accountant: its σ is relative to the sensitivity under `adjacency`."""
         from dp_accounting import dp_event
 
         if self.participations == 0:

@@ -1,0 +1,580 @@
+"""ε is an upper bound of what ran, equals what is known exactly, and comes with all that it depends on."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import dp_accounting
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize, special
+
+from tfdpfl.accounting import (
+    PrivacyLedger,
+    Run,
+    compute_epsilon,
+    compute_noise_multiplier,
+    compute_num_steps,
+    price,
+    privacy_report,
+    privacy_statement,
+)
+from tfdpfl.errors import PrivacyError
+
+MNIST = dict(num_examples=60000, batch_size=250, delta=1e-5)
+RUN = dict(**MNIST, noise_multiplier=1.1)
+
+
+def gaussian_epsilon(sigma, delta):
+    """The Gaussian mechanism's exact ε (Balle & Wang 2018, arXiv:1805.06530, Theorem 8)."""
+
+    def excess(epsilon):
+        a, b = 1 / (2 * sigma), epsilon * sigma
+        return special.ndtr(a - b) - math.exp(epsilon + special.log_ndtr(-a - b)) - delta
+
+    return optimize.brentq(excess, 0, 200 + 1 / sigma**2, xtol=1e-12)
+
+
+# Known values
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "batch_size", "noise_multiplier", "num_epochs", "delta", "published"),
+    [(60000, 150, 1.3, 15, 1e-5, 0.7242234026), (100000, 100, 1.0, 30, 1e-7, 1.4154988495)],
+)
+def test_rdp_gives_the_values_that_tf_privacy_published(
+    num_examples, batch_size, noise_multiplier, num_epochs, delta, published
+):
+    run = dict(num_examples=num_examples, batch_size=batch_size, noise_multiplier=noise_multiplier)
+    epsilon = compute_epsilon(**run, num_epochs=num_epochs, delta=delta, accountant="RDP")
+    assert epsilon == pytest.approx(published, rel=1e-6)
+
+
+def test_pld_is_the_default_and_dp_accountings_own():
+    event = dp_accounting.PoissonSampledDpEvent(150 / 60000, dp_accounting.GaussianDpEvent(1.3))
+    theirs = dp_accounting.pld.PLDAccountant().compose(event, 6000).get_epsilon(1e-5)
+    run = dict(num_examples=60000, batch_size=150, noise_multiplier=1.3, num_epochs=15, delta=1e-5)
+    assert (
+        compute_epsilon(**run) == compute_epsilon(**run, accountant="PLD") == pytest.approx(theirs, rel=1e-9)
+    )
+
+
+@pytest.mark.parametrize(("sigma", "delta"), [(0.7, 1e-5), (3.0, 1e-6), (30.0, 1e-8)])
+def test_one_gaussian_costs_its_closed_form(sigma, delta):
+    exact = gaussian_epsilon(sigma, delta)
+    run = dict(num_examples=10, batch_size=10, noise_multiplier=sigma, num_steps=1, delta=delta)
+    assert exact <= compute_epsilon(**run, sampling="none") <= exact * 1.001
+    assert exact <= compute_epsilon(**run, sampling="none", accountant="rdp") <= exact * 1.3
+
+
+def test_k_gaussians_cost_one_of_sigma_over_root_k():
+    epsilon = compute_epsilon(**{**RUN, "noise_multiplier": 4.0}, num_steps=16, sampling="none")
+    assert epsilon == pytest.approx(gaussian_epsilon(1.0, 1e-5), rel=1e-4)
+
+
+def test_sampling_everyone_is_no_sampling():
+    run = dict(num_examples=250, batch_size=250, noise_multiplier=5.0, num_steps=20, delta=1e-5)
+    assert compute_epsilon(**run, sampling="poisson") == compute_epsilon(**run, sampling="none")
+
+
+def test_fine_and_coarse_noise_are_bounded_where_the_exact_value_is_known():
+    for sigma, steps in [(0.03, 2), (500.0, 3)]:
+        exact = gaussian_epsilon(sigma / math.sqrt(steps), 1e-5)
+        epsilon = compute_epsilon(**{**RUN, "noise_multiplier": sigma}, num_steps=steps, sampling="none")
+        assert exact * (1 - 1e-9) <= epsilon <= exact * 1.01
+
+
+# How examples come into batches
+
+
+def test_shuffled_batches_cost_one_gaussian_an_epoch():
+    epsilon = compute_epsilon(**RUN, num_epochs=15, sampling="shuffle")
+    assert epsilon == pytest.approx(gaussian_epsilon(1.1 / math.sqrt(15), 1e-5), rel=1e-4)
+    assert epsilon > 5 * compute_epsilon(**RUN, num_epochs=15, sampling="poisson")
+
+
+@pytest.mark.parametrize(
+    ("run", "participations"),
+    [
+        (dict(num_epochs=3), 3),
+        (dict(num_epochs=2.1), 3),
+        (dict(num_epochs=0.01), 1),
+        (dict(num_epochs=0), 0),
+        (dict(num_steps=480), 2),
+        (dict(num_steps=481), 3),
+        (dict(num_steps=1), 1),
+        (dict(num_steps=0), 0),
+    ],
+)
+def test_a_shuffled_epoch_begun_is_paid_for(run, participations):
+    assert (
+        Run(num_examples=60000, batch_size=250, noise_multiplier=1, sampling="shuffle", **run).participations
+        == participations
+    )
+
+
+def test_a_shuffled_epoch_may_drop_its_partial_batch():
+    run = Run(num_examples=1099, batch_size=100, noise_multiplier=1, sampling="shuffle", num_steps=21)
+    assert run.participations == 3  # ten steps an epoch with drop_remainder, eleven without
+    assert dataclasses.replace(run, num_steps=None, num_epochs=2).steps == 22
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "none"])
+@pytest.mark.parametrize(("num_epochs", "steps"), [(15, 3600), (0.3, 72), (1 / 240, 1), (1.001, 241)])
+def test_an_epoch_begun_is_steps_rounded_up(sampling, num_epochs, steps):
+    run = Run(
+        num_examples=60000, batch_size=250, noise_multiplier=1, sampling=sampling, num_epochs=num_epochs
+    )
+    assert run.steps == run.participations == steps
+
+
+def test_a_fixed_size_subset_of_everyone_is_a_gaussian_of_sensitivity_two():
+    run = dict(num_examples=10, batch_size=10, noise_multiplier=4.0, num_steps=1, delta=1e-5)
+    exact = gaussian_epsilon(2.0, 1e-5)
+    assert compute_epsilon(**run, sampling="fixed_size") == pytest.approx(exact, rel=1e-3)
+
+
+def test_a_fixed_size_subset_costs_no_less_than_an_attack_shows():
+    # All others are -C and one is +C or -C: the release is a Gaussian, or a mixture with one 2C off.
+    sigma, delta = 1.0, 1e-5
+    x = np.linspace(-30, 30, 600001)
+    blank, moved = (np.exp(-((x - mean) ** 2) / (2 * sigma**2)) / math.sqrt(2 * math.pi) for mean in (0, 2))
+
+    def leaked(epsilon):
+        advantage = np.maximum(0.5 * blank + 0.5 * moved - math.exp(epsilon) * blank, 0)
+        return advantage.sum() * (x[1] - x[0]) - delta
+
+    shown = optimize.brentq(leaked, 0, 30)
+    run = dict(num_examples=10, batch_size=5, noise_multiplier=sigma, num_steps=1, delta=delta)
+    assert shown <= compute_epsilon(**run, sampling="fixed_size") <= 1.3 * shown
+
+
+def test_a_fixed_size_report_names_the_accountant_that_was_used():
+    report = privacy_report(**RUN, num_steps=10, sampling="fixed_size", accountant="pld")
+    assert report.accountant == "rdp" and "the figure is by rdp" in report.statement()
+    assert report.adjacency == "replace_one"
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle", "none"])
+def test_fewer_microbatches_than_examples_count_sigma_as_half(sampling):
+    run = {**RUN, "noise_multiplier": 4.0, "num_steps": 100, "sampling": sampling}
+    halved = compute_epsilon(**{**run, "noise_multiplier": 2.0})
+    assert compute_epsilon(**run, num_microbatches=50) == compute_epsilon(**run, num_microbatches=1) == halved
+    assert compute_epsilon(**run, num_microbatches=250) == compute_epsilon(**run) < halved
+    assert "regroup" in Run.__doc__ and "other groups" in privacy_statement(**run, num_microbatches=50)
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "none"])
+def test_replacing_an_example_counts_sigma_as_half(sampling):
+    run = {**RUN, "num_steps": 4, "sampling": sampling}
+    halved = compute_epsilon(**{**run, "noise_multiplier": RUN["noise_multiplier"] / 2})
+    assert compute_epsilon(**run, adjacency="replace_one") == halved
+    assert compute_epsilon(**run, adjacency="replace_one", num_microbatches=5) == halved
+
+
+@pytest.mark.parametrize(
+    ("sampling", "adjacency"),
+    [("poisson", "replace_one"), ("shuffle", "add_or_remove_one"), ("fixed_size", "add_or_remove_one")],
+)
+def test_an_adjacency_without_an_argument_is_refused(sampling, adjacency):
+    with pytest.raises(PrivacyError, match=f"{adjacency}.*take '"):
+        compute_epsilon(**RUN, num_steps=1, sampling=sampling, adjacency=adjacency)
+
+
+# Order
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sigma=st.floats(0.6, 20),
+    steps=st.integers(1, 5000),
+    batch_size=st.sampled_from([1, 20, 300]),
+    delta=st.floats(1e-9, 1e-3),
+    sampling=st.sampled_from(["poisson", "shuffle", "none"]),
+)
+def test_more_noise_fewer_steps_or_a_larger_delta_never_cost_more(sigma, steps, batch_size, delta, sampling):
+    def epsilon(sigma=sigma, steps=steps, delta=delta, sampling=sampling):
+        return compute_epsilon(
+            num_examples=1000, batch_size=batch_size, noise_multiplier=sigma, num_steps=steps, delta=delta,
+            sampling=sampling, accountant="rdp",
+        )  # fmt: skip
+
+    slack = 1 + 1e-9
+    assert epsilon(sigma=1.2 * sigma) <= slack * epsilon()
+    assert epsilon(steps=steps + 1) * slack >= epsilon()
+    assert epsilon(delta=1.5 * delta) <= slack * epsilon()
+    assert epsilon(sampling="poisson") <= slack * epsilon(sampling="none")
+
+
+@settings(max_examples=4, deadline=None)
+@given(sigma=st.floats(1.0, 10), epochs=st.integers(1, 20), batch_size=st.sampled_from([10, 50]))
+def test_shuffled_batches_are_never_priced_below_poisson_ones(sigma, epochs, batch_size):
+    run = dict(
+        num_examples=5000, batch_size=batch_size, noise_multiplier=sigma, num_epochs=epochs, delta=1e-5
+    )
+    assert compute_epsilon(**run) <= compute_epsilon(**run, sampling="shuffle")
+
+
+def test_pld_is_between_the_truth_and_rdp():
+    for sigma, batch_size, steps in [(0.8, 60, 100), (2.0, 600, 1000), (100.0, 6, 200000)]:
+        run = dict(
+            num_examples=6000, batch_size=batch_size, noise_multiplier=sigma, num_steps=steps, delta=1e-5
+        )
+        assert 0 < compute_epsilon(**run) <= compute_epsilon(**run, accountant="rdp")
+
+
+# Ends of the range
+
+
+def test_no_noise_is_infinite_and_no_steps_are_free():
+    assert compute_epsilon(**{**RUN, "noise_multiplier": 0}, num_steps=1) == math.inf
+    assert compute_epsilon(**{**RUN, "noise_multiplier": 0.0}, num_steps=3, sampling="fixed_size") == math.inf
+    assert compute_epsilon(**{**RUN, "noise_multiplier": 0}, num_steps=0) == 0.0
+    assert compute_epsilon(**RUN, num_epochs=0) == 0.0
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(("sigma", "steps"), [(1e-3, 1), (0.02, 300_000), (1e6, 1), (1e6, 10**9)])
+def test_extremes_are_bounded_and_never_nan(sigma, steps, accountant):
+    run = dict(num_examples=10**6, batch_size=1000, noise_multiplier=sigma, num_steps=steps, delta=1e-6)
+    epsilon = compute_epsilon(**run, accountant=accountant)
+    assert epsilon >= 0 and not math.isnan(epsilon)
+    if sigma < 1:
+        # With a chance above δ an example is in one batch at least, and that batch alone costs about 1 / 2σ².
+        assert epsilon > 0.4 / sigma**2
+
+
+def test_a_delta_that_pld_cannot_resolve_is_priced_by_rdp():
+    report = privacy_report(**{**RUN, "delta": 1e-20}, num_steps=100)
+    assert report.accountant == "rdp" and math.isfinite(report.epsilon)
+
+
+# The other unknowns
+
+
+@pytest.mark.parametrize(
+    ("target", "how"),
+    [
+        (1.0, dict(num_epochs=15)),
+        (8.0, dict(num_steps=500, sampling="shuffle")),
+        (0.05, dict(num_epochs=2, accountant="rdp")),
+        (300.0, dict(num_steps=100, sampling="fixed_size")),
+        (2.0, dict(num_steps=40, sampling="none", num_microbatches=10)),
+    ],
+)
+def test_the_noise_found_meets_the_target_and_no_less_noise_does(target, how):
+    sigma = compute_noise_multiplier(**MNIST, target_epsilon=target, **how)
+    assert compute_epsilon(**MNIST, noise_multiplier=sigma, **how) <= target
+    assert compute_epsilon(**MNIST, noise_multiplier=0.999 * sigma, **how) > target
+
+
+@pytest.mark.parametrize("gives", [0.9, 1.0])
+def test_the_root_finder_is_not_taken_at_its_word(monkeypatch, gives):
+    args = dict(**MNIST, target_epsilon=1.0, num_epochs=15, accountant="rdp")
+    sigma = compute_noise_multiplier(**args)
+    monkeypatch.setattr(dp_accounting, "calibrate_dp_mechanism", lambda *_: gives * sigma * (1 - 1e-3))
+    careful = compute_noise_multiplier(**args)
+    assert compute_epsilon(**MNIST, num_epochs=15, accountant="rdp", noise_multiplier=careful) <= 1.0
+    assert careful <= (1.002 if gives == 1.0 else 1.2) * sigma
+
+
+@pytest.mark.parametrize("off", [-2, 2])
+def test_the_steps_found_do_not_hang_on_the_root_finder(monkeypatch, off):
+    args = dict(**RUN, target_epsilon=1.0, accountant="rdp")
+    steps = compute_num_steps(**args)
+    monkeypatch.setattr(dp_accounting, "calibrate_dp_mechanism", lambda *_: steps + off)
+    assert compute_num_steps(**args) == steps
+
+
+@pytest.mark.parametrize(
+    ("target", "sigma", "how"),
+    [
+        (0.5, 1.5, dict()),
+        (1.0, 1.1, dict(accountant="rdp")),
+        (5.0, 4.0, dict(sampling="shuffle")),
+        (5.0, 4.0, dict(sampling="none", num_microbatches=1)),
+    ],
+)
+def test_the_steps_found_meet_the_target_and_one_more_does_not(target, sigma, how):
+    args = dict(**MNIST, noise_multiplier=sigma, **how)
+    steps = compute_num_steps(target_epsilon=target, **args)
+    assert type(steps) is int and steps >= 1
+    assert compute_epsilon(num_steps=steps, **args) <= target < compute_epsilon(num_steps=steps + 1, **args)
+    if how.get("sampling") == "shuffle":
+        assert steps % 240 == 0
+
+
+def test_what_cannot_be_reached_is_said():
+    with pytest.raises(ValueError, match=r"target_epsilon=0\.001 is passed by a single use.*ε = "):
+        compute_num_steps(**RUN, target_epsilon=0.001)
+    with pytest.raises(PrivacyError, match="for ever"):
+        compute_num_steps(**{**RUN, "noise_multiplier": 1e9}, target_epsilon=1)
+    with pytest.raises(PrivacyError, match="almost without noise"):
+        compute_noise_multiplier(**MNIST, target_epsilon=1e300, num_steps=1, sampling="none")
+    with pytest.raises(ValueError, match="without a step"):
+        compute_noise_multiplier(**MNIST, target_epsilon=1, num_steps=0)
+
+
+# Bad arguments
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (dict(num_examples=0), "num_examples must be a whole number of at least 1, got 0"),
+        (dict(num_examples=10.5), "num_examples.*10.5"),
+        (dict(num_examples=True), "num_examples.*True"),
+        (dict(num_examples="60000"), "num_examples.*'60000'"),
+        (dict(batch_size=0), "batch_size.*at least 1, got 0"),
+        (dict(batch_size=60001), "batch_size must be at most num_examples=60000, got 60001.*swapped"),
+        (dict(noise_multiplier=-1.0), "noise_multiplier.*at least 0, got -1.0"),
+        (dict(noise_multiplier=math.nan), "noise_multiplier.*nan"),
+        (dict(noise_multiplier=math.inf), "noise_multiplier.*inf"),
+        (dict(noise_multiplier=False), "noise_multiplier.*False"),
+        (dict(delta=0), "delta must be strictly between 0 and 1, got 0"),
+        (dict(delta=1), "delta.*got 1: take a value well below 1 / num_examples"),
+        (dict(delta=-1e-5), "delta.*-1e-05"),
+        (dict(delta=math.nan), "delta.*nan"),
+        (dict(num_steps=-1), "num_steps.*at least 0, got -1"),
+        (dict(num_steps=1.5), "num_steps.*1.5"),
+        (dict(num_steps=None), "exactly one of num_epochs and num_steps"),
+        (dict(num_epochs=1), "exactly one of num_epochs and num_steps, got num_epochs=1 and num_steps=10"),
+        (dict(num_steps=None, num_epochs=-1), "num_epochs.*-1"),
+        (dict(num_steps=None, num_epochs=math.inf), "num_epochs.*inf"),
+        (dict(sampling="Bernoulli"), "sampling must be one of 'poisson', 'shuffle', 'fixed_size', 'none'"),
+        (dict(sampling=None), "sampling.*None"),
+        (dict(accountant="gdp"), "accountant must be one of 'pld', 'rdp', got 'gdp'"),
+        (dict(adjacency="friends"), "adjacency must be one of 'add_or_remove_one'"),
+        (dict(num_microbatches=3), "num_microbatches must divide batch_size=250, got 3"),
+        (dict(num_microbatches=0), "num_microbatches.*0"),
+    ],
+)
+def test_a_bad_argument_is_named_with_its_value_and_the_mend(bad, message):
+    args = {**RUN, "num_steps": 10, **bad}
+    for function in (compute_epsilon, privacy_report, privacy_statement):
+        with pytest.raises(ValueError, match=message):
+            function(**args)
+
+
+@pytest.mark.parametrize("target", [0, -1.0, math.nan, math.inf, True, "1"])
+def test_a_bad_target_is_refused(target):
+    with pytest.raises(ValueError, match="target_epsilon must be a finite number above 0"):
+        compute_noise_multiplier(**MNIST, target_epsilon=target, num_steps=1)
+    with pytest.raises(ValueError, match="target_epsilon must be a finite number above 0"):
+        compute_num_steps(**RUN, target_epsilon=target)
+
+
+def test_numpy_numbers_and_whole_floats_are_numbers():
+    run = dict(num_examples=np.int64(60000), batch_size=np.int32(250), noise_multiplier=np.float32(2.0))
+    epsilon = compute_epsilon(**run, num_steps=60000 / 250, delta=np.float64(1e-5), accountant="rdp")
+    assert epsilon == compute_epsilon(**{**RUN, "noise_multiplier": 2.0}, num_steps=240, accountant="rdp")
+    json.dumps(privacy_report(**run, num_steps=1, delta=1e-5, accountant="rdp").to_dict())
+
+
+# Reports
+
+
+def test_a_statement_names_delta_adjacency_sampling_accountant_and_what_is_assumed():
+    report = privacy_report(**RUN, num_epochs=15)
+    text = report.statement()
+    assert text == str(report) == privacy_statement(**RUN, num_epochs=15)
+    for part in ("delta = 1e-05", "add_or_remove_one", "poisson", "pld", "1.1", "3600 steps", "60000", "250"):
+        assert part in text
+    for part in ("tfdpfl.data.poisson_batches", "Covered: the trained weights", "Not covered", "seed"):
+        assert part in text
+    assert f"{report.shuffled_epsilon:.2f}" in text and "only shuffled" in text
+    assert report.shuffled_epsilon == compute_epsilon(**RUN, num_epochs=15, sampling="shuffle")
+    assert report.epsilon == compute_epsilon(**RUN, num_epochs=15)
+
+
+def test_a_printed_epsilon_is_never_below_the_computed_one():
+    report = privacy_report(**RUN, num_epochs=15, accountant="rdp")
+    for epsilon in (0.123456, 1.00001e-7, 9.999999, 123456.7, 2.0, 0.64):
+        printed = float(
+            dataclasses.replace(report, epsilon=epsilon).statement().split("epsilon = ")[1].split()[0]
+        )
+        assert epsilon <= printed <= epsilon * 1.001
+    assert "epsilon = infinity" in dataclasses.replace(report, epsilon=math.inf).statement()
+    assert "epsilon = 0 " in dataclasses.replace(report, epsilon=0.0).statement()
+
+
+def test_a_delta_that_promises_little_is_remarked_on():
+    assert "not below 1 / num_examples" in privacy_statement(
+        **{**RUN, "delta": 1e-4}, num_steps=1, accountant="rdp"
+    )
+    assert "not below" not in privacy_statement(**RUN, num_steps=1, accountant="rdp")
+
+
+def test_a_report_is_strict_json_even_when_epsilon_is_infinite():
+    report = privacy_report(**{**RUN, "noise_multiplier": 0}, num_steps=1)
+    saved = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert saved["epsilon"] == "inf" and float(saved["epsilon"]) == report.epsilon
+    assert "no privacy" in report.statement()
+    finite = privacy_report(**RUN, num_steps=5, accountant="rdp")
+    saved = json.loads(json.dumps(finite.to_dict(), allow_nan=False))
+    assert saved == {**dataclasses.asdict(finite), "notes": list(finite.notes)}
+
+
+def test_a_report_cannot_be_altered():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        privacy_report(**RUN, num_steps=0).epsilon = 0
+
+
+# The ledger
+
+DATA = dict(num_examples=60000, batch_size=250)
+
+
+def test_a_ledger_of_single_steps_is_one_row_and_costs_what_the_run_costs():
+    ledger = PrivacyLedger()
+    for _ in range(240):
+        ledger.record(1.1, **DATA)
+    assert len(ledger) == 1 and ledger.steps == 240
+    assert ledger.epsilon(1e-5, "rdp") == compute_epsilon(**RUN, num_steps=240, accountant="rdp")
+    assert ledger.report(1e-5, "rdp") == dataclasses.replace(
+        privacy_report(**RUN, num_steps=240, accountant="rdp"), shuffled_epsilon=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("accountant", "make"),
+    [("pld", dp_accounting.pld.PLDAccountant), ("rdp", dp_accounting.rdp.RdpAccountant)],
+)
+def test_steps_of_different_noise_compose_as_dp_accounting_composes_them(accountant, make):
+    ledger = PrivacyLedger().record(1.1, 300, **DATA).record(2.0, 700, **DATA).record(1.1, 100, **DATA)
+    theirs = make()
+    for sigma, steps in [(1.1, 400), (2.0, 700)]:
+        step = dp_accounting.PoissonSampledDpEvent(250 / 60000, dp_accounting.GaussianDpEvent(sigma))
+        theirs.compose(step, steps)
+    assert len(ledger) == 2
+    assert ledger.epsilon(1e-5, accountant) == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-3)
+    assert ledger.report(1e-5, accountant).noise_multiplier is None
+
+
+def test_any_event_can_be_added_to_a_ledger():
+    gaussian = dp_accounting.GaussianDpEvent(3.0)
+    ledger = PrivacyLedger().add(gaussian, 5).add(gaussian, 4)
+    assert len(ledger) == 1 and ledger.steps == 9
+    assert ledger.epsilon(1e-5) == pytest.approx(gaussian_epsilon(1.0, 1e-5), rel=1e-4)
+    ledger.record(2.0, **DATA)
+    report = ledger.report(1e-5, "rdp")
+    assert (
+        report.steps == 10 and report.noise_multiplier is None and "10 recorded applications" in str(report)
+    )
+
+
+def test_tree_aggregation_is_priced_where_an_example_is_blanked():
+    tree = dp_accounting.SingleEpochTreeAggregationDpEvent(4.0, 100)
+    report = PrivacyLedger().add(tree, adjacency="zero_out").report(1e-5)
+    assert report.accountant == "rdp"
+    assert report.epsilon == pytest.approx(
+        price(dp_accounting.GaussianDpEvent(4.0 / math.sqrt(7)), 1e-5, "rdp").epsilon
+    )
+
+
+def test_shuffled_steps_recorded_one_by_one_are_paid_by_the_epoch():
+    ledger = PrivacyLedger()
+    for _ in range(480):
+        ledger.record(1.1, sampling="shuffle", **DATA)
+    assert ledger.epsilon(1e-5, "rdp") == compute_epsilon(
+        **RUN, num_epochs=2, sampling="shuffle", accountant="rdp"
+    )
+
+
+def test_noise_that_changes_inside_a_shuffled_epoch_is_paid_in_every_epoch_it_may_touch():
+    ledger = PrivacyLedger()
+    for sigma, steps in [(1.0, 120), (2.0, 240), (1.0, 120)]:
+        ledger.record(sigma, steps, sampling="shuffle", **DATA)
+    # An example that is early in the first epoch and late in the second meets 1.0 twice.
+    gaussian = dp_accounting.GaussianDpEvent
+    worst = dp_accounting.rdp.RdpAccountant().compose(gaussian(1.0), 2)
+    assert ledger.epsilon(1e-5, "rdp") >= worst.get_epsilon(1e-5)
+    assert [row["run"].get("starts_mid_epoch") for row in ledger.to_dict()["rows"]] == [False, True, True]
+    assert ledger.report(1e-5, "rdp").participations == 1 + 2 + 2
+
+
+def test_a_new_pass_over_the_data_is_a_new_use_of_every_example():
+    calls = PrivacyLedger()
+    for _ in range(3):
+        calls.record(1.1, 100, sampling="shuffle", new_pass=True, **DATA)
+    assert calls.report(1e-5, "rdp").participations == 3
+    poisson = PrivacyLedger().record(1.1, new_pass=True, **DATA).record(1.1, new_pass=True, **DATA)
+    assert len(poisson) == 1
+
+
+def test_rows_for_different_neighbours_do_not_add_up():
+    ledger = PrivacyLedger().record(1.1, **DATA).record(1.1, sampling="shuffle", **DATA)
+    assert ledger.adjacency == "zero_out"
+    ledger.record(1.1, sampling="fixed_size", **DATA)
+    with pytest.raises(PrivacyError, match="different neighbours"):
+        ledger.epsilon(1e-5)
+    with pytest.raises(PrivacyError, match="no accountant prices"):
+        poisson = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0))
+        PrivacyLedger().add(poisson, adjacency="replace_one").epsilon(1e-5)
+
+
+def test_fixed_size_and_replaced_examples_compose():
+    ledger = PrivacyLedger().record(3.0, 10, sampling="fixed_size", **DATA)
+    alone = ledger.epsilon(1e-5)
+    ledger.record(3.0, 240, sampling="shuffle", adjacency="replace_one", **DATA)
+    shuffled = compute_epsilon(
+        **{**RUN, "noise_multiplier": 3.0},
+        num_epochs=1,
+        sampling="shuffle",
+        adjacency="replace_one",
+        accountant="rdp",
+    )
+    assert max(alone, shuffled) < ledger.epsilon(1e-5) < alone + shuffled + 0.1
+
+
+def test_a_ledger_comes_back_from_json_as_it_was():
+    nested = dp_accounting.ComposedDpEvent(
+        [
+            dp_accounting.GaussianDpEvent(2.0),
+            dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(3.0), 4),
+        ]
+    )
+    ledger = (
+        PrivacyLedger()
+        .record(1.1, 7, **DATA)
+        .record(1.1, 500, sampling="shuffle", num_microbatches=50, **DATA)
+    )
+    ledger.record(0.9, sampling="shuffle", **DATA).add(nested, 2, adjacency="zero_out")
+    restored = PrivacyLedger.from_dict(json.loads(json.dumps(ledger.to_dict(), allow_nan=False)))
+    assert restored == ledger and restored.dp_event == ledger.dp_event
+    assert restored.epsilon(1e-5, "rdp") == ledger.epsilon(1e-5, "rdp")
+    assert restored.record(1.1, 3, **DATA).steps == ledger.steps + 3
+    assert len(restored) == len(ledger) and restored != ledger
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [None, {}, {"version": 2, "rows": []}, {"version": 1}, {"version": 1, "rows": [{"run": {"bogus": 1}}]},
+     {"version": 1, "rows": [{"event": {"type": "attr"}, "count": 1, "adjacency": "zero_out"}]}],
+)  # fmt: skip
+def test_what_is_no_ledger_is_refused(saved):
+    with pytest.raises(ValueError, match=r"PrivacyLedger\.to_dict|no event named"):
+        PrivacyLedger.from_dict(saved)
+
+
+def test_an_empty_ledger_costs_nothing():
+    ledger = PrivacyLedger().record(1.0, 0, **DATA)
+    assert len(ledger) == 0 and ledger.epsilon(1e-5) == 0.0
+    assert ledger.report(1e-5).epsilon == 0.0 and "0 recorded" in str(ledger.report(1e-5))
+    with pytest.raises(ValueError, match="must be a dp_accounting"):
+        ledger.add(1.0)
+
+
+def test_accounting_loads_nothing_slow_before_the_first_price():
+    code = (
+        "import sys, tfdpfl.accounting as a;"
+        "slow = {'tensorflow', 'keras', 'scipy', 'numpy', 'dp_accounting'};"
+        "assert not slow & set(sys.modules), slow & set(sys.modules);"
+        "a.Run(num_examples=100, batch_size=10, noise_multiplier=5, num_steps=3).participations;"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,139 @@
+"""The command line says what the functions say, in text and in JSON, and refuses in one line."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+from click.testing import CliRunner
+
+from tfdpfl._version import __version__
+from tfdpfl.accounting import compute_epsilon, compute_noise_multiplier, compute_num_steps, privacy_statement
+from tfdpfl.cli import main
+
+DATA = ["--num-examples", "6000", "--batch-size", "60", "--delta", "1e-5"]
+RUN = [*DATA, "--noise-multiplier", "2.0"]
+KEYWORDS = dict(num_examples=6000, batch_size=60, delta=1e-5)
+RDP = ["--accountant", "RDP"]
+
+
+def invoke(*args):
+    return CliRunner().invoke(main, list(args))
+
+
+def ok(*args):
+    result = invoke(*args)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_epsilon_is_the_functions():
+    printed = json.loads(ok("epsilon", *RUN, "--num-epochs", "2", "--json"))
+    assert printed["epsilon"] == compute_epsilon(**KEYWORDS, noise_multiplier=2.0, num_epochs=2)
+    assert printed["accountant"] == "pld" and printed["delta"] == 1e-5 and printed["steps"] == 200
+
+
+def test_text_carries_delta_adjacency_sampling_and_accountant():
+    text = ok("epsilon", *RUN, *RDP, "--num-steps", "3", "--sampling", "shuffle")
+    for part in ("epsilon = ", "delta 1e-05", "zero_out", "shuffle", "rdp", "3 steps"):
+        assert part in text
+
+
+def test_noise_is_the_functions():
+    args = ("noise", *DATA, *RDP, "--num-epochs", "2", "--target-epsilon", "1")
+    sigma = compute_noise_multiplier(**KEYWORDS, num_epochs=2, target_epsilon=1, accountant="rdp")
+    printed = json.loads(ok(*args, "--json"))
+    assert printed["noise_multiplier"] == sigma and printed["epsilon"] <= 1
+    assert float(ok(*args).split("noise multiplier = ")[1].split()[0]) == pytest.approx(sigma, rel=1e-4)
+
+
+def test_steps_are_the_functions():
+    args = ("steps", *RUN, *RDP, "--target-epsilon", "1")
+    steps = compute_num_steps(**KEYWORDS, noise_multiplier=2.0, target_epsilon=1, accountant="rdp")
+    assert json.loads(ok(*args, "--json"))["steps"] == steps
+    assert f"steps = {steps}\n" in ok(*args)
+
+
+def test_statement_is_the_functions():
+    args = ("statement", *RUN, *RDP, "--num-epochs", "2", "--num-microbatches", "10")
+    how = dict(num_epochs=2, num_microbatches=10, accountant="rdp")
+    assert ok(*args) == privacy_statement(**KEYWORDS, noise_multiplier=2.0, **how) + "\n"
+    assert json.loads(ok(*args, "--json"))["num_microbatches"] == 10
+
+
+def test_an_infinite_epsilon_is_strict_json():
+    printed = ok("epsilon", *DATA, "--noise-multiplier", "0", "--num-steps", "1", "--json")
+    assert json.loads(printed, parse_constant=pytest.fail)["epsilon"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["epsilon", *RUN, "--num-steps", "1", "--delta", "1"],
+            "Error: delta must be strictly between 0 and 1",
+        ),
+        (["epsilon", *RUN], "exactly one of num_epochs and num_steps"),
+        (["epsilon", *RUN, "--num-steps", "1", "--batch-size", "7000"], "batch_size must be at most"),
+        (["epsilon", *RUN, "--num-steps", "1", "--adjacency", "replace_one"], "no price for adjacency"),
+        (["noise", *DATA, "--num-steps", "1", "--target-epsilon", "0"], "target_epsilon must be"),
+        (["steps", *RUN, *RDP, "--target-epsilon", "0.001"], "passed by a single use"),
+        (["statement", *DATA, "--num-steps", "1", "--noise-multiplier", "-1"], "noise_multiplier must be"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_no_traceback(args, message):
+    result = invoke(*args)
+    assert result.exit_code == 2 and result.output.startswith("Error: ") and message in result.output
+    assert len(result.output.splitlines()) == 1 and isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    "args", [["epsilon"], ["epsilon", *RUN, "--sampling", "bernoulli"], ["audits"], ["epsilon", "--noise"]]
+)
+def test_a_bad_call_is_a_usage_error(args):
+    result = invoke(*args)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_help_lists_the_commands_and_version_the_version():
+    text = ok("--help")
+    assert all(command in text for command in ("demo", "epsilon", "noise", "steps", "statement"))
+    assert __version__ in ok("--version")
+    for command in ("demo", "epsilon", "noise", "steps", "statement"):
+        assert "--json" in ok(command, "--help")
+
+
+def test_demo_hands_its_options_on(monkeypatch):
+    calls = []
+    demo = types.ModuleType("tfdpfl.demo")
+    demo.run = lambda **options: calls.append(options)
+    monkeypatch.setitem(sys.modules, "tfdpfl.demo", demo)
+    monkeypatch.delenv("TFDPFL_DATA_DIR", raising=False)
+    ok("demo")
+    monkeypatch.setenv("TFDPFL_DATA_DIR", "mnist")
+    ok("demo", "--epochs", "3", "--output", "a.png", "--json", "--seed", "7")
+    assert calls == [
+        dict(data_dir=None, epochs=None, output="tfdpfl-demo.png", as_json=False, seed=None),
+        dict(data_dir="mnist", epochs=3, output="a.png", as_json=True, seed=7),
+    ]
+
+
+def test_python_m_tfdpfl_is_the_command_line():
+    args = [sys.executable, "-m", "tfdpfl", "epsilon", *RUN, "--num-steps", "5"]
+    run = subprocess.run([*args, "--help"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("Usage: tfdpfl epsilon") and run.stderr == ""
+    refused = subprocess.run([*args, "--batch-size", "0"], capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("Error: batch_size")
+
+
+def test_no_command_but_demo_loads_tensorflow_and_refusals_load_nothing_slow():
+    code = (
+        "import sys; from click.testing import CliRunner; from tfdpfl.cli import main;"
+        "slow = {'tensorflow', 'keras', 'numpy', 'scipy', 'dp_accounting'};"
+        f"run = lambda *args: CliRunner().invoke(main, ['epsilon', *{RUN!r}, *args]);"
+        "assert run('--help').exit_code == 0 and run().exit_code == 2 and not slow & set(sys.modules);"
+        "assert run('--num-steps', '5').output.startswith('epsilon = ');"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
