@@ -5,7 +5,7 @@
 Each competitor is built in a process of its own, so that its peak memory is its own; the rounds alternate
 between these processes, so that a noisy machine slows all alike. A step is one call of the model's compiled
 train function on a batch that stays in memory. A ratio is the median over rounds of the ratio to plain Keras
-within the round. Growth is the peak beyond that of a process that only imports TensorFlow and makes the batch.
+within the round. Growth is the peak beyond that of a process that has only TensorFlow and the batch in it.
 A competitor that fails is shown with the reason; with BENCHMARK_DEBUG set its traceback is printed.
 """
 
