@@ -1,0 +1,63 @@
+"""Differential privacy for Keras and federated learning.
+
+Names are imported when they are first used: `import tfdpfl` does not import TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from tfdpfl._version import __version__
+
+_WHERE = {
+    **dict.fromkeys(
+        ["DPSGD", "DPAdam", "DPAdamW", "DPAdagrad", "DPRMSprop", "make_dp_optimizer_class", "DPKerasSGDOptimizer",
+         "DPKerasAdamOptimizer", "DPKerasAdagradOptimizer"],
+        "optimizers",
+    ),
+    **dict.fromkeys(
+        ["compute_epsilon", "compute_noise_multiplier", "compute_num_steps", "privacy_statement", "PrivacyReport",
+         "PrivacyLedger"],
+        "accounting",
+    ),
+    "PrivacyError": "errors",
+}  # fmt: skip
+_MODULES = ("accounting", "callbacks", "clipping", "data", "errors", "noise", "optimizers")
+
+__all__ = ["__version__", *_WHERE, *_MODULES]
+
+if TYPE_CHECKING:
+    from tfdpfl import accounting, callbacks, clipping, data, errors, noise, optimizers
+    from tfdpfl.accounting import (
+        PrivacyLedger,
+        PrivacyReport,
+        compute_epsilon,
+        compute_noise_multiplier,
+        compute_num_steps,
+        privacy_statement,
+    )
+    from tfdpfl.errors import PrivacyError
+    from tfdpfl.optimizers import (
+        DPSGD,
+        DPAdagrad,
+        DPAdam,
+        DPAdamW,
+        DPKerasAdagradOptimizer,
+        DPKerasAdamOptimizer,
+        DPKerasSGDOptimizer,
+        DPRMSprop,
+        make_dp_optimizer_class,
+    )
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f"tfdpfl.{name}")
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"tfdpfl.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'tfdpfl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

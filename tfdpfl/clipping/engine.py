@@ -31,6 +31,7 @@ class ClippedGradients:
       norms: [units], each unit's gradient norm before clipping; NaN or infinite where it was not finite.
       regularization: for each variable, the gradient of the part of the loss that depends on no example, or None.
       num_units: scalar int32, how many units there were.
+      batch_size: scalar int32, how many examples there were.
       num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
       loss_scale: a public factor the loss had been multiplied by (a loss scale) and that was taken off, or None.
     """
@@ -39,6 +40,7 @@ class ClippedGradients:
     norms: tf.Tensor
     regularization: list[tf.Tensor | None]
     num_units: tf.Tensor
+    batch_size: tf.Tensor
     num_nonfinite: tf.Tensor
     loss_scale: tf.Tensor | None
 
@@ -379,6 +381,7 @@ class Plan:
             norms=norms,
             regularization=self._regularization(),
             num_units=units.count,
+            batch_size=self.batch_size,
             num_nonfinite=tf.reduce_sum(tf.cast(tf.logical_not(good), tf.int32)),
             loss_scale=self.loss_scale,
         )

@@ -1,0 +1,233 @@
+"""Keras optimizers that train with differential privacy (DP-SGD and its relatives), on Keras 2 and Keras 3.
+
+`make_dp_optimizer_class` turns any Keras optimizer class into one; the common ones are made here, under their own
+names, so that they can be imported, pickled and found by Keras when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers._mechanism import Mechanism
+
+_DOC = """{base} with differential privacy: every example's gradient is clipped, and Gaussian noise is added.
+
+    The update that {base} sees is ``(sum_i clip(g_i, l2_norm_clip) + noise) / denominator``, where the noise is normal
+    with standard deviation ``noise_multiplier * l2_norm_clip`` in every coordinate (Abadi et al. 2016,
+    arXiv:1607.00133). The gradient of regularisers, which depend on no example, is added unclipped.
+
+        model.compile(optimizer={name}(l2_norm_clip=1.0, noise_multiplier=1.1), loss=..., metrics=...)
+
+    What is private: the weights, and whatever is computed from them. What is not: the loss and metrics that Keras
+    shows for training batches, and the optimizer's own state on disk, which holds the key of the noise; publish a
+    model saved with ``include_optimizer=False``.
+
+    Args:
+      l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together.
+      noise_multiplier: the noise's standard deviation over C; 0 trains without privacy.
+      num_microbatches: None to clip every example by itself (best). With M, the mean gradient of each of M groups is
+        clipped, as in TensorFlow Privacy; the sensitivity to one example is then 2 C and the ledger says so.
+      gradient_accumulation_steps: 1 (or None); larger values are refused for now.
+      expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
+        divides by the number of examples (or microbatches) in the batch.
+      seed: None takes the operating system's entropy. Anyone who knows the seed can take the noise off: for tests.
+      **kwargs: every argument of {base}.
+
+    Raises:
+      PrivacyError: before the first update, where the model or the call cannot be made private; it names the op or
+        layer and the mend.
+      ValueError: for arguments out of range.
+    """
+
+
+class DPOptimizer:
+    """What all DP optimizers have in common; see `DPSGD`. Not to be used by itself."""
+
+    def __init__(
+        self,
+        l2_norm_clip,
+        noise_multiplier,
+        num_microbatches=None,
+        gradient_accumulation_steps=1,
+        *,
+        expected_batch_size=None,
+        seed=None,
+        **kwargs,
+    ):
+        _check_backend()
+        if gradient_accumulation_steps not in (None, 1):
+            raise PrivacyError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r} would apply noise to each part of a batch. "
+                "Use larger batches (the cost per example stays flat) and leave it at 1."
+            )
+        dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed)
+        super().__init__(**kwargs)
+        self._dp = dp
+        self._add_state()
+
+    @staticmethod
+    def _check_graph(loss) -> None:
+        if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
+            raise PrivacyError(
+                "Per-example gradients are read from a graph, but this train step runs eagerly. Compile without "
+                "run_eagerly=True (and without tf.config.run_functions_eagerly), or wrap a custom step in tf.function."
+            )
+
+    # -- what a user may read --------------------------------------------------------------------------------
+
+    @property
+    def l2_norm_clip(self) -> float:
+        return self._dp.l2_norm_clip
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._dp.noise_multiplier
+
+    @property
+    def num_microbatches(self) -> int | None:
+        return self._dp.num_microbatches
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        return self._dp.expected_batch_size
+
+    @property
+    def num_dp_steps(self) -> int:
+        """How many noisy updates have been computed, restarts included."""
+        return int(np.asarray(self._dp_state["dp_steps"]))
+
+    @property
+    def num_nonfinite(self) -> int:
+        """How many per-example gradients were NaN or infinite, and so contributed nothing."""
+        return int(np.asarray(self._dp_state["dp_nonfinite"]))
+
+    @property
+    def executed(self) -> list[tuple[float, int]]:
+        """(noise multiplier over the sensitivity to one example, steps) for all that ran."""
+        rows = np.asarray(self._dp_state["dp_ledger"])
+        return [(float(z), int(n)) for z, n in rows if n > 0]
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """What ran, priced without any amplification by sampling; `PrivacyBudget` prices sampled training."""
+        ledger = PrivacyLedger()
+        for z, n in self.executed:
+            ledger.record(noise_multiplier=z, steps=n)
+        return ledger
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def get_config(self):
+        config = super().get_config()
+        config.pop("gradient_accumulation_steps", None)
+        config.pop("is_legacy_optimizer", None)
+        return {**config, **self._dp.config()}
+
+    def __reduce__(self):
+        return _rebuild, (self._dp_base, self.get_config(), np.asarray(self._dp_state["dp_ledger"]))
+
+
+def _rebuild(base, config, ledger):
+    """A pickled optimizer: the same settings and ledger, and a key of its own, so that no noise is used twice."""
+    optimizer = make_dp_optimizer_class(base).from_config(config)
+    optimizer._dp_state["dp_ledger"].assign(ledger)
+    optimizer._dp_state["dp_steps"].assign(int(ledger[:, 1].sum()))
+    return optimizer
+
+
+def _check_backend() -> None:
+    keras = tf.keras
+    backend = getattr(getattr(keras, "backend", None), "backend", None)
+    name = backend() if callable(backend) else "tensorflow"
+    if name != "tensorflow":
+        raise PrivacyError(
+            f"Keras runs on the {name!r} backend; per-example gradients are taken from TensorFlow graphs. Set "
+            "KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+
+
+def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
+    """A DP version of any Keras optimizer class, Keras 2 or Keras 3.
+
+    Args:
+      keras_optimizer_class: a subclass of `tf.keras.optimizers.Optimizer`, your own ones included.
+
+    Returns:
+      A registered class ``DP<Name>`` (the same one for every call) whose constructor takes DPSGD's arguments and, by
+      keyword, all of the base's.
+
+    Raises:
+      TypeError: for what is not an optimizer class, and for the legacy optimizers of Keras 2.
+    """
+    return _make(keras_optimizer_class, f"DP{getattr(keras_optimizer_class, '__name__', '')}")
+
+
+@functools.cache
+def _make(base: type, name: str) -> type:
+    _check_backend()
+    if not inspect.isclass(base):
+        raise TypeError(f"keras_optimizer_class={base!r} is not a class; give the class, not an instance.")
+    if issubclass(base, DPOptimizer):
+        return base
+    adapter: type
+    if hasattr(base, "scale_loss") and hasattr(base, "apply"):
+        from tfdpfl.optimizers._keras3 import Keras3Adapter as adapter
+
+        import keras
+
+        register = keras.saving.register_keras_serializable
+    elif hasattr(base, "compute_gradients") and hasattr(base, "_create_iteration_variable"):
+        from tfdpfl.optimizers._keras2 import Keras2Adapter as adapter
+
+        register = _keras2_of(base).utils.register_keras_serializable
+    else:
+        raise TypeError(
+            f"{base.__module__}.{base.__name__} is not an optimizer that can be made private. Legacy optimizers "
+            "(tf.keras.optimizers.legacy) and other libraries' cannot; use tf.keras.optimizers."
+        )
+    made = type(name, (DPOptimizer, adapter, base), {
+        "__doc__": _DOC.format(base=base.__name__, name=name),
+        "__module__": __name__,
+        "_dp_base": base,
+    })  # fmt: skip
+    return register(package="tfdpfl", name=name)(made)
+
+
+def _keras2_of(base: type):
+    """The Keras 2 that an optimizer class belongs to."""
+    if any(c.__module__.startswith("tf_keras") for c in base.__mro__):
+        import tf_keras
+
+        return tf_keras
+    return tf.keras
+
+
+DPSGD = _make(tf.keras.optimizers.SGD, "DPSGD")
+DPAdam = _make(tf.keras.optimizers.Adam, "DPAdam")
+DPAdamW = _make(tf.keras.optimizers.AdamW, "DPAdamW")
+DPAdagrad = _make(tf.keras.optimizers.Adagrad, "DPAdagrad")
+DPRMSprop = _make(tf.keras.optimizers.RMSprop, "DPRMSprop")
+
+# TensorFlow Privacy's names.
+DPKerasSGDOptimizer = DPSGD
+DPKerasAdamOptimizer = DPAdam
+DPKerasAdagradOptimizer = DPAdagrad
+
+__all__ = [
+    "DPSGD",
+    "DPAdagrad",
+    "DPAdam",
+    "DPAdamW",
+    "DPKerasAdagradOptimizer",
+    "DPKerasAdamOptimizer",
+    "DPKerasSGDOptimizer",
+    "DPOptimizer",
+    "DPRMSprop",
+    "make_dp_optimizer_class",
+]

@@ -1,0 +1,61 @@
+"""How Keras 3 hands a loss to its optimizer, and takes the update back."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers._mechanism import NO_LOSS
+
+
+class Keras3Adapter:
+    """Comes before a Keras 3 optimizer in a DP optimizer's bases.
+
+    The trainer calls ``scale_loss(loss)`` before it takes gradients and ``apply`` after, in the same graph. The loss
+    is kept from the one to the other; what goes back is cut off from the weights, so that the trainer's own
+    gradients are None and cost nothing.
+    """
+
+    _pending: tf.Tensor | None = None
+
+    def _add_state(self) -> None:
+        import keras
+
+        self._dp_state = {}
+        for name, value in self._dp.initial_state().items():
+            variable = keras.Variable(
+                lambda shape, dtype, value=value: tf.constant(value, dtype),
+                shape=value.shape, dtype=str(value.dtype), trainable=False, name=name,
+            )  # fmt: skip
+            self._track_variable(variable)
+            self._dp_state[name] = variable
+
+    def scale_loss(self, loss):
+        self._check_graph(loss)
+        self._pending = loss
+        return tf.stop_gradient(loss)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads, trainable_variables=None):
+        loss, self._pending = self._pending, None
+        if loss is None or loss.graph is not tf.compat.v1.get_default_graph():
+            raise PrivacyError(
+                NO_LOSS + " Under mixed_float16 give compile(..., auto_scale_loss=False): the loss of one example "
+                "needs no scaling."
+            )
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        variables = list(trainable_variables)
+        private = self._dp.update(loss, variables, {k: v.value for k, v in self._dp_state.items()})
+        if self.loss_scale_factor is not None:  # the base class divides by it
+            private = [g if g is None else g * self.loss_scale_factor for g in private]
+        return super().apply(private, variables)
+
+    @tf.autograph.experimental.do_not_convert
+    def minimize(self, loss, var_list, tape=None):
+        """Takes one private step on ``loss``, inside a tf.function (as the optimizers of Keras 2 do)."""
+        del tape
+        loss = loss() if callable(loss) else loss
+        variables = list(var_list() if callable(var_list) else var_list)
+        self.scale_loss(loss)
+        self.apply([None] * len(variables), variables)

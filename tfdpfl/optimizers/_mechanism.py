@@ -1,0 +1,146 @@
+"""What every DP optimizer does between a loss and an update, whatever the version of Keras."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl import noise
+from tfdpfl.clipping import clipped_gradients
+from tfdpfl.clipping.engine import raw_variable
+from tfdpfl.errors import PrivacyError
+
+LEDGER_ROWS = 8
+
+NO_LOSS = (
+    "These gradients did not come through the clip, so they were not applied. Train with compile and fit, call "
+    "optimizer.minimize(loss, variables) inside a tf.function, or use tfdpfl.clipping.clipped_gradients and add the "
+    "noise yourself."
+)
+
+
+def _number(name: str, value, low: float, strict: bool, mend: str) -> float:
+    ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value < low or (strict and value == low):
+        raise ValueError(f"{name}={value!r} must be a finite number {'>' if strict else '>='} {low:g}. {mend}")
+    return float(value)
+
+
+def _count(name: str, value, mend: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer or None. {mend}")
+    return int(value)
+
+
+class Mechanism(tf.Module):
+    """The Gaussian mechanism on clipped gradients, with its state.
+
+    The update is ``(sum_i clip(g_i, C) + N(0, (z C)^2 I)) / denominator``, plus the gradient of what in the loss
+    depends on no example (Abadi et al. 2016, arXiv:1607.00133, algorithm 1). The denominator is
+    ``expected_batch_size`` where it is given, else the number of units (examples or microbatches) in the batch.
+
+    State, in variables that are saved with the optimizer: ``key`` (secret), ``steps`` (noisy steps taken),
+    ``ledger`` (rows of noise multiplier and steps), ``nonfinite`` (units whose gradient was not finite).
+    """
+
+    def __init__(self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed):
+        super().__init__(name="tfdpfl_mechanism")
+        self.l2_norm_clip = _number(
+            "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
+        )
+        self.noise_multiplier = _number(
+            "noise_multiplier", noise_multiplier, 0, False,
+            "It is the noise's standard deviation over l2_norm_clip; tfdpfl.compute_noise_multiplier finds it.",
+        )  # fmt: skip
+        self.num_microbatches = _count("num_microbatches", num_microbatches, "None clips every example by itself.")
+        if expected_batch_size is not None:
+            expected_batch_size = _number(
+                "expected_batch_size", expected_batch_size, 0, True, "It is the sampling rate times the data's size."
+            )
+        self.expected_batch_size = expected_batch_size
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0):
+            raise ValueError(f"seed={seed!r} must be a non-negative integer, or None for the system's entropy.")
+        self.seed = None if seed is None else int(seed)
+
+    def config(self) -> dict:
+        return {
+            "l2_norm_clip": self.l2_norm_clip,
+            "noise_multiplier": self.noise_multiplier,
+            "num_microbatches": self.num_microbatches,
+            "expected_batch_size": self.expected_batch_size,
+            "seed": self.seed,
+        }
+
+    def initial_state(self) -> dict[str, np.ndarray]:
+        """Names and first values of the state's variables."""
+        return {
+            "dp_key": noise.new_key(self.seed),
+            "dp_steps": np.zeros([], np.int64),
+            "dp_ledger": np.zeros([LEDGER_ROWS, 2], np.float64),
+            "dp_nonfinite": np.zeros([], np.int64),
+        }
+
+    def update(self, loss: tf.Tensor, variables: Sequence, state: dict[str, tf.Variable]) -> list[tf.Tensor | None]:
+        """The noisy gradients, one for each variable (None where the loss does not depend on it)."""
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync > 1:
+            raise PrivacyError(
+                f"{type(strategy).__name__} runs {strategy.num_replicas_in_sync} replicas, which would draw noise apart. "
+                "Train on one device for now."
+            )
+        clipped = clipped_gradients(loss, variables, self.l2_norm_clip, self.num_microbatches)
+        units = clipped.num_units
+        if self.expected_batch_size is None:
+            denominator = tf.cast(tf.maximum(units, 1), tf.float32)
+        else:
+            denominator = tf.constant(self.expected_batch_size, tf.float32)
+        sums = list(clipped.sum)
+        used = [i for i, s in enumerate(sums) if s is not None]
+        if self.noise_multiplier > 0:
+            stddev = self.noise_multiplier * self.l2_norm_clip
+            shapes = [raw_variable(variables[i]).shape for i in used]
+            normals = noise.gaussian(shapes, stddev, tf.convert_to_tensor(state["dp_key"]), state["dp_steps"])
+            for i, normal in zip(used, normals, strict=True):
+                sums[i] += tf.cast(normal, sums[i].dtype)
+        result: list[tf.Tensor | None] = []
+        for v, s, r in zip(variables, sums, clipped.regularization, strict=True):
+            g = None if s is None else s / tf.cast(denominator, s.dtype)
+            if r is not None:
+                g = r if g is None else g + r
+            if g is not None:
+                g = tf.cast(g, raw_variable(v).dtype)
+                if clipped.loss_scale is not None:
+                    g *= tf.cast(clipped.loss_scale, g.dtype)
+            result.append(g)
+        self._record(state, clipped)
+        return result
+
+    def _record(self, state: dict[str, tf.Variable], clipped) -> None:
+        """Counts the step in the ledger's row for the noise multiplier that ran."""
+        multiplier = tf.constant(self.noise_multiplier, tf.float64)
+        if self.num_microbatches is not None:
+            # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.
+            alone = tf.equal(tf.constant(self.num_microbatches), clipped.batch_size)
+            multiplier = tf.where(alone, multiplier, multiplier / 2)
+        ledger = tf.convert_to_tensor(state["dp_ledger"])
+        used = ledger[:, 1] > 0
+        same = tf.logical_and(used, tf.equal(ledger[:, 0], multiplier))
+        free = tf.logical_not(used)
+        row = tf.where(
+            tf.reduce_any(same),
+            tf.argmax(tf.cast(same, tf.int32)),
+            tf.where(tf.reduce_any(free), tf.argmax(tf.cast(free, tf.int32)), LEDGER_ROWS - 1),
+        )
+        here = tf.one_hot(row, LEDGER_ROWS, dtype=tf.float64)
+        # A full ledger keeps the least noise of the rows it has to merge: never a smaller price than what ran.
+        value = tf.where(tf.gather(used, row), tf.minimum(tf.gather(ledger[:, 0], row), multiplier), multiplier)
+        multipliers = tf.where(here > 0, value, ledger[:, 0])
+        state["dp_ledger"].assign(tf.stack([multipliers, ledger[:, 1] + here], 1))
+        state["dp_steps"].assign_add(tf.ones([], tf.int64))
+        state["dp_nonfinite"].assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
