@@ -192,7 +192,6 @@ class BatchAxis:
       graph: the graph to read.
       source: gives the state of a tensor that the graph takes from outside (a placeholder or an iterator's
         element), or None to have the default.
-      assigned: whether to refuse reads of variables that the same graph writes data to.
     """
 
     def __init__(self, graph: tf.Graph, source: Callable[[tf.Tensor], State | None]):
@@ -203,7 +202,7 @@ class BatchAxis:
         self.checks: list[tuple[tf.Tensor, int]] = []  # (tensor, axis): its length must divide by the batch size
         self.ops: dict[str, tf.Operation] = {}
         self._outer: BatchAxis | None = None
-        self._pending_assigns: set[str] = set()
+        self.reads: list[tf.Operation] = []  # of variables that are not trained
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -242,6 +241,14 @@ class BatchAxis:
             return tuple([(None, 0)] * (1 if n is None else n))
         n = t.shape.num_elements()
         return tuple([UNKNOWN] * (1 if n is None else n))
+
+    def tainted_read(self) -> Mixed | None:
+        """A read of an untrained variable that this same graph writes batch data to, if there is one."""
+        for op in list(self.reads):
+            for writer in op.inputs[0].consumers():
+                if writer.type in ASSIGN and not isinstance(self[writer.inputs[1]], Public):
+                    return self._mix(op, "reads a variable that the step itself writes batch data to")
+        return None
 
     # -- one op ----------------------------------------------------------------------------------------------
 
@@ -331,11 +338,8 @@ class BatchAxis:
             handle = Handle(None)
         if not isinstance(handle, Handle):
             return handle if isinstance(handle, Mixed) else self._mix(op, "reads a variable that is not known")
-        if handle.index is None and op.name not in self._pending_assigns:
-            self._pending_assigns.add(op.name)
-            for writer in op.inputs[0].consumers():
-                if writer.type in ASSIGN and not isinstance(self[writer.inputs[1]], Public):
-                    return self._mix(op, "reads a variable that the step itself writes batch data to")
+        if handle.index is None:
+            self.reads.append(op)
         value = Public(frozenset() if handle.index is None else frozenset([handle.index]))
         if op.type == "ReadVariableOp":
             return value

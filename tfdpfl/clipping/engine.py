@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import Batch, BatchAxis, Handle, Items, Mixed, Public, Size, constant, key
 from tfdpfl.clipping.fallback import Replay
-from tfdpfl.clipping.loss import LossOfOne, mend
+from tfdpfl.clipping.loss import LossOfOne, mixing
 from tfdpfl.clipping.rules import RULES, Contribution, Formed, Lookup, Outer, Units, Use, inner_use
 from tfdpfl.errors import PrivacyError
 
@@ -109,10 +109,13 @@ class Plan:
         split = LossOfOne(self.analysis, self.batch_size)
         self.sizes = split
         losses, self.public_loss, self.loss_scale = split(loss)
+        tainted = self.analysis.tainted_read()
+        if tainted is not None:
+            raise PrivacyError(mixing(tainted))
         check = self.analysis[losses]
         if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
             origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
-            raise PrivacyError(f"Examples of the batch influence one another: {origin.describe()}. {mend(origin)}")
+            raise PrivacyError(mixing(origin))
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
         losses, count = self._grouped(losses, num_microbatches)
         self.units = Units(self.batch_size, count, self.dtype)
@@ -165,10 +168,7 @@ class Plan:
         if len(static) > 1:
             shapes = ", ".join(str(t.shape) for t in sources)
             raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
-        if static:
-            size = tf.constant(static.pop(), tf.int32)
-        else:
-            size = tf.shape(sources[0])[0]
+        size = tf.constant(static.pop(), tf.int32) if static else tf.shape(sources[0])[0]
         checks = [
             tf.debugging.assert_equal(
                 tf.shape(t)[0], size, "tfdpfl: the inputs of the step disagree about the batch size."

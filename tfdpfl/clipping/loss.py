@@ -146,14 +146,8 @@ class LossOfOne:
 
     def _refusal(self, state, op: tf.Operation) -> PrivacyError:
         origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
-        if origin.op in ("Sum", "Mean") and origin.why == "reduces over the batch" and op.type not in ("Sum", "Mean"):
-            where = f"{op.type} ({op.name!r}) uses what {origin.describe()}"
-        else:
-            where = origin.describe()
-        return PrivacyError(
-            f"Examples of the batch influence one another, so that no gradient belongs to one example alone: {where}. "
-            + mend(origin)
-        )
+        through = f"{op.type} {op.name!r}" if op.name != origin.name else None
+        return PrivacyError(mixing(origin, through))
 
     def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
         """[B, ..., rows at the batch axis, ...]."""
@@ -288,7 +282,7 @@ class LossOfOne:
             if kinds & {"batch"} or not kinds & {"total"}:
                 raise self._refusal(self.a[op.outputs[0]], op)
             axis = op.get_attr("axis") % rank
-            zero = [x for x in terms if x.kind == "total"][0].value
+            zero = next(x for x in terms if x.kind == "total").value
             data = [x.value if x.kind == "total" else tf.zeros_like(zero) for x in terms]
             parts = [x.value if x.kind == "public" else x.public for x in terms]
             if any(x.kind not in ("total", "public") for x in terms):
@@ -366,8 +360,13 @@ _MENDS = {
 }
 
 
-def mend(origin: Mixed) -> str:
-    """What a user can do about an op that mixes examples."""
+def mixing(origin: Mixed, through: str | None = None) -> str:
+    """The sentence for an op that mixes examples, with what a user can do about it."""
+    reach = f", and its result reaches the loss through {through}" if through else ""
+    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_mend(origin)}"
+
+
+def _mend(origin: Mixed) -> str:
     name = origin.name.lower()
     if origin.why in _MENDS or "batch_norm" in name or "batchnorm" in name or "moments" in name:
         return _MENDS["normalises over the batch"]

@@ -56,10 +56,8 @@ class Units:
             state = Batch(0, None if state.rows is None else state.rows * state.blocks)
         rows: int | tf.Tensor
         dims = tf.shape(x)
-        if self.single and state.rows is not None:
-            rows = state.rows
-        else:
-            rows = dims[0] // tf.maximum(self.count, 1)
+        known = self.single and state.rows is not None
+        rows = state.rows if known else dims[0] // tf.maximum(self.count, 1)
         rest = [d if d is not None else dims[i] for i, d in enumerate(x.shape[1:].as_list(), 1)]
         first = x.shape[0] // rows if self.single and x.shape[0] is not None and isinstance(rows, int) else self.count
         return tf.reshape(x, tf.stack([first, rows, *rest]) if not_static(first, rows, rest) else [first, rows, *rest])
