@@ -116,9 +116,11 @@ class DPOptimizer:
     @property
     def ledger(self) -> PrivacyLedger:
         """What ran, priced without any amplification by sampling; `PrivacyBudget` prices sampled training."""
+        from dp_accounting import dp_event
+
         ledger = PrivacyLedger()
         for z, n in self.executed:
-            ledger.record(noise_multiplier=z, steps=n)
+            ledger.add(dp_event.GaussianDpEvent(z) if z else dp_event.NonPrivateDpEvent(), n, adjacency="zero_out")
         return ledger
 
     # -- saving ----------------------------------------------------------------------------------------------
@@ -177,9 +179,9 @@ def _make(base: type, name: str) -> type:
         return base
     adapter: type
     if hasattr(base, "scale_loss") and hasattr(base, "apply"):
-        from tfdpfl.optimizers._keras3 import Keras3Adapter as adapter
-
         import keras
+
+        from tfdpfl.optimizers._keras3 import Keras3Adapter as adapter
 
         register = keras.saving.register_keras_serializable
     elif hasattr(base, "compute_gradients") and hasattr(base, "_create_iteration_variable"):
