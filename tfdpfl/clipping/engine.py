@@ -356,7 +356,7 @@ class Plan:
             if f is not None:
                 total = f if total is None else total + f
         root = parts[0][2]
-        return [] if total is None else [(Formed(total), root, root)]
+        return [] if total is None else [(Formed([total]), root, root)]
 
     def finish(self, norms2: tf.Tensor, l2_norm_clip: float | tf.Tensor) -> ClippedGradients:
         units = self.units

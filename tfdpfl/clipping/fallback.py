@@ -79,7 +79,7 @@ class Replay:
 
         signature = [tf.TensorSpec(s, units.dtype) for s in self.shapes]
         formed = tf.map_fn(one, (rows, g_rows), fn_output_signature=signature)
-        return [Formed(f) for f in formed]
+        return [Formed([f]) for f in formed]
 
     def _own_size(self, t: tf.Tensor, sizes: LossOfOne) -> tf.Tensor:
         return sizes.size_of_one(t) if isinstance(self.a[t], Size) else t

@@ -25,6 +25,8 @@ from tfdpfl.clipping.batch_axis import ELEMENTWISE, PRODUCTS, Batch, BatchAxis, 
 
 # A length that is unknown while tracing counts as this one when costs are compared.
 TYPICAL_LENGTH = 64
+# Gradients are formed where they take at most this many times the memory of the op's input and output.
+FORMED_MEMORY = 2
 
 
 class Units:
@@ -120,35 +122,34 @@ class Outer:
 
     def __init__(self, a, g, layout: Callable, same: tuple, total: Callable | None = None):
         self.a, self.g, self.layout, self.same, self._total = a, g, layout, same, total
-        self._formed: tf.Tensor | None = None
+        self._formed: Formed | None = None
 
-    @property
-    def lengths(self) -> tuple[int, int, int]:
-        t, a, p = self.g.shape[1], self.a.shape[-1], self.g.shape[-1]
-        return tuple(TYPICAL_LENGTH if d is None else d for d in (t, a, p))  # type: ignore[return-value]
+    def forms(self) -> bool:
+        """Whether to form the gradients: T A P multiplications, of which the clipped sum then needs no more, against
+        T^2 (A + P) for the Gram matrices and T A P for the sum; and A P numbers in memory against T (A + P)."""
+        t, a, p = (TYPICAL_LENGTH if d is None else d for d in (self.g.shape[1], self.a.shape[-1], self.g.shape[-1]))
+        return t > 1 and a * p <= FORMED_MEMORY * t * (a + p)
 
-    def ghost_is_cheaper(self) -> bool:
-        t, a, p = self.lengths
-        return t * (a + p) < a * p
-
-    def raw(self) -> tf.Tensor:
-        """F before its layout."""
+    def raw(self) -> Formed:
         if self._formed is None:
-            equation = "utna,utnp->unap" if self.a.shape.rank == 4 else "uta,utp->uap"
-            if self.a.shape.rank == 3:
-                self._formed = tf.matmul(self.a, self.g, transpose_a=True)
+            if self.a.shape.rank == 4:
+                f = tf.einsum("utna,utnp->unap", self.a, self.g)
+                self._formed = Formed([f], self.layout)
+            elif (self.a.shape[-1] or 0) > (self.g.shape[-1] or 0):  # the wide side last is faster
+                f = tf.matmul(self.g, self.a, transpose_a=True)
+                self._formed = Formed([f], lambda parts: self.layout(turned(parts)))
             else:
-                self._formed = tf.einsum(equation, self.a, self.g)
+                self._formed = Formed([tf.matmul(self.a, self.g, transpose_a=True)], self.layout)
         return self._formed
 
     def formed(self) -> tf.Tensor:
-        return self.layout(self.raw())
+        return self.raw().formed()
 
     def squared_norms(self) -> tf.Tensor:
         if self.a.shape[1] == 1 and self.a.shape.rank == 3:
             return squares(self.a) * squares(self.g)
-        if not self.ghost_is_cheaper():
-            return squares(self.raw())
+        if self.forms():
+            return self.raw().squared_norms()
         if self.a.shape.rank == 4:
             a, g = (tf.transpose(x, [0, 2, 1, 3]) for x in (self.a, self.g))
         else:
@@ -158,13 +159,13 @@ class Outer:
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
         if self._formed is not None:
-            return self.layout(weighted(c, units.guard(self._formed)))
+            return self._formed.weighted_sum(c, units)
         if self._total is not None:
             return self._total(c)
         a, g = units.guard(self.a), units.scaled(self.g, c)
         if a.shape.rank == 4:
             return self.layout(tf.einsum("utna,utnp->nap", a, g))
-        a, g = (tf.reshape(x, [-1, x.shape[-1] or tf.shape(x)[-1]]) if x.shape[-1] else x for x in (a, g))
+        a, g = (tf.reshape(x, [-1, x.shape[-1]]) for x in (a, g))
         return self.layout(tf.matmul(a, g, transpose_a=True))
 
     @classmethod
@@ -221,27 +222,40 @@ class Lookup:
 
 
 class Formed:
-    """The gradients themselves, [U, *shape]."""
+    """The gradients themselves, or pieces of them: [U, ...] each, which ``layout`` puts together as [U, *shape], and
+    likewise without the first axis."""
 
-    def __init__(self, gradients: tf.Tensor):
-        self.gradients = gradients
+    def __init__(self, parts: list[tf.Tensor], layout: Callable | None = None):
+        self.parts = parts
+        self.layout = layout
         self.same = ("formed",)
 
     def formed(self) -> tf.Tensor:
-        return self.gradients
+        return self._laid(self.parts)
+
+    def _laid(self, parts: list[tf.Tensor]) -> tf.Tensor:
+        whole = parts[0] if len(parts) == 1 else parts
+        return whole if self.layout is None else self.layout(whole)
 
     def squared_norms(self) -> tf.Tensor:
-        return squares(self.gradients)
+        norms = [squares(p) for p in self.parts]
+        return norms[0] if len(norms) == 1 else tf.add_n(norms)
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
-        return weighted(c, units.guard(self.gradients))
+        return self._laid([weighted(c, units.guard(p)) for p in self.parts])
 
     @classmethod
     def merged(cls, parts: list[Formed]) -> Formed:
-        return cls(tf.add_n([p.gradients for p in parts])) if len(parts) > 1 else parts[0]
+        return cls([tf.add_n([p.formed() for p in parts])]) if len(parts) > 1 else parts[0]
 
 
 Contribution = Outer | Lookup | Formed
+
+
+def turned(x: tf.Tensor) -> tf.Tensor:
+    """The last two axes the other way round."""
+    rank = x.shape.rank
+    return tf.transpose(x, [*range(rank - 2), rank - 1, rank - 2])
 
 
 def squares(x: tf.Tensor) -> tf.Tensor:
@@ -382,7 +396,7 @@ def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) ->
     grouped = units.group(dy, out)  # [U, m, others]
     axes = [1] + [i + 2 for i, d in enumerate(aligned) if d == 1 and grouped.shape[i + 2] != 1]
     total = tf.reduce_sum(grouped, axes, keepdims=True)
-    return Formed(tf.reshape(total, [tf.shape(total)[0], *weight]))
+    return Formed([tf.reshape(total, [tf.shape(total)[0], *weight])])
 
 
 def elementwise(use: Use, units: Units) -> Contribution | None:
@@ -405,7 +419,7 @@ def elementwise(use: Use, units: Units) -> Contribution | None:
             return None
     if kind == "BiasAdd" and use.op.get_attr("data_format") in (b"NCHW", "NCHW"):
         shape = tf.TensorShape([use.shape[0], *[1] * (use.output.shape.rank - 2)])
-        return Formed(tf.reshape(summed_to(dy, use.out, shape, units).gradients, [-1, use.shape[0]]))
+        return Formed([tf.reshape(summed_to(dy, use.out, shape, units).formed(), [-1, use.shape[0]])])
     return summed_to(dy, use.out, use.shape, units)
 
 
@@ -458,16 +472,22 @@ def convolution(use: Use, units: Units) -> Contribution | None:
 
     if groups == 1:
         g_flat = flat(g, other, cout)
-        places = out.num_elements() or TYPICAL_LENGTH
-        t = g_flat.shape[1] or places
-        ghost = t * (taps * cin + cout) < taps * cin * cout
-        if known and not ghost and plan.prefers_views(cin, places):
-            parts = [tf.matmul(flat(v, state, cin), g_flat, transpose_a=True) for v in plan.views(x, out)]
-            return Formed(layout(tf.concat(parts, 1)))
-        if not known and len(plan.size) != 2:
+        if known:
+            t = g_flat.shape[1] or out.num_elements()
+            views, unfold = plan.wide_views(x, out)
+            if views and taps * cin * cout <= FORMED_MEMORY * t * (taps * cin + cout):
+                parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
+
+                def together(pieces) -> tf.Tensor:  # [..., P, channels of a view], one a view
+                    pieces = pieces if isinstance(pieces, list) else [pieces]
+                    return layout(unfold(turned(tf.concat(pieces, -1))))
+
+                return Formed(parts, together)
+        elif len(plan.size) != 2:
             return None
         a_flat = flat(plan.patches(x, out), state, taps * cin)
-        return Outer(a_flat, g_flat, layout, ("conv", tuple(final), taps), lambda c: filter_gradient(use, c, units))
+        mark = ("conv", tuple(final), taps)
+        return Outer(a_flat, g_flat, layout, mark, lambda c: filter_gradient(use, c, units))
     if not known:
         return None
     # Groups (of one channel each, in a depthwise convolution): one small product a group.
@@ -480,7 +500,7 @@ def convolution(use: Use, units: Units) -> Contribution | None:
             parts.append(tf.reduce_sum(v * g_flat, 1)[..., None])  # [U, n, 1, 1]
         else:
             parts.append(tf.einsum("utna,utnp->unap", v, g_flat))
-    return Formed(layout(tf.concat(parts, 2)))
+    return Formed([layout(tf.concat(parts, 2))])
 
 
 def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
@@ -537,21 +557,50 @@ class Window:
         self.padding = "VALID"
         return tf.pad(x, [[0, 0], *pairs, [0, 0]])
 
-    def prefers_views(self, cin: int, places: int) -> bool:
-        """Whether one product for each kernel position on a shifted view beats laying out all patches."""
-        if len(self.size) != 2:
-            return True
-        return cin >= 16 and all(s == 1 for s in self.strides) and places >= 128
+    def wide_views(self, x: tf.Tensor, out: tf.TensorShape) -> tuple[list[tf.Tensor], Callable]:
+        """Shifted views that hold many channels each, where a product for each beats laying out all patches.
 
-    def views(self, x: tf.Tensor, out: list[int]) -> list[tf.Tensor]:
-        """For each kernel position, the input's entries that it meets: [B, *out, C]."""
+        Returns the views and what brings [..., views x channels, P] into the kernel's order; no views where they
+        would be narrow.
+        """
+        cin = x.shape[-1]
+        if len(self.size) != 2 or (all(s == 1 for s in self.strides) and cin >= 16 and out.num_elements() >= 128):
+            return self.views(x, out), lambda f: f
+        s = self.strides[0]
+        square = self.strides == [s, s] and self.rates == [1, 1] and not any(k % s for k in self.size)
+        if s == 1 or not square or cin * s * s < 32:
+            return [], lambda f: f
+        # A stride is a window of stride one over blocks of s x s pixels, each a pixel of s^2 C channels.
+        lengths = [(o - 1) * s + k for o, k in zip(out, self.size, strict=True)]
+        blocks = tf.nn.space_to_depth(self.fitted(x, lengths), s)
+        kh, kw = (k // s for k in self.size)
+        views = [blocks[:, i : i + out[0], j : j + out[1]] for i in range(kh) for j in range(kw)]
+
+        def unfold(f: tf.Tensor) -> tf.Tensor:
+            lead = f.shape.rank - 2
+            head, p = ([tf.shape(f)[0]] if lead else []), f.shape[-1]
+            f = tf.reshape(f, [*head, kh, kw, s, s, cin, p])
+            f = tf.transpose(f, [*range(lead), *[lead + i for i in (0, 2, 1, 3, 4, 5)]])
+            return tf.reshape(f, [*head, -1, p])
+
+        return views, unfold
+
+    def fitted(self, x: tf.Tensor, lengths: list[int]) -> tf.Tensor:
+        """x padded as the convolution pads it, and cut to the pixels that its windows meet."""
         pads = []
-        for n, k, s, r, o in zip(x.shape[1:-1], self.size, self.strides, self.rates, out, strict=True):
-            need = max((o - 1) * s + (k - 1) * r + 1 - n, 0)
+        for n, length in zip(x.shape[1:-1], lengths, strict=True):
+            need = max(length - n, 0)
             before = need // 2 if self.padding == "SAME" else 0
             pads.append([before, need - before])
         if any(p != [0, 0] for p in pads):
             x = tf.pad(x, [[0, 0], *pads, [0, 0]])
+        return x[(slice(None), *[slice(n) for n in lengths])]
+
+    def views(self, x: tf.Tensor, out: list[int]) -> list[tf.Tensor]:
+        """For each kernel position, the input's entries that it meets: [B, *out, C]."""
+        lengths = [(o - 1) * s + (k - 1) * r + 1
+                   for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]  # fmt: skip
+        x = self.fitted(x, lengths)
         result = []
         for position in np.ndindex(*self.size):
             at = [slice(i * r, i * r + (o - 1) * s + 1, s)
