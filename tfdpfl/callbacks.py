@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, compute_num_steps, privacy_report
@@ -79,8 +81,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if not self._passes and self._optimizer.num_dp_steps:  # of a run before this one
             self._passes = math.ceil(self._optimizer.num_dp_steps / max(n // b, 1))
         self._limit = self._allowed()
-        per_call = getattr(self.model, "steps_per_execution", 1)
-        self._stride = int(per_call.numpy() if hasattr(per_call, "numpy") else per_call)
+        # Keras 3 has the number itself, Keras 2 a variable under another name.
+        per_call = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", 1)
+        self._stride = int(np.asarray(per_call))
         if self._is_full():
             raise PrivacyError(
                 f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
@@ -166,11 +169,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             n = self.num_examples if self.num_examples is not None else length
             if length > n or (length < n and not call.get("validation_split")):
                 raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
-            return {
-                "num_examples": length,
-                "batch_size": min(call.get("batch_size") or 32, length),
-                "sampling": "shuffle",
-            }
+            batch = min(call.get("batch_size") or 32, length)
+            return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
         if self.sampling is None or self.num_examples is None or self.batch_size is None:
             raise PrivacyError(
                 f"How {type(x).__name__} draws its batches is not known, so they cannot be priced. Use "
@@ -215,15 +215,15 @@ def private_optimizer(model: Any) -> Any:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(optimizer, DPOptimizer):
         raise PrivacyError(
-            f"PrivacyBudget prices DP optimizers, but the model trains with {type(optimizer).__name__}. Compile it with "
-            "tfdpfl.DPAdam(l2_norm_clip=..., noise_multiplier=...) or another of tfdpfl's."
+            f"PrivacyBudget prices DP optimizers, but the model trains with {type(optimizer).__name__}. Compile it "
+            "with tfdpfl.DPAdam(l2_norm_clip=..., noise_multiplier=...) or another of tfdpfl's."
         )
     return optimizer
 
 
 def _fit_arguments(model: Any) -> dict[str, Any]:
     """The arguments of the `fit` call that is running: Keras does not tell callbacks what data it trains on."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
             return dict(frame.f_locals)

@@ -136,7 +136,7 @@ def _draw(plain: dict, private: dict, name: str, output: str) -> str | None:
     budget.plot(epochs, private["epsilon"], color="C1", linestyle="--", label="ε spent")
     budget.set(ylabel="ε", ylim=(0, None))
     lines = accuracy.get_lines() + budget.get_lines()
-    accuracy.legend(lines, [line.get_label() for line in lines], loc="lower right")
+    accuracy.legend(lines, [str(line.get_label()) for line in lines], loc="lower right")
     figure.savefig(output, dpi=150)
     plt.close(figure)
     return output

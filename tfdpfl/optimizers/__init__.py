@@ -49,6 +49,10 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
 class DPOptimizer:
     """What all DP optimizers have in common; see `DPSGD`. Not to be used by itself."""
 
+    _dp: Mechanism
+    _dp_state: dict
+    _dp_base: type
+
     def __init__(
         self,
         l2_norm_clip,
@@ -63,8 +67,8 @@ class DPOptimizer:
         _check_backend()
         if gradient_accumulation_steps not in (None, 1):
             raise PrivacyError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps!r} would apply noise to each part of a batch. "
-                "Use larger batches (the cost per example stays flat) and leave it at 1."
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r} would apply noise to each part of a "
+                "batch. Use larger batches (the cost per example stays flat) and leave it at 1."
             )
         dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed)
         super().__init__(**kwargs)

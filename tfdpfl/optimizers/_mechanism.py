@@ -91,8 +91,8 @@ class Mechanism(tf.Module):
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync > 1:
             raise PrivacyError(
-                f"{type(strategy).__name__} runs {strategy.num_replicas_in_sync} replicas, which would draw noise apart. "
-                "Train on one device for now."
+                f"{type(strategy).__name__} runs {strategy.num_replicas_in_sync} replicas, which would draw noise "
+                "apart. Train on one device for now."
             )
         clipped = clipped_gradients(loss, variables, self.l2_norm_clip, self.num_microbatches)
         units = clipped.num_units
