@@ -34,11 +34,11 @@ def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: 
       step: int64 scalar. The same key and step give the same noise: never use a step twice.
     """
     words = tf.bitcast(key, tf.uint64)
-    first = step * len(shapes)
+    # A step has a stream of its own, whatever the number of tensors, and each tensor 2^40 blocks of it.
+    stream = tf.bitcast(tf.convert_to_tensor(step), tf.uint64) + words[1]
     normals = []
     for i, shape in enumerate(shapes):
-        stream = tf.bitcast(first + i, tf.uint64) + words[1]
-        counter = tf.stack([tf.zeros([], tf.uint64), stream])  # the low word counts within the tensor
+        counter = tf.stack([tf.constant(i << 40, tf.uint64), stream])
         normal = tf.raw_ops.StatelessRandomNormalV2(
             shape=tf.TensorShape(shape).as_list(), key=words[:1], counter=counter, alg=_PHILOX, dtype=tf.float32
         )

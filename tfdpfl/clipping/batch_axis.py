@@ -22,6 +22,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph, tensor_util
 
+from tfdpfl.clipping.graph import captured
+
 
 @dataclasses.dataclass(frozen=True)
 class Public:
@@ -310,7 +312,7 @@ class BatchAxis:
         given = self.source(t)
         if given is not None:
             return given
-        outer = self._captured(t)
+        outer = captured(t)
         if outer is not None:
             if not hasattr(outer, "graph") or not isinstance(getattr(outer, "graph", None), tf.Graph):
                 return Public()  # an eager tensor: the same whatever the batch
@@ -325,12 +327,6 @@ class BatchAxis:
             return Public()
         self.sources.append(t)
         return Batch(0)
-
-    def _captured(self, t: tf.Tensor):
-        for outer, inner in getattr(self.graph, "captures", ()):
-            if inner is t:
-                return outer
-        return None
 
     def _read(self, op: tf.Operation, states: list[State]) -> State:
         handle = states[0]

@@ -127,20 +127,7 @@ class Plan:
         handles = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
 
         def source(t: tf.Tensor):
-            if t.dtype != tf.resource:
-                return None
-            handle = t
-            while True:
-                found = next(
-                    (o for o, i in getattr(getattr(handle, "graph", None), "captures", ()) if i is handle), None
-                )
-                if found is None:
-                    return Handle(None) if handle is not t or not hasattr(t, "graph") else Handle(handles.get(id(t)))
-                handle = found
-                if id(handle) in handles:
-                    return Handle(handles[id(handle)])
-                if hasattr(handle, "numpy") or not isinstance(getattr(handle, "graph", None), tf.Graph):
-                    return Handle(None)
+            return Handle(handles.get(id(graph_tools.origin(t)))) if t.dtype == tf.resource else None
 
         analysis = BatchAxis(self.graph, source)
         for i, v in enumerate(self.variables):

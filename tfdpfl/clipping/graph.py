@@ -53,3 +53,18 @@ def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:
                         target._add_function(function)
                     break
                 graph = getattr(graph, "outer_graph", None)
+
+
+def captured(t: tf.Tensor):
+    """What a placeholder of a function's graph stands for outside, or None if it is an argument."""
+    return next((outer for outer, inner in getattr(t.graph, "captures", ()) if inner is t), None)
+
+
+def origin(t: tf.Tensor):
+    """The tensor that a chain of captures began with: eager, or an argument of the outermost function."""
+    while isinstance(getattr(t, "graph", None), tf.Graph) and not hasattr(t, "numpy"):
+        outer = captured(t)
+        if outer is None:
+            break
+        t = outer
+    return t

@@ -195,13 +195,18 @@ class LossOfOne:
         axes = [int(i) % op.inputs[0].shape.rank for i in np.atleast_1d(axes)]
         reduce = tf.reduce_sum if op.type == "Sum" else tf.reduce_mean
         keep = op.get_attr("keep_dims")
-        public = None if x.public is None else reduce(tf.broadcast_to(x.public, tf.shape(op.inputs[0])), axes, keep)
+        public = None if x.public is None else reduce(self._spread(x), axes, keep)
         value = reduce(x.value, [i + 1 for i in axes], keep)
         kind = x.kind
         if kind == "batch":
             kind = "count" if op.type == "Sum" and is_mask(op.inputs[0]) else "total"
         elements = op.inputs[0].shape.num_elements() if op.type == "Sum" else None
         return Term(kind, value, rank, public, elements)
+
+    @staticmethod
+    def _spread(x: Term) -> tf.Tensor:
+        """The addend that was set apart, in the shape that the tensor has on a batch of one."""
+        return tf.broadcast_to(x.public, tf.shape(x.value)[1:])
 
     @staticmethod
     def _all_axes(t: tf.Tensor) -> bool:
@@ -263,7 +268,7 @@ class LossOfOne:
             y = self._static_size(y, x.elements)
         if y.kind in ("public", "size"):
             value = self._aligned(x, rank) / tf.cast(y.value, x.value.dtype)
-            public = None if x.public is None else x.public / op.inputs[1]
+            public = None if x.public is None else x.public / tf.cast(y.value, x.public.dtype)
             return Term(x.kind, value, rank, public)
         return Term(x.kind if x.kind == "total" else "batch", self._apply(op, [self._absorb(x), y]), rank)
 
@@ -293,25 +298,24 @@ class LossOfOne:
                 public = tf.stack([tf.zeros_like(shape) if p is None else p for p in parts], axis)
             return Term("total", tf.stack(data, axis + 1), rank, public)
         x = self._term(op.inputs[0])
-        public = None
-        if x.public is not None:
-            public = graph_tools.copy_op(op, [tf.broadcast_to(x.public, tf.shape(op.inputs[0])), *op.inputs[1:]])[0]
+        parts = [x.value] if x.public is None else [x.value, self._spread(x)[None]]  # both with an axis in front
         if op.type == "Squeeze":
             dims = [d % x.rank + 1 for d in op.get_attr("squeeze_dims")]
             if not dims:
                 raise self._refusal(self.a[op.outputs[0]], op)
-            value = tf.squeeze(x.value, dims)
+            parts = [tf.squeeze(p, dims) for p in parts]
         elif op.type == "ExpandDims":
-            axis = constant(op.inputs[1])
-            value = tf.expand_dims(x.value, int(np.ravel(axis)[0]) % rank + 1)
+            axis = int(np.ravel(constant(op.inputs[1]))[0]) % rank + 1
+            parts = [tf.expand_dims(p, axis) for p in parts]
         else:
             shape = tf.reshape(self.size_of_one(op.inputs[1]), [-1])
             each = tf.reduce_prod(tf.shape(x.value)[1:])
             known = tf.reduce_prod(tf.where(shape < 0, tf.ones_like(shape), shape))
             shape = tf.where(shape < 0, tf.cast(each, shape.dtype) // tf.maximum(known, 1), shape)
             shape = self._declare(tf.cast(shape, tf.int32))
-            value = tf.reshape(x.value, tf.concat([[self.batch_size], shape], 0))
-            value = tf.ensure_shape(value, [value.shape[0], *[None] * rank])
+            parts = [tf.reshape(p, tf.concat([tf.shape(p)[:1], shape], 0)) for p in parts]
+            parts = [tf.ensure_shape(p, [p.shape[0], *[None] * rank]) for p in parts]
+        value, public = parts[0], None if x.public is None else parts[1][0]
         return Term(x.kind, value, rank, public)
 
     # -- sizes -----------------------------------------------------------------------------------------------

@@ -6,11 +6,9 @@ import weakref
 
 import tensorflow as tf
 
-from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import function_graph
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
-
-_DATA_FREE = frozenset("Const NoOp VarHandleOp ReadVariableOp".split())
 
 
 class Keras2Adapter:
@@ -37,38 +35,73 @@ class Keras2Adapter:
         variables = list(var_list() if callable(var_list) else var_list)
         self._check_graph(loss)
         private = self._dp.update(loss, variables, self._dp_state)
-        released = self._dp_released.setdefault(loss.graph, [])
-        released += [g for g in private if g is not None]
+        # By name: a tensor would keep its graph alive.
+        released = self._dp_released.setdefault(loss.graph, set())
+        released.update(g.name for g in private if g is not None)
         return list(zip(private, variables, strict=True))
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
         grads_and_vars = list(grads_and_vars)
+        public = {id(h) for v in [*(v for _, v in grads_and_vars), *self._variables] for h in _handles(v)}
         for g, _ in grads_and_vars:
-            if g is not None and not self._is_private(g):
+            if g is not None and not self._is_private(g, public):
                 raise PrivacyError(NO_LOSS)
         return super().apply_gradients(grads_and_vars, *args, **kwargs)
 
-    def _is_private(self, g) -> bool:
-        """Whether a gradient follows from released ones and from nothing else that data could reach."""
-        if isinstance(g, tf.IndexedSlices) or not hasattr(g, "graph") or hasattr(g, "numpy"):
+    def _is_private(self, g, public: set[int]) -> bool:
+        """Whether a gradient follows from released ones and from nothing else that could hold data.
+
+        What else it may follow from: the variables in ``public`` (ids of handles), scalars that are no argument of
+        the function, shapes, and noise.
+        """
+        if isinstance(g, tf.IndexedSlices) or not isinstance(getattr(g, "graph", None), tf.Graph):
             return False
         seen, todo = set(), [g]
         while todo:
             t = todo.pop()
-            stop = self._dp_released.get(t.graph, [])
-            if any(t is s for s in stop) or (t.graph, t.op.name) in seen:
+            if (t.graph, t.name) in seen or t.name in self._dp_released.get(t.graph, ()):
                 continue
-            seen.add((t.graph, t.op.name))
-            for op in graph_tools.ancestors([t], stop).values():
-                if op.inputs or op.type in _DATA_FREE:
-                    continue
-                outer = next((o for o, i in getattr(t.graph, "captures", ()) if i.op is op), None)
-                if outer is None:
+            seen.add((t.graph, t.name))
+            if t.op.inputs:
+                if not (t.op.type == "ReadVariableOp" and t.shape.rank == 0):
+                    todo.extend(t.op.inputs)
+                if not _calls_are_data_free(t.op):
                     return False
-                if hasattr(outer, "numpy") or not isinstance(getattr(outer, "graph", None), tf.Graph):
-                    if outer.dtype != tf.resource:
-                        return False
-                elif outer.dtype != tf.resource:
+            elif t.op.type.startswith("Placeholder"):
+                outer = next((o for o, i in getattr(t.graph, "captures", ()) if i is t), None)
+                if isinstance(getattr(outer, "graph", None), tf.Graph):
                     todo.append(outer)
+                elif outer is None or not (id(outer) in public or (outer.dtype != tf.resource and not outer.shape)):
+                    return False
+            elif not _is_data_free(t.op):
+                return False
         return True
+
+
+def _handles(v) -> list:
+    return [each.handle for each in getattr(v, "values", [v])]
+
+
+def _is_data_free(op: tf.Operation) -> bool:
+    """Whether an op without inputs is one number (repeated) or a shape: data would be baked in as more."""
+    if op.type != "Const":
+        return op.type == "NoOp"
+    value = tf.get_static_value(op.outputs[0])
+    return value.size <= 1 or (value.dtype.kind in "iub" and value.ndim == 1 and value.size <= 8) or (
+        bool((value == value.flat[0]).all())
+    )  # fmt: skip
+
+
+def _calls_are_data_free(op: tf.Operation) -> bool:
+    """Whether the functions that an op with inputs runs bring in nothing but the op's inputs."""
+    if op.type in _FROM_PYTHON:
+        return False
+    for attr in op.node_def.attr.values():
+        for function in [attr.func, *attr.list.func]:
+            if function.name:
+                for inner in function_graph(op.graph, function.name, op.inputs).get_operations():
+                    entry = inner.type.startswith("Placeholder") or inner.type == "Arg"
+                    if not (entry or (_calls_are_data_free(inner) if inner.inputs else _is_data_free(inner))):
+                        return False
+    return True
