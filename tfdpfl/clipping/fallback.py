@@ -64,7 +64,7 @@ class Replay:
                     made = graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
                 except (ValueError, TypeError) as error:
                     raise PrivacyError(
-                        f"{op.type} ({op.name!r}) uses trainable weights and cannot be run on one example alone: "
+                        f"{op.type} ({op.name!r}) uses weights and cannot be run on one example alone: "
                         f"{error}. Leave the batch size free (no drop_remainder, no fixed batch_size), or write the layer with "
                         "operations that have a rule."
                     ) from error
