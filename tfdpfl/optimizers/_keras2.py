@@ -6,9 +6,12 @@ import weakref
 
 import tensorflow as tf
 
+from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import function_graph
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
+
+_FROM_PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
 
 class Keras2Adapter:
@@ -69,7 +72,7 @@ class Keras2Adapter:
                 if not _calls_are_data_free(t.op):
                     return False
             elif t.op.type.startswith("Placeholder"):
-                outer = next((o for o, i in getattr(t.graph, "captures", ()) if i is t), None)
+                outer = graph_tools.captured(t)
                 if isinstance(getattr(outer, "graph", None), tf.Graph):
                     todo.append(outer)
                 elif outer is None or not (id(outer) in public or (outer.dtype != tf.resource and not outer.shape)):
