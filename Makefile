@@ -4,7 +4,7 @@ ARGS ?=
 UV := .venv/boot/bin/uv
 KERAS3 := .venv/keras3/bin/python
 TFF := .venv/tff/bin/python
-export TF_CPP_MIN_LOG_LEVEL ?= 2
+export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-fast lint bench lock clean
 

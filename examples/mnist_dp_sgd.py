@@ -9,7 +9,7 @@ its place. Prints test accuracy and time for every seed, their mean, and the pri
 import os
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import click
 import numpy as np

@@ -65,8 +65,8 @@ class Replay:
                 except (ValueError, TypeError) as error:
                     raise PrivacyError(
                         f"{op.type} ({op.name!r}) uses weights and cannot be run on one example alone: "
-                        f"{error}. Leave the batch size free (no drop_remainder, no fixed batch_size), or write the layer with "
-                        "operations that have a rule."
+                        f"{error}. Leave the batch size free (no drop_remainder, no fixed batch_size), or write the "
+                        "layer with operations that have a rule."
                     ) from error
                 now.update({(op.name, i): t for i, t in enumerate(made)})
             ys = [now[key(t)] for t in outputs]
