@@ -1,0 +1,508 @@
+"""The noisy votes: LNMax, GNMax and its two thrifty forms.
+
+A mechanism is data (its noise) made of parts (`Argmax`, `Threshold`), and each part says what it costs: as a
+dp-accounting event, and as bounds on Rényi DP with and without the votes.
+
+Neighbours: one example is replaced, so one teacher's vote moves from one class to another. Noise multipliers in events
+are relative to the sensitivity under that relation: the counts move by √2 in L2, their maximum by 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdpfl.accounting import _checks
+from tfdpfl.pate import analysis, bounds
+from tfdpfl.pate.epsilon import Epsilon
+from tfdpfl.pate.votes import as_counts
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+NO_LABEL = -1
+
+
+@dataclass(frozen=True)
+class GaussianArgmax:
+    """argmax(counts + N(0, σ²))."""
+
+    sigma: float
+    step = 2.0  # how far the gap between two classes moves when one vote does
+
+    @property
+    def event(self) -> DpEvent:
+        import dp_accounting
+
+        return dp_accounting.GaussianDpEvent(self.sigma / math.sqrt(2))
+
+    @property
+    def rho(self) -> float:
+        return 1 / self.sigma**2
+
+    def log_q(self, counts: np.ndarray) -> np.ndarray:
+        return bounds.log_q(counts, self.log_q_of_gap)
+
+    def log_q_of_gap(self, gap: np.ndarray) -> np.ndarray:
+        return bounds.log_q_gaussian_of_gap(gap, self.sigma)
+
+    def rdp_of_log_q(self, log_q: np.ndarray, orders: np.ndarray) -> np.ndarray:
+        return bounds.rdp_gaussian(log_q, self.sigma, orders)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.asarray(orders, float) / self.sigma / self.sigma
+
+
+@dataclass(frozen=True)
+class LaplaceArgmax:
+    """argmax(counts + Laplace(1/γ))."""
+
+    gamma: float
+    step = 2.0
+
+    @property
+    def event(self) -> DpEvent:
+        import dp_accounting
+
+        # A vote that moves changes two counts by 1 each: two Laplace mechanisms of 1/γ, whose price is about half of
+        # the 2γ-DP that the papers account for.
+        return dp_accounting.SelfComposedDpEvent(dp_accounting.LaplaceDpEvent(1 / self.gamma), 2)
+
+    @property
+    def rho(self) -> float:
+        return self.gamma**2
+
+    def log_q(self, counts: np.ndarray) -> np.ndarray:
+        return bounds.log_q(counts, self.log_q_of_gap)
+
+    def log_q_of_gap(self, gap: np.ndarray) -> np.ndarray:
+        return bounds.log_q_laplace_of_gap(gap, self.gamma)
+
+    def rdp_of_log_q(self, log_q: np.ndarray, orders: np.ndarray) -> np.ndarray:
+        return bounds.rdp_laplace(log_q, self.gamma, orders)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.minimum(2 * self.gamma, 2 * self.gamma**2 * np.asarray(orders, float))
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """max(scores) + N(0, σ²) >= threshold, a score being a count less a public number."""
+
+    threshold: float
+    sigma: float
+    step = 1.0
+
+    @property
+    def event(self) -> DpEvent:
+        import dp_accounting
+
+        return dp_accounting.GaussianDpEvent(self.sigma)
+
+    @property
+    def rho(self) -> float:
+        return 1 / (2 * self.sigma**2)
+
+    def log_q(self, scores: np.ndarray) -> np.ndarray:
+        return bounds.log_q_threshold(scores.max(axis=1) - self.threshold, self.sigma)
+
+    def rdp_of_log_q(self, log_q: np.ndarray, orders: np.ndarray) -> np.ndarray:
+        return bounds.rdp_gaussian(log_q, math.sqrt(2) * self.sigma, orders)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.asarray(orders, float) / self.sigma / self.sigma / 2
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a mechanism let out, and at what cost.
+
+    Attributes:
+        labels: int64 `[queries]`; -1 where there is none.
+        answered: bool `[queries]`: there is a label.
+        by_teachers: bool `[queries]`: the teachers' noisy vote gave it. Differs from `answered` only where
+            Interactive-GNMax kept the student's own label.
+        cost: float64 `[queries]`: the query's ρ. Its RDP at every order λ is at most ρ·λ whatever the votes (zCDP,
+            Bun & Steinke 2016), so costs may be added and published.
+        mechanism: The aggregator.
+        counts: The votes, `[queries, classes]`. Private.
+        scores: What a threshold looked at, `[queries, classes]`, where that is not `counts`. Private.
+
+    `repr` shows neither votes nor anything computed from them.
+    """
+
+    labels: np.ndarray
+    answered: np.ndarray
+    by_teachers: np.ndarray
+    cost: np.ndarray
+    mechanism: Aggregator
+    counts: np.ndarray = dataclasses.field(repr=False)
+    scores: np.ndarray | None = dataclasses.field(repr=False, default=None)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return (
+            f"Answers({int(self.answered.sum())} of {len(self)} answered by {self.mechanism}, "
+            f"rho={float(self.cost.sum()):.6g})"
+        )
+
+    def __getitem__(self, queries: Any) -> Answers:
+        """The answers to some of the queries: a slice, a mask or indices."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if isinstance(getattr(self, field.name), np.ndarray)
+        }
+        return dataclasses.replace(self, **{name: array[queries] for name, array in fields.items()})
+
+    def __add__(self, other: Answers) -> Answers:
+        """Both, one after the other."""
+        if self.mechanism != other.mechanism:
+            raise ValueError(f"answers must come from one mechanism, got {self.mechanism} and {other.mechanism}.")
+        join = lambda a, b: None if a is None else np.concatenate([a, b])  # noqa: E731
+        names = [field.name for field in dataclasses.fields(self) if field.name != "mechanism"]
+        return dataclasses.replace(self, **{n: join(getattr(self, n), getattr(other, n)) for n in names})
+
+    @property
+    def dp_event(self) -> DpEvent:
+        """What ran, as a dp-accounting event."""
+        return self.mechanism.dp_event(len(self), int(self.by_teachers.sum()))
+
+    def epsilon(self, delta: float, data_dependent: bool = False) -> Epsilon:
+        """ε at `delta`; see `Aggregator.epsilon`."""
+        return self.mechanism._epsilon(self.counts, self.scores, delta, data_dependent, self.by_teachers)
+
+    def rdp(self, orders: Any) -> np.ndarray:
+        """The data-dependent RDP `[queries, orders]`: private, like the votes."""
+        return self.mechanism._rdp(self.counts, self.scores, analysis.check_orders(orders), self.by_teachers)
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """What the mechanisms have in common; not one itself.
+
+    `seed=None` draws noise from the operating system's entropy. With a seed whoever knows it can subtract the noise:
+    it is for tests.
+    """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rng", np.random.default_rng(self.seed))
+
+    def aggregate(self, votes: Any, num_classes: int | None = None, *, num_teachers: int | None = None) -> Answers:
+        """Answers every query once. Asking again costs again.
+
+        Args:
+            votes: Counts `[queries, classes]`; or predictions `[teachers, queries]` with `num_classes`.
+            num_classes: See `tfdpfl.pate.as_counts`.
+            num_teachers: Checked against the votes where it is given.
+
+        Raises:
+            ValueError: the votes are malformed; see `tfdpfl.pate.as_counts`.
+        """
+        return self._answer(as_counts(votes, num_classes, num_teachers))
+
+    def stream(self, batches: Iterable[Any], num_classes: int | None = None, **options: Any) -> Iterator[Answers]:
+        """Answers batches of votes one by one, for more queries than fit in memory. Arguments as `aggregate`."""
+        for votes in batches:
+            yield self.aggregate(votes, num_classes, **options)
+
+    def dp_event(self, num_queries: int, num_answered: int | None = None) -> DpEvent:
+        """What `num_queries` queries run, as a dp-accounting event under replacement of one example.
+
+        Args:
+            num_queries: Queries put.
+            num_answered: How many the teachers' vote answered; None: all, the worst that can happen. (GNMax and LNMax
+                answer all.)
+
+        Raises:
+            ValueError: not 0 <= num_answered <= num_queries.
+        """
+        import dp_accounting
+
+        queries = _checks.whole("num_queries", num_queries, 0, "give the number of queries put")
+        answered = queries
+        if num_answered is not None:
+            answered = _checks.whole("num_answered", num_answered, 0, "give the number of queries answered")
+        if answered > queries or (answered < queries and len(self.parts) == 1):
+            raise ValueError(
+                f"num_answered must be {'at most' if len(self.parts) > 1 else ''} num_queries={queries} for "
+                f"{type(self).__name__}, got {num_answered!r}: leave it out for all."
+            )
+        counts = [queries, answered][-len(self.parts) :]
+        pairs = [(part.event, count) for part, count in zip(self.parts, counts, strict=True) if count]
+        events = []
+        for event, count in pairs:
+            if isinstance(event, dp_accounting.SelfComposedDpEvent):
+                event, count = event.event, event.count * count
+            events.append(dp_accounting.SelfComposedDpEvent(event, count))
+        if len(events) == 1:
+            return events[0]
+        return dp_accounting.ComposedDpEvent(events) if events else dp_accounting.NoOpDpEvent()
+
+    def epsilon(
+        self,
+        votes: Any,
+        delta: float,
+        data_dependent: bool = True,
+        *,
+        num_classes: int | None = None,
+        num_teachers: int | None = None,
+        answered: Any = None,
+        student: Any = None,
+    ) -> Epsilon:
+        """Returns ε at `delta` of answering these queries, with its label.
+
+        Data-dependent: the sum of each query's RDP given its votes (2018, Theorem 6; 2017, Theorem 3), at the best real
+        order, by the tight conversion. It is itself private: see `smooth_sensitivity_release`. Else: the price of
+        `dp_event`, which holds whatever the votes.
+
+        Args:
+            votes: As in `aggregate`.
+            delta: δ, above 0 and below 1 / queries.
+            data_dependent: See above.
+            num_classes: As in `aggregate`.
+            num_teachers: As in `aggregate`.
+            answered: bool `[queries]`, which ones the teachers' vote answered, for the forms with a threshold; None:
+                all, the worst that can happen.
+            student: Interactive-GNMax's, as in its `aggregate`.
+
+        Raises:
+            ValueError: `delta` is not below 1 / queries, or the votes or the mask are malformed.
+        """
+        counts = as_counts(votes, num_classes, num_teachers)
+        return self._epsilon(counts, self._scores(counts, student), delta, data_dependent, answered)
+
+    def _scores(self, counts: np.ndarray, student: Any) -> np.ndarray | None:
+        """What the threshold looks at, where that is not the counts."""
+        if student is not None:
+            raise ValueError(f"student is for InteractiveGNMax; leave it out for {type(self).__name__}.")
+        return None
+
+    def _epsilon(
+        self, counts: np.ndarray, scores: np.ndarray | None, delta: float, data_dependent: bool, answered: Any
+    ) -> Epsilon:
+        queries = len(counts)
+        delta = analysis.check_delta(delta, queries)
+        mask = self._mask(answered, queries)
+        independent = analysis.price_of(self.dp_event(queries, int(mask.sum())), delta)
+        if not data_dependent:
+            return independent
+
+        steps = [(part, part.log_q(seen)) for part, seen, _ in self._seen(counts, scores, mask)]
+        epsilon = analysis.best_epsilon(lambda orders: analysis.composed_rdp(steps, orders), delta)
+        # Which of the two is less tells about the votes, so that the label stays.
+        return epsilon if epsilon <= independent else Epsilon(independent, delta, data_dependent=True)
+
+    def _rdp(self, counts: np.ndarray, scores: np.ndarray | None, orders: np.ndarray, answered: Any) -> np.ndarray:
+        mask = self._mask(answered, len(counts))
+        out = np.zeros((len(counts), len(orders)))
+        for part, seen, rows in self._seen(counts, scores, mask):
+            out[rows] += part.rdp_of_log_q(part.log_q(seen), orders)
+        return out
+
+    def _seen(
+        self, counts: np.ndarray, scores: np.ndarray | None, mask: np.ndarray
+    ) -> Iterator[tuple[Any, np.ndarray, Any]]:
+        """Each part, what it looked at, and the queries it ran on."""
+        for part in self.parts:
+            if isinstance(part, Threshold):
+                yield part, counts if scores is None else scores, slice(None)
+            elif mask.any():
+                yield part, counts[mask], mask
+
+    def _mask(self, answered: Any, queries: int) -> np.ndarray:
+        if answered is None:
+            return np.ones(queries, bool)
+        mask = np.asarray(answered)
+        if mask.shape != (queries,) or mask.dtype != bool:
+            raise ValueError(
+                f"answered must be a mask of bools, one for each of the {queries} queries; got {mask.dtype} of "
+                f"shape {mask.shape}."
+            )
+        if len(self.parts) == 1 and not mask.all():
+            raise ValueError(f"answered must be all True: {type(self).__name__} answers every query.")
+        return mask
+
+
+@dataclass(frozen=True)
+class LNMax(Aggregator):
+    """argmax(counts + Laplace(1/γ)), 2γ-DP a query (2017, section 2.1).
+
+    Args:
+        gamma: γ, above 0; the scale of the noise is 1/γ votes.
+        seed: For tests only.
+
+    Raises:
+        ValueError: γ is not above 0.
+    """
+
+    gamma: float
+    seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _checks.real("gamma", self.gamma, "the scale of the noise is 1/gamma votes, for instance 0.05", above=0)
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple:
+        return (LaplaceArgmax(self.gamma),)
+
+    def _answer(self, counts: np.ndarray) -> Answers:
+        noise = self._rng.laplace(scale=1 / self.gamma, size=counts.shape)
+        return _all_answered(self, counts, np.argmax(counts + noise, axis=1))
+
+
+@dataclass(frozen=True)
+class GNMax(Aggregator):
+    """argmax(counts + N(0, σ²)) (2018, section 4.1).
+
+    Args:
+        sigma: σ, in votes, above 0.
+        seed: For tests only.
+
+    Raises:
+        ValueError: σ is not above 0.
+    """
+
+    sigma: float
+    seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_sigma("sigma", self.sigma)
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple:
+        return (GaussianArgmax(self.sigma),)
+
+    def _answer(self, counts: np.ndarray) -> Answers:
+        return _all_answered(self, counts, _noisy_argmax(counts, self.sigma, self._rng))
+
+
+@dataclass(frozen=True)
+class ConfidentGNMax(Aggregator):
+    """Answers by GNMax(σ) where the largest count passes a noisy threshold (2018, Algorithm 1).
+
+    The threshold costs λ/(2σ₁²) on every query, GNMax only where it answers.
+
+    Args:
+        threshold: T, in votes.
+        sigma_threshold: σ₁ of the threshold's noise, in votes, above 0.
+        sigma: σ₂ of GNMax, in votes, above 0.
+        seed: For tests only.
+
+    Raises:
+        ValueError: T is not finite or a σ is not above 0.
+    """
+
+    threshold: float
+    sigma_threshold: float
+    sigma: float
+    seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _checks.real("threshold", self.threshold, "give the votes a plurality needs", at_least=-1e300)
+        _check_sigma("sigma_threshold", self.sigma_threshold)
+        _check_sigma("sigma", self.sigma)
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple:
+        return (Threshold(self.threshold, self.sigma_threshold), GaussianArgmax(self.sigma))
+
+    def _answer(self, counts: np.ndarray, scores: np.ndarray | None = None) -> Answers:
+        seen = counts if scores is None else scores
+        noise = self._rng.normal(scale=self.sigma_threshold, size=len(counts))
+        passed = seen.max(axis=1) + noise >= self.threshold
+        labels = np.full(len(counts), NO_LABEL)
+        labels[passed] = _noisy_argmax(counts[passed], self.sigma, self._rng)
+        check, vote = self.parts
+        return Answers(labels, passed, passed, check.rho + passed * vote.rho, self, counts, scores)
+
+
+@dataclass(frozen=True)
+class InteractiveGNMax(ConfidentGNMax):
+    """Asks the teachers only where they contradict the student (2018, Algorithm 2).
+
+    The threshold looks at max(counts - M·p), M the number of teachers and p the student's probabilities. Where it
+    passes, GNMax answers; where it does not and the student is sure, the student's own label stands; else none. The
+    student must have been trained on nothing but earlier answers.
+
+    Args:
+        threshold: T, in votes.
+        sigma_threshold: σ₁ of the threshold's noise, in votes, above 0.
+        sigma: σ₂ of GNMax, in votes, above 0.
+        confidence: The least probability at which the student's own label stands, in (0, 1].
+        seed: For tests only.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    confidence: float = 0.9
+
+    def __post_init__(self) -> None:
+        value = _checks.real("confidence", self.confidence, "the student's probability, for instance 0.9", above=0)
+        if value > 1:
+            raise ValueError(f"confidence must be at most 1, got {value:g}: it is a probability, for instance 0.9.")
+        super().__post_init__()
+
+    def aggregate(
+        self,
+        votes: Any,
+        num_classes: int | None = None,
+        *,
+        student: Any = None,
+        num_teachers: int | None = None,
+    ) -> Answers:
+        """Answers every query once.
+
+        Args:
+            votes: As all but `student`, see `Aggregator.aggregate`.
+            student: The student's probabilities, `[queries, classes]`; their rows sum to 1.
+
+        Raises:
+            ValueError: the votes or the probabilities are malformed.
+        """
+        counts = as_counts(votes, num_classes, num_teachers)
+        scores, probabilities = student_scores(counts, student)
+        answers = self._answer(counts, scores)
+        keeps = ~answers.answered & (probabilities.max(axis=1) >= self.confidence)
+        labels = np.where(keeps, probabilities.argmax(axis=1), answers.labels)
+        return dataclasses.replace(answers, labels=labels, answered=answers.answered | keeps)
+
+    def _scores(self, counts: np.ndarray, student: Any) -> np.ndarray:
+        return student_scores(counts, student)[0]
+
+
+def student_scores(counts: np.ndarray, student: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Interactive-GNMax's `counts - M·p`, and p, checked."""
+    if student is None:
+        raise ValueError("student must be the student's probabilities [queries, classes]; got None.")
+    probabilities = np.asarray(student, float)
+    if probabilities.shape != counts.shape:
+        raise ValueError(f"student must have the shape of the counts, {counts.shape}, got {probabilities.shape}.")
+    in_range = np.isfinite(probabilities).all() and probabilities.min() >= 0
+    if not in_range or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3:
+        raise ValueError("student must hold probabilities whose rows sum to 1: put logits through a softmax.")
+    return counts - counts[0].sum() * probabilities, probabilities
+
+
+def _check_sigma(name: str, value: Any) -> None:
+    _checks.real(name, value, "the noise's standard deviation in votes, for instance 40", above=0)
+
+
+def _noisy_argmax(counts: np.ndarray, sigma: float, rng: np.random.Generator) -> np.ndarray:
+    return np.argmax(counts + rng.normal(scale=sigma, size=counts.shape), axis=1)
+
+
+def _all_answered(mechanism: Aggregator, counts: np.ndarray, labels: np.ndarray) -> Answers:
+    everyone = np.ones(len(counts), bool)
+    return Answers(labels, everyone, everyone, np.full(len(counts), mechanism.parts[0].rho), mechanism, counts)

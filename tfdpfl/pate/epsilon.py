@@ -1,0 +1,52 @@
+"""ε as a number that cannot lose its warning when it is printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WARNING = "data-dependent, not to be published"
+
+
+class Epsilon(float):
+    """A float that says what it is: one that was computed from the votes says so in `repr`, `str` and f-strings.
+
+    Attributes:
+        delta: δ.
+        data_dependent: Computed from the votes and not sanitised, hence itself private: it must not leave the
+            house. `smooth_sensitivity_release` makes one that may.
+        order: The Rényi order it was converted at; None where it comes from privacy loss distributions.
+
+    Arithmetic gives plain floats, as does `float(epsilon)`.
+    """
+
+    delta: float
+    data_dependent: bool
+    order: float | None
+
+    def __new__(cls, value: float, delta: float, data_dependent: bool = False, order: float | None = None) -> Epsilon:
+        self = super().__new__(cls, value)
+        self.delta, self.data_dependent, self.order = delta, data_dependent, order
+        return self
+
+    def __getnewargs__(self) -> tuple:
+        return (float(self), self.delta, self.data_dependent, self.order)
+
+    @property
+    def warning(self) -> str:
+        """What must stand beside the figure; empty where it may be published."""
+        return WARNING if self.data_dependent else ""
+
+    def __repr__(self) -> str:
+        return self._labelled(float.__repr__(self))
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return self._labelled(float.__format__(self, spec))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figure with its label, ready for JSON."""
+        return {"epsilon": float(self), "delta": self.delta, "order": self.order, "warning": self.warning or None}
+
+    def _labelled(self, text: str) -> str:
+        return f"{text} ({self.warning})" if self.data_dependent else text
