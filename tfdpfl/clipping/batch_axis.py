@@ -16,11 +16,13 @@ apart.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import function_def_to_graph, tensor_util
+from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
 
 from tfdpfl.clipping.graph import captured
 
@@ -61,9 +63,10 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """A resource: ``index`` of the trainable variable behind it, or None."""
+    """A resource: ``index`` of the trainable variable behind it, or None. ``name`` tells resources apart."""
 
     index: int | None
+    name: int | str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,24 @@ TRANSPOSED = {
 # What may stand between SpaceToBatchND and BatchToSpaceND.
 _BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity".split())
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
-ASSIGN = frozenset("AssignVariableOp AssignAddVariableOp AssignSubVariableOp".split())
+BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
+          "While": ("body",), "StatelessWhile": ("body",), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
+WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)")
+# Ops that work on one input, along axes that the others name: which input that is.
+DATA_INPUT = {
+    **dict.fromkeys(ALONG_AN_AXIS, 0),
+    **dict.fromkeys(SPATIAL, 0),
+    **dict.fromkeys(
+        """Reshape ExpandDims Transpose Split SplitV StridedSlice Slice Tile BroadcastTo OneHot Pad PadV2 MirrorPad
+        SpaceToBatchND BatchToSpaceND MatrixBandPart TopKV2 TensorListGetItem TensorListStack
+        TensorListFromTensor""".split(), 0),
+    "Split": 1,
+}  # fmt: skip
+# Of these, the inputs that name shapes and may hold the batch size; each rule looks at them.
+MAY_HOLD_BATCH_SIZE = {
+    "Reshape": (1,), "BroadcastTo": (1,), "Tile": (1,), "Slice": (2,), "TensorListGetItem": (2,),
+    "TensorListStack": (1,), "TensorListFromTensor": (1,),
+}  # fmt: skip
 
 
 def matmul_labels(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
@@ -184,6 +204,22 @@ def matmul_labels(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
     return la, lb, lo
 
 
+def own_gradient_is_known(op: tf.Operation) -> bool:
+    """Whether the op has TensorFlow's gradient, or one of its own that TensorFlow or Keras wrote."""
+    try:
+        name = op.get_attr("_gradient_op_type")
+    except ValueError:
+        return True
+    name = name.decode() if isinstance(name, bytes) else name
+    if not name.startswith("CustomGradient"):
+        return op.type in CALLS
+    function = ops.gradient_registry.lookup(name)
+    for inside in ("tape_grad_fn", "grad_fn"):  # what the decorator wraps the user's function in
+        function = inspect.getclosurevars(function).nonlocals.get(inside)
+    module = getattr(function, "__module__", None)
+    return (module or "").split(".")[0] in ("tensorflow", "keras", "tf_keras")
+
+
 PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
 
 
@@ -204,7 +240,7 @@ class BatchAxis:
         self.checks: list[tuple[tf.Tensor, int]] = []  # (tensor, axis): its length must divide by the batch size
         self.ops: dict[str, tf.Operation] = {}
         self._outer: BatchAxis | None = None
-        self.reads: list[tf.Operation] = []  # of variables that are not trained
+        self.reads: list[tuple[Handle, tf.Operation]] = []
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -245,12 +281,38 @@ class BatchAxis:
         return tuple([UNKNOWN] * (1 if n is None else n))
 
     def tainted_read(self) -> Mixed | None:
-        """A read of an untrained variable that this same graph writes batch data to, if there is one."""
-        for op in list(self.reads):
-            for writer in op.inputs[0].consumers():
-                if writer.type in ASSIGN and not isinstance(self[writer.inputs[1]], Public):
-                    return self._mix(op, "reads a variable that the step itself writes batch data to")
+        """A read of a variable that this same graph writes batch data to, if there is one."""
+        if self._outer is not None:
+            found = self._outer.tainted_read()
+            if found is not None:
+                return found
+        read = {handle: op for handle, op in self.reads}
+        for handle in self._written(set(read)):
+            return self._mix(read[handle], "reads a variable that the step itself writes batch data to")
         return None
+
+    def _written(self, handles: set[Handle]) -> Iterable[Handle]:
+        """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""
+        if not handles:
+            return
+        for op in self.graph.get_operations():
+            if not any(t.dtype == tf.resource for t in op.inputs) or op.type in ("ReadVariableOp", "ResourceGather"):
+                continue
+            if op.type not in BODIES and not WRITES.search(op.type):
+                continue
+            mine = {self[t] for t in op.inputs if t.dtype == tf.resource} & handles
+            if not mine:
+                continue
+            states = [self[t] for t in op.inputs]
+            if op.type in BODIES:
+                skip = 1 if op.type.endswith("If") else 0
+                if op.type.endswith("While") and key(op.outputs[0]) in self.states:
+                    states = [self.states[key(t)] for t in op.outputs]
+                for attribute in BODIES[op.type]:
+                    inner, _, _ = self._body(op, attribute, list(op.inputs[skip:]), states[skip:])
+                    yield from inner._written(mine)
+            elif not all(isinstance(s, Public | Handle) or (isinstance(s, Size) and s.batch_free) for s in states):
+                yield from mine
 
     # -- one op ----------------------------------------------------------------------------------------------
 
@@ -261,6 +323,11 @@ class BatchAxis:
             return [self._enter(t) for t in op.outputs]
         if op.type in ("ReadVariableOp", "ResourceGather"):
             return [self._read(op, states)]
+        weighs = op.type == "IdentityN" and any(self._weighs(s) for s in states)
+        public = all(isinstance(s, Public) and not s.deps for s in states)
+        if (weighs or not own_gradient_is_known(op)) and not public:
+            # Its gradient may mix what its value keeps apart, or add weights' gradients up.
+            return [Mixed(op.type, op.name, "has a gradient of its own (tf.custom_gradient), which is not known")] * n
         for state in states:
             if isinstance(state, Mixed) and op.type not in ("Shape", "Size", "Rank", "ShapeN"):
                 return [state] * n
@@ -268,9 +335,11 @@ class BatchAxis:
             return [Mixed(op.type, op.name, "is not known to keep examples apart in a dilated window")] * n
         rule = getattr(self, f"_op_{op.type.lower()}", None) or self._family(op.type)
         if rule is not None:
-            result = rule(op, states)
+            result = self._misled(op, states) or rule(op, states)
             if result is not None:
-                return result if isinstance(result, list) else [result] * n
+                result = result if isinstance(result, list) else [result] * n
+                bad = self._own_gradient(op, states, result)
+                return result if bad is None else [bad] * n
         if all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in states):
             return [Public(self._deps(states))] * n
         if not op.inputs:
@@ -278,6 +347,47 @@ class BatchAxis:
         if not any(isinstance(s, Batch | Items) for s in states):
             return [Mixed(op.type, op.name, "makes the result depend on the batch size")] * n
         return [Mixed(op.type, op.name, "is not known to keep examples apart")] * n
+
+    def _misled(self, op: tf.Operation, states: list[State]) -> Mixed | None:
+        """An op on examples whose axes, lengths or other settings depend on examples or on how many there are."""
+        if op.type not in DATA_INPUT or not isinstance(states[DATA_INPUT[op.type]], Batch | Items):
+            return None
+        for i, s in enumerate(states):
+            if i == DATA_INPUT[op.type] or isinstance(s, Public):
+                continue
+            if not isinstance(s, Size):
+                return self._mix(op, "has settings that depend on examples")
+            if not s.batch_free and i not in MAY_HOLD_BATCH_SIZE.get(op.type, ()):
+                return self._mix(op, "makes an example's result depend on the batch size")
+        return None
+
+    def _own_gradient(self, op: tf.Operation, states: list[State], result: list[State]) -> Mixed | None:
+        """Whether a gradient that was written by hand (tf.custom_gradient) mixes examples: it is read like the rest."""
+        if op.type in BODIES or "_gradient_op_type" not in op.node_def.attr:
+            return None
+        ys = [t for t, s in zip(op.outputs, result, strict=True) if isinstance(s, Batch) and t.dtype.is_floating]
+        xs = [t for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch) and t.dtype.is_floating]
+        if not ys:
+            return None
+        if any((isinstance(s, Public) and s.deps) or (isinstance(s, Handle) and s.index is not None) for s in states):
+            return self._mix(op, "has a gradient of its own (tf.custom_gradient) for weights")
+        try:
+            with self.graph.as_default():
+                probes = [tf.identity(tf.zeros_like(y)) for y in ys]
+                for y, probe in zip(ys, probes, strict=True):
+                    self.ops[probe.op.name] = probe.op
+                    self.states[key(probe)] = result[y.value_index]
+                gradients = tf.gradients(ys, xs, probes) if xs else []
+            found = [None if g is None else self[tf.convert_to_tensor(g)] for g in gradients]
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return self._mix(op, "has a gradient of its own (tf.custom_gradient) that cannot be followed")
+        for x, g, s in zip(xs, gradients, found, strict=True):
+            axis = self.states[key(x)].axis
+            if s is None or (isinstance(s, Batch) and s.axis == axis):
+                continue
+            if not (isinstance(s, Public) and self._row_free(g, s, axis - x.shape.rank)):
+                return self._mix(op, "has a gradient of its own (tf.custom_gradient) that mixes examples")
+        return None
 
     def _family(self, kind: str) -> Callable | None:
         if kind in ELEMENTWISE:
@@ -301,6 +411,11 @@ class BatchAxis:
         return None
 
     @staticmethod
+    def _weighs(state: State) -> bool:
+        """Whether the value comes from trainable weights alone."""
+        return state.index is not None if isinstance(state, Handle) else isinstance(state, Public) and bool(state.deps)
+
+    @staticmethod
     def _deps(states: Iterable[State]) -> frozenset[int]:
         return frozenset().union(*(s.deps for s in states if isinstance(s, Public)))
 
@@ -319,10 +434,13 @@ class BatchAxis:
             if self._outer is None:
                 self._outer = BatchAxis(outer.graph, self.source)
             state = self._outer[outer]
+            if self._outer.checks:  # a length outside cannot be checked from here
+                return self._mix(self._outer.checks[0][0].op, "is not known to keep examples apart")
             self.sources += [t] if isinstance(state, Batch) else []
             return state
         if t.dtype in (tf.resource, tf.variant):
-            return Handle(None) if t.dtype == tf.resource else self._mix(t.op, "takes in a value that is no tensor")
+            return Handle(None, t.op.name) if t.dtype == tf.resource else self._mix(
+                t.op, "takes in a value that is no tensor")  # fmt: skip
         if t.shape.rank == 0:
             return Public()
         self.sources.append(t)
@@ -330,12 +448,11 @@ class BatchAxis:
 
     def _read(self, op: tf.Operation, states: list[State]) -> State:
         handle = states[0]
-        if isinstance(handle, Public):  # a resource that is captured eagerly
-            handle = Handle(None)
+        if isinstance(handle, Public):  # a resource made in the graph
+            handle = Handle(None, op.inputs[0].op.name)
         if not isinstance(handle, Handle):
             return handle if isinstance(handle, Mixed) else self._mix(op, "reads a variable that is not known")
-        if handle.index is None:
-            self.reads.append(op)
+        self.reads.append((handle, op))
         value = Public(frozenset() if handle.index is None else frozenset([handle.index]))
         if op.type == "ReadVariableOp":
             return value
@@ -355,8 +472,10 @@ class BatchAxis:
         if rank is None or any(t.shape.rank is None for t, _ in batches):
             return self._mix(op, "has a shape of unknown rank")
         if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:  # the condition chooses rows
-            if all(s == Batch(0, s.rows) for _, s in batches):
-                return Batch(0, batches[0][1].rows)
+            free = all(isinstance(s, Batch) or (isinstance(s, Public) and self._row_free(t, s, -t.shape.rank))
+                       for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
+            if free and all(s == Batch(0, s.rows) for _, s in batches) and len({s.rows for _, s in batches}) == 1:
+                return batches[0][1]
             return self._mix(op, "chooses between rows")
         axes = {s.axis - t.shape.rank for t, s in batches}
         if len(axes) > 1:
@@ -403,20 +522,26 @@ class BatchAxis:
         columns = [self.entries(t) for t in op.inputs]
         width = max(len(c) for c in columns)
         columns = [c * width if len(c) == 1 else c for c in columns]
-        return Size(tuple(self._monomial(op.type, row) for row in zip(*columns, strict=True)))
+        return Size(tuple(self._monomial(op, row) for row in zip(*columns, strict=True)))
 
     @staticmethod
-    def _monomial(kind: str, row: Sequence[tuple[int | None, int | None]]) -> tuple[int | None, int | None]:
+    def _monomial(op: tf.Operation, row: Sequence[tuple[int | None, int | None]]) -> tuple[int | None, int | None]:
+        kind = op.type
         coefficients, powers = [c for c, _ in row], [p for _, p in row]
         if any(p is None for p in powers):
             return UNKNOWN
         known = None not in coefficients
+        if kind == "Cast" and op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_integer and powers[0]:
+            return row[0] if isinstance(coefficients[0], int) else UNKNOWN  # the rest would be cut off
         if kind in ("Cast", "Identity", "StopGradient", "PreventGradient", "Snapshot"):
             return row[0]
         if kind == "Mul":
-            return (coefficients[0] * coefficients[1] if known else None, sum(powers))
+            product = coefficients[0] * coefficients[1] if known else None
+            return (int(product) if known and product == int(product) else product, sum(powers))
         if kind in ("FloorDiv", "RealDiv", "TruncateDiv", "DivNoNan", "Div"):
             exact = known and coefficients[1] and coefficients[0] % coefficients[1] == 0
+            if not exact and powers[0] != powers[1] and (kind == "FloorDiv" or op.outputs[0].dtype.is_integer):
+                return UNKNOWN  # rounded
             return (int(coefficients[0] // coefficients[1]) if exact else None, powers[0] - powers[1])
         if kind == "Neg":
             return (-coefficients[0] if known else None, powers[0])
@@ -468,8 +593,10 @@ class BatchAxis:
         if not isinstance(states[data], Batch):
             return self._mix(op, "has weights that depend on examples") if any(
                 isinstance(s, Batch) for s in others) else None  # fmt: skip
-        if states[data].axis != 0:
+        if states[data].axis != 0 or (op.inputs[data].shape.rank in (None, 1, 2, 3) and op.type.startswith("Adjust")):
             return self._mix(op, "does not have the batch as its first axis")
+        if op.type in TRANSPOSED and any(p != 0 for _, p in self.entries(op.inputs[0])[1:]):
+            return self._mix(op, "makes an example's result depend on the batch size")
         if any(isinstance(s, Batch) for s in others):
             return self._mix(op, "has weights that depend on examples")
         if op.type in ("AvgPool", "MaxPool", "AvgPool3D", "MaxPool3D") and (
@@ -506,8 +633,9 @@ class BatchAxis:
 
     def _random(self, op: tf.Operation, states: list[State]) -> State | None:
         shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
-        if any(isinstance(s, Batch) for s in states[1:]):
-            return self._mix(op, "draws numbers from parameters that depend on examples")
+        for t, s in zip(op.inputs, states, strict=True):
+            if t is not shape and (isinstance(s, Batch | Items) or (isinstance(s, Size) and not s.batch_free)):
+                return self._mix(op, "draws numbers from parameters that depend on the batch")
         filled = self._shaped(op, self.entries(shape))
         return Public(alike=True) if isinstance(filled, Public) else filled
 
@@ -546,6 +674,11 @@ class BatchAxis:
             return Size((UNKNOWN,))
         cs = [c for c, _ in entries]
         return Size(((None if None in cs else int(np.prod(cs)), sum(p for _, p in entries)),))
+
+    def _op_pyfunc(self, op, states):
+        return self._mix(op, "runs Python code, which cannot be followed")
+
+    _op_eagerpyfunc = _op_pyfuncstateless = _op_pyfunc
 
     def _op_rank(self, op, states):
         return Public()
@@ -712,7 +845,11 @@ class BatchAxis:
         masks = {m: op.get_attr(m) for m in (
             "begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")}  # fmt: skip
         if isinstance(state, Size):
-            if begin is None or end is None or strides is None:
+            if any(not isinstance(s, Public | Size) for s in states[1:]):
+                return self._mix(op, "has settings that depend on examples")
+            plain = x.shape.rank == 1 and len(state.entries) == x.shape[0] and not (
+                masks["new_axis_mask"] or masks["ellipsis_mask"])  # fmt: skip
+            if begin is None or end is None or strides is None or not plain:
                 return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
             if masks["shrink_axis_mask"] & 1:
                 return Size((state.entries[int(begin[0])],))
@@ -774,7 +911,13 @@ class BatchAxis:
             len(entries) == x.shape.rank and state.rows is not None and entries[state.axis] == own)  # fmt: skip
         if not (starts and whole):
             return self._mix(op, "takes some examples of the batch, not all")
-        return state
+        return self._even(op, entries, state.axis) or state
+
+    def _even(self, op, entries, axis) -> Mixed | None:
+        """Refuses lengths that vary with the batch size, along other axes than the batch's."""
+        if any(p != 0 for i, (_, p) in enumerate(entries) if i != axis):
+            return self._mix(op, "makes an example's result depend on the batch size")
+        return None
 
     def _op_tile(self, op, states):
         entries = self.entries(op.inputs[1])
@@ -782,7 +925,7 @@ class BatchAxis:
         if isinstance(state, Batch):
             if len(entries) != op.inputs[0].shape.rank or entries[state.axis] != (1, 0):
                 return self._mix(op, "repeats the batch")
-            return state
+            return self._even(op, entries, state.axis) or state
         if isinstance(state, Public) and not state.deps and any(p for _, p in entries):
             return self._rows_of(op, op.inputs[0], entries)
         return None
@@ -802,9 +945,12 @@ class BatchAxis:
         entries = self.entries(op.inputs[1])
         if isinstance(state, Batch):
             rank = op.outputs[0].shape.rank
-            if rank is None:
+            if rank is None or op.inputs[0].shape.rank is None:
                 return self._mix(op, "has a shape of unknown rank")
-            return Batch(state.axis + rank - op.inputs[0].shape.rank, state.rows)
+            axis = state.axis + rank - op.inputs[0].shape.rank
+            if len(entries) != rank:
+                return self._mix(op, "has a shape that is not known beforehand")
+            return self._even(op, entries, axis) or Batch(axis, state.rows)
         if isinstance(state, Public) and any(p != 0 for _, p in entries):
             if state.deps:
                 return self._mix(op, "spreads weights over the batch")
@@ -897,13 +1043,17 @@ class BatchAxis:
         p, i = op.inputs[0], op.inputs[1]
         if isinstance(params, Size):
             value = constant(i)
-            if value is None:
+            if not isinstance(indices, Public | Size):
+                return self._mix(op, "has settings that depend on examples")
+            if value is None or p.shape.rank != 1 or len(params.entries) != p.shape[0]:
                 return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
             return Size(tuple(params.entries[int(v)] for v in np.ravel(value)))
         if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
             return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
         if isinstance(params, Public) and isinstance(indices, Public):
             return Public(params.deps | indices.deps)
+        if isinstance(indices, Size) and not indices.batch_free:
+            return self._mix(op, "makes an example's result depend on the batch size")
         if i.shape.rank is None or (isinstance(params, Batch) and p.shape.rank is None):
             return self._mix(op, "has a shape of unknown rank")
         batch_dims = batch_dims % (i.shape.rank + 1) if batch_dims < 0 else batch_dims
@@ -964,6 +1114,7 @@ class BatchAxis:
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
         inner.run([*graph.inputs, *graph.outputs])
+        self.reads += inner.reads
         if inner.checks:  # a length inside a body cannot be checked from outside
             bad = inner.checks[0][0].op
             return inner, [self._mix(op, f"has a {bad.type} that is not known to keep examples apart")] * len(
@@ -997,7 +1148,11 @@ class BatchAxis:
         pair = {type(a), type(b)}
         if pair == {Size, Public}:
             size = a if isinstance(a, Size) else b
-            return Public() if size.batch_free else self._mix(op, "makes the result depend on the batch size")
+            return (
+                Public(self._deps((a, b)))
+                if size.batch_free
+                else self._mix(op, "makes the result depend on the batch size")
+            )
         if pair == {Size}:
             if a.batch_free and b.batch_free:
                 return Size(tuple((None, 0) for _ in a.entries)) if len(a.entries) == len(b.entries) else Public()
@@ -1008,14 +1163,21 @@ class BatchAxis:
             if rank is not None and not public.deps and (public.alike or t.shape[batch.axis] == 1):
                 return batch
             return self._mix(op, "treats an example by its position in the batch")
-        if pair == {Batch} and a.axis == b.axis:
-            return Batch(a.axis, a.rows if a.rows == b.rows else (a.rows if b.rows is None else b.rows))
+        if pair == {Batch} and a.axis == b.axis and a.blocks == b.blocks:
+            return Batch(a.axis, a.rows if a.rows == b.rows else None, a.blocks)
         if pair == {Items}:
-            if isinstance(a.element, Public) and isinstance(b.element, Batch):
+            if self._blank(a.element) and isinstance(b.element, Batch):
                 return b
-            if isinstance(b.element, Public) and isinstance(a.element, Batch):
+            if self._blank(b.element) and isinstance(a.element, Batch):
                 return a
+            if isinstance(a.element, Public) and isinstance(b.element, Public):
+                return Items(Public(a.element.deps | b.element.deps, a.element.alike and b.element.alike))
         return self._mix(op, "holds now one, now another kind of value")
+
+    @staticmethod
+    def _blank(element: State) -> bool:
+        """An element of a list that nothing of consequence was put into."""
+        return isinstance(element, Public) and element.alike and not element.deps
 
     def _op_while(self, op, states):
         states = list(states)
@@ -1034,8 +1196,10 @@ class BatchAxis:
             if joined == states:
                 break
             states = joined
+        else:
+            return self._mix(op, "is not known to keep examples apart")
         _, (condition,), _ = self._body(op, "cond", inputs, states)
-        if isinstance(condition, Mixed | Batch | Items):
+        if not isinstance(condition, Public) and not (isinstance(condition, Size) and condition.batch_free):
             return [self._mix(op, "runs for as many turns as the data says")] * len(op.outputs)
         return states
 
@@ -1061,15 +1225,16 @@ class BatchAxis:
         return self._put(op, states[0], states[1], Public())
 
     def _put(self, op, items, value, index):
-        if not isinstance(items, Items) or not isinstance(index, Public | Size):
+        if not isinstance(items, Items) or not (isinstance(index, Public) or (
+            isinstance(index, Size) and index.batch_free)):  # fmt: skip
             return None
         if isinstance(value, Size):
             return None
         if isinstance(items.element, Public) and isinstance(value, Public | Batch):
             if isinstance(value, Public):
                 return Items(Public(items.element.deps | value.deps, items.element.alike and value.alike))
-            return Items(value)
-        if isinstance(value, Batch) and value.axis == items.element.axis:
+            return Items(value) if self._blank(items.element) else self._mix(op, "lists values of different kinds")
+        if isinstance(value, Batch) and value == items.element:
             return items
         return self._mix(op, "lists tensors with different batch axes")
 
@@ -1085,7 +1250,8 @@ class BatchAxis:
         if not isinstance(states[0], Items):
             return None
         element = states[0].element
-        return Batch(element.axis + 1, element.rows) if isinstance(element, Batch) else element
+        # Elements that are alike within themselves may differ from one another.
+        return Batch(element.axis + 1, element.rows) if isinstance(element, Batch) else Public(element.deps)
 
     def _op_tensorlistlength(self, op, states):
         return Public()

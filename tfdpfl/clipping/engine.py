@@ -127,7 +127,10 @@ class Plan:
         handles = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
 
         def source(t: tf.Tensor):
-            return Handle(handles.get(id(graph_tools.origin(t)))) if t.dtype == tf.resource else None
+            if t.dtype != tf.resource:
+                return None
+            origin = id(graph_tools.origin(t))
+            return Handle(handles.get(origin), origin)
 
         analysis = BatchAxis(self.graph, source)
         for i, v in enumerate(self.variables):

@@ -423,7 +423,7 @@ def elementwise(use: Use, units: Units) -> Contribution | None:
     return summed_to(dy, use.out, use.shape, units)
 
 
-for _kind in [*ELEMENTWISE, "BiasAdd"]:
+for _kind in ELEMENTWISE - {"IdentityN"} | {"BiasAdd"}:
     RULES[_kind] = elementwise
 
 
