@@ -337,9 +337,7 @@ class BatchAxis:
         if rule is not None:
             result = self._misled(op, states) or rule(op, states)
             if result is not None:
-                result = result if isinstance(result, list) else [result] * n
-                bad = self._own_gradient(op, states, result)
-                return result if bad is None else [bad] * n
+                return result if isinstance(result, list) else [result] * n
         if all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in states):
             return [Public(self._deps(states))] * n
         if not op.inputs:
@@ -359,34 +357,6 @@ class BatchAxis:
                 return self._mix(op, "has settings that depend on examples")
             if not s.batch_free and i not in MAY_HOLD_BATCH_SIZE.get(op.type, ()):
                 return self._mix(op, "makes an example's result depend on the batch size")
-        return None
-
-    def _own_gradient(self, op: tf.Operation, states: list[State], result: list[State]) -> Mixed | None:
-        """Whether a gradient that was written by hand (tf.custom_gradient) mixes examples: it is read like the rest."""
-        if op.type in BODIES or "_gradient_op_type" not in op.node_def.attr:
-            return None
-        ys = [t for t, s in zip(op.outputs, result, strict=True) if isinstance(s, Batch) and t.dtype.is_floating]
-        xs = [t for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch) and t.dtype.is_floating]
-        if not ys:
-            return None
-        if any((isinstance(s, Public) and s.deps) or (isinstance(s, Handle) and s.index is not None) for s in states):
-            return self._mix(op, "has a gradient of its own (tf.custom_gradient) for weights")
-        try:
-            with self.graph.as_default():
-                probes = [tf.identity(tf.zeros_like(y)) for y in ys]
-                for y, probe in zip(ys, probes, strict=True):
-                    self.ops[probe.op.name] = probe.op
-                    self.states[key(probe)] = result[y.value_index]
-                gradients = tf.gradients(ys, xs, probes) if xs else []
-            found = [None if g is None else self[tf.convert_to_tensor(g)] for g in gradients]
-        except (ValueError, TypeError, LookupError, AttributeError):
-            return self._mix(op, "has a gradient of its own (tf.custom_gradient) that cannot be followed")
-        for x, g, s in zip(xs, gradients, found, strict=True):
-            axis = self.states[key(x)].axis
-            if s is None or (isinstance(s, Batch) and s.axis == axis):
-                continue
-            if not (isinstance(s, Public) and self._row_free(g, s, axis - x.shape.rank)):
-                return self._mix(op, "has a gradient of its own (tf.custom_gradient) that mixes examples")
         return None
 
     def _family(self, kind: str) -> Callable | None:
