@@ -1,0 +1,112 @@
+"""What all label mechanisms share: secret randomness, the count of what was released, and its price."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sklearn.base import BaseEstimator
+
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.label_dp._events import composed, pure_event
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+class Uniforms:
+    """Draws uniform numbers: from the operating system's generator, or from a seed (for tests only)."""
+
+    def __init__(self, seed: int | None, stream: tuple[int, ...] = ()):
+        self._rng = None if seed is None else np.random.default_rng(np.random.SeedSequence(seed, spawn_key=stream))
+
+    def __call__(self, *shape: int) -> np.ndarray:
+        """float64 in [0, 1), multiples of 2⁻⁵³."""
+        if self._rng is not None:
+            return self._rng.random(shape)
+        words = np.frombuffer(secrets.token_bytes(8 * int(np.prod(shape))), np.uint64)
+        return ((words >> np.uint64(11)) * 2.0**-53).reshape(shape)
+
+    def discrete_laplace(self, parameter: float, shape: tuple[int, ...]) -> np.ndarray:
+        """Integers x with probability proportional to e^(-parameter·|x|), as float64."""
+        up, down = np.floor(np.log1p(-self(2, *shape)) / -parameter)  # geometric, each
+        return up - down
+
+    def laplace(self, scale: float, shape: tuple[int, ...]) -> np.ndarray:
+        """Laplace noise of this scale."""
+        up, down = -scale * np.log1p(-self(2, *shape))
+        return up - down
+
+
+class LabelMechanism(BaseEstimator):
+    """A scikit-learn estimator that releases private labels, or counts of them.
+
+    Every release is recorded and none is ever taken back: `releases_`, `dp_event` and `ledger` go on growing through
+    calls of `fit`. A clone has released nothing yet; a copy or an unpickled object keeps the record. Neither repeats
+    the randomness of the original.
+    """
+
+    adjacency = "replace_one"
+
+    # -- what a user may read --------------------------------------------------------------------------------
+
+    @property
+    def releases_(self) -> int:
+        """How many times labels were released; every one costs."""
+        return self.__dict__.get("_releases", 0)
+
+    @property
+    def dp_event(self) -> DpEvent:
+        """All that was released, as a dp-accounting event under `adjacency`; before the first release, that release."""
+        events = [pure_event(*part) for part in self.__dict__.get("_spent") or self._cost()]
+        return composed(events)
+
+    @property
+    def epsilon_spent(self) -> float:
+        """ε of all that was released, by adding up."""
+        return float(sum(epsilon for epsilon, outcomes in self.__dict__.get("_spent", ()) if outcomes > 1))
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """All that was released, in tfdpfl's accounting."""
+        ledger = PrivacyLedger()
+        return ledger.add(self.dp_event, adjacency=self.adjacency) if self.__dict__.get("_spent") else ledger
+
+    # -- for subclasses --------------------------------------------------------------------------------------
+
+    def _cost(self) -> list[tuple[float, int]]:
+        """(ε, classes that randomized response is over, or 2) of one release from start to end."""
+        return [(self.epsilon, 2)]
+
+    def _spend(self, *parts: tuple[float, int]) -> None:
+        self._spent = (*self.__dict__.get("_spent", ()), *parts)
+
+    def _count_release(self) -> None:
+        self._releases = self.releases_ + 1
+
+    def _uniforms(self) -> Uniforms:
+        """Fresh randomness: with a seed, every call's own stream."""
+        stream = self.__dict__.get("_stream", ())
+        self._draws = self.__dict__.get("_draws", 0) + 1
+        return Uniforms(self.seed, (*stream, 0, self._draws))
+
+    def _check(self) -> None:
+        _checks.real("epsilon", self.epsilon, "give the total ε of one release", above=0)
+        if self.seed is not None:
+            _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def __sklearn_clone__(self) -> Any:
+        twin = super().__sklearn_clone__()
+        if self.seed is not None:  # the same seed, another stream
+            self._clones = self.__dict__.get("_clones", 0) + 1
+            twin._stream = (*self.__dict__.get("_stream", ()), 1, self._clones)
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.seed is not None:
+            # What is loaded twice would repeat itself under any stream that follows from the file.
+            self._stream = (*self.__dict__.get("_stream", ()), 2, secrets.randbits(64))

@@ -1,0 +1,46 @@
+"""What an ε-DP mechanism is to an accountant, whichever dp-accounting is installed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+def pure_event(epsilon: float, outcomes: int = 2) -> DpEvent:
+    """The event of an ε-DP mechanism under `adjacency="replace_one"`.
+
+    Args:
+        epsilon: ε of the mechanism.
+        outcomes: K if it is randomized response on K classes. 2 stands for any ε-DP mechanism: randomized response
+            on two classes dominates them all (Kairouz et al. 2015, arXiv:1311.0776, Theorem 3.4).
+    """
+    from dp_accounting import dp_event
+
+    if outcomes < 2:
+        return dp_event.NoOpDpEvent()
+    if hasattr(dp_event, "RandomizedResponseDpEvent"):
+        # With probability p a uniform class: e^ε / (e^ε + K - 1) = 1 - p + p / K.
+        shrunk = math.exp(-epsilon)
+        return dp_event.RandomizedResponseDpEvent(outcomes * shrunk / (1 + (outcomes - 1) * shrunk), outcomes)
+    # dp-accounting 0.4 has no event for it. Its RDP accountant prices a Laplace event as any ε-DP mechanism,
+    # min(ε, αε²/2); its PLD accountant as Laplace noise, which several releases by randomized response exceed. One
+    # choice out of one (Papernot & Steinke 2021, arXiv:2110.03620) costs nothing, and only RDP knows it, so that
+    # beside it the sound price is the only one.
+    only_rdp = dp_event.RepeatAndSelectDpEvent(dp_event.NoOpDpEvent(), 1, 0)
+    return dp_event.ComposedDpEvent([dp_event.LaplaceDpEvent(1 / epsilon), only_rdp])
+
+
+def composed(events: Iterable[DpEvent]) -> DpEvent:
+    """All of these, one after the other."""
+    from dp_accounting import dp_event
+
+    # Side by side, not as SelfComposedDpEvent: dp-accounting 0.6's PLD accountant prices a repeated randomized
+    # response as a single one.
+    parts = [event for event in events if not isinstance(event, dp_event.NoOpDpEvent)]
+    if not parts:
+        return dp_event.NoOpDpEvent()
+    return parts[0] if len(parts) == 1 else dp_event.ComposedDpEvent(parts)

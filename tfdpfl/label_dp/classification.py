@@ -1,0 +1,419 @@
+"""Randomized response for classes: plain, over the likeliest k, and over as many as a prior makes best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import TransformerMixin
+from sklearn.base import clone as sklearn_clone
+from sklearn.utils.validation import check_is_fitted
+
+from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
+from tfdpfl.label_dp import _labels, _top_k
+from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp.counts import debiased_label_counts
+from tfdpfl.label_dp.priors import LabelPrior, PublicPrior
+
+_CHUNK = 1 << 18  # labels at a time, so that 10⁷ of them need little memory besides the result
+
+
+class _LabelTransformer(TransformerMixin, LabelMechanism):
+    """Classes in, classes out."""
+
+    def _check(self) -> None:
+        super()._check()
+        if self.num_classes is not None:
+            _checks.whole("num_classes", self.num_classes, 2, "count the classes")
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array = False
+        tags.target_tags.one_d_labels = True
+        return tags
+
+    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+        """The one column's name, for `set_output`."""
+        return np.array(["label"], dtype=object)
+
+
+class RandomizedResponse(_LabelTransformer):
+    """Tells each label's truth with probability e^ε / (e^ε + K - 1), and else a uniform one of the other classes.
+
+        noisy = RandomizedResponse(epsilon=1.0, num_classes=10).fit_transform(y)
+
+    Promise: the released labels are ε-DP when one label is replaced, each label for itself (so also in the local
+    model). No mechanism tells the truth more often if nothing is known about the labels (Warner 1965; Kairouz et al.
+    2016, arXiv:1602.07387).
+
+    Args:
+        epsilon: ε > 0 of one release.
+        num_classes: K, for integer labels 0..K-1.
+        seed: None takes the operating system's entropy. Who knows the seed knows the labels: for tests.
+        classes: All classes, for other labels. Without either, `fit` takes those that the labels name as public
+            knowledge; give them where the presence of a rare class is a secret.
+
+    Attributes:
+        classes_: [K], sorted.
+        transition_matrix_: [K, K], P(released = classes_[j] | label = classes_[i]).
+        releases_: How many times labels were released. Transforming the same labels again costs ε again.
+        dp_event, ledger, epsilon_spent: The price of all releases.
+
+    Raises:
+        ValueError: for arguments out of range; in `transform`, a label that is none of the classes.
+    """
+
+    def __init__(
+        self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None
+    ):
+        self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
+        self._check()
+
+    def fit(self, y: Any, _unused: Any = None) -> RandomizedResponse:
+        """Learns the classes, unless they were given. Costs nothing.
+
+        Args:
+            y: Labels [n] or [n, 1]: numbers or strings, in a list, array, pandas Series, tensor, or a
+                `tf.data.Dataset` of labels or (x, y) pairs, batched or not.
+        """
+        self._check()
+        if _labels.is_dataset(y):
+            from tfdpfl.label_dp.pipeline import labels_of
+
+            y = labels_of(y)
+        self.classes_ = _labels.find_classes(_labels.read(y)[0], self.num_classes, self.classes)
+        return self
+
+    def transform(self, y: Any) -> Any:
+        """Releases noisy labels, in the container of `y`; one release, whatever it holds.
+
+        A `tf.data.Dataset` is read once, kept in memory, and returned with its labels replaced, the same in every
+        epoch; shuffle and batch behind it as usual.
+        """
+        check_is_fitted(self, "classes_")
+        if _labels.is_dataset(y):
+            from tfdpfl.label_dp.pipeline import with_labels
+
+            return with_labels(y, lambda x, labels: self.transform(labels))
+        values, rebuild = _labels.read(y)
+        uniforms, size = self._uniforms(), len(self.classes_)
+        keep = float(_top_k.keep_probability(self.epsilon, size))
+        self._spend((float(self.epsilon), size))
+        self._count_release()
+
+        def chunk(part: np.ndarray) -> np.ndarray:
+            codes = _labels.encode(part, self.classes_)
+            uniform = uniforms(len(codes))
+            # The same number tells whether to lie, and how far round the circle of classes.
+            step = np.maximum(np.ceil((uniform - keep) * ((size - 1) / (1 - keep) if keep < 1 else 0)), 0)
+            step = np.where(uniform == keep, 1, np.minimum(step, size - 1)).astype(np.intp)
+            codes = codes + step
+            return _labels.decode(codes - size * (codes >= size), self.classes_, values)
+
+        return rebuild(_in_chunks(chunk, values))
+
+    def label_counts(self, noisy: Any) -> np.ndarray:
+        """Unbiased estimates of how many labels of each class there were, [K], from released ones.
+
+        See `debiased_label_counts`.
+        """
+        check_is_fitted(self, "classes_")
+        return debiased_label_counts(noisy, self.transition_matrix_, classes=self.classes_)
+
+    @property
+    def transition_matrix_(self) -> np.ndarray:
+        check_is_fitted(self, "classes_")
+        size = len(self.classes_)
+        return _top_k.matrices(np.arange(size)[None], np.array([size]), self.epsilon)[0]
+
+    def _cost(self) -> list[tuple[float, int]]:
+        given = self.num_classes if self.classes is None else len(np.unique(self.classes))
+        return [(float(self.epsilon), len(self.classes_) if hasattr(self, "classes_") else given or 2)]
+
+
+class _PriorTransformer(_LabelTransformer):
+    """Randomized response on the k likeliest classes of each example's prior."""
+
+    def fit(self, X: Any, y: Any = None) -> Any:
+        """Learns the classes, and releases the prior's noisy counts if it is one that is fitted on the labels.
+
+        Args:
+            X: Features [n, ...], public; a `tf.data.Dataset` of (x, y). Or the labels, with `y=None`, where the prior
+                needs no features.
+            y: Labels [n].
+        """
+        self._check()
+        if _labels.is_dataset(X):
+            from tfdpfl.label_dp.pipeline import arrays_of
+
+            X, y = arrays_of(X)
+        X, y = (None, X) if y is None else (X, y)
+        values, _ = _labels.read(y)
+        self.classes_ = _labels.find_classes(values, self.num_classes, self.classes)
+        self._check_k(len(self.classes_))
+        prior = self.prior
+        if isinstance(prior, LabelPrior):
+            if X is None:
+                raise ValueError("X=None, but the prior groups examples by their features: call fit_transform(X, y)")
+            self.prior_ = sklearn_clone(prior).fit(X, y, classes=self.classes_)
+            # What it paid is part of this mechanism's price.
+            self._spend(*self.prior_._spent)
+        elif prior is None:
+            self.prior_ = PublicPrior(np.full(len(self.classes_), 1 / len(self.classes_)))
+        else:
+            self.prior_ = prior if isinstance(prior, PublicPrior) else PublicPrior(prior)
+        return self
+
+    def transform(self, X: Any, y: Any = None) -> Any:
+        """Releases noisy labels, in the container of `y`. Arguments as in `fit`; one release, whatever they hold."""
+        check_is_fitted(self, "prior_")
+        if _labels.is_dataset(X):
+            from tfdpfl.label_dp.pipeline import with_labels
+
+            return with_labels(X, self.transform)
+        X, y = (None, X) if y is None else (X, y)
+        values, rebuild = _labels.read(y)
+        if X is not None and len(X) != len(values):
+            raise ValueError(f"X and y must have one length, got {len(X)} and {len(values)}: give a label an example")
+        self._table, self._row = self._look_up(X, len(values))
+        epsilon = self._response_epsilon
+        self._spend((epsilon, self._most_revealing()))
+        self._count_release()
+        uniforms = self._uniforms()
+        shared = self._plan(self._table) if len(self._table) < len(values) else None
+
+        def chunk(part: np.ndarray, start: int) -> np.ndarray:
+            codes = _labels.encode(part, self.classes_)
+            row = self._row[start : start + len(part)]
+            if shared is not None:
+                order, rank, k = shared
+            else:
+                order, rank, k = self._plan(self._table[row])
+                row = np.arange(len(row))
+            said = _top_k.release(codes, row, order, rank, k, epsilon, uniforms(len(codes)))
+            return _labels.decode(said, self.classes_, values)
+
+        return rebuild(_in_chunks(chunk, values, positions=True))
+
+    def fit_transform(self, X: Any, y: Any = None) -> Any:
+        """`fit` and `transform` on the same data, for `epsilon` in all."""
+        if _labels.is_dataset(X):
+            from tfdpfl.label_dp.pipeline import with_labels
+
+            return with_labels(X, self.fit_transform)
+        return self.fit(X, y).transform(X, y)
+
+    @property
+    def transition_matrix_(self) -> np.ndarray:
+        """P(released = j | label = i) in the last release: [K, K] if all examples had one prior, else [m, K, K] for m
+        priors; `prior_index_` says which example had which."""
+        check_is_fitted(self, "_table")
+        order, _, k = self._plan(self._table)
+        matrices = _top_k.matrices(order, k, self._response_epsilon)
+        return matrices[0] if len(matrices) == 1 else matrices
+
+    @property
+    def prior_index_(self) -> np.ndarray:
+        """Which of the priors each example had in the last release, [n]."""
+        check_is_fitted(self, "_row")
+        return self._row
+
+    @property
+    def k_(self) -> np.ndarray:
+        """Over how many classes each prior's randomized response went, [m]."""
+        check_is_fitted(self, "_table")
+        return self._plan(self._table)[2]
+
+    @property
+    def _response_epsilon(self) -> float:
+        return float(self.epsilon - self.prior.epsilon if isinstance(self.prior, LabelPrior) else self.epsilon)
+
+    def _most_revealing(self) -> int:
+        # Some prior may leave two classes, and that is the worst case.
+        return 2
+
+    def _cost(self) -> list[tuple[float, int]]:
+        prior = [(float(self.prior.epsilon), 2)] if isinstance(self.prior, LabelPrior) else []
+        return [*prior, (self._response_epsilon, self._most_revealing())]
+
+    def _look_up(self, X: Any, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """The distinct priors [m, K], and which of them each example has [n]."""
+        if isinstance(self.prior_, LabelPrior):
+            # At fit the clusterer has named the groups already; predict gives the same ones.
+            return self.prior_.prior_, self.prior_.groups(X)
+        table = self.prior_.table(X, self.classes_, n)
+        if len(table) == 1:
+            return table, np.zeros(n, np.intp)
+        return _distinct(table)
+
+    def _check(self) -> None:
+        super()._check()
+        prior = self.prior
+        if isinstance(prior, LabelPrior):
+            if not prior.epsilon < self.epsilon:
+                raise ValueError(
+                    f"prior.epsilon={prior.epsilon:g} must be below epsilon={self.epsilon:g}, the total: give the "
+                    "prior a part of it, a tenth for instance"
+                )
+        elif hasattr(prior, "get_params") and not isinstance(prior, type):
+            inner = [p for p in prior.get_params().values() if isinstance(p, LabelPrior)]
+            steps = [step for _, step in getattr(prior, "steps", [])]
+            if inner or any(isinstance(step, LabelPrior) for step in steps):
+                raise PrivacyError(
+                    f"prior={type(prior).__name__} hides a prior that pays, whose ε would go uncounted: give the "
+                    "KMeansPrior itself, and what goes before it as clusterer=make_pipeline(scaler, KMeans(...))"
+                )
+
+    def _check_k(self, num_classes: int) -> None:
+        pass
+
+    def __sklearn_clone__(self) -> Any:
+        twin = super().__sklearn_clone__()
+        if not isinstance(self.prior, LabelPrior):
+            twin.prior = self.prior  # a clone of a fitted model would be an unfitted one
+        return twin
+
+
+class RandomizedResponseTopK(_PriorTransformer):
+    """Randomized response on the k likeliest classes; a label that is none of them becomes a uniform one of them.
+
+    Promise: ε-DP in total when one label is replaced, the prior's part included (Ghazi et al. 2021, arXiv:2102.06062,
+    Alg. 2).
+
+    Args:
+        epsilon: ε > 0, the total.
+        k: How many classes, 1..K; 1 releases the prior's guess whatever the label.
+        prior: As in `RandomizedResponseWithPrior`; None: all classes alike, the first k are taken.
+        num_classes, seed, classes: As in `RandomizedResponse`.
+
+    Raises:
+        ValueError: for arguments out of range; in `fit`, k > K.
+    """
+
+    def __init__(
+        self,
+        epsilon: float,
+        k: int,
+        prior: Any = None,
+        num_classes: int | None = None,
+        seed: int | None = None,
+        *,
+        classes: Any = None,
+    ):
+        self.epsilon, self.k, self.prior = epsilon, k, prior
+        self.num_classes, self.seed, self.classes = num_classes, seed, classes
+        self._check()
+
+    def _check(self) -> None:
+        super()._check()
+        _checks.whole("k", self.k, 1, "count the classes that may be released")
+        if self.num_classes is not None:
+            self._check_k(self.num_classes)
+
+    def _check_k(self, num_classes: int) -> None:
+        if self.k > num_classes:
+            raise ValueError(f"k={self.k} must be at most the number of classes, {num_classes}: lower it")
+
+    def _most_revealing(self) -> int:
+        return int(self.k)
+
+    def _plan(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return (*_top_k.by_likelihood(table), np.full(len(table), self.k))
+
+
+class RandomizedResponseWithPrior(_PriorTransformer):
+    """Randomized response on the k likeliest classes, with the k that makes the truth likeliest under each example's
+    prior.
+
+        RandomizedResponseWithPrior(1.0, prior=KMeansPrior(0.1)).fit_transform(X, y)
+
+    Promise: ε-DP in total when one label is replaced. A `LabelPrior` spends its `prior.epsilon` of it on noisy counts,
+    and randomized response runs at the rest. If the prior is right, no ε-DP mechanism tells the truth more often
+    (Ghazi et al. 2021, arXiv:2102.06062, Alg. 3 and Theorem 3).
+
+    Beware: the noise leans to where the prior leans, and its transition matrix is singular. `ForwardCorrectedLoss`
+    does harm here; train with the plain loss.
+
+    Args:
+        epsilon: ε > 0, the total.
+        prior: A `LabelPrior` (`KMeansPrior`, `NoisyHistogram`), fitted on the data for a part of `epsilon`. Or what
+            `PublicPrior` takes, for nothing: probabilities [K] or [n, K], a fitted classifier, a Keras model, a
+            function of X. None takes all classes for alike, which gives `RandomizedResponse`.
+        num_classes, seed, classes: As in `RandomizedResponse`.
+
+    Attributes:
+        classes_: [K], sorted.
+        prior_: The fitted `LabelPrior`, or the `PublicPrior`.
+        transition_matrix_, prior_index_, k_: What the last release did.
+        releases_, dp_event, ledger, epsilon_spent: How often, and the price of all.
+
+    Raises:
+        ValueError: for arguments out of range, a prior that costs `epsilon` or more, or one that is no distribution
+            over the classes; in `transform`, a label that is none of the classes.
+    """
+
+    def __init__(
+        self,
+        epsilon: float,
+        prior: Any = None,
+        num_classes: int | None = None,
+        seed: int | None = None,
+        *,
+        classes: Any = None,
+    ):
+        self.epsilon, self.prior = epsilon, prior
+        self.num_classes, self.seed, self.classes = num_classes, seed, classes
+        self._check()
+
+    def _plan(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        order, rank = _top_k.by_likelihood(table)
+        return order, rank, _top_k.best_k(table, order, self._response_epsilon)
+
+
+def randomized_response(y: Any, epsilon: float, num_classes: int | None = None, seed: int | None = None) -> Any:
+    """Releases `y` by randomized response, once; see `RandomizedResponse`.
+
+        y_noisy = randomized_response(y, epsilon=1.0, num_classes=10)
+        dataset = randomized_response(dataset, epsilon=1.0, num_classes=10)   # of labels, or (x, y)
+
+    Args:
+        y: Labels [n], in a list, array, pandas Series or tensor; or a finite `tf.data.Dataset`, which is read into
+            memory once, so that every epoch has the same noisy labels.
+        epsilon: ε > 0.
+        num_classes: K, for labels 0..K-1; None takes the classes that y names as public.
+        seed: None takes the operating system's entropy; a seed is for tests.
+
+    Returns:
+        The noisy labels, in the container of `y`.
+
+    Raises:
+        ValueError: for arguments out of range, or a label that is none of the classes.
+    """
+    return RandomizedResponse(epsilon, num_classes, seed).fit_transform(y)
+
+
+def _in_chunks(release: Any, values: np.ndarray, positions: bool = False) -> np.ndarray:
+    """`release` of each piece, put together; with `positions`, it is told where the piece starts."""
+    starts = range(0, len(values), _CHUNK)
+    result = None
+    for start in starts:
+        part = values[start : start + _CHUNK]
+        said = release(part, start) if positions else release(part)
+        if len(starts) == 1:
+            return said
+        result = np.empty(len(values), said.dtype) if result is None else result
+        result[start : start + len(part)] = said
+    return values.copy() if result is None else result
+
+
+def _distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct rows, and which one each row is; gives up where most rows differ."""
+    # Sorting one number a row, a random projection, is many times faster than sorting rows; equal rows have equal
+    # projections, and whether equal projections are equal rows is checked.
+    projection = table @ np.random.default_rng(0).random(table.shape[1])
+    _, first, row = np.unique(projection, return_index=True, return_inverse=True)
+    distinct = table[first]
+    if len(first) > len(table) // 2 or not (distinct[row] == table).all():
+        return table, np.arange(len(table))
+    return distinct, row

@@ -1,0 +1,60 @@
+"""What noisy labels say about how many there were of each class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.label_dp import _labels
+
+
+def debiased_label_counts(
+    noisy: Any, transition_matrix: Any, classes: Any = None, *, simplex: bool = False
+) -> np.ndarray:
+    """Estimates how many labels of each class there were, from the released ones. Costs nothing more.
+
+    Args:
+        noisy: Released labels [n].
+        transition_matrix: [K, K], P(released = j | label = i).
+        classes: The class of each row; None: 0..K-1.
+        simplex: False gives the unbiased estimate Tᵀ⁻¹·(counts of `noisy`), which can be below 0 or above n. True gives
+            the nearest counts in least squares that are ≥ 0 and sum to n: biased, but closer to the truth.
+
+    Returns:
+        float64 [K], summing to n.
+
+    Raises:
+        ValueError: A shape is wrong, a label is none of the classes, or the matrix cannot be inverted.
+
+    Source: Warner 1965, "Randomized response"; Kairouz et al. 2016, arXiv:1602.07387, section 4.
+    """
+    matrix = np.asarray(transition_matrix, np.float64)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(
+            f"transition_matrix must be [K, K], got the shape {list(matrix.shape)}: with several priors, count the "
+            "examples of each by themselves"
+        )
+    inverse = inverse_of(matrix)
+    known = np.arange(len(matrix)) if classes is None else np.asarray(classes)
+    if len(known) != len(matrix):
+        raise ValueError(f"classes has {len(known)} entries for {len(matrix)} rows: name the class of each row")
+    by_label = np.argsort(known, kind="stable")
+    codes = by_label[_labels.encode(_labels.read(noisy, "noisy")[0], known[by_label], "noisy")]
+    counts = inverse.T @ np.bincount(codes, minlength=len(matrix))
+    if not simplex:
+        return counts
+    # Projection onto the simplex: Duchi et al. 2008, "Efficient projections onto the l1-ball", Fig. 1.
+    falling = np.sort(counts)[::-1]
+    excess = (np.cumsum(falling) - len(codes)) / np.arange(1, len(counts) + 1)
+    return np.maximum(counts - excess[falling > excess][-1], 0)
+
+
+def inverse_of(matrix: np.ndarray) -> np.ndarray:
+    """The inverse of a transition matrix, or a `ValueError` where there is none to rely on."""
+    if np.linalg.cond(matrix) > 1e8:
+        raise ValueError(
+            "transition_matrix cannot be inverted: some labels are never told apart, as under a prior or a tiny ε; "
+            "there is no unbiased correction"
+        )
+    return np.linalg.inv(matrix)

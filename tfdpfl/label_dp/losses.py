@@ -1,0 +1,120 @@
+"""Cross-entropy for labels that went through a known noise; Keras losses, on Keras 2 and Keras 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.accounting import _checks
+from tfdpfl.label_dp._top_k import matrices
+from tfdpfl.label_dp.counts import inverse_of
+
+_DOC = """
+    Args:
+        transition_matrix: [K, K], P(released = j | label = i): a transformer's `transition_matrix_`. Or instead:
+        epsilon, num_classes: of `RandomizedResponse`.
+        from_logits: Whether the model's outputs are logits; else probabilities.
+        reduction, name: As in every Keras loss.
+
+    Labels are the released ones, classes 0..K-1 `[n]` or `[n, 1]`, or one-hot `[n, K]`.
+
+    Raises:
+        ValueError: The matrix is no [K, K] of rows that sum to one, or both or none of the two descriptions is given.
+    """
+
+
+class _NoisyLabelLoss(tf.keras.losses.Loss):
+    def __init__(
+        self,
+        transition_matrix: Any = None,
+        *,
+        epsilon: float | None = None,
+        num_classes: int | None = None,
+        from_logits: bool = False,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
+    ):
+        super().__init__(reduction=reduction, name=name or type(self).__name__)
+        if (transition_matrix is None) == (epsilon is None and num_classes is None):
+            raise ValueError(
+                "give either transition_matrix or both epsilon and num_classes, got "
+                f"{'both' if transition_matrix is not None else 'neither'}: a transformer's transition_matrix_ will do"
+            )
+        if transition_matrix is None:
+            _checks.real("epsilon", epsilon, "give the ε of the randomized response", above=0)
+            _checks.whole("num_classes", num_classes, 2, "count the classes")
+            transition_matrix = matrices(np.arange(num_classes)[None], np.array([num_classes]), epsilon)[0]
+        matrix = np.asarray(transition_matrix, np.float64)
+        square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and len(matrix) > 1
+        if not square or (matrix < 0).any() or not np.allclose(matrix.sum(axis=1), 1, atol=1e-6):
+            raise ValueError(
+                f"transition_matrix must be [K, K] with rows that sum to one, got the shape {list(matrix.shape)}: with "
+                "several priors there is no one matrix; use the plain loss"
+            )
+        self.transition_matrix, self.from_logits = matrix, from_logits
+
+    def get_config(self) -> dict[str, Any]:
+        config = super().get_config()
+        return {**config, "transition_matrix": self.transition_matrix.tolist(), "from_logits": self.from_logits}
+
+    def _log_probabilities(self, y_pred: tf.Tensor) -> tf.Tensor:
+        if self.from_logits:
+            return tf.nn.log_softmax(y_pred)
+        tiny = tf.keras.backend.epsilon()
+        return tf.math.log(tf.clip_by_value(y_pred / tf.reduce_sum(y_pred, -1, keepdims=True), tiny, 1.0))
+
+    def _one_hot(self, y_true: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """[n, K]; Keras may hand classes over as [n] or [n, 1]."""
+        y_true = tf.convert_to_tensor(y_true)
+        size = len(self.transition_matrix)
+        if y_true.shape.rank is not None and y_true.shape.rank > 1 and y_true.shape[-1] == size:
+            return tf.cast(y_true, dtype)
+        return tf.one_hot(tf.cast(tf.reshape(y_true, [-1]), tf.int32), size, dtype=dtype)
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class ForwardCorrectedLoss(_NoisyLabelLoss):
+    __doc__ = (
+        """Cross-entropy between the released label and what the model predicts for it: -log (Tᵀ·softmax)[ỹ].
+
+        model.compile(loss=ForwardCorrectedLoss(epsilon=1.0, num_classes=10, from_logits=True), ...)
+
+    Its minimiser is the distribution of the true labels, so the model's outputs mean true classes (Patrini et al. 2017,
+    arXiv:1609.03683, Theorem 2). For `RandomizedResponse`. Under a prior (`RandomizedResponseWithPrior`) it is
+    harmful: where only one class can be released, the label teaches nothing and the loss is flat.
+    """
+        + _DOC
+    )
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        y_pred = tf.convert_to_tensor(y_pred)
+        # log Σ_i T_ij·p_i without leaving logarithms: float16 and certain models stay finite.
+        log_matrix = tf.constant(np.log(np.maximum(self.transition_matrix, 1e-30)), y_pred.dtype)
+        log_noisy = tf.reduce_logsumexp(self._log_probabilities(y_pred)[:, :, None] + log_matrix, axis=1)
+        return -tf.reduce_sum(self._one_hot(y_true, y_pred.dtype) * log_noisy, axis=-1)
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class BackwardCorrectedLoss(_NoisyLabelLoss):
+    __doc__ = (
+        """A loss whose mean over the noise is the plain cross-entropy of the true label: Σ_j T⁻¹[ỹ, j]·ℓ(f, j).
+
+        model.compile(loss=BackwardCorrectedLoss(epsilon=1.0, num_classes=10, from_logits=True), ...)
+
+    For randomized response it is [(e^ε + K - 1)·ℓ(f, ỹ) - Σ_j ℓ(f, j)] / (e^ε - 1) (Patrini et al. 2017,
+    arXiv:1609.03683, Theorem 1). Unbiased, but unbounded below: stop early, or prefer `ForwardCorrectedLoss`.
+    Undefined under a prior, whose matrix is singular.
+    """
+        + _DOC
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._inverse = inverse_of(self.transition_matrix)
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        y_pred = tf.convert_to_tensor(y_pred)
+        weights = tf.matmul(self._one_hot(y_true, y_pred.dtype), tf.constant(self._inverse, y_pred.dtype))
+        return -tf.reduce_sum(weights * self._log_probabilities(y_pred), axis=-1)

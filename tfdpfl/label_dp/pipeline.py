@@ -1,0 +1,175 @@
+"""Label privacy where the data are read: a Keras layer for tf.data maps, and datasets with labels replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.label_dp._events import pure_event
+from tfdpfl.label_dp._top_k import keep_probability, matrices
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+# 2^53 steps fill the mantissa of a float64; a power of two takes a hash's bits evenly.
+_STEPS = 1 << 53
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class LabelPrivacy(tf.keras.layers.Layer):
+    """Randomized response inside a tf.data map, where every label keeps its noise however often it is read.
+
+        private = LabelPrivacy(epsilon=1.0, num_classes=10)
+        dataset = dataset.map(lambda id, x, y: (x, private(y, ids=id)))      # ids are unique and stable
+        dataset = private.cached(dataset)                                    # no ids: elements are labels or (x, y)
+
+    Noise that is drawn anew in every epoch is a release in every epoch, and ε grows with them. So there are two ways:
+    with `ids` the noise is a keyed hash (SipHash-2-4) of the example's id and label, the same in every pass, every
+    shuffle and every worker that holds this layer; without, `cached` reads the dataset once and keeps it in memory.
+
+    Promise: what is released for one id is ε-DP when its label is replaced, provided no two examples share an id. An id
+    whose label changes is a new release. The key is the operating system's and is not saved: a layer loaded from a
+    config has another one, and labels that go through both have been released twice.
+
+    Args:
+        epsilon: ε > 0.
+        num_classes: K; labels are integers 0..K-1.
+        seed: None takes the operating system's entropy for the key; a seed is for tests.
+
+    Call arguments:
+        labels: Integers of any shape.
+        ids: Integers or strings of the same shape.
+
+    Raises:
+        ValueError: for arguments out of range, or a call without ids.
+        tf.errors.InvalidArgumentError: when run, a label outside 0..K-1.
+    """
+
+    def __init__(self, epsilon: float, num_classes: int, seed: int | None = None, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.epsilon = _checks.real("epsilon", epsilon, "give the ε of one release", above=0)
+        self.num_classes = _checks.whole("num_classes", num_classes, 2, "count the classes")
+        self.seed = seed
+        self._key = [int(word) for word in np.random.SeedSequence(seed).generate_state(2, np.uint64) >> np.uint64(1)]
+
+    def call(self, labels: Any, ids: Any = None) -> tf.Tensor:
+        """The released labels, in the shape and dtype of `labels`."""
+        if ids is None:
+            raise ValueError(
+                "ids=None: without an id each pass would draw new noise, and cost ε again. Give every example's stable "
+                "id (a key column, or enumerate() before any shuffle), or use LabelPrivacy.cached(dataset)"
+            )
+        labels, ids = tf.convert_to_tensor(labels), tf.convert_to_tensor(ids)
+        if labels.dtype.is_floating or labels.dtype == tf.string:
+            raise ValueError(f"labels must be integers 0..{self.num_classes - 1}, got {labels.dtype.name}: cast them")
+        code = tf.cast(labels, tf.int64)
+        inside = tf.reduce_all((code >= 0) & (code < self.num_classes))
+        with tf.control_dependencies(
+            [tf.debugging.Assert(inside, [f"labels must be in 0..{self.num_classes - 1}, got", labels])]
+        ):
+            code = tf.identity(code)
+        name = ids if ids.dtype == tf.string else tf.strings.as_string(ids)
+        name = tf.strings.join([tf.strings.as_string(code), name], ":")
+        step = tf.strings.to_hash_bucket_strong(name, _STEPS, self._key)
+        uniform = tf.cast(step, tf.float64) / _STEPS
+        keep = float(keep_probability(self.epsilon, self.num_classes))
+        lies = self.num_classes - 1
+        turn = tf.cast(tf.floor((uniform - keep) * (lies / (1 - keep) if keep < 1 else 0.0)), tf.int64)
+        turn = 1 + tf.clip_by_value(turn, 0, lies - 1)
+        said = tf.where(uniform < keep, code, (code + turn) % self.num_classes)
+        return tf.cast(said, labels.dtype)
+
+    def cached(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Reads the dataset once and returns it with its labels replaced, the same in every epoch.
+
+        Args:
+            dataset: Finite; elements are labels, (x, y) or (x, y, sample_weight), batched or not. It and its order are
+                kept in memory: shuffle what comes out.
+        """
+        from tfdpfl.label_dp.classification import RandomizedResponse
+
+        # One release by the transformer: no ids, so no hash is needed.
+        mechanism = RandomizedResponse(self.epsilon, self.num_classes, self.seed)
+        return with_labels(dataset, lambda x, labels: mechanism.fit_transform(labels))
+
+    @property
+    def transition_matrix_(self) -> np.ndarray:
+        """[K, K], P(released = j | label = i)."""
+        return matrices(np.arange(self.num_classes)[None], np.array([self.num_classes]), self.epsilon)[0]
+
+    @property
+    def dp_event(self) -> DpEvent:
+        """One release of every id, however many epochs, as a dp-accounting event under "replace_one"."""
+        return pure_event(self.epsilon, self.num_classes)
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """The same in tfdpfl's accounting."""
+        return PrivacyLedger().add(self.dp_event, adjacency="replace_one")
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "epsilon": self.epsilon, "num_classes": self.num_classes, "seed": self.seed}
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        return input_shape
+
+
+def labels_of(dataset: tf.data.Dataset) -> np.ndarray:
+    """All labels of a dataset of labels or (x, y), flat."""
+    return _read(dataset)[2]
+
+
+def arrays_of(dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """All features and labels of a dataset of (x, y)."""
+    _, x, labels, _ = _read(dataset)
+    if x is None:
+        raise ValueError("The dataset must have (x, y) elements with one array x, since the prior needs features.")
+    return x, labels
+
+
+def with_labels(dataset: tf.data.Dataset, release: Callable[[Any, np.ndarray], np.ndarray]) -> tf.data.Dataset:
+    """The dataset, read once and kept in memory, with the labels that `release(x, labels)` returns."""
+    kept, x, labels, shapes = _read(dataset)
+    noisy = tf.constant(np.asarray(release(x, labels)))
+    sizes = np.array([int(np.prod(shape)) for shape in shapes])
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    places = tf.data.Dataset.from_tensor_slices((starts.astype(np.int64), sizes.astype(np.int64)))
+
+    def replace(element: Any, place: Any) -> Any:
+        old = element[1] if isinstance(element, tuple) else element
+        new = tf.reshape(noisy[place[0] : place[0] + place[1]], tf.shape(old))
+        new.set_shape(old.shape)
+        return (element[0], new, *element[2:]) if isinstance(element, tuple) else new
+
+    return tf.data.Dataset.zip((kept, places)).map(replace)
+
+
+def _read(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, np.ndarray | None, np.ndarray, list[tuple]]:
+    """The dataset in memory, its features if they are one array, its labels, and each element's shape of labels."""
+    spec = dataset.element_spec
+    if isinstance(spec, dict) or (isinstance(spec, tuple) and len(spec) not in (2, 3)):
+        raise ValueError(
+            f"The dataset must have labels or (x, y) or (x, y, sample_weight) as elements, got {spec}: map it to that."
+        )
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError("The dataset must be finite, got an infinite one; remove .repeat() or bound it with .take(n).")
+    # One whole pass fills the cache; from then on its order is fixed, and the labels line up.
+    kept = dataset.cache()
+    features, labels, shapes = [], [], []
+    for element in kept:
+        label = np.asarray((element[1] if isinstance(element, tuple) else element).numpy())
+        shapes.append(label.shape)
+        labels.append(label.ravel())
+        if isinstance(element, tuple) and tf.is_tensor(element[0]):
+            x = element[0].numpy()
+            features.append(x if label.ndim else x[None])
+    if not labels:
+        raise ValueError("The dataset must hold at least one example, got none.")
+    flat = np.concatenate(labels)
+    if flat.dtype == object:
+        flat = np.char.decode(flat.astype(bytes), "utf-8")
+    return kept, np.concatenate(features) if features else None, flat, shapes

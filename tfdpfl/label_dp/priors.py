@@ -1,0 +1,290 @@
+"""Guesses of each example's label: public ones, and noisy histograms that pay for themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import ClassifierMixin
+from sklearn.cluster import KMeans, MiniBatchKMeans
+from sklearn.decomposition import PCA
+from sklearn.exceptions import NotFittedError
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
+from tfdpfl.label_dp import _labels
+from tfdpfl.label_dp._base import LabelMechanism
+
+_MOST_FOR_KMEANS = 200_000
+_SUM_TOLERANCE = 1e-3  # of float16 softmax outputs; a prior's sum is no matter of privacy
+
+
+def check_probabilities(prior: Any, num_classes: int, name: str = "prior") -> np.ndarray:
+    """Returns `prior` as float64 [m, K] with rows that sum to one. Zeros are allowed: such a class is never released
+    where enough others are likely.
+
+    Raises:
+        ValueError: It has not K columns, or holds NaN or negative numbers, or a row that does not sum to one.
+    """
+    table = np.atleast_2d(np.asarray(prior, np.float64))
+    if table.ndim != 2 or table.shape[1] != num_classes:
+        raise ValueError(
+            f"{name} must have one column for each of the {num_classes} classes, got the shape "
+            f"{list(np.shape(prior))}: give [{num_classes}] for all examples or [n, {num_classes}], one row for each"
+        )
+    if not np.isfinite(table).all() or (table < 0).any():
+        wrong = table[~(np.isfinite(table) & (table >= 0))][0]
+        raise ValueError(f"{name} must hold probabilities, got {wrong}: logits go through a softmax first")
+    total = table.sum(axis=1, keepdims=True)
+    if (abs(total - 1) > _SUM_TOLERANCE).any():
+        wrong = total[abs(total - 1) > _SUM_TOLERANCE][0]
+        raise ValueError(f"{name} must sum to one in every row, got the sum {wrong:g}: divide each row by its sum")
+    return table / total
+
+
+class PublicPrior:
+    """A guess of the labels that owes nothing to the private ones, and so costs nothing.
+
+    What you wrap is taken at its word: a model trained on the private labels would void the guarantee.
+
+    Args:
+        source: Probabilities `[K]` for all examples or `[n, K]` for the examples in their order; or a fitted
+            scikit-learn classifier (`predict_proba`; its `classes_` are lined up); or a Keras model; or a function of
+            X. Models and functions give `[n, K]` for X.
+        from_logits: Whether the model's outputs need a softmax; None finds out: whatever are not rows of
+            probabilities are logits.
+        temperature: T > 0 of the softmax, p^(1/T) normalised. Above 1 for a model that is too sure of itself.
+
+    Raises:
+        ValueError: for arguments out of range, or outputs that are no guess at K classes of n examples.
+    """
+
+    def __init__(self, source: Any, from_logits: bool | None = None, temperature: float = 1.0):
+        self.source, self.from_logits = source, from_logits
+        self.temperature = _checks.real("temperature", temperature, "1 leaves the probabilities as they are", above=0)
+
+    def table(self, X: Any, classes: np.ndarray, n: int) -> np.ndarray:
+        """Probabilities [1, K], or [n, K] for the n examples X."""
+        source, columns = self.source, None
+        is_model = hasattr(source, "predict_proba") or hasattr(source, "predict") or callable(source)
+        if is_model and X is None:
+            raise ValueError("X=None, but the prior is a model of the features: call fit_transform(X, y)")
+        if hasattr(source, "predict_proba"):
+            try:
+                output = source.predict_proba(X)
+            except NotFittedError as error:
+                raise ValueError(
+                    f"prior={source!r} is not fitted, and fitting it on the private labels would give them away: fit "
+                    "it on public data, or use KMeansPrior"
+                ) from error
+            columns = getattr(source, "classes_", None)
+        elif hasattr(source, "predict"):
+            output = source.predict(X, verbose=0)
+        else:
+            output = source(X) if callable(source) else source
+        output = np.asarray(output)
+        if output.ndim == 2 and len(output) not in (1, n):
+            raise ValueError(f"prior has {len(output)} rows for {n} examples: give one row for each, in their order")
+        if columns is not None:
+            output = self._lined_up(output, np.asarray(columns), classes)
+        if self.from_logits or (self.from_logits is None and is_model and not _are_probabilities(output)):
+            scaled = np.asarray(output, np.float64) / self.temperature
+            weights = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+            return check_probabilities(weights / weights.sum(axis=-1, keepdims=True), len(classes))
+        table = check_probabilities(output, len(classes))
+        if self.temperature != 1:
+            table = table ** (1 / self.temperature)
+            table /= table.sum(axis=1, keepdims=True)
+        return table
+
+    @staticmethod
+    def _lined_up(output: np.ndarray, columns: np.ndarray, classes: np.ndarray) -> np.ndarray:
+        place = {label: i for i, label in enumerate(columns.tolist())}
+        unknown = [label for label in place if label not in set(classes.tolist())]
+        if unknown:
+            raise ValueError(f"prior.classes_ has {unknown[0]!r}, which is no class of the labels: fit it on the same")
+        full = np.zeros((len(output), len(classes)))
+        for j, label in enumerate(classes.tolist()):
+            if label in place:  # a class that the model never saw keeps probability 0
+                full[:, j] = output[:, place[label]]
+        return full
+
+
+def _are_probabilities(output: np.ndarray) -> bool:
+    return bool((output >= 0).all() and (abs(output.sum(axis=-1) - 1) <= _SUM_TOLERANCE).all())
+
+
+class LabelPrior(ClassifierMixin, LabelMechanism):
+    """Guesses from histograms of the private labels, one for each group of examples, with discrete Laplace noise.
+
+    A subclass says which group an example is in, from its features alone: `_fit_groups(X)` and `_groups(X)`.
+
+    Promise: `noisy_counts_`, and all that follows from it, is `epsilon`-DP when one label is replaced. That moves two
+    bins of one group's histogram by 1 each, so the noise is P(x) ∝ e^(-|x|·epsilon/2) on every bin; groups are
+    disjoint and public (Ghazi et al. 2021, arXiv:2102.06062, Alg. 4; Ghosh et al. 2009, arXiv:0811.2841).
+
+    Attributes:
+        classes_: [K], the columns.
+        noisy_counts_: [groups, K], noise included: whole numbers, some below 0.
+        prior_: [groups, K], the noisy counts with negative ones set to 0, normalised. A group with none left above 0
+            (an empty one, for instance) is uniform.
+    """
+
+    def fit(self, X: Any, y: Any, classes: Any = None) -> LabelPrior:
+        """Groups the examples by X, and releases the noisy histograms of y.
+
+        Args:
+            X: Features, [n, ...]; public.
+            y: Labels, [n].
+            classes: All classes; None takes the constructor's, or those that y names, as public.
+
+        Raises:
+            ValueError: NaN features, lengths that differ, labels that are none of the classes, too few examples.
+        """
+        self._check()
+        values, _ = _labels.read(y)
+        given = classes if classes is not None else self.classes
+        self.classes_ = _labels.find_classes(values, None if classes is not None else self.num_classes, given)
+        codes = _labels.encode(values, self.classes_)
+        X = _features(self, X, reset=True)
+        if len(X) != len(codes):
+            raise ValueError(f"X and y must have one length, got {len(X)} and {len(codes)}: give a label an example")
+        groups, count = self._fit_groups(X)
+        # From here on labels are looked at.
+        size = len(self.classes_)
+        counts = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size)
+        self.noisy_counts_ = counts + self._uniforms().discrete_laplace(self.epsilon / 2, counts.shape)
+        self._spend((float(self.epsilon), 2))
+        self._count_release()
+        clipped = np.maximum(self.noisy_counts_, 0)
+        total = clipped.sum(axis=1, keepdims=True)
+        self.prior_ = np.where(total > 0, clipped / np.maximum(total, 1), 1 / size)
+        return self
+
+    def groups(self, X: Any) -> np.ndarray:
+        """The group of each example, [n], from its features."""
+        check_is_fitted(self)
+        return self._groups(_features(self, X, reset=False))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The guess at each example's label, [n, K]; costs nothing more."""
+        return self.prior_[self.groups(X)]
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The likeliest class of each example, [n]."""
+        return self.classes_[self.predict_proba(X).argmax(axis=1)]
+
+    def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
+        raise PrivacyError(f"{type(self).__name__} does not say how features group: use KMeansPrior")
+
+    def _groups(self, X: np.ndarray) -> np.ndarray:
+        raise PrivacyError(f"{type(self).__name__} does not say how features group: use KMeansPrior")
+
+
+class NoisyHistogram(LabelPrior):
+    """One guess for all examples: how frequent each class is, with noise. For labels that are far from uniform.
+
+    Args:
+        epsilon: ε > 0 of the histogram.
+        num_classes: K, for integer labels 0..K-1.
+        classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
+        seed: None takes the operating system's entropy; a seed is for tests.
+    """
+
+    def __init__(
+        self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None
+    ):
+        self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
+        self._check()
+
+    def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
+        return np.zeros(len(X), np.intp), 1
+
+    def _groups(self, X: np.ndarray) -> np.ndarray:
+        return np.zeros(len(X), np.intp)
+
+
+class KMeansPrior(LabelPrior):
+    """Clusters the features, then releases each cluster's noisy label histogram. See `LabelPrior` for the promise.
+
+        RandomizedResponseWithPrior(1.0, prior=KMeansPrior(0.1, n_clusters=200)).fit_transform(X, y)
+
+    The clusters come from the features alone, which are public here; where features are private too, label DP is not
+    the tool. The guess helps as far as clusters are pure and hold many more than 1/ε examples.
+
+    Args:
+        epsilon: ε > 0 of the histograms, all together.
+        n_clusters: Number of clusters, at most the number of examples.
+        n_components: Principal components that are clustered; None takes the features as they are.
+        num_classes: K, for integer labels 0..K-1.
+        seed: None takes the operating system's entropy for the noise; a seed is for tests. It
+            decides the clusters, too.
+        classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
+        clusterer: Replaces PCA and KMeans: an object with `fit(X)` and `predict(X)`, such as a pipeline. None takes
+            scikit-learn's KMeans, MiniBatchKMeans above 200,000 examples.
+
+    Raises:
+        ValueError: for arguments out of range; in `fit`, fewer examples than clusters, NaN features.
+    """
+
+    def __init__(
+        self,
+        epsilon: float,
+        n_clusters: int = 100,
+        n_components: int | None = 50,
+        num_classes: int | None = None,
+        seed: int | None = None,
+        *,
+        classes: Any = None,
+        clusterer: Any = None,
+    ):
+        self.epsilon, self.n_clusters, self.n_components = epsilon, n_clusters, n_components
+        self.num_classes, self.seed, self.classes, self.clusterer = num_classes, seed, classes, clusterer
+        self._check()
+
+    def _check(self) -> None:
+        super()._check()
+        _checks.whole("n_clusters", self.n_clusters, 1, "count the clusters")
+        if self.n_components is not None:
+            _checks.whole("n_components", self.n_components, 1, "None clusters the features as they are")
+
+    def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
+        if self.clusterer is not None:
+            from sklearn.base import clone
+
+            self.clusterer_ = clone(self.clusterer, safe=False)
+            self.clusterer_.fit(X)
+            groups = self._groups(X)
+            return groups, max(int(groups.max()) + 1, getattr(self.clusterer_, "n_clusters", 0))
+        if self.n_clusters > len(X):
+            raise ValueError(
+                f"n_clusters={self.n_clusters} but X has only n_samples={len(X)} examples: take fewer clusters, each "
+                "with many examples"
+            )
+        # The noise has a stream of its own: that of the clusters may be known.
+        state = None if self.seed is None else np.random.RandomState(self.seed)
+        self.pca_ = None
+        if self.n_components is not None and self.n_components < X.shape[1]:
+            self.pca_ = PCA(min(self.n_components, len(X)), random_state=state).fit(X)
+            X = self.pca_.transform(X)
+        method = KMeans if len(X) <= _MOST_FOR_KMEANS else MiniBatchKMeans
+        self.clusterer_ = method(self.n_clusters, n_init=1, random_state=state).fit(X)
+        return self.clusterer_.labels_, self.n_clusters
+
+    def _groups(self, X: np.ndarray) -> np.ndarray:
+        reduced = X if getattr(self, "pca_", None) is None else self.pca_.transform(X)
+        groups = np.asarray(self.clusterer_.predict(reduced)).astype(np.intp)
+        if groups.min() < 0 or (hasattr(self, "prior_") and groups.max() >= len(self.prior_)):
+            raise ValueError(
+                f"clusterer={self.clusterer!r} must number its clusters from 0 and name none that it did not at fit, "
+                f"got {groups.min()}..{groups.max()}"
+            )
+        return groups
+
+
+def _features(estimator: LabelPrior, X: Any, reset: bool) -> np.ndarray:
+    """X as [n, features], checked; images and series are flattened."""
+    if len(getattr(X, "shape", ())) > 2:
+        X = np.asarray(X).reshape(len(X), -1)
+    return validate_data(estimator, X, reset=reset, dtype=[np.float64, np.float32])
