@@ -20,6 +20,7 @@ from tfdpfl.pate.analysis import (
     rdp_data_independent,
 )
 from tfdpfl.pate.epsilon import Epsilon
+from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity, smooth_sensitivity_release
 from tfdpfl.pate.votes import as_counts
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "InteractiveGNMax",
     "LNMax",
     "PySyftAnalysis",
+    "SanitizedEpsilon",
     "as_counts",
     "compose",
     "epsilon_of_rdp",
@@ -38,4 +40,6 @@ __all__ = [
     "pysyft_analysis",
     "rdp_data_dependent",
     "rdp_data_independent",
+    "smooth_sensitivity",
+    "smooth_sensitivity_release",
 ]

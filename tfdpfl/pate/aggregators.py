@@ -9,9 +9,10 @@ are relative to the sensitivity under that relation: the counts move by √2 in 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,23 @@ if TYPE_CHECKING:
 NO_LABEL = -1
 
 
+class _Argmax:
+    log_q_of_gap: Callable[[np.ndarray], np.ndarray]
+    step = 2.0  # how far a gap moves when one vote does
+
+    def log_q(self, counts: np.ndarray) -> np.ndarray:
+        return bounds.log_q(counts, self.log_q_of_gap)
+
+    def log_q_of_position(self, gap: np.ndarray, classes: int) -> np.ndarray:
+        """ln q of a query whose `classes - 1` rivals are all `gap` votes behind."""
+        return bounds.capped_log_q(math.log(classes - 1) + self.log_q_of_gap(gap), classes)
+
+
 @dataclass(frozen=True)
-class GaussianArgmax:
+class GaussianArgmax(_Argmax):
     """argmax(counts + N(0, σ²))."""
 
     sigma: float
-    step = 2.0  # how far the gap between two classes moves when one vote does
 
     @property
     def event(self) -> DpEvent:
@@ -44,9 +56,6 @@ class GaussianArgmax:
     @property
     def rho(self) -> float:
         return 1 / self.sigma**2
-
-    def log_q(self, counts: np.ndarray) -> np.ndarray:
-        return bounds.log_q(counts, self.log_q_of_gap)
 
     def log_q_of_gap(self, gap: np.ndarray) -> np.ndarray:
         return bounds.log_q_gaussian_of_gap(gap, self.sigma)
@@ -59,11 +68,10 @@ class GaussianArgmax:
 
 
 @dataclass(frozen=True)
-class LaplaceArgmax:
+class LaplaceArgmax(_Argmax):
     """argmax(counts + Laplace(1/γ))."""
 
     gamma: float
-    step = 2.0
 
     @property
     def event(self) -> DpEvent:
@@ -76,9 +84,6 @@ class LaplaceArgmax:
     @property
     def rho(self) -> float:
         return self.gamma**2
-
-    def log_q(self, counts: np.ndarray) -> np.ndarray:
-        return bounds.log_q(counts, self.log_q_of_gap)
 
     def log_q_of_gap(self, gap: np.ndarray) -> np.ndarray:
         return bounds.log_q_laplace_of_gap(gap, self.gamma)
@@ -111,11 +116,18 @@ class Threshold:
     def log_q(self, scores: np.ndarray) -> np.ndarray:
         return bounds.log_q_threshold(scores.max(axis=1) - self.threshold, self.sigma)
 
+    def log_q_of_position(self, distance: np.ndarray, classes: int) -> np.ndarray:
+        """ln q of a query whose largest score is `distance` from the threshold."""
+        return bounds.log_q_threshold(distance, self.sigma)
+
     def rdp_of_log_q(self, log_q: np.ndarray, orders: np.ndarray) -> np.ndarray:
         return bounds.rdp_gaussian(log_q, math.sqrt(2) * self.sigma, orders)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.asarray(orders, float) / self.sigma / self.sigma / 2
+
+
+Part = GaussianArgmax | LaplaceArgmax | Threshold
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,20 +167,16 @@ class Answers:
 
     def __getitem__(self, queries: Any) -> Answers:
         """The answers to some of the queries: a slice, a mask or indices."""
-        fields = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if isinstance(getattr(self, field.name), np.ndarray)
-        }
-        return dataclasses.replace(self, **{name: array[queries] for name, array in fields.items()})
+        arrays = {name: value[queries] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return Answers(**{**vars(self), **arrays})
 
     def __add__(self, other: Answers) -> Answers:
         """Both, one after the other."""
         if self.mechanism != other.mechanism:
             raise ValueError(f"answers must come from one mechanism, got {self.mechanism} and {other.mechanism}.")
-        join = lambda a, b: None if a is None else np.concatenate([a, b])  # noqa: E731
-        names = [field.name for field in dataclasses.fields(self) if field.name != "mechanism"]
-        return dataclasses.replace(self, **{n: join(getattr(self, n), getattr(other, n)) for n in names})
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        joined = {name: np.concatenate([value, getattr(other, name)]) for name, value in arrays.items()}
+        return Answers(**{**vars(self), **joined})
 
     @property
     def dp_event(self) -> DpEvent:
@@ -185,15 +193,27 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Aggregator:
+class Aggregator(abc.ABC):
     """What the mechanisms have in common; not one itself.
 
     `seed=None` draws noise from the operating system's entropy. With a seed whoever knows it can subtract the noise:
     it is for tests.
     """
 
+    seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
+    _rng: np.random.Generator = dataclasses.field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "_rng", np.random.default_rng(self.seed))
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """What runs on a query, in its order; the last one only where the query is answered."""
+
+    @abc.abstractmethod
+    def _answer(self, counts: np.ndarray) -> Answers:
+        """Draws the noise."""
 
     def aggregate(self, votes: Any, num_classes: int | None = None, *, num_teachers: int | None = None) -> Answers:
         """Answers every query once. Asking again costs again.
@@ -337,21 +357,20 @@ class LNMax(Aggregator):
 
     Args:
         gamma: γ, above 0; the scale of the noise is 1/γ votes.
-        seed: For tests only.
+        seed: For tests only; keyword only.
 
     Raises:
         ValueError: γ is not above 0.
     """
 
     gamma: float
-    seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _checks.real("gamma", self.gamma, "the scale of the noise is 1/gamma votes, for instance 0.05", above=0)
         super().__post_init__()
 
     @property
-    def parts(self) -> tuple:
+    def parts(self) -> tuple[Part, ...]:
         return (LaplaceArgmax(self.gamma),)
 
     def _answer(self, counts: np.ndarray) -> Answers:
@@ -365,21 +384,20 @@ class GNMax(Aggregator):
 
     Args:
         sigma: σ, in votes, above 0.
-        seed: For tests only.
+        seed: For tests only; keyword only.
 
     Raises:
         ValueError: σ is not above 0.
     """
 
     sigma: float
-    seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_sigma("sigma", self.sigma)
         super().__post_init__()
 
     @property
-    def parts(self) -> tuple:
+    def parts(self) -> tuple[Part, ...]:
         return (GaussianArgmax(self.sigma),)
 
     def _answer(self, counts: np.ndarray) -> Answers:
@@ -396,7 +414,7 @@ class ConfidentGNMax(Aggregator):
         threshold: T, in votes.
         sigma_threshold: σ₁ of the threshold's noise, in votes, above 0.
         sigma: σ₂ of GNMax, in votes, above 0.
-        seed: For tests only.
+        seed: For tests only; keyword only.
 
     Raises:
         ValueError: T is not finite or a σ is not above 0.
@@ -405,7 +423,6 @@ class ConfidentGNMax(Aggregator):
     threshold: float
     sigma_threshold: float
     sigma: float
-    seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _checks.real("threshold", self.threshold, "give the votes a plurality needs", at_least=-1e300)
@@ -414,7 +431,7 @@ class ConfidentGNMax(Aggregator):
         super().__post_init__()
 
     @property
-    def parts(self) -> tuple:
+    def parts(self) -> tuple[Part, ...]:
         return (Threshold(self.threshold, self.sigma_threshold), GaussianArgmax(self.sigma))
 
     def _answer(self, counts: np.ndarray, scores: np.ndarray | None = None) -> Answers:
@@ -440,7 +457,7 @@ class InteractiveGNMax(ConfidentGNMax):
         sigma_threshold: σ₁ of the threshold's noise, in votes, above 0.
         sigma: σ₂ of GNMax, in votes, above 0.
         confidence: The least probability at which the student's own label stands, in (0, 1].
-        seed: For tests only.
+        seed: For tests only; keyword only.
 
     Raises:
         ValueError: an argument is out of its range.

@@ -41,7 +41,7 @@ def rdp_data_independent(mechanism: Aggregator, orders: Any, num_queries: int | 
     Raises:
         ValueError: an order is not above 1.
 
-    Source: 2018, Proposition 8 and Theorem 9; 2017, Theorem 2. `mechanism.dp_event` has a lower price for LNMax.
+    Source: 2018, Proposition 8; 2017, Theorem 2. `mechanism.dp_event` has a lower price for LNMax.
     """
     orders = check_orders(orders)
     total = np.sum([part.rdp(orders) for part in mechanism.parts], axis=0)

@@ -33,6 +33,11 @@ def log_q(counts: np.ndarray, log_q_of_gap) -> np.ndarray:
     classes = counts.shape[1]
     ordered = np.sort(counts, axis=1)
     union = special.logsumexp(log_q_of_gap(ordered[:, -1:] - ordered[:, :-1]), axis=1)
+    return capped_log_q(union, classes)
+
+
+def capped_log_q(union: np.ndarray, classes: int) -> np.ndarray:
+    """ln min(q, 1 - 1/K)."""
     return np.maximum(np.minimum(union, np.log1p(-1 / classes)), _LEAST_LOG_Q)
 
 

@@ -1,0 +1,134 @@
+"""The smooth sensitivity bounds what brute force finds, and the published ε is above the truth."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tfdpfl.pate import (
+    ConfidentGNMax,
+    GNMax,
+    InteractiveGNMax,
+    LNMax,
+    epsilon_of_rdp,
+    rdp_data_dependent,
+    smooth_sensitivity,
+    smooth_sensitivity_release,
+)
+from tfdpfl.pate import analysis as analysis_module
+from tfdpfl.pate.sensitivity import release_cost
+
+TEACHERS, CLASSES = 14, 3
+ALL_VOTES = np.array([v for v in itertools.product(range(TEACHERS + 1), repeat=CLASSES) if sum(v) == TEACHERS])
+DISTANCE = np.abs(ALL_VOTES[:, None] - ALL_VOTES[None]).sum(axis=2) // 2  # votes that moved
+STUDENT = np.tile([0.6, 0.3, 0.1], (len(ALL_VOTES), 1))
+
+
+def votes_of(teachers, queries=200, seed=0):
+    rng = np.random.default_rng(seed)
+    right = rng.beta(8, 0.6, queries)
+    return np.array([rng.multinomial(teachers, [p] + [(1 - p) / 9] * 9) for p in right])
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options"),
+    [
+        (GNMax(1.0), {}),
+        (GNMax(3.0), {}),
+        (LNMax(1.0), {}),
+        (LNMax(0.3), {}),
+        (ConfidentGNMax(9, 3.0, 1.5), {}),
+        (ConfidentGNMax(9, 3.0, 1.5), {"answered": np.zeros(len(ALL_VOTES), bool)}),
+        (InteractiveGNMax(4, 3.0, 1.5), {"student": STUDENT}),
+    ],
+)
+@pytest.mark.parametrize(("order", "beta"), [(2.0, 0.2), (6.5, 0.05)])
+def test_it_is_smooth_and_at_least_what_brute_force_finds(mechanism, options, order, beta):
+    cost = rdp_data_dependent(mechanism, ALL_VOTES, [order], **options)[:, 0]
+    local = np.where(DISTANCE == 1, np.abs(cost[:, None] - cost[None]), 0).max(axis=1)
+    brute_force = (np.exp(-beta * DISTANCE) * local[None]).max(axis=1)
+    ours = smooth_sensitivity(mechanism, ALL_VOTES, order, beta, **options)
+    assert (ours >= brute_force * (1 - 1e-12)).all()
+    neighbours = np.where(DISTANCE == 1, ours[None], 0).max(axis=1)
+    assert (neighbours <= np.exp(beta) * ours * (1 + 1e-9)).all()
+    assert (ours <= 4 * brute_force + 1e-3 * brute_force.max()).mean() > 0.5  # and not by far
+
+
+@pytest.mark.parametrize(("order", "beta", "noise"), [(2.0, 0.2, 3.0), (8.0, 0.05, 5.0), (20.0, 0.02, 14.0)])
+def test_the_release_costs_at_least_the_divergence_of_its_noise(order, beta, noise):
+    worst = 0.0
+    for log_ratio in np.linspace(-beta, beta, 201):  # of the neighbour's sensitivity to ours, which is 1
+        variance = order * np.exp(2 * log_ratio) + 1 - order
+        shift = order * min(1, np.exp(2 * log_ratio)) / (2 * noise**2 * variance)  # moved by the lesser sensitivity
+        spread = log_ratio + (2 * log_ratio - np.log(variance)) / (2 * (order - 1))
+        worst = max(worst, shift + spread)
+    assert worst * (1 - 1e-9) <= release_cost(order, beta, noise) <= 1.01 * worst
+
+
+def test_cost_falls_as_votes_agree_more():
+    rng = np.random.default_rng(0)
+    log_q = -np.geomspace(400, 1e-6, 4000)
+    for _ in range(60):
+        orders, scale = np.array([1 + 10 ** rng.uniform(-2, 2.5)]), 10 ** rng.uniform(-1, 2.5)
+        for part in (*GNMax(scale).parts, *LNMax(1 / scale).parts):
+            rdp = part.rdp_of_log_q(log_q, orders)[:, 0]
+            assert (np.diff(rdp) >= -1e-12 * rdp.max()).all()
+
+
+@pytest.mark.parametrize("mechanism", [GNMax(80), LNMax(1 / 80), ConfidentGNMax(700, 300, 80)])
+def test_the_published_epsilon_is_above_the_truth_and_may_be_below_the_data_independent_one(mechanism):
+    votes = votes_of(1000)
+    release = [smooth_sensitivity_release(mechanism, votes, 1e-5, failure=0.2, seed=seed) for seed in range(40)]
+    order = release[0].order
+    cost = release_cost(order, release[0].beta, release[0].noise) + order / (2 * release[0].noise ** 2)
+    total = rdp_data_dependent(mechanism, votes, [order]).sum() + cost
+    truth = epsilon_of_rdp([order], [total], 1e-5)[0]
+    assert np.mean([r.epsilon < truth for r in release]) <= 0.2
+    assert 0.2 < np.mean([r.unpadded < truth for r in release]) < 0.8
+    assert np.median([float(r.epsilon) for r in release]) < mechanism.epsilon(votes, 1e-5, data_dependent=False)
+    assert len({float(r.epsilon) for r in release}) > 1
+
+
+def test_the_sanitised_figure_carries_no_warning_and_its_parameters_no_votes():
+    one, other = (smooth_sensitivity_release(GNMax(40), votes_of(250, seed=s), 1e-5) for s in (0, 1))
+    assert "not to be published" not in f"{one} {one.epsilon} {one!r}"
+    assert (one.order, one.beta, one.noise) == (other.order, other.beta, other.noise)
+    assert "sanitised epsilon" in str(one)
+
+
+def test_it_is_never_more_than_the_data_independent_cost_and_the_release():
+    votes = np.tile([5, 5], (50, 1))
+    release = smooth_sensitivity_release(GNMax(2), votes, 1e-5, seed=0)
+    cost = release_cost(release.order, release.beta, release.noise) + release.order / (2 * release.noise**2)
+    most = epsilon_of_rdp([release.order], [50 * release.order / 4 + cost], 1e-5)[0]
+    assert release.epsilon <= most * (1 + 1e-9)
+
+
+def test_answers_can_be_released_by_themselves():
+    votes = votes_of(250)
+    answers = ConfidentGNMax(200, 150, 40, seed=0).aggregate(votes)
+    by_answers = smooth_sensitivity_release(answers, delta=1e-5, seed=1)
+    by_votes = smooth_sensitivity_release(answers.mechanism, votes, 1e-5, answered=answers.by_teachers, seed=1)
+    assert by_answers == by_votes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": 1.0}, "above 1"),
+        ({"order": 10.0, "beta": 0.05}, r"beta must be below 1 / \(2 \* order\) = 0.05"),
+        ({"beta": 0.0}, "beta must be a finite number above 0"),
+        ({"noise": 0.0}, "noise must be a finite number above 0"),
+        ({"failure": 0.0}, "failure must be strictly between 0 and 1"),
+        ({"delta": 0.5}, "delta must be below 1 / 200"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        smooth_sensitivity_release(GNMax(40), votes_of(250), **{"delta": 1e-5, **options})
+
+
+def test_the_data_independent_ceiling_is_the_events():
+    orders = np.array([1.5, 8.0])
+    (part,) = GNMax(40).parts
+    assert analysis_module.rdp_of_event(part.event, orders) == pytest.approx(orders / 1600)
