@@ -51,7 +51,8 @@ def test_it_is_smooth_and_at_least_what_brute_force_finds(mechanism, options, or
     assert (ours >= brute_force * (1 - 1e-12)).all()
     neighbours = np.where(DISTANCE == 1, ours[None], 0).max(axis=1)
     assert (neighbours <= np.exp(beta) * ours * (1 + 1e-9)).all()
-    assert (ours <= 4 * brute_force + 1e-3 * brute_force.max()).mean() > 0.5  # and not by far
+    if "answered" not in options:  # the threshold by itself counts on largest scores down to 0, which are never seen
+        assert (ours <= 4 * brute_force).mean() > 0.5
 
 
 @pytest.mark.parametrize(("order", "beta", "noise"), [(2.0, 0.2, 3.0), (8.0, 0.05, 5.0), (20.0, 0.02, 14.0)])
