@@ -1,0 +1,92 @@
+"""What the tests of the optimizers share: a tiny classifier, its gradients in numpy, and ways to take one step."""
+
+import numpy as np
+
+CLASSES, WIDTH, HIDDEN = 3, 6, 5
+
+
+def keras3() -> bool:
+    import tensorflow as tf
+
+    return hasattr(tf.keras.optimizers.Optimizer, "scale_loss")
+
+
+def classifier(seed=0, dtype=None):
+    """Dense(5, tanh), Dense(3): logits, with weights that depend on nothing but the seed."""
+    import tensorflow as tf
+
+    keras = tf.keras
+    model = keras.Sequential(
+        [
+            keras.Input((WIDTH,)),
+            keras.layers.Dense(HIDDEN, activation="tanh", dtype=dtype),
+            keras.layers.Dense(CLASSES, dtype=dtype),
+        ]
+    )
+    model.set_weights(weights(seed))
+    return model
+
+
+def weights(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)]
+    return [rng.normal(size=s).astype(np.float32) for s in shapes]
+
+
+def examples(n=12, seed=0):
+    rng = np.random.default_rng(seed + 1000)
+    return rng.normal(size=(n, WIDTH)).astype(np.float32), rng.integers(0, CLASSES, n).astype(np.int32)
+
+
+def cross_entropy():
+    import tensorflow as tf
+
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def per_example_gradients(values, x, y, sample_weight=None):
+    """The classifier's gradients, [examples, ...] for each weight, by the chain rule in float64."""
+    w1, b1, w2, b2 = [np.asarray(v, np.float64) for v in values]
+    h = np.tanh(x.astype(np.float64) @ w1 + b1)
+    logits = h @ w2 + b2
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    d2 = p / p.sum(1, keepdims=True) - np.eye(CLASSES)[y]
+    if sample_weight is not None:
+        d2 *= np.asarray(sample_weight)[:, None]
+    d1 = d2 @ w2.T * (1 - h**2)
+    return [np.einsum("bi,bj->bij", x, d1), d1, np.einsum("bi,bj->bij", h, d2), d2]
+
+
+def norms_of(gradients):
+    return np.sqrt(sum((g**2).sum(tuple(range(1, g.ndim))) for g in gradients))
+
+
+def clipped_sum(values, x, y, clip, num_microbatches=None, sample_weight=None):
+    """What an optimizer without noise must sum."""
+    gradients = per_example_gradients(values, x, y, sample_weight)
+    if num_microbatches is not None:
+        gradients = [g.reshape(num_microbatches, -1, *g.shape[1:]).mean(1) for g in gradients]
+    factors = np.minimum(1, clip / np.maximum(norms_of(gradients), 1e-30))
+    return [np.tensordot(factors, g, 1) for g in gradients]
+
+
+def compiled(optimizer, seed=0, **kwargs):
+    model = classifier(seed)
+    model.compile(optimizer=optimizer, loss=kwargs.pop("loss", None) or cross_entropy(), **kwargs)
+    return model
+
+
+def update_of(model, step):
+    """How far each weight moved in ``step()``."""
+    before = model.get_weights()
+    step()
+    return [a - b for a, b in zip(model.get_weights(), before, strict=True)]
+
+
+def flat(arrays):
+    return np.concatenate([np.ravel(a) for a in arrays])
+
+
+def state_of(optimizer, name):
+    value = optimizer._dp_state[name]
+    return np.asarray(value)
