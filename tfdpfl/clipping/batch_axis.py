@@ -151,6 +151,8 @@ TRANSPOSED = {
     "Conv3DBackpropInputV2": 2,
     "DepthwiseConv2dNativeBackpropInput": 2,
 }
+# Ops that a user vouches for, with the axis of the examples (`register_rule`).
+PROMISED: dict[str, int] = {}
 # What may stand between SpaceToBatchND and BatchToSpaceND.
 _BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity".split())
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
@@ -359,7 +361,15 @@ class BatchAxis:
                 return self._mix(op, "makes an example's result depend on the batch size")
         return None
 
+    def _promised(self, op: tf.Operation, states: list[State]) -> State | None:
+        batches = [s for s in states if isinstance(s, Batch)]
+        if any(s.axis != PROMISED[op.type] for s in batches):
+            return self._mix(op, f"was registered with batch_axis={PROMISED[op.type]}, but the batch is elsewhere")
+        return Batch(PROMISED[op.type], batches[0].rows) if batches else None
+
     def _family(self, kind: str) -> Callable | None:
+        if kind in PROMISED:
+            return self._promised
         if kind in ELEMENTWISE:
             return self._elementwise
         if kind in REDUCTIONS:

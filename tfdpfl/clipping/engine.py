@@ -104,6 +104,8 @@ class Plan:
         self.graph: tf.Graph = loss.graph
         self.variables = [raw_variable(v) for v in variables]
         self.reads: dict[int, tf.Tensor] = {}
+        self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
+        self.replayed: set[int] = set()
         self.analysis = self._analyse(loss)
         self.batch_size = self._batch_size()
         split = LossOfOne(self.analysis, self.batch_size)
@@ -117,6 +119,7 @@ class Plan:
             origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
             raise PrivacyError(mixing(origin))
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
+        self.losses = losses
         losses, count = self._grouped(losses, num_microbatches)
         self.units = Units(self.batch_size, count, self.dtype)
         self.contributions = self._contributions(losses)
@@ -253,6 +256,8 @@ class Plan:
             made = RULES[kind.type](use, self.units)
             if made is None:
                 made = self._replay([op], [i]).gradients([out], [gs_of[key(out)]], self.units, self.sizes)[0]
+                self.replayed.add(id(made))
+            self.op_of[id(made)] = kind.type
             found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
         for replay in replays:
             ys = [t for t in replay.outputs if key(t) in gs_of]
@@ -260,6 +265,8 @@ class Plan:
                 made_all = replay.gradients(ys, [gs_of[key(t)] for t in ys], self.units, self.sizes)
                 for t, made in zip(replay.weights, made_all, strict=True):
                     weight, state = self._weight(t)
+                    self.replayed.add(id(made))
+                    self.op_of[id(made)] = max((op.type for op in replay.ops), key=lambda k: k.endswith("While"))
                     found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
         return found
 

@@ -28,7 +28,8 @@ class Replay:
         # Taken now: building a gradient may rewrite loops and calls.
         self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
         made = {key(t) for op in ops for t in op.outputs}
-        self.n_outputs = {op.name: len(op.outputs) for op in ops}
+        self.dtypes = {op.name: [t.dtype for t in op.outputs] for op in ops}
+        self.fed = {op.name: list(op.inputs) for op in ops}
         self.inputs = list({key(t): t for op in ops for t in op.inputs if key(t) not in made}.values())
         self.outputs = [t for op in ops for t in op.outputs if t.dtype.is_floating and isinstance(analysis[t], Batch)]
 
@@ -61,7 +62,9 @@ class Replay:
                 graph_tools.lift_functions(outer, graph, attrs)
                 attrs = _loose(attrs)
                 try:
-                    made = graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
+                    made = graph_tools.copy_op(
+                        op, [now[key(t)] for t in self.fed[op.name]], attrs, self.dtypes[op.name]
+                    )
                 except (ValueError, TypeError) as error:
                     raise PrivacyError(
                         f"{op.type} ({op.name!r}) uses weights and cannot be run on one example alone: "

@@ -3,9 +3,13 @@ besides `batch_axis`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util_v2
+
+_numbers = itertools.count()
 
 
 def ancestors(targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = ()) -> dict[str, tf.Operation]:
@@ -26,13 +30,25 @@ def attributes(op: tf.Operation) -> dict:
     return {k: v for k, v in op.node_def.attr.items() if k != "_class"}
 
 
-def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], attrs: dict | None = None) -> list[tf.Tensor]:
-    """The same op on other inputs, in the current graph."""
-    graph = tf.compat.v1.get_default_graph()
-    dtypes = [t.dtype for t in op.outputs]
-    made = graph.create_op(
-        op.type, list(inputs), dtypes, name=f"tfdpfl/{op.type}", attrs=attributes(op) if attrs is None else attrs
+def copy_op(
+    op: tf.Operation, inputs: Sequence[tf.Tensor], attrs: dict | None = None, dtypes: Sequence[tf.DType] | None = None
+) -> list[tf.Tensor]:
+    """The same op on other inputs, in the current graph; ``attrs`` and ``dtypes`` as the op had them earlier."""
+    made = tf.compat.v1.get_default_graph().create_op(
+        op.type,
+        list(inputs),
+        list(dtypes) if dtypes is not None else [t.dtype for t in op.outputs],
+        name=f"tfdpfl/{op.type}",
+        attrs=attributes(op) if attrs is None else attrs,
     )
+    if made.type in ("While", "StatelessWhile"):
+        # The gradient rewrites a loop's functions under names derived from theirs; the copy must not share them.
+        shapes = [tf.TensorShape(s) for s in made.get_attr("output_shapes")]
+        for kind in ("cond", "body"):
+            name = made.get_attr(kind).name
+            body = control_flow_util_v2.get_func_graph(made, shapes, name)
+            body.name = f"{name}_tfdpfl_{next(_numbers)}"
+            setattr(made, f"_{kind}_graph", body)
     if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
         made._gradient_function = op._gradient_function
     return list(made.outputs)

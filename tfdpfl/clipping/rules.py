@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import ELEMENTWISE, PRODUCTS, Batch, BatchAxis, constant, matmul_labels
+from tfdpfl.clipping.batch_axis import ELEMENTWISE, PRODUCTS, PROMISED, Batch, BatchAxis, constant, matmul_labels
 
 # A length that is unknown while tracing counts as this one when costs are compared.
 TYPICAL_LENGTH = 64
@@ -283,6 +283,27 @@ def rule(*kinds: str) -> Callable[[Rule], Rule]:
         return function
 
     return add
+
+
+def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[Rule], Rule]:
+    """Teaches the engine an op: a decorator for a function ``rule(use, units)``.
+
+        @tfdpfl.clipping.register_rule("MyScale", batch_axis=0)
+        def scale(use, units):  # y = MyScale(x, w), entry by entry
+            return summed_to(use.g * use.inputs[0], use.out, use.shape, units)
+
+    Args:
+      op_type: the op's type, as in ``tensor.op.type``.
+      batch_axis: give it for an op that the engine does not know: the axis of the examples in its inputs that have
+        them and in its outputs. It is your promise that row i of an output depends on row i of each input alone, and
+        that the op's gradient keeps to that; ε hangs on it. `validate` checks it with numbers.
+
+    The rule returns `Outer`, `Lookup` or `Formed` from `tfdpfl.clipping.rules` (see there), or None to leave a use to
+    the exact fallback. A rule for an op that has one replaces it.
+    """
+    if batch_axis is not None:
+        PROMISED[op_type] = batch_axis
+    return rule(op_type)
 
 
 def dims_of(t: tf.Tensor) -> list:
