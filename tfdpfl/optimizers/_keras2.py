@@ -37,11 +37,22 @@ class Keras2Adapter:
                 loss = loss()
         variables = list(var_list() if callable(var_list) else var_list)
         self._check_graph(loss)
+        loss, scale = self._without_fixed_scale(loss)
         private = self._dp.update(loss, variables, self._dp_state)
+        if scale is not None:
+            private = [g if g is None else g * tf.cast(scale, g.dtype) for g in private]
         # By name: a tensor would keep its graph alive.
         released = self._dp_released.setdefault(loss.graph, set())
         released.update(g.name for g in private if g is not None)
         return list(zip(private, variables, strict=True))
+
+    def _without_fixed_scale(self, loss):
+        """The loss as it was before a LossScaleOptimizer with dynamic=False multiplied it, and its scale or None."""
+        if getattr(self, "_is_wrapped_by_loss_scale_optimizer", False) and loss.op.type == "Mul":
+            loss_, scale = loss.op.inputs
+            if scale.op.type == "Const" and scale.shape.rank == 0:
+                return loss_, scale
+        return loss, None
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
