@@ -12,7 +12,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 _MODULES = {
-    "classification": ["RandomizedResponse", "RandomizedResponseTopK", "RandomizedResponseWithPrior", "randomized_response"],
+    "classification": [
+        "RandomizedResponse",
+        "RandomizedResponseTopK",
+        "RandomizedResponseWithPrior",
+        "randomized_response",
+    ],
     "priors": ["LabelPrior", "KMeansPrior", "PublicPrior", "NoisyHistogram"],
     "regression": ["RROnBins", "UnbiasedRandomizer"],
     "multi_stage": ["MultiStageTraining"],

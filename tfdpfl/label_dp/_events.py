@@ -16,7 +16,7 @@ def pure_event(epsilon: float, outcomes: int = 2) -> DpEvent:
     Args:
         epsilon: ε of the mechanism.
         outcomes: K if it is randomized response on K classes. 2 stands for any ε-DP mechanism: randomized response
-            on two classes dominates them all (Kairouz et al. 2015, arXiv:1311.0776, Theorem 3.4).
+            on two classes dominates them all (Kairouz et al. 2015, arXiv:1311.0776).
     """
     from dp_accounting import dp_event
 

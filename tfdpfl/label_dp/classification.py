@@ -64,9 +64,7 @@ class RandomizedResponse(_LabelTransformer):
         ValueError: for arguments out of range; in `transform`, a label that is none of the classes.
     """
 
-    def __init__(
-        self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None
-    ):
+    def __init__(self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self._check()
 
@@ -330,7 +328,7 @@ class RandomizedResponseWithPrior(_PriorTransformer):
 
     Promise: ε-DP in total when one label is replaced. A `LabelPrior` spends its `prior.epsilon` of it on noisy counts,
     and randomized response runs at the rest. If the prior is right, no ε-DP mechanism tells the truth more often
-    (Ghazi et al. 2021, arXiv:2102.06062, Alg. 3 and Theorem 3).
+    (Ghazi et al. 2021, arXiv:2102.06062, Alg. 3).
 
     Beware: the noise leans to where the prior leans, and its transition matrix is singular. `ForwardCorrectedLoss`
     does harm here; train with the plain loss.

@@ -143,11 +143,13 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
             ValueError: NaN features, lengths that differ, labels that are none of the classes, too few examples.
         """
         self._check()
+        X = _features(self, X, reset=True)
+        if y is None:
+            raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None: call fit(X, y)")
         values, _ = _labels.read(y)
         given = classes if classes is not None else self.classes
         self.classes_ = _labels.find_classes(values, None if classes is not None else self.num_classes, given)
         codes = _labels.encode(values, self.classes_)
-        X = _features(self, X, reset=True)
         if len(X) != len(codes):
             raise ValueError(f"X and y must have one length, got {len(X)} and {len(codes)}: give a label an example")
         groups, count = self._fit_groups(X)
@@ -169,11 +171,13 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The guess at each example's label, [n, K]; costs nothing more."""
-        return self.prior_[self.groups(X)]
+        groups = self.groups(X)
+        return self.prior_[groups]
 
     def predict(self, X: Any) -> np.ndarray:
         """The likeliest class of each example, [n]."""
-        return self.classes_[self.predict_proba(X).argmax(axis=1)]
+        likeliest = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[likeliest]
 
     def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
         raise PrivacyError(f"{type(self).__name__} does not say how features group: use KMeansPrior")
@@ -192,9 +196,7 @@ class NoisyHistogram(LabelPrior):
         seed: None takes the operating system's entropy; a seed is for tests.
     """
 
-    def __init__(
-        self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None
-    ):
+    def __init__(self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self._check()
 
@@ -287,4 +289,9 @@ def _features(estimator: LabelPrior, X: Any, reset: bool) -> np.ndarray:
     """X as [n, features], checked; images and series are flattened."""
     if len(getattr(X, "shape", ())) > 2:
         X = np.asarray(X).reshape(len(X), -1)
-    return validate_data(estimator, X, reset=reset, dtype=[np.float64, np.float32])
+    # KMeans wants to see the type again that it was fitted on.
+    dtype = [np.float64, np.float32] if reset else getattr(estimator, "_dtype", np.float64)
+    X = validate_data(estimator, X, reset=reset, dtype=dtype)
+    if reset:
+        estimator._dtype = X.dtype
+    return X

@@ -147,7 +147,7 @@ class RROnBins(_RegressionMechanism):
         noisy = RROnBins(1.0, prior_epsilon=0.2, values=np.linspace(0, 100, 101)).fit_transform(y)
 
     Promise: ε-DP in total when one label is replaced. If the prior is right, no ε-DP mechanism has a smaller expected
-    loss (Ghazi et al. 2023, arXiv:2212.06074, Theorem 1 and Alg. 2).
+    loss (Ghazi et al. 2023, arXiv:2212.06074).
 
     Args:
         epsilon: ε > 0, the total.
@@ -284,7 +284,7 @@ class UnbiasedRandomizer(_RegressionMechanism):
 
     Promise: ε-DP in total when one label is replaced; E[released | label] = label for labels inside the range of the
     values (a label between two is rounded to either, at random; one outside is moved to the end). It is the linear
-    program min Σ p_y M(ŷ|y)(ŷ - y)² over ε-DP, unbiased M (Badanidiyuru et al. 2023, arXiv:2312.05659, section 3).
+    program min Σ p_y M(ŷ|y)(ŷ - y)² over ε-DP, unbiased M (Badanidiyuru et al. 2023, arXiv:2312.05659).
 
     Args:
         epsilon: ε > 0, the total.
@@ -329,7 +329,7 @@ class UnbiasedRandomizer(_RegressionMechanism):
         low, high = self.values_[0], self.values_[-1]
         middle, half = (low + high) / 2, (high - low) / 2
         # To a hair beyond, so that the program has a solution in spite of its tolerance.
-        reach = (1 + 1e-3) / np.tanh(self._response_epsilon / 2)
+        reach = (1 + 1e-3) / np.tanh(_with_margin(self._response_epsilon) / 2)
         unit = np.linspace(-reach, reach, self.num_outputs or 2 * len(self.values_) + 1)
         inputs = (self.values_ - middle) / half
         matrix = _unbiased_program(inputs, self.probabilities_, unit, self._response_epsilon)
@@ -353,14 +353,18 @@ class UnbiasedRandomizer(_RegressionMechanism):
         return self.outputs_[said]
 
 
+def _with_margin(epsilon: float) -> float:
+    """The ε that the linear program may use; the rest is for its tolerance."""
+    return epsilon - min(1e-4, 1e-2 * epsilon)
+
+
 def _unbiased_program(inputs: np.ndarray, p: np.ndarray, outputs: np.ndarray, epsilon: float) -> np.ndarray:
     """M [inputs, outputs] of the linear program, with what the solver's tolerance left over put right."""
     n, m = len(inputs), len(outputs)
-    # Variables: M row by row, then each output's floor f with f ≤ M ≤ e^ε f, which says ε-DP in 2nm rows. The margin
-    # in ε takes the repairs below.
+    # Variables: M row by row, then each output's floor f with f ≤ M ≤ e^ε f, which says ε-DP in 2nm rows.
     floor = sparse.kron(np.ones((n, 1)), sparse.identity(m))
     cells = sparse.identity(n * m)
-    ratio = np.exp(epsilon - min(1e-4, 1e-2 * epsilon))
+    ratio = np.exp(_with_margin(epsilon))
     private = sparse.bmat([[-cells, floor], [cells, -ratio * floor]], format="csr")
     sums = sparse.kron(sparse.identity(n), np.ones((1, m)))
     means = sparse.kron(sparse.identity(n), outputs[None])

@@ -1,0 +1,138 @@
+"""Lower bounds on ε from what a mechanism really does: where one is above the claim, the claim is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from tfdpfl.accounting import _checks
+
+_MOST_DISTINCT = 0.05  # of the trials; above, outputs are taken for continuous
+
+
+def audit_epsilon(
+    mechanism: Callable[..., Any],
+    dataset: Any,
+    neighbour: Any,
+    trials: int = 10_000,
+    confidence: float = 0.99,
+    *,
+    delta: float = 0.0,
+    vectorized: bool = False,
+) -> float:
+    """Returns an ε that the mechanism does not stay below, from repeated runs on two neighbouring inputs.
+
+        audit_epsilon(lambda y: RandomizedResponse(1.0, 10).fit_transform(y)[0], y, y_other, trials=20_000)
+
+    Half of the runs choose the outputs that tell the two inputs apart best; the other half, untouched by that choice,
+    count how often each input leads there. If p and q are the two frequencies' Clopper-Pearson bounds, from below and
+    above, then ε ≥ ln((p - δ) / q).
+
+    Promise: with probability `confidence` at least, the returned number is at most the mechanism's true ε at δ. A small
+    one proves nothing: with n trials no more than about ln(n / 12) can be seen.
+
+    Args:
+        mechanism: Takes a data set and returns what an adversary sees: a number, a string, or an array of equal
+            shape every time. It must draw new randomness at every call (no fixed seed).
+        dataset: An input, passed on as it is.
+        neighbour: One that differs in what privacy protects: one example, or one label.
+        trials: Runs on each input, at least 20.
+        confidence: Strictly between 0 and 1, of both Clopper-Pearson bounds together.
+        delta: δ of the claim to be tested.
+        vectorized: Whether the mechanism takes (data set, trials) and returns that many independent outputs,
+            `[trials, ...]`; much faster where it can.
+
+    Returns:
+        The lower bound, 0.0 where there is nothing to see.
+
+    Raises:
+        ValueError: An argument is out of its range, or the outputs have different shapes.
+
+    Source: Jagielski et al. 2020, arXiv:2006.07709; Clopper & Pearson 1934.
+    """
+    trials = _checks.whole("trials", trials, 20, "a few thousand runs see an ε of about 5")
+    confidence = _checks.probability("confidence", confidence, "for instance 0.99")
+    delta = _checks.real("delta", delta, "0 for pure ε-DP", at_least=0)
+    if delta >= 1:
+        raise ValueError(f"delta must be below 1, got {delta!r}: take the δ of the claim")
+    seen = [_outputs(mechanism, data, trials, vectorized) for data in (dataset, neighbour)]
+    if seen[0].shape[1:] != seen[1].shape[1:]:
+        raise ValueError(
+            f"mechanism returned outputs of the shapes {list(seen[0].shape[1:])} and {list(seen[1].shape[1:])}: return "
+            "what can be compared, equal shapes for both inputs"
+        )
+    half = trials // 2
+    chosen, counted = [part[:half] for part in seen], [part[half:] for part in seen]
+    score = _likelihood_ratio(*chosen)
+    scores = [score(part) for part in chosen]
+    # The event is the outputs with a score above a threshold (or below: then the neighbour is the likelier one).
+    best, event = -math.inf, (1, math.inf)
+    for sign in (1, -1):
+        likely, unlikely = (np.sort(sign * part) for part in (scores if sign == 1 else scores[::-1]))
+        thresholds = np.unique(np.concatenate([likely, unlikely]))
+        thresholds = thresholds[np.linspace(0, len(thresholds) - 1, min(len(thresholds), 200)).astype(int)]
+        hits = half - np.searchsorted(likely, thresholds, "left")
+        misses = half - np.searchsorted(unlikely, thresholds, "left")
+        bounds = _epsilon(hits, misses, half, confidence, delta)
+        if bounds.max() > best:
+            best, event = bounds.max(), (sign, thresholds[bounds.argmax()])
+    sign, threshold = event
+    likely, unlikely = (sign * score(part) >= threshold for part in (counted if sign == 1 else counted[::-1]))
+    return max(0.0, float(_epsilon(likely.sum(), unlikely.sum(), trials - half, confidence, delta)))
+
+
+def _epsilon(hits: Any, misses: Any, n: int, confidence: float, delta: float) -> np.ndarray:
+    """ln((p - δ) / q) of the Clopper-Pearson bounds, each with half of the error."""
+    error = (1 - confidence) / 2
+    hits, misses = np.asarray(hits), np.asarray(misses)
+    low = np.where(hits > 0, stats.beta.ppf(error, np.maximum(hits, 1), n - hits + 1), 0.0)
+    high = np.where(misses < n, stats.beta.ppf(1 - error, misses + 1, np.maximum(n - misses, 1)), 1.0)
+    with np.errstate(divide="ignore"):
+        return np.log(np.maximum(low - delta, 0)) - np.log(high)
+
+
+def _outputs(mechanism: Callable[..., Any], data: Any, trials: int, vectorized: bool) -> np.ndarray:
+    """[trials] or [trials, features]: what came out."""
+    if vectorized:
+        outputs = np.asarray(mechanism(data, trials))
+        if len(outputs) != trials:
+            raise ValueError(f"mechanism must return {trials} outputs, got {len(outputs)}: one for each trial")
+    else:
+        runs = [np.asarray(mechanism(data)) for _ in range(trials)]
+        shapes = {run.shape for run in runs}
+        if len(shapes) > 1:
+            raise ValueError(f"mechanism must return one shape every time, got {sorted(shapes)[:3]}: pad or summarise")
+        outputs = np.stack(runs)
+    return outputs.reshape(trials, -1)
+
+
+def _likelihood_ratio(first: np.ndarray, second: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """A score that rises with how much likelier an output is under the first input, learned from these runs: the ratio
+    of counts for few distinct outputs, else the number itself, or a linear classifier of several."""
+    both = np.concatenate([first, second])
+    known, codes = np.unique(both, axis=0, return_inverse=True)
+    codes = codes.reshape(-1)
+    if len(known) <= max(2, _MOST_DISTINCT * len(both)):
+        counts = [np.bincount(part, minlength=len(known)) for part in np.split(codes, [len(first)])]
+        ratio = np.log(counts[0] + 0.5) - np.log(counts[1] + 0.5)
+        place = {row.tobytes(): i for i, row in enumerate(known)}
+        ratio = np.append(ratio, 0.0)  # of an output never seen before
+        return lambda part: ratio[[place.get(row.tobytes(), -1) for row in part]]
+    if both.dtype.kind not in "biuf":
+        raise ValueError(
+            f"mechanism returned {len(known)} different outputs of dtype {both.dtype}, too many to count: return "
+            "numbers, or a summary"
+        )
+    if both.shape[1] == 1:
+        return lambda part: part[:, 0].astype(np.float64)
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=200))
+    model.fit(both, np.repeat([1, 0], [len(first), len(second)]))
+    return lambda part: model.decision_function(part)
