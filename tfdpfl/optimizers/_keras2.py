@@ -49,9 +49,10 @@ class Keras2Adapter:
     def _without_fixed_scale(self, loss):
         """The loss as it was before a LossScaleOptimizer with dynamic=False multiplied it, and its scale or None."""
         if getattr(self, "_is_wrapped_by_loss_scale_optimizer", False) and loss.op.type == "Mul":
-            loss_, scale = loss.op.inputs
+            unscaled, scale = loss.op.inputs
+            scale = scale.op.inputs[0] if scale.op.type == "Cast" else scale  # to float16, where it may overflow
             if scale.op.type == "Const" and scale.shape.rank == 0:
-                return loss_, scale
+                return unscaled, scale
         return loss, None
 
     @tf.autograph.experimental.do_not_convert
