@@ -73,17 +73,20 @@ def grouped(gradients, m):
     return [g.reshape(m, len(g) // m, *g.shape[1:]).mean(1) for g in gradients]
 
 
-def signature(x, batch=None, free=False):
+def signature(x, batch=None, free=False, shape=None):
     """TensorSpecs for a batch of any size; with ``free``, of any lengths."""
+    if shape is not None:
+        return tf.TensorSpec(shape, x.dtype)
     return tf.nest.map_structure(
         lambda a: tf.TensorSpec([batch, *([None] * (a.ndim - 1) if free else a.shape[1:])], a.dtype), x
     )
 
 
-def engine(losses, x, variables, clip, *, batch=None, free=False, reduce=tf.reduce_mean, m=None, jit=False):
+def engine(losses, x, variables, clip, *, batch=None, free=False, signature_shape=None,
+           reduce=tf.reduce_mean, m=None, jit=False):  # fmt: skip
     """What `clipped_gradients` gives: (sums, norms, number of units that were not finite)."""
 
-    @tf.function(input_signature=[signature(x, batch, free)], jit_compile=jit)
+    @tf.function(input_signature=[signature(x, batch, free, signature_shape)], jit_compile=jit)
     def step(x):
         r = clipped_gradients(reduce(losses(x)), variables, clip, m)
         return [tf.zeros(v.shape) if s is None else s for s, v in zip(r.sum, raw(variables), strict=True)], (

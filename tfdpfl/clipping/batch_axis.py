@@ -95,7 +95,15 @@ def key(t: tf.Tensor) -> tuple[str, int]:
 
 
 def constant(t: tf.Tensor) -> np.ndarray | None:
-    return tensor_util.constant_value(t)
+    """The tensor's value where it follows from constants alone (TensorFlow's own folding stops at products)."""
+    value = tensor_util.constant_value(t)
+    if value is None and t.op.type in ("Cast", "Identity", "Prod", "Mul"):
+        values = [constant(i) for i in t.op.inputs]
+        if all(v is not None for v in values):
+            combine = {"Prod": lambda x, axes: np.prod(x), "Mul": np.multiply}.get(t.op.type, lambda x: x)
+            if t.op.type != "Prod" or t.shape.rank == 0:
+                value = np.asarray(combine(*values)).astype(t.dtype.as_numpy_dtype)
+    return value
 
 
 def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:
@@ -154,7 +162,7 @@ TRANSPOSED = {
 # Ops that a user vouches for, with the axis of the examples (`register_rule`).
 PROMISED: dict[str, int] = {}
 # What may stand between SpaceToBatchND and BatchToSpaceND.
-_BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity".split())
+_BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity ExpandDims Squeeze".split())
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
           "While": ("body",), "StatelessWhile": ("body",), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
@@ -243,6 +251,7 @@ class BatchAxis:
         self.ops: dict[str, tf.Operation] = {}
         self._outer: BatchAxis | None = None
         self.reads: list[tuple[Handle, tf.Operation]] = []
+        self.static: set[int | None] = set()  # batch sizes that a caller's inputs have
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -588,7 +597,7 @@ class BatchAxis:
     def _product(self, op: tf.Operation, states: list[State]) -> State | None:
         batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
         if not batches:
-            return None
+            return self._first_state(op, states)
         la, lb, lo = matmul_labels(op)
         labels = [la, lb][: len(op.inputs)]
         if len(op.inputs) > 2:
@@ -610,6 +619,16 @@ class BatchAxis:
         if len(rows) > 1:
             return self._mix(op, "combines rows of different examples")
         return Batch(lo.index(mark), rows.pop() if rows else None)
+
+    def _first_state(self, op: tf.Operation, states: list[State]) -> State | None:
+        """A recurrent layer's first state times its weights, in a batch of static size: rows of equal values."""
+        if op.type != "MatMul" or op.get_attr("transpose_a"):
+            return None
+        x, s, w = op.inputs[0], states[0], states[1]
+        fed = {t.shape[0] for t in self.sources} | self.static
+        if not (isinstance(s, Public) and isinstance(w, Public) and w.deps and x.shape[0] in fed):
+            return None
+        return Batch(0) if x.shape[0] is not None and x.shape[0] > 1 and self._row_free(x, s, -2) else None
 
     def _random(self, op: tf.Operation, states: list[State]) -> State | None:
         shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
@@ -659,6 +678,10 @@ class BatchAxis:
         return self._mix(op, "runs Python code, which cannot be followed")
 
     _op_eagerpyfunc = _op_pyfuncstateless = _op_pyfunc
+
+    def _op_const(self, op, states):
+        value = constant(op.outputs[0])
+        return Public(alike=value is not None and value.size > 0 and bool(np.all(value == value.flat[0])))
 
     def _op_rank(self, op, states):
         return Public()
@@ -721,7 +744,7 @@ class BatchAxis:
             if axis is None:
                 return self._mix(op, "moves examples across axes")
             axis = int(np.ravel(axis)[0]) % op.outputs[0].shape.rank
-            return Batch(state.axis + (axis <= state.axis), state.rows)
+            return Batch(state.axis + (axis <= state.axis), state.rows, state.blocks)
         return state if isinstance(state, Size | Public) else None
 
     def _op_squeeze(self, op, states):
@@ -735,7 +758,7 @@ class BatchAxis:
             dims = [i for i, d in enumerate(x.shape) if d == 1]
         if state.axis in dims:
             return self._mix(op, "drops the batch axis")
-        return Batch(state.axis - sum(d < state.axis for d in dims), state.rows)
+        return Batch(state.axis - sum(d < state.axis for d in dims), state.rows, state.blocks)
 
     def _op_transpose(self, op, states):
         state = states[0]
@@ -906,7 +929,7 @@ class BatchAxis:
             if len(entries) != op.inputs[0].shape.rank or entries[state.axis] != (1, 0):
                 return self._mix(op, "repeats the batch")
             return self._even(op, entries, state.axis) or state
-        if isinstance(state, Public) and not state.deps and any(p for _, p in entries):
+        if isinstance(state, Public) and any(p for _, p in entries):
             return self._rows_of(op, op.inputs[0], entries)
         return None
 
@@ -932,8 +955,6 @@ class BatchAxis:
                 return self._mix(op, "has a shape that is not known beforehand")
             return self._even(op, entries, axis) or Batch(axis, state.rows)
         if isinstance(state, Public) and any(p != 0 for _, p in entries):
-            if state.deps:
-                return self._mix(op, "spreads weights over the batch")
             return self._rows_of(op, op.inputs[0], entries)
         return None
 
@@ -1093,6 +1114,7 @@ class BatchAxis:
         graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
+        inner.static = self.static | {t.shape[0] for t in self.sources}
         inner.run([*graph.inputs, *graph.outputs])
         self.reads += inner.reads
         if inner.checks:  # a length inside a body cannot be checked from outside

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import Batch, BatchAxis, Handle, Items, Mixed, Public, Size, constant, key
+from tfdpfl.clipping.batch_axis import CALLS, Batch, BatchAxis, Handle, Items, Mixed, Public, Size, constant, key
 from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.loss import LossOfOne, mixing
 from tfdpfl.clipping.rules import RULES, Contribution, Formed, Lookup, Outer, Units, Use, inner_use
@@ -308,8 +308,24 @@ class Plan:
                 s = a[op.outputs[0]]
                 if isinstance(s, Public) and s.deps:
                     roots.append((next(iter(s.deps)), op.outputs[0]))
+            elif op.type in CALLS:  # what a call reads by itself
+                handles = {key(t): t for t in op.inputs if isinstance(a[t], Handle) and a[t].index is not None}
+                for t in handles.values():
+                    if all(root is not t for _, root in roots):
+                        roots.append((a[t].index, t))
             roots += [(given[key(t)], t) for t in op.inputs if key(t) in given and (given[key(t)], t) not in roots]
+        missing = state.deps - {i for i, _ in roots}
+        if missing:
+            raise PrivacyError(
+                f"{weight.op.type} ({weight.op.name!r}) holds trainable weights that were read in another graph or "
+                "inside a loop or a branch. Read them, and compute the loss, in one and the same tf.function."
+            )
         return roots
+
+    def _shape(self, root: tf.Tensor) -> tf.TensorShape:
+        if root.dtype != tf.resource:
+            return root.shape
+        return self.variables[self.analysis[root].index].shape
 
     # -- norms and sums --------------------------------------------------------------------------------------
 
@@ -349,7 +365,7 @@ class Plan:
             w, r = same[0][1:]
             f = tf.add_n([c.formed() for c, _, _ in same])
             if w is not r:
-                f = pullback(f, w, r)
+                f = pullback(f, w, r, self._shape(r))
             if f is not None:
                 total = f if total is None else total + f
         root = parts[0][2]
@@ -360,7 +376,8 @@ class Plan:
         good = tf.math.is_finite(norms2)
         units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
         norms = tf.sqrt(norms2)
-        clip = tf.cast(l2_norm_clip, self.dtype)
+        held = tf.is_tensor(l2_norm_clip)
+        clip = tf.cast(l2_norm_clip, self.dtype) if held else tf.constant(l2_norm_clip, self.dtype)
         c = tf.where(good, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
         sums: list[tf.Tensor | None] = []
         for parts in self.merged:
@@ -423,8 +440,8 @@ def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
     return tuple(links)
 
 
-def pullback(f: tf.Tensor, weight: tf.Tensor, root: tf.Tensor) -> tf.Tensor | None:
-    """Each unit's gradient of the weight [U, *shape] carried back to the root [U, *root shape]."""
+def pullback(f: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor | None:
+    """Each unit's gradient of the weight [U, *shape] carried back to the root [U, *its variable's shape]."""
     if weight is root:
         return f
     (probe,) = tf.gradients([weight], [root], [tf.zeros_like(weight)])
@@ -435,7 +452,7 @@ def pullback(f: tf.Tensor, weight: tf.Tensor, root: tf.Tensor) -> tf.Tensor | No
         return tf.cast(tf.gradients([weight], [root], [tf.cast(gradient, weight.dtype)])[0], f.dtype)
 
     result = tf.vectorized_map(one, f, fallback_to_while_loop=False)
-    return tf.ensure_shape(result, [f.shape[0], *root.shape])
+    return tf.ensure_shape(result, [f.shape[0], *shape])
 
 
 def clusters(ops: list[tf.Operation]) -> list[list[tf.Operation]]:

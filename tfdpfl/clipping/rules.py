@@ -444,6 +444,12 @@ def elementwise(use: Use, units: Units) -> Contribution | None:
     return summed_to(dy, use.out, use.shape, units)
 
 
+@rule("BroadcastTo")
+def broadcast(use: Use, units: Units) -> Contribution | None:
+    """A weight that every example gets, such as the token of a class."""
+    return None if None in use.shape.as_list() else summed_to(use.g, use.out, use.shape, units)
+
+
 for _kind in ELEMENTWISE - {"IdentityN"} | {"BiasAdd"}:
     RULES[_kind] = elementwise
 

@@ -1,0 +1,472 @@
+"""Norms and clipped sums of every kind of layer are those of the examples one by one."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import K, L, check, check_model, example_losses, normal, per_example_gradients, raw, rng
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+B = 4
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    K.utils.set_random_seed(1)
+
+
+def has(*names):
+    return all(hasattr(L, n) for n in names)
+
+
+def stack(*layers):
+    return K.Sequential(list(layers))
+
+
+def ids(*shape, vocabulary=6, seed=0):
+    return rng(seed).integers(0, vocabulary, shape).astype("int32")
+
+
+vector, sequence, grid = normal(B, 4), normal(B, 5, 4), normal(B, 3, 2, 4)
+line, image, volume = normal(B, 9, 3), normal(B, 7, 6, 3), normal(B, 4, 3, 5, 2)
+
+
+def tanh(units, **kwargs):
+    return L.Dense(units, activation="tanh", **kwargs)
+
+
+SIMPLE = {
+    "dense of rank 2": (vector, lambda: [tanh(5), L.Dense(3)]),
+    "dense of rank 3": (sequence, lambda: [tanh(5), L.Dense(3)]),
+    "dense of rank 4": (grid, lambda: [tanh(5), L.Dense(3, use_bias=False)]),
+    "dense of many positions": (normal(B, 70, 3), lambda: [tanh(4), L.Dense(2)]),
+    "dense of width 1": (normal(B, 1), lambda: [tanh(1), L.Dense(1)]),
+    "einsum ab,bc->ac": (vector, lambda: [L.EinsumDense("ab,bc->ac", 3, bias_axes="c")]),
+    "einsum to two axes": (sequence, lambda: [L.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="de")]),
+    "einsum from two axes": (grid, lambda: [L.EinsumDense("abcd,cde->abe", (None, 3), bias_axes="e")]),
+    "einsum of each position": (sequence, lambda: [L.EinsumDense("abc,bcd->abd", (5, 3), bias_axes="bd")]),
+    "einsum over positions": (sequence, lambda: [L.EinsumDense("abc,bd->adc", (3, None))]),
+    "einsum with an ellipsis": (grid, lambda: [L.EinsumDense("...x,xy->...y", 3, bias_axes="y")]),
+    "conv1d same": (line, lambda: [L.Conv1D(4, 3, padding="same", activation="tanh"), L.Conv1D(2, 2)]),
+    "conv1d strided": (line, lambda: [L.Conv1D(4, 3, strides=2)]),
+    "conv1d causal dilated": (line, lambda: [L.Conv1D(4, 2, padding="causal", dilation_rate=2)]),
+    "conv1d same dilated": (line, lambda: [L.Conv1D(4, 3, padding="same", dilation_rate=2)]),
+    "conv2d valid": (image, lambda: [L.Conv2D(4, 3, activation="tanh"), L.Conv2D(2, 2)]),
+    "conv2d same strided": (image, lambda: [L.Conv2D(4, 3, strides=2, padding="same", activation="tanh")]),
+    "conv2d of uneven kernel and strides": (image, lambda: [L.Conv2D(4, (2, 3), strides=(3, 1), padding="same")]),
+    "conv2d dilated": (image, lambda: [L.Conv2D(4, (2, 3), dilation_rate=(2, 1), padding="same")]),
+    "conv2d dilated valid": (image, lambda: [L.Conv2D(4, 2, dilation_rate=3)]),
+    "conv2d of 1x1": (image, lambda: [L.Conv2D(4, 1)]),
+    "conv2d of 1x1 with stride 2": (image, lambda: [L.Conv2D(4, 1, strides=2)]),
+    "conv2d of 1x1 with stride 2, same": (image, lambda: [L.Conv2D(4, 1, strides=2, padding="same")]),
+    "conv2d as large as the image": (image, lambda: [L.Conv2D(4, (7, 6))]),
+    "conv2d of a large kernel and 1 channel": (normal(B, 12, 12, 1), lambda: [L.Conv2D(3, 8, strides=2)]),
+    "conv2d of large strided kernels": (normal(B, 9, 9, 8), lambda: [L.Conv2D(3, 4, strides=2)]),
+    "conv2d of large strided kernels, same": (normal(B, 9, 10, 8), lambda: [L.Conv2D(3, 4, strides=2, padding="same")]),
+    "conv2d of many channels": (normal(2, 14, 14, 16), lambda: [L.Conv2D(4, 3, padding="same")]),
+    "conv2d of many channels, valid": (normal(2, 14, 14, 17), lambda: [L.Conv2D(3, (3, 2))]),
+    "conv2d of many filters at few places": (normal(B, 3, 3, 12), lambda: [L.Conv2D(40, 2)]),
+    "conv2d grouped": (normal(B, 5, 5, 4), lambda: [L.Conv2D(6, 3, groups=2)]),
+    "conv2d grouped one by one": (normal(B, 5, 5, 4), lambda: [L.Conv2D(4, 3, groups=4, strides=2)]),
+    "conv1d grouped": (normal(B, 6, 4), lambda: [L.Conv1D(6, 3, groups=2)]),
+    "conv3d same": (volume, lambda: [L.Conv3D(3, 2, padding="same", activation="tanh")]),
+    "conv3d strided": (volume, lambda: [L.Conv3D(3, (2, 1, 3), strides=(1, 2, 2))]),
+    "depthwise conv2d": (image, lambda: [L.DepthwiseConv2D(3, padding="same")]),
+    "depthwise conv2d of multiplier 2": (image, lambda: [L.DepthwiseConv2D(2, strides=2, depth_multiplier=2)]),
+    "depthwise conv2d dilated": (image, lambda: [L.DepthwiseConv2D(2, dilation_rate=2, padding="same")]),
+    "separable conv2d": (image, lambda: [L.SeparableConv2D(4, 3, depth_multiplier=2, activation="tanh")]),
+    "separable conv1d": (line, lambda: [L.SeparableConv1D(4, 3, padding="same")]),
+    "transposed conv1d": (line, lambda: [L.Conv1DTranspose(4, 3, strides=2)]),
+    "transposed conv2d": (image, lambda: [L.Conv2DTranspose(4, 3, activation="tanh")]),
+    "transposed conv2d same strided": (image, lambda: [L.Conv2DTranspose(4, (3, 2), strides=2, padding="same")]),
+    "transposed conv2d with output padding": (image, lambda: [L.Conv2DTranspose(2, 3, strides=2, output_padding=1)]),
+    "transposed conv3d": (volume, lambda: [L.Conv3DTranspose(3, 2, strides=2)]),
+    "transposed conv3d same": (volume, lambda: [L.Conv3DTranspose(3, 3, padding="same")]),
+    "embedding of repeated ids": (ids(B, 7, vocabulary=3), lambda: [L.Embedding(3, 4), L.Dense(2, "tanh")]),
+    "embedding of one id": (ids(B, 1), lambda: [L.Embedding(6, 4), L.Dense(2, "tanh")]),
+    "embedding of rank 3 ids": (ids(B, 3, 2), lambda: [L.Embedding(6, 4)]),
+    "embedding of many ids": (ids(3, 300, vocabulary=40), lambda: [L.Embedding(40, 3)]),
+    "layernorm of rank 2": (vector, lambda: [tanh(4), L.LayerNormalization()]),
+    "layernorm of rank 3": (sequence, lambda: [L.LayerNormalization(), L.Dense(2)]),
+    "layernorm of rank 4 over two axes": (grid, lambda: [L.LayerNormalization(axis=[2, 3])]),
+    "layernorm over axis 1": (sequence, lambda: [L.LayerNormalization(axis=1), L.Dense(2)]),
+    "layernorm without scale": (sequence, lambda: [tanh(3), L.LayerNormalization(scale=False)]),
+    "prelu": (sequence, lambda: [L.PReLU("uniform")]),
+    "prelu with shared axes": (image, lambda: [L.Conv2D(4, 3), L.PReLU("uniform", shared_axes=[1, 2])]),
+    "lstm": (sequence, lambda: [L.LSTM(3)]),
+    "lstm of sequences": (sequence, lambda: [L.LSTM(3, return_sequences=True), L.LSTM(2)]),
+    "lstm unrolled": (sequence, lambda: [L.LSTM(3, unroll=True)]),
+    "lstm backwards": (sequence, lambda: [L.LSTM(3, go_backwards=True)]),
+    "lstm bidirectional": (sequence, lambda: [L.Bidirectional(L.LSTM(2))]),
+    "lstm without a fast kernel": (sequence, lambda: [L.LSTM(3, activation="relu")]),
+    "gru": (sequence, lambda: [L.GRU(3, return_sequences=True)]),
+    "gru unrolled": (sequence, lambda: [L.GRU(3, unroll=True)]),
+    "gru reset before": (sequence, lambda: [L.GRU(3, reset_after=False)]),
+    "simple rnn": (sequence, lambda: [L.SimpleRNN(3)]),
+    "simple rnn unrolled": (sequence, lambda: [L.SimpleRNN(3, unroll=True, return_sequences=True)]),
+    "masked embedding into lstm": (ids(B, 5), lambda: [L.Embedding(6, 3, mask_zero=True), L.LSTM(3)]),
+    "masked embedding into gru unrolled": (ids(B, 4), lambda: [L.Embedding(6, 3, mask_zero=True),
+                                                                L.GRU(2, unroll=True)]),
+    "masking into rnn": (np.where(rng(3).random((B, 5, 1)) < 0.3, 0, sequence).astype("float32"),
+                         lambda: [L.Masking(), L.SimpleRNN(3, return_sequences=True)]),
+    "time distributed dense": (sequence, lambda: [L.TimeDistributed(tanh(3)), L.TimeDistributed(L.Dense(2))]),
+    "time distributed conv": (normal(2, 3, 5, 4, 2), lambda: [L.TimeDistributed(L.Conv2D(2, 2))]),
+    "conv lstm": (normal(2, 2, 4, 4, 1), lambda: [L.ConvLSTM2D(2, 2, padding="same")]),
+    "nested": (vector, lambda: [stack(tanh(4), stack(tanh(3))), L.Dense(2)]),
+    "pooling and flattening": (image, lambda: [L.Conv2D(4, 2), L.MaxPooling2D(), L.Flatten(), L.Dense(3)]),
+    "average pooling": (line, lambda: [L.Conv1D(4, 2), L.AveragePooling1D(2), L.Dense(3), L.GlobalMaxPooling1D()]),
+    "frozen layers": (vector, lambda: [tanh(4, trainable=False), tanh(3), L.Dense(2, trainable=False), L.Dense(2)]),
+}  # fmt: skip
+if has("GroupNormalization"):
+    SIMPLE["groupnorm"] = image, lambda: [L.Conv2D(4, 3), L.GroupNormalization(2), L.Dense(2)]
+    SIMPLE["groupnorm of rank 3"] = sequence, lambda: [tanh(4), L.GroupNormalization(-1)]
+if has("UnitNormalization"):
+    SIMPLE["unit normalization"] = vector, lambda: [tanh(4), L.UnitNormalization(), L.Dense(2)]
+if has("RMSNormalization"):
+    SIMPLE["rms normalization"] = sequence, lambda: [tanh(4), L.RMSNormalization(), L.Dense(2)]
+if has("SpectralNormalization"):
+    SIMPLE["spectral normalization"] = vector, lambda: [L.SpectralNormalization(tanh(4)), L.Dense(2)]
+
+SLOW = {"conv lstm", "lstm bidirectional", "time distributed conv", "lstm of sequences", "gru reset before",
+        "masked embedding into gru unrolled", "simple rnn unrolled", "lstm backwards", "spectral normalization",
+        "lstm without a fast kernel", "gru", "gru unrolled", "simple rnn", "transposed conv3d same", "conv2d dilated valid",
+        "conv2d of 1x1 with stride 2, same", "transposed conv1d", "conv2d of uneven kernel and strides", "nested",
+        "separable conv1d", "einsum over positions", "layernorm without scale", "masking into rnn",
+        "conv1d same dilated", "depthwise conv2d dilated"}  # fmt: skip
+
+
+def parameters(cases, slow=()):
+    return [pytest.param(*c, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, c in cases.items()]
+
+
+@pytest.mark.parametrize(("x", "layers"), parameters(SIMPLE, SLOW))
+def test_layer_agrees_with_examples_one_by_one(x, layers):
+    check_model(stack(*layers()), x)
+
+
+# Functional and subclassed models
+
+
+def attention(masked=False, causal=False):
+    query, value = K.Input((3, 4)), K.Input((5, 2))
+    mask = K.Input((3, 5), dtype="bool") if masked else None
+    y = L.MultiHeadAttention(2, 3, output_shape=4)(query, value, attention_mask=mask, use_causal_mask=causal)
+    x = [normal(B, 3, 4), normal(B, 5, 2)] + [rng(0).random((B, 3, 5)) < 0.6] * masked
+    return K.Model([query, value] + [mask] * masked, y), x
+
+
+def several_inputs_and_outputs():
+    a, b = K.Input((4,)), K.Input((5, 2))
+    h = L.Concatenate()([tanh(3)(a), L.Flatten()(L.Conv1D(2, 2)(b))])
+    return K.Model([a, b], [L.Dense(2)(h), tanh(3)(h)]), [normal(B, 4), normal(B, 5, 2)]
+
+
+def dict_of_inputs():
+    inputs = {"ids": K.Input((5,), dtype="int32", name="ids"), "x": K.Input((4,), name="x")}
+    h = L.GlobalAveragePooling1D()(L.Embedding(6, 3)(inputs["ids"])) + tanh(3)(inputs["x"])
+    return K.Model(inputs, {"y": L.Dense(2)(h), "z": h}), {"ids": ids(B, 5), "x": normal(B, 4)}
+
+
+def shared_layer():
+    a, b = K.Input((4,)), K.Input((4,))
+    d = tanh(4)
+    return K.Model([a, b], L.Dense(2)(L.Multiply()([d(d(a)), d(b)]))), [normal(B, 4), normal(B, 4, seed=1)]
+
+
+def shared_convolution():
+    a = K.Input((6, 6, 3))
+    c = L.Conv2D(3, 3, padding="same", activation="tanh")
+    return K.Model(a, c(c(a))), normal(B, 6, 6, 3)
+
+
+def shared_embedding():
+    a, b = K.Input((3,), dtype="int32"), K.Input((4,), dtype="int32")
+    e = L.Embedding(6, 3)
+    return K.Model([a, b], L.Concatenate(axis=1)([e(a), tanh(3)(e(b))])), [ids(B, 3), ids(B, 4, seed=1)]
+
+
+def shared_at_different_ranks():
+    a, b = K.Input((4,)), K.Input((5, 4))
+    d = tanh(3)
+    return K.Model([a, b], [d(a), d(b)]), [normal(B, 4), normal(B, 5, 4)]
+
+
+FUNCTIONAL = {
+    f.__name__.replace("_", " "): f
+    for f in (attention, several_inputs_and_outputs, dict_of_inputs, shared_layer, shared_convolution)
+}
+FUNCTIONAL |= {
+    "shared embedding": shared_embedding,
+    "layer shared at different ranks": shared_at_different_ranks,
+    "attention masked": lambda: attention(masked=True),
+    "attention causal": lambda: attention(causal=True),
+}
+
+
+@pytest.mark.parametrize("build", FUNCTIONAL.values(), ids=FUNCTIONAL)
+def test_model_agrees_with_examples_one_by_one(build):
+    model, x = build()
+    check_model(model, x)
+
+
+class Custom(L.Layer):
+    """A layer of one or two weights and a function of them."""
+
+    def __init__(self, function, *shapes, dtype="float32"):
+        super().__init__(dtype=dtype)
+        self.function, self.shapes = function, shapes
+
+    def build(self, _):
+        start = K.initializers.RandomNormal(stddev=0.7, seed=3)
+        self.ws = [self.add_weight(name=f"w{i}", shape=s, initializer=start) for i, s in enumerate(self.shapes)]
+        self.built = True
+
+    def call(self, x):
+        return self.function(x, *[tf.convert_to_tensor(w) for w in self.ws])
+
+
+def standardised(x, w):
+    mean, variance = tf.nn.moments(w, [0, 1, 2], keepdims=True)
+    return tf.nn.conv2d(x, (w - mean) * tf.math.rsqrt(variance + 1e-5), 1, "SAME")
+
+
+def class_token(x, w):
+    return tf.concat([tf.broadcast_to(w[None, None], [tf.shape(x)[0], 1, 4]), x], 1)
+
+
+CUSTOM = {
+    "tied to its own transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 3)]),
+    "used as table and as matrix": (ids(B, 5), lambda i, w: tf.tanh(tf.gather(w, tf.cast(i, tf.int32))) @ tf.transpose(w), [(6, 3)]),
+    "used as matrix and as scale": (vector, lambda x, w: (x @ w) * w[0], [(4, 4)]),
+    "used as bias twice": (vector, lambda x, w: tf.tanh(x + w) + 2 * w, [(4,)]),
+    "squared": (vector, lambda x, w: w**2 * x, [(4,)]),
+    "power of the input": (vector, lambda x, w: tf.abs(x) ** w, [(4,)]),
+    "softplus of a matrix": (sequence, lambda x, w: x @ tf.nn.softplus(w), [(4, 3)]),
+    "low rank": (vector, lambda x, a, b: x @ (a @ b), [(4, 2), (2, 4)]),
+    "weight standardisation": (image, standardised, [(3, 3, 3, 2)]),
+    "part of a table": (vector, lambda x, w: x @ w[1:5], [(7, 3)]),
+    "two parts of a table": (vector, lambda x, w: tf.tanh(x @ w[:4]) @ w[4:7], [(7, 3)]),
+    "matrices by id": (vector, lambda x, w: tf.einsum("bi,bij->bj", x, tf.gather(w, tf.cast(x[:, 0] > 0, tf.int32))),
+                       [(2, 4, 3)]),
+    "scalar": (vector, lambda x, w: tf.sin(w * x), [()]),
+    "where": (vector, lambda x, w: tf.where(x > 0, x, w), [(4,)]),
+    "maximum": (sequence, lambda x, w: tf.maximum(x, w), [(5, 1)]),
+    "subtracted": (vector, lambda x, w: (w - x) / (1 + w**2), [(4,)]),
+    "divided by": (vector, lambda x, w: x / (2 + tf.tanh(w)), [(4,)]),
+    "batch matrix product": (sequence, lambda x, w: tf.matmul(w, x), [(3, 5)]),
+    "positional embedding": (sequence, lambda x, w: tf.tanh(x + tf.gather(w, tf.range(tf.shape(x)[1]))), [(9, 4)]),
+    "one hot": (ids(B, 5), lambda i, w: tf.tanh(tf.one_hot(tf.cast(i, tf.int32), 6) @ w), [(6, 3)]),
+    "stopped gradient": (vector, lambda x, w: tf.stop_gradient(x @ w) * (x @ w), [(4, 3)]),
+    "unused": (vector, lambda x, a, b: x @ a, [(4, 2), (3,)]),
+    "time major": (sequence, lambda x, w: tf.transpose(tf.tanh(tf.transpose(x, [1, 0, 2]) @ w), [1, 0, 2]), [(4, 3)]),
+    "cumulative sum": (sequence, lambda x, w: tf.cumsum(tf.tanh(x @ w), 1), [(4, 3)]),
+    "dynamic flattening": (sequence, lambda x, w: tf.reshape(tf.tanh(tf.reshape(x, [-1, 4]) @ w),
+                                                             [tf.shape(x)[0], -1, 3]), [(4, 3)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM))
+def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
+    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+
+
+def test_class_token_spread_over_the_batch_agrees():
+    check_model(stack(tanh(4), Custom(class_token, (4,)), L.LSTM(2)), sequence)
+
+
+def test_subclassed_model_agrees():
+    class Two(K.Model):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = tanh(4), L.Dense(3)
+
+        def call(self, x, training=False):
+            return self.b(tf.concat([self.a(x["u"]), x["v"]], -1))
+
+    check_model(Two(), {"u": normal(B, 3), "v": normal(B, 2)})
+
+
+def test_variable_without_gradient_has_none_and_counts_for_nothing():
+    model = stack(tanh(3), L.Dense(2))
+    spare = tf.Variable(normal(3))
+    model(vector)
+    check_model(model, vector, variables=[spare, *model.trainable_variables])
+
+
+# A tf.function inside
+
+
+def called(jit=None, method="weights inside"):
+    class Called(L.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(name="w", shape=(4, 3), initializer="glorot_normal")
+            self.b = self.add_weight(name="b", shape=(3,), initializer="ones")
+            self.built = True
+
+        @tf.function(jit_compile=jit)
+        def two_ops(self, x):
+            return tf.tanh(tf.matmul(x, tf.convert_to_tensor(self.w)) + tf.convert_to_tensor(self.b))
+
+        @tf.function(jit_compile=jit)
+        def given(self, x, w):
+            return tf.sin(tf.matmul(x, w))
+
+        @tf.function
+        def weight(self):
+            return tf.nn.softplus(tf.convert_to_tensor(self.w))
+
+        def call(self, x):
+            if method == "weights inside":
+                return self.two_ops(x)
+            if method == "weights given":
+                return self.given(x, tf.convert_to_tensor(self.w)) + tf.convert_to_tensor(self.b)
+            if method == "weights made":
+                return tf.matmul(x, self.weight()) * tf.convert_to_tensor(self.b)
+            return self.two_ops(x) + tf.matmul(x, tf.convert_to_tensor(self.w)) + tf.matmul(x, self.weight())
+
+    return Called()
+
+
+@pytest.mark.parametrize("method", ["weights inside", "weights given", "weights made", "weights in all these ways"])
+def test_layer_that_calls_a_tf_function_agrees(method):
+    check_model(stack(tanh(4), called(method=method), L.Dense(2)), vector)
+
+
+# Sizes, types and other ways to hold weights
+
+
+@pytest.mark.parametrize("name", ["dense of rank 3", "conv2d same strided", "lstm", "embedding of repeated ids",
+                                  "layernorm of rank 3", "time distributed dense", "transposed conv2d",
+                                  "depthwise conv2d", "conv1d same dilated"])  # fmt: skip
+def test_static_batch_size_agrees(name):
+    x, layers = SIMPLE[name]
+    check_model(stack(*layers()), x, batch=len(x))
+
+
+@pytest.mark.parametrize("layers", [
+    lambda: [L.Conv2D(3, 3, strides=2, padding="same"), L.GlobalAveragePooling2D()],
+    lambda: [L.Conv2D(3, 3, dilation_rate=2), L.GlobalAveragePooling2D()],
+    lambda: [L.DepthwiseConv2D(2), L.GlobalMaxPooling2D()],
+    lambda: [L.Conv2DTranspose(2, 3, strides=2), L.GlobalAveragePooling2D()],
+    lambda: [L.Conv2D(6, 2), L.SeparableConv2D(2, 2), L.PReLU("ones", shared_axes=[1, 2]), L.GlobalMaxPooling2D()],
+], ids=["conv2d", "dilated", "depthwise", "transposed", "separable"])  # fmt: skip
+def test_free_image_sizes_agree(layers):
+    check_model(K.Sequential([K.Input((None, None, 3)), *layers(), L.Dense(2)]),
+                image, signature_shape=(None, None, None, 3))  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [
+    lambda: [tanh(3), L.GlobalAveragePooling1D()],
+    lambda: [L.Conv1D(3, 2, padding="causal"), L.GlobalMaxPooling1D()],
+    lambda: [L.LSTM(3)],
+    lambda: [L.LayerNormalization(), L.GRU(2, return_sequences=True)],
+], ids=["dense", "conv1d", "lstm", "layernorm and gru"])  # fmt: skip
+def test_free_lengths_agree(layers):
+    check_model(K.Sequential([K.Input((None, 4)), *layers(), L.Dense(2)]), sequence, signature_shape=(None, None, 4))
+
+
+def test_free_lengths_of_ids_agree():
+    model = K.Sequential([K.Input((None,), dtype="int32"), L.Embedding(6, 3), L.GlobalAveragePooling1D(), L.Dense(2)])
+    check_model(model, ids(B, 5), free=True)
+
+
+def test_float64_agrees_to_float64():
+    model = K.Sequential([K.Input((4,), dtype="float64"), tanh(5, dtype="float64"), L.Dense(2, dtype="float64")])
+    check_model(model, vector.astype("float64"), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("layers", [
+    lambda p: [tanh(5, dtype=p), L.Dense(2, dtype=p)],
+    lambda p: [L.Conv2D(3, 3, dtype=p), L.Flatten(dtype=p), L.Dense(2)],
+], ids=["dense", "conv2d"])  # fmt: skip
+def test_mixed_bfloat16_agrees_to_its_precision(layers):
+    policy = "mixed_bfloat16"
+    made = layers(policy)
+    check_model(stack(*made), image if isinstance(made[0], L.Conv2D) else vector, tolerance=0.03)
+
+
+def test_weights_held_as_plain_tensors_agree():
+    x, values = vector, [normal(4, 3), normal(3), normal(3, 3, seed=1)]
+    apply = lambda x, a, b, c: example_losses(tf.tanh(tf.tanh(x @ a + b) @ c) @ c)
+    variables = [tf.Variable(v) for v in values]
+    gradients = per_example_gradients(lambda x: apply(x, *variables), x, variables)
+
+    from helpers import assert_close, clipped_sums, norms_of
+
+    from tfdpfl.clipping import clipped_gradients
+
+    @tf.function
+    def step(x, *weights):
+        r = clipped_gradients(tf.reduce_sum(apply(x, *weights)), weights, 0.7)
+        return r.sum, r.norms
+
+    sums, norms = step(tf.constant(x), *map(tf.constant, values))
+    assert_close([norms.numpy()], [norms_of(gradients)])
+    assert_close([s.numpy() for s in sums], clipped_sums(gradients, 0.7))
+
+
+JITTED = ["dense of rank 3", "conv2d same strided", "layernorm of rank 3", "embedding of repeated ids", "lstm unrolled"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 1)) for i, n in enumerate(JITTED)])
+def test_xla_agrees(name):
+    x, layers = SIMPLE[name]
+    check_model(stack(*layers()), x, batch=len(x), jit=True)
+
+
+@pytest.mark.parametrize("m", [1, 2, B])
+@pytest.mark.parametrize("name", ["dense of rank 3", "conv2d same strided", "embedding of repeated ids", "lstm",
+                                  "layernorm of rank 3", "depthwise conv2d"])  # fmt: skip
+def test_microbatches_clip_the_mean_gradient_of_consecutive_groups(name, m):
+    x, layers = SIMPLE[name]
+    check_model(stack(*layers()), x, m=m)
+
+
+def test_norms_agree_with_the_jacobian():
+    model = stack(L.Conv2D(3, 3, activation="tanh"), L.Flatten(), L.Dense(2))
+    model(image)
+    with tf.GradientTape(persistent=True) as tape:
+        losses = example_losses(model(image))
+    jacobian = [j.numpy() for j in tape.jacobian(losses, raw(model.trainable_variables), experimental_use_pfor=False)]
+    one_by_one = per_example_gradients(lambda x: example_losses(model(x)), image, model.trainable_variables)
+    for j, o in zip(jacobian, one_by_one, strict=True):
+        np.testing.assert_allclose(j, o, atol=1e-6)
+
+
+# Random shapes
+
+few = settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+small = st.integers(1, 3)
+
+
+@few
+@given(size=st.tuples(small, small), kernel=st.tuples(small, small), strides=st.tuples(small, small),
+       rates=st.tuples(small, small), channels=small, filters=small, padding=st.sampled_from(["SAME", "VALID"]),
+       extra=st.tuples(st.integers(0, 4), st.integers(0, 4)))  # fmt: skip
+def test_any_convolution_agrees(size, kernel, strides, rates, channels, filters, padding, extra):
+    assume(strides == (1, 1) or rates == (1, 1))
+    places = [s + (k - 1) * r + e for s, k, r, e in zip(size, kernel, rates, extra, strict=True)]
+    x = normal(3, *places, channels)
+    w = tf.Variable(normal(*kernel, channels, filters, seed=1))
+    losses = lambda x: example_losses(tf.nn.conv2d(x, w, strides, padding, dilations=rates))
+    check(losses, x, [w])
+
+
+@few
+@given(sizes=st.fixed_dictionaries({c: st.integers(1, 4) for c in "tudpq"}),
+       x=st.sampled_from(["btd", "bdt", "bd", "btud", "tbd"]), w=st.sampled_from(["dp", "pd", "dpq", "tdp"]),
+       keep=st.booleans())  # fmt: skip
+def test_any_einsum_agrees(sizes, x, w, keep):
+    axes = [c for c in dict.fromkeys(x + w) if c != "d" and (keep or c not in "tu" or c in w)]
+    assume("t" in x or "t" not in w)
+    out = "b" + "".join(c for c in axes if c != "b")
+    sizes = {**sizes, "b": 3}
+    a = normal(*[sizes[c] for c in x.replace("tb", "bt")])
+    v = tf.Variable(normal(*[sizes[c] for c in w], seed=1))
+
+    def losses(a):
+        a = tf.transpose(a, [1, 0, 2]) if x == "tbd" else a
+        return example_losses(tf.einsum(f"{x},{w}->{out}", a, v))
+
+    check(losses, a, [v])
+
