@@ -200,7 +200,9 @@ class LossOfOne:
         kind = x.kind
         if kind == "batch":
             kind = "count" if op.type == "Sum" and is_mask(op.inputs[0]) else "total"
-        elements = op.inputs[0].shape.num_elements() if op.type == "Sum" else None
+        elements = None
+        if op.type == "Sum":  # a sum of sums went over what the first went over
+            elements = op.inputs[0].shape.num_elements() if x.kind == "batch" else x.elements
         return Term(kind, value, rank, public, elements)
 
     @staticmethod
