@@ -23,12 +23,12 @@ _WHERE = {
     ),
     "PrivacyError": "errors",
 }  # fmt: skip
-_MODULES = ("accounting", "callbacks", "clipping", "data", "errors", "noise", "optimizers")
+_MODULES = ("accounting", "audit", "callbacks", "clipping", "data", "errors", "label_dp", "noise", "optimizers", "pate")
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
 
 if TYPE_CHECKING:
-    from tfdpfl import accounting, callbacks, clipping, data, errors, noise, optimizers
+    from tfdpfl import accounting, audit, callbacks, clipping, data, errors, label_dp, noise, optimizers, pate
     from tfdpfl.accounting import (
         PrivacyLedger,
         PrivacyReport,
