@@ -1,0 +1,29 @@
+"""tf_keras, which TF_USE_LEGACY_KERAS=1 puts in the place of Keras 3, is a Keras 2 and must train as one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import conftest as c
+import pytest
+
+CORE = (
+    "three_steps or expected_batch_size or minimize or loss_scale or released or refused or steps_per_execution or "
+    "regulariser or resumed or from_config or registered_name or fault or pickle or right_size or users_own"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not c.keras3(), reason="this stack's tf.keras is Keras 2 already")
+def test_the_core_of_the_optimizers_holds_under_tf_keras():
+    here = Path(__file__).parent
+    files = ["test_optimizers.py", "test_noise.py", "test_saving.py", "test_peers_faults.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-k", CORE, "-p", "no:cacheprovider"]
+        + [str(here / name) for name in files],
+        capture_output=True, text=True, cwd=here.parent, env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = int(done.stdout.split(" passed")[0].split()[-1])
+    assert passed > 60
