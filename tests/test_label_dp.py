@@ -540,6 +540,8 @@ def test_alibis_noise_is_laplace_of_scale_two_over_epsilon():
     alibi.fit_transform(np.full(4000, 2))
     noise = alibi.noisy_ - np.eye(5)[2]
     assert stats.kstest(noise.ravel(), stats.laplace(scale=2 / 0.7).cdf).pvalue > 1e-6
+    # Low bits that depend on the label would be a leak that no amount of noise covers.
+    assert (alibi.noisy_ * 1024 == np.round(alibi.noisy_ * 1024)).all()
 
 
 def test_alibis_posterior_is_bayes_rule():

@@ -128,7 +128,8 @@ def _likelihood_ratio(first: np.ndarray, second: np.ndarray) -> Callable[[np.nda
             "numbers, or a summary"
         )
     if both.shape[1] == 1:
-        return lambda part: part[:, 0].astype(np.float64)
+        up = 1 if first.mean() >= second.mean() else -1
+        return lambda part: up * part[:, 0].astype(np.float64)
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

@@ -33,11 +33,6 @@ class Uniforms:
         up, down = np.floor(np.log1p(-self(2, *shape)) / -parameter)  # geometric, each
         return up - down
 
-    def laplace(self, scale: float, shape: tuple[int, ...]) -> np.ndarray:
-        """Laplace noise of this scale."""
-        up, down = -scale * np.log1p(-self(2, *shape))
-        return up - down
-
 
 class LabelMechanism(BaseEstimator):
     """A scikit-learn estimator that releases private labels, or counts of them.

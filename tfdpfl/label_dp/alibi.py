@@ -14,6 +14,10 @@ from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp.priors import check_probabilities
 
+# Noisy vectors are whole multiples of 1/1024. The low bits of floating-point Laplace noise tell the label (Mironov
+# 2012, "On significance of the least significant bits for differential privacy"); integers have none.
+_STEPS = 1024
+
 
 class ALIBI(TransformerMixin, LabelMechanism):
     """Soft labels: one-hot labels with Laplace noise, turned into the probability of each class given the noisy vector.
@@ -23,8 +27,8 @@ class ALIBI(TransformerMixin, LabelMechanism):
         soft = alibi.posterior(model.predict_proba(X))      # the same release under a better prior, for nothing
 
     Promise: the noisy vectors (`noisy_`), and all that follows from them, are ε-DP when one label is replaced: one-hot
-    vectors of two labels are 2 apart in L1, and the noise has the scale 2/ε in every coordinate (Malek et al. 2021,
-    arXiv:2106.03408, sections 3 and 4).
+    vectors of two labels are 2 apart in L1, and every coordinate has Laplace noise of scale 2/ε, on a fine grid (Malek
+    et al. 2021, arXiv:2106.03408).
 
     Args:
         epsilon: ε > 0 of one release.
@@ -69,11 +73,11 @@ class ALIBI(TransformerMixin, LabelMechanism):
         """Releases noisy labels and returns the posterior, float64 [n, K]; one release, whatever y holds."""
         check_is_fitted(self, "classes_")
         codes = _labels.encode(_labels.read(y)[0], self.classes_)
-        noisy = self._uniforms().laplace(2 / self.epsilon, (len(codes), len(self.classes_)))
-        noisy[np.arange(len(codes)), codes] += 1
+        noisy = self._uniforms().discrete_laplace(self.epsilon / (2 * _STEPS), (len(codes), len(self.classes_)))
+        noisy[np.arange(len(codes)), codes] += _STEPS
         self._spend((float(self.epsilon), 2))
         self._count_release()
-        self.noisy_ = noisy
+        self.noisy_ = noisy / _STEPS
         return self.posterior(self.prior)
 
     def posterior(self, prior: Any = None) -> np.ndarray:
