@@ -286,6 +286,8 @@ class BatchAxis:
             value = constant(t)
             if value is not None and value.ndim <= 1 and value.dtype.kind in "iuf":
                 return tuple((v if int(v) != v else int(v), 0) for v in np.atleast_1d(value).tolist())
+            if t.op.type == "Pack" and t.shape.rank == 1:
+                return tuple(e for i in t.op.inputs for e in self.entries(i))
             n = t.shape.num_elements()
             return tuple([(None, 0)] * (1 if n is None else n))
         n = t.shape.num_elements()

@@ -74,7 +74,14 @@ class Replay:
                 now.update({(op.name, i): t for i, t in enumerate(made)})
             ys = [now[key(t)] for t in outputs]
             own = [tf.cast(back(gu, s), y.dtype) for gu, s, y in zip(g, g_states, ys, strict=True)]
-            grads = tf.gradients(ys, held, own)
+            try:
+                grads = tf.gradients(ys, held, own)
+            except ValueError as error:
+                kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)
+                raise PrivacyError(
+                    f"{kinds} uses weights and cannot be run on one example alone: {error}. Leave the batch size free "
+                    "(no drop_remainder, no fixed batch_size), or write the layer with operations that have a rule."
+                ) from error
             return [
                 tf.zeros(s, units.dtype) if d is None else tf.cast(tf.convert_to_tensor(d), units.dtype)
                 for d, s in zip(grads, self.shapes, strict=True)

@@ -357,6 +357,8 @@ def product(use: Use, units: Units) -> Contribution | None:
     p_ = [n for n in lo if n in kept and n not in lx]
     a = arranged(x, lx, state, [t, n_, a_], units)
     g = arranged(use.g, lo, use.out, [t, n_, p_], units)
+    for side, own in ((a, a_), (g, p_)):  # the input's own shape may be less known than the weight's
+        side.set_shape([None] * (side.shape.rank - 1) + [math.prod(wide[n] for n in own)])
     order = [*n_, *a_, *p_]
     sizes = [wide[n] for n in order]
     final = use.shape.as_list()

@@ -1,0 +1,550 @@
+"""Where examples meet on the way to the loss, training is refused before the first update; where they do not, not."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import K, L, check_model, example_losses, normal, raw, rng
+
+import tfdpfl
+from tfdpfl.clipping import clipped_gradients, per_example_norms
+from tfdpfl.errors import PrivacyError
+
+B = 4
+W, W8, TABLE = tf.Variable(normal(4, 4)), tf.Variable(normal(8, 8, seed=1)), tf.Variable(normal(6, 4, seed=2))
+STATE = tf.Variable(tf.zeros([4]), trainable=False)
+BATCHED = np.float32(normal(B, 4, seed=5))
+
+
+def d(x):
+    return tf.tanh(tf.matmul(x, W))
+
+
+def total(y):
+    return tf.reduce_sum(tf.reshape(y, [tf.shape(y)[0], -1]) ** 2, -1)
+
+
+def n(x):
+    return tf.shape(x)[0]
+
+
+def nf(x):
+    return tf.cast(n(x), tf.float32)
+
+
+def square(x):
+    return tf.reshape(d(x), [-1, 2, 2])
+
+
+@tf.function
+def subtracts_a_written_mean(x):
+    STATE.assign(tf.reduce_mean(x, 0))
+    return x - STATE
+
+
+@tf.function
+def writes_a_mean(x):
+    STATE.assign(tf.reduce_mean(x, 0))
+
+
+def written_inside_a_call(x):
+    writes_a_mean(x)
+    return total(d(x - STATE))
+
+
+def written_before(x):
+    STATE.assign(0.9 * STATE + 0.1 * tf.reduce_mean(x, 0))
+    return total(d(x - STATE))
+
+
+@tf.custom_gradient
+def gradient_over_its_norm(x):
+    return tf.identity(x), lambda dy: dy / (tf.norm(dy) + 1e-6)
+
+
+@tf.custom_gradient
+def gradient_less_its_mean(x):
+    return x * 1.0, lambda dy: dy - tf.reduce_mean(dy, 0, keepdims=True)
+
+
+@tf.function
+def custom_gradient_in_a_call(x):
+    return gradient_over_its_norm(x) * 1.0
+
+
+def counted_loop(x):
+    return total(tf.while_loop(lambda i, a: i < n(x), lambda i, a: (i + 1, a * 1.1), [0, d(x)])[1])
+
+
+def positions(x):
+    p = tf.map_fn(lambda i: tf.cast(i, tf.float32), tf.range(B), fn_output_signature=tf.float32)
+    return total(d(x) * p[:, None])
+
+
+def of_two_shapes(x):
+    z = tf.cond(STATE[0] > 9.0, lambda: tf.reshape(x, [-1, 2]), lambda: x[:, :2])
+    return total(tf.reshape(tf.tanh(tf.reshape(z, [-1, 4]) @ W), [-1, 2]))
+
+
+def repartition(x):
+    return total(tf.concat(tf.dynamic_partition(d(x), tf.cast(x[:, 0] > 0, tf.int32), 2), 0))
+
+
+# Every one of these lets an example's gradient depend on another's, on its place, or on how many there are.
+MIXING = {
+    "mean of the batch": lambda x: total(x @ W - tf.reduce_mean(x @ W, 0)),
+    "moments of the batch": lambda x: total(d(x) - tf.nn.moments(d(x), [0])[0]),
+    "least of the batch": lambda x: total(d(x) - tf.reduce_min(d(x), 0)),
+    "softmax over the batch": lambda x: total(tf.nn.softmax(d(x), 0)),
+    "norm of the batch": lambda x: total(tf.math.l2_normalize(d(x))),
+    "norm over axis 0": lambda x: total(tf.math.l2_normalize(d(x), 0)),
+    "roll": lambda x: total(tf.roll(d(x), 1, 0)),
+    "reversed batch": lambda x: total(d(x)[::-1] + x),
+    "reversed by op": lambda x: total(tf.reverse(d(x), [0])),
+    "half of the batch": lambda x: total(d(x)[:2]),
+    "every second": lambda x: total(d(x)[::2]),
+    "all but the first": lambda x: total(d(x)[1:]),
+    "first example": lambda x: total(d(x) - x[0]),
+    "cumulative sum": lambda x: total(tf.cumsum(d(x))),
+    "scan": lambda x: total(tf.scan(lambda a, b: a + b, d(x))),
+    "pairs of examples": lambda x: total(d(x) @ tf.transpose(d(x))),
+    "products over the batch": lambda x: total(d(x) @ (tf.transpose(x) @ x)),
+    "differences of pairs": lambda x: tf.reduce_sum((d(x)[:, None] - d(x)[None]) ** 2, [1, 2]),
+    "attention over the batch": lambda x: total(tf.nn.softmax(x @ tf.transpose(x)) @ d(x)),
+    "sorted batch": lambda x: total(tf.sort(d(x), 0)),
+    "sorted scores": lambda x: tf.sort(d(x)[:, 0]) ** 2,
+    "best of the batch": lambda x: tf.math.top_k(d(x)[:, 0], 2).values ** 2,
+    "unique": lambda x: total(tf.gather(d(x), tf.unique(x[:, 0]).idx)),
+    "boolean mask": lambda x: total(tf.boolean_mask(d(x), x[:, 0] > 0)),
+    "ragged": lambda x: total(tf.RaggedTensor.from_row_lengths(tf.reshape(d(x), [-1]), tf.fill([n(x)], 4)).to_tensor()),
+    "other examples by range": lambda x: total(tf.gather(d(x), (tf.range(n(x)) + 1) % n(x))),
+    "other examples by data": lambda x: total(tf.gather(d(x), tf.cast(x[:, 0] > 0, tf.int32))),
+    "numbered examples": lambda x: total(d(x) * tf.cast(tf.range(n(x)), tf.float32)[:, None]),
+    "constant for each place": lambda x: total(d(x) * BATCHED),
+    "list of places": positions,
+    "chosen by place": lambda x: total(tf.where(tf.constant([[True], [False], [True], [True]]), d(x), 2 * d(x))),
+    "rows chosen by place": lambda x: total(tf.raw_ops.Select(condition=tf.constant([True, False, True, True]),
+                                                              x=tf.ensure_shape(d(x), [4, 4]), y=x)),
+    "rows of a constant chosen": lambda x: total(tf.raw_ops.Select(condition=x[:, 0] > 0, y=tf.constant(BATCHED),
+                                                                   x=tf.ensure_shape(d(x), [4, 4]))),
+    "segments": lambda x: total(tf.math.segment_sum(d(x), tf.constant([0, 0, 1, 1]))),
+    "partition": repartition,
+    "two examples a row": lambda x: total(tf.reshape(d(x), [-1, 8]) @ W8),
+    "two examples a row, back again": lambda x: total(tf.reshape(tf.reshape(d(x), [-1, 8]) @ W8, [-1, 4])),
+    "half the rows by division": lambda x: total(tf.reshape(tf.reshape(d(x), [n(x) // 2, 8]) @ W8, [-1, 4])),
+    "half the rows by a float": lambda x: total(
+        tf.reshape(tf.reshape(d(x), [tf.cast(nf(x) * 0.5, tf.int32), 8]) @ W8, [-1, 4])),
+    "half the rows by a quotient": lambda x: total(
+        tf.reshape(tf.reshape(d(x), [tf.cast(nf(x) / 2.0, tf.int32), 8]) @ W8, [-1, 4])),
+    "reshape after transpose": lambda x: total(tf.reshape(tf.transpose(d(x)), [-1, 4]) @ W),
+    "flattened by columns": lambda x: total(tf.reshape(tf.transpose(d(x)), [n(x), 4])),
+    "convolution over the batch": lambda x: total(tf.nn.conv1d(d(x)[None], W8[:3, :4, None], 1, "SAME")[0]),
+    "pool over the batch": lambda x: total(tf.nn.max_pool1d(d(x)[None], 3, 1, "SAME")[0]),
+    "pool over batch and columns": lambda x: total(tf.nn.avg_pool2d(d(x)[None, ..., None], 2, 1, "SAME")[0]),
+    "diagonal of pairs": lambda x: tf.einsum("bb->b", d(x) @ tf.transpose(x)) ** 2,
+    "fourier over the batch": lambda x: tf.abs(tf.signal.fft(tf.cast(d(x)[:, 0], tf.complex64))) ** 2,
+    "diagonal matrix": lambda x: tf.reduce_sum(tf.linalg.diag(d(x)[:, 0]), 0) ** 2,
+    "mesh": lambda x: tf.reduce_sum(tf.meshgrid(d(x)[:, 0], x[:, 1])[0], 0) ** 2,
+    "space to batch": lambda x: total(tf.space_to_batch(square(x)[..., None], [2, 2], [[0, 0], [0, 0]])),
+    "batch to space": lambda x: total(tf.batch_to_space(square(x)[..., None], [2, 2], [[0, 0], [0, 0]])),
+    "reversed lengths over the batch": lambda x: total(tf.reverse_sequence(d(x), [2, 1, 3, 4], 0, 1)),
+    "contrast over the batch": lambda x: total(tf.raw_ops.AdjustContrastv2(images=square(x), contrast_factor=2.0)),
+    "tiled batch": lambda x: total(tf.tile(d(x), [2, 1])),
+    "repeated batch": lambda x: total(tf.repeat(d(x), 2, 0)),
+    "padded batch": lambda x: total(tf.pad(d(x), [[1, 0], [0, 0]])),
+    "joined batches": lambda x: total(tf.concat([d(x), x], 0)),
+    "unstacked batch": lambda x: total(tf.stack(tf.unstack(d(tf.ensure_shape(x, [B, 4])))[::-1])),
+    "split batch": lambda x: total(tf.concat(tf.split(d(x), 2)[::-1], 0)),
+    "rolled by the batch size": lambda x: total(tf.roll(d(x) * [1.0, 2.0, 3.0, 4.0], n(x) - 1, 1)),
+    "spread along a new axis": lambda x: tf.reduce_sum(tf.broadcast_to(d(x)[:, None], [n(x), n(x), 4]) ** 2, [1, 2]),
+    "spread along a new first axis": lambda x: total(tf.reduce_sum(tf.broadcast_to(d(x), [n(x), n(x), 4]), 0)),
+    "tiled by the batch size": lambda x: total(tf.tile(d(x), [1, n(x)])),
+    "times the batch size": lambda x: total(d(x) * nf(x)),
+    "times a size with a new axis": lambda x: total(d(x) * tf.cast(tf.shape(x)[0][None], tf.float32)),
+    "times a size with a new first axis": lambda x: total(d(x) * tf.cast(tf.shape(x)[None, :1], tf.float32)),
+    "columns up to the batch size": lambda x: total(d(x)[:, : n(x) - 2]),
+    "slice up to the batch size": lambda x: total(tf.slice(d(x), [0, 0], [-1, n(x) - 2])),
+    "column of the batch size": lambda x: tf.gather(d(x), n(x) - 3, axis=1) ** 2,
+    "one hot to the batch size": lambda x: tf.reduce_mean(
+        d(x)[:, :1] + tf.one_hot(tf.zeros_like(x[:, 0], tf.int32), n(x)), 1) ** 2,
+    "best of each by the batch size": lambda x: total(tf.math.top_k(d(x), n(x) - 2).values),
+    "split by the batch size": lambda x: total(tf.split(d(x), tf.stack([n(x) - 2, 6 - n(x)]), axis=1)[0]),
+    "resized to the batch size": lambda x: total(tf.image.resize(square(x)[..., None], tf.stack([n(x), n(x)]))),
+    "band of the batch size": lambda x: total(tf.linalg.band_part(square(x), n(x) - 4, -1)),
+    "padded with the batch size": lambda x: total(tf.pad(d(x), [[0, 0], [0, 1]], constant_values=nf(x)) @ W8[:5]),
+    "seed from the batch size": lambda x: total(d(x) * tf.random.stateless_uniform([4], tf.stack([n(x), 1]))),
+    "clipped at the batch size": lambda x: total(tf.clip_by_value(x @ W, -1.0, nf(x))),
+    "as many turns as examples": counted_loop,
+    "sizes picked by data": lambda x: total(
+        d(x) * tf.cast(tf.gather(tf.shape(x), tf.cast(x[:, 0] > 0, tf.int32))[0], tf.float32)),
+    "one of two shapes": of_two_shapes,
+    "branch by data": lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: total(d(x)), lambda: total(2 * d(x))),
+    "mean written and read": written_before,
+    "mean written and read in a call": lambda x: total(d(subtracts_a_written_mean(x))),
+    "mean written in a call": written_inside_a_call,
+    "gradient over its norm": lambda x: total(gradient_over_its_norm(d(x))),
+    "gradient less its mean": lambda x: total(gradient_less_its_mean(d(x))),
+    "gradient over its norm in a call": lambda x: total(custom_gradient_in_a_call(d(x))),
+    "recomputed weights": lambda x: total(tf.recompute_grad(d)(x)),
+    "python": lambda x: total(d(x) - tf.ensure_shape(tf.numpy_function(lambda: BATCHED[:1], [], tf.float32), [1, 4])),
+    "python on the batch": lambda x: total(d(tf.ensure_shape(tf.numpy_function(lambda a: a[::-1], [x], tf.float32),
+                                                             [None, 4]))),
+}  # fmt: skip
+
+
+def norms(losses, batch=None):
+    @tf.function(input_signature=[tf.TensorSpec([batch, 4])])
+    def step(x):
+        return per_example_norms(tf.reduce_sum(losses(x)), [W, W8, TABLE])
+
+    return step
+
+
+@pytest.mark.parametrize("losses", MIXING.values(), ids=MIXING)
+def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
+    """Refused while tracing, or by a check as the step runs; else another example's norm may not move."""
+    x = normal(B, 4)
+    other = np.concatenate([x[:3], [[30.0, -20.0, 10.0, 5.0]], [[3.0, 2.0, 1.0, -5.0]]]).astype("float32")
+    step = norms(losses)
+    try:
+        before = step(tf.constant(x)).numpy()
+        changed, larger = step(tf.constant(other[:B])).numpy(), step(tf.constant(other)).numpy()
+    except PrivacyError as error:
+        assert "xample" in str(error)
+    except tf.errors.InvalidArgumentError as error:
+        assert "tfdpfl" in str(error) or "ncompatible shapes" in str(error), error
+    else:
+        np.testing.assert_allclose(changed[:3], before[:3], rtol=1e-6)
+        np.testing.assert_allclose(larger[:3], before[:3], rtol=1e-6)
+
+
+# What a user must be told: the op or layer, and a mend.
+TOLD = {
+    "mean of the batch": "Mean.*reduces over the batch",
+    "softmax over the batch": "Change the layer or the loss",
+    "roll": "Roll.*along the batch axis",
+    "reversed batch": "StridedSlice.*takes some examples",
+    "cumulative sum": "Cumsum.*along the batch axis",
+    "pairs of examples": "MatMul.*multiplies the examples along one axis",
+    "sorted batch": "Change the layer or the loss",
+    "unique": "Unique.*not known to keep examples apart",
+    "other examples by range": "Range.*by their position",
+    "other examples by data": "GatherV2.*picks examples",
+    "half the rows by division": "tfdpfl|cuts across|not known|Reshape",
+    "mean written and read": "reads a variable that the step itself writes",
+    "mean written and read in a call": "reads a variable that the step itself writes",
+    "mean written in a call": "reads a variable that the step itself writes",
+    "gradient over its norm": "gradient of its own",
+    "gradient over its norm in a call": "gradient of its own",
+    "python": "Python",
+    "branch by data": "branch|reduces over the batch",
+    "as many turns as examples": "While.*turns",
+    "times the batch size": "depend on the batch size",
+    "tiled by the batch size": "Tile.*depend on the batch size",
+    "rolled by the batch size": "Roll.*depend on the batch size",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), TOLD.items(), ids=TOLD)
+def test_a_refusal_names_the_op_and_the_reason(name, message):
+    with pytest.raises(PrivacyError, match=message):
+        norms(MIXING[name]).get_concrete_function()
+
+
+STATIC = ["constant for each place", "numbered examples", "list of places", "chosen by place", "rows chosen by place",
+          "rows of a constant chosen", "two examples a row", "half of the batch", "unstacked batch"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_static_batch_size_is_no_excuse_to_tell_examples_by_their_place(name):
+    with pytest.raises(PrivacyError):
+        norms(MIXING[name], batch=B).get_concrete_function()
+
+
+# Losses that are not a sum of the examples' own
+
+LOSSES = {
+    "log of the mean": lambda v, x: tf.math.log(tf.reduce_mean(v)),
+    "square of the mean": lambda v, x: tf.reduce_mean(v) ** 2,
+    "product of means": lambda v, x: tf.reduce_mean(v) * tf.reduce_mean(x),
+    "product of two means of the loss": lambda v, x: tf.reduce_mean(v) * tf.reduce_mean(v),
+    "largest": lambda v, x: tf.reduce_max(v),
+    "deviation": lambda v, x: tf.math.reduce_std(v),
+    "over the sum of weights": lambda v, x: tf.reduce_sum(v * tf.abs(x[:, 0])) / tf.reduce_sum(tf.abs(x[:, 0])),
+    "over another mean": lambda v, x: tf.reduce_mean(v) / tf.reduce_mean(tf.abs(x)),
+    "softmax weights": lambda v, x: tf.reduce_sum(v * tf.nn.softmax(v)),
+    "contrastive": lambda v, x: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+        tf.range(n(x)), d(x) @ tf.transpose(x))),
+    "mean where the mean is large": lambda v, x: tf.where(tf.reduce_mean(v) > 0.1, tf.reduce_mean(v), 0.0),
+    "over its stopped self": lambda v, x: tf.reduce_mean(v) / tf.stop_gradient(tf.reduce_mean(v)),
+    "clipped mean": lambda v, x: tf.clip_by_value(tf.reduce_mean(v), 0.0, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_couples_examples_is_refused(loss):
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        return clipped_gradients(loss(total(d(x)), x), [W], 1.0).norms
+
+    with pytest.raises(PrivacyError, match="xample"):
+        step.get_concrete_function()
+
+
+def test_eager_losses_captured_batches_and_no_variables_are_refused_with_the_mend():
+    with pytest.raises(PrivacyError, match=r"tf\.function"):
+        per_example_norms(tf.reduce_sum(total(d(tf.constant(BATCHED)))), [W])
+    with pytest.raises(PrivacyError, match="argument of the tf"):
+        tf.function(lambda: per_example_norms(tf.reduce_sum(total(d(tf.constant(BATCHED)))), [W]))()
+    with pytest.raises(PrivacyError, match="variables is empty"):
+        tf.function(lambda x: per_example_norms(tf.reduce_sum(total(d(x))), []))(tf.constant(BATCHED))
+
+
+# Through Keras: nothing moves
+
+
+class Center(L.Layer):
+    def call(self, x):
+        return x - tf.reduce_mean(x, 0, keepdims=True)
+
+
+class SharedStatistics(L.Layer):
+    """A layer that keeps a mean, updates it from the batch, and subtracts it."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(name="mean", shape=(shape[-1],), initializer="zeros", trainable=False)
+        self.built = True
+
+    def call(self, x):
+        self.mean.assign(0.9 * tf.convert_to_tensor(self.mean) + 0.1 * tf.reduce_mean(x, 0))
+        return x - tf.convert_to_tensor(self.mean)
+
+
+@pytest.mark.parametrize(("layer", "message"), [
+    (lambda: L.BatchNormalization(name="normal"), "(?s)normal.*LayerNormalization"),
+    (lambda: Center(name="center"), "(?s)center.*Change the layer"),
+    (lambda: SharedStatistics(name="stats"), "(?s)stats.*"),
+    (lambda: L.Lambda(lambda x: tf.nn.softmax(x, 0), name="odd"), "(?s)odd.*Change the layer"),
+], ids=["BatchNormalization", "batch mean", "written state", "softmax over the batch"])  # fmt: skip
+def test_keras_model_is_refused_before_any_weight_moves(layer, message):
+    model = K.Sequential([K.Input((4,)), L.Dense(5), layer(), L.Dense(2)])
+    model.compile(tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=1.0, learning_rate=1.0), loss="mse")
+    before = [w.numpy() for w in raw(model.trainable_variables)]
+    with pytest.raises(PrivacyError, match=message):
+        model.train_on_batch(normal(B, 4), normal(B, 2))
+    for w, b in zip(raw(model.trainable_variables), before, strict=True):
+        np.testing.assert_array_equal(w.numpy(), b)
+
+
+def test_frozen_batch_normalization_in_inference_mode_is_welcome():
+    norm = L.BatchNormalization(trainable=False)
+    check_model(K.Sequential([K.Input((4,)), L.Dense(5), norm, L.Dense(2)]), normal(B, 4))
+
+
+# What must not be refused
+
+
+def times_positions(x):
+    t = tf.shape(x)[1]
+    return x + tf.sin(tf.cast(tf.range(t), tf.float32))[None, :, None] * tf.ones([n(x), t, 1])
+
+
+def padded_attention(x):
+    scores = tf.matmul(x, x, transpose_b=True) / 2.0
+    mask = tf.cast(tf.reduce_sum(x, -1) > 0, tf.float32)[:, None, :]
+    causal = tf.linalg.band_part(tf.ones([tf.shape(x)[1]] * 2), -1, 0)
+    return tf.matmul(tf.nn.softmax(scores - 1e9 * (1 - mask * causal)), x)
+
+
+def own_state_loop(x):
+    state = tf.zeros([n(x), 4])
+    return tf.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, tf.tanh(s + x[:, i])), [0, state])[1]
+
+
+ALLOWED = {
+    "time major": lambda x: tf.transpose(tf.cumsum(tf.transpose(x, [1, 0, 2]), 0), [1, 0, 2]),
+    "positions": times_positions,
+    "attention with masks": padded_attention,
+    "one hot": lambda x: tf.one_hot(tf.argmax(x, -1), 4) * x,
+    "own softmax": lambda x: tf.nn.softmax(x, -1),
+    "own sort": lambda x: tf.sort(x, 1),
+    "own best": lambda x: tf.math.top_k(x, 2).values,
+    "own norm": lambda x: tf.math.l2_normalize(x, [1, 2]),
+    "own mean": lambda x: x - tf.reduce_mean(x, [1, 2], keepdims=True),
+    "own pairs": lambda x: tf.einsum("bij,bkj->bik", x, x),
+    "own pick": lambda x: tf.gather(x, tf.cast(x[:, 0, :2] > 0, tf.int32), batch_dims=1),
+    "own reversal": lambda x: tf.reverse_sequence(x, tf.cast(x[:, 0, 0] > 0, tf.int32) + 1, 1),
+    "own roll": lambda x: tf.roll(x, 1, 1),
+    "own first step": lambda x: x[:, 0],
+    "own last steps": lambda x: x[:, -2:, None, ..., :2],
+    "flat and back": lambda x: tf.reshape(tf.reshape(x, [-1, 4]) * 2.0, tf.shape(x)),
+    "flat and back by size": lambda x: tf.reshape(tf.reshape(x, [n(x) * 6, 2]), [n(x), -1]),
+    "joined with zeros": lambda x: tf.concat([x, tf.zeros([n(x), 1, 4])], 1),
+    "joined with zeros like": lambda x: tf.concat([tf.zeros_like(x[:, :1]), x], 1),
+    "where": lambda x: tf.where(x > 0, x, tf.zeros_like(x)),
+    "loop with a state": own_state_loop,
+    "tf.function": lambda x: tf.function(lambda y: tf.tanh(y) + 1.0)(x),
+    "public branch": lambda x: tf.cond(STATE[0] > 5.0, lambda: x, lambda: 2.0 * x),
+    "swish": tf.nn.swish,
+    "resized": lambda x: tf.image.resize(x[..., None], [2, 2]),
+    "Flatten": L.Flatten, "Permute": lambda: L.Permute((2, 1)), "Reshape": lambda: L.Reshape((2, -1)),
+    "ZeroPadding1D": lambda: L.ZeroPadding1D(1), "Cropping1D": lambda: L.Cropping1D(1),
+    "UpSampling1D": lambda: L.UpSampling1D(2), "GlobalMaxPooling1D": L.GlobalMaxPooling1D,
+    "GlobalAveragePooling1D": L.GlobalAveragePooling1D, "MaxPooling1D": lambda: L.MaxPooling1D(2),
+    "AveragePooling1D": lambda: L.AveragePooling1D(2, padding="same"), "Softmax": L.Softmax,
+    "Lambda": lambda: L.Lambda(lambda x: x[:, ::-1]), "Activation": lambda: L.Activation("gelu"),
+}  # fmt: skip
+
+
+ALSO_ALLOWED = {"own roll", "own last steps", "own mean", "own pairs", "flat and back by size", "joined with zeros like",
+                "where", "swish", "Permute", "Reshape", "Cropping1D", "GlobalAveragePooling1D", "MaxPooling1D", "Lambda",
+                "Activation", "Softmax", "ZeroPadding1D", "own norm", "own sort"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALSO_ALLOWED)) for n in ALLOWED])
+def test_what_keeps_examples_apart_is_exact(name):
+    made = ALLOWED[name]
+    layer = made() if name[0].isupper() else L.Lambda(made)
+    head = L.Lambda(lambda x: tf.reshape(x, [tf.shape(x)[0], -1]))
+    check_model(K.Sequential([K.Input((3, 4)), L.Dense(4, activation="tanh"), layer, head]), normal(B, 3, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [
+    lambda: L.ZeroPadding2D(1), lambda: L.Cropping2D(1), lambda: L.UpSampling2D(2), lambda: L.Resizing(2, 2),
+    lambda: L.UpSampling2D(2, interpolation="bilinear"), L.GlobalAveragePooling2D, L.GlobalMaxPooling2D,
+    lambda: L.AveragePooling2D(2, padding="same"), lambda: L.Reshape((-1, 2)),
+], ids=["padding", "cropping", "upsampling", "resizing", "bilinear", "mean", "max", "average", "reshape"])  # fmt: skip
+def test_image_layers_without_weights_are_exact(layer):
+    check_model(K.Sequential([K.Input((4, 4, 2)), L.Conv2D(2, 2), layer()]), normal(B, 4, 4, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("join", ["Add", "Subtract", "Multiply", "Average", "Maximum", "Minimum", "Concatenate", "Dot"])
+def test_joining_layers_are_exact(join):
+    a, b = K.Input((4,)), K.Input((4,))
+    layer = L.Dot(1) if join == "Dot" else getattr(L, join)()
+    y = layer([L.Dense(3, activation="tanh")(a), L.Dense(3)(b)])
+    check_model(K.Model([a, b], y), [normal(B, 4), normal(B, 4, seed=1)])
+
+
+@pytest.mark.parametrize("layer", [
+    lambda: L.Dropout(0.5), lambda: L.GaussianNoise(0.5), lambda: L.GaussianDropout(0.3),
+    lambda: L.SpatialDropout1D(0.5), lambda: L.LSTM(3, dropout=0.4, recurrent_dropout=0.2),
+], ids=["Dropout", "GaussianNoise", "GaussianDropout", "SpatialDropout1D", "LSTM"])  # fmt: skip
+def test_noise_in_training_is_one_and_the_same_in_norm_and_sum(layer):
+    """The sum of the batch of clipped gradients can then be no longer than the batch times the clip."""
+    model = K.Sequential([K.Input((3, 4)), L.Dense(8, activation="relu"), layer(), L.Dense(2)])
+    clip = 0.01
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3, 4])])
+    def step(x):
+        r = clipped_gradients(tf.reduce_mean(example_losses(model(x, training=True))), model.trainable_variables, clip)
+        return tf.linalg.global_norm([s for s in r.sum if s is not None]), r.norms
+
+    x = 3 * normal(1, 3, 4)
+    lengths = []
+    for _ in range(20):
+        length, each = step(tf.constant(x))
+        if float(each[0]) > clip:
+            np.testing.assert_allclose(float(length), clip, rtol=1e-4)
+        lengths.append(float(each[0]))
+    assert len(set(lengths)) > 1  # the noise is on
+
+
+# Sensitivity
+
+
+def clip_sum(losses, variables, x, clip, m=None):
+    @tf.function(input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)])
+    def step(x):
+        r = clipped_gradients(tf.reduce_mean(losses(x)), variables, clip, m)
+        return r.sum, r.norms, r.num_nonfinite
+
+    sums, each, bad = step(tf.constant(x))
+    return np.concatenate([np.ravel(s) for s in sums if s is not None]), each.numpy(), int(bad)
+
+
+ARCHITECTURES = {
+    "dense": (lambda: [L.Dense(5), L.Dense(2)], (4,)),
+    "convolutions": (lambda: [L.Conv2D(3, 3, strides=2), L.DepthwiseConv2D(2), L.Flatten(), L.Dense(2)], (7, 7, 2)),
+    "sequences": (lambda: [L.Conv1D(4, 2), L.LayerNormalization(), L.GRU(3)], (4, 3)),
+    "attention": (lambda: [L.Lambda(padded_attention), L.Dense(2)], (3, 4)),
+    "lstm": (lambda: [L.LSTM(3), L.Dense(2)], (3, 4)),
+}
+
+
+@pytest.mark.parametrize(("layers", "shape"), [
+    pytest.param(*c, id=n, marks=[pytest.mark.slow] * (n not in ("dense", "attention"))) for n, c in ARCHITECTURES.items()
+])  # fmt: skip
+def test_one_example_more_moves_the_sum_by_at_most_the_clip(layers, shape):
+    model = K.Sequential([K.Input(shape), *layers()])
+    losses = lambda x: example_losses(model(x))
+    x, clip = normal(B, *shape), 0.3
+    outlier = 1e4 * normal(1, *shape, seed=9)
+    without = clip_sum(losses, model.trainable_variables, x, clip)[0]
+    with_it = clip_sum(losses, model.trainable_variables, np.concatenate([x, outlier]), clip)[0]
+    assert np.linalg.norm(with_it - without) <= clip * (1 + 1e-4)
+    replaced = clip_sum(losses, model.trainable_variables, np.concatenate([x[1:], outlier]), clip)[0]
+    assert np.linalg.norm(replaced - without) <= 2 * clip * (1 + 1e-4)
+    groups = clip_sum(losses, model.trainable_variables, x, clip, m=2)[0]
+    changed = clip_sum(losses, model.trainable_variables, np.concatenate([outlier, x[1:]]), clip, m=2)[0]
+    assert np.linalg.norm(changed - groups) <= 2 * clip * (1 + 1e-4)
+
+
+BAD = {
+    "dense": ([4], lambda: [L.Dense(5), L.Dense(2)]),
+    "dense of rank 3, ghost norm": ([2, 30], lambda: [L.Dense(40)]),
+    "dense of rank 3, formed": ([9, 2], lambda: [L.Dense(2)]),
+    "convolution, formed": ([6, 6, 1], lambda: [L.Conv2D(2, 3)]),
+    "convolution, ghost norm": ([3, 3, 12], lambda: [L.Conv2D(40, 2)]),
+    "convolution, views": ([9, 9, 8], lambda: [L.Conv2D(2, 4, strides=2)]),
+    "depthwise": ([4, 4, 2], lambda: [L.DepthwiseConv2D(2)]),
+    "transposed": ([3, 3, 2], lambda: [L.Conv2DTranspose(2, 2)]),
+    "lstm": ([3, 4], lambda: [L.LSTM(3)]),
+    "layernorm": ([4], lambda: [L.LayerNormalization(), L.Dense(2)]),
+}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("shape", "layers"), BAD.values(), ids=BAD)
+def test_an_example_that_is_not_finite_adds_exactly_zero_and_is_counted(shape, layers, value):
+    model = K.Sequential([K.Input(shape), *layers()])
+    losses = lambda x: example_losses(model(x))
+    x = normal(B, *shape)
+    clean = clip_sum(losses, model.trainable_variables, x, 0.3)
+    dirty = np.concatenate([x, x[:1]])
+    dirty[B].reshape(-1)[:] = value
+    got = clip_sum(losses, model.trainable_variables, dirty, 0.3)
+    assert got[2] == 1 and not np.isfinite(got[1][B])
+    np.testing.assert_allclose(got[1][:B], clean[1], rtol=1e-5)
+    np.testing.assert_allclose(got[0], clean[0], atol=1e-5 * np.abs(clean[0]).max())
+
+
+def test_an_example_that_looks_up_a_row_of_nan_adds_exactly_zero():
+    table = tf.Variable(np.concatenate([normal(5, 3), np.full([1, 3], np.nan)]).astype("float32"))
+    matrix = tf.Variable(normal(3, 2))
+    x = rng().integers(0, 5, (B, 4)).astype("int32")
+    losses = lambda x: example_losses(tf.tanh(tf.gather(table, x) @ matrix))
+    clean = clip_sum(losses, [table, matrix], x, 0.3)
+    got = clip_sum(losses, [table, matrix], np.concatenate([x, [[0, 1, 5, 2]]]).astype("int32"), 0.3)
+    assert got[2] == 1
+    np.testing.assert_allclose(got[0], clean[0], atol=1e-6)
+
+
+# Microbatches
+
+
+def test_microbatches_that_do_not_divide_the_batch_are_refused_and_nothing_moves():
+    with pytest.raises(PrivacyError, match="num_microbatches=3"):
+        @tf.function(input_signature=[tf.TensorSpec([B, 4])])
+        def static(x):
+            return clipped_gradients(tf.reduce_sum(total(d(x))), [W], 1.0, 3).norms
+
+        static.get_concrete_function()
+    model = K.Sequential([K.Input((4,)), L.Dense(2)])
+    model.compile(tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=0.0, num_microbatches=3, learning_rate=1.0), "mse")
+    before = model.get_weights()
+    with pytest.raises((tf.errors.InvalidArgumentError, PrivacyError), match="num_microbatches=3"):
+        model.train_on_batch(normal(B, 4), normal(B, 2))
+    for w, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(w, b)
