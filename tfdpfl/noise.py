@@ -6,6 +6,7 @@ besides the step, is the same in every replica, and goes on where it was after a
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 _PHILOX = 1
+_SMALL = 1 << 14
 
 
 def new_key(seed: int | None = None) -> np.ndarray:
@@ -34,13 +36,29 @@ def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: 
       step: int64 scalar. The same key and step give the same noise: never use a step twice.
     """
     words = tf.bitcast(key, tf.uint64)
-    # A step has a stream of its own, whatever the number of tensors, and each tensor 2^40 blocks of it.
+    # A step has a stream of its own, whatever the number of tensors, and each draw 2^40 blocks of it.
     stream = tf.bitcast(tf.convert_to_tensor(step), tf.uint64) + words[1]
-    normals = []
-    for i, shape in enumerate(shapes):
-        counter = tf.stack([tf.constant(i << 40, tf.uint64), stream])
-        normal = tf.raw_ops.StatelessRandomNormalV2(
-            shape=tf.TensorShape(shape).as_list(), key=words[:1], counter=counter, alg=_PHILOX, dtype=tf.float32
-        )
-        normals.append(normal * tf.cast(stddev, tf.float32))
-    return normals
+    sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
+    # Small tensors share a draw: a dozen operations each would cost more than their numbers.
+    small = [i for i, n in enumerate(sizes) if n < _SMALL]
+    draws = [[i] for i in range(len(sizes)) if i not in set(small)] + ([small] if small else [])
+    normals: dict[int, tf.Tensor] = {}
+    for number, members in enumerate(draws):
+        counter = tf.stack([tf.constant(number << 40, tf.uint64), stream])
+        parts = _normals(sum(sizes[i] for i in members), words[:1], counter) * tf.cast(stddev, tf.float32)
+        for i, part in zip(members, tf.split(parts, [sizes[i] for i in members]), strict=True):
+            normals[i] = tf.reshape(part, shapes[i])
+    return [normals[i] for i in range(len(sizes))]
+
+
+def _normals(n: int, key: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:
+    """n standard normals by Box and Muller (1958) from 32-bit words; vectorised, about half the time of
+    `tf.random.stateless_normal`, and with tails out to 6.7 in place of its 5.7."""
+    half = -(-n // 2)
+    words = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[2 * half], key=key, counter=counter, alg=_PHILOX, dtype=tf.uint32
+    )
+    uniform = (tf.cast(words[:half], tf.float32) + 0.5) * 2.0**-32  # in (0, 1]
+    radius = tf.sqrt(-2.0 * tf.math.log(uniform))
+    angle = tf.cast(tf.bitcast(words[half:], tf.int32), tf.float32) * (math.pi * 2.0**-31)
+    return tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)[:n]
