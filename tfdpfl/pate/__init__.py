@@ -20,10 +20,13 @@ from tfdpfl.pate.analysis import (
     rdp_data_independent,
 )
 from tfdpfl.pate.epsilon import Epsilon
+from tfdpfl.pate.flow import PATE, PATEReport
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity, smooth_sensitivity_release
+from tfdpfl.pate.teachers import TeacherEnsemble
 from tfdpfl.pate.votes import as_counts
 
 __all__ = [
+    "PATE",
     "Aggregator",
     "Answers",
     "ConfidentGNMax",
@@ -31,8 +34,10 @@ __all__ = [
     "GNMax",
     "InteractiveGNMax",
     "LNMax",
+    "PATEReport",
     "PySyftAnalysis",
     "SanitizedEpsilon",
+    "TeacherEnsemble",
     "as_counts",
     "compose",
     "epsilon_of_rdp",

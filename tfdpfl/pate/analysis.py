@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONVERSIONS = ("tight", "classic")
 _CHUNK = 20_000  # queries whose [queries, orders] arrays are held at once
 # λ - 1 from 0.02 to 10,000: the least orders serve ε in the hundreds, the greatest ε near 0.
-_ORDERS = 1 + np.geomspace(0.02, 1e4, 100)
+ORDERS = 1 + np.geomspace(0.02, 1e4, 100)
 
 
 def rdp_data_independent(mechanism: Aggregator, orders: Any, num_queries: int | None = None) -> np.ndarray:
@@ -122,7 +122,7 @@ def best_epsilon(total_rdp: Callable[[np.ndarray], np.ndarray], delta: float, co
         delta: δ.
         conversion: As in `epsilon_of_rdp`.
     """
-    orders, best = _ORDERS, (math.inf, math.nan)
+    orders, best = ORDERS, (math.inf, math.nan)
     for _ in range(3):
         best = min(best, epsilon_of_rdp(orders, total_rdp(orders), delta, conversion))
         at = int(np.argmin(np.abs(orders - best[1])))

@@ -1,0 +1,168 @@
+"""The whole flow: a student of answers alone, a budget that is not passed, reports that label what is private."""
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdpfl.pate import PATE, ConfidentGNMax, GNMax, InteractiveGNMax, LNMax, TeacherEnsemble
+
+CLASSES, FEATURES, TEACHERS = 3, 5, 200
+LABEL = "not to be published"
+CENTRES = np.random.default_rng(42).normal(size=(CLASSES, FEATURES)) * 3
+
+
+def blobs(examples, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, CLASSES, examples)
+    return (CENTRES[y] + rng.normal(size=(examples, FEATURES))).astype(np.float32), y
+
+
+def student_fn():
+    model = tf.keras.Sequential([tf.keras.layers.Input((FEATURES,)), tf.keras.layers.Dense(CLASSES)])
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(tf.keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+    return model
+
+
+class Untaught(tf.keras.Sequential):
+    """For what happens before the student learns."""
+
+    def fit(self, *args, **options):
+        return None
+
+
+def untaught_fn():
+    model = Untaught([tf.keras.layers.Input((FEATURES,)), tf.keras.layers.Dense(CLASSES)])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+X, Y = blobs(300)
+VOTES = np.where(np.arange(CLASSES) == Y[:, None], 180, 10)
+
+
+def flow(aggregator, student=untaught_fn, **options):
+    return PATE(VOTES, aggregator, student, 1e-5, epochs=8, verbose=0, **options)
+
+
+def test_teachers_teach_a_student_that_is_a_plain_keras_model():
+    teachers = TeacherEnsemble(student_fn, 10, epochs=4, verbose=0).fit(*blobs(500, seed=1))
+    x_test, y_test = blobs(200, seed=2)
+    pate = PATE(teachers, GNMax(1.0), student_fn, 1e-5, epochs=8, verbose=0)
+    report = pate.fit(X, Y, test_data=(x_test, y_test)).report()
+    assert isinstance(pate.student_, tf.keras.Model)
+    assert report.num_teachers == 10 and report.queries == report.answered == 300
+    assert report.student_accuracy > 0.9 and report.label_accuracy > 0.9 and report.vote_accuracy > 0.9
+
+
+def test_the_student_learns_the_released_labels_and_nothing_else():
+    seen = []
+
+    class Recorder(tf.keras.Sequential):
+        def fit(self, x, y, **options):
+            seen.append((x, y))
+            return super().fit(x, y, **options)
+
+    def recording():
+        model = Recorder([tf.keras.layers.Input((FEATURES,)), tf.keras.layers.Dense(CLASSES)])
+        model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    pate = PATE(VOTES, ConfidentGNMax(170, 40, 20, seed=0), recording, 1e-5, epochs=1, verbose=0)
+    pate.fit(X, Y, num_queries=100)
+    answered = pate.answers_.answered
+    assert 0 < answered.sum() < 100 and len(seen) == 1
+    assert (seen[0][0] == X[pate.queries_[answered]]).all()
+    assert (seen[0][1] == pate.answers_.labels[answered]).all()
+
+
+@pytest.mark.parametrize("data_dependent", [False, True])
+@pytest.mark.parametrize("aggregator", [LNMax(0.05), GNMax(40), ConfidentGNMax(150, 100, 40, seed=0)])
+def test_a_budget_stops_the_answering_before_it_is_passed(aggregator, data_dependent):
+    budget = 1.0 if not data_dependent else float(aggregator.epsilon(VOTES[:150], 1e-5))
+    pate = flow(aggregator, budget=budget, budget_data_dependent=data_dependent).fit(X)
+    epsilon = pate.answers_.epsilon(1e-5, data_dependent)
+    assert epsilon <= budget and 0 < len(pate.answers_) < 300 and len(pate.queries_) == len(pate.answers_)
+    assert epsilon > 0.7 * budget
+    assert ("budget" in str(pate.report())) and (("number of queries" in str(pate.report())) == data_dependent)
+
+
+def test_one_more_query_would_pass_the_budget():
+    pate = flow(GNMax(40), budget=1.0).fit(X)
+    answered = len(pate.answers_)
+    assert GNMax(40).epsilon(VOTES[: answered + 1], 1e-5, data_dependent=False) > 1.0
+
+
+def test_the_filter_keeps_room_for_the_vote_before_it_looks():
+    aggregator = ConfidentGNMax(1e6, 100, 3)  # never answers, but might
+    pate = flow(aggregator, budget=1.0)
+    answers = aggregator.aggregate(VOTES)
+    assert pate._affordable(answers) == 0
+
+
+def test_no_answer_within_the_budget_is_an_error():
+    with pytest.raises(ValueError, match="no query was answered"):
+        flow(GNMax(1.0), budget=0.1).fit(X)
+    with pytest.raises(ValueError, match="lower the threshold"):
+        flow(ConfidentGNMax(1e6, 1.0, 1.0)).fit(X)
+
+
+@pytest.mark.slow
+def test_interactive_asks_less_once_the_student_has_learnt():
+    pate = flow(InteractiveGNMax(60, 10, 10, confidence=0.8, seed=0), student_fn).fit(X, Y)
+    first, last = pate.answers_[:60], pate.answers_[240:]
+    assert first.by_teachers.mean() > last.by_teachers.mean()
+    assert last.answered.mean() > 0.8
+    report = pate.report()
+    assert report.answered > report.answered_by_teachers and report.label_accuracy > 0.9
+
+
+@pytest.mark.slow
+def test_a_semi_supervised_student_uses_the_rest():
+    pate = flow(GNMax(20), student_fn).fit(X, Y, num_queries=20, semi_supervised=True, confidence=0.6, test_data=(X, Y))
+    assert len(pate.answers_) == 20 and pate.report().student_accuracy > 0.8
+
+
+def test_queries_may_be_chosen():
+    pate = flow(GNMax(40)).fit(X, queries=[5, 3, 9])
+    assert pate.queries_.tolist() == [5, 3, 9] and (pate.answers_.counts == VOTES[[5, 3, 9]]).all()
+
+
+def test_reports_and_plots_label_what_is_private(tmp_path):
+    pate = flow(ConfidentGNMax(150, 40, 20, seed=0)).fit(X, Y)
+    report = pate.report()
+    lines = str(report).splitlines()
+    assert all(LABEL in line for line in lines if "data-dependent:" in line or "plurality" in line)
+    assert not any(LABEL in line for line in lines if "data-independent" in line or "sanitised" in line)
+    saved = json.loads(json.dumps(report.to_dict()))
+    assert LABEL in saved["epsilon_data_dependent"]["warning"] and LABEL in saved["vote_accuracy"]["warning"]
+    assert saved["epsilon"]["warning"] is None and saved["sanitized"]["epsilon"]["warning"] is None
+    assert LABEL in repr(report)
+    for draw in (pate.plot_margins, pate.plot_costs):
+        figure = draw(tmp_path / "plot.png")
+        assert LABEL in figure.axes[0].get_title() and (tmp_path / "plot.png").stat().st_size > 1000
+    assert pate.report().sanitized is report.sanitized  # one release
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PATE(VOTES, "gnmax", student_fn, 1e-5), "aggregator must be one of"),
+        (lambda: PATE(VOTES, GNMax(1), "student", 1e-5), "student_fn must be a function"),
+        (lambda: PATE(VOTES, GNMax(1), student_fn, 0), "delta must be"),
+        (lambda: PATE(VOTES, GNMax(1), student_fn, 0.1).fit(X), "delta must be below 1 / 300"),
+        (lambda: flow(GNMax(1), budget=0), "budget must be a finite number above 0"),
+        (lambda: flow(GNMax(1)).fit(X, num_queries=301), "at most the 300 examples"),
+        (lambda: flow(GNMax(1)).fit(X, num_queries=3, queries=[1]), "not both"),
+        (lambda: flow(GNMax(1)).fit(X, queries=[300]), "indices from 0 to 299"),
+        (lambda: flow(GNMax(1)).fit(X, queries=[0.5]), "queries must be indices"),
+        (lambda: flow(GNMax(1)).fit(X[:-1]), "votes on each of the 299 examples"),
+        (lambda: flow(GNMax(1)).report(), "call fit"),
+        (lambda: flow(GNMax(9)).fit(X, semi_supervised=True, confidence=1.0), "confidence must be strictly between"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,238 @@
+"""Teachers train on disjoint shards, together as they would alone, and go on where they stopped."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdpfl.pate import TeacherEnsemble, _stacked
+
+CLASSES, FEATURES = 3, 6
+
+
+def blobs(examples, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, CLASSES, examples)
+    centres = np.random.default_rng(42).normal(size=(CLASSES, FEATURES)) * 3
+    return (centres[y] + rng.normal(size=(examples, FEATURES))).astype(np.float32), y
+
+
+def dense_model(optimizer="Adam", dropout=0.0):
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+        [
+            layers.Input((FEATURES,)),
+            layers.Dense(8, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(dropout),
+            layers.Dense(CLASSES),
+        ]
+    )
+    model.compile(
+        getattr(tf.keras.optimizers, optimizer)(0.02), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    return model
+
+
+def convolutional_model():
+    layers = tf.keras.layers
+    inputs = tf.keras.Input((6, 6, 1))
+    x = layers.Conv2D(4, 3, strides=2, padding="same", activation="relu")(inputs)
+    x = layers.MaxPooling2D(2)(x)
+    outputs = layers.Dense(CLASSES, activation="softmax")(layers.Flatten()(x))
+    model = tf.keras.Model(inputs, outputs)
+    model.compile(tf.keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy")
+    return model
+
+
+def quick(num_teachers=4, model_fn=dense_model, **options):
+    options = {"epochs": 2, "batch_size": 16, "seed": 0, "verbose": 0, **options}
+    return TeacherEnsemble(model_fn, num_teachers, **options)
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "shape"),
+    [(dense_model, (FEATURES,)), (convolutional_model, (6, 6, 1))],
+)
+def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 20, *shape)).astype(np.float32)
+    y = rng.integers(0, CLASSES, (3, 20))
+    models = [model_fn() for _ in range(3)]
+    assert _stacked.why_not(models[0]) is None
+    stack = _stacked.Stack(models[0], [model.get_weights() for model in models])
+    order = rng.permuted(np.tile(np.arange(20), (3, 1)), axis=1)
+    for _ in range(2):
+        stack.train_epoch(tf.constant(x), tf.constant(y), order, 8)
+        for t, model in enumerate(models):
+            for start in range(0, 20, 8):
+                rows = order[t, start : start + 8]
+                model.train_on_batch(x[t][rows], y[t][rows])
+    for model, weights in zip(models, stack.weights(), strict=True):
+        for ours, keras in zip(weights, model.get_weights(), strict=True):
+            assert ours == pytest.approx(keras, abs=2e-5)
+    alone = np.stack([model.predict(x[0], verbose=0) for model in models])
+    assert stack.outputs(x[0]).numpy() == pytest.approx(alone, abs=1e-4)
+
+
+def test_shards_are_disjoint_and_cover_the_data():
+    X, y = blobs(103)
+    ensemble = quick(5).fit(X, y)
+    assert sorted(np.concatenate(ensemble.shards_)) == list(range(103))
+    assert {len(shard) for shard in ensemble.shards_} == {20, 21}
+    assert ensemble.trained_together_ is True
+
+
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_teachers_learn_and_votes_are_counts_of_predictions(together):
+    X, y = blobs(400)
+    ensemble = quick(4, epochs=8, together=together).fit(X, y)
+    x_test, y_test = blobs(50, seed=1)
+    predictions = ensemble.predict(x_test)
+    votes = ensemble.votes(x_test, batch_size=7)
+    assert votes.shape == (50, CLASSES) and (votes.sum(axis=1) == 4).all()
+    assert all((votes[:, k] == (predictions == k).sum(axis=0)).all() for k in range(CLASSES))
+    assert (votes.argmax(axis=1) == y_test).mean() > 0.9
+    own = ensemble.model(2).predict(x_test, verbose=0).argmax(axis=1)
+    assert (own == predictions[2]).mean() > 0.97
+    weights = [ensemble.model(t).get_weights()[0] for t in range(2)]
+    assert not np.allclose(*weights)
+
+
+@pytest.mark.slow
+def test_a_teacher_sees_its_shard_alone():
+    X, y = blobs(60)
+    shards = [np.arange(0, 30), np.arange(30, 60)]
+    poisoned = y.copy()
+    poisoned[30:] = 0
+    tf.keras.utils.set_random_seed(0)
+    clean = quick(2, together=False).fit(X, y, shards=shards).model(0).get_weights()
+    tf.keras.utils.set_random_seed(0)
+    other = quick(2, together=False).fit(X, poisoned, shards=shards).model(0).get_weights()
+    assert all(np.array_equal(a, b) for a, b in zip(clean, other, strict=True))
+
+
+def test_hospitals_bring_their_own_shards():
+    parts = [blobs(n, seed=n) for n in (20, 33, 20)]
+    ensemble = quick(3).fit_shards(parts)
+    assert [len(shard) for shard in ensemble.shards_] == [20, 33, 20]
+    assert ensemble.votes(parts[0][0]).sum() == 60
+
+
+def test_training_goes_on_where_it_stopped(tmp_path):
+    X, y = blobs(80)
+    whole = quick(4, checkpoint_dir=tmp_path).fit(X, y)
+    (tmp_path / "teacher_00002.npz").unlink()
+    trained = []
+
+    def counted():
+        trained.append(1)
+        return dense_model()
+
+    again = quick(4, counted, checkpoint_dir=tmp_path, seed=9).fit(X, y)
+    assert len(trained) == 2  # the template, and the one that was missing
+    assert all(np.array_equal(a, b) for a, b in zip(whole.shards_, again.shards_, strict=True))
+    kept = [all(map(np.array_equal, whole.model(t).get_weights(), again.model(t).get_weights())) for t in range(4)]
+    assert kept == [True, True, False, True]
+    with pytest.raises(ValueError, match="other data: give an empty folder"):
+        quick(4, checkpoint_dir=tmp_path).fit(X, (y + 1) % CLASSES)
+
+
+def test_models_that_cannot_be_stacked_are_trained_one_by_one():
+    def residual():
+        inputs = tf.keras.Input((FEATURES,))
+        x = tf.keras.layers.Dense(FEATURES)(inputs)
+        outputs = tf.keras.layers.Dense(CLASSES)(tf.keras.layers.Add()([x, inputs]))
+        return tf.keras.Model(inputs, outputs)  # not compiled either
+
+    X, y = blobs(120)
+    ensemble = quick(2, residual).fit(X, y)
+    assert ensemble.trained_together_ == "it is not a chain of layers"
+    assert (ensemble.votes(X).sum(axis=1) == 2).all()
+    start, trained = residual().get_weights(), ensemble.model(0).get_weights()
+    assert not np.allclose(start[0], trained[0])
+    with pytest.raises(ValueError, match="together must be 'auto' or False for this model"):
+        quick(2, residual, together=True).fit(X, y)
+
+
+@pytest.mark.slow
+def test_teachers_may_differ_in_architecture():
+    made = []
+
+    def model_fn():
+        made.append(1)
+        return dense_model() if len(made) % 2 else dense_model(dropout=0.5)
+
+    X, y = blobs(80)
+    ensemble = quick(4, model_fn).fit(X, y)
+    assert (ensemble.votes(X).sum(axis=1) == 4).all()
+    assert len(ensemble._models) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(kernel_regularizer="l2"), "layer 'd': it"),
+        (dict(kernel_constraint="non_neg"), "regularizer or a constraint"),
+        (dict(trainable=False), "frozen"),
+    ],
+)
+def test_what_a_stack_would_not_honour_is_not_stacked(change, reason):
+    model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(2, name="d", **change)])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    assert reason in _stacked.why_not(model)
+
+
+def test_optimizers_that_look_at_whole_gradients_are_not_stacked():
+    model = dense_model()
+    model.compile(tf.keras.optimizers.SGD(0.1, clipnorm=1.0), "sparse_categorical_crossentropy")
+    assert "clipnorm" in _stacked.why_not(model)
+
+
+def test_one_output_is_two_classes():
+    def binary():
+        layers = tf.keras.layers
+        model = tf.keras.Sequential([layers.Input((FEATURES,)), layers.Dense(1, activation="sigmoid")])
+        model.compile(tf.keras.optimizers.Adam(0.1), "binary_crossentropy")
+        return model
+
+    X, y = blobs(90)
+    ensemble = quick(3, binary, epochs=10).fit(X, (y == 0).astype(int))
+    assert ensemble.num_classes_ == 2 and ensemble.trained_together_ is True
+    assert (ensemble.votes(X).argmax(axis=1) == (y == 0)).mean() > 0.8
+
+
+def test_a_teacher_that_predicts_nan_is_named():
+    X, y = blobs(40)
+    ensemble = quick(2).fit(X, y)
+    ensemble._weights[1][0][:] = np.nan
+    for count in (ensemble.votes, ensemble.predict):
+        with pytest.raises(ValueError, match="teacher 1 predicts NaN"):
+            count(X)
+
+
+X40, Y40 = blobs(40)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quick(0), "num_teachers must be a whole number of at least 1, got 0"),
+        (lambda: quick(2, "model"), "model_fn must be a function"),
+        (lambda: quick(2, epochs=0), "epochs must be"),
+        (lambda: quick(2, together="yes"), "together must be True, False or 'auto'"),
+        (lambda: quick(41).fit(X40, Y40), "num_teachers=41 is more than the 40 examples"),
+        (lambda: quick(2).fit(X40, Y40[:-1]), "one label for each of the 40 rows"),
+        (lambda: quick(2).fit(X40, Y40 + 0.5), "whole numbers from 0"),
+        (lambda: quick(2).fit(X40, Y40 + 1), "the label 3, but the model has 3 outputs"),
+        (lambda: quick(2).fit(X40, Y40, shards=[[0, 1], [1, 2]]), "must be disjoint"),
+        (lambda: quick(2).fit(X40, Y40, shards=[[0, 1]]), "one for each of 2 teachers, got 1"),
+        (lambda: quick(2).fit(X40, Y40, shards=[[0, 1], []]), "none of them empty"),
+        (lambda: quick(2).fit(X40, Y40, shards=[[0, 1], [2, 40]]), "indices from 0 to 39"),
+        (lambda: quick(2).fit_shards([(X40, Y40)]), "one for each of 2 teachers, got 1"),
+        (lambda: quick(2, lambda: 3).fit(X40, Y40), "model_fn must return a Keras model, got int"),
+        (lambda: quick(2).votes(X40), r"call fit\(X, y\) first"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

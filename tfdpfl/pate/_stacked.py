@@ -1,0 +1,246 @@
+"""Many models of one architecture as one model whose variables have a leading axis of teachers.
+
+One step of the stack is one step of each of its models, on its own batch: products become batched products, and an
+optimizer that works number by number does not know the difference. What costs a small model its time (Python, the
+dispatch of operations, the tracing of a graph) is then paid once for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# They work number by number, so that a stacked variable is updated as its slices would be.
+_OPTIMIZERS = frozenset("SGD Adam AdamW Nadam Adamax Adagrad Adadelta RMSprop Lion".split())
+# No weights, and each example by itself: the stack shows them its teachers' batches as one.
+_WEIGHTLESS = frozenset(
+    "Activation ReLU LeakyReLU ELU Softmax Flatten Reshape Permute Rescaling Dropout MaxPooling1D MaxPooling2D "
+    "AveragePooling1D AveragePooling2D GlobalAveragePooling1D GlobalAveragePooling2D GlobalMaxPooling2D ZeroPadding2D "
+    "InputLayer".split()
+)
+
+
+def why_not(model: Any) -> str | None:
+    """Returns why a compiled Keras model cannot be stacked; None if it can."""
+    chain = _chain(model)
+    if chain is None:
+        return "it is not a chain of layers"
+    for layer in chain:
+        reason = _layer_obstacle(layer)
+        if reason:
+            return f"layer {layer.name!r}: {reason}"
+    if getattr(model, "optimizer", None) is None or not model.loss:
+        return "it is not compiled"
+    optimizer = model.optimizer
+    config = optimizer.get_config()
+    if type(optimizer).__name__ not in _OPTIMIZERS or not type(optimizer).__module__.startswith(
+        ("keras.", "tf_keras.")
+    ):
+        return f"optimizer {type(optimizer).__name__} may look beyond one number at a time"
+    used = ("clipnorm", "global_clipnorm", "use_ema", "gradient_accumulation_steps", "loss_scale_factor")
+    blocking = [name for name in used if config.get(name)]
+    if blocking:
+        return f"optimizer option {blocking[0]}"
+    return None if _gives_one_for_each(model) else f"loss {model.loss!r} does not give a number for each example"
+
+
+def loss_of_each(loss: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None:
+    """Returns a loss that gives `[examples]`, from what `compile` took; None if it is not known how."""
+    try:
+        resolved = tf.keras.losses.get(loss)
+        if isinstance(resolved, tf.keras.losses.Loss):
+            resolved = type(resolved).from_config({**resolved.get_config(), "reduction": "none"})
+    except (TypeError, ValueError):
+        return None
+    return resolved if callable(resolved) else None
+
+
+def _gives_one_for_each(model: Any) -> bool:
+    loss = loss_of_each(model.loss)
+    if loss is None or len(model.output_shape) != 2:
+        return False
+    outputs = tf.fill([2, model.output_shape[-1]], 0.5)
+    try:
+        return loss(*_aligned(tf.zeros([2], tf.int32), outputs)).shape == (2,)
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+        return False
+
+
+def _aligned(y: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Labels `[n]` beside one output `[n, 1]` become `[n, 1]`, as in `fit`: else a loss would pair all with all."""
+    return (y[:, None] if outputs.shape[-1] == 1 and y.shape.rank == 1 else y), outputs
+
+
+class Stack:
+    """`len(weights)` models in one.
+
+    Args:
+        model: A compiled Keras model that `why_not` has nothing against.
+        weights: For each model what its `get_weights` gives.
+    """
+
+    def __init__(self, model: Any, weights: list[list[np.ndarray]]) -> None:
+        self._chain = _chain(model) or []
+        self.teachers = len(weights)
+        trainable = [bool(w.trainable) for w in model.weights]
+        self._variables = [
+            tf.Variable(np.stack([w[i] for w in weights]), trainable=flag) for i, flag in enumerate(trainable)
+        ]
+        positions = {id(w): i for i, w in enumerate(model.weights)}
+        self._weights_of = [[self._variables[positions[id(w)]] for w in layer.weights] for layer in self._chain]
+        self._trainable = [v for v in self._variables if v.trainable]
+        loss = loss_of_each(model.loss)
+        assert loss is not None and self._chain
+        self._loss = loss
+        self._optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+        self._optimizer.build(self._trainable)
+        self._epoch = tf.function(self._run_epoch, reduce_retracing=True)
+        self._classify = tf.function(self._forward, reduce_retracing=True)
+
+    def train_epoch(self, x: tf.Tensor, y: tf.Tensor, order: np.ndarray, batch_size: int) -> None:
+        """One pass of each model over its data.
+
+        Args:
+            x: `[teachers, n, ...]`.
+            y: `[teachers, n, ...]`.
+            order: For each teacher a permutation of n, `[teachers, n]`.
+            batch_size: As in `fit`; the last batch may be smaller.
+        """
+        self._epoch(x, y, tf.constant(order, tf.int32), tf.constant(batch_size, tf.int32))
+
+    def _run_epoch(self, x: tf.Tensor, y: tf.Tensor, order: tf.Tensor, batch_size: tf.Tensor) -> None:
+        examples = tf.shape(order)[1]
+        for start in tf.range(0, examples, batch_size):
+            rows = order[:, start : tf.minimum(start + batch_size, examples)]
+            self._step(tf.gather(x, rows, batch_dims=1), tf.gather(y, rows, batch_dims=1))
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            outputs = self._apply(x, training=True)
+            losses = self._loss(*_aligned(_merged(y), _merged(outputs)))
+            # The sum over models of each one's mean: no model's gradient has a part of another's.
+            total = tf.reduce_sum(losses) / tf.cast(tf.size(losses) // self.teachers, losses.dtype)
+        gradients = tape.gradient(total, self._trainable)
+        self._optimizer.apply_gradients(zip(gradients, self._trainable, strict=True))
+
+    def outputs(self, x: Any) -> tf.Tensor:
+        """What each model says to the same batch `[batch, ...]`: `[teachers, batch, ...]`."""
+        return self._classify(tf.convert_to_tensor(x))
+
+    def _forward(self, x: tf.Tensor) -> tf.Tensor:
+        return self._apply(x[None], training=False)
+
+    def weights(self) -> list[list[np.ndarray]]:
+        """For each model its weights, as `set_weights` takes them."""
+        arrays = [v.numpy() for v in self._variables]
+        return [[array[t] for array in arrays] for t in range(self.teachers)]
+
+    def _apply(self, x: tf.Tensor, training: bool) -> tf.Tensor:
+        x = tf.cast(x, tf.float32)
+        for layer, weights in zip(self._chain, self._weights_of, strict=True):
+            kind = type(layer).__name__
+            if kind == "Dense":
+                x = layer.activation(_plus(tf.matmul(x, weights[0]), weights[1:]))
+            elif kind == "Conv2D":
+                x = layer.activation(_plus(_convolution(layer, x, weights[0], self.teachers), weights[1:]))
+            elif kind == "BatchNormalization":
+                x = _batch_normalization(layer, x, weights, training)
+            elif kind != "InputLayer":
+                options = {"training": training} if kind == "Dropout" else {}
+                flat = layer(_merged(x), **options)
+                x = tf.reshape(flat, tf.concat([tf.shape(x)[:2], tf.shape(flat)[1:]], 0))
+                x.set_shape([None, None, *flat.shape[1:]])
+        return x
+
+
+def _plus(x: tf.Tensor, bias: list[tf.Variable]) -> tf.Tensor:
+    if not bias:
+        return x
+    return x + tf.reshape(bias[0], [-1, *[1] * (x.shape.rank - 2), bias[0].shape[-1]])
+
+
+def _convolution(layer: Any, x: tf.Tensor, kernels: tf.Variable, teachers: int) -> tf.Tensor:
+    # One convolution a teacher, in one graph: TensorFlow has grouped ones, but their gradients are no faster on a CPU.
+    shared = x.shape[0] == 1
+    return tf.stack(
+        [
+            tf.nn.conv2d(x[0 if shared else t], kernels[t], list(layer.strides), layer.padding.upper())
+            for t in range(teachers)
+        ]
+    )
+
+
+def _batch_normalization(layer: Any, x: tf.Tensor, weights: list[tf.Variable], training: bool) -> tf.Tensor:
+    weights = list(weights)
+    gamma = weights.pop(0) if layer.scale else None
+    beta = weights.pop(0) if layer.center else None
+    moving_mean, moving_variance = weights
+    # A teacher's statistics are of its own batch: every axis but its own and the channels.
+    aligned = lambda v: tf.reshape(v, [-1, *[1] * (x.shape.rank - 2), v.shape[-1]])  # noqa: E731
+    if training:
+        mean, variance = tf.nn.moments(x, list(range(1, x.shape.rank - 1)))
+        for moving, value in ((moving_mean, mean), (moving_variance, variance)):
+            moving.assign(moving * layer.momentum + value * (1 - layer.momentum))
+    else:
+        mean, variance = moving_mean, moving_variance
+    scale, offset = (None if v is None else aligned(v) for v in (gamma, beta))
+    return tf.nn.batch_normalization(x, aligned(mean), aligned(variance), offset, scale, layer.epsilon)
+
+
+def _merged(x: tf.Tensor) -> tf.Tensor:
+    """`[teachers, batch, ...]` as `[teachers·batch, ...]`."""
+    shape = x.shape[2:]
+    if shape.is_fully_defined():
+        return tf.reshape(x, [-1, *shape])
+    return tf.reshape(x, tf.concat([[-1], tf.shape(x)[2:]], 0))
+
+
+def _chain(model: Any) -> list[Any] | None:
+    """The model's layers where each one's output is the next one's only input."""
+    layers = getattr(model, "layers", None)
+    if not layers or not getattr(model, "built", False):
+        return None
+    if type(model) is tf.keras.Sequential:
+        return list(layers)
+    if type(model).__name__ != "Functional":
+        return None
+    try:
+        linked = all(b.input is a.output for a, b in itertools.pairwise(layers))
+        ends = len(model.outputs) == 1 and len(model.inputs) == 1 and layers[-1].output is model.outputs[0]
+    except (AttributeError, ValueError, RuntimeError):
+        return None
+    return list(layers) if linked and ends else None
+
+
+def _keras_own(thing: Any) -> bool:
+    return type(thing).__module__.startswith(("keras.", "tf_keras."))
+
+
+def _layer_obstacle(layer: Any) -> str | None:
+    kind = type(layer).__name__
+    if not _keras_own(layer):
+        return "it is not Keras's own"
+    config = layer.get_config()
+    if any("float32" not in str(w.dtype) for w in layer.weights) or "mixed" in str(config.get("dtype")):
+        return "it is not float32"
+    if not layer.trainable or getattr(layer, "losses", None):
+        return "it is frozen or has a loss of its own"
+    if any(config.get(name) for name in config if name.endswith(("_regularizer", "_constraint"))):
+        return "it has a regularizer or a constraint"
+    if kind in _WEIGHTLESS:
+        return "it repeats its noise" if kind == "Dropout" and layer.noise_shape else None
+    if kind == "Dense":
+        return None if len(layer.kernel.shape) == 2 and len(layer.input.shape) == 2 else "its input is no vector"
+    if kind == "Conv2D":
+        plain = layer.data_format == "channels_last" and layer.groups == 1 and math.prod(layer.dilation_rate) == 1
+        return None if plain else "it is dilated, grouped or has its channels first"
+    if kind == "BatchNormalization":
+        axis = layer.axis[0] if isinstance(layer.axis, (list, tuple)) else layer.axis
+        last = axis in (-1, len(layer.input.shape) - 1)
+        return None if last and not config.get("renorm") and not config.get("synchronized") else "its axis or mode"
+    return f"{kind} is not known"

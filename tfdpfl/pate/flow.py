@@ -1,0 +1,410 @@
+"""PATE from end to end: teachers vote on a student's examples, a mechanism answers, the student learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.accounting import _checks
+from tfdpfl.pate import analysis
+from tfdpfl.pate.aggregators import Aggregator, Answers, InteractiveGNMax
+from tfdpfl.pate.epsilon import WARNING, Epsilon
+from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity_release
+from tfdpfl.pate.teachers import compiled
+from tfdpfl.pate.votes import as_counts
+
+_INTERACTIVE_BATCHES = 5
+
+
+@dataclass(frozen=True)
+class PATEReport:
+    """What came of it. `str` gives it in English; every figure that is private says so.
+
+    Attributes:
+        mechanism: The aggregator.
+        num_teachers: T.
+        queries: How many were put.
+        answered: How many got a label.
+        answered_by_teachers: How many of these from the teachers' vote.
+        epsilon: Data-independent; may be published. With a threshold it is for the number that was answered, which is
+            itself an outcome: what is promised beforehand is the budget.
+        epsilon_data_dependent: Given the votes; not to be published.
+        sanitized: The data-dependent ε with noise to its smooth sensitivity; may be published.
+        budget: What ε was not to pass; None if nothing.
+        budget_data_dependent: The budget was of the data-dependent ε, so that the number of queries tells about votes.
+        vote_accuracy: How often the plurality of the votes is right, where the truth is known. Not to be published.
+        label_accuracy: How often the labels are right, where the truth is known.
+        student_accuracy: On the test data, where there are some.
+    """
+
+    mechanism: str
+    num_teachers: int
+    queries: int
+    answered: int
+    answered_by_teachers: int
+    epsilon: Epsilon
+    epsilon_data_dependent: Epsilon
+    sanitized: SanitizedEpsilon
+    budget: float | None
+    budget_data_dependent: bool
+    vote_accuracy: float | None
+    label_accuracy: float | None
+    student_accuracy: float | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"PATE with {self.num_teachers} teachers, {self.mechanism}",
+            f"  {self.queries} queries, {self.answered} answered ({self.answered / max(self.queries, 1):.1%}), "
+            f"{self.answered_by_teachers} by the teachers",
+            f"  data-independent: epsilon = {self.epsilon:.4g} at delta = {self.epsilon.delta:g}",
+            f"  data-dependent: epsilon = {self.epsilon_data_dependent:.4g}",
+            f"  {self.sanitized}",
+        ]
+        if self.budget is not None:
+            which = f"data-dependent; the number of queries is then {WARNING}" if self.budget_data_dependent else ""
+            lines.append(f"  budget: {self.budget:g}{f' ({which})' if which else ''}")
+        if self.vote_accuracy is not None:
+            lines.append(f"  plurality of the votes right: {self.vote_accuracy:.2%} ({WARNING})")
+        if self.label_accuracy is not None:
+            lines.append(f"  labels right: {self.label_accuracy:.2%}")
+        if self.student_accuracy is not None:
+            lines.append(f"  student right: {self.student_accuracy:.2%}")
+        return "\n".join([*lines, "  neighbours: data sets of the same size that differ in one teacher's example"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures with their labels, ready for JSON."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        sanitized = {**vars(self.sanitized), "unpadded": self.sanitized.unpadded.to_dict()}
+        return {
+            **fields,
+            "epsilon": self.epsilon.to_dict(),
+            "epsilon_data_dependent": self.epsilon_data_dependent.to_dict(),
+            "sanitized": {**sanitized, "epsilon": self.sanitized.epsilon.to_dict()},
+            "vote_accuracy": None if self.vote_accuracy is None else {"value": self.vote_accuracy, "warning": WARNING},
+        }
+
+
+class PATE:
+    """Teachers, a mechanism and a student in one.
+
+        flow = PATE(teachers, GNMax(40), student_fn, delta=1e-5, budget=2.0)
+        flow.fit(x_public, test_data=(x_test, y_test))
+        print(flow.report())
+        flow.student_.predict(...)
+
+    The student sees the answers alone, so that it, and all that is computed from it, costs what they cost.
+
+    Args:
+        teachers: A fitted `TeacherEnsemble`; anything with `.votes(X)` that gives counts `[queries, classes]`; or such
+            counts, one row for each of the student's examples.
+        aggregator: LNMax, GNMax, ConfidentGNMax or InteractiveGNMax.
+        student_fn: Makes a Keras model, compiled (else Adam and sparse cross-entropy are taken), with K outputs.
+        delta: δ, above 0 and below 1 / queries, and below 1 / the number of private examples to mean anything.
+        budget: ε at which answering stops before it is passed; None: all queries are answered.
+        budget_data_dependent: Whether that ε is the data-dependent one. It lets more queries through; their number
+            then is private too.
+        epochs: Of the student.
+        batch_size: Of the student.
+        verbose: 1 shows progress, 0 nothing.
+
+    Attributes:
+        student_: After `fit`: a plain Keras model.
+        answers_: After `fit`: the `Answers`.
+        queries_: After `fit`: which of the student's examples were put, in their order.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        teachers: Any,
+        aggregator: Aggregator,
+        student_fn: Callable[[], Any],
+        delta: float,
+        *,
+        budget: float | None = None,
+        budget_data_dependent: bool = False,
+        epochs: int = 20,
+        batch_size: int = 32,
+        verbose: int = 1,
+    ) -> None:
+        if not isinstance(aggregator, Aggregator):
+            raise ValueError(f"aggregator must be one of tfdpfl.pate's, for instance GNMax(40), got {aggregator!r}.")
+        if not callable(student_fn):
+            raise ValueError(f"student_fn must be a function that makes a Keras model, got {student_fn!r}.")
+        self.teachers, self.aggregator, self.student_fn = teachers, aggregator, student_fn
+        self.delta = analysis.check_delta(delta, 1)
+        self.budget = None if budget is None else _checks.real("budget", budget, "the ε to stay within", above=0)
+        self.budget_data_dependent = budget_data_dependent
+        self.epochs = _checks.whole("epochs", epochs, 1, "the student needs a pass over the answers")
+        self.batch_size = _checks.whole("batch_size", batch_size, 1, "for instance 32")
+        self.verbose = verbose
+
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        *,
+        num_queries: int | None = None,
+        queries: Any = None,
+        semi_supervised: bool = False,
+        confidence: float = 0.95,
+        rounds: int = 3,
+        test_data: tuple[Any, Any] | None = None,
+        seed: int | None = None,
+    ) -> PATE:
+        """Asks, answers, and trains the student; returns the object.
+
+        Args:
+            X: The student's examples, unlabelled, `[n, ...]`.
+            y: Their true labels, where they are known: used for the report's accuracies alone.
+            num_queries: How many of them to put, at random; None: all, in a random order.
+            queries: Which ones to put, in this order, in place of `num_queries`. The choice must not depend on the
+                private data.
+            semi_supervised: Then teach the student its own labels of the unanswered examples that it is sure of, over
+                some rounds. It costs no privacy.
+            confidence: The probability at which it is sure.
+            rounds: See `semi_supervised`.
+            test_data: `(X, y)` for the student's accuracy.
+            seed: Of the choice of queries. The noise has the aggregator's.
+
+        Raises:
+            ValueError: an argument is out of its range, or no query was answered within the budget.
+        """
+        X = np.asarray(X)
+        self.queries_ = self._choose(len(X), num_queries, queries, seed)
+        analysis.check_delta(self.delta, len(self.queries_))
+        self._sanitized: SanitizedEpsilon | None = None
+        counts = self._votes(X)
+        self.answers_ = self._answer(counts, X)
+        self.queries_ = self.queries_[: len(self.answers_)]
+        labelled = self.answers_.answered
+        if not labelled.any():
+            raise ValueError(
+                f"no query was answered with {self.aggregator} and budget={self.budget}: raise the budget or lower the "
+                "threshold."
+            )
+        rows, labels = self.queries_[labelled], self.answers_.labels[labelled]
+        self.student_ = self._taught(X[rows], labels)
+        if semi_supervised:
+            self._teach_itself(X, rows, labels, confidence, rounds)
+        self._truth = None if y is None else np.asarray(y)[self.queries_]
+        self._student_accuracy = None
+        if test_data is not None:
+            x_test, y_test = test_data
+            self._student_accuracy = float(np.mean(self._classes(np.asarray(x_test)) == np.asarray(y_test)))
+        return self
+
+    def report(self) -> PATEReport:
+        """Returns the figures. The sanitised ε is drawn once, however often this is called.
+
+        Raises:
+            ValueError: `fit` has not run.
+        """
+        self._check_fitted()
+        answers, truth = self.answers_, self._truth
+        if self._sanitized is None:
+            self._sanitized = smooth_sensitivity_release(answers, delta=self.delta)
+        right = None if truth is None else float(np.mean(answers.labels[answers.answered] == truth[answers.answered]))
+        return PATEReport(
+            mechanism=str(self.aggregator),
+            num_teachers=int(answers.counts[0].sum()),
+            queries=len(answers),
+            answered=int(answers.answered.sum()),
+            answered_by_teachers=int(answers.by_teachers.sum()),
+            epsilon=answers.epsilon(self.delta),
+            epsilon_data_dependent=answers.epsilon(self.delta, data_dependent=True),
+            sanitized=self._sanitized,
+            budget=self.budget,
+            budget_data_dependent=self.budget_data_dependent,
+            vote_accuracy=None if truth is None else float(np.mean(answers.counts.argmax(axis=1) == truth)),
+            label_accuracy=right,
+            student_accuracy=self._student_accuracy,
+        )
+
+    def plot_margins(self, path: str | os.PathLike | None = None) -> Any:
+        """Draws by how many votes the plurality leads, and returns the figure. It is drawn from the votes: private.
+
+        Args:
+            path: Where to save it as well.
+
+        Raises:
+            ValueError: `fit` has not run.
+            ImportError: matplotlib is not installed.
+        """
+        self._check_fitted()
+        ordered = np.sort(self.answers_.counts, axis=1)
+        margins, answered = ordered[:, -1] - ordered[:, -2], self.answers_.by_teachers
+        figure, axes = _figure("votes between the first and the second class", "queries")
+        both = [margins[answered], margins[~answered]]
+        axes.hist(both, bins=30, stacked=True, label=["answered", "not answered"])
+        axes.legend()
+        return _finished(figure, axes, f"Vote margins ({WARNING})", path)
+
+    def plot_costs(self, path: str | os.PathLike | None = None) -> Any:
+        """Draws each query's data-dependent cost beside its data-independent one; as `plot_margins`."""
+        self._check_fitted()
+        epsilon = self.answers_.epsilon(self.delta, data_dependent=True)
+        order = epsilon.order or 8.0
+        costs = np.sort(self.answers_.rdp([order])[:, 0])[::-1]
+        figure, axes = _figure("queries, the most expensive first", f"RDP at order {order:.3g}")
+        axes.plot(np.maximum(costs, 1e-12), label=f"given its votes ({WARNING})")
+        most = analysis.rdp_data_independent(self.aggregator, [order])[0]
+        axes.axhline(most, linestyle="--", color="gray", label="whatever its votes, if answered")
+        axes.set_yscale("log")
+        axes.legend()
+        return _finished(figure, axes, f"Cost of each query, total epsilon {epsilon:.3g}", path)
+
+    # Queries and answers
+
+    def _choose(self, examples: int, num_queries: int | None, queries: Any, seed: int | None) -> np.ndarray:
+        if queries is not None:
+            if num_queries is not None:
+                raise ValueError("give num_queries or queries, not both.")
+            chosen = np.asarray(queries)
+            if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or not len(chosen):
+                raise ValueError(f"queries must be indices of examples, got {queries!r}.")
+            if chosen.min() < 0 or chosen.max() >= examples:
+                raise ValueError(f"queries must be indices from 0 to {examples - 1}, got {chosen.max()}.")
+            return chosen
+        number = examples
+        if num_queries is not None:
+            number = _checks.whole("num_queries", num_queries, 1, "how many examples to have labelled")
+        if number > examples:
+            raise ValueError(f"num_queries must be at most the {examples} examples, got {num_queries}.")
+        return np.random.default_rng(seed).permutation(examples)[:number]
+
+    def _votes(self, X: np.ndarray) -> np.ndarray:
+        if hasattr(self.teachers, "votes"):
+            return as_counts(self.teachers.votes(X[self.queries_]))
+        counts = as_counts(self.teachers)
+        if len(counts) != len(X):
+            raise ValueError(f"teachers must have votes on each of the {len(X)} examples, got {len(counts)} rows.")
+        return counts[self.queries_]
+
+    def _answer(self, counts: np.ndarray, X: np.ndarray) -> Answers:
+        mechanism = self.aggregator
+        if not isinstance(mechanism, InteractiveGNMax):
+            answers = mechanism.aggregate(counts)
+            # Beyond the budget noise was drawn, but nothing of it leaves this line.
+            return answers[: self._affordable(answers)]
+        parts: list[Answers] = []
+        for rows in np.array_split(np.arange(len(counts)), min(_INTERACTIVE_BATCHES, len(counts))):
+            known = sum(parts[1:], parts[0]) if parts else None
+            if known is None or not known.answered.any():
+                student = np.full((len(rows), counts.shape[1]), 1 / counts.shape[1])
+            else:
+                done = self.queries_[: len(known)][known.answered]
+                self.student_ = self._taught(X[done], known.labels[known.answered])
+                student = self._probabilities(X[self.queries_[rows]])
+            parts.append(mechanism.aggregate(counts[rows], student=student))
+            answers = sum(parts[1:], parts[0])
+            affordable = self._affordable(answers)
+            if affordable < len(answers):
+                return answers[:affordable]
+        return answers
+
+    def _affordable(self, answers: Answers) -> int:
+        """How many of the answers, from the first, are within the budget."""
+        budget = self.budget
+        if budget is None:
+            return len(answers)
+        if self.budget_data_dependent:
+            orders = analysis.ORDERS
+            spent = np.cumsum(answers.rdp(orders), axis=0)
+            epsilon = lambda k: analysis.epsilon_of_rdp(orders, spent[k - 1], self.delta)[0]  # noqa: E731
+            return _largest(len(answers), lambda k: epsilon(k) <= budget)
+        if len(self.aggregator.parts) == 1:
+            price = lambda k: analysis.price_of(self.aggregator.dp_event(k), self.delta)  # noqa: E731
+            return _largest(len(answers), lambda k: price(k) <= budget)
+        return self._filtered(answers, budget)
+
+    def _filtered(self, answers: Answers, budget: float) -> int:
+        """The same where what is answered is itself an outcome: a filter at an order that is fixed beforehand
+        (Feldman & Zrnic 2021, arXiv:2008.11193, Theorem 4.3): before each query there is room for its vote.
+        """
+        # What is left of the budget after the conversion's own term (Canonne et al. 2020, Proposition 12). Costs are
+        # about ρ·λ, so that the best order has the most room for each λ.
+        orders = 1 + np.geomspace(0.05, 1e4, 400)
+        room = budget - (np.log1p(-1 / orders) - np.log(self.delta * orders) / (orders - 1))
+        best = int(np.argmax(room / orders))
+        if room[best] <= 0:
+            return 0
+        check, vote = (
+            float(analysis.rdp_of_event(part.event, orders[best : best + 1])[0]) for part in self.aggregator.parts
+        )
+        spent = np.cumsum(check + vote * answers.by_teachers)
+        before = np.concatenate([[0.0], spent[:-1]])
+        return int(np.sum(before + check + vote <= room[best]))
+
+    # The student
+
+    def _taught(self, X: np.ndarray, labels: np.ndarray) -> Any:
+        student = compiled(self.student_fn, "student_fn")
+        student.fit(X, labels, epochs=self.epochs, batch_size=self.batch_size, verbose=2 * bool(self.verbose > 1))
+        return student
+
+    def _teach_itself(
+        self, X: np.ndarray, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int
+    ) -> None:
+        confidence = _checks.probability("confidence", confidence, "the student's probability, for instance 0.95")
+        rest = np.setdiff1d(np.arange(len(X)), rows)
+        for _ in range(_checks.whole("rounds", rounds, 1, "for instance 3")):
+            if not len(rest):
+                return
+            probabilities = self._probabilities(X[rest])
+            sure = probabilities.max(axis=1) >= confidence
+            x = np.concatenate([X[rows], X[rest[sure]]])
+            own = np.concatenate([labels, probabilities[sure].argmax(axis=1)])
+            self.student_.fit(x, own, epochs=self.epochs, batch_size=self.batch_size, verbose=0)
+
+    def _probabilities(self, X: np.ndarray) -> np.ndarray:
+        outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0), float)
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            raise ValueError(f"student_fn must make a model with one output for each class, got {outputs.shape}.")
+        if outputs.min() >= 0 and np.abs(outputs.sum(axis=1) - 1).max() < 1e-3:
+            return outputs
+        outputs = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+        return outputs / outputs.sum(axis=1, keepdims=True)
+
+    def _classes(self, X: np.ndarray) -> np.ndarray:
+        outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0))
+        return outputs.argmax(axis=1)
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "answers_"):
+            raise ValueError("nothing has been answered: call fit(X) first.")
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest k up to `most` that fits, where all below it fit too; 0 always does."""
+    low, high = 0, most
+    while low < high:
+        middle = math.ceil((low + high) / 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _figure(x_label: str, y_label: str) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'tfdpfl[plots]'") from error
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=x_label, ylabel=y_label)
+    return figure, axes
+
+
+def _finished(figure: Any, axes: Any, title: str, path: str | os.PathLike | None) -> Any:
+    axes.set_title(title)
+    if path is not None:
+        figure.savefig(path)
+    return figure
