@@ -129,10 +129,11 @@ def test_the_seeds_analysis_is_of_all_queries_whatever_the_indices_are():
     assert labels.data_dependent > 20 * pysyft_analysis(predictions[:, :10], None, 0.1, 1e-5, 10).data_dependent / 300
 
 
-def test_predictions_are_counted_as_a_loop_would():
-    predictions = random_votes(30, teachers=7)
-    counts = as_counts(predictions, 10)
-    assert all((np.bincount(predictions[:, i], minlength=10) == counts[i]).all() for i in range(30))
+@pytest.mark.parametrize(("teachers", "classes"), [(7, 10), (300, 3), (5, 100)])
+def test_predictions_are_counted_as_a_loop_would(teachers, classes):
+    predictions = random_votes(30, teachers, classes)
+    counts = as_counts(predictions, classes)
+    assert all((np.bincount(predictions[:, i], minlength=classes) == counts[i]).all() for i in range(30))
 
 
 # The exact loss
