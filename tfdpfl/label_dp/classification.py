@@ -407,11 +407,16 @@ def _in_chunks(release: Any, values: np.ndarray, positions: bool = False) -> np.
 
 def _distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct rows, and which one each row is; gives up where most rows differ."""
+    each = table, np.arange(len(table))
     # Sorting one number a row, a random projection, is many times faster than sorting rows; equal rows have equal
     # projections, and whether equal projections are equal rows is checked.
-    projection = table @ np.random.default_rng(0).random(table.shape[1])
-    _, first, row = np.unique(projection, return_index=True, return_inverse=True)
-    distinct = table[first]
-    if len(first) > len(table) // 2 or not (distinct[row] == table).all():
-        return table, np.arange(len(table))
-    return distinct, row
+    projection = np.einsum("ij,j->i", table, np.random.default_rng(0).random(table.shape[1]))
+    some = projection[:: 1 + len(table) // 2000]
+    if len(np.unique(some)) > len(some) // 2:
+        return each
+    order = np.argsort(projection)
+    begins = np.concatenate([[True], np.diff(projection[order]) != 0])
+    row = np.empty(len(table), np.intp)
+    row[order] = np.cumsum(begins) - 1
+    distinct = table[order[begins]]
+    return (distinct, row) if (np.take(distinct, row, axis=0) == table).all() else each
