@@ -67,7 +67,10 @@ def custom_step(model, optimizer, **kwargs):
 # -- the update --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMED)
+# The common ones are fast tests; all of them run the same code before Keras's own.
+@pytest.mark.parametrize(
+    "name", [n if n in ("DPSGD", "DPAdam") else pytest.param(n, marks=pytest.mark.slow) for n in NAMED]
+)
 def test_three_steps_are_those_of_the_keras_optimizer_on_the_clipped_mean(name):
     base, kwargs = NAMED[name]
     x, y = c.examples(12)
@@ -189,6 +192,7 @@ def test_the_gradient_of_a_regulariser_is_added_outside_the_clip():
 # -- the ways of Keras -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_per_execution_equals_single_steps():
     x, y = c.examples(16)
     ends = []
@@ -201,6 +205,7 @@ def test_steps_per_execution_equals_single_steps():
     assert_same(*ends)
 
 
+@pytest.mark.slow
 def test_xla_equals_no_xla():
     x, y = c.examples(8)
     ends = []  # without noise: XLA makes other normals of the same random bits
@@ -212,6 +217,7 @@ def test_xla_equals_no_xla():
     assert_same(*ends, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_fit_with_tf_data_equals_fit_with_arrays_and_train_on_batch():
     x, y = c.examples(8)
     ends = []
@@ -254,7 +260,7 @@ def test_dictionaries_of_inputs_and_several_outputs_are_one_gradient_per_example
     np.testing.assert_allclose(two.get_weights()[0], w2 - np.tensordot(factors, g2, 1) / 10, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("weighting", ["sample_weight", "class_weight"])
+@pytest.mark.parametrize("weighting", ["sample_weight", pytest.param("class_weight", marks=pytest.mark.slow)])
 def test_weights_scale_an_examples_gradient_before_the_clip(weighting):
     x, y = c.examples(12)
     by_class = {0: 0.1, 1: 1.0, 2: 3.0}
@@ -445,6 +451,7 @@ def test_an_eager_minimize_is_refused_with_the_mend():
     assert_same(model.get_weights(), c.weights(), 0, 0)
 
 
+@pytest.mark.slow
 def test_two_models_train_side_by_side_with_different_optimizers():
     x, y = c.examples(8)
     models = [c.compiled(sgd()), c.compiled(tfdpfl.DPAdam(CLIP, 0.0, learning_rate=0.05))]
@@ -456,6 +463,7 @@ def test_two_models_train_side_by_side_with_different_optimizers():
     assert_same(models[1].get_weights(), plain_updates(keras.optimizers.Adam(learning_rate=0.05), gradients, 2))
 
 
+@pytest.mark.slow
 def test_one_optimizer_serves_two_graphs_and_counts_both():
     x, y = c.examples(8)
     model, optimizer = c.classifier(), sgd(multiplier=0.4, seed=1)
@@ -490,6 +498,7 @@ def test_under_a_loss_scale_the_unscaled_gradient_is_clipped(scale):
 
 
 @pytest.mark.skipif(KERAS3, reason="Keras 2 wraps the optimizer by the global policy only")
+@pytest.mark.slow
 def test_the_wrapper_that_keras_2_adds_by_itself_trains_and_keeps_the_noise():
     x, y = c.examples(12)
     keras.mixed_precision.set_global_policy("mixed_float16")
@@ -721,7 +730,9 @@ def test_the_gradients_that_keras_3_brings_are_replaced_by_private_ones():
 # -- any optimizer -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Nadam", "Lion", "Ftrl", "Adamax", "Adadelta"])
+@pytest.mark.parametrize(
+    "name", ["Lion", *(pytest.param(n, marks=pytest.mark.slow) for n in ("Nadam", "Ftrl", "Adamax", "Adadelta"))]
+)
 def test_other_keras_optimizers_work_through_make_dp_optimizer_class(name):
     base = getattr(keras.optimizers, name)
     x, y = c.examples(8)
@@ -751,6 +762,7 @@ class SignSGD(keras.optimizers.SGD):
         return {**super().get_config(), "slope": self.slope}
 
 
+@pytest.mark.slow
 def test_a_users_own_optimizer_is_made_private():
     x, y = c.examples(8)
     made = make_dp_optimizer_class(SignSGD)
@@ -910,6 +922,7 @@ def test_two_replicas_are_refused_and_one_trains():
     assert run(TWO_REPLICAS.replace("{devices}", "['CPU:0']")) == "trained 2"
 
 
+@pytest.mark.slow
 def test_training_warns_of_nothing():
     x, y = c.examples(8)
     with warnings.catch_warnings():

@@ -139,6 +139,7 @@ def test_fault_8_adam_counts_batches_and_noise_is_drawn_once_a_batch():
         tfdpfl.DPAdam(1.0, 1.0, gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_fault_9_shuffled_fit_is_not_priced_as_poisson_sampling():
     x, y = c.examples(20)
     model = c.compiled(tfdpfl.DPSGD(1.0, 2.0))
