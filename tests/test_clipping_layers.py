@@ -129,11 +129,11 @@ if has("RMSNormalization"):
 if has("SpectralNormalization"):
     SIMPLE["spectral normalization"] = vector, lambda: [L.SpectralNormalization(tanh(4)), L.Dense(2)]
 
-FAST = """dense of rank 2|dense of rank 3|dense of rank 4|einsum to two axes|einsum over positions|conv1d causal dilated
-conv2d same strided|conv2d dilated|conv2d of 1x1 with stride 2|conv2d of many channels|conv2d of large strided kernels
-conv2d of many filters at few places|conv2d grouped|conv3d same|depthwise conv2d of multiplier 2|transposed conv2d
+FAST = """dense of rank 2|dense of rank 3|einsum to two axes|conv1d causal dilated
+conv2d same strided|conv2d of 1x1 with stride 2|conv2d of many channels|conv2d of large strided kernels
+conv2d of many filters at few places|depthwise conv2d of multiplier 2|transposed conv2d
 embedding of repeated ids|embedding of one id|embedding of many ids|layernorm of rank 3|prelu with shared axes
-lstm|gru unrolled|time distributed dense|frozen layers|groupnorm"""
+lstm|time distributed dense|frozen layers|groupnorm"""
 SLOW = set(SIMPLE) - set(FAST.replace("\n", "|").split("|"))
 
 

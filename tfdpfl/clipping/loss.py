@@ -120,6 +120,11 @@ class LossOfOne:
         op = t.op
         if op.type in ("Sum", "Mean"):
             return self._reduced(op, rank)
+        if op.type == "L2Loss":
+            x = self._absorb(self._term(op.inputs[0]))
+            if x.kind == "batch":
+                value = tf.reduce_sum(x.value * x.value, list(range(1, x.value.shape.rank))) / 2
+                return Term("total", value, 0, None, op.inputs[0].shape.num_elements())
         if op.type in _SAME:
             (x,) = [self._term(i) for i in op.inputs]
             apply = lambda v: None if v is None else graph_tools.copy_op(op, [v])[0]  # noqa: E731
@@ -245,7 +250,7 @@ class LossOfOne:
         if y.kind in ("public", "size"):
             value = self._aligned(x, rank) * self._aligned(y, rank)
             public = None if x.public is None else x.public * y.value
-            return Term(kind, value, rank, public)
+            return Term(kind, value, rank, public, x.elements)
         x, y = self._absorb(x), self._absorb(y)
         return Term(kind, self._apply(op, [x, y]), rank)
 
@@ -275,11 +280,11 @@ class LossOfOne:
         return Term(x.kind if x.kind == "total" else "batch", self._apply(op, [self._absorb(x), y]), rank)
 
     def _static_size(self, x: Term, elements: int | None) -> Term:
-        """A constant that is the number of elements of a batch of static size counts as a size."""
+        """A constant that is a static batch size, or the number of elements of the batch, counts as a size."""
         if x.kind == "public" and elements and self.static and x.rank == 0:
-            value = constant(x.value)
-            if value is not None and value == elements:
-                return Term("size", tf.constant(elements / self.static, x.value.dtype), 0)
+            value = folded(x.value)
+            if value is not None and value in (elements, self.static):
+                return Term("size", tf.constant(value / self.static, x.value.dtype), 0)
         return x
 
     def _reshaped(self, op: tf.Operation, rank: int) -> Term:
@@ -347,6 +352,17 @@ class LossOfOne:
             result = graph_tools.copy_op(t.op, [self.size_of_one(i) for i in t.op.inputs])[t.value_index]
         self.sizes[key(t)] = self._declare(result)
         return self.sizes[key(t)]
+
+
+def folded(t: tf.Tensor) -> np.ndarray | None:
+    """The value of a constant, or of one entry of a constant shape."""
+    value = constant(t)
+    if value is None and t.op.type == "Cast":
+        return folded(t.op.inputs[0])
+    if value is None and t.op.type == "StridedSlice" and t.shape.rank == 0 and t.op.inputs[0].shape.rank == 1:
+        whole, begin = constant(t.op.inputs[0]), constant(t.op.inputs[1])
+        return None if whole is None or begin is None else whole[int(begin[0])]
+    return value
 
 
 def is_mask(t: tf.Tensor) -> bool:
