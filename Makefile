@@ -4,6 +4,7 @@ ARGS ?=
 UV := .venv/boot/bin/uv
 KERAS3 := .venv/keras3/bin/python
 TFF := .venv/tff/bin/python
+PYTEST := -q -n auto --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-fast lint bench lock clean
@@ -12,12 +13,12 @@ demo: .venv/keras3.installed
 	$(KERAS3) -m tfdpfl demo $(ARGS)
 
 test: .venv/keras3.installed .venv/tff.installed
-	$(KERAS3) -m pytest -q $(ARGS)
-	$(TFF) -m pytest -q $(ARGS)
+	$(KERAS3) -m pytest $(PYTEST) $(ARGS)
+	$(TFF) -m pytest $(PYTEST) $(ARGS)
 
 test-fast: .venv/keras3.installed .venv/tff.installed
-	$(KERAS3) -m pytest -q -m "not slow" $(ARGS)
-	$(TFF) -m pytest -q -m "not slow" $(ARGS)
+	$(KERAS3) -m pytest $(PYTEST) -m "not slow" $(ARGS)
+	$(TFF) -m pytest $(PYTEST) -m "not slow" $(ARGS)
 
 lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .
@@ -39,8 +40,8 @@ $(UV):
 	.venv/boot/bin/pip install -q --disable-pip-version-check uv
 
 lock: | $(UV)
-	$(UV) pip compile -q --python-version 3.11 --override requirements/tff-overrides.txt requirements/tff.in requirements/dev.in -o requirements/tff.txt
-	$(UV) pip compile -q --python-version 3.11 requirements/keras3.in requirements/dev.in -o requirements/keras3.txt
+	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 --override requirements/tff-overrides.txt requirements/tff.in requirements/dev.in -o requirements/tff.txt
+	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 requirements/keras3.in requirements/dev.in -o requirements/keras3.txt
 
 clean:
 	rm -rf .venv build *.egg-info
