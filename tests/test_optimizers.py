@@ -784,7 +784,7 @@ def test_tf_privacys_names_are_the_same_classes():
     assert tfdpfl.DPKerasAdagradOptimizer is tfdpfl.DPAdagrad
 
 
-@pytest.mark.parametrize("wrong", [1, "Adam", keras.optimizers.SGD(), dict, object], ids=str)
+@pytest.mark.parametrize("wrong", [1, "Adam", keras.optimizers.SGD(), dict, object], ids=lambda v: type(v).__name__)
 def test_what_is_no_optimizer_class_is_refused(wrong):
     with pytest.raises(TypeError, match=r"class|optimizer"):
         make_dp_optimizer_class(wrong)
