@@ -164,6 +164,10 @@ def test_the_stated_confidence_holds():
     flip = lambda label, n: np.where(rng.random(n) < math.e / (1 + math.e), label, 1 - label)
     over = sum(audit_epsilon(flip, 0, 1, 400, 0.8, vectorized=True) > 1.0 for _ in range(200))
     assert over <= 200 * 0.2 + 3 * math.sqrt(200 * 0.2 * 0.8)
+    # Twenty outputs to choose from, and nothing to find: what was chosen must be counted on other runs.
+    die = lambda label, n: rng.integers(0, 20, n)
+    over = sum(audit_epsilon(die, 0, 1, 1000, 0.8, vectorized=True) > 0 for _ in range(100))
+    assert over <= 100 * 0.2 + 3 * math.sqrt(100 * 0.2 * 0.8)
 
 
 @pytest.mark.parametrize(
