@@ -43,9 +43,9 @@ class _NoisyLabelLoss(tf.keras.losses.Loss):
                 f"{'both' if transition_matrix is not None else 'neither'}: a transformer's transition_matrix_ will do"
             )
         if transition_matrix is None:
-            _checks.real("epsilon", epsilon, "give the ε of the randomized response", above=0)
-            _checks.whole("num_classes", num_classes, 2, "count the classes")
-            transition_matrix = matrices(np.arange(num_classes)[None], np.array([num_classes]), epsilon)[0]
+            epsilon = _checks.real("epsilon", epsilon, "give the ε of the randomized response", above=0)
+            classes = _checks.whole("num_classes", num_classes, 2, "count the classes")
+            transition_matrix = matrices(np.arange(classes)[None], np.array([classes]), epsilon)[0]
         matrix = np.asarray(transition_matrix, np.float64)
         square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and len(matrix) > 1
         if not square or (matrix < 0).any() or not np.allclose(matrix.sum(axis=1), 1, atol=1e-6):

@@ -275,7 +275,8 @@ class KMeansPrior(LabelPrior):
         return self.clusterer_.labels_, self.n_clusters
 
     def _groups(self, X: np.ndarray) -> np.ndarray:
-        reduced = X if getattr(self, "pca_", None) is None else self.pca_.transform(X)
+        pca = getattr(self, "pca_", None)
+        reduced = X if pca is None else pca.transform(X)
         groups = np.asarray(self.clusterer_.predict(reduced)).astype(np.intp)
         if groups.min() < 0 or (hasattr(self, "prior_") and groups.max() >= len(self.prior_)):
             raise ValueError(

@@ -242,7 +242,7 @@ def _interval_costs(
         if loss == "absolute":
             table = abs(values[:, None] - values)
         else:
-            table = np.broadcast_to(np.asarray(loss(values[:, None], values[None]), np.float64), (n, n))
+            table = np.broadcast_to(np.asarray(loss(values[:, None], values[None]), np.float64), (n, n))  # type: ignore[operator]
         cost, choice = np.empty((n, n)), np.empty((n, n), np.intp)
         total = np.concatenate([np.zeros((n, 1)), np.cumsum(table * p, axis=1)], axis=1)
         for r in range(n):
