@@ -12,7 +12,10 @@ from tfdpfl.accounting import _checks
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp.classification import RandomizedResponseWithPrior
+from tfdpfl.label_dp.counts import inverse_of
 from tfdpfl.label_dp.priors import PublicPrior
+
+_DOUBT = 0.1  # the share of a uniform prior in a debiased one, whose zeros a model that errs does not warrant
 
 
 class MultiStageTraining(LabelMechanism):
@@ -34,6 +37,9 @@ class MultiStageTraining(LabelMechanism):
         prior: The first stage's, as in `RandomizedResponseWithPrior`, `KMeansPrior` for instance. None: uniform. An
             array has one row [K] here.
         temperature: T of the softmax that makes the priors of later stages; above 1 for models that are too sure.
+        debias: Whether the second stage's prior is put right for the noise that the first stage's model learned: it
+            predicts released labels, Tᵀp, so T⁻¹ gives p. For nothing, since only released labels are looked at. False
+            takes the softmax as it is, as the paper does; so does a first stage whose prior gives no invertible T.
         fractions: The share of the examples in each stage, [num_stages], > 0 with the sum 1; None: even. A small first
             stage suits an easy task.
         num_classes: K, for integer labels 0..K-1.
@@ -60,6 +66,7 @@ class MultiStageTraining(LabelMechanism):
         *,
         prior: Any = None,
         temperature: float = 1.0,
+        debias: bool = True,
         fractions: Any = None,
         num_classes: int | None = None,
         one_hot: bool = False,
@@ -67,7 +74,7 @@ class MultiStageTraining(LabelMechanism):
         classes: Any = None,
     ):
         self.model_fn, self.epsilon, self.num_stages, self.prior = model_fn, epsilon, num_stages, prior
-        self.temperature, self.fractions, self.num_classes = temperature, fractions, num_classes
+        self.temperature, self.debias, self.fractions, self.num_classes = temperature, debias, fractions, num_classes
         self.one_hot, self.seed, self.classes = one_hot, seed, classes
         self._check()
 
@@ -118,9 +125,28 @@ class MultiStageTraining(LabelMechanism):
             self.model_ = self.model_fn()
             targets = np.eye(len(self.classes_), dtype=np.float32)[noisy[released]] if self.one_hot else noisy[released]
             self.histories_.append(self.model_.fit(X[released], targets, **fit_arguments))
-            prior = PublicPrior(self.model_, temperature=self.temperature)  # it saw released labels only
+            prior = self._prior_from(self.model_, mechanism if stage == 0 else None)
         self.noisy_labels_ = _labels.decode(noisy, self.classes_, values)
         return self
+
+    def _prior_from(self, model: Any, first: RandomizedResponseWithPrior | None) -> PublicPrior:
+        """The guess of a model that saw released labels only."""
+        softmax = PublicPrior(model, temperature=self.temperature)
+        matrix = first.transition_matrix_ if first is not None and self.debias else None
+        if matrix is None or matrix.ndim != 2:
+            return softmax
+        try:
+            inverse = inverse_of(matrix)
+        except ValueError:  # the first stage had a prior that leaves classes out
+            return softmax
+        size = len(matrix)
+
+        def debiased(X: np.ndarray) -> np.ndarray:
+            guess = np.maximum(softmax.table(X, np.arange(size), len(X)) @ inverse, 0)
+            guess /= guess.sum(axis=1, keepdims=True)  # rows of T⁻¹ sum to one, so some entry is above 0
+            return (1 - _DOUBT) * guess + _DOUBT / size
+
+        return PublicPrior(debiased, from_logits=False)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The last model's probabilities, [n, K]."""
