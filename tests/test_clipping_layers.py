@@ -107,8 +107,8 @@ SIMPLE = {
     "simple rnn": (sequence, lambda: [L.SimpleRNN(3)]),
     "simple rnn unrolled": (sequence, lambda: [L.SimpleRNN(3, unroll=True, return_sequences=True)]),
     "masked embedding into lstm": (ids(B, 5), lambda: [L.Embedding(6, 3, mask_zero=True), L.LSTM(3)]),
-    "masked embedding into gru unrolled": (ids(B, 4), lambda: [K.Input((4,), dtype="int32"), L.Embedding(6, 3, mask_zero=True),
-                                                                L.GRU(2, unroll=True)]),
+    "masked embedding into gru unrolled": (ids(B, 4), lambda: [
+        K.Input((4,), dtype="int32"), L.Embedding(6, 3, mask_zero=True), L.GRU(2, unroll=True)]),
     "masking into rnn": (np.where(rng(3).random((B, 5, 1)) < 0.3, 0, sequence).astype("float32"),
                          lambda: [L.Masking(), L.SimpleRNN(3, return_sequences=True)]),
     "time distributed dense": (sequence, lambda: [L.TimeDistributed(tanh(3)), L.TimeDistributed(L.Dense(2))]),
