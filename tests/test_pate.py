@@ -351,6 +351,17 @@ def test_a_data_dependent_epsilon_says_so_wherever_it_is_printed():
     assert LABEL not in f"{public} {public!r} {public:.2f}" and public.to_dict()["warning"] is None
 
 
+def test_the_label_stays_where_the_votes_save_nothing():
+    tied = np.tile([5, 5], (50, 1))
+    epsilon, independent = (GNMax(2).epsilon(tied, 1e-5, data_dependent=d) for d in (True, False))
+    assert epsilon == independent and LABEL in str(epsilon)
+
+
+def test_q_is_at_most_that_of_a_guess():
+    for mechanism in (GNMax(2), LNMax(0.5)):
+        assert mechanism.parts[0].log_q(np.full((1, 10), 7))[0] == pytest.approx(np.log(0.9))
+
+
 def test_answers_print_nothing_private():
     answers = GNMax(20, seed=0).aggregate(random_votes(20), 10)
     assert repr(answers) == "Answers(20 of 20 answered by GNMax(sigma=20), rho=0.05)"

@@ -61,6 +61,8 @@ def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
     assert _stacked.why_not(models[0]) is None
     stack = _stacked.Stack(models[0], [model.get_weights() for model in models])
     order = rng.permuted(np.tile(np.arange(20), (3, 1)), axis=1)
+    stack.train_epoch(tf.constant(x), tf.constant(y), order, 8)
+    stack.load([model.get_weights() for model in models])  # as if that had not been
     for _ in range(2):
         stack.train_epoch(tf.constant(x), tf.constant(y), order, 8)
         for t, model in enumerate(models):

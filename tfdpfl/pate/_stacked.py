@@ -99,8 +99,16 @@ class Stack:
         self._loss = loss
         self._optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
         self._optimizer.build(self._trainable)
+        self._optimizer_start = [np.array(v) for v in self._optimizer.variables]
         self._epoch = tf.function(self._run_epoch, reduce_retracing=True)
         self._classify = tf.function(self._forward, reduce_retracing=True)
+
+    def load(self, weights: list[list[np.ndarray]]) -> None:
+        """Takes other models of the same number and architecture, untrained: the graphs are traced once for all."""
+        for i, variable in enumerate(self._variables):
+            variable.assign(np.stack([w[i] for w in weights]))
+        for variable, value in zip(self._optimizer.variables, self._optimizer_start, strict=True):
+            variable.assign(value)
 
     def train_epoch(self, x: tf.Tensor, y: tf.Tensor, order: np.ndarray, batch_size: int) -> None:
         """One pass of each model over its data.

@@ -70,7 +70,7 @@ def rdp_gaussian(log_q: np.ndarray, sigma: float, orders: np.ndarray) -> np.ndar
 def rdp_laplace(log_q: np.ndarray, gamma: float, orders: np.ndarray) -> np.ndarray:
     """RDP `[queries, orders]` of LNMax, given ln q: the least of 2γ, 2γ²λ and 2017's Theorem 3 at l = λ - 1.
 
-    Theorem 3 holds for q <= 1/(e^(2γ) + 1) only. There it meets 2γ; above, its formula falls again, and means nothing.
+    Theorem 3 holds for q <= 1/(e^(2γ) + 1) only. There it meets 2γ; above, its formula means nothing.
     """
     log_q, orders = np.asarray(log_q, float)[:, None], np.asarray(orders, float)[None]
     moment = orders - 1

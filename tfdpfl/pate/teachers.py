@@ -101,6 +101,7 @@ class TeacherEnsemble:
             raise ValueError(f"y has the label {y.max()}, but the model has {self.num_classes_} outputs: give it more.")
         self._weights: list[list[np.ndarray] | None] = [None] * self.num_teachers
         self._models: dict[int, Any] = {}
+        self._stacks: dict[int, Any] = {}
         self.__dict__.pop("_optimizer_start", None)
         self.trained_together_ = self._obstacle(first)
         if self.together is True and self.trained_together_ is not True:
@@ -232,9 +233,7 @@ class TeacherEnsemble:
     ) -> None:
         import tensorflow as tf
 
-        from tfdpfl.pate import _stacked
-
-        stack = _stacked.Stack(self._template, weights)
+        stack = self._stack(weights)
         shards = np.stack([self.shards_[teacher] for teacher in group])
         x_stack, y_stack = tf.constant(X[shards]), tf.constant(y[shards])
         for _ in range(self.epochs):
@@ -243,6 +242,16 @@ class TeacherEnsemble:
             bar.update(len(group))
         for teacher, trained in zip(group, stack.weights(), strict=True):
             self._keep(teacher, trained)
+
+    def _stack(self, weights: list[list[np.ndarray]]) -> Any:
+        """A stack of these models; of each size there is one, which has its graphs."""
+        from tfdpfl.pate import _stacked
+
+        if len(weights) in self._stacks:
+            self._stacks[len(weights)].load(weights)
+        else:
+            self._stacks[len(weights)] = _stacked.Stack(self._template, weights)
+        return self._stacks[len(weights)]
 
     def _train_one(self, teacher: int, model: Any, X: np.ndarray, y: np.ndarray, bar: Any) -> None:
         shard = self.shards_[teacher]
@@ -322,8 +331,7 @@ class TeacherEnsemble:
         if self.trained_together_ is True or _stacked.why_not(self._template) is None:
             for start in range(0, len(alike), self.stack_size):
                 group = alike[start : start + self.stack_size]
-                stack = _stacked.Stack(self._template, [self._weights[t] for t in group])  # type: ignore[misc]
-                yield group, _outputs_of(stack)
+                yield group, _outputs_of(self._stack([self._weights[t] for t in group]))  # type: ignore[misc]
         else:
             for teacher in alike:
                 self._template.set_weights(self._weights[teacher])
