@@ -236,13 +236,31 @@ def table_and_matrix(i, w):
     return tf.tanh(tf.gather(w, tf.cast(i, tf.int32))) @ tf.transpose(w)
 
 
+def looked_up(i, w):
+    return tf.gather(w, tf.cast(i, tf.int32))
+
+
+def pick(i, w):
+    return tf.tensordot(tf.one_hot(tf.cast(i, tf.int32), 6), w, 1)
+
+
 def class_token(x, w):
     return tf.concat([tf.broadcast_to(w[None, None], [tf.shape(x)[0], 1, 4]), x], 1)
 
 
 CUSTOM = {
     "tied to its own transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 3)]),
+    "square and its transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 4)]),
     "used as table and as matrix": (ids(B, 5), table_and_matrix, [(6, 3)]),
+    "table and matrix in an einsum": (ids(B, 5), lambda i, w: tf.einsum("btd,vd->btv", looked_up(i, w), w), [(6, 3)]),
+    "table and matrix, square": (ids(B, 5), lambda i, w: tf.tensordot(tf.tanh(looked_up(i, w)), w, 1), [(6, 6)]),
+    "table and matrix, square, turned": (ids(B, 5), lambda i, w: tf.matmul(tf.tanh(looked_up(i, w)), w[None] + 0 * w,
+                                                                           transpose_b=True), [(6, 6)]),
+    "table and matrix, square, transposed in name only": (
+        ids(B, 5), lambda i, w: tf.tensordot(tf.tanh(looked_up(i, w)), tf.transpose(w, [0, 1]), 1), [(6, 6)]),
+    "table looked up and picked": (ids(B, 5), lambda i, w: tf.tanh(looked_up(i, w) + pick(i, w)), [(6, 3)]),
+    "table of every kind of use": (ids(B, 5), lambda i, w: tf.tanh(looked_up(i, w) + pick(i, w)) @ tf.transpose(w)
+                                   + tf.matmul(looked_up(i, w), w, transpose_b=True), [(6, 3)]),
     "used as matrix and as scale": (vector, lambda x, w: (x @ w) * w[0], [(4, 4)]),
     "used as bias twice": (vector, lambda x, w: tf.tanh(x + w) + 2 * w, [(4,)]),
     "squared": (vector, lambda x, w: w**2 * x, [(4,)]),
@@ -276,6 +294,7 @@ SLOW_CUSTOM = {"power of the input", "used as bias twice", "part of a table", "w
                "softplus of a matrix", "scalar"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, SLOW_CUSTOM))
 def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
     check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
@@ -339,6 +358,7 @@ def called(jit=None, method="weights inside"):
     return Called()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["weights inside", "weights given", "weights made", "weights in all these ways"])
 def test_layer_that_calls_a_tf_function_agrees(method):
     check_model(stack(tanh(4), called(method=method), L.Dense(2)), vector)
@@ -356,6 +376,11 @@ def test_layer_that_calls_a_tf_function_agrees(method):
 def test_static_batch_size_agrees(name):
     x, layers = SIMPLE[name]
     check_model(stack(*layers()), x, batch=len(x))
+
+
+def test_causal_mask_spread_over_a_static_batch_agrees():
+    model, x = attention(causal=True)
+    check_model(model, x, batch=len(x[0]))
 
 
 @pytest.mark.slow
@@ -480,6 +505,7 @@ def test_any_convolution_agrees(size, kernel, strides, rates, channels, filters,
     check(losses, x, [w])
 
 
+@pytest.mark.slow
 @few
 @given(sizes=st.fixed_dictionaries({c: st.integers(1, 4) for c in "tudpq"}),
        x=st.sampled_from(["btd", "bdt", "bd", "btud", "tbd"]), w=st.sampled_from(["dp", "pd", "dpq", "tdp"]),

@@ -120,6 +120,7 @@ MIXING = {
     "other examples by data": lambda x: total(tf.gather(d(x), tf.cast(x[:, 0] > 0, tf.int32))),
     "numbered examples": lambda x: total(d(x) * tf.cast(tf.range(n(x)), tf.float32)[:, None]),
     "constant for each place": lambda x: total(d(x) * BATCHED),
+    "computed constant for each place": lambda x: total(d(x) * tf.sin(tf.constant(BATCHED))),
     "list of places": positions,
     "chosen by place": lambda x: total(tf.where(tf.constant([[True], [False], [True], [True]]), d(x), 2 * d(x))),
     "rows chosen by place": lambda x: total(tf.raw_ops.Select(condition=tf.constant([True, False, True, True]),
@@ -225,6 +226,7 @@ TOLD = {
     "reversed batch": "StridedSlice.*takes some examples",
     "cumulative sum": "Cumsum.*along the batch axis",
     "pairs of examples": "MatMul.*multiplies the examples along one axis",
+    "products over the batch": "MatMul.*sums over the batch",
     "sorted batch": "Change the layer or the loss",
     "unique": "Unique.*not known to keep examples apart",
     "other examples by range": "Range.*by their position",
@@ -250,8 +252,9 @@ def test_a_refusal_names_the_op_and_the_reason(name, message):
         norms(MIXING[name]).get_concrete_function()
 
 
-STATIC = ["constant for each place", "numbered examples", "list of places", "chosen by place", "rows chosen by place",
-          "rows of a constant chosen", "two examples a row", "half of the batch", "unstacked batch"]  # fmt: skip
+STATIC = ["constant for each place", "computed constant for each place", "numbered examples", "list of places",
+          "chosen by place", "rows chosen by place", "rows of a constant chosen", "two examples a row",
+          "half of the batch", "unstacked batch"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATIC)
@@ -402,6 +405,7 @@ ALSO_ALLOWED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALSO_ALLOWED)) for n in ALLOWED])
 def test_what_keeps_examples_apart_is_exact(name):
     made = ALLOWED[name]
@@ -492,6 +496,26 @@ def test_one_example_more_moves_the_sum_by_at_most_the_clip(layers, shape):
     groups = clip_sum(losses, model.trainable_variables, x, clip, m=2)[0]
     changed = clip_sum(losses, model.trainable_variables, np.concatenate([outlier, x[1:]]), clip, m=2)[0]
     assert np.linalg.norm(changed - groups) <= 2 * clip * (1 + 1e-4)
+
+
+def test_a_reshape_that_cuts_across_examples_is_named_when_it_runs():
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 4])])
+    def step(x):
+        return per_example_norms(tf.reduce_sum(tf.reshape(tf.einsum("bti,ij->btj", x, W), [-1, 8]) ** 2), [W])
+
+    assert step(normal(B, 2, 4)).shape == (B,)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"tfdpfl: Reshape.*cuts across examples"):
+        step(normal(B, 3, 4))
+
+
+@pytest.mark.parametrize("rows", [(3, 4), (None, None)], ids=["while tracing", "as it runs"])
+def test_inputs_that_disagree_about_the_batch_size_are_refused(rows):
+    @tf.function(input_signature=[tf.TensorSpec([n, 4]) for n in rows])
+    def step(x, y):
+        return per_example_norms(tf.reduce_mean(total(d(x))) + tf.reduce_mean(total(d(y))), [W])
+
+    with pytest.raises((PrivacyError, tf.errors.InvalidArgumentError), match="disagree about the batch size"):
+        step(normal(3, 4), normal(4, 4))
 
 
 BAD = {

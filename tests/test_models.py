@@ -93,6 +93,7 @@ def test_a_registered_rule_is_used_and_exact():
         rules.RULES["Mul"] = old
 
 
+@pytest.mark.slow
 def test_fix_replaces_batch_normalisation_and_copies_the_rest():
     inner = tf.keras.Sequential([tf.keras.Input((8, 8, 6)), L.Conv2D(4, 3), L.BatchNormalization(name="inner_bn")])
     inputs = tf.keras.Input((10, 10, 3))

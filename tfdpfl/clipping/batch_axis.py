@@ -493,6 +493,11 @@ class BatchAxis:
             return False
         if state.alike:
             return True
+        if t.op.type in ELEMENTWISE or t.op.type == "BroadcastTo":  # a mask spread over a batch of static size
+            spread = t.op.inputs[:1] if t.op.type == "BroadcastTo" else t.op.inputs
+            states = [self[x] for x in spread]
+            if all(isinstance(s, Public) and self._row_free(x, s, axis) for x, s in zip(spread, states, strict=True)):
+                return True
         value = constant(t)
         return value is not None and bool(np.all(value == np.take(value, [0], axis=axis))) if rank else True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
@@ -253,7 +254,9 @@ class Plan:
             weight, state = self._weight(op.inputs[i])
             inputs = [op.inputs[j] for j in feeds]
             use = Use(kind, feeds.index(i), inputs, [a[t] for t in inputs], weight, gs_of[key(out)], a[out], out)
-            made = RULES[kind.type](use, self.units)
+            # Not before its gradient is there: else patches of every layer's input wait for the backward pass.
+            with tf.control_dependencies([use.g]):
+                made = RULES[kind.type](use, self.units)
             if made is None:
                 made = self._replay([op], [i]).gradients([out], [gs_of[key(out)]], self.units, self.sizes)[0]
                 self.replayed.add(id(made))
@@ -303,7 +306,8 @@ class Plan:
         stop = [v for v in self.variables if not hasattr(v, "handle")]
         if key(weight) in given:
             return [(given[key(weight)], weight)]
-        for op in graph_tools.ancestors([weight], stop).values():
+        # Not through shapes: those of a later layer's activations lead back to every weight before it.
+        for op in graph_tools.ancestors([weight], stop, lambda t: self._trains(a[t])).values():
             if op.type == "ReadVariableOp":
                 s = a[op.outputs[0]]
                 if isinstance(s, Public) and s.deps:
@@ -337,6 +341,8 @@ class Plan:
             parts = self._merged([(c, w, r) for v, c, w, r in self.contributions if v == i])
             for c, _, _ in parts:
                 total += c.squared_norms()
+            if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
+                total += 2 * inner_product(*parts)
             self.merged.append(parts)
         return total
 
@@ -348,11 +354,13 @@ class Plan:
             return self._pulled_back(parts)
         if len(parts) == 1:
             return parts
-        kinds = {type(c) for c, _, _ in parts}
-        marks = {(c.same, chain(w, r), tuple(w.shape)) for c, w, r in parts}
-        if len(kinds) == 1 and len(marks) == 1:
-            (kind,) = kinds
-            return [(kind.merged([c for c, _, _ in parts]), parts[0][1], parts[0][2])]
+        alike: dict[tuple, list] = {}
+        for c, w, r in parts:
+            alike.setdefault((type(c), c.same, chain(w, r), tuple(w.shape)), []).append((c, w, r))
+        merged = [(type(same[0][0]).merged([c for c, _, _ in same]), *same[0][1:]) for same in alike.values()]
+        merged.sort(key=lambda part: not isinstance(part[0], Lookup))
+        if len(merged) == 1 or (len(merged) == 2 and vocabulary_side(*merged) is not None):
+            return merged
         return self._pulled_back(parts)
 
     def _pulled_back(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
@@ -379,13 +387,15 @@ class Plan:
         held = tf.is_tensor(l2_norm_clip)
         clip = tf.cast(l2_norm_clip, self.dtype) if held else tf.constant(l2_norm_clip, self.dtype)
         c = tf.where(good, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
+        units.mend([t for parts in self.merged for contribution, _, _ in parts for t in contribution.to_mend()])
         sums: list[tf.Tensor | None] = []
         for parts in self.merged:
             total = None
             for contribution, weight, root in parts:
                 s = contribution.weighted_sum(c, units)
                 if weight is not root:
-                    (s,) = tf.gradients([weight], [root], [tf.cast(s, weight.dtype)])
+                    moved = carried_back(s, weight, root, units=False)
+                    s = moved if moved is not None else tf.gradients([weight], [root], [tf.cast(s, weight.dtype)])[0]
                 if s is not None:
                     s = tf.cast(tf.convert_to_tensor(s), self.dtype)
                     total = s if total is None else total + s
@@ -415,7 +425,8 @@ class Plan:
         return result
 
 
-_ISOMETRIC = frozenset("Identity Cast Reshape ExpandDims Squeeze Transpose Neg Snapshot".split())
+_UNMOVED = frozenset("Identity Cast Snapshot".split())
+_ISOMETRIC = _UNMOVED | frozenset("Reshape ExpandDims Squeeze Transpose Neg".split())
 
 
 def isometric(weight: tf.Tensor, root: tf.Tensor) -> bool:
@@ -440,10 +451,80 @@ def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
     return tuple(links)
 
 
+Part = tuple[Contribution, tf.Tensor, tf.Tensor]
+
+
+def vocabulary_side(first: Part, second: Part) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """Of a table [V, D] that is looked up and multiplied: the sides [U, S, V] and [U, S, D] of the product's `Outer`;
+    None if the two uses are something else."""
+    (lookup, table, _), (outer, weight, root) = first, second
+    if not isinstance(lookup, Lookup) or not isinstance(outer, Outer) or outer.same[:2] != ("product", ()):
+        return None
+    if table.shape.rank != 2 or weight.shape.rank != 2 or root.shape.rank != 2:
+        return None
+    turns, moved = turned_over(weight, root), turned_over(table, first[2])
+    if turns is None or moved is not False:
+        return None
+    if outer.same[2] == (1, 0):
+        turns = not turns
+    return (outer.g, outer.a) if turns else (outer.a, outer.g)
+
+
+def turned_over(weight: tf.Tensor, root: tf.Tensor) -> bool | None:
+    """Whether a matrix is the root transposed; None if it is more than the root or that."""
+    turned, t = False, weight
+    while t is not root:
+        if t.op.type == "Transpose":
+            order = constant(t.op.inputs[1])
+            if order is None:
+                return None
+            turned ^= order.tolist() == [1, 0]
+        elif t.op.type not in _UNMOVED:
+            return None
+        t = t.op.inputs[0]
+    return turned
+
+
+def inner_product(first: Part, second: Part) -> tf.Tensor:
+    """<gradient of the lookups, gradient of the products>, [U], of a table used in both ways: the rows looked up, t,
+    against the product's positions, s."""
+    sides = vocabulary_side(first, second)
+    assert sides is not None and isinstance(first[0], Lookup)
+    wide, narrow = sides
+    entries = tf.gather(wide, first[0].ids, axis=2, batch_dims=1)  # [U, S, T]
+    return tf.reduce_sum(entries * tf.matmul(narrow, first[0].g, transpose_b=True), [1, 2])
+
+
+def carried_back(x: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, units: bool) -> tf.Tensor | None:
+    """A gradient of the weight, [*its shape], carried back to the root; with ``units`` each unit's, [U, *shape]. None
+    if the weight is more than the root's entries moved about."""
+    if not isometric(weight, root):
+        return None
+    lead = [x.shape[0] or -1] if units else []
+    t = weight
+    while t is not root:
+        source = t.op.inputs[0]
+        if t.op.type == "Transpose":
+            order = constant(t.op.inputs[1])
+            if order is None:
+                return None
+            back = [int(i) + len(lead) for i in np.argsort(order)]
+            x = tf.transpose(x, [*range(len(lead)), *back])
+        elif t.op.type == "Neg":
+            x = -x
+        elif t.op.type not in _UNMOVED:  # a new shape
+            if not source.shape.is_fully_defined():
+                return None
+            x = tf.reshape(x, [*lead, *source.shape])
+        t = source
+    return x
+
+
 def pullback(f: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor | None:
     """Each unit's gradient of the weight [U, *shape] carried back to the root [U, *its variable's shape]."""
-    if weight is root:
-        return f
+    moved = carried_back(f, weight, root, units=True)
+    if moved is not None:
+        return moved
     (probe,) = tf.gradients([weight], [root], [tf.zeros_like(weight)])
     if probe is None:
         return None

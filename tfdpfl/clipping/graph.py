@@ -4,7 +4,7 @@ besides `batch_axis`."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util_v2
@@ -12,8 +12,11 @@ from tensorflow.python.ops import control_flow_util_v2
 _numbers = itertools.count()
 
 
-def ancestors(targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = ()) -> dict[str, tf.Operation]:
-    """The ops that the targets are computed from, by name; the walk does not pass tensors in ``stop``."""
+def ancestors(
+    targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = (), follow: Callable[[tf.Tensor], bool] | None = None
+) -> dict[str, tf.Operation]:
+    """The ops that the targets are computed from, by name; the walk does not pass tensors in ``stop``, nor inputs that
+    ``follow`` says no to."""
     ends = {id(t) for t in stop}
     found: dict[str, tf.Operation] = {}
     todo = [t.op for t in targets if id(t) not in ends]
@@ -21,7 +24,7 @@ def ancestors(targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = ()) -> d
         op = todo.pop()
         if op.name not in found:
             found[op.name] = op
-            todo.extend(t.op for t in op.inputs if id(t) not in ends)
+            todo.extend(t.op for t in op.inputs if id(t) not in ends and (follow is None or follow(t)))
     return found
 
 

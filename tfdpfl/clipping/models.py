@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 from typing import Any
@@ -16,11 +17,11 @@ from tfdpfl.errors import PrivacyError
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One use of one variable.
+    """One variable.
 
-    ``way``: ghost (the norm without the gradient), formed (the gradient of each example), or fallback (the op run
-    again example by example). ``cost``: multiplications an example for its norm, as far as shapes are known; None
-    for the fallback.
+    ``op``: the kinds of op that use it, and how often. ``way``: ghost (the norm without the gradient), formed (the
+    gradient of each example), or fallback (the op run again example by example). ``cost``: multiplications an example
+    for its norm, as far as shapes are known; None for the fallback.
     """
 
     variable: str
@@ -59,13 +60,20 @@ def explain(model: Any, batch: Any) -> Explanation:
     rows: list[Row] = []
 
     def read(plan: Plan, variables: list) -> tf.Tensor:
-        for i, contribution, weight, _ in plan.contributions:
+        norms = plan.squared_norms()
+        for i, parts in enumerate(plan.merged):
+            uses = [id(c) for v, c, _, _ in plan.contributions if v == i]
+            if not uses:
+                continue
+            counted = collections.Counter(plan.op_of[u] for u in uses)
+            ops = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in counted.items())
+            way, cost = "fallback", None
+            if not plan.replayed.intersection(uses):
+                ways = [_way(c, w.shape) for c, w, _ in parts]
+                way, cost = ways[0][0], sum(c for _, c in ways)
             name = getattr(variables[i], "path", None) or variables[i].name
-            op = plan.op_of.get(id(contribution), "")
-            way, cost = _way(contribution, weight.shape)
-            fallback = id(contribution) in plan.replayed
-            rows.append(Row(name, tuple(weight.shape), op, "fallback" if fallback else way, None if fallback else cost))
-        return plan.squared_norms()
+            rows.append(Row(name, tuple(variables[i].shape), ops, way, cost))
+        return norms
 
     _traced(model, batch, read, training=True)
     return Explanation(tuple(rows))
