@@ -1,0 +1,125 @@
+"""Pictures of privacy: utility against ε, attack AUCs, ε over a training. They need matplotlib, loaded when used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_EPSILON = "_epsilon"  # the end of the names of History's columns
+
+
+def privacy_utility(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    baseline: float | None = None,
+    utility: str = "accuracy",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws utility against ε, a line for each curve, on a logarithmic axis.
+
+    Args:
+      curves: for each name, pairs of (ε, utility), in any order. An infinite ε is left out: it is the baseline.
+      baseline: the utility without privacy, a dotted line.
+      utility: what the vertical axis is called.
+      ax: where to draw; None makes a new figure, which is ``.figure`` of the result.
+
+    Raises:
+      ImportError: matplotlib is missing; the message has the command that installs it.
+      ValueError: a curve has no finite, positive ε.
+    """
+    ax = ax or _axes()
+    for name, points in curves.items():
+        shown = sorted((e, u) for e, u in points if 0 < e < np.inf)
+        if not shown:
+            raise ValueError(f"curves[{name!r}] has no ε between 0 and infinity, got {list(points)}: leave it out")
+        ax.plot(*zip(*shown, strict=True), marker="o", label=name)
+    if baseline is not None:
+        ax.axhline(baseline, color="0.5", linestyle=":", label="without privacy")
+    ax.set(xlabel="ε", ylabel=utility, xscale="log")
+    ax.legend()
+    return ax
+
+
+def auc_bars(reports: Mapping[str, Mapping[str, Any]], *, ax: Axes | None = None) -> Axes:
+    """Draws the AUC of membership inference as bars in groups, with a line at 0.5, where an attack only guesses.
+
+    Args:
+      reports: for each series (a colour), for each group (a place), a `tfdpfl.audit.MembershipReport`, whose interval
+        is drawn, or a number. All series have the same groups.
+      ax: as in `privacy_utility`.
+
+    Raises:
+      ImportError: as `privacy_utility`.
+      ValueError: there is nothing to draw, or the groups differ.
+    """
+    groups = list(next(iter(reports.values()), {}))
+    if not groups or any(list(series) != groups for series in reports.values()):
+        raise ValueError("reports must have the same groups, at least one, in every series: fill in what is missing")
+    ax = ax or _axes()
+    width = 0.8 / len(reports)
+    for i, (name, series) in enumerate(reports.items()):
+        values = np.array([float(getattr(report, "auc", report)) for report in series.values()])
+        intervals = [getattr(report, "auc_interval", (v, v)) for report, v in zip(series.values(), values, strict=True)]
+        errors = np.abs(np.array(intervals).T - values)
+        places = np.arange(len(groups)) + (i - (len(reports) - 1) / 2) * width
+        ax.bar(places, values, width, yerr=errors if errors.any() else None, capsize=3, label=name)
+    ax.axhline(0.5, color="0.5", linestyle=":")
+    ax.set_xticks(np.arange(len(groups)), [group.replace(" ", "\n") for group in groups])
+    ax.set(ylabel="membership inference AUC", ylim=(0, 1))
+    ax.legend()
+    return ax
+
+
+def epsilon_over_time(history: Any, *, target: float | None = None, ax: Axes | None = None) -> Axes:
+    """Draws ε over the rounds of a federated training, or the epochs of `fit`.
+
+    Args:
+      history: a `tfdpfl.federated.History`; what Keras's `fit` returns with `tfdpfl.callbacks.PrivacyBudget`; or a
+        mapping from column names to values. Drawn are ``epsilon`` and every column whose name ends in ``_epsilon``, but
+        for NaN.
+      target: a budget, drawn as a line.
+      ax: as in `privacy_utility`.
+
+    Raises:
+      ImportError: as `privacy_utility`.
+      ValueError: there is no such column.
+    """
+    columns = getattr(history, "history", history)
+    shown = {name: columns[name] for name in columns if name == "epsilon" or name.endswith(_EPSILON)}
+    if not shown:
+        raise ValueError(f"history has no column of ε, but {list(columns)}: was the training private?")
+    ax = ax or _axes()
+    for name, values in shown.items():
+        level = name.removesuffix(_EPSILON)
+        known = [(i, value) for i, value in enumerate(values, start=1) if not np.isnan(value)]
+        ax.plot(*zip(*known, strict=True), label="ε" if level == "epsilon" else f"ε, {level} level")
+    if target is not None:
+        ax.axhline(target, color="0.5", linestyle=":", label="budget")
+    ax.set(xlabel="epoch" if "epsilon" in shown else "round", ylabel="ε", ylim=(0, None))
+    ax.legend()
+    return ax
+
+
+def panels(count: int) -> list[Axes]:
+    """Axes side by side in a new figure, which is ``.figure`` of each.
+
+    Raises:
+      ImportError: as `privacy_utility`.
+    """
+    try:
+        # Not pyplot: no global state, no window, and a figure is gone with its last reference.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"tfdpfl.plots draws with matplotlib, which cannot be imported ({error}): pip install 'tfdpfl[plots]'"
+        ) from error
+    return list(Figure(figsize=(7 * count, 4.2), layout="constrained").subplots(1, count, squeeze=False)[0])
+
+
+def _axes() -> Axes:
+    return panels(1)[0]
