@@ -22,13 +22,30 @@ _WHERE = {
         "accounting",
     ),
     "PrivacyError": "errors",
+    "AdaptiveClip": "federated",
 }  # fmt: skip
-_MODULES = ("accounting", "audit", "callbacks", "clipping", "data", "errors", "label_dp", "noise", "optimizers", "pate")
+_MODULES = (
+    "accounting", "audit", "callbacks", "clipping", "data", "errors", "federated", "label_dp", "noise", "optimizers",
+    "pate", "plots",
+)  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
 
 if TYPE_CHECKING:
-    from tfdpfl import accounting, audit, callbacks, clipping, data, errors, label_dp, noise, optimizers, pate
+    from tfdpfl import (
+        accounting,
+        audit,
+        callbacks,
+        clipping,
+        data,
+        errors,
+        federated,
+        label_dp,
+        noise,
+        optimizers,
+        pate,
+        plots,
+    )
     from tfdpfl.accounting import (
         PrivacyLedger,
         PrivacyReport,
@@ -38,6 +55,7 @@ if TYPE_CHECKING:
         privacy_statement,
     )
     from tfdpfl.errors import PrivacyError
+    from tfdpfl.federated.clip import AdaptiveClip
     from tfdpfl.optimizers import (
         DPSGD,
         DPAdagrad,

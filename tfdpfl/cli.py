@@ -118,6 +118,22 @@ def demo(data_dir: str | None, epochs: int | None, output: str, seed: int | None
         run(data_dir=data_dir, epochs=epochs, output=output, as_json=as_json, seed=seed)
 
 
+@main.command()
+@click.option("--port", type=click.IntRange(1, 65535), required=True, help="Where remote_runtime will find it.")
+@click.option("--max-concurrent-clients", type=click.IntRange(1), help="Clients at a time; default: one a processor.")
+def worker(port: int, max_concurrent_clients: int | None) -> None:
+    """Serve federated computations to remote_runtime. Needs TensorFlow Federated.
+
+    It listens on all interfaces, without encryption, and trusts whoever connects: keep the port behind a firewall.
+    """
+    try:
+        from tfdpfl.federated import runtime
+
+        runtime.worker(port, max_concurrent_clients)
+    except (ImportError, RuntimeError) as error:
+        raise BadArgument(str(error)) from error
+
+
 def _report(run: dict[str, Any]) -> Any:
     from tfdpfl.accounting import privacy_report
 

@@ -1,0 +1,248 @@
+"""What the rounds of a federated training cost, against published figures, brute force and closed forms. No TFF."""
+
+import importlib
+import itertools
+import math
+import sys
+import time
+import types
+
+import pytest
+from click.testing import CliRunner
+from scipy.stats import norm
+
+from tfdpfl import AdaptiveClip, PrivacyError, compute_epsilon
+from tfdpfl.cli import main
+from tfdpfl.federated.clip import NoisedMetrics, combined
+from tfdpfl.federated.guarantees import (
+    ClientLevel,
+    DistributedLevel,
+    ExampleLevel,
+    LocalLevel,
+    TreeLevel,
+    tree_sensitivity,
+)
+from tfdpfl.federated.privacy import Participation, RoundsRun
+
+
+def rounds(number, sampling="none", population=100, cohort=10.0, cohorts=(), examples=None, **limits):
+    participation = Participation(sampling=sampling, population=population, clients_per_round=cohort, **limits)
+    return RoundsRun(rounds=number, participation=participation, cohorts=cohorts, num_examples=examples or {})
+
+
+def gaussian_delta(epsilon, mu):
+    """Balle and Wang 2018: the δ of a Gaussian mechanism of sensitivity over noise μ."""
+    return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+
+
+@pytest.mark.parametrize(("accountant", "epsilon"), [("rdp", 1.986), ("pld", 1.707)])
+def test_the_tutorials_setting_has_the_tutorials_epsilon(accountant, epsilon):
+    run = rounds(100, "poisson", population=3383, cohort=120)
+    assert ClientLevel(noise_multiplier=1.2).price(run, 1e-5, accountant).epsilon == pytest.approx(epsilon, abs=1e-3)
+
+
+def test_gboards_setting_is_priced_as_published_and_fast():
+    run = rounds(2000, "bounded", population=4_000_000, cohort=6500, max_participations=6, min_separation=313)
+    tree_sensitivity.cache_clear()
+    start = time.perf_counter()
+    assert tree_sensitivity(2000, 6, 313) / (2 * 7**2) == pytest.approx(0.81, abs=0.005)
+    promise = TreeLevel(noise_multiplier=7.0)
+    assert promise.price(run, 1e-10, "rdp").epsilon == pytest.approx(8.90, rel=0.01)
+    assert time.perf_counter() - start < 5
+    # The nodes are one Gaussian mechanism, whose exact ε is lower; it is the default.
+    exact = promise.price(run, 1e-10)
+    assert exact.accountant == "pld"
+    assert gaussian_delta(exact.epsilon, math.sqrt(79) / 7) == pytest.approx(1e-10, rel=0.05)
+
+
+def searched(leaves, most, separation, restart_every):
+    """The largest sum over nodes of the squared number of participations, over all ways to take part."""
+    nodes, start = [], 0
+    while start < leaves:
+        tree = min(restart_every or leaves, leaves - start)
+        at = start
+        for level in reversed(range(tree.bit_length())):
+            if tree >> level & 1:
+                for height in range(level + 1):
+                    width = 1 << height
+                    nodes += [(at + i * width, at + (i + 1) * width) for i in range(1 << (level - height))]
+                at += 1 << level
+        start += tree
+    best = 0
+    for number in range(1, most + 1):
+        for chosen in itertools.combinations(range(leaves), number):
+            if all(b - a >= separation for a, b in itertools.pairwise(chosen)):
+                best = max(best, sum(sum(a <= leaf < b for leaf in chosen) ** 2 for a, b in nodes))
+    return best
+
+
+@pytest.mark.parametrize("restart_every", [None, 1, 3, 4, 7])
+@pytest.mark.parametrize("separation", [1, 2, 3, 5])
+@pytest.mark.parametrize("leaves", [1, 6, 8, 11])
+def test_tree_sensitivity_is_the_worst_over_all_participations(leaves, separation, restart_every):
+    for most in (1, 2, 4):
+        assert tree_sensitivity(leaves, most, separation, restart_every) == searched(
+            leaves, most, separation, restart_every
+        )
+
+
+def test_tree_sensitivity_bounds_what_it_does_not_search():
+    # Every round of 2^11: a node of 2^k rounds holds 2^k participations, and there are 2^(11-k) of them.
+    assert tree_sensitivity(2048, 2048, 1) == sum(2 ** (11 - k) * 4**k for k in range(12))
+    # Rounding a separation down leaves more room, never less; one participation touches each level once.
+    assert tree_sensitivity(5000, 5, 700) >= tree_sensitivity(5000, 5, 704)
+    assert tree_sensitivity(4096, 1, 4096) == 13
+    assert tree_sensitivity(10_000, 1000, 10) >= 1000 * 4  # the bound without search is no less than the leaves' levels
+
+
+def test_restarts_bound_what_a_client_adds_to_a_tree():
+    # Once an epoch, a tree an epoch: floor(log2(64)) + 1 nodes each time.
+    assert tree_sensitivity(640, 10, 64, restart_every=64) == 10 * 7
+    assert tree_sensitivity(640, 10, 64) > 10 * 7
+
+
+def test_without_sampling_every_participation_counts():
+    promise = ClientLevel(noise_multiplier=2.0)
+    epsilon = promise.price(rounds(16), 1e-5).epsilon
+    assert gaussian_delta(epsilon, 4 / 2.0) == pytest.approx(1e-5, rel=0.02)
+    bounded = rounds(16, "bounded", max_participations=4)
+    assert gaussian_delta(promise.price(bounded, 1e-5).epsilon, 2 / 2.0) == pytest.approx(1e-5, rel=0.02)
+    apart = rounds(16, "bounded", min_separation=4)
+    assert promise.price(apart, 1e-5) == promise.price(bounded, 1e-5)
+    assert promise.price(rounds(0), 1e-5).epsilon == 0
+    assert ClientLevel(noise_multiplier=0.0).price(rounds(1), 1e-5).epsilon == math.inf
+
+
+def test_a_cohort_of_fixed_size_is_not_priced_as_poisson():
+    promise = ClientLevel(noise_multiplier=1.2)
+    fixed = promise.price(rounds(50, "fixed_size", population=1000, cohort=10), 1e-5).epsilon
+    poisson = promise.price(rounds(50, "poisson", population=1000, cohort=10), 1e-5).epsilon
+    none = promise.price(rounds(50, population=1000), 1e-5).epsilon
+    assert poisson < fixed <= none
+    # The package's other way to the same event: a fresh subset at every step, one member replaced.
+    assert fixed == compute_epsilon(
+        num_examples=1000, batch_size=10, noise_multiplier=1.2, num_steps=50, sampling="fixed_size", delta=1e-5
+    )
+
+
+def test_the_ledger_of_examples_is_each_clients_own():
+    promise = ExampleLevel(noise_multiplier=1.0, sampling="poisson", batch_size=32, local_steps=10)
+    run = rounds(3, cohorts=[["a", "b"], ["a"], ["a", "c"]], examples={"a": 1000, "b": 1000, "c": 50})
+    ledger = promise.price_by_client(run, 1e-5, "rdp")
+    assert set(ledger) == {"a", "b", "c"}
+    assert ledger["b"].epsilon < ledger["a"].epsilon < ledger["c"].epsilon
+    assert promise.price(run, 1e-5, "rdp") == ledger["c"]
+    batches = ExampleLevel(noise_multiplier=3.0, sampling="batches", batch_size=32, local_epochs=3)
+    assert gaussian_delta(batches.price_by_client(run, 1e-5)["a"].epsilon, 1.0) == pytest.approx(1e-5, rel=0.02)
+    assert batches.price(rounds(3), 1e-5) == batches.price_by_client(run, 1e-5)["a"]
+    assert promise.price(rounds(2, cohorts=[[], []]), 1e-5).epsilon == 0
+    with pytest.raises(PrivacyError, match="num_examples"):
+        promise.price(rounds(3, cohorts=[["a"], ["a"], ["z"]], examples={"a": 10}), 1e-5)
+
+
+def test_local_noise_is_priced_for_replacement_and_for_who_took_part_most():
+    promise = LocalLevel(noise_multiplier=4.0)
+    assert promise.adjacency == "replace_one"
+    run = rounds(5, "poisson", cohorts=[["a", "b"], ["a"], ["a"], ["b"], ["a"]])
+    assert gaussian_delta(promise.price(run, 1e-5).epsilon, 2 * 2 / 4.0) == pytest.approx(1e-5, rel=0.02)
+    assert promise.price(rounds(4, "poisson"), 1e-5) == promise.price(run, 1e-5)
+
+
+def test_distributed_noise_tends_to_a_gaussians_and_is_priced_by_the_cohort_that_came():
+    fine = DistributedLevel(l1=1e6, l2=1e5, local_stddev=1e5 * 2.0 / math.sqrt(10))
+    names = [f"{i}" for i in range(10)]
+    full = rounds(4, "bounded", cohorts=[names] * 4)
+    gaussian = ClientLevel(noise_multiplier=2.0).price(rounds(4), 1e-5, "rdp").epsilon
+    assert gaussian <= fine.price(full, 1e-5).epsilon == pytest.approx(gaussian, rel=0.01)
+    coarse = DistributedLevel(l1=100.0, l2=10.0, local_stddev=10 * 2.0 / math.sqrt(10))
+    assert coarse.price(full, 1e-5).epsilon > 1.005 * gaussian
+    few = rounds(4, "bounded", cohorts=[names[:5]] * 4)
+    weak = ClientLevel(noise_multiplier=2.0 / math.sqrt(2)).price(rounds(4), 1e-5, "rdp").epsilon
+    assert fine.price(few, 1e-5).epsilon == pytest.approx(weak, rel=0.01)
+    assert fine.price(rounds(1, "bounded", cohorts=[[]]), 1e-5).epsilon == 0
+    # Who was in a sampled cohort is secret, so each client pays for every round; a public schedule charges who came.
+    half = [names[:5], names[5:]]
+    assert fine.price(rounds(2, "bounded", cohorts=half), 1e-5).epsilon < fine.price(
+        rounds(2, "poisson", cohorts=half), 1e-5
+    ).epsilon
+    with pytest.raises(PrivacyError, match="cohorts must hold every round"):
+        fine.price(rounds(4), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (rounds(1, cohort=101.0), "at most population=100"),
+        (rounds(1, "cyclic"), "sampling must be one of"),
+        (rounds(1, cohorts=[["a", "b", "a"]]), "'a' is in the cohort of round 0 more than once"),
+        (rounds(3, "bounded", max_participations=1, cohorts=[["a"], [], ["a"]]), "max_participations=1"),
+        (rounds(3, "bounded", min_separation=3, cohorts=[["a"], [], ["a"]]), "2 after its last"),
+        (rounds(1, "fixed_size", cohort=2, cohorts=[["a", "b", "c"]]), "has 3 clients"),
+        (rounds(1, "fixed_size", cohort=2.5), "whole number"),
+        (rounds(3, cohorts=[["a"]]), "record them all"),
+        (rounds(1, "bounded", min_separation=0), "min_separation=0"),
+    ],
+)
+def test_cohorts_that_do_not_keep_to_the_declaration_have_no_price(run, message):
+    for promise in (ClientLevel(noise_multiplier=1.0), TreeLevel(noise_multiplier=1.0), LocalLevel(noise_multiplier=1)):
+        with pytest.raises(PrivacyError, match=message):
+            promise.price(run, 1e-5)
+
+
+def test_the_count_of_an_adaptive_clip_is_charged_and_safe_for_small_cohorts():
+    for cohort in (1, 3, 20, 100, 5000):
+        of_updates, of_count = AdaptiveClip().split(1.2, cohort)
+        assert combined(of_updates, 2 * of_count) == pytest.approx(1.2)
+        assert of_updates <= 1.155 * 1.2
+    assert AdaptiveClip().split(1.2, 5000)[1] == 250
+    with pytest.raises(ValueError, match=r"clipped_count_stddev=0\.5 is at most half of noise_multiplier=1\.2"):
+        AdaptiveClip(clipped_count_stddev=0.5).split(1.2, 100)
+    assert AdaptiveClip().split(0.0, 10) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"initial": 0.0}, {"target_quantile": 1.0}, {"learning_rate": -1.0}, {"clipped_count_stddev": -1.0}]
+)
+def test_adaptive_clips_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AdaptiveClip(**wrong)
+
+
+def test_metrics_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        NoisedMetrics(noise_multiplier=0.0)
+    with pytest.raises(ValueError, match="bound"):
+        NoisedMetrics(noise_multiplier=1.0, bound={"loss": -1.0})
+
+
+@pytest.mark.parametrize("version", [None, "0.19.1"])
+def test_a_missing_or_wrong_tff_names_the_command_that_installs_it(monkeypatch, version):
+    fake = None
+    if version is not None:
+        fake = types.ModuleType("tensorflow_federated")
+        fake.__version__ = version
+    monkeypatch.setitem(sys.modules, "tensorflow_federated", fake)
+    monkeypatch.delitem(sys.modules, "tfdpfl.federated._tff", raising=False)
+    with pytest.raises(ImportError, match=r"0\.87.*pip install 'tfdpfl\[federated\]'"):
+        importlib.import_module("tfdpfl.federated._tff")
+
+
+def test_the_worker_command_hands_its_options_on_and_says_what_is_missing(monkeypatch):
+    calls = []
+    runtime = types.ModuleType("tfdpfl.federated.runtime")
+    runtime.worker = lambda *options: calls.append(options)
+    monkeypatch.setitem(sys.modules, "tfdpfl.federated.runtime", runtime)
+    federated = importlib.import_module("tfdpfl.federated")
+    monkeypatch.setattr(federated, "runtime", runtime, raising=False)
+    for arguments in (["--port", "8001"], ["--port", "8001", "--max-concurrent-clients", "3"]):
+        assert CliRunner().invoke(main, ["worker", *arguments]).exit_code == 0
+    assert calls == [(8001, None), (8001, 3)]
+    assert CliRunner().invoke(main, ["worker", "--port", "0"]).exit_code == 2
+
+    def missing(*options):
+        raise ImportError("pip install 'tfdpfl[federated]'")
+
+    runtime.worker = missing
+    refused = CliRunner().invoke(main, ["worker", "--port", "8001"])
+    assert refused.exit_code == 2
+    assert "tfdpfl[federated]" in refused.output

@@ -1,0 +1,247 @@
+"""Workers end when they should, and a lost one is reported in seconds."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+tff = pytest.importorskip("tensorflow_federated", reason="TensorFlow Federated is not installed on this stack")
+
+# ruff: noqa: E402
+from tfdpfl.federated import WorkerLost, build_dp_fed_avg, local_runtime, remote_runtime, runtime
+
+MARK = "TFDPFL_TEST_MARK"
+
+SCRIPT = """
+import signal, sys, time
+import numpy as np
+from tfdpfl.federated import local_runtime, runtime
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background would ignore it
+from tfdpfl.federated._tff import tff
+
+add_one = tff.tensorflow.computation(lambda x: x + 1, np.int32)
+
+def end():
+    print("result", add_one(41), flush=True)
+    if "raise" in sys.argv:
+        raise RuntimeError("as asked")
+    if "wait" in sys.argv:
+        time.sleep(600)
+
+if "default" in sys.argv:
+    runtime.ensure_default()
+    end()
+else:
+    with local_runtime():
+        end()
+print("done", flush=True)
+"""
+
+
+def marked(mark):
+    """Processes whose environment has the mark, by what they run."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "ended_by"),
+    [
+        ([], None),
+        (["raise"], None),
+        (["wait"], signal.SIGINT),
+        (["wait"], signal.SIGTERM),
+        (["wait"], signal.SIGKILL),
+        (["default"], None),
+        (["default", "wait"], signal.SIGTERM),
+    ],
+)
+def test_no_process_is_left_and_a_pipe_that_reads_the_output_ends(arguments, ended_by):
+    mark = uuid.uuid4().hex
+    script = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, MARK: mark},
+    )  # fmt: skip
+    try:
+        lines = []
+        for line in script.stdout:
+            lines.append(line)
+            if line == b"result 42\n":
+                if "wait" in arguments:  # else it may be over by now
+                    assert any("worker_binary" in process for process in marked(mark))
+                if ended_by is not None:
+                    script.send_signal(ended_by)
+        assert b"result 42\n" in lines  # and the output has come to its end
+        assert (b"done\n" in lines) == (arguments in ([], ["default"]))
+        code = script.wait(timeout=30)
+        assert code == {None: int("raise" in arguments), signal.SIGINT: -signal.SIGINT}.get(ended_by, -(ended_by or 0))
+        deadline = time.monotonic() + 5
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marked(mark) == []
+    finally:
+        script.kill()
+        script.stdout.close()
+        script.wait()
+
+
+def model_fn():
+    return tf.keras.Sequential([
+        tf.keras.layers.InputLayer((4,)), tf.keras.layers.Dense(3, kernel_initializer="zeros"),
+    ])  # fmt: skip
+
+
+def client(number, seed):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(number, 4)).astype("float32"), rng.integers(0, 3, number).astype("int32")
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+
+
+CLIENTS = [client(10, seed) for seed in range(5)]
+
+
+def process(**more):
+    settings = {"clip": 1.0, "noise_multiplier": 0.0, "clients_per_round": 5, **more}
+    return build_dp_fed_avg(
+        model_fn, client_optimizer_fn="sgd", input_spec=CLIENTS[0].element_spec,
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), **settings,
+    )  # fmt: skip
+
+
+def weights_after(process, rounds):
+    state = process.initialize()
+    for _ in range(rounds):
+        state = process.next(state, CLIENTS).state
+    return np.concatenate([np.ravel(w) for w in process.get_model_weights(state).trainable])
+
+
+@contextlib.contextmanager
+def workers(number):
+    started = [runtime.LocalWorker() for _ in range(number)]
+    try:
+        for worker in started:
+            runtime._wait_ready(f"localhost:{worker.port}", 60, lambda w=worker: w.running)
+        yield started
+    finally:
+        for worker in started:
+            worker.close()
+
+
+def parent_of(process):
+    return int((pathlib.Path("/proc") / str(process) / "stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def signal_to_servers(chosen, number):
+    """Sends a signal to those of TFF's servers that are ``chosen`` by their command and their grandparent."""
+    sent = 0
+    for entry in pathlib.Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else [b""]
+            if command[0].endswith(b"worker_binary") and chosen(command, parent_of(parent_of(entry.name))):
+                os.kill(int(entry.name), number)
+                sent += 1
+    return sent
+
+
+def signal_to(worker, number):
+    return signal_to_servers(lambda command, _: f"--port={worker.port}".encode() in command, number)
+
+
+@pytest.mark.slow
+def test_two_workers_give_one_workers_result():
+    with local_runtime():
+        alone = weights_after(process(), 3)
+    with workers(2) as pair, remote_runtime([w.port for w in pair]):
+        together = weights_after(process(), 3)
+        noisy = process(noise_multiplier=1.0)
+        assert np.isfinite(weights_after(noisy, 1)).all()
+    assert np.abs(together - alone).max() <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_in_mid_round_is_named_within_seconds(how):
+    with workers(2) as pair:
+        rounds = process()
+        with pytest.raises(WorkerLost, match=str(pair[1].port)), remote_runtime(
+            [f"localhost:{w.port}" for w in pair], timeout=3.0, heartbeat=0.5
+        ):
+            state = rounds.next(rounds.initialize(), CLIENTS).state
+            lost = []
+
+            def lose():
+                signal_to(pair[1], how)
+                lost.append(time.monotonic())
+
+            threading.Timer(0.3, lose).start()
+            try:
+                for _ in range(10_000):
+                    state = rounds.next(state, CLIENTS).state
+            finally:
+                assert time.monotonic() - lost[0] < 12
+
+
+@pytest.mark.slow
+def test_a_local_worker_that_dies_is_reported_and_a_new_runtime_goes_on():
+    rounds = process()
+    with local_runtime():
+        state = rounds.next(rounds.initialize(), CLIENTS).state
+        assert signal_to_servers(lambda command, grandparent: grandparent == os.getpid(), signal.SIGKILL) == 1
+        start = time.monotonic()
+        with pytest.raises(WorkerLost, match=r"local worker .* has ended"):
+            rounds.next(state, CLIENTS)
+        assert time.monotonic() - start < 10
+    with local_runtime():
+        assert rounds.next(state, CLIENTS).state is not None
+
+
+def test_no_worker_and_malformed_targets_are_reported_at_once():
+    with pytest.raises(WorkerLost, match="no worker answers at localhost:1: start one"), remote_runtime(1, timeout=0.5):
+        pass
+    for targets in ([], ["somewhere"], ["host:99999"]):
+        with pytest.raises(ValueError, match="targets must"), remote_runtime(targets):
+            pass
+
+
+def test_the_context_that_was_there_comes_back():
+    from tfdpfl.federated._tff import default_context
+
+    before = default_context()
+    with pytest.raises(KeyError), local_runtime():
+        assert default_context() is not before
+        raise KeyError
+    assert default_context() is before
+
+
+@pytest.mark.slow
+def test_a_worker_that_serves_ends_on_sigterm_and_leaves_nothing():
+    mark = uuid.uuid4().hex
+    code = "import sys; from tfdpfl.federated.runtime import worker; worker(int(sys.argv[1]))"
+    port = runtime._free_port()
+    serving = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, str(port)], env={**os.environ, MARK: mark},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        runtime._wait_ready(f"localhost:{port}", 60, lambda: serving.poll() is None)
+        serving.send_signal(signal.SIGTERM)
+        serving.wait(timeout=20)
+        assert marked(mark) == []
+    finally:
+        serving.kill()
+        serving.wait()

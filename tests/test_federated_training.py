@@ -1,0 +1,411 @@
+"""A training is priced as it ran, stops in time, and after SIGKILL goes on where it was, with the ledger intact."""
+
+# ruff: noqa: E402
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+
+import numpy as np
+import pytest
+
+tff = pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
+
+import tensorflow as tf
+
+from tfdpfl.errors import PrivacyError
+from tfdpfl.federated import (
+    BoundedParticipationSampler,
+    FixedSizeClientSampler,
+    PoissonClientSampler,
+    RoundsRun,
+    build_dp_fed_avg,
+    build_local_dp_fed_avg,
+    local_runtime,
+    train,
+)
+from tfdpfl.federated import data as fd
+from tfdpfl.federated.guarantees import ClientLevel, LocalLevel
+
+DELTA = 1e-4
+
+
+def loss():
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def make_model():
+    return tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(2, kernel_initializer="zeros")])
+
+
+def make_clients(number=8):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(number * 20, 4))
+    return fd.from_partition((x, (x.sum(1) > 0).astype(np.int32)), np.split(np.arange(len(x)), number)).batch(10)
+
+
+class Counting:
+    """A process in Python alone: its state counts rounds and remembers who came, by the sizes of their data."""
+
+    def __init__(self, *privacy, die_in_round=None):
+        if privacy:
+            self.privacy = privacy
+        self.die_in_round = die_in_round
+        self.initialize = lambda: {"rounds": np.int64(0), "seen": np.int64(0)}
+
+    def next(self, state, datasets):
+        if state["rounds"] == self.die_in_round:
+            raise InterruptedError("the power went")
+        state = {"rounds": state["rounds"] + 1, "seen": state["seen"] + len(datasets)}
+        return types.SimpleNamespace(state=state, metrics={"train": {"loss": 1.0 / state["rounds"]}, "clip": 0.5})
+
+    def get_model_weights(self, state):
+        return state["rounds"]
+
+
+CLIENTS = {f"c{i}": None for i in range(8)}
+GAUSSIAN = ClientLevel(noise_multiplier=1.5)
+
+
+def run(process, sampler, rounds=5, **more):
+    return train(process, CLIENTS, num_rounds=rounds, sampler=sampler, **{"delta": DELTA, "progress": False, **more})
+
+
+# Most tests ask for the quick accountant: a price by PLD takes up to a second.
+quick = dict(accountant="rdp")
+
+
+def poisson(seed=None, rate=1.0):
+    return PoissonClientSampler(CLIENTS, rate, seed)
+
+
+def priced(guarantee, sampler, cohorts):
+    run = RoundsRun(rounds=len(cohorts), participation=sampler.participation, cohorts=cohorts)
+    return guarantee.price(run, DELTA).epsilon
+
+
+@pytest.mark.slow
+def test_every_round_has_the_price_of_what_ran_so_far():
+    sampler = poisson(rate=0.5)
+    history = run(Counting(GAUSSIAN), sampler)
+    assert history.cohorts == [sampler(r) for r in range(5)]
+    assert history["client_epsilon"] == [priced(GAUSSIAN, sampler, history.cohorts[: r + 1]) for r in range(5)]
+    assert history.epsilon == {"client": history["client_epsilon"][-1]}
+    assert history.adjacency == {"client_epsilon": GAUSSIAN.adjacency}
+    assert history["loss"] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5] and history["clip"] == [0.5] * 5
+    assert (
+        "client level: epsilon = " in history.statement()
+        and "5 rounds, sampling poisson, 4 of 8 clients" in history.statement()
+    )
+
+
+def test_rounds_without_a_price_have_none_and_the_last_always_has_one():
+    history = run(Counting(GAUSSIAN), poisson(), 8, rounds_per_price=3, **quick)
+    assert [r for r in range(8) if not math.isnan(history["client_epsilon"][r])] == [2, 5, 7]
+    full = run(Counting(GAUSSIAN), poisson(), 8, **quick)
+    assert history["client_epsilon"][2] == full["client_epsilon"][2] and history.epsilon == full.epsilon
+
+
+def test_levels_are_columns_of_their_own_and_what_is_not_promised_has_none():
+    local = LocalLevel(noise_multiplier=4.0)
+    sampler = BoundedParticipationSampler(CLIENTS, 3, 4)
+    history = run(Counting(GAUSSIAN, local), sampler)
+    assert set(history) == {"loss", "clip", "client_epsilon", "local_epsilon"}
+    assert history.adjacency == {"client_epsilon": "zero_out", "local_epsilon": "replace_one"}
+    assert history["local_epsilon"][-1] == priced(local, sampler, history.cohorts)
+    assert history["client_epsilon"][-1] == priced(GAUSSIAN, sampler, history.cohorts)
+    plain = run(Counting(), lambda r: ["c1"], delta=None)
+    assert set(plain) == {"loss", "clip"} and plain.statement() == "No privacy is promised."
+
+
+def test_without_noise_epsilon_is_infinite():
+    assert run(Counting(ClientLevel(noise_multiplier=0.0)), poisson())["client_epsilon"] == [math.inf] * 5
+
+
+def test_training_stops_before_the_round_that_would_pass_the_target():
+    sampler = poisson()
+    free = run(Counting(GAUSSIAN), sampler, 8)
+    target = (free["client_epsilon"][3] + free["client_epsilon"][4]) / 2
+    history = run(Counting(GAUSSIAN), sampler, 8, target_epsilon=target)
+    assert len(history.rows) == 4 and history.state["rounds"] == 4
+    assert history.stopped_by == "target_epsilon" and free.stopped_by is None
+    assert history["client_epsilon"][-1] <= target
+    unpriced = run(Counting(GAUSSIAN), sampler, 8, target_epsilon=target, rounds_per_price=8)
+    assert len(unpriced.rows) == 4 and unpriced.epsilon == history.epsilon
+    exactly = run(Counting(GAUSSIAN), sampler, 8, target_epsilon=free["client_epsilon"][4])
+    assert len(exactly.rows) == 5
+
+
+def test_the_target_holds_for_the_level_that_costs_most():
+    history = run(Counting(GAUSSIAN, LocalLevel(noise_multiplier=4.0)), poisson(), 50, target_epsilon=6.0)
+    assert history.epsilon["local"] < history.epsilon["client"] <= 6.0
+    history = run(Counting(GAUSSIAN, LocalLevel(noise_multiplier=2.0)), poisson(), 50, target_epsilon=6.0)
+    assert history.epsilon["client"] < history.epsilon["local"] <= 6.0
+
+
+def test_evaluation_and_logs(tmp_path):
+    log, board = tmp_path / "log.csv", tmp_path / "board"
+    history = run(
+        Counting(GAUSSIAN), poisson(), eval_fn=lambda weights: {"accuracy": weights / 10}, rounds_per_evaluation=2,
+        csv_file=log, tensorboard_dir=board,
+    )  # fmt: skip
+    np.testing.assert_array_equal(history["accuracy"], [np.nan, 0.2, np.nan, 0.4, 0.5])
+    rows = list(csv.DictReader(log.open()))
+    assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert [float(row["client_epsilon"]) for row in rows] == history["client_epsilon"]
+    assert [row["accuracy"] for row in rows] == ["", "0.2", "", "0.4", "0.5"]
+    # The number of clients that came is as secret as who they were.
+    assert not {"clients", "cohort"} & set(rows[0])
+    written = {}
+    for event in tf.compat.v1.train.summary_iterator(str(next(board.iterdir()))):
+        for value in event.summary.value:
+            written.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+    assert written["client_epsilon"] == pytest.approx(dict(enumerate(history["client_epsilon"])))
+    assert written["accuracy"] == pytest.approx({1: 0.2, 3: 0.4, 4: 0.5})
+
+
+def test_history_becomes_a_data_frame(monkeypatch):
+    history = run(Counting(GAUSSIAN), poisson(), 2)
+    frame = history.to_pandas()
+    assert frame.index.name == "round" and frame.index.tolist() == [0, 1]
+    assert frame["client_epsilon"].tolist() == pytest.approx(history["client_epsilon"], nan_ok=True)
+    assert frame.attrs["delta"] == DELTA
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        history.to_pandas()
+
+
+samplers = {
+    "poisson": lambda: poisson(),
+    "fixed": lambda: FixedSizeClientSampler(CLIENTS, 8),
+    "bounded": lambda: BoundedParticipationSampler(CLIENTS, 2, 2, 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", samplers.values(), ids=samplers)
+def test_a_training_that_was_broken_off_goes_on_as_if_nothing_had_happened(tmp_path, make):
+    with pytest.raises(InterruptedError):
+        run(Counting(GAUSSIAN, die_in_round=3), make(), 6, checkpoint_dir=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    cohorts = [line["cohort"] for line in lines[1:]]
+    assert len(cohorts) == 4  # three that ran, and one that was begun
+
+    again = make()  # with another key: the first one's is in the folder
+    history = run(Counting(GAUSSIAN), again, 6, checkpoint_dir=tmp_path, eval_fn=lambda weights: {"at": weights})
+    assert history.cohorts[:4] == cohorts and history.lost_rounds == 1
+    assert history.cohorts == [again(r) for r in range(6)]  # the key in the folder is the one in use
+    assert history["loss"] == [1 / (r + 1) for r in range(6)]
+    assert history["at"][2:] == [3, 4, 5, 6]  # the last round before the end was not shown yet, perhaps
+    assert history.state["rounds"] == 6 and history.state["seen"] == sum(map(len, history.cohorts))
+    assert history["client_epsilon"] == [priced(GAUSSIAN, again, history.cohorts[: r + 1]) for r in range(6)]
+    seen = [c for cohort in history.cohorts for c in cohort]
+    if isinstance(again, BoundedParticipationSampler):
+        assert max(map(seen.count, seen)) <= 2
+
+    # Asked for what it has, it gives that; asked for more, it goes on.
+    assert run(Counting(GAUSSIAN), make(), 6, checkpoint_dir=tmp_path)["loss"] == history["loss"]
+    assert len(run(Counting(GAUSSIAN), make(), 7, checkpoint_dir=tmp_path).rows) == 7
+
+
+def test_a_lost_round_is_repeated_with_its_own_clients_whatever_the_sampler(tmp_path):
+    names = iter(CLIENTS)
+    fickle = lambda number: [next(names)]
+    with pytest.raises(InterruptedError):
+        run(Counting(die_in_round=1), fickle, 3, delta=None, checkpoint_dir=tmp_path)
+    history = run(Counting(), fickle, 3, delta=None, checkpoint_dir=tmp_path)
+    assert history.cohorts == [["c0"], ["c1"], ["c2"]] and history.lost_rounds == 1
+
+
+def test_where_clients_add_the_noise_a_lost_round_is_charged_beside_its_repetition(tmp_path):
+    local = LocalLevel(noise_multiplier=4.0)
+    sampler = BoundedParticipationSampler(CLIENTS, 8, 3, 1)
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            run(Counting(GAUSSIAN, local, die_in_round=1), sampler, 3, checkpoint_dir=tmp_path)
+    history = run(Counting(GAUSSIAN, local), sampler, 3, checkpoint_dir=tmp_path)
+    assert history.lost_rounds == 2
+    five = RoundsRun(rounds=5, participation=poisson(rate=1.0).participation, cohorts=[list(CLIENTS)] * 5)
+    assert history.epsilon["local"] == local.price(five, DELTA).epsilon
+    assert history.epsilon["client"] == priced(GAUSSIAN, sampler, history.cohorts)
+    assert history["local_epsilon"][0] < history["local_epsilon"][1] < history["local_epsilon"][2]
+    assert "2 more begun and lost" in history.statement()
+
+
+def test_a_line_of_the_ledger_that_was_cut_off_is_no_round(tmp_path):
+    with pytest.raises(InterruptedError):
+        run(Counting(GAUSSIAN, die_in_round=2), poisson(), checkpoint_dir=tmp_path)
+    path = tmp_path / "ledger.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:9])
+    history = run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
+    assert history.lost_rounds == 0 and len(history.cohorts) == 5
+    assert [json.loads(line)["round"] for line in path.read_text().splitlines()[1:]] == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_of_another_training_is_refused(tmp_path):
+    run(Counting(GAUSSIAN), poisson(), 2, checkpoint_dir=tmp_path)
+    with pytest.raises(PrivacyError, match="another privacy"):
+        run(Counting(ClientLevel(noise_multiplier=3.0)), poisson(), checkpoint_dir=tmp_path)
+    with pytest.raises(PrivacyError, match="another participation"):
+        run(Counting(GAUSSIAN), poisson(rate=0.25), checkpoint_dir=tmp_path)
+    ledger = tmp_path / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines[:2]))
+    with pytest.raises(ValueError, match="lacks rounds that ran"):
+        run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
+    ledger.unlink()
+    with pytest.raises(ValueError, match="states but no ledger"):
+        run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path):
+    def meanwhile(weights):
+        with pytest.raises(ValueError, match="in use by another training"):
+            run(Counting(GAUSSIAN), poisson(), 2, checkpoint_dir=tmp_path)
+        return {}
+
+    run(Counting(GAUSSIAN), poisson(), 2, checkpoint_dir=tmp_path, eval_fn=meanwhile)
+
+
+def test_the_folder_is_for_its_owner_alone(tmp_path):
+    run(Counting(GAUSSIAN), poisson(), 1, checkpoint_dir=tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: run(Counting(GAUSSIAN), poisson(), 0), "num_rounds must"),
+        (lambda: run(Counting(GAUSSIAN), poisson(), delta=None), "delta must"),
+        (lambda: run(Counting(GAUSSIAN), poisson(), delta=1.0), "delta must"),
+        (lambda: run(Counting(GAUSSIAN), poisson(), accountant="moments"), "accountant must"),
+        (lambda: run(Counting(GAUSSIAN), poisson(), target_epsilon=-1), "target_epsilon must"),
+        (lambda: run(Counting(GAUSSIAN), poisson(), rounds_per_evaluation=0), "rounds_per_evaluation must"),
+        (lambda: run(Counting(GAUSSIAN), lambda r: ["c1"]), "declares no participation"),
+        (lambda: run(Counting(), poisson(), target_epsilon=1.0), "promises no privacy"),
+        (lambda: run(Counting(GAUSSIAN), poisson(), target_epsilon=1e-3), "no room for one round"),
+        (lambda: run(Counting(ClientLevel(noise_multiplier=0.0)), poisson(), target_epsilon=9.0), "no room"),
+        (lambda: run(Counting(GAUSSIAN, GAUSSIAN), poisson()), "two guarantees of one level"),
+        (lambda: run(Counting(GAUSSIAN), PoissonClientSampler(["c1", "x"], 0.5)), "client 'x', of which"),
+        (lambda: run(Counting(), lambda r: ["y"], delta=None), "client 'y', of which"),
+        (lambda: train(Counting(), [1], num_rounds=1, sampler=poisson(), delta=None), "client_data must be"),
+    ],
+)
+def test_bad_input_is_named_with_its_mend(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+# -- with TFF ---------------------------------------------------------------------------------------------------------
+
+
+def accuracy_of(clients):
+    x, y = map(
+        np.concatenate, zip(*[[part.numpy() for part in batch] for c in clients for batch in clients[c]], strict=True)
+    )
+
+    def evaluate(weights):
+        model = make_model()
+        weights.assign_weights_to(model)
+        return {"accuracy": np.mean(model.predict(x, verbose=0).argmax(1) == y)}
+
+    return evaluate
+
+
+@pytest.mark.slow
+def test_tffs_own_plain_process_trains_and_promises_nothing():
+    clients = make_clients()
+    process = tff.learning.algorithms.build_unweighted_fed_avg(
+        lambda: tff.learning.models.from_keras_model(make_model(), loss=loss(), input_spec=clients.element_spec),
+        tff.learning.optimizers.build_sgdm(0.5),
+    )
+    cohorts = [["client_0", "client_3"], [], ["client_1"], ["client_2", "client_4", "client_5"]]
+    with local_runtime():
+        history = train(
+            process, clients, num_rounds=4, sampler=cohorts.__getitem__, delta=None, progress=False,
+            eval_fn=accuracy_of(clients), rounds_per_evaluation=4,
+        )  # fmt: skip
+    assert history["accuracy"][-1] > 0.85
+    assert history["num_examples"][0] == 40 and math.isnan(history["loss"][1]) and history["loss"][0] > 0
+    assert history.epsilon == {} and not any("epsilon" in column for column in history)
+
+
+@pytest.mark.slow
+def test_a_private_process_trains_on_tffs_client_data_too_and_goes_on_from_its_checkpoint(tmp_path):
+    clients = make_clients()
+    theirs = tff.simulation.datasets.TestClientData(
+        {c: {"x": np.concatenate([b[0] for b in clients[c]]), "y": np.concatenate([b[1] for b in clients[c]])}
+         for c in clients}
+    ).preprocess(lambda d: d.map(lambda e: (e["x"], e["y"])).batch(10))  # fmt: skip
+    process = build_dp_fed_avg(
+        make_model, clients_per_round=4, noise_multiplier=0.5, client_optimizer_fn="sgd", loss=loss(),
+        input_spec=clients.element_spec,
+    )  # fmt: skip
+    how = dict(sampler=PoissonClientSampler(clients.client_ids, 0.5), delta=DELTA, progress=False)
+    with local_runtime():
+        first = train(process, theirs, num_rounds=3, checkpoint_dir=tmp_path, **how)
+        whole = train(process, clients, num_rounds=6, checkpoint_dir=tmp_path, **how)
+    assert whole["clip"][:3] == first["clip"] and len(set(whole["clip"])) == 6
+    assert np.all(np.diff(whole["client_epsilon"]) > 0)
+
+
+SCRIPT = """
+    import sys, time
+    sys.path.insert(0, sys.argv[2])
+    import test_federated_training as t
+    from tfdpfl.federated import build_local_dp_fed_avg, local_runtime, train, PoissonClientSampler
+
+    clients = t.make_clients()
+    process = build_local_dp_fed_avg(
+        t.make_model, clients_per_round=4, noise_multiplier=3.0, clip=1.0, client_optimizer_fn="sgd", loss=t.loss(),
+        input_spec=clients.element_spec)
+    with local_runtime():
+        t.train(process, clients, num_rounds=1000, sampler=PoissonClientSampler(clients.client_ids, 0.5),
+                delta=t.DELTA, checkpoint_dir=sys.argv[1], progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_after_sigkill_the_ledger_has_every_round_and_every_client(tmp_path):
+    folder, script = tmp_path / "run", tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    child = subprocess.Popen(
+        [sys.executable, script, folder, os.path.dirname(__file__)], stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (folder / "state_4").exists() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    alive = child.poll() is None
+    child.send_signal(signal.SIGKILL)
+    assert alive, child.communicate()[1][-2000:]
+    child.wait()
+
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines(keepends=True)[1:]]
+    completed = max(int(p.name.split("_")[1]) for p in folder.glob("state_*") if p.name.count("_") == 1)
+    assert len(lines) in (completed, completed + 1) and completed >= 4
+    clients, total = make_clients(), completed + 2
+    process = build_local_dp_fed_avg(
+        make_model, clients_per_round=4, noise_multiplier=3.0, clip=1.0, client_optimizer_fn="sgd", loss=loss(),
+        input_spec=clients.element_spec,
+    )  # fmt: skip
+    sampler = PoissonClientSampler(clients.client_ids, 0.5)
+    with local_runtime():
+        history = train(
+            process, clients, num_rounds=total, sampler=sampler, delta=DELTA, checkpoint_dir=folder, progress=False
+        )
+    assert history.cohorts[: len(lines)] == [line["cohort"] for line in lines]
+    assert history.cohorts == [sampler(r) for r in range(total)]  # with the key that was restored
+    assert history.lost_rounds == len(lines) - completed
+    charged = history.cohorts + [line["cohort"] for line in lines[completed:]]
+    (local,) = process.privacy
+    assert history.epsilon["local"] == priced(local, sampler, charged)
+    # The last round need not have the client that was in most.
+    assert len(history.rows) == total and history["local_epsilon"][-1] >= history["local_epsilon"][-2]

@@ -1,0 +1,330 @@
+"""How clients' updates become one: clipped, summed, given noise, divided by a fixed number of clients.
+
+TFF's own DP aggregators draw Gaussian noise from a generator that is seeded with 32 bits, tree noise from the clock,
+and Skellam noise from the microsecond at which a client runs, which clients share. Here every draw has a fresh key of
+128 bits, derived from one of the operating system's that is sealed into the process when it is built: keep built
+processes and their states secret, as one does with noise. No draw depends on a saved state, so a round that is run
+again from a checkpoint has noise of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl import noise
+from tfdpfl.federated._tff import DistributedSkellam, dp_factory, tensor_specs, tff, tfp
+from tfdpfl.federated.clip import AdaptiveClip
+
+_PHILOX = 1
+
+
+class Secret:
+    """128 bits of the operating system's entropy, from which computations derive keys that are used once."""
+
+    def __init__(self):
+        self._key = noise.new_key()
+
+    def fresh_key(self) -> tf.Tensor:
+        """int64 [2]: another one whenever the op runs, and of no use to whoever knows the clock but not the secret."""
+        # Unique rather than random: a draw of the runtime's generator, and the time.
+        nonce = tf.stack([
+            tf.bitcast(tf.raw_ops.NonDeterministicInts(shape=[], dtype=tf.int64), tf.uint64),
+            tf.bitcast(tf.timestamp(), tf.uint64),
+        ])  # fmt: skip
+        words = tf.bitcast(tf.constant(self._key), tf.uint64)
+        return tf.raw_ops.StatelessRandomUniformFullIntV2(
+            shape=[2], key=words[:1], counter=nonce + tf.stack([words[1], tf.zeros([], tf.uint64)]), alg=_PHILOX,
+            dtype=tf.int64,
+        )  # fmt: skip
+
+    def gaussian_like(self, value: Any, stddev: tf.Tensor | float) -> Any:
+        """Normals of standard deviation ``stddev``, in the structure, shapes and types of ``value``."""
+        leaves = tf.nest.flatten(value)
+        draws = noise.gaussian([leaf.shape for leaf in leaves], stddev, self.fresh_key(), tf.zeros([], tf.int64))
+        draws = [tf.cast(draw, leaf.dtype) for draw, leaf in zip(draws, leaves, strict=True)]
+        return tf.nest.pack_sequence_as(value, draws)
+
+    def skellam_like(self, value: tf.Tensor, stddev: tf.Tensor) -> tf.Tensor:
+        """Differences of two Poisson draws, of standard deviation ``stddev``, in the shape and type of ``value``."""
+        rate = 0.5 * tf.cast(stddev, tf.float64) ** 2
+        shape = tf.concat([[2], tf.shape(value)], 0)
+        draws = tf.random.stateless_poisson(shape, seed=self.fresh_key(), lam=rate, dtype=tf.int64)
+        return tf.cast(draws[0] - draws[1], value.dtype)
+
+
+def clip_by_norm(record: Any, bound: tf.Tensor | float) -> tuple[Any, tf.Tensor]:
+    """``record`` with an L2 norm of at most ``bound`` over all its tensors, and the norm that it had.
+
+    A record that is not finite becomes zeros, with an infinite norm: it must not reach the sum as a NaN.
+    """
+    leaves = [tf.cast(leaf, tf.float64) for leaf in tf.nest.flatten(record)]
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(leaf)) for leaf in leaves])
+    # In float64 no float32 overflows when squared.
+    norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.where(finite, leaf, 0.0) ** 2) for leaf in leaves]))
+    bound = tf.cast(bound, tf.float64)
+    factor = tf.where(norm > bound, bound / tf.maximum(norm, 1e-300), 1.0)
+    clipped = [
+        tf.cast(tf.where(finite, leaf * factor, 0.0), original.dtype)
+        for leaf, original in zip(leaves, tf.nest.flatten(record), strict=True)
+    ]
+    norm = tf.where(finite, norm, np.inf)
+    return tf.nest.pack_sequence_as(record, clipped), tf.cast(norm, tf.float32)
+
+
+class ClippedSum(tfp.GaussianSumQuery):
+    """The sum of clipped records, with Gaussian noise."""
+
+    def __init__(self, l2_norm_clip: float, stddev: float, secret: Secret):
+        super().__init__(l2_norm_clip, stddev)
+        self._secret = secret
+
+    def preprocess_record_impl(self, params, record):
+        return clip_by_norm(record, params)
+
+    def get_noised_result(self, sample_state, global_state):
+        result = sample_state
+        if self._stddev > 0:
+            normals = self._secret.gaussian_like(sample_state, global_state.stddev)
+            result = tf.nest.map_structure(tf.add, sample_state, normals)
+        event = dp_accounting.GaussianDpEvent(global_state.stddev / global_state.l2_norm_clip)
+        return result, global_state, event
+
+
+class _Quantile(tfp.QuantileEstimatorQuery):
+    def __init__(self, *args: Any, secret: Secret):
+        self._secret = secret
+        super().__init__(*args)
+
+    def _construct_below_estimate_query(self, below_estimate_stddev, expected_num_records):
+        # The indicator is centred at zero, so one client moves the count by 1/2.
+        return tfp.NormalizedQuery(ClippedSum(0.5, below_estimate_stddev, self._secret), expected_num_records)
+
+
+class AdaptivelyClippedSum(tfp.QuantileAdaptiveClipSumQuery):
+    """`ClippedSum` whose clip follows a quantile of the records' norms, by a count that has noise as well."""
+
+    def __init__(self, clip: AdaptiveClip, noise_multiplier: float, clients_per_round: float, secret: Secret):
+        of_updates, of_count = clip.split(noise_multiplier, clients_per_round)
+        arguments = clip.initial, clip.target_quantile, clip.learning_rate, of_count, clients_per_round, True
+        super().__init__(arguments[0], of_updates, *arguments[1:])
+        self._sum_query = ClippedSum(clip.initial, of_updates * clip.initial, secret)
+        self._quantile_estimator_query = _Quantile(*arguments, secret=secret)
+
+
+def clipped_mean(
+    clip: float | AdaptiveClip, noise_multiplier: float, clients_per_round: float
+) -> tff.aggregators.UnweightedAggregationFactory:
+    """The mean of clipped updates over a fixed number of clients, with Gaussian noise from the server."""
+    secret = Secret()
+    if isinstance(clip, AdaptiveClip):
+        query = AdaptivelyClippedSum(clip, noise_multiplier, clients_per_round, secret)
+    else:
+        query = ClippedSum(clip, clip * noise_multiplier, secret)
+    return dp_factory(tfp.NormalizedQuery(query, denominator=clients_per_round))
+
+
+class TreeState(NamedTuple):
+    """``rounds`` in this tree so far; the noise of the ``open`` subtrees, by level; that of the sum ``before``."""
+
+    rounds: tf.Tensor
+    open: tf.Tensor
+    before: tf.Tensor
+
+
+class TreeSum(tfp.SumAggregationDPQuery):
+    """Each round's sum of clipped records, with noise whose running total is tree-aggregated.
+
+    The running total over t rounds has the noise of the at most log2(t) + 1 nodes that make up [1, t], each combined
+    with its children's as in Honaker (2015), so that all nodes are used (the variance of a node of level k is
+    1 / (2 - 2^-k) of the noise's). A node's noise is drawn in the round that closes it, never before.
+    """
+
+    def __init__(self, clip: float, stddev: float, specs: Any, restart_every: int, secret: Secret):
+        self._clip, self._stddev, self._restart_every, self._secret = clip, stddev, restart_every, secret
+        self._sizes = [tf.TensorShape(spec.shape).num_elements() for spec in tf.nest.flatten(specs)]
+        self._levels = restart_every.bit_length()
+
+    def initial_global_state(self):
+        size = sum(self._sizes)
+        return TreeState(tf.zeros([], tf.int32), tf.zeros([self._levels, size]), tf.zeros([size]))
+
+    def derive_sample_params(self, global_state):
+        return tf.constant(self._clip, tf.float32)
+
+    def preprocess_record(self, params, record):
+        return clip_by_norm(record, params)[0]
+
+    def get_noised_result(self, sample_state, global_state):
+        rounds = global_state.rounds + 1
+        levels = tf.range(self._levels)
+        # The level of the node that this round closes: how often 2 divides the round's number.
+        level = tf.reduce_sum(tf.cast(tf.math.floormod(rounds, tf.bitwise.left_shift(1, levels + 1)) < 1, tf.int32))
+        key = self._secret.fresh_key()
+
+        def draw(at):
+            return noise.gaussian([global_state.before.shape], self._stddev, key, tf.cast(at, tf.int64))[0]
+
+        def climb(at, node):
+            weight = 1 / (2 - tf.pow(0.5, tf.cast(at + 1, tf.float32)))
+            return at + 1, weight * draw(at + 1) + (1 - weight) * (global_state.open[at] + node)
+
+        _, node = tf.while_loop(lambda at, _: at < level, climb, [tf.zeros([], tf.int32), draw(0)])
+        opened = tf.where((levels > level)[:, None], global_state.open, 0.0)
+        opened = tf.where(tf.equal(levels, level)[:, None], node[None], opened)
+        total = tf.reduce_sum(opened, 0)
+        result = self._added(sample_state, total - global_state.before)
+        goes_on = rounds < self._restart_every
+        state = TreeState(
+            tf.where(goes_on, rounds, 0), tf.where(goes_on, opened, 0.0), tf.where(goes_on, total, 0.0)
+        )
+        return result, state, dp_accounting.UnsupportedDpEvent()
+
+    def _added(self, value: Any, flat: tf.Tensor) -> Any:
+        leaves = tf.nest.flatten(value)
+        parts = tf.split(flat, self._sizes)
+        summed = [v + tf.cast(tf.reshape(p, v.shape), v.dtype) for v, p in zip(leaves, parts, strict=True)]
+        return tf.nest.pack_sequence_as(value, summed)
+
+
+class TreeMean(tff.aggregators.UnweightedAggregationFactory):
+    """`TreeSum` over a fixed number of clients."""
+
+    def __init__(self, clip: float, noise_multiplier: float, clients_per_round: float, restart_every: int):
+        self._clip, self._stddev = clip, clip * noise_multiplier
+        self._clients_per_round, self._restart_every = clients_per_round, restart_every
+
+    def create(self, value_type):
+        specs = tensor_specs(value_type)
+        query = TreeSum(self._clip, self._stddev, specs, self._restart_every, Secret())
+        return dp_factory(tfp.NormalizedQuery(query, denominator=self._clients_per_round)).create(value_type)
+
+
+class MappedSum(tff.aggregators.UnweightedAggregationFactory):
+    """What ``at_clients`` makes of each client's update, summed by ``inner``, and then what ``at_server`` makes of it.
+
+    Measurements of ``inner`` are dropped: what TFF's aggregators measure, such as how many clients were clipped, has
+    no noise.
+    """
+
+    def __init__(
+        self,
+        at_clients: Callable[[Any], Any],
+        at_server: Callable[[Any], Any],
+        inner: tff.aggregators.UnweightedAggregationFactory | None = None,
+    ):
+        self._at_clients, self._at_server = at_clients, at_server
+        self._inner = inner or tff.aggregators.SumFactory()
+
+    def create(self, value_type):
+        at_clients = tff.tensorflow.computation(self._at_clients, value_type)
+        inner = self._inner.create(at_clients.type_signature.result)
+        summed = inner.next.type_signature.result.result.member
+        at_server = tff.tensorflow.computation(self._at_server, summed)
+
+        @tff.federated_computation(inner.initialize.type_signature.result, tff.FederatedType(value_type, tff.CLIENTS))
+        def next_fn(state, value):
+            output = inner.next(state, tff.federated_map(at_clients, value))
+            result = tff.federated_map(at_server, output.result)
+            return tff.templates.MeasuredProcessOutput(output.state, result, tff.federated_value((), tff.SERVER))
+
+        return tff.templates.AggregationProcess(inner.initialize, next_fn)
+
+
+def locally_noised_mean(
+    clip: float, noise_multiplier: float, clients_per_round: float
+) -> tff.aggregators.UnweightedAggregationFactory:
+    """The mean of updates that each client has clipped and given Gaussian noise before they leave it."""
+    secret = Secret()
+
+    def at_clients(update):
+        clipped, _ = clip_by_norm(update, clip)
+        if noise_multiplier == 0:
+            return clipped
+        return tf.nest.map_structure(tf.add, clipped, secret.gaussian_like(clipped, clip * noise_multiplier))
+
+    return MappedSum(at_clients, _divided_by(clients_per_round))
+
+
+class SkellamShare(tfp.DistributedSkellamSumQuery):
+    """A client's share of Skellam noise, with keys of its own."""
+
+    def __init__(self, l1_norm_bound: float, l2_norm_bound: float, local_stddev: float, secret: Secret):
+        super().__init__(l1_norm_bound, l2_norm_bound, local_stddev)
+        self._secret = secret
+
+    def add_noise_to_sample(self, local_stddev, record):
+        return tf.nest.map_structure(lambda v: v + self._secret.skellam_like(v, local_stddev), record)
+
+
+def secure_mean(
+    clip: float, noise_multiplier: float, clients_per_round: int, bits: int
+) -> tuple[tff.aggregators.UnweightedAggregationFactory, DistributedSkellam]:
+    """The mean by secure aggregation of updates with shares of Skellam noise, and what knows its parameters."""
+    secret = Secret()
+    inner = DistributedSkellam(
+        lambda l1, l2, stddev: SkellamShare(l1, l2, stddev, secret),
+        l2_clip=clip, noise_multiplier=noise_multiplier, clients_per_round=clients_per_round, bits=bits,
+    )  # fmt: skip
+    return MappedSum(lambda update: clip_by_norm(update, clip)[0], _divided_by(clients_per_round), inner), inner
+
+
+def _divided_by(number: float) -> Callable[[Any], Any]:
+    return lambda total: tf.nest.map_structure(lambda v: v / tf.cast(number, v.dtype), total)
+
+
+def nothing(metric_finalizers: Any, local_unfinalized_metrics_type: Any = None) -> Any:
+    """A metrics aggregator that lets nothing out."""
+
+    @tff.federated_computation
+    def aggregate(metrics):
+        return tff.federated_value((), tff.SERVER)
+
+    return aggregate
+
+
+def noised_metrics(
+    noise_multiplier: float, bound_of: Callable[[str], float], clients_per_round: float
+) -> Callable[..., Any]:
+    """A metrics aggregator: noisy means over clients of each metric's value, clipped to [0, its bound]."""
+    secret = Secret()
+
+    def aggregator(metric_finalizers, local_unfinalized_metrics_type=None):
+        names: Sequence[str] = list(metric_finalizers)
+
+        @tff.tensorflow.computation
+        def at_client(metrics):
+            values = [tf.cast(metric_finalizers[name](metrics[name]), tf.float32) for name in names]
+            finite = tf.reduce_all([tf.math.is_finite(value) for value in values])
+            # TFF resets the metrics of a client whose update is not finite, and an empty client has none.
+            parts = tf.nest.flatten(metrics)
+            seen = tf.reduce_any([tf.reduce_any(tf.not_equal(part, tf.zeros([], part.dtype))) for part in parts])
+            fractions = [
+                tf.clip_by_value(value / bound_of(name), 0.0, 1.0) for name, value in zip(names, values, strict=True)
+            ]
+            used = tf.cast(tf.logical_and(finite, seen), tf.float32)
+            return tf.where(used > 0, tf.stack([*fractions, used]), 0.0)
+
+        size = len(names) + 1
+
+        @tff.tensorflow.computation(tff.TensorType(np.float32, [size]))
+        def at_server(total):
+            # Every coordinate is in [0, 1], so one client moves the sum by at most the root of their number.
+            total += secret.gaussian_like(total, noise_multiplier * size**0.5)
+            means = total / clients_per_round
+            bounds = [*(bound_of(name) for name in names), 1.0]
+            keys = [*names, "contributing"]
+            return collections.OrderedDict((key, means[i] * bounds[i]) for i, key in enumerate(keys))
+
+        @tff.federated_computation
+        def aggregate(metrics):
+            return tff.federated_map(at_server, tff.federated_sum(tff.federated_map(at_client, metrics)))
+
+        return aggregate
+
+    return aggregator

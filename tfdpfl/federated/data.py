@@ -1,0 +1,302 @@
+"""What each client holds: data sets by client from arrays, data frames, tf.data and TFF, and ways to split one data set
+over simulated clients. No TFF here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdpfl.accounting import _checks
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class ClientDatasets(Mapping):
+    """A `tf.data.Dataset` for each client, by the client's id, made when it is first asked for.
+
+    Args:
+      make: takes a client's id and returns its data set.
+      num_examples: for each client, in order, how many examples it holds; at least 1.
+
+    Attributes:
+      client_ids: the clients, a list of strings.
+      num_examples: dict of int.
+
+    Raises:
+      ValueError: there is no client, or one without examples.
+    """
+
+    def __init__(self, make: Callable[[str], tf.data.Dataset], num_examples: Mapping[str, int]):
+        if not num_examples:
+            raise ValueError("there must be at least one client, got none: check the data's client ids")
+        empty = [client for client, n in num_examples.items() if n < 1]
+        if empty:
+            raise ValueError(
+                f"{len(empty)} of {len(num_examples)} clients hold no examples ({', '.join(map(repr, empty[:3]))}…): "
+                "leave them out, or split the data over fewer clients"
+            )
+        self._make = make
+        self._made: dict[str, tf.data.Dataset] = {}
+        self.num_examples = dict(num_examples)
+        self.client_ids = list(self.num_examples)
+
+    def __getitem__(self, client_id: str) -> tf.data.Dataset:
+        if client_id not in self.num_examples:
+            raise KeyError(f"no client {client_id!r} among {len(self)}")
+        import tensorflow as tf
+
+        if not tf.executing_eagerly():  # asked for the element_spec while a graph is traced, with which it would end
+            return self._make(client_id)
+        if client_id not in self._made:
+            self._made[client_id] = self._make(client_id)
+        return self._made[client_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.client_ids)
+
+    def __len__(self) -> int:
+        return len(self.client_ids)
+
+    @property
+    def element_spec(self) -> Any:
+        """Of the first client's data set; clients must agree."""
+        return self[self.client_ids[0]].element_spec
+
+    def preprocess(self, function: Callable[[tf.data.Dataset], tf.data.Dataset]) -> ClientDatasets:
+        """Returns the clients with ``function`` applied to each one's data set; the numbers of examples stay."""
+        return ClientDatasets(lambda client: function(self[client]), self.num_examples)
+
+    def batch(self, batch_size: int, *, epochs: int = 1, shuffle: bool = True) -> ClientDatasets:
+        """Returns the clients with their examples in batches, shuffled anew in every pass, for so many passes."""
+        batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch")
+        epochs = _checks.whole("epochs", epochs, 1, "count a client's passes over its data in a round")
+
+        def make(client: str) -> tf.data.Dataset:
+            dataset = self[client]
+            if shuffle:
+                dataset = dataset.shuffle(self.num_examples[client])
+            return dataset.repeat(epochs).batch(batch_size)
+
+        return ClientDatasets(make, self.num_examples)
+
+
+def from_arrays(arrays: Any, client_ids: Any) -> ClientDatasets:
+    """Returns clients that hold the rows of ``arrays`` with their id.
+
+    Args:
+      arrays: an array ``[n, ...]``, or a tuple or dict of such, as `fit` takes them from a dataset: ``(x, y)``. float64
+        becomes Keras's floatx.
+      client_ids: ``[n]``, whose row it is. Ids become strings.
+
+    Raises:
+      ValueError: the lengths differ, there are no rows, or an id is missing (None or NaN).
+    """
+    ids = np.asarray(client_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"client_ids must be one id for each row, got shape {list(ids.shape)}: flatten it")
+    missing = [i for i, client in enumerate(ids.tolist()) if client is None or client != client]
+    if missing:
+        raise ValueError(f"client_ids has no id for {len(missing)} rows, row {missing[0]} first: fill or drop them")
+    names = ids.astype(str)
+    order = np.argsort(names, kind="stable")
+    unique, starts = np.unique(names[order], return_index=True)
+    parts = np.split(order, starts[1:])
+    if len(unique) < len(set(ids.tolist())):
+        raise ValueError(
+            "client_ids has different ids that read alike as strings, such as 1 and '1': make them one type"
+        )
+    return from_partition(arrays, dict(zip(unique.tolist(), parts, strict=False)), _rows=len(ids))
+
+
+def from_partition(arrays: Any, parts: Mapping[str, Any] | Sequence[Any], _rows: int | None = None) -> ClientDatasets:
+    """Returns clients that hold the given rows of ``arrays``, the i-th of a sequence being named "client_i".
+
+    Args:
+      arrays: as for `from_arrays`.
+      parts: row numbers of each client: a dict by id, or a list as the ``partition_`` functions return it.
+
+    Raises:
+      ValueError: the arrays' lengths differ, a row number is out of range, or a client has no rows.
+    """
+    import tensorflow as tf
+
+    data = tf.nest.map_structure(_array, arrays if not isinstance(arrays, list) else tuple(arrays))
+    lengths = sorted({len(leaf) for leaf in tf.nest.flatten(data)} | ({_rows} if _rows is not None else set()))
+    if len(lengths) != 1:
+        raise ValueError(f"arrays and ids must have equal lengths, got {lengths}: one row and one id an example")
+    if not isinstance(parts, Mapping):
+        width = len(str(max(len(parts) - 1, 0)))
+        parts = {f"client_{i:0{width}d}": rows for i, rows in enumerate(parts)}
+    index = {str(client): np.asarray(rows, np.int64) for client, rows in parts.items()}
+    for client, rows in index.items():
+        if rows.size and (rows.min() < 0 or rows.max() >= lengths[0]):
+            raise ValueError(f"parts of client {client!r} must be row numbers from 0 to {lengths[0] - 1}: check them")
+
+    def make(client: str) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(lambda leaf: leaf[index[client]], data))
+
+    return ClientDatasets(make, {client: len(rows) for client, rows in index.items()})
+
+
+def from_pandas(frame: Any, by: str, *, y: str | None = None, x: Sequence[str] | None = None) -> ClientDatasets:
+    """Returns a client for each value in a column of a `pandas.DataFrame`, as its group-by would have them.
+
+    Args:
+      frame: the data, one row an example.
+      by: the column that says whose row it is.
+      y: the label's column; None for no labels.
+      x: the columns of numbers that make up the features, float32 ``[n, len(x)]``; None for all others.
+
+    Raises:
+      ValueError: a column is missing or holds no numbers, or a row has no client.
+    """
+    columns = [c for c in frame.columns if c not in (by, y)] if x is None else list(x)
+    unknown = [c for c in (by, *([] if y is None else [y]), *columns) if c not in frame.columns]
+    if unknown:
+        raise ValueError(f"the frame has no column {unknown[0]!r}, but {list(frame.columns)}: name one of those")
+    try:
+        features = frame[columns].to_numpy(np.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"columns {columns} must hold numbers ({error}): encode the others, or leave them out"
+        ) from None
+    ids = [None if absent else client for client, absent in zip(frame[by], frame[by].isna(), strict=True)]
+    return from_arrays(features if y is None else (features, frame[y].to_numpy()), np.array(ids, object))
+
+
+def from_datasets(datasets: Mapping[str, tf.data.Dataset]) -> ClientDatasets:
+    """Returns the clients of a dict of finite `tf.data.Dataset`, counting by one pass what has no known size.
+
+    Elements count as examples: give single examples, and batch the result.
+
+    Raises:
+      ValueError: a data set is infinite or empty.
+    """
+    sizes = {str(client): _size(client, dataset) for client, dataset in datasets.items()}
+    by_name = {str(client): dataset for client, dataset in datasets.items()}
+    return ClientDatasets(by_name.__getitem__, sizes)
+
+
+def from_client_data(client_data: Any) -> ClientDatasets:
+    """Returns the clients of a `tff.simulation.datasets.ClientData`, counting their examples by one pass."""
+    make = client_data.create_tf_dataset_for_client
+    return ClientDatasets(make, {client: _size(client, make(client)) for client in client_data.client_ids})
+
+
+def partition_iid(num_examples: int, num_clients: int, seed: int | None = None) -> list[np.ndarray]:
+    """Splits examples over clients at random, as evenly as can be.
+
+    Args:
+      num_examples: at least ``num_clients``.
+      num_clients: at least 1.
+      seed: None for a new split every time.
+
+    Returns:
+      The row numbers of each client, disjoint, all rows together.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    num_clients = _clients(num_clients, num_examples)
+    return np.array_split(np.random.default_rng(seed).permutation(num_examples), num_clients)
+
+
+def partition_dirichlet(
+    labels: Any, num_clients: int, alpha: float, seed: int | None = None, min_examples: int = 1
+) -> list[np.ndarray]:
+    """Splits each class over clients in Dirichlet(alpha) proportions, drawn anew for each class: clients differ in
+    size and in their mix of labels, the more the smaller ``alpha`` is.
+
+    Args:
+      labels: ``[n]``, the classes.
+      num_clients: at least 1.
+      alpha: above 0; 100 is nearly even, 0.1 leaves a client one or two classes.
+      seed: None for a new split every time.
+      min_examples: clients left with fewer get examples of the largest ones, one by one.
+
+    Returns:
+      As `partition_iid`.
+
+    Raises:
+      ValueError: an argument is out of its range.
+
+    Source: Hsu, Qi and Brown 2019, arXiv:1909.06335 (by class in place of by client, so that all rows are used).
+    """
+    labels = _labels(labels)
+    alpha = _checks.real("alpha", alpha, "0.1 is uneven, 100 nearly even", above=0)
+    min_examples = _checks.whole("min_examples", min_examples, 1, "no client may be empty")
+    num_clients = _clients(num_clients, len(labels) // min_examples)
+    rng = np.random.default_rng(seed)
+    parts: list[list[int]] = [[] for _ in range(num_clients)]
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        ends = (np.cumsum(rng.dirichlet(np.full(num_clients, alpha)))[:-1] * len(rows)).round().astype(int)
+        for part, more in zip(parts, np.split(rows, ends), strict=True):
+            part.extend(more.tolist())
+    for part in parts:
+        while len(part) < min_examples:
+            largest = max(parts, key=len)
+            part.append(largest.pop(rng.integers(len(largest))))
+    return [np.array(part) for part in parts]
+
+
+def partition_by_shard(
+    labels: Any, num_clients: int, shards_per_client: int = 2, seed: int | None = None
+) -> list[np.ndarray]:
+    """Sorts the examples by label, cuts them into equal shards and deals each client as many: few classes a client.
+
+    Args:
+      labels: ``[n]``, the classes, at least ``num_clients * shards_per_client`` of them.
+      num_clients: at least 1.
+      shards_per_client: at least 1.
+      seed: None for a new split every time.
+
+    Returns:
+      As `partition_iid`.
+
+    Raises:
+      ValueError: an argument is out of its range.
+
+    Source: McMahan et al. 2017, arXiv:1602.05629, section 3.
+    """
+    labels = _labels(labels)
+    shards_per_client = _checks.whole("shards_per_client", shards_per_client, 1, "2 is usual")
+    num_clients = _clients(num_clients, len(labels) // shards_per_client)
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(len(labels))
+    shards = np.array_split(rows[np.argsort(labels[rows], kind="stable")], num_clients * shards_per_client)
+    dealt = rng.permutation(len(shards)).reshape(num_clients, shards_per_client)
+    return [np.concatenate([shards[i] for i in hand]) for hand in dealt]
+
+
+def _clients(num_clients: Any, most: int) -> int:
+    num_clients = _checks.whole("num_clients", num_clients, 1, "count the clients to split over")
+    if num_clients > most:
+        raise ValueError(f"num_clients must be at most {most} for this many examples, got {num_clients}: take fewer")
+    return num_clients
+
+
+def _labels(labels: Any) -> np.ndarray:
+    labels = np.asarray(labels)
+    if labels.ndim != 1 or not len(labels):
+        raise ValueError(f"labels must be one class for each example, got shape {list(labels.shape)}: flatten it")
+    return labels
+
+
+def _array(values: Any) -> np.ndarray:
+    import tensorflow as tf
+
+    values = np.asarray(values)
+    if not values.ndim:
+        raise ValueError("arrays must have a row for each example, got a single value: give a list or an array")
+    return values.astype(tf.keras.backend.floatx()) if values.dtype == np.float64 else values
+
+
+def _size(client: Any, dataset: tf.data.Dataset) -> int:
+    size = int(dataset.cardinality())
+    if size == -1:  # infinite
+        raise ValueError(f"the data set of client {client!r} is infinite: give it .take(n)")
+    return size if size >= 0 else sum(1 for _ in dataset)

@@ -1,0 +1,117 @@
+"""From what a user calls a model to what TFF trains, refusing what would not be private or would not work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdpfl.errors import PrivacyError
+from tfdpfl.federated._tff import keras_model_inside, tff
+
+
+def trainable_model_fn(
+    model_fn: Any, loss: Any = None, input_spec: Any = None, metrics_fn: Callable[[], Sequence[Any]] | None = None
+) -> Any:
+    """What TFF's builders take as ``model_fn``: a function that makes a `tff.learning.models.VariableModel`, or a
+    functional model as it is.
+
+    Args:
+      model_fn: makes a new, uncompiled Keras model, or a new `tff.learning.models.VariableModel`, in every call; or is
+        a `tff.learning.models.FunctionalModel`.
+      loss: the loss of a Keras model.
+      input_spec: (x, y), or a dict of "x" and "y", as `tf.TensorSpec` with a batch dimension of None: a client data
+        set's ``element_spec``.
+      metrics_fn: makes the metrics of a Keras model.
+
+    Raises:
+      TypeError: ``model_fn`` is none of those.
+      ValueError: it returns the same model again, or a compiled one, or a loss or input_spec is missing.
+      PrivacyError: the model has batch normalization.
+    """
+    if isinstance(model_fn, tff.learning.models.FunctionalModel):
+        return model_fn
+    if not callable(model_fn) or isinstance(model_fn, tf.keras.Model):
+        raise TypeError(
+            f"model_fn must be a function that makes a model, got {type(model_fn).__name__}: wrap its construction in "
+            "a function, so that every call makes a new one"
+        )
+    with tf.Graph().as_default():
+        model, again = model_fn(), model_fn()
+        if not isinstance(model, tf.keras.Model | tff.learning.models.VariableModel):
+            raise TypeError(
+                f"model_fn returned {type(model).__name__}: return an uncompiled tf.keras.Model or a "
+                "tff.learning.models.VariableModel"
+            )
+        if model is again:
+            raise ValueError(
+                "model_fn returned the same model twice: build the model inside model_fn, since each call runs in a "
+                "graph of its own"
+            )
+        if isinstance(model, tff.learning.models.VariableModel):
+            inside = keras_model_inside(model)
+            if inside is not None:
+                _check_keras(inside)
+            return model_fn
+    _check_keras(model)
+    if loss is None or input_spec is None:
+        raise ValueError(
+            "model_fn returns a Keras model, so give its loss and input_spec too (the element_spec of a client's data "
+            "set)"
+        )
+    if not isinstance(loss, tf.keras.losses.Loss | list):
+        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}: an object, not its name or a function")
+
+    def make() -> Any:
+        metrics = None if metrics_fn is None else list(metrics_fn())
+        return tff.learning.models.from_keras_model(model_fn(), loss=loss, input_spec=input_spec, metrics=metrics)
+
+    return make
+
+
+def _check_keras(model: tf.keras.Model) -> None:
+    if getattr(model, "_is_compiled", False):
+        raise ValueError(
+            "model_fn returned a compiled Keras model: leave out compile(); clients and server have optimizers "
+            "of their own, client_optimizer_fn and server_optimizer_fn"
+        )
+    for layer in model._flatten_layers(include_self=False, recursive=True):
+        if isinstance(layer, tf.keras.layers.BatchNormalization):
+            raise PrivacyError(
+                f"layer {layer.name!r} is a BatchNormalization: its moving averages are not part of a client's update, "
+                "so they would stay as they were made, and it couples examples. Use GroupNormalization, or "
+                "tfdpfl.clipping.fix(model)"
+            )
+
+
+def optimizer(name: str, given: Any, learning_rates: dict[str, float]) -> Any:
+    """A TFF optimizer from itself, from a function that makes one, or from a name with its usual learning rate.
+
+    Raises:
+      TypeError: it is none of those; a Keras optimizer, for instance.
+      ValueError: an unknown name.
+    """
+    build = tff.learning.optimizers
+    if isinstance(given, str):
+        makers = {
+            "sgd": build.build_sgdm,
+            "momentum": lambda learning_rate: build.build_sgdm(learning_rate, momentum=0.9),
+            "adam": build.build_adam,
+            "yogi": build.build_yogi,
+        }
+        if given not in makers:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, makers))} or an optimizer, got {given!r}")
+        return makers[given](learning_rate=learning_rates[given])
+    if callable(given) and not isinstance(given, build.Optimizer):
+        given = given()
+    if not isinstance(given, build.Optimizer):
+        raise TypeError(
+            f"{name} must be a TFF optimizer, got {type(given).__name__}: take tff.learning.optimizers.build_sgdm and "
+            "its kind, or 'sgd', 'momentum', 'adam' or 'yogi'; Keras optimizers keep state where TFF cannot see it"
+        )
+    return given
+
+
+CLIENT_RATES = {"sgd": 0.1, "momentum": 0.1, "adam": 1e-3, "yogi": 1e-2}
+SERVER_RATES = {"sgd": 1.0, "momentum": 1.0, "adam": 1e-2, "yogi": 1e-2}

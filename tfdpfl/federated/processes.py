@@ -1,0 +1,335 @@
+"""Federated processes whose released models protect whole clients. Each is a `tff.learning.templates.LearningProcess`.
+
+Every ``build_*`` returns a process that TFF's own scripts run unchanged, with ``process.privacy``: a tuple of
+`Guarantee` that price what ran. ``noise_multiplier`` is always the noise's standard deviation over the clip, and the
+sum of clipped updates is always divided by the given ``clients_per_round``, whoever came: a round of few clients, or
+of none, is as private as any. A client whose update is not finite counts as zeros.
+
+Training metrics are sums over clients without noise in TFF, so they are left out; `NoisedMetrics` asks for private
+ones, which are charged.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
+from tfdpfl.federated import aggregators, runtime
+from tfdpfl.federated._tff import tff
+from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
+from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, LocalLevel, TreeLevel
+from tfdpfl.federated.models import CLIENT_RATES, SERVER_RATES, optimizer, trainable_model_fn
+
+
+def build_dp_fed_avg(
+    model_fn: Any,
+    *,
+    clients_per_round: float,
+    noise_multiplier: float,
+    clip: float | AdaptiveClip | None = None,
+    client_optimizer_fn: Any,
+    server_optimizer_fn: Any = "sgd",
+    proximal_strength: float = 0.0,
+    metrics: NoisedMetrics | None = None,
+    loss: Any = None,
+    input_spec: Any = None,
+    metrics_fn: Callable[[], Sequence[Any]] | None = None,
+    client_weighting: Any = None,
+    model_aggregator: Any = None,
+    metrics_aggregator: Any = None,
+    model_distributor: Any = None,
+    loop_implementation: Any = None,
+) -> tff.learning.templates.LearningProcess:
+    """Federated averaging where each client's update is clipped and the server adds Gaussian noise (McMahan et al.
+    2018, arXiv:1710.06963).
+
+    Args:
+      model_fn: makes a new uncompiled Keras model (give ``loss`` and ``input_spec`` too) or a new
+        `tff.learning.models.VariableModel` in every call; or is a `tff.learning.models.FunctionalModel`.
+      clients_per_round: the expected size of a cohort, and the denominator.
+      noise_multiplier: of all that a round releases about clients' updates, the adaptive clip's count included; 0 for
+        no noise and no privacy.
+      clip: C > 0, the largest L2 norm of a client's update; or `AdaptiveClip` (the default).
+      client_optimizer_fn: a TFF optimizer, or "sgd", "momentum", "adam" or "yogi" at a usual learning rate.
+      server_optimizer_fn: the same; "sgd" has a learning rate of 1, which is plain averaging.
+      proximal_strength: above 0, FedProx: pulls each client's weights towards the server's (arXiv:1812.06127).
+      metrics: `NoisedMetrics` to be told how training goes.
+      loss, input_spec, metrics_fn: of a Keras model.
+      client_weighting, model_aggregator, metrics_aggregator: TFF's; only what keeps the guarantee is accepted.
+      model_distributor, loop_implementation: TFF's.
+
+    Returns:
+      A process whose ``privacy`` is one `ClientLevel`.
+
+    Raises:
+      PrivacyError: weighting by examples, an aggregator of one's own, exact metrics, batch normalization.
+      ValueError, TypeError: other bad arguments.
+    """
+    clip = AdaptiveClip() if clip is None else clip
+    settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
+    aggregator = aggregators.clipped_mean(settings.clip, settings.noise_multiplier, settings.clients_per_round)
+    process = _fed_avg(
+        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, metrics_fn,
+        proximal_strength=proximal_strength, client_weighting=client_weighting, model_aggregator=model_aggregator,
+        metrics_aggregator=metrics_aggregator, model_distributor=model_distributor,
+        loop_implementation=loop_implementation,
+    )  # fmt: skip
+    return promising(process, ClientLevel(noise_multiplier=settings.total))
+
+
+def build_dp_fed_sgd(
+    model_fn: Any,
+    *,
+    clients_per_round: float,
+    noise_multiplier: float,
+    clip: float | AdaptiveClip | None = None,
+    server_optimizer_fn: Any = 0.1,
+    metrics: NoisedMetrics | None = None,
+    loss: Any = None,
+    input_spec: Any = None,
+    metrics_fn: Callable[[], Sequence[Any]] | None = None,
+    model_distributor: Any = None,
+) -> tff.learning.templates.LearningProcess:
+    """Federated SGD: each client sends its mean gradient, clipped, and the server adds noise and takes the step.
+
+    Arguments as for `build_dp_fed_avg`; ``server_optimizer_fn`` may be a learning rate. Clients count alike, whatever
+    their number of examples.
+    """
+    clip = AdaptiveClip() if clip is None else clip
+    settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
+    aggregator = aggregators.clipped_mean(settings.clip, settings.noise_multiplier, settings.clients_per_round)
+    if isinstance(server_optimizer_fn, numbers.Real):
+        server_optimizer_fn = tff.learning.optimizers.build_sgdm(float(server_optimizer_fn))
+    runtime.ensure_default()
+    process = tff.learning.algorithms.build_fed_sgd(
+        trainable_model_fn(model_fn, loss, input_spec, metrics_fn),
+        server_optimizer_fn=optimizer("server_optimizer_fn", server_optimizer_fn, SERVER_RATES),
+        model_distributor=model_distributor,
+        model_aggregator=tff.aggregators.as_weighted_aggregator(aggregator),
+        metrics_aggregator=settings.metrics_aggregator,
+    )
+    return promising(process, ClientLevel(noise_multiplier=settings.total))
+
+
+def build_dp_ftrl(
+    model_fn: Any,
+    *,
+    clients_per_round: float,
+    noise_multiplier: float,
+    clip: float,
+    restart_every: int | None = None,
+    client_optimizer_fn: Any,
+    server_optimizer_fn: Any = "momentum",
+    metrics: NoisedMetrics | None = None,
+    loss: Any = None,
+    input_spec: Any = None,
+    metrics_fn: Callable[[], Sequence[Any]] | None = None,
+    client_weighting: Any = None,
+    model_aggregator: Any = None,
+    metrics_aggregator: Any = None,
+    model_distributor: Any = None,
+    loop_implementation: Any = None,
+) -> tff.learning.templates.LearningProcess:
+    """DP-FTRL: noise is tree-aggregated, so that running sums of updates carry little of it, and no sampling is assumed
+    (Kairouz et al. 2021, arXiv:2103.00039). The sampler must limit participation: `BoundedParticipationSampler`.
+
+    The server's optimizer should be linear in the updates (SGD with or without momentum), so that what it applies is a
+    running sum.
+
+    Args:
+      noise_multiplier: standard deviation of the noise of a node of the tree, over the clip.
+      clip: C > 0, the largest L2 norm of a client's update.
+      restart_every: rounds after which a new tree starts; None for 4096. The state holds log2 of this many copies of
+        the model; a restart at the end of each epoch suits clients that take part once an epoch.
+      The others: as for `build_dp_fed_avg`.
+
+    Returns:
+      A process whose ``privacy`` is one `TreeLevel`.
+    """
+    if restart_every is not None:
+        restart_every = _checks.whole("restart_every", restart_every, 1, "count the rounds of a tree, or leave it out")
+    if isinstance(clip, AdaptiveClip):
+        raise ValueError("clip must be a number for DP-FTRL: the noise of a tree is set by one clip for all its rounds")
+    if metrics is not None:
+        raise ValueError("metrics are not priced together with tree noise: evaluate on data of the server's instead")
+    settings = _Settings(clients_per_round, noise_multiplier, clip, None)
+    aggregator = aggregators.TreeMean(
+        clip, settings.noise_multiplier, settings.clients_per_round, restart_every or _LONGEST_TREE
+    )
+    process = _fed_avg(
+        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, metrics_fn,
+        client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
+        model_distributor=model_distributor, loop_implementation=loop_implementation,
+    )  # fmt: skip
+    return promising(
+        process, TreeLevel(noise_multiplier=settings.noise_multiplier, restart_every=restart_every or _LONGEST_TREE)
+    )
+
+
+def build_local_dp_fed_avg(
+    model_fn: Any,
+    *,
+    clients_per_round: float,
+    noise_multiplier: float,
+    clip: float,
+    client_optimizer_fn: Any,
+    server_optimizer_fn: Any = "sgd",
+    loss: Any = None,
+    input_spec: Any = None,
+    client_weighting: Any = None,
+    model_aggregator: Any = None,
+    metrics_aggregator: Any = None,
+    model_distributor: Any = None,
+    loop_implementation: Any = None,
+) -> tff.learning.templates.LearningProcess:
+    """Federated averaging where each client clips its update and adds Gaussian noise before it leaves: private against
+    the server, too, at the price of the root of the number of clients in noise.
+
+    Args:
+      noise_multiplier: standard deviation of each client's noise, over the clip.
+      clip: C > 0, the largest L2 norm of a client's update before noise.
+      The others: as for `build_dp_fed_avg`. There are no training metrics: a client would have to send them.
+
+    Returns:
+      A process whose ``privacy`` is one `LocalLevel`, for an update replaced by any other.
+    """
+    settings = _Settings(clients_per_round, noise_multiplier, _fixed(clip), None)
+    aggregator = aggregators.locally_noised_mean(clip, settings.noise_multiplier, settings.clients_per_round)
+    process = _fed_avg(
+        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, None,
+        client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
+        model_distributor=model_distributor, loop_implementation=loop_implementation,
+    )  # fmt: skip
+    return promising(process, LocalLevel(noise_multiplier=settings.noise_multiplier))
+
+
+def build_distributed_dp_fed_avg(
+    model_fn: Any,
+    *,
+    clients_per_round: int,
+    noise_multiplier: float,
+    clip: float,
+    bits: int = 20,
+    client_optimizer_fn: Any,
+    server_optimizer_fn: Any = "sgd",
+    loss: Any = None,
+    input_spec: Any = None,
+    client_weighting: Any = None,
+    model_aggregator: Any = None,
+    metrics_aggregator: Any = None,
+    model_distributor: Any = None,
+    loop_implementation: Any = None,
+) -> tff.learning.templates.LearningProcess:
+    """Federated averaging under secure aggregation: clients round their updates to integers and add shares of Skellam
+    noise, so that the server sees only noisy sums modulo 2^bits (Agarwal et al. 2021, arXiv:2110.04995).
+
+    In a simulation the secure sum is TFF's stand-in for a protocol: the guarantee is for a server that sees sums only.
+
+    Args:
+      clients_per_round: whole number; the noise's shares are cut for this many. Fewer clients add less noise, which the
+        price of the run accounts for.
+      noise_multiplier: standard deviation of the cohort's noise together, over the clip.
+      clip: C > 0, the largest L2 norm of a client's update.
+      bits: of the modulus, 1 to 22.
+      The others: as for `build_dp_fed_avg`.
+
+    Returns:
+      A process whose ``privacy`` is one `DistributedLevel`.
+    """
+    clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count the clients of a cohort")
+    settings = _Settings(clients_per_round, noise_multiplier, _fixed(clip), None)
+    aggregator, parameters = aggregators.secure_mean(clip, settings.noise_multiplier, clients_per_round, bits)
+    process = _fed_avg(
+        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, None,
+        client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
+        model_distributor=model_distributor, loop_implementation=loop_implementation,
+    )  # fmt: skip
+    l1, l2, stddev = parameters.bounds
+    return promising(process, DistributedLevel(l1=float(l1), l2=float(l2), local_stddev=float(stddev)))
+
+
+def promising(process: Any, *guarantees: Any) -> Any:
+    """``process``, with what it promises, `tfdpfl.federated.privacy.Guarantee`s, as ``process.privacy``."""
+    process.privacy = guarantees
+    return process
+
+
+_LONGEST_TREE = 4096
+
+
+class _Settings:
+    """The arguments that all processes share, checked."""
+
+    def __init__(self, clients_per_round, noise_multiplier, clip, metrics):
+        self.clients_per_round = _checks.real(
+            "clients_per_round", clients_per_round, "give the expected size of a cohort", above=0
+        )
+        mend = "give the standard deviation of the noise divided by the clip (0 for none)"
+        self.noise_multiplier = _checks.real("noise_multiplier", noise_multiplier, mend, at_least=0)
+        self.clip = clip
+        if isinstance(clip, AdaptiveClip):
+            clip.split(self.noise_multiplier, self.clients_per_round)
+        else:
+            mend = "give the largest L2 norm of a client's update, or AdaptiveClip(...)"
+            self.clip = _checks.real("clip", clip, mend, above=0)
+        if metrics is not None and not isinstance(metrics, NoisedMetrics):
+            raise PrivacyError(
+                f"metrics must be NoisedMetrics(...) or None, got {metrics!r}: sums over clients without noise are not "
+                "private. Keras metrics go into metrics_fn"
+            )
+        self.total = self.noise_multiplier
+        self.metrics_aggregator = aggregators.nothing
+        if metrics is not None:
+            self.total = combined(self.noise_multiplier, metrics.noise_multiplier)
+            self.metrics_aggregator = aggregators.noised_metrics(
+                metrics.noise_multiplier, metrics.bound_of, self.clients_per_round
+            )
+
+
+def _fed_avg(
+    model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, metrics_fn, *,
+    client_weighting, model_aggregator, metrics_aggregator, model_distributor, loop_implementation,
+    proximal_strength=0.0,
+):  # fmt: skip
+    _refuse_leaks(client_weighting, model_aggregator, metrics_aggregator)
+    runtime.ensure_default()
+    proximal_strength = _checks.real("proximal_strength", proximal_strength, "0 is FedAvg", at_least=0)
+    more = {} if loop_implementation is None else {"loop_implementation": loop_implementation}
+    build = tff.learning.algorithms.build_unweighted_fed_avg
+    if proximal_strength > 0:
+        build = tff.learning.algorithms.build_unweighted_fed_prox
+        more["proximal_strength"] = proximal_strength
+    return build(
+        trainable_model_fn(model_fn, loss, input_spec, metrics_fn),
+        client_optimizer_fn=optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES),
+        server_optimizer_fn=optimizer("server_optimizer_fn", server_optimizer_fn, SERVER_RATES),
+        model_aggregator=aggregator,
+        model_distributor=model_distributor,
+        metrics_aggregator=settings.metrics_aggregator,
+        **more,
+    )
+
+
+def _refuse_leaks(client_weighting: Any, model_aggregator: Any, metrics_aggregator: Any) -> None:
+    if client_weighting not in (None, tff.learning.ClientWeighting.UNIFORM):
+        raise PrivacyError(
+            f"client_weighting={client_weighting!r}: with a weight of its own a client's contribution is not bounded "
+            "by the clip, and the sum of weights is not private. Leave it out: every client counts alike"
+        )
+    if model_aggregator is not None:
+        raise PrivacyError("model_aggregator would replace the clip and the noise: leave it out")
+    if metrics_aggregator is not None:
+        raise PrivacyError(
+            "metrics_aggregator releases sums over clients without noise: leave it out, or ask for private metrics "
+            "with metrics=NoisedMetrics(...)"
+        )
+
+
+def _fixed(clip: Any) -> float:
+    if isinstance(clip, AdaptiveClip) or not isinstance(clip, numbers.Real) or not math.isfinite(clip):
+        raise ValueError(f"clip must be a number, got {clip!r}: only build_dp_fed_avg has an adaptive clip")
+    return float(clip)

@@ -1,0 +1,461 @@
+"""A federated training from the first round to the last: its bar, its log, its checkpoints, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import csv
+import dataclasses
+import fcntl
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tqdm.auto import tqdm
+
+from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta
+from tfdpfl.accounting.report import rounded_up
+from tfdpfl.errors import PrivacyError
+from tfdpfl.federated import runtime
+from tfdpfl.federated._tff import tff
+from tfdpfl.federated.guarantees import ClientLevel, TreeLevel
+from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
+
+_LEDGER = "ledger.jsonl"
+_NOISED_BY_SERVER = (ClientLevel, TreeLevel)
+
+
+class History(Mapping):
+    """What a training did, a mapping from column names to one value a round (NaN where a round has none).
+
+    Columns are what the process reports (``loss``, ``clip``, …; only what is public, where the process is private),
+    what ``eval_fn`` returned, and the ε so far of each level that is promised: ``client_epsilon``, ``example_epsilon``,
+    ``local_epsilon``. A level that is not promised has no column; where there was no price, a round has NaN.
+
+    Attributes:
+      rows: the same, a dict for each round.
+      delta: δ of every ε.
+      adjacency: for each column of ε, the neighbouring relation that it is stated for.
+      accountant: for each column of ε, the accountant that proved it.
+      participation: what the sampler declared.
+      cohorts: the clients of each round. Secret under Poisson sampling, as is their number.
+      lost_rounds: rounds that were begun and whose result was lost by a crash; see `train`.
+      stopped_by: ``"target_epsilon"`` if the next round would have passed it, else None.
+      state: the process's last state. May hold the noise's seed: publish the model's weights, not this.
+    """
+
+    def __init__(self, delta: float | None, participation: Participation | None):
+        self.rows: list[dict[str, float]] = []
+        self.delta = delta
+        self.adjacency: dict[str, str] = {}
+        self.accountant: dict[str, str] = {}
+        self.participation = participation
+        self.cohorts: list[list[str]] = []
+        self.lost_rounds = 0
+        self.stopped_by: str | None = None
+        self.state: Any = None
+
+    def __getitem__(self, column: str) -> list[float]:
+        if column not in self._columns():
+            raise KeyError(f"no column {column!r} among {self._columns()}")
+        return [row.get(column, math.nan) for row in self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns())
+
+    def __len__(self) -> int:
+        return len(self._columns())
+
+    def _columns(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    @property
+    def epsilon(self) -> dict[str, float]:
+        """For each level that is promised, ε of all that ran; nothing before the first round."""
+        last = self.rows[-1] if self.rows else {}  # a training's last row is always priced
+        return {column.removesuffix("_epsilon"): last[column] for column in self.adjacency if column in last}
+
+    def statement(self) -> str:
+        """What was promised, in English: each level's ε, rounded up, with its δ, adjacency, sampling and accountant."""
+        if not self.epsilon or self.participation is None:
+            return "No privacy is promised."
+        p = self.participation
+        lines = [f"{len(self.rows)} rounds, sampling {p.sampling}, {p.clients_per_round:g} of {p.population} clients"]
+        for level, epsilon in self.epsilon.items():
+            column = f"{level}_epsilon"
+            lines.append(
+                f"  {level} level: epsilon = {rounded_up(epsilon)} at delta = {self.delta:g} "
+                f"(adjacency {self.adjacency[column]}, accountant {self.accountant[column]})"
+            )
+        if self.lost_rounds:
+            lines.append(f"  {self.lost_rounds} more begun and lost: charged where clients add the noise")
+        if self.delta is not None and self.delta >= 1 / p.population and "client" in self.epsilon:
+            lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
+        return "\n".join(lines)
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each round; δ and adjacencies are in its ``attrs``.
+
+        Raises:
+          ImportError: pandas is missing.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(f"History.to_pandas needs pandas ({error}): pip install pandas") from error
+        frame = pandas.DataFrame(dict(self), index=pandas.RangeIndex(len(self.rows), name="round"))
+        frame.attrs = {"delta": self.delta, "adjacency": dict(self.adjacency)}
+        return frame
+
+
+def train(
+    process: Any,
+    client_data: Any,
+    *,
+    num_rounds: int,
+    sampler: Callable[[int], Sequence[Any]],
+    delta: float | None,
+    target_epsilon: float | None = None,
+    eval_fn: Callable[[Any], Mapping[str, float]] | None = None,
+    rounds_per_evaluation: int = 1,
+    checkpoint_dir: str | os.PathLike | None = None,
+    csv_file: str | os.PathLike | None = None,
+    tensorboard_dir: str | os.PathLike | None = None,
+    initial_state: Any = None,
+    num_examples: Mapping[str, int] | None = None,
+    accountant: str = "pld",
+    rounds_per_price: int | None = None,
+    progress: bool = True,
+) -> History:
+    """Runs a learning process over rounds of sampled clients.
+
+        history = train(process, clients, num_rounds=100, sampler=PoissonClientSampler(clients.client_ids, 0.05),
+                        delta=1e-5, target_epsilon=3.0, eval_fn=evaluate, checkpoint_dir="run1")
+
+    What runs is priced by ``process.privacy`` and what ``sampler.participation`` declares. If a round would take any
+    level's ε over ``target_epsilon``, training ends before it.
+
+    With a ``checkpoint_dir`` a training that ended, by SIGKILL too, goes on where it was when `train` is called again
+    with the same arguments. A round's clients are written to disk before it runs, and its state before anything of it
+    is shown, logged or evaluated. So a round that was lost has told nobody anything where the server adds the noise: it
+    runs again with the same clients and is charged once. Where clients add the noise (local and example level, secure
+    aggregation) they may have sent what was lost: it is charged beside its repetition, without use of the sampler's
+    limits. The folder holds cohorts and perhaps the noise's seed: it is as secret as the data.
+
+    Args:
+      process: a `tff.learning.templates.LearningProcess`, of this package or TFF's own. Without ``process.privacy``
+        nothing is promised, and there is no column of ε.
+      client_data: `tfdpfl.federated.data.ClientDatasets`; or a `tff.simulation.datasets.ClientData`; or a dict of
+        `tf.data.Dataset` by client. Batched as the process wants it.
+      num_rounds: rounds in all, those of an earlier call included.
+      sampler: takes a round's number from 0 and returns its clients' ids. A private process needs one that declares
+        ``participation``.
+      delta: δ of every ε, below 1 over the number of clients (or examples) to mean anything; may be None where nothing
+        is promised.
+      target_epsilon: the ε that no level may pass, or None.
+      eval_fn: takes the model's weights (whose ``assign_weights_to`` takes a Keras model) and returns numbers by name.
+        What it evaluates on is not protected.
+        Make that model in the call: TFF builds processes in graphs, which makes earlier Keras models unusable.
+      rounds_per_evaluation: rounds from one evaluation to the next; the last round is always evaluated.
+      checkpoint_dir: a folder for this one training, made if it is not there.
+      csv_file: the log as a file of comma-separated values, written anew.
+      tensorboard_dir: a folder for TensorBoard.
+      initial_state: what to start from, in place of ``process.initialize()``. What it cost is not counted.
+      num_examples: for each client, how many examples it holds, where ``client_data`` does not say.
+      accountant: "pld" or "rdp".
+      rounds_per_price: rounds from one price to the next, as a price can take a second; the last round has one always.
+        None for about 20 over the training.
+      progress: whether to show a bar with loss, clip and ε.
+
+    Raises:
+      ValueError: an argument is out of its range, a sampled client holds no data, or ``checkpoint_dir`` is in use.
+      PrivacyError: nothing can be priced as asked, not even one round fits the target, or ``checkpoint_dir`` is of a
+        training with another process or sampler.
+    """
+    num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
+    every = _checks.whole("rounds_per_evaluation", rounds_per_evaluation, 1, "count the rounds between evaluations")
+    if rounds_per_price is None:
+        rounds_per_price = max(1, num_rounds // 20)
+    priced = _checks.whole("rounds_per_price", rounds_per_price, 1, "count the rounds between prices, or leave it out")
+    ledger = _Ledger(process, sampler, delta, target_epsilon, accountant)
+    dataset_of, ledger.num_examples = _clients(client_data, num_examples)
+    _check_known(map(str, getattr(sampler, "client_ids", ())), dataset_of)
+    history = History(ledger.delta, ledger.participation)
+    history.adjacency = {f"{g.level}_epsilon": g.adjacency for g in ledger.guarantees}
+    runtime.ensure_default()
+
+    with contextlib.ExitStack() as stack:
+        start = initial_state if initial_state is not None else process.initialize()
+        checkpoints = _Checkpoints(checkpoint_dir, ledger, stack) if checkpoint_dir is not None else None
+        history.state = checkpoints.restore(start, history.rows) if checkpoints else start
+        logs = _Logs(csv_file, tensorboard_dir, stack)
+        bar = stack.enter_context(
+            tqdm(total=num_rounds, initial=len(history.rows), disable=not progress, desc="rounds", unit="round")
+        )
+
+        def release() -> None:
+            """Shows the last round, once its state is safe."""
+            row, number = history.rows[-1], len(history.rows)
+            if eval_fn is not None and (number % every == 0 or number >= num_rounds or history.stopped_by):
+                row.update({str(k): float(v) for k, v in eval_fn(process.get_model_weights(history.state)).items()})
+            logs.write(history.rows)
+            shown = {name: row[name] for name in ("loss", "clip", *history.adjacency) if name in row}
+            bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
+
+        if history.rows:  # it may have died between its checkpoint and this
+            release()
+        while len(history.rows) < num_rounds:
+            cohort = ledger.next_cohort(len(history.rows))
+            _check_known(cohort, dataset_of)
+            if target_epsilon is not None and not ledger.fits(target_epsilon, len(history.rows), cohort):
+                if not history.rows:
+                    raise PrivacyError(
+                        f"target_epsilon={target_epsilon:g} at delta={delta:g} leaves no room for one round, which "
+                        f"costs {_highest(ledger.prices(0, cohort)):.4g}: raise noise_multiplier, or the target"
+                    )
+                history.stopped_by = "target_epsilon"
+                break
+            number = len(history.rows) + 1
+            wanted = number % priced == 0 or number == num_rounds
+            prices = ledger.prices(len(history.rows), cohort) if wanted else {}
+            ledger.begin(len(history.rows), cohort)
+            result = process.next(history.state, [dataset_of[client]() for client in cohort])
+            history.state = result.state
+            # A plain process without clients reports zeros, which are no losses.
+            row = _scalars(result.metrics) if cohort or ledger.guarantees else {}
+            history.rows.append({**row, **{column: price.epsilon for column, price in prices.items()}})
+            if checkpoints:
+                checkpoints.save(history.state, history.rows)
+            bar.update()
+            release()
+
+        prices = ledger.prices(len(history.rows))
+        history.accountant = {column: price.accountant for column, price in prices.items()}
+        if history.stopped_by or not prices.keys() <= history.rows[-1].keys():
+            history.rows[-1].update({column: price.epsilon for column, price in prices.items()})
+            release()
+
+    history.cohorts = ledger.completed(len(history.rows))
+    history.lost_rounds = len(ledger.begun) - len(history.cohorts)
+    return history
+
+
+class _Ledger:
+    """Who was in which round, begun or completed, and what that costs."""
+
+    def __init__(self, process, sampler, delta, target_epsilon, accountant):
+        self.guarantees: tuple[Guarantee, ...] = tuple(getattr(process, "privacy", ()))
+        self.sampler = sampler
+        self.participation: Participation | None = getattr(sampler, "participation", None)
+        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        self.delta = None if delta is None and not self.guarantees else check_delta(delta)
+        if self.guarantees and self.participation is None:
+            raise PrivacyError(
+                "sampler declares no participation, so nothing can be priced: take one of tfdpfl.federated.samplers, "
+                "or give yours an attribute `participation`"
+            )
+        if target_epsilon is not None:
+            _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+            if not self.guarantees:
+                raise PrivacyError(
+                    "target_epsilon is given, but the process promises no privacy: take one of tfdpfl.federated, or "
+                    "leave the target out"
+                )
+        levels = [guarantee.level for guarantee in self.guarantees]
+        if len(set(levels)) < len(levels):
+            raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one")
+        self.num_examples: Mapping[str, int] = {}
+        self.begun: list[tuple[int, list[str]]] = []
+        self.write: Callable[[dict], None] = lambda line: None
+
+    def next_cohort(self, number: int) -> list[str]:
+        """The clients of a round; of one that was begun and lost, the same as then."""
+        lost = [cohort for begun, cohort in self.begun if begun == number]
+        return lost[-1] if lost else [str(client) for client in self.sampler(number)]
+
+    def begin(self, number: int, cohort: list[str]) -> None:
+        self.write({"round": number, "cohort": cohort})
+        self.begun.append((number, cohort))
+
+    def completed(self, rounds: int) -> list[list[str]]:
+        return [*dict(self.begun).values()][:rounds]
+
+    def fits(self, target: float, rounds: int, cohort: list[str]) -> bool:
+        """Whether no level's ε passes the target with one more round. The quick accountant is asked first."""
+        return any(
+            _highest(self.prices(rounds, cohort, accountant)) <= target
+            for accountant in dict.fromkeys(["rdp", self.accountant])
+        )
+
+    def prices(self, rounds: int, cohort: list[str] | None = None, accountant: str | None = None) -> dict[str, Price]:
+        """ε of each level after these rounds, and one more with ``cohort``, if given."""
+        found = {}
+        for guarantee in self.guarantees:
+            assert self.participation is not None and self.delta is not None
+            cohorts, participation = self.completed(rounds), self.participation
+            if not isinstance(guarantee, _NOISED_BY_SERVER) and len(self.begun) > rounds:
+                # Rounds that were sent twice keep to no limit of the sampler's.
+                cohorts = [cohort for _, cohort in self.begun]
+                participation = dataclasses.replace(
+                    participation, sampling="none", max_participations=None, min_separation=1
+                )
+            cohorts = cohorts if cohort is None else [*cohorts, cohort]
+            run = RoundsRun(
+                rounds=len(cohorts), participation=participation, cohorts=cohorts, num_examples=self.num_examples
+            )
+            found[f"{guarantee.level}_epsilon"] = guarantee.price(run, self.delta, accountant or self.accountant)
+        return found
+
+    def header(self) -> dict[str, Any]:
+        """What may not change from one call of `train` to the next."""
+        participation = self.participation and dataclasses.asdict(self.participation)
+        return {"privacy": [repr(guarantee) for guarantee in self.guarantees], "participation": participation}
+
+
+class _Checkpoints:
+    """States in TFF's program state manager, and beside them the ledger: a line for every round, before it runs."""
+
+    def __init__(self, folder: str | os.PathLike, ledger: _Ledger, stack: contextlib.ExitStack):
+        self._folder, self._ledger = Path(folder), ledger
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = stack.enter_context(open(self._folder / _LEDGER, "a+", encoding="utf-8"))  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        except OSError:
+            raise ValueError(
+                f"checkpoint_dir={str(folder)!r} is in use by another training: give each its own"
+            ) from None
+        self._states = tff.program.FileProgramStateManager(
+            os.fspath(self._folder), prefix="state_", keep_total=2, keep_first=False
+        )
+        ledger.write = self._append
+
+    def restore(self, start: Any, rows: list[dict[str, float]]) -> Any:
+        """The last state, with the rows up to it; ``start`` for a new training."""
+        self._file.seek(0)
+        text = self._file.read()
+        whole = text[: text.rfind("\n") + 1]  # a last line without an end was not written before its round began
+        if whole != text:
+            self._file.truncate(len(whole.encode()))
+        lines = [json.loads(line) for line in whole.splitlines()]
+        versions = _wait(self._states.get_versions()) or []
+        sampler = self._ledger.sampler
+        if not lines:
+            if versions:
+                raise ValueError(f"{self._folder} has states but no {_LEDGER}: restore it, or take another folder")
+            kept = sampler.get_state() if hasattr(sampler, "get_state") else None
+            self._append({**self._ledger.header(), "sampler": kept})
+        else:
+            for name, now in self._ledger.header().items():
+                if lines[0].get(name) != json.loads(json.dumps(now)):
+                    raise PrivacyError(
+                        f"{self._folder} is of a training with another {name}, {lines[0].get(name)}, not {now}: its "
+                        "rounds would be priced wrongly. Continue with the same, or take another folder"
+                    )
+            self._ledger.begun = [(line["round"], line["cohort"]) for line in lines[1:]]
+            if lines[0]["sampler"] is not None and hasattr(sampler, "set_state"):
+                sampler.set_state(lines[0]["sampler"])
+                sampler.remember(dict(self._ledger.begun))
+        if not versions:
+            self.save(start, rows)
+            return start
+        if versions[-1] > len(self._ledger.completed(versions[-1])):
+            raise ValueError(f"{self._folder / _LEDGER} lacks rounds that ran: restore it, or take another folder")
+        saved = _wait(self._states.load(versions[-1], {"state": start, "rows": ""}))
+        rows += json.loads(bytes(saved["rows"]).decode())
+        return saved["state"]
+
+    def save(self, state: Any, rows: list[dict[str, float]]) -> None:
+        _wait(self._states.save({"state": state, "rows": json.dumps(rows)}, len(rows)))
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+class _Logs:
+    def __init__(self, csv_file, tensorboard_dir, stack):
+        self._columns: list[str] = []
+        self._written = 0
+        self._csv = None
+        if csv_file:
+            self._csv = stack.enter_context(open(csv_file, "w", newline="", encoding="utf-8"))  # noqa: SIM115
+        self._board = tf.summary.create_file_writer(os.fspath(tensorboard_dir)) if tensorboard_dir else None
+        if self._board:
+            stack.callback(self._board.close)
+
+    def write(self, rows: list[dict[str, float]]) -> None:
+        """Adds the last row; where it was there before, or has a new column, the file is written anew."""
+        if self._csv:
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            if columns != self._columns or len(rows) == self._written:
+                self._columns = columns
+                self._csv.seek(0)
+                self._csv.truncate()
+                csv.writer(self._csv).writerow(["round", *columns])
+                new = range(len(rows))
+            else:
+                new = range(len(rows) - 1, len(rows))
+            csv.writer(self._csv).writerows([[i, *(rows[i].get(c, "") for c in columns)] for i in new])
+            self._csv.flush()
+            self._written = len(rows)
+        if self._board:
+            with self._board.as_default(step=len(rows) - 1):
+                for name, value in rows[-1].items():
+                    tf.summary.scalar(name, value)
+            self._board.flush()
+
+
+def _clients(client_data: Any, num_examples: Any) -> tuple[dict[str, Callable[[], Any]], Mapping[str, int]]:
+    """For each client, what makes its data set; and how many examples each holds, where that is known."""
+    if hasattr(client_data, "create_tf_dataset_for_client"):
+        make, ids = client_data.create_tf_dataset_for_client, client_data.client_ids
+    elif isinstance(client_data, Mapping):
+        make, ids = client_data.__getitem__, list(client_data)
+    else:
+        raise ValueError(
+            "client_data must be ClientDatasets (tfdpfl.federated.data.from_arrays makes one), a dict of "
+            f"tf.data.Dataset by client, or a tff ClientData, got {type(client_data).__name__}"
+        )
+    known = num_examples if num_examples is not None else getattr(client_data, "num_examples", {})
+    return {str(c): functools.partial(make, c) for c in ids}, {str(c): n for c, n in known.items()}
+
+
+def _highest(prices: Mapping[str, Price]) -> float:
+    return max((price.epsilon for price in prices.values()), default=0.0)
+
+
+def _check_known(cohort: Iterable[str], dataset_of: Mapping[str, Any]) -> None:
+    unknown = [client for client in cohort if client not in dataset_of]
+    if unknown:
+        raise ValueError(f"sampler draws client {unknown[0]!r}, of which client_data has nothing: give both the same")
+
+
+def _scalars(metrics: Any) -> dict[str, float]:
+    """A process's nested metrics, each number by the last of its names, or by all of them where that is taken."""
+    found: dict[str, float] = {}
+
+    def visit(path: tuple[str, ...], value: Any) -> None:
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                visit((*path, str(name)), inner)
+        elif np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
+            found["/".join(path) if path[-1] in found else path[-1]] = float(value)
+
+    visit((), metrics)
+    return found
+
+
+def _wait(call: Coroutine) -> Any:
+    """The result of a coroutine, also inside a notebook, whose own loop is running."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, call).result()
