@@ -1,0 +1,229 @@
+"""Three hospitals train one model of heart disease without sharing a record, each by DP-SGD on its own patients.
+
+    python examples/federated_hospitals.py                    # the balanced preset
+    python examples/federated_hospitals.py --preset strong    # or high_utility, or all
+
+Patients are synthetic. Prints each hospital's ε for its patients, how well a membership attack tells patients from
+strangers (beside a model without privacy), accuracy, and what is left of a budget; draws the attacks' AUC, ε over the
+rounds, and two experiments: accuracy against ε for several noise multipliers, and for several sampling rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl import plots
+from tfdpfl.audit import membership_inference
+from tfdpfl.federated import (
+    BoundedParticipationSampler,
+    RoundsRun,
+    build_example_dp_fed_avg,
+    local_runtime,
+    train,
+)
+from tfdpfl.federated import data as fd
+
+DELTA = 1e-5
+HOSPITALS = {"Edinburgh Hospital": 70, "Clydebank Infirmary": 80, "Orkney Hospital": 90}
+
+
+class Preset(NamedTuple):
+    noise_multiplier: float
+    sampling_rate: float
+    local_epochs: int
+    rounds: int
+
+
+PRESETS = {
+    "balanced": Preset(2.5, 0.15, 4, 2),
+    "strong": Preset(3.0, 0.10, 3, 2),
+    "high_utility": Preset(2.0, 0.20, 5, 3),
+}
+
+
+def make_patients(number: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Age, cholesterol, blood pressure, pulse, hours of exercise and body mass, all tied to age; whoever is among the
+    30 % at the highest risk, a noisy sum of them, is ill."""
+    age = rng.normal(55, 15, number).clip(20, 90)
+    cholesterol = (150 + 2 * age + rng.normal(0, 30, number)).clip(120, 350)
+    pressure = (90 + 0.8 * age + 0.1 * cholesterol + rng.normal(0, 15, number)).clip(90, 200)
+    pulse = (85 - 0.2 * age + rng.normal(0, 10, number)).clip(50, 120)
+    exercise = np.maximum(0, 8 - 0.05 * age + rng.normal(0, 3, number))
+    mass = (22 + 0.1 * age - 0.3 * exercise + rng.normal(0, 4, number)).clip(16, 45)
+    risk = 0.03 * age + 0.01 * cholesterol + 0.02 * pressure - 0.05 * exercise + 0.1 * mass + rng.normal(0, 2, number)
+    columns = np.column_stack([age, cholesterol, pressure, pulse, exercise, mass])
+    return columns, (risk > np.quantile(risk, 0.7)).astype(np.int32)
+
+
+def split_over_hospitals(x: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Each hospital has its own kind of patients: the young or fit, those in mid life, the old or hypertensive.
+
+    Returns the rows of its patients, and those of strangers of the same kind, for a fair attack.
+    """
+    kinds = [(x[:, 0] < 50) | (x[:, 4] > 5), (x[:, 0] >= 40) & (x[:, 0] <= 65), (x[:, 0] > 55) | (x[:, 2] > 140)]
+    free = np.ones(len(x), bool)
+    patients = {}
+    for (hospital, beds), kind in zip(HOSPITALS.items(), kinds, strict=True):
+        patients[hospital] = np.flatnonzero(kind & free)[:beds]
+        free[patients[hospital]] = False
+    return patients, {name: np.flatnonzero(kind & free) for name, kind in zip(HOSPITALS, kinds, strict=True)}
+
+
+def make_model() -> tf.keras.Model:
+    layers = tf.keras.layers
+    return tf.keras.Sequential([tf.keras.Input((6,)), layers.Dense(16, activation="tanh"), layers.Dense(2)])
+
+
+def cross_entropy() -> tf.keras.losses.Loss:
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Study:
+    """The data, and one training for each way to set the mechanism."""
+
+    def __init__(self, seed: int):
+        rng = np.random.default_rng(seed)
+        x, y = make_patients(900, rng)
+        patients, alike = split_over_hospitals(x)
+        # Means and deviations of the patients would be a release of their own: public guesses do as well.
+        x = ((x - [55, 260, 155, 74, 5, 26]) / [15, 40, 20, 10, 3, 4]).astype(np.float32)
+        self.members = {hospital: (x[rows], y[rows]) for hospital, rows in patients.items()}
+        strangers = np.setdiff1d(np.arange(len(x)), np.concatenate(list(patients.values())))
+        self.strangers = x[strangers], y[strangers]
+        self.non_members = {hospital: (x[rows], y[rows]) for hospital, rows in alike.items()}
+        self.clients = fd.from_partition((x, y), patients)
+
+    def without_privacy(self, epochs: int) -> tf.keras.Model:
+        """All records in one place, trained until it knows them well."""
+        model = make_model()
+        model.compile(tf.keras.optimizers.Adam(0.02), cross_entropy())
+        x, y = (np.concatenate(part) for part in zip(*self.members.values(), strict=True))
+        model.fit(x, y, batch_size=16, epochs=epochs, verbose=0)
+        return model
+
+    def train(self, preset: Preset, repeats: int = 1, progress: bool = False):
+        """Returns models trained by DP-SGD at the hospitals, the last one's history, and each hospital's ε."""
+        batch = round(preset.sampling_rate * np.mean([len(y) for _, y in self.members.values()]))
+        clients = self.clients.batch(batch)
+        process = build_example_dp_fed_avg(
+            make_model,
+            l2_norm_clip=1.0,
+            noise_multiplier=preset.noise_multiplier,
+            batch_size=batch,
+            local_steps=round(preset.local_epochs / preset.sampling_rate),
+            client_optimizer_fn="momentum",
+            loss=cross_entropy(),
+            input_spec=clients.element_spec,
+        )
+        # Every hospital is in every round.
+        sampler = BoundedParticipationSampler(clients.client_ids, len(clients), preset.rounds)
+        models = []
+        for _ in range(repeats):
+            history = train(
+                process, clients, num_rounds=preset.rounds, sampler=sampler, delta=DELTA, progress=progress,
+                accountant="pld" if progress else "rdp",
+            )  # fmt: skip
+            model = make_model()
+            process.get_model_weights(history.state).assign_weights_to(model)
+            model.compile(loss=cross_entropy())
+            models.append(model)
+        run = RoundsRun(
+            rounds=preset.rounds,
+            participation=history.participation,
+            cohorts=history.cohorts,
+            num_examples=clients.num_examples,
+        )
+        (level,) = process.privacy
+        spent = {hospital: price.epsilon for hospital, price in level.price_by_client(run, DELTA).items()}
+        return models, history, spent
+
+    def accuracy(self, model: tf.keras.Model) -> float:
+        x, y = self.strangers
+        return float(np.mean(model.predict(x, verbose=0).argmax(1) == y))
+
+    def attacks(self, model: tf.keras.Model):
+        return {
+            hospital: membership_inference(model, own, self.non_members[hospital])
+            for hospital, own in self.members.items()
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=[*PRESETS, "all"], default="balanced")
+    parser.add_argument("--budget", type=float, default=5.0, help="the ε that each hospital is willing to spend")
+    parser.add_argument("--repeats", type=int, default=3, help="trainings to average in the experiments")
+    parser.add_argument("--seed", type=int, default=0, help="of the patients; the noise stays secret")
+    parser.add_argument("--output", default="federated_hospitals.png", help="the picture to write")
+    parser.add_argument("--quick", action="store_true", help="the preset alone, without the two experiments")
+    arguments = parser.parse_args()
+
+    study = Study(arguments.seed)
+    for hospital, (_, ill) in study.members.items():
+        print(f"{hospital}: {len(ill)} patients, {np.mean(ill):.0%} ill")
+    plain = study.without_privacy(epochs=20 if arguments.quick else 150)
+    plain_accuracy, plain_attacks = study.accuracy(plain), study.attacks(plain)
+    with local_runtime():
+        chosen = list(PRESETS) if arguments.preset == "all" else [arguments.preset]
+        for name in chosen:
+            preset = PRESETS[name]
+            print(f"\n{name}: {preset.rounds} rounds, noise multiplier {preset.noise_multiplier}, rate about "
+                  f"{preset.sampling_rate}, {preset.local_epochs} local epochs")  # fmt: skip
+            (model,), history, spent = study.train(preset, progress=True)
+            attacks = study.attacks(model)
+            left_of = f"left of {arguments.budget:g}"
+            print(f"{'':<22}{'ε spent':>9}{left_of:>11}  membership AUC (95 % interval)")
+            for hospital, report in attacks.items():
+                low, high = report.auc_interval
+                left = max(0.0, arguments.budget - spent[hospital])
+                print(f"{hospital:<22}{spent[hospital]:>9.3f}{left:>11.3f}  {report.auc:.3f} [{low:.3f}, {high:.3f}], "
+                      f"without privacy {plain_attacks[hospital].auc:.3f}")  # fmt: skip
+            print(f"accuracy on strangers {study.accuracy(model):.1%}, without privacy {plain_accuracy:.1%}")
+            print(history.statement())
+        curves = {} if arguments.quick else experiments(study, arguments.repeats)
+
+    try:
+        draw(arguments.output, plain_attacks, attacks, history, arguments.budget, curves, plain_accuracy)
+    except ImportError as error:
+        print(f"\nNo picture: {error}")
+        return
+    print(f"\nAttacks, ε and experiments: {arguments.output}")
+
+
+def experiments(study: Study, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Accuracy against ε, over the noise multiplier and over the sampling rate."""
+    base = PRESETS["balanced"]
+    varied = {
+        "over σ: 1.5, 2.5, 3.5": [base._replace(noise_multiplier=sigma) for sigma in (1.5, 2.5, 3.5)],
+        "over rate: 0.1, 0.25, 0.5": [base._replace(sampling_rate=rate) for rate in (0.1, 0.25, 0.5)],
+    }
+    curves: dict[str, list[tuple[float, float]]] = {}
+    print("\nExperiments, accuracy the mean of", repeats)
+    for name, presets in varied.items():
+        for preset in presets:
+            models, _, spent = study.train(preset, repeats)
+            worst = max(spent.values())
+            curves.setdefault(name, []).append((worst, float(np.mean([study.accuracy(model) for model in models]))))
+            print(f"  σ {preset.noise_multiplier:<4g} rate {preset.sampling_rate:<5g} largest ε {worst:6.3f}   "
+                  f"accuracy {curves[name][-1][1]:.1%}")  # fmt: skip
+    return curves
+
+
+def draw(output, plain_attacks, attacks, history, budget, curves, plain_accuracy) -> None:
+    first, second, *third = plots.panels(3 if curves else 2)
+    plots.auc_bars({"without privacy": plain_attacks, "with DP-SGD": attacks}, ax=first)
+    plots.epsilon_over_time(history, target=budget, ax=second)
+    if curves:
+        plots.privacy_utility(curves, baseline=plain_accuracy, ax=third[0])
+    first.figure.savefig(output, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
