@@ -24,9 +24,14 @@ lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .
 	.venv/keras3/bin/mypy
 
-bench: .venv/keras3.installed .venv/tff.installed
-	$(TFF) benchmarks/step.py $(ARGS)
+# The peers have environments of their own (PyTorch's wheel is large). A subset: ARGS="--models mlp --batches 256".
+bench: .venv/keras3.installed .venv/tff.installed .venv/opacus.installed .venv/jax.installed
 	$(KERAS3) benchmarks/step.py $(ARGS)
+
+.venv/opacus.installed .venv/jax.installed: .venv/%.installed: requirements/%.txt | $(UV)
+	$(UV) venv -q --clear --python "$(PYTHON)" .venv/$*
+	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -r requirements/$*.txt
+	touch $@
 
 # Plain pip installs the same files: pip install --no-deps -r requirements/keras3.txt
 .venv/%.installed: requirements/%.txt setup.cfg | $(UV)
@@ -42,6 +47,9 @@ $(UV):
 lock: | $(UV)
 	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 --override requirements/tff-overrides.txt requirements/tff.in requirements/dev.in -o requirements/tff.txt
 	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 requirements/keras3.in requirements/dev.in -o requirements/keras3.txt
+	for peer in opacus jax; do \
+		$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 requirements/$$peer.in -o requirements/$$peer.txt; \
+	done
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -1,12 +1,13 @@
-"""Times one training step, and its memory, of DP optimizers beside plain Keras.
+"""Times one training step, and its memory, of DP training beside plain training, in this package and its peers.
 
-    python benchmarks/step.py --models mnist_cnn --batches 250 --competitors plain,tfdpfl
+    python benchmarks/step.py --models mnist_cnn --batches 250 --competitors keras3,tfdpfl3
 
-Each competitor is built in a process of its own, so that its peak memory is its own; the rounds alternate
-between these processes, so that a noisy machine slows all alike. A step is one call of the model's compiled
-train function on a batch that stays in memory. A ratio is the median over rounds of the ratio to plain Keras
-within the round. Growth is the peak beyond that of a process that has only TensorFlow and the batch in it.
-A competitor that fails is shown with the reason; with BENCHMARK_DEBUG set its traceback is printed.
+Each competitor is built in a process of its own, by the Python of its own environment (`make bench` installs them), so
+that its peak memory is its own; the rounds alternate between these processes, so that a noisy machine slows all alike.
+A step is one update of the weights on a batch that stays in memory. A ratio is the median over rounds of the ratio to
+the plain step of the same framework within the round. Growth is the peak beyond that of a process that has only the
+framework and the batch in it. A competitor that fails, or runs out of time or memory, is shown so; with BENCHMARK_DEBUG
+set its traceback is printed.
 """
 
 from __future__ import annotations
@@ -14,139 +15,51 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
-import multiprocessing
+import math
 import os
 import platform
 import resource
+import selectors
 import statistics
+import subprocess
 import time
-from importlib import metadata
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _models import MODELS
 from tqdm import tqdm
 
-CLIP, NOISE_MULTIPLIER = 1.0, 1.1
-BASELINE = "baseline"  # imports TensorFlow and makes the batch: what every competitor's memory has in common
+HERE = Path(__file__).parent
 
 
-# What is compared: each makes a compiled model.
+class Competitor(NamedTuple):
+    """What is compared: an environment under .venv, and what _worker.py makes there."""
 
-
-def _plain(build, batch_size):
-    return _compiled(build(), "adam")
-
-
-def _tfdpfl(build, batch_size, noise_multiplier=NOISE_MULTIPLIER):
-    import tfdpfl
-
-    return _compiled(build(), tfdpfl.DPAdam(l2_norm_clip=CLIP, noise_multiplier=noise_multiplier))
-
-
-def _tfdpfl_noiseless(build, batch_size):
-    """For the noise's share of a step: every other part of it is there."""
-    return _tfdpfl(build, batch_size, noise_multiplier=0.0)
-
-
-def _tfp_optimizer(class_name):
-    def compiled(build, batch_size):
-        import tensorflow_privacy
-
-        optimizer = getattr(tensorflow_privacy, class_name)(
-            l2_norm_clip=CLIP, noise_multiplier=NOISE_MULTIPLIER, num_microbatches=batch_size
-        )
-        return _compiled(build(), optimizer, reduction="none")
-
-    return compiled
-
-
-def _tfp_model(with_registry):
-    def compiled(build, batch_size):
-        import tensorflow as tf
-        from tensorflow_privacy.privacy.fast_gradient_clipping import layer_registry
-        from tensorflow_privacy.privacy.keras_models import dp_keras_model
-
-        plain = build()
-        registry = layer_registry.make_default_layer_registry() if with_registry else None
-        if isinstance(plain, tf.keras.Sequential):
-            # Without its input layer a Sequential has no graph, and the fast way is off.
-            layers = [tf.keras.layers.InputLayer(plain.input_shape[1:]), *plain.layers]
-            make, structure = dp_keras_model.DPSequential, {"layers": layers}
-        else:
-            make, structure = dp_keras_model.DPModel, {"inputs": plain.inputs, "outputs": plain.outputs}
-        model = make(CLIP, NOISE_MULTIPLIER, layer_registry=registry, **structure)
-        if with_registry and not model._enable_fast_peg_computation:
-            raise NotSupported("a layer is not in TF Privacy's registry")
-        return _compiled(model, "adam")
-
-    return compiled
+    environment: str
+    framework: str
+    mode: str
+    reference: str | None  # the plain step that it is held against
 
 
 COMPETITORS = {
-    "plain": _plain,
-    "tfdpfl": _tfdpfl,
-    "tfdpfl_noiseless": _tfdpfl_noiseless,
-    "tfp_model_fast": _tfp_model(with_registry=True),
-    "tfp_model": _tfp_model(with_registry=False),
-    "tfp_vectorized": _tfp_optimizer("VectorizedDPKerasAdamOptimizer"),
-    "tfp": _tfp_optimizer("DPKerasAdamOptimizer"),
+    "keras3": Competitor("keras3", "keras", "plain", None),
+    "tfdpfl3": Competitor("keras3", "keras", "tfdpfl", "keras3"),
+    "tfdpfl3_noiseless": Competitor("keras3", "keras", "noiseless", "keras3"),
+    "keras2": Competitor("tff", "keras", "plain", None),
+    "tfdpfl2": Competitor("tff", "keras", "tfdpfl", "keras2"),
+    "tfdpfl2_noiseless": Competitor("tff", "keras", "noiseless", "keras2"),
+    "torch": Competitor("opacus", "torch", "plain", None),
+    "opacus_hooks": Competitor("opacus", "torch", "hooks", "torch"),
+    "opacus_ghost": Competitor("opacus", "torch", "ghost", "torch"),
+    "jax": Competitor("jax", "jax", "plain", None),
+    "jax_privacy": Competitor("jax", "jax", "private", "jax"),
+    "tfp_model_fast": Competitor("tff", "keras", "DPModel fast", "keras2"),
+    "tfp_model": Competitor("tff", "keras", "DPModel", "keras2"),
+    "tfp_vectorized": Competitor("tff", "keras", "VectorizedDPKerasAdamOptimizer", "keras2"),
+    "tfp": Competitor("tff", "keras", "DPKerasAdamOptimizer", "keras2"),
 }
-
-
-class NotSupported(Exception):
-    """The competitor does not do this model."""
-
-
-def _compiled(model, optimizer, reduction="sum_over_batch_size"):
-    import tensorflow as tf
-
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    model.compile(optimizer=optimizer, loss=loss)
-    return model
-
-
-# The worker process.
-
-
-def work(connection: Connection, model_name: str, batch_size: int, competitor: str) -> None:
-    """Builds and warms up; then answers a number of steps with their seconds, and "peak" with its MB."""
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    try:
-        import tensorflow as tf
-
-        tf.get_logger().setLevel("ERROR")
-        model_entry = MODELS[model_name]
-        data = tf.data.Dataset.from_tensors(model_entry.batch(batch_size)).repeat()
-        batches = iter(data)
-        if competitor == BASELINE:
-            next(batches)
-            step = None
-        else:
-            model = COMPETITORS[competitor](model_entry.build, batch_size)
-            model.make_train_function()
-
-            def step() -> float:
-                start = time.perf_counter()
-                model.train_function(batches)
-                return time.perf_counter() - start
-
-            step()
-        connection.send(("ready", step() if step else 0.0))
-        while (request := connection.recv()) is not None:
-            if request == "peak":
-                connection.send(("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
-            else:
-                connection.send(("seconds", [step() for _ in range(request)]))
-    except Exception as error:
-        out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError"
-        reason = str(error) if isinstance(error, NotSupported) else type(error).__name__
-        connection.send(("failed", "out of memory" if out_of_memory else reason))
-        if "BENCHMARK_DEBUG" in os.environ:
-            raise
 
 
 class Failed(Exception):
@@ -156,18 +69,23 @@ class Failed(Exception):
 class Worker:
     """A competitor's process, seen from the parent."""
 
-    def __init__(self, model: str, batch_size: int, competitor: str, timeout: float, memory_limit_mb: float):
-        self.competitor, self._timeout, self._memory_limit_mb = competitor, timeout, memory_limit_mb
-        context = multiprocessing.get_context("spawn")
-        self._connection, child = context.Pipe()
-        self._process = context.Process(target=work, args=(child, model, batch_size, competitor), daemon=True)
-        self._process.start()
-        child.close()
+    def __init__(self, model: str, batch_size: int, entry: Competitor, timeout: float, memory_limit_mb: float):
+        self._timeout, self._memory_limit_mb = timeout, memory_limit_mb
+        python = HERE.parent / ".venv" / entry.environment / "bin" / "python"
+        if not python.exists():
+            raise Failed("not installed")
+        command = [str(python), str(HERE / "_worker.py"), entry.framework, entry.mode, model, str(batch_size)]
+        log = None if "BENCHMARK_DEBUG" in os.environ else subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
     def ask(self, request: Any) -> Any:
         """Sends a request and returns its answer. Raises Failed."""
         try:
-            self._connection.send(request)
+            self._process.stdin.write(f"{request}\n")
         except OSError:
             raise self._died() from None
         return self.answer()
@@ -175,28 +93,24 @@ class Worker:
     def answer(self) -> Any:
         """Waits for an answer within the limits of time and memory. Raises Failed."""
         end = time.monotonic() + self._timeout
-        try:
-            while not self._connection.poll(0.1):
-                if time.monotonic() > end:
-                    raise Failed(f"time out ({self._timeout:.0f} s)")
-                if self._resident_mb() > self._memory_limit_mb:
-                    raise Failed("out of memory")
-            kind, value = self._connection.recv()
-        except EOFError:
-            raise self._died() from None
+        while not self._selector.select(0.1):
+            if time.monotonic() > end:
+                raise Failed(f"time out ({self._timeout:.0f} s)")
+            if self._resident_mb() > self._memory_limit_mb:
+                raise Failed("out of memory")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        kind, value = json.loads(line)
         if kind == "failed":
             raise Failed(value)
         return value
 
     def close(self) -> None:
         """Ends the process."""
-        with contextlib.suppress(OSError):
-            self._connection.send(None)
-        self._process.join(2)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._connection.close()
+        self._process.kill()
+        self._process.communicate()
+        self._selector.close()
 
     def _resident_mb(self) -> float:
         with contextlib.suppress(OSError):
@@ -205,12 +119,8 @@ class Worker:
         return 0.0
 
     def _died(self) -> Failed:
-        self._process.join(5)
-        code = self._process.exitcode
+        code = self._process.wait(5)
         return Failed("out of memory" if code == -9 else f"died ({code})")
-
-
-# The parent.
 
 
 @dataclasses.dataclass
@@ -224,6 +134,9 @@ class Result:
     rounds_ms: list[float] = dataclasses.field(default_factory=list)
     ms: float | None = None
     time_ratio: float | None = None
+    noise_share: float | None = None
+    first_s: float | None = None
+    first_ratio: float | None = None
     peak_mb: float | None = None
     peak_ratio: float | None = None
     growth_mb: float | None = None
@@ -232,24 +145,27 @@ class Result:
 
 def compare(model: str, batch_size: int, options: argparse.Namespace, progress: tqdm) -> list[Result]:
     """Measures all competitors on one model and batch size."""
-    names = [BASELINE, *options.competitors]
-    results = {name: Result(model, batch_size, name) for name in names}
+    chosen = {name: COMPETITORS[name] for name in options.competitors}
+    bare = {f"import {e.environment}": e._replace(mode="import") for e in chosen.values()}
+    results = {name: Result(model, batch_size, name) for name in [*bare, *chosen]}
     workers: dict[str, Worker] = {}
     steps: dict[str, int] = {}
 
-    def attempt(name: str, action: Any) -> None:
+    def attempt(name: str, action: Callable[[str], None]) -> None:
         progress.set_description(f"{model} {batch_size} {name}")
-        try:
-            action()
-        except Failed as failure:
-            results[name].failure = str(failure)
-            if worker := workers.pop(name, None):
-                worker.close()
+        if not results[name].failure:
+            try:
+                action(name)
+            except Failed as failure:
+                results[name].failure = str(failure)
+                if worker := workers.pop(name, None):
+                    worker.close()
         progress.update()
 
     def build(name: str) -> None:
-        workers[name] = Worker(model, batch_size, name, options.timeout, options.memory_limit)
-        seconds = workers[name].answer()
+        entry = {**bare, **chosen}[name]
+        workers[name] = Worker(model, batch_size, entry, options.timeout, options.memory_limit)
+        results[name].first_s, seconds = workers[name].answer()
         steps[name] = max(1, min(options.steps, int(options.round_seconds / max(seconds, 1e-6))))
 
     def run(name: str) -> None:
@@ -260,41 +176,48 @@ def compare(model: str, batch_size: int, options: argparse.Namespace, progress: 
         results[name].peak_mb = workers[name].ask("peak")
 
     try:
-        for name in names:
-            attempt(name, lambda name=name: build(name))
+        for name in results:
+            attempt(name, build)
         for _ in range(options.rounds):
-            for name in options.competitors:
-                attempt(name, lambda name=name: run(name) if name in workers else None)
-        for name in names:
-            attempt(name, lambda name=name: measure_memory(name) if name in workers else None)
+            for name in chosen:
+                attempt(name, run)
+        for name in results:
+            attempt(name, measure_memory)
     finally:
         for worker in workers.values():
             worker.close()
-    _summarise(results)
-    return [results[name] for name in options.competitors]
+    for name, entry in chosen.items():
+        _summarise(results[name], results.get(entry.reference or name), results[f"import {entry.environment}"])
+    for name in chosen:
+        quiet = results.get(f"{name}_noiseless")
+        if quiet is not None and quiet.ms and results[name].ms:
+            pairs = zip(quiet.rounds_ms, results[name].rounds_ms, strict=True)
+            results[name].noise_share = max(0.0, 1 - statistics.median(q / r for q, r in pairs))
+    return [results[name] for name in chosen]
 
 
-def _summarise(results: dict[str, Result]) -> None:
-    common, plain = results[BASELINE], results.get("plain")
-    for result in results.values():
-        if result.failure:
-            continue
-        result.ms = statistics.median(result.rounds_ms) if result.rounds_ms else None
-        if result.peak_mb and common.peak_mb:
-            result.growth_mb = result.peak_mb - common.peak_mb
-    for result in results.values():
-        if result.failure or plain is None or plain.failure or result is common:
-            continue
-        pairs = zip(result.rounds_ms, plain.rounds_ms, strict=True)
-        result.time_ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-        result.peak_ratio = result.peak_mb / plain.peak_mb
-        if result.growth_mb and plain.growth_mb:
-            result.growth_ratio = result.growth_mb / plain.growth_mb
+def _summarise(result: Result, plain: Result | None, bare: Result) -> None:
+    if result.failure:
+        return
+    result.ms = statistics.median(result.rounds_ms)
+    if bare.peak_mb:
+        result.growth_mb = result.peak_mb - bare.peak_mb
+    if plain is None or plain.failure:
+        return
+    pairs = zip(result.rounds_ms, plain.rounds_ms, strict=True)
+    result.time_ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    result.first_ratio = result.first_s / plain.first_s
+    result.peak_ratio = result.peak_mb / plain.peak_mb
+    if bare.peak_mb and plain.peak_mb > bare.peak_mb:
+        result.growth_ratio = result.growth_mb / (plain.peak_mb - bare.peak_mb)
 
 
 COLUMNS = {
     "ms a step": ("ms", "{:.2f}"),
     "× plain": ("time_ratio", "{:.2f}"),
+    "noise's share": ("noise_share", "{:.0%}"),
+    "first step s": ("first_s", "{:.1f}"),
+    "first × plain": ("first_ratio", "{:.2f}"),
     "peak MB": ("peak_mb", "{:.0f}"),
     "peak × plain": ("peak_ratio", "{:.2f}"),
     "growth MB": ("growth_mb", "{:.0f}"),
@@ -315,28 +238,58 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+def summary(results: list[Result]) -> str:
+    """The geometric mean over models of each competitor's ratio, by batch size, over the models that it did."""
+    lines = []
+    for name, entry in COMPETITORS.items():
+        for size in sorted({r.batch_size for r in results}):
+            ratios = [r.time_ratio for r in results if (r.competitor, r.batch_size) == (name, size) and r.time_ratio]
+            if entry.reference and ratios:
+                mean = math.exp(statistics.fmean(map(math.log, ratios)))
+                lines.append(f"- {name}, batch {size}: {mean:.2f} × plain, geometric mean of {len(ratios)} models")
+    return "\n".join(lines)
+
+
 def plot(results: list[Result], path: Path, title: str) -> None:
-    """Draws the times as bars."""
+    """Draws each competitor's ratio to its plain step, a panel a batch size."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    shown = [result for result in results if result.ms is not None][::-1]
-    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(shown)), layout="constrained")
-    bars = axes.barh(
-        [f"{result.model}, {result.batch_size}: {result.competitor}" for result in shown],
-        [result.ms for result in shown],
-        color=["C0" if result.competitor.startswith("tfdpfl") else "0.7" for result in shown],
-    )
-    axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set(xscale="log", xlabel="ms a step", title=title)
-    axes.margins(x=0.15)
-    figure.savefig(path, dpi=150)
+    sizes = sorted({r.batch_size for r in results})
+    models = list(dict.fromkeys(r.model for r in results))
+    shown = [n for n, e in COMPETITORS.items() if e.reference and any(r.competitor == n and r.ms for r in results)]
+    shown = [name for name in shown if not name.endswith("noiseless")]
+    figure, axes = pyplot.subplots(
+        1, len(sizes), figsize=(2 + 5 * len(sizes), 1.5 + 0.16 * len(models) * len(shown)), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, size in zip(axes[0], sizes, strict=True):
+        for i, name in enumerate(shown):
+            found = {r.model: r.time_ratio for r in results if (r.competitor, r.batch_size) == (name, size)}
+            at = [models.index(m) + 0.8 * (i + 0.5) / len(shown) for m in found]
+            bars = axis.barh(at, [v or 0 for v in found.values()], 0.8 / len(shown), label=name, color=f"C{i}")
+            axis.bar_label(bars, [f"{v:.2f}" if v else "failed" for v in found.values()], padding=2, fontsize=6)
+        axis.set(xscale="log", xlabel="DP step / plain step of the same framework", title=f"batch {size}")
+        axis.axvline(1, color="0.5", linewidth=0.8)
+        axis.set_yticks([i + 0.4 for i in range(len(models))], models)
+        axis.invert_yaxis()
+        axis.margins(x=0.2)
+    axes[0][0].legend(fontsize=7)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
 
 
-def _stack() -> str:
-    return "tff" if importlib.util.find_spec("tensorflow_privacy") else "keras3"
+def _versions(environments: set[str]) -> dict[str, str]:
+    """What is installed where."""
+    wanted = ("tensorflow", "keras", "tensorflow-privacy", "torch", "opacus", "jax", "jax-privacy")
+    found = {}
+    for environment in sorted(environments):
+        libraries = (HERE.parent / ".venv" / environment / "lib").glob("python3*/site-packages/*.dist-info")
+        pairs = [p.name.removesuffix(".dist-info").replace("_", "-").rsplit("-", 1) for p in libraries]
+        found[environment] = ", ".join(f"{name} {version}" for name, version in sorted(pairs) if name in wanted)
+    return found
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -351,53 +304,55 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
     with open("/proc/meminfo") as file:
         available_mb = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable")) / 1024
-    default = [name for name in COMPETITORS if _stack() == "tff" or not name.startswith("tfp")]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--batches", type=lambda text: [int(size) for size in text.split(",")], default=[250])
+    parser.add_argument("--batches", type=lambda text: [int(size) for size in text.split(",")], default=[64, 256, 1024])
     parser.add_argument(
-        "--competitors", type=names(COMPETITORS), default=default, help=f"of {', '.join(COMPETITORS)}"
+        "--competitors", type=names(COMPETITORS), default=list(COMPETITORS), help=f"of {', '.join(COMPETITORS)}"
     )
     parser.add_argument("--steps", type=int, default=30, help="most steps a round")
     parser.add_argument(
-        "--round-seconds", type=float, default=2.0, help="slow competitors do fewer steps, at least one"
+        "--round-seconds", type=float, default=1.0, help="slow competitors do fewer steps, at least one"
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for a build or a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for a build or a round")
     parser.add_argument(
-        "--memory-limit", type=float, default=0.8 * available_mb, help="MB for one competitor"
+        "--memory-limit", type=float, default=0.6 * available_mb, help="MB for one competitor"
     )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / f"step-{_stack()}")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "step", help="where tables and plots go")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints the table, and writes it beside a JSON file and a picture."""
     options = _options(arguments)
-    combinations = [(model, size) for model in options.models for size in options.batches]
-    counted = 2 + len(options.competitors) * (options.rounds + 2)
+    combinations = [(model, size) for size in options.batches for model in options.models]
+    environments = {COMPETITORS[name].environment for name in options.competitors}
+    counted = 2 * len(environments) + len(options.competitors) * (options.rounds + 2)
     results: list[Result] = []
+    versions = _versions(environments)
+    stack = f"{os.cpu_count()} cores; " + "; ".join(f"{k}: {v}" for k, v in versions.items())
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with tqdm(total=counted * len(combinations), disable=None) as progress:
         for model, batch_size in combinations:
-            results += compare(model, batch_size, options, progress)
-    versions = {name: metadata.version(name) for name in ("tensorflow", "keras", "numpy")}
-    stack = f"TensorFlow {versions['tensorflow']}, Keras {versions['keras']}, {os.cpu_count()} cores"
-    text = table(results)
-    print(f"{stack}\n\n{text}")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "versions": versions,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "steps": options.steps,
-        "rounds": options.rounds,
-        "results": [dataclasses.asdict(result) for result in results],
-    }
-    options.output.with_name(options.output.name + ".md").write_text(f"{stack}\n\n{text}\n")
-    options.output.with_name(options.output.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
-    if importlib.util.find_spec("matplotlib") and any(result.ms for result in results):
-        plot(results, options.output.with_name(options.output.name + ".png"), stack)
+            found = compare(model, batch_size, options, progress)
+            progress.write(table(found))
+            results += found
+            record = {
+                "versions": versions,
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+                "cores": os.cpu_count(),
+                "steps": options.steps,
+                "rounds": options.rounds,
+                "results": [dataclasses.asdict(result) for result in results],
+            }
+            options.output.with_name(options.output.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
+    means = summary(results)
+    print(f"\n{means}")
+    options.output.with_name(options.output.name + ".md").write_text(f"{stack}\n\n{table(results)}\n\n{means}\n")
+    if any(result.ms for result in results):
+        plot(results, options.output.with_name(options.output.name + ".png"), stack.split(";")[0])
 
 
 if __name__ == "__main__":
