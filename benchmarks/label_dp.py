@@ -33,15 +33,17 @@ def one_at_a_time(priors: np.ndarray, y: np.ndarray, epsilon: float) -> np.ndarr
     one in k is put right, which costs no time.)"""
     rng = np.random.default_rng()
     released = np.empty_like(y)
+    other = np.exp(-epsilon)
     for i, label in enumerate(y):
-        order = np.argsort(-priors[i])
+        order = np.flipud(np.argsort(priors[i]))
         falling = priors[i][order]
-        truth = [np.sum(falling[: k + 1]) / (1 + k * np.exp(-epsilon)) for k in range(len(falling))]
+        truth = [np.sum(falling[: k + 1]) / (1 + k * other) for k in range(len(falling))]
         k = int(np.argmax(truth)) + 1
-        p = np.full(len(falling), np.exp(-epsilon))
-        p[label] = 1.0
+        p = np.zeros_like(falling) + other / (1 + (k - 1) * other)
+        p[label] = 1 / (1 + (k - 1) * other)
         p[order[k:]] = 0
-        released[i] = rng.choice(len(falling), p=p / p.sum())
+        p /= np.sum(p)
+        released[i] = rng.choice(len(falling), p=p)
     return released
 
 

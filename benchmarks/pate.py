@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,22 @@ def notebook_loop(predictions, gamma):
     return labels
 
 
+# The notebook's loop as it stands, in PyTorch; run in the environment that `make bench` has for Opacus.
+TORCH_LOOP = """
+import time, numpy as np, torch
+votes = torch.from_numpy(np.random.default_rng(0).integers(0, 10, (100, 10_000)))
+began = time.perf_counter()
+labels = []
+for image in range(votes.shape[1]):
+    counts = torch.bincount(votes[:, image], minlength=10).float()
+    for i in range(len(counts)):
+        counts[i] += np.random.laplace(0, 10, 1)[0]
+    labels.append(torch.argmax(counts))
+torch.tensor(labels)
+print(time.perf_counter() - began)
+"""
+
+
 def votes(teachers=100, queries=10_000):
     rng = np.random.default_rng(0)
     right = rng.integers(0, 10, queries)
@@ -57,6 +74,11 @@ def aggregation_and_analysis():
     loop = best(lambda: notebook_loop(predictions, 0.1), 3)
     ours = best(lambda: LNMax(0.1).aggregate(predictions, 10), 30)
     result = {"aggregation_ms": 1e3 * ours, "notebook_loop_ms": 1e3 * loop, "aggregation_speedup": loop / ours}
+    torch_python = Path(__file__).resolve().parent.parent / ".venv/opacus/bin/python"
+    if torch_python.exists():
+        ran = subprocess.run([torch_python, "-c", TORCH_LOOP], capture_output=True, text=True, check=True)
+        result["notebook_torch_loop_ms"] = 1e3 * float(ran.stdout)
+        result["aggregation_speedup_torch"] = float(ran.stdout) / ours
     for mechanism in (LNMax(0.1), GNMax(20), ConfidentGNMax(60, 40, 20)):
         name = type(mechanism).__name__
         result[f"analysis_s_{name}"] = best(lambda m=mechanism: rdp_data_dependent(m, counts, orders))
