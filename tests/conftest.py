@@ -1,8 +1,23 @@
 """What the tests of the optimizers share: a tiny classifier, its gradients in numpy, and ways to take one step."""
 
 import numpy as np
+import pytest
+from hypothesis import settings
+
+# The same examples each time; `pytest --hypothesis-profile explore` looks for new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("same")
 
 CLASSES, WIDTH, HIDDEN = 3, 6, 5
+
+
+@pytest.fixture(autouse=True)
+def same_weights():
+    """Keras's weights, shuffles and dropout are the same in each run; the package's own noise never is."""
+    import tensorflow as tf
+
+    tf.keras.utils.set_random_seed(0)
 
 
 def keras3() -> bool:

@@ -62,6 +62,7 @@ def test_the_default_accountant_is_the_tight_one():
     assert tight < price(batch_size=20, noise_multiplier=2.0, num_epochs=1, sampling="shuffle")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_training_stops_before_the_step_that_would_pass_the_target(steps_per_execution):
     target = price(batch_size=20, noise_multiplier=2.0, num_steps=10)

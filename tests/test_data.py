@@ -199,6 +199,7 @@ def fit(model, dataset, epochs=2):
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "embedding"])
 @pytest.mark.parametrize("mean_size", [0.7, 5])
 def test_fit_takes_empty_batches_and_batches_of_any_size_in_one_trace(kind, mean_size):
@@ -233,6 +234,7 @@ def convolutional():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_images_with_empty_draws_fit_in_one_trace_and_the_stand_in_moves_no_weight(weighted):
     x = np.random.default_rng(0).random((N, 9, 9, 1), np.float32)

@@ -79,6 +79,7 @@ NUMBER_MECHANISMS = [
     lambda eps: RROnBins(eps, prior=FIVE),
     lambda eps: RROnBins(eps, prior=FIVE, loss="absolute"),
     lambda eps: RROnBins(eps, prior=FIVE, loss="poisson"),
+    lambda eps: RROnBins(eps, prior_epsilon=0.4 * eps, values=range(5)),
     lambda eps: UnbiasedRandomizer(eps, prior=FIVE),
 ]
 
@@ -99,7 +100,7 @@ def test_no_output_tells_two_labels_apart_by_more_than_epsilon(make, epsilon):
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 2.0])
-@pytest.mark.parametrize("make", [*CLASS_MECHANISMS, *NUMBER_MECHANISMS[:3]])
+@pytest.mark.parametrize("make", [*CLASS_MECHANISMS, *NUMBER_MECHANISMS[:4]])
 def test_the_sampler_does_what_the_matrix_says(monkeypatch, make, epsilon):
     mechanism = make(epsilon)
     mechanism.fit([0, 1])
@@ -117,7 +118,7 @@ def test_randomized_response_is_the_published_matrix():
 
 
 @pytest.mark.parametrize(
-    "make", [CLASS_MECHANISMS[i] for i in (0, 1, 3, 5)] + NUMBER_MECHANISMS[:1] + NUMBER_MECHANISMS[3:]
+    "make", [CLASS_MECHANISMS[i] for i in (0, 1, 3, 5)] + NUMBER_MECHANISMS[:1] + NUMBER_MECHANISMS[4:]
 )
 def test_frequencies_pass_a_chi_square_test(make):
     mechanism = make(1.0)
@@ -251,6 +252,7 @@ def test_the_prior_is_paid_out_of_the_total():
     assert mechanism.epsilon_spent == pytest.approx(1.0)
     assert price(mechanism.dp_event, 1e-9, adjacency="replace_one").epsilon == pytest.approx(1.0, rel=6e-3)
     bins = RROnBins(1.0, prior_epsilon=0.4, values=range(4))
+    assert price(bins.dp_event, 1e-9, adjacency="replace_one").epsilon == pytest.approx(1.0, rel=6e-3)
     bins.fit_transform([0, 1, 2, 3, 3])
     assert largest_loss(bins.transition_matrix_) <= 0.6 + 1e-12 and bins.epsilon_spent == pytest.approx(1.0)
 

@@ -72,6 +72,7 @@ def test_the_backward_loss_of_randomized_response_is_the_closed_form():
         assert float(loss(np.array([released]), logits)) == pytest.approx(closed, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
 def test_losses_are_saved_with_the_model(cls, tmp_path):
     x, y = blobs(60)
@@ -94,6 +95,7 @@ def test_certain_models_have_finite_gradients(cls):
     assert np.isfinite(float(loss)) and np.isfinite(tape.gradient(loss, logits).numpy()).all()
 
 
+@pytest.mark.slow
 def test_the_forward_loss_recovers_the_true_classes():
     x, y = blobs(3000)
     noisy = RandomizedResponse(1.0, 3).fit_transform(y)
@@ -187,6 +189,7 @@ def test_the_layer_refuses_what_it_cannot_hide():
 # tf.data and tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("how", ["function", "layer", "transformer"])
 def test_a_dataset_has_one_release_however_often_it_is_read(batched, how):
@@ -249,6 +252,7 @@ def test_datasets_that_cannot_be_read_once_are_refused(dataset, message):
         randomized_response(dataset(), 1.0, 3)
 
 
+@pytest.mark.slow
 def test_tensors_come_back_as_tensors():
     y = tf.constant([0, 1, 2], tf.int32)
     noisy = randomized_response(y, 60.0, 3)
@@ -278,6 +282,7 @@ def test_a_keras_model_is_a_prior():
     assert clone(mechanism).prior is model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_stages_release_each_label_once_for_the_total(one_hot):
     x, y = blobs(1500)
@@ -297,6 +302,7 @@ def test_stages_release_each_label_once_for_the_total(one_hot):
     assert [len(h.history["loss"]) for h in training.histories_] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_the_stages_split_knows_nothing_of_the_labels():
     x, y = blobs(200)
     splits = [
@@ -327,6 +333,7 @@ def test_the_second_stages_prior_is_of_true_labels():
     training.set_params(debias=True)._prior_from(Perfect(), singular).table(x, np.arange(3), 3)
 
 
+@pytest.mark.slow
 def test_later_stages_train_on_all_that_was_released():
     x, y = blobs(200)
     sizes = []

@@ -78,6 +78,7 @@ def test_the_student_learns_the_released_labels_and_nothing_else():
     assert (seen[0][1] == pate.answers_.labels[answered]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_dependent", [False, True])
 @pytest.mark.parametrize("aggregator", [LNMax(0.05), GNMax(40), ConfidentGNMax(150, 100, 40, seed=0)])
 def test_a_budget_stops_the_answering_before_it_is_passed(aggregator, data_dependent):
@@ -145,6 +146,7 @@ def test_queries_may_be_chosen():
     assert pate.queries_.tolist() == [5, 3, 9] and (pate.answers_.counts == VOTES[[5, 3, 9]]).all()
 
 
+@pytest.mark.slow
 def test_reports_and_plots_label_what_is_private(tmp_path):
     pate = flow(ConfidentGNMax(150, 40, 20, seed=0)).fit(X, Y)
     report = pate.report()

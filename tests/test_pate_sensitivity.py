@@ -55,6 +55,24 @@ def test_it_is_smooth_and_at_least_what_brute_force_finds(mechanism, options, or
         assert (ours <= 4 * brute_force).mean() > 0.5
 
 
+@pytest.mark.slow
+def test_the_noise_of_the_release_is_as_wide_as_its_price_says():
+    mechanism, votes, order, beta, noise = GNMax(40.0), votes_of(200, 400), 4.0, 0.08, 1.5
+    sensitivity = smooth_sensitivity(mechanism, votes, order, beta).sum()
+    total = rdp_data_dependent(mechanism, votes, [order]).sum()
+    assert 5 * noise * sensitivity < total < len(votes) * order / 40**2 - 5 * noise * sensitivity  # nothing is cut off
+    figures = [
+        float(smooth_sensitivity_release(mechanism, votes, 1e-5, order=order, beta=beta, noise=noise, seed=i).unpadded)
+        for i in range(250)
+    ]
+    # At one order ε is the released total plus a constant.
+    ratio = np.std(figures) / (noise * sensitivity)
+    assert 0.82 < ratio < 1.18  # four standard errors; 2/3 and 3/2 are outside
+    paid = release_cost(order, beta, noise) + order / (2 * noise**2)
+    middle = epsilon_of_rdp([order], [total + paid], 1e-5)[0]
+    assert abs(np.mean(figures) - middle) < 4 * noise * sensitivity / np.sqrt(len(figures))
+
+
 @pytest.mark.parametrize(("order", "beta", "noise"), [(2.0, 0.2, 3.0), (8.0, 0.05, 5.0), (20.0, 0.02, 14.0)])
 def test_the_release_costs_at_least_the_divergence_of_its_noise(order, beta, noise):
     worst = 0.0

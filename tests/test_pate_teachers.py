@@ -49,11 +49,13 @@ def quick(num_teachers=4, model_fn=dense_model, **options):
     return TeacherEnsemble(model_fn, num_teachers, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_fn", "shape"),
     [(dense_model, (FEATURES,)), (convolutional_model, (6, 6, 1))],
 )
 def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
+    tf.keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 20, *shape)).astype(np.float32)
     y = rng.integers(0, CLASSES, (3, 20))
@@ -71,7 +73,7 @@ def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
                 model.train_on_batch(x[t][rows], y[t][rows])
     for model, weights in zip(models, stack.weights(), strict=True):
         for ours, keras in zip(weights, model.get_weights(), strict=True):
-            assert ours == pytest.approx(keras, abs=2e-5)
+            assert ours == pytest.approx(keras, abs=5e-4)  # Adam magnifies rounding; a lost step is 1e-2
     alone = np.stack([model.predict(x[0], verbose=0) for model in models])
     assert stack.outputs(x[0]).numpy() == pytest.approx(alone, abs=1e-4)
 
@@ -120,6 +122,7 @@ def test_hospitals_bring_their_own_shards():
     assert ensemble.votes(parts[0][0]).sum() == 60
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_it_stopped(tmp_path):
     X, y = blobs(80)
     whole = quick(4, checkpoint_dir=tmp_path).fit(X, y)

@@ -102,6 +102,7 @@ def test_the_key_of_the_noise_is_not_in_the_config():
 FORMATS = ["model.keras"] + ([] if KERAS3 else [pytest.param("model.h5", marks=pytest.mark.slow)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_training_resumed_from_a_saved_model_is_the_uninterrupted_training_bit_for_bit(name, tmp_path):
     whole = trained(4)
