@@ -48,7 +48,7 @@ def test_gboards_setting_is_priced_as_published_and_fast():
     assert tree_sensitivity(2000, 6, 313) / (2 * 7**2) == pytest.approx(0.81, abs=0.005)
     promise = TreeLevel(noise_multiplier=7.0)
     assert promise.price(run, 1e-10, "rdp").epsilon == pytest.approx(8.90, rel=0.01)
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 60  # a search over all participations would take days
     # The nodes are one Gaussian mechanism, whose exact ε is lower; it is the default.
     exact = promise.price(run, 1e-10)
     assert exact.accountant == "pld"

@@ -20,6 +20,7 @@ SAYS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", SAYS)
 def test_example_runs_to_its_end_and_its_output_ends_too(name, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TFDPFL_DATA_DIR"}
