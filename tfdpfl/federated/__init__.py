@@ -10,11 +10,12 @@ import importlib
 
 _WHERE = {
     **dict.fromkeys(
-        ["build_dp_fed_avg", "build_dp_fed_sgd", "build_dp_ftrl", "build_distributed_dp_fed_avg",
+        ["build_dp_fed_avg", "build_dp_fed_sgd", "build_dp_fed_recon", "build_dp_ftrl", "build_distributed_dp_fed_avg",
          "build_local_dp_fed_avg"],
         "processes",
     ),
     "build_example_dp_fed_avg": "example_level",
+    "evaluate_personalized": "personalization",
     **dict.fromkeys(["AdaptiveClip", "NoisedMetrics"], "clip"),
     **dict.fromkeys(["Guarantee", "Participation", "RoundsRun"], "privacy"),
     **dict.fromkeys(["local_runtime", "remote_runtime", "WorkerLost"], "runtime"),

@@ -32,29 +32,8 @@ def trainable_model_fn(
     """
     if isinstance(model_fn, tff.learning.models.FunctionalModel):
         return model_fn
-    if not callable(model_fn) or isinstance(model_fn, tf.keras.Model):
-        raise TypeError(
-            f"model_fn must be a function that makes a model, got {type(model_fn).__name__}: wrap its construction in "
-            "a function, so that every call makes a new one"
-        )
-    with tf.Graph().as_default():
-        model, again = model_fn(), model_fn()
-        if not isinstance(model, tf.keras.Model | tff.learning.models.VariableModel):
-            raise TypeError(
-                f"model_fn returned {type(model).__name__}: return an uncompiled tf.keras.Model or a "
-                "tff.learning.models.VariableModel"
-            )
-        if model is again:
-            raise ValueError(
-                "model_fn returned the same model twice: build the model inside model_fn, since each call runs in a "
-                "graph of its own"
-            )
-        if isinstance(model, tff.learning.models.VariableModel):
-            inside = keras_model_inside(model)
-            if inside is not None:
-                _check_keras(inside)
-            return model_fn
-    _check_keras(model)
+    if not _makes_keras(model_fn, tff.learning.models.VariableModel):
+        return model_fn
     if loss is None or input_spec is None:
         raise ValueError(
             "model_fn returns a Keras model, so give its loss and input_spec too (the element_spec of a client's data "
@@ -68,6 +47,76 @@ def trainable_model_fn(
         return tff.learning.models.from_keras_model(model_fn(), loss=loss, input_spec=input_spec, metrics=metrics)
 
     return make
+
+
+def reconstruction_model_fn(model_fn: Any, local_layers: Sequence[str], loss: Any, input_spec: Any = None) -> Any:
+    """What `tff.learning.algorithms.build_fed_recon` takes as ``model_fn``: a function that makes a
+    `tff.learning.models.ReconstructionModel`.
+
+    Args:
+      model_fn: makes a new, uncompiled Keras model, or a new ReconstructionModel, in every call.
+      local_layers: the names of a Keras model's layers that stay with the client.
+      loss, input_spec: as for `trainable_model_fn`; a ReconstructionModel needs the loss as well.
+
+    Raises:
+      TypeError, PrivacyError: as for `trainable_model_fn`.
+      ValueError: the same, or ``local_layers`` are not some of the layers, by name, in every call.
+    """
+    if not isinstance(loss, tf.keras.losses.Loss):
+        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}: an object, not its name or a function")
+    local = set(local_layers)
+    if not _makes_keras(model_fn, tff.learning.models.ReconstructionModel):
+        if local:
+            raise ValueError(f"local_layers={local_layers!r} are of a Keras model: a ReconstructionModel has its own")
+        return model_fn
+    if input_spec is None:
+        raise ValueError("model_fn returns a Keras model, so give its input_spec too: a client data set's element_spec")
+
+    def make() -> Any:
+        model = model_fn()
+        names = [layer.name for layer in model.layers]
+        if isinstance(local_layers, str) or not local or not local <= set(names):
+            raise ValueError(
+                f"local_layers={local_layers!r} must be a list of names of the model's layers, here {names}: name the "
+                "layers that stay with the client, since Keras numbers the others anew in every call"
+            )
+        return tff.learning.models.ReconstructionModel.from_keras_model_and_layers(
+            model,
+            global_layers=[layer for layer in model.layers if layer.name not in local],
+            local_layers=[layer for layer in model.layers if layer.name in local],
+            input_spec=input_spec,
+        )
+
+    with tf.Graph().as_default():
+        learnt = make().global_trainable_variables
+    if not learnt:
+        raise ValueError(f"local_layers={local_layers!r} leave nothing for the clients to learn together: name fewer")
+    return make
+
+
+def _makes_keras(model_fn: Any, other: type) -> bool:
+    """Whether ``model_fn`` makes Keras models, and not models of TFF's kind ``other``; either is checked."""
+    if not callable(model_fn) or isinstance(model_fn, tf.keras.Model):
+        raise TypeError(
+            f"model_fn must be a function that makes a model, got {type(model_fn).__name__}: wrap its construction in "
+            "a function, so that every call makes a new one"
+        )
+    with tf.Graph().as_default():
+        model, again = model_fn(), model_fn()
+        if not isinstance(model, tf.keras.Model | other):
+            raise TypeError(
+                f"model_fn returned {type(model).__name__}: return an uncompiled tf.keras.Model or a "
+                f"tff.learning.models.{other.__name__}"
+            )
+        if model is again:
+            raise ValueError(
+                "model_fn returned the same model twice: build the model inside model_fn, since each call runs in a "
+                "graph of its own"
+            )
+        inside = keras_model_inside(model) if isinstance(model, other) else model
+        if inside is not None:
+            _check_keras(inside)
+    return not isinstance(model, other)
 
 
 def _check_keras(model: tf.keras.Model) -> None:

@@ -22,7 +22,7 @@ from tfdpfl.federated import aggregators, runtime
 from tfdpfl.federated._tff import tff
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, LocalLevel, TreeLevel
-from tfdpfl.federated.models import CLIENT_RATES, SERVER_RATES, optimizer, trainable_model_fn
+from tfdpfl.federated.models import CLIENT_RATES, SERVER_RATES, optimizer, reconstruction_model_fn, trainable_model_fn
 
 
 def build_dp_fed_avg(
@@ -110,6 +110,74 @@ def build_dp_fed_sgd(
         server_optimizer_fn=optimizer("server_optimizer_fn", server_optimizer_fn, SERVER_RATES),
         model_distributor=model_distributor,
         model_aggregator=tff.aggregators.as_weighted_aggregator(aggregator),
+        metrics_aggregator=settings.metrics_aggregator,
+    )
+    return promising(process, ClientLevel(noise_multiplier=settings.total))
+
+
+def build_dp_fed_recon(
+    model_fn: Any,
+    *,
+    local_layers: Sequence[str] = (),
+    clients_per_round: float,
+    noise_multiplier: float,
+    clip: float | AdaptiveClip | None = None,
+    client_optimizer_fn: Any,
+    reconstruction_optimizer_fn: Any = "sgd",
+    server_optimizer_fn: Any = "sgd",
+    dataset_split_fn: Any = None,
+    metrics: NoisedMetrics | None = None,
+    loss: Any,
+    input_spec: Any = None,
+    metrics_fn: Callable[[], Sequence[Any]] | None = None,
+    client_weighting: Any = None,
+    model_aggregator: Any = None,
+    metrics_aggregator: Any = None,
+    model_distributor: Any = None,
+) -> tff.learning.templates.LearningProcess:
+    """Federated reconstruction, personalised learning with DP: some variables are local, trained by each client anew in
+    every round and never sent; the others are global, and clients' updates of them are clipped, summed and given noise
+    (Singhal et al. 2021, arXiv:2102.03448).
+
+    A client first trains its local variables on one part of its data, with the global ones as they came, and then the
+    global ones on the other. What is released are the global variables alone; a client that uses them trains local
+    ones of its own (`tff.learning.algorithms.build_fed_recon_eval` measures how well that goes, without privacy).
+
+    Args:
+      model_fn: makes a new uncompiled Keras model (give ``local_layers`` and ``input_spec`` too; TFF leaves its
+        regularizers out) or a new `tff.learning.models.ReconstructionModel` in every call.
+      local_layers: names of the Keras model's layers whose variables stay with the client.
+      reconstruction_optimizer_fn: of the local variables; as ``client_optimizer_fn``, which is of the global ones.
+      dataset_split_fn: from a client's data set, the two to train on, one after the other. TFF's default takes every
+        other batch, so that a client of one batch sends zeros:
+        `tff.learning.models.ReconstructionModel.build_dataset_split_fn` makes others.
+      loss, metrics_fn: of either kind of model.
+      The others: as for `build_dp_fed_avg`.
+
+    Returns:
+      A process whose ``privacy`` is one `ClientLevel`.
+
+    Raises:
+      PrivacyError: weighting by examples, an aggregator of one's own, exact metrics, batch normalization.
+      ValueError, TypeError: other bad arguments.
+    """
+    clip = AdaptiveClip() if clip is None else clip
+    settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
+    _refuse_leaks(client_weighting, model_aggregator, metrics_aggregator)
+    runtime.ensure_default()
+    process = tff.learning.algorithms.build_fed_recon(
+        reconstruction_model_fn(model_fn, local_layers, loss, input_spec),
+        loss_fn=lambda: loss,
+        metrics_fn=metrics_fn,
+        server_optimizer_fn=optimizer("server_optimizer_fn", server_optimizer_fn, SERVER_RATES),
+        client_optimizer_fn=optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES),
+        reconstruction_optimizer_fn=optimizer("reconstruction_optimizer_fn", reconstruction_optimizer_fn, CLIENT_RATES),
+        dataset_split_fn=dataset_split_fn,
+        client_weighting=tff.learning.ClientWeighting.UNIFORM,
+        model_distributor=model_distributor,
+        model_aggregator_factory=aggregators.clipped_mean(
+            settings.clip, settings.noise_multiplier, settings.clients_per_round
+        ),
         metrics_aggregator=settings.metrics_aggregator,
     )
     return promising(process, ClientLevel(noise_multiplier=settings.total))

@@ -415,7 +415,9 @@ class _Logs:
             self._board.flush()
 
 
-def _clients(client_data: Any, num_examples: Any) -> tuple[dict[str, Callable[[], Any]], Mapping[str, int]]:
+def _clients(
+    client_data: Any, num_examples: Any, name: str = "client_data"
+) -> tuple[dict[str, Callable[[], Any]], Mapping[str, int]]:
     """For each client, what makes its data set; and how many examples each holds, where that is known."""
     if hasattr(client_data, "create_tf_dataset_for_client"):
         make, ids = client_data.create_tf_dataset_for_client, client_data.client_ids
@@ -423,7 +425,7 @@ def _clients(client_data: Any, num_examples: Any) -> tuple[dict[str, Callable[[]
         make, ids = client_data.__getitem__, list(client_data)
     else:
         raise ValueError(
-            "client_data must be ClientDatasets (tfdpfl.federated.data.from_arrays makes one), a dict of "
+            f"{name} must be ClientDatasets (tfdpfl.federated.data.from_arrays makes one), a dict of "
             f"tf.data.Dataset by client, or a tff ClientData, got {type(client_data).__name__}"
         )
     known = num_examples if num_examples is not None else getattr(client_data, "num_examples", {})

@@ -1,0 +1,98 @@
+"""How well a released model serves each client once that client has trained it further on its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdpfl.accounting import _checks
+from tfdpfl.federated._tff import tff
+from tfdpfl.federated.models import CLIENT_RATES, optimizer, trainable_model_fn
+from tfdpfl.federated.training import _clients
+
+
+def evaluate_personalized(
+    model_fn: Any,
+    weights: tff.learning.models.ModelWeights,
+    client_data: Any,
+    test_data: Any,
+    *,
+    client_optimizer_fn: Any,
+    epochs: int = 1,
+    loss: Any = None,
+    input_spec: Any = None,
+    metrics_fn: Callable[[], Sequence[Any]] | None = None,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Each client's metrics on its test data, before and after it has trained the model on its own data.
+
+    A model trained by a client for itself, and never released, costs no privacy, whoever trained the one that it
+    started from. **The figures returned are each one client's own and have no noise: they are not private.** They show
+    a researcher how a simulation went; a real client keeps its own.
+
+    Args:
+      model_fn, loss, input_spec, metrics_fn: as for `tfdpfl.federated.build_dp_fed_avg`; no functional model.
+      weights: of the released model: ``process.get_model_weights(state)``.
+      client_data: what clients train on, in batches: the same kinds as for `tfdpfl.federated.train`.
+      test_data: what they are measured on, for each of those clients.
+      client_optimizer_fn: as for `tfdpfl.federated.build_dp_fed_avg`.
+      epochs: passes over a client's training data.
+
+    Returns:
+      By client, the metrics ``"before"`` and ``"after"``, each a dict by name, ``"loss"`` among them.
+
+    Raises:
+      ValueError: a client has no test data, ``weights`` are of another model; other bad arguments.
+    """
+    epochs = _checks.whole("epochs", epochs, 1, "count the passes over a client's training data")
+    improve = optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES)
+    make = trainable_model_fn(model_fn, loss, input_spec, metrics_fn)
+    if not callable(make):
+        raise TypeError("model_fn must make a Keras or a variable model here, got a functional model")
+    model = make()
+    own = tff.learning.models.ModelWeights.from_model(model)
+    pairs = list(zip(_leaves(own), _leaves(weights), strict=False))
+    if len(_leaves(own)) != len(_leaves(weights)) or any(a.shape != b.shape for a, b in pairs):
+        raise ValueError("weights are not those of model_fn's model: give process.get_model_weights(state)")
+    trained_on, tested_on = _clients(client_data, None)[0], _clients(test_data, None, "test_data")[0]
+
+    @tf.function
+    def step(state, batch):
+        with tf.GradientTape() as tape:
+            batch_loss = model.forward_pass(batch, training=True).loss
+        gradients = tape.gradient(batch_loss, own.trainable, unconnected_gradients="zero")
+        state, new = improve.next(state, tuple(w.read_value() for w in own.trainable), tuple(gradients))
+        for weight, value in zip(own.trainable, new, strict=True):
+            weight.assign(value)
+        return state
+
+    @tf.function
+    def look(batch):
+        return model.forward_pass(batch, training=False).num_examples
+
+    def measured(client: str) -> dict[str, float]:
+        model.reset_metrics()
+        if not sum(int(look(batch)) for batch in tested_on.get(client, tuple)()):
+            raise ValueError(f"client {client!r} has no examples in test_data: leave it out of client_data")
+        values = model.report_local_unfinalized_metrics()
+        # TFF's finalizers are functions that make variables, which may be called but once.
+        eager = {name: getattr(f, "python_function", f) for name, f in model.metric_finalizers().items()}
+        return {name: float(finalize(values[name])) for name, finalize in eager.items()}
+
+    found = {}
+    for client, dataset in trained_on.items():
+        for mine, given in pairs:
+            mine.assign(given)
+        before = measured(client)
+        specs = tuple(tf.TensorSpec(w.shape, w.dtype) for w in own.trainable)
+        state = tf.nest.map_structure(tf.convert_to_tensor, improve.initialize(specs))
+        for _ in range(epochs):
+            for batch in dataset():
+                state = step(state, batch)
+        found[client] = {"before": before, "after": measured(client)}
+    return found
+
+
+def _leaves(weights: tff.learning.models.ModelWeights) -> list:
+    return [*weights.trainable, *weights.non_trainable]
