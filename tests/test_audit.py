@@ -18,7 +18,7 @@ from tfdpfl.label_dp import (
     UnbiasedRandomizer,
 )
 
-SURE = 0.999
+SURE = 1 - 2e-8  # a sound mechanism is above its claim once in 10^8 audits
 GRID = (np.arange(4.0), np.array([0.4, 0.3, 0.2, 0.1]))
 
 

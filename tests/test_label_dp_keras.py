@@ -288,7 +288,7 @@ def test_stages_release_each_label_once_for_the_total(one_hot):
     x, y = blobs(1500)
     names = np.array(["c", "a", "b"])[y]
     loss = "categorical_crossentropy" if one_hot else "sparse_categorical_crossentropy"
-    training = MultiStageTraining(lambda: small_model(loss), 1.0, num_stages=3, one_hot=one_hot)
+    training = MultiStageTraining(lambda: small_model(loss), 1.0, num_stages=3, one_hot=one_hot, seed=0)
     training.fit(x, names, epochs=4, batch_size=50, verbose=0)
     assert np.bincount(training.stage_).tolist() == [500, 500, 500]
     assert training.noisy_labels_.shape == (1500,) and set(training.noisy_labels_) <= {"a", "b", "c"}
@@ -297,7 +297,7 @@ def test_stages_release_each_label_once_for_the_total(one_hot):
     assert price(training.dp_event, 1e-9, adjacency="replace_one").epsilon == pytest.approx(1.0, rel=6e-3)
     assert all(m.epsilon == 1.0 for m in training.mechanisms_)
     truth = [(training.noisy_labels_ == names)[training.stage_ == stage].mean() for stage in range(3)]
-    assert truth[0] < 0.65 < truth[2]  # 0.576 without a prior
+    assert truth[0] < 0.7 < truth[2]  # 0.576 without a prior, and 0.7 of 500 once in 10^8
     assert training.score(x, names) > 0.9 and training.predict_proba(x).shape == (1500, 3)
     assert [len(h.history["loss"]) for h in training.histories_] == [4, 4, 4]
 

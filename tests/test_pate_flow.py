@@ -48,10 +48,10 @@ def flow(aggregator, student=untaught_fn, **options):
 
 
 def test_teachers_teach_a_student_that_is_a_plain_keras_model():
-    teachers = TeacherEnsemble(student_fn, 10, epochs=4, verbose=0).fit(*blobs(500, seed=1))
+    teachers = TeacherEnsemble(student_fn, 10, epochs=4, seed=0, verbose=0).fit(*blobs(500, seed=1))
     x_test, y_test = blobs(200, seed=2)
-    pate = PATE(teachers, GNMax(1.0), student_fn, 1e-5, epochs=8, verbose=0)
-    report = pate.fit(X, Y, test_data=(x_test, y_test)).report()
+    pate = PATE(teachers, GNMax(1.0, seed=0), student_fn, 1e-5, epochs=8, verbose=0)
+    report = pate.fit(X, Y, test_data=(x_test, y_test), seed=0).report()
     assert isinstance(pate.student_, tf.keras.Model)
     assert report.num_teachers == 10 and report.queries == report.answered == 300
     assert report.student_accuracy > 0.9 and report.label_accuracy > 0.9 and report.vote_accuracy > 0.9
@@ -80,8 +80,11 @@ def test_the_student_learns_the_released_labels_and_nothing_else():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_dependent", [False, True])
-@pytest.mark.parametrize("aggregator", [LNMax(0.05), GNMax(40), ConfidentGNMax(150, 100, 40, seed=0)])
-def test_a_budget_stops_the_answering_before_it_is_passed(aggregator, data_dependent):
+@pytest.mark.parametrize(
+    "make", [lambda: LNMax(0.05), lambda: GNMax(40), lambda: ConfidentGNMax(150, 100, 40, seed=0)]
+)
+def test_a_budget_stops_the_answering_before_it_is_passed(make, data_dependent):
+    aggregator = make()
     budget = 1.0 if not data_dependent else float(aggregator.epsilon(VOTES[:150], 1e-5))
     pate = flow(aggregator, budget=budget, budget_data_dependent=data_dependent).fit(X)
     epsilon = pate.answers_.epsilon(1e-5, data_dependent)
@@ -112,7 +115,7 @@ def test_no_answer_within_the_budget_is_an_error():
 
 @pytest.mark.slow
 def test_interactive_asks_less_once_the_student_has_learnt():
-    pate = flow(InteractiveGNMax(60, 10, 10, confidence=0.8, seed=0), student_fn).fit(X, Y)
+    pate = flow(InteractiveGNMax(60, 10, 10, confidence=0.8, seed=0), student_fn).fit(X, Y, seed=0)
     first, last = pate.answers_[:60], pate.answers_[240:]
     assert first.by_teachers.mean() > last.by_teachers.mean()
     assert last.answered.mean() > 0.8
@@ -136,7 +139,7 @@ def test_a_semi_supervised_student_uses_the_rest():
         return model
 
     pate = PATE(VOTES, GNMax(20, seed=0), sized, 1e-5, epochs=8, batch_size=8, verbose=0)
-    pate.fit(X, Y, num_queries=40, semi_supervised=True, confidence=0.6, rounds=2, test_data=(X, Y))
+    pate.fit(X, Y, num_queries=40, semi_supervised=True, confidence=0.6, rounds=2, test_data=(X, Y), seed=0)
     assert len(pate.answers_) == 40 and pate.report().student_accuracy > 0.8
     assert sizes[0] == 40 and 40 < sizes[1] <= 300 and len(sizes) == 3
 
