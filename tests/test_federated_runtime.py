@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -236,7 +237,10 @@ def test_the_context_that_was_there_comes_back():
 def test_a_worker_that_serves_ends_on_sigterm_and_leaves_nothing():
     mark = uuid.uuid4().hex
     code = "import sys; from tfdpfl.federated.runtime import worker; worker(int(sys.argv[1]))"
-    port = runtime._free_port()
+    held = socket.socket()  # so that no one else is given the port while the child starts
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("localhost", 0))
+    port = held.getsockname()[1]
     serving = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, str(port)], env={**os.environ, MARK: mark},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -249,3 +253,4 @@ def test_a_worker_that_serves_ends_on_sigterm_and_leaves_nothing():
     finally:
         serving.kill()
         serving.wait()
+        held.close()
