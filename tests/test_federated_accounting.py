@@ -7,12 +7,15 @@ import sys
 import time
 import types
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from scipy.stats import norm
 
 from tfdpfl import AdaptiveClip, PrivacyError, compute_epsilon
+from tfdpfl.accounting.pricing import Price
 from tfdpfl.cli import main
+from tfdpfl.federated import guarantees
 from tfdpfl.federated.clip import NoisedMetrics, combined
 from tfdpfl.federated.guarantees import (
     ClientLevel,
@@ -138,6 +141,53 @@ def test_the_ledger_of_examples_is_each_clients_own():
     assert promise.price(rounds(2, cohorts=[[], []]), 1e-5).epsilon == 0
     with pytest.raises(PrivacyError, match="num_examples"):
         promise.price(rounds(3, cohorts=[["a"], ["a"], ["z"]], examples={"a": 10}), 1e-5)
+
+
+def random_clients(random, number):
+    examples = {f"{i}": int(n) for i, n in enumerate(random.integers(0, 60, number))}  # fewer than a batch, and none
+    cohorts = [[c for c in examples if random.random() < 0.4] for _ in range(12)]
+    return rounds(12, cohort=12.0, cohorts=cohorts, examples=examples)
+
+
+SIXTEENS = {"batch_size": 16, "local_steps": 3, "local_epochs": 2}
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "batches"])
+def test_the_worst_client_costs_what_the_worst_of_all_ledgers_costs(sampling):
+    promise = ExampleLevel(noise_multiplier=1.1, sampling=sampling, **SIXTEENS)
+    run = random_clients(np.random.default_rng(0), 6)
+    everyone = promise.price_by_client(run, 1e-5, "rdp").values()
+    assert promise.price(run, 1e-5, "rdp").epsilon == pytest.approx(max(p.epsilon for p in everyone), rel=1e-9)
+
+
+def test_only_clients_that_can_be_the_worst_are_priced(monkeypatch):
+    random, priced = np.random.default_rng(0), []
+
+    def stand_in(event, *_):
+        """Some price that grows with the steps and with the rate, and how much with which is drawn anew."""
+        priced.append(event)
+        rate = getattr(getattr(event, "event", None), "sampling_probability", 1.0)
+        return Price(getattr(event, "count", 0) ** powers[0] * rate ** powers[1], "stand-in")
+
+    monkeypatch.setattr(guarantees, "price", stand_in)
+    promise = ExampleLevel(noise_multiplier=1.0, sampling="poisson", **SIXTEENS)
+    for _ in range(200):
+        powers = random.uniform(0.1, 5, 2)
+        run = random_clients(random, 30)
+        everyone = promise.price_by_client(run, 1e-5).values()
+        priced.clear()
+        assert promise.price(run, 1e-5).epsilon == max(p.epsilon for p in everyone)
+        assert len(priced) <= 1 + 12  # one for each number of rounds, and nobody
+
+
+def test_a_client_of_unknown_size_has_no_price_even_beside_worse_ones():
+    promise = ExampleLevel(noise_multiplier=1.0, sampling="poisson", batch_size=32, local_steps=10)
+    run = rounds(3, cohorts=[["a", "z"], ["a"], ["a"]], examples={"a": 10})
+    with pytest.raises(PrivacyError, match="num_examples"):
+        promise.price(run, 1e-5, "rdp")
+    # A client without examples takes part at no cost, which says nothing of those that took part less.
+    run = rounds(3, cohorts=[["a", "z"], ["z"], ["z"]], examples={"a": 10, "z": 0})
+    assert promise.price(run, 1e-5, "rdp") == promise.price_by_client(run, 1e-5, "rdp")["a"]
 
 
 def test_local_noise_is_priced_for_replacement_and_for_who_took_part_most():

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -157,20 +158,37 @@ class ExampleLevel:
         """
         if not run.cohorts:
             return self._price(participations(run), None, delta, accountant)
-        prices = [*self.price_by_client(run, delta, accountant).values(), self._price(0, None, delta, accountant)]
+        participations(run)
+        prices = [self._price(*row, delta, accountant) for row in self._worst(set(self._rows(run).values()))]
         return max(prices, key=lambda found: found.epsilon)
 
     def price_by_client(self, run: RoundsRun, delta: float, accountant: str = "pld") -> dict[str, Price]:
         """The ledger: for each client that took part, an upper bound on ε for its own examples."""
         participations(run)
+        rows = self._rows(run)
+        known = {row: self._price(*row, delta, accountant) for row in set(rows.values())}
+        return {client: known[row] for client, row in rows.items()}
+
+    def _rows(self, run: RoundsRun) -> dict[str, tuple[int, int | None]]:
+        """How often each client took part, and how many examples it holds, where that matters."""
         counts = Counter(client for cohort in run.cohorts for client in cohort)
-        known: dict[tuple[int, int | None], Price] = {}
-        found = {}
-        for client, count in counts.items():
-            row = count, run.num_examples.get(client) if self.sampling == "poisson" else None
-            if row not in known:
-                known[row] = self._price(*row, delta, accountant)
-            found[client] = known[row]
+        sizes = run.num_examples if self.sampling == "poisson" else {}
+        return {client: (count, sizes.get(client)) for client, count in counts.items()}
+
+    def _worst(self, rows: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
+        """Those of ``rows`` that can have the highest price: no other has as many steps at as high a rate.
+
+        An example that is taken at a lower rate is one that was left out by a coin before it was taken at the higher
+        one, so that a step at the lower rate is a mixture of one at the higher and one without the example.
+        """
+        found: list[tuple[int, int | None]] = [(0, None)]
+        smallest = math.inf
+        # Who holds an unknown number is never left out, so that its price is refused.
+        sizes = [(count, -1 if n is None else max(n, self.batch_size), n) for count, n in rows if n != 0]
+        for count, size, n in sorted(sizes, key=lambda row: (-row[0], row[1])):
+            if size < smallest:
+                found.append((count, n))
+                smallest = size
         return found
 
     def _price(self, count: int, num_examples: int | None, delta: float, accountant: str) -> Price:
