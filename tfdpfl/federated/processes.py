@@ -297,6 +297,10 @@ def build_distributed_dp_fed_avg(
 
     In a simulation the secure sum is TFF's stand-in for a protocol: the guarantee is for a server that sees sums only.
 
+    It costs each client two Poisson draws a weight, the number of weights rounded up to a power of two: 7 ms of one
+    core for 50,000 weights, of 10 ms in all with rotation and rounding, however little the client trains. With 5 small
+    steps a client that made a round of 20 clients take 1.3 to 1.4 times a plain one.
+
     Args:
       clients_per_round: whole number; the noise's shares are cut for this many. Fewer clients add less noise, which the
         price of the run accounts for.
