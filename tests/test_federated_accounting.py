@@ -234,9 +234,11 @@ def test_distributed_noise_tends_to_a_gaussians_and_is_priced_by_the_cohort_that
     ],
 )
 def test_cohorts_that_do_not_keep_to_the_declaration_have_no_price(run, message):
-    for promise in (ClientLevel(noise_multiplier=1.0), TreeLevel(noise_multiplier=1.0), LocalLevel(noise_multiplier=1)):
+    of_examples = ExampleLevel(noise_multiplier=1.0, sampling="batches", batch_size=1, local_epochs=1)
+    others = [level(noise_multiplier=1.0) for level in (ClientLevel, TreeLevel, LocalLevel)]
+    for price in [*(promise.price for promise in [*others, of_examples]), of_examples.price_by_client]:
         with pytest.raises(PrivacyError, match=message):
-            promise.price(run, 1e-5)
+            price(run, 1e-5)
 
 
 def test_the_count_of_an_adaptive_clip_is_charged_and_safe_for_small_cohorts():
