@@ -45,20 +45,21 @@ def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: 
     normals: dict[int, tf.Tensor] = {}
     for number, members in enumerate(draws):
         counter = tf.stack([tf.constant(number << 40, tf.uint64), stream])
-        parts = _normals(sum(sizes[i] for i in members), words[:1], counter) * tf.cast(stddev, tf.float32)
+        parts = _normals(sum(sizes[i] for i in members), stddev, words[:1], counter)
         for i, part in zip(members, tf.split(parts, [sizes[i] for i in members]), strict=True):
             normals[i] = tf.reshape(part, shapes[i])
     return [normals[i] for i in range(len(sizes))]
 
 
-def _normals(n: int, key: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:
-    """n standard normals by Box and Muller (1958) from 32-bit words; vectorised, about half the time of
+def _normals(n: int, stddev: float | tf.Tensor, key: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:
+    """n normals by Box and Muller (1958) from 32-bit words; vectorised, about half the time of
     `tf.random.stateless_normal`, and with tails out to 6.7 in place of its 5.7."""
     half = -(-n // 2)
     words = tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=[2 * half], key=key, counter=counter, alg=_PHILOX, dtype=tf.uint32
     )
     uniform = (tf.cast(words[:half], tf.float32) + 0.5) * 2.0**-32  # in (0, 1]
-    radius = tf.sqrt(-2.0 * tf.math.log(uniform))
+    radius = tf.cast(stddev, tf.float32) * tf.sqrt(-2.0 * tf.math.log(uniform))  # here it scales half as many numbers
     angle = tf.cast(tf.bitcast(words[half:], tf.int32), tf.float32) * (math.pi * 2.0**-31)
-    return tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)[:n]
+    both = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
+    return both if n == 2 * half else both[:n]

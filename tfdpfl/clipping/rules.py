@@ -150,17 +150,22 @@ class Outer:
       same: what must agree for two uses of one variable to be one longer sum over T.
       total: the gradient of the weight given c [U], without a or F, where an op does it at once.
       needs: what ``total`` has mended, with the examples' axis.
+      repeats: how often an entry of the op's input stands in a (a convolution's patches).
     """
 
-    def __init__(self, a, g, layout: Callable, same: tuple, total: Callable | None = None, needs: tuple = ()):
+    def __init__(
+        self, a, g, layout: Callable, same: tuple, total: Callable | None = None, needs: tuple = (), repeats: float = 1
+    ):
         self.a, self.g, self.layout, self.same, self._total, self._needs = a, g, layout, same, total, needs
+        self._repeats = repeats
         self._formed: Formed | None = None
 
     def forms(self) -> bool:
         """Whether to form the gradients: T A P multiplications, of which the clipped sum then needs no more, against
-        T^2 (A + P) for the Gram matrices and T A P for the sum; and A P numbers in memory against T (A + P)."""
+        T^2 (A + P) for the Gram matrices and T A P for the sum; and A P numbers in memory, until all norms are known,
+        against those of the op's input and output."""
         t, a, p = (TYPICAL_LENGTH if d is None else d for d in (self.g.shape[1], self.a.shape[-1], self.g.shape[-1]))
-        return t > 1 and a * p <= FORMED_MEMORY * t * (a + p)
+        return t > 1 and a * p <= FORMED_MEMORY * t * (a / self._repeats + p)
 
     def raw(self) -> Formed:
         if self._formed is None:
@@ -555,11 +560,12 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         return tf.reshape(f, [*([f.shape[0] or -1] if lead else []), *final])
 
     if groups == 1:
+        repeats = max(1.0, taps / math.prod(plan.strides))
         g_flat = flat(g, other, cout)
         if known:
             t = g_flat.shape[1] or out.num_elements()
             views, unfold = plan.wide_views(x, out)
-            if views and taps * cin * cout <= FORMED_MEMORY * t * (taps * cin + cout):
+            if views and taps * cin * cout <= FORMED_MEMORY * t * (taps * cin / repeats + cout):
                 parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
 
                 def together(pieces) -> tf.Tensor:  # [..., P, channels of a view], one a view
@@ -572,7 +578,7 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         a_flat = flat(plan.patches(x, out), state, taps * cin)
         mark = ("conv", tuple(final), taps)
         needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
-        return Outer(a_flat, g_flat, layout, mark, lambda c: filter_gradient(use, c, units), needs)
+        return Outer(a_flat, g_flat, layout, mark, lambda c: filter_gradient(use, c, units), needs, repeats)
     if not known:
         return None
     # Groups (of one channel each, in a depthwise convolution): one small product a group.
