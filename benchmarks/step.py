@@ -319,40 +319,51 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory-limit", type=float, default=0.6 * available_mb, help="MB for one competitor"
     )
+    parser.add_argument("--keep", action="store_true", help="what the output has of other models and batches stays")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "step", help="where tables and plots go")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints the table, and writes it beside a JSON file and a picture."""
+    """Measures, prints the tables, and writes them, all in one JSON file and a picture, after each combination."""
     options = _options(arguments)
     combinations = [(model, size) for size in options.batches for model in options.models]
     environments = {COMPETITORS[name].environment for name in options.competitors}
     counted = 2 * len(environments) + len(options.competitors) * (options.rounds + 2)
-    results: list[Result] = []
-    versions = _versions(environments)
-    stack = f"{os.cpu_count()} cores; " + "; ".join(f"{k}: {v}" for k, v in versions.items())
+    versions = _versions({entry.environment for entry in COMPETITORS.values()})
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    results = _kept(options.output, combinations) if options.keep else []
     with tqdm(total=counted * len(combinations), disable=None) as progress:
         for model, batch_size in combinations:
             found = compare(model, batch_size, options, progress)
             progress.write(table(found))
-            results += found
-            record = {
-                "versions": versions,
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-                "cores": os.cpu_count(),
-                "steps": options.steps,
-                "rounds": options.rounds,
-                "results": [dataclasses.asdict(result) for result in results],
-            }
-            options.output.with_name(options.output.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
-    means = summary(results)
-    print(f"\n{means}")
-    options.output.with_name(options.output.name + ".md").write_text(f"{stack}\n\n{table(results)}\n\n{means}\n")
+            results = sorted(results + found, key=lambda r: (r.batch_size, list(MODELS).index(r.model)))
+            _write(options.output, results, versions)
+    print(f"\n{summary(results)}")
+
+
+def _kept(output: Path, combinations: list[tuple[str, int]]) -> list[Result]:
+    """What an earlier run measured of other combinations."""
+    path = output.with_name(output.name + ".json")
+    if not path.exists():
+        return []
+    earlier = [Result(**found) for found in json.loads(path.read_text())["results"]]
+    return [r for r in earlier if (r.model, r.batch_size) not in combinations]
+
+
+def _write(output: Path, results: list[Result], versions: dict[str, str]) -> None:
+    record = {
+        "versions": versions,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "results": [dataclasses.asdict(result) for result in results],
+    }
+    output.with_name(output.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
+    stack = f"{os.cpu_count()} cores; " + "; ".join(f"{k}: {v}" for k, v in versions.items())
+    output.with_name(output.name + ".md").write_text(f"{stack}\n\n{table(results)}\n\n{summary(results)}\n")
     if any(result.ms for result in results):
-        plot(results, options.output.with_name(options.output.name + ".png"), stack.split(";")[0])
+        plot(results, output.with_name(output.name + ".png"), stack.split(";")[0])
 
 
 if __name__ == "__main__":

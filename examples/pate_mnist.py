@@ -83,7 +83,9 @@ def student_fn(shape: tuple[int, ...]) -> Any:
         ]
     head = [layers.Flatten(), layers.Dropout(0.3), layers.Dense(128, activation="relu"), layers.Dense(10)]
     model = tf.keras.Sequential([layers.Input(shape), *blocks, *head])
-    model.compile(tf.keras.optimizers.Adam(1e-3), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    # The average of the last hundred steps: without it one student in three ends two points lower than the others.
+    adam = tf.keras.optimizers.Adam(1e-3, use_ema=True, ema_momentum=0.99)
+    model.compile(adam, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
