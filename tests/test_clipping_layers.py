@@ -371,7 +371,7 @@ def test_layer_that_calls_a_tf_function_agrees(method):
     "dense of rank 3", "conv1d same dilated",
     *[pytest.param(n, marks=pytest.mark.slow) for n in (
         "conv2d same strided", "lstm unrolled", "embedding of repeated ids", "layernorm of rank 3",
-        "time distributed dense", "transposed conv2d", "depthwise conv2d")],
+        "time distributed dense", "transposed conv2d", "depthwise conv2d", *[n for n in ["groupnorm"] if n in SIMPLE])],
 ])  # fmt: skip
 def test_static_batch_size_agrees(name):
     x, layers = SIMPLE[name]
@@ -381,6 +381,10 @@ def test_static_batch_size_agrees(name):
 def test_causal_mask_spread_over_a_static_batch_agrees():
     model, x = attention(causal=True)
     check_model(model, x, batch=len(x[0]))
+
+
+def test_class_token_spread_over_a_static_batch_agrees():
+    check_model(stack(tanh(4), Custom(class_token, (4,)), tanh(3), L.Flatten()), sequence, batch=len(sequence))
 
 
 @pytest.mark.slow

@@ -120,6 +120,7 @@ MIXING = {
     "other examples by data": lambda x: total(tf.gather(d(x), tf.cast(x[:, 0] > 0, tf.int32))),
     "numbered examples": lambda x: total(d(x) * tf.cast(tf.range(n(x)), tf.float32)[:, None]),
     "constant for each place": lambda x: total(d(x) * BATCHED),
+    "sums of constants by place": lambda x: total(d(x) * tf.reduce_sum(tf.sin(tf.constant(BATCHED[..., None])), 2)),
     "computed constant for each place": lambda x: total(d(x) * tf.sin(tf.constant(BATCHED))),
     "list of places": positions,
     "chosen by place": lambda x: total(tf.where(tf.constant([[True], [False], [True], [True]]), d(x), 2 * d(x))),
@@ -252,7 +253,8 @@ def test_a_refusal_names_the_op_and_the_reason(name, message):
         norms(MIXING[name]).get_concrete_function()
 
 
-STATIC = ["constant for each place", "computed constant for each place", "numbered examples", "list of places",
+STATIC = ["constant for each place", "sums of constants by place", "computed constant for each place",
+          "numbered examples", "list of places",
           "chosen by place", "rows chosen by place", "rows of a constant chosen", "two examples a row",
           "half of the batch", "unstacked batch"]  # fmt: skip
 

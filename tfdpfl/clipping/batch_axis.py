@@ -498,6 +498,12 @@ class BatchAxis:
             states = [self[x] for x in spread]
             if all(isinstance(s, Public) and self._row_free(x, s, axis) for x, s in zip(spread, states, strict=True)):
                 return True
+        if t.op.type in REDUCTIONS:
+            x, s, gone = t.op.inputs[0], self[t.op.inputs[0]], self._gone(t.op)
+            if gone is not None and isinstance(s, Public):
+                kept = [i for i in range(x.shape.rank) if i not in gone]
+                at = rank + axis if x.shape.rank == rank else kept[rank + axis]
+                return self._row_free(x, s, at - x.shape.rank)
         value = constant(t)
         return value is not None and bool(np.all(value == np.take(value, [0], axis=axis))) if rank else True
 
@@ -559,16 +565,23 @@ class BatchAxis:
             return Size(((None if None in coefficients else int(np.prod(coefficients)), sum(powers)),))
         if not isinstance(state, Batch):
             return None
-        axes = constant(op.inputs[1])
-        if axes is None or x.shape.rank is None:
+        gone = self._gone(op)
+        if gone is None:
             if x.shape.rank is not None and x.shape.rank == 1:
                 return self._mix(op, "reduces over the batch")
             return self._mix(op, "reduces over axes that are not known beforehand")
-        gone = {int(a) % x.shape.rank for a in np.atleast_1d(axes)} if x.shape.rank else set()
         if state.axis in gone:
             return self._mix(op, "reduces over the batch")
         keep = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
         return Batch(state.axis - (0 if keep else sum(a < state.axis for a in gone)), state.rows)
+
+    @staticmethod
+    def _gone(op: tf.Operation) -> set[int] | None:
+        """The axes that a reduction sums over; None if they are not known."""
+        rank, axes = op.inputs[0].shape.rank, constant(op.inputs[1])
+        if axes is None or rank is None:
+            return None
+        return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
 
     def _along(self, op: tf.Operation, states: list[State]) -> State | None:
         x, state = op.inputs[0], states[0]
@@ -632,10 +645,14 @@ class BatchAxis:
         if op.type != "MatMul" or op.get_attr("transpose_a"):
             return None
         x, s, w = op.inputs[0], states[0], states[1]
-        fed = {t.shape[0] for t in self.sources} | self.static
-        if not (isinstance(s, Public) and isinstance(w, Public) and w.deps and x.shape[0] in fed):
+        if not (isinstance(s, Public) and isinstance(w, Public) and w.deps and self._is_static_batch(x)):
             return None
-        return Batch(0) if x.shape[0] is not None and x.shape[0] > 1 and self._row_free(x, s, -2) else None
+        return Batch(0) if self._row_free(x, s, -2) else None
+
+    def _is_static_batch(self, t: tf.Tensor) -> bool:
+        """Whether the first axis has the length of a batch of static size."""
+        length = t.shape[0]
+        return length is not None and length > 1 and length in {x.shape[0] for x in self.sources} | self.static
 
     def _random(self, op: tf.Operation, states: list[State]) -> State | None:
         shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
@@ -963,6 +980,11 @@ class BatchAxis:
             return self._even(op, entries, axis) or Batch(axis, state.rows)
         if isinstance(state, Public) and any(p != 0 for _, p in entries):
             return self._rows_of(op, op.inputs[0], entries)
+        x, out = op.inputs[0], op.outputs[0]
+        weight = isinstance(state, Public) and bool(state.deps) and x.shape.rank is not None
+        if weight and out.shape.rank and self._is_static_batch(out):
+            same = x.shape.rank < out.shape.rank or x.shape[0] == 1
+            return Batch(0) if same else None  # a copy of the weight for each example
         return None
 
     def _op_fill(self, op, states):

@@ -13,6 +13,11 @@ from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.rules import Formed, Units
 from tfdpfl.errors import PrivacyError
 
+_MEND = (
+    "Leave the batch size free (tf.data's batch without drop_remainder, no fixed batch_size in an Input, for arrays in "
+    "fit a batch_size that does not divide their number), or write the layer with operations that have a rule."
+)
+
 
 class Replay:
     """One op, or several that pass each other TensorLists, to be run again unit by unit.
@@ -67,9 +72,7 @@ class Replay:
                     )
                 except (ValueError, TypeError) as error:
                     raise PrivacyError(
-                        f"{op.type} ({op.name!r}) uses weights and cannot be run on one example alone: "
-                        f"{error}. Leave the batch size free (no drop_remainder, no fixed batch_size), or write the "
-                        "layer with operations that have a rule."
+                        f"{op.type} ({op.name!r}) uses weights and cannot be run on one example alone: {error}. {_MEND}"
                     ) from error
                 now.update({(op.name, i): t for i, t in enumerate(made)})
             ys = [now[key(t)] for t in outputs]
@@ -79,8 +82,7 @@ class Replay:
             except ValueError as error:
                 kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)
                 raise PrivacyError(
-                    f"{kinds} uses weights and cannot be run on one example alone: {error}. Leave the batch size free "
-                    "(no drop_remainder, no fixed batch_size), or write the layer with operations that have a rule."
+                    f"{kinds} uses weights and cannot be run on one example alone: {error}. {_MEND}"
                 ) from error
             return [
                 tf.zeros(s, units.dtype) if d is None else tf.cast(tf.convert_to_tensor(d), units.dtype)
