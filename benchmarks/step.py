@@ -21,8 +21,10 @@ import os
 import platform
 import resource
 import selectors
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +143,7 @@ class Result:
     peak_ratio: float | None = None
     growth_mb: float | None = None
     growth_ratio: float | None = None
+    command: str = ""
 
 
 def compare(model: str, batch_size: int, options: argparse.Namespace, progress: tqdm) -> list[Result]:
@@ -336,6 +339,8 @@ def main(arguments: list[str] | None = None) -> None:
     with tqdm(total=counted * len(combinations), disable=None) as progress:
         for model, batch_size in combinations:
             found = compare(model, batch_size, options, progress)
+            for result in found:
+                result.command = shlex.join(["python", "benchmarks/step.py", *(arguments or sys.argv[1:])])
             progress.write(table(found))
             results = sorted(results + found, key=lambda r: (r.batch_size, list(MODELS).index(r.model)))
             _write(options.output, results, versions)
@@ -361,7 +366,9 @@ def _write(output: Path, results: list[Result], versions: dict[str, str]) -> Non
     }
     output.with_name(output.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
     stack = f"{os.cpu_count()} cores; " + "; ".join(f"{k}: {v}" for k, v in versions.items())
-    output.with_name(output.name + ".md").write_text(f"{stack}\n\n{table(results)}\n\n{summary(results)}\n")
+    commands = "\n".join(f"- `{command}`" for command in dict.fromkeys(r.command for r in results))
+    text = "\n\n".join([stack, table(results), summary(results), commands])
+    output.with_name(output.name + ".md").write_text(f"{text}\n")
     if any(result.ms for result in results):
         plot(results, output.with_name(output.name + ".png"), stack.split(";")[0])
 
