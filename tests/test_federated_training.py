@@ -14,6 +14,7 @@ import types
 
 import numpy as np
 import pytest
+from scipy import stats
 
 tff = pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
 
@@ -26,6 +27,7 @@ from tfdpfl.federated import (
     PoissonClientSampler,
     RoundsRun,
     build_dp_fed_avg,
+    build_dp_ftrl,
     build_local_dp_fed_avg,
     local_runtime,
     train,
@@ -354,6 +356,31 @@ def test_a_private_process_trains_on_tffs_client_data_too_and_goes_on_from_its_c
         whole = train(process, clients, num_rounds=6, checkpoint_dir=tmp_path, **how)
     assert whole["clip"][:3] == first["clip"] and len(set(whole["clip"])) >= 5  # noisy float32s, one may come again
     assert np.all(np.diff(whole["client_epsilon"]) > 0)
+
+
+@pytest.mark.slow
+def test_a_tree_goes_on_from_its_checkpoint_with_the_noise_of_its_open_nodes(tmp_path):
+    wide = tf.keras.layers.Dense  # 600 weights, so that their spread tells the noise's
+    clients = fd.from_arrays((np.zeros([8, 300]), np.zeros(8, np.int32)), range(8)).batch(1)
+
+    def moved(rounds):
+        process = build_dp_ftrl(
+            lambda: tf.keras.Sequential([tf.keras.Input((300,)), wide(2, use_bias=False, kernel_initializer="zeros")]),
+            clients_per_round=2, noise_multiplier=3.0, clip=1.0, restart_every=8, client_optimizer_fn="sgd",
+            server_optimizer_fn="sgd", loss=loss(), input_spec=clients.element_spec,
+        )  # fmt: skip
+        sampler = BoundedParticipationSampler(clients.client_ids, 2, max_participations=3)
+        how = dict(sampler=sampler, delta=DELTA, checkpoint_dir=tmp_path, progress=False)
+        return np.ravel(process.get_model_weights(train(process, clients, num_rounds=rounds, **how).state).trainable)
+
+    with local_runtime():
+        # No client has a gradient, so the weights are the noise of the nodes that make up the rounds so far.
+        for rounds, variance in [(3, 2 / 3 + 1), (4, 4 / 7), (10, 8 / 15 + 2 / 3)]:
+            stddev = 1.5 * math.sqrt(variance)
+            squares = np.sum((moved(rounds) / stddev) ** 2)
+            law = stats.chi2(600)
+            assert min(law.cdf(squares), law.sf(squares)) > 5e-9
+            assert law.sf(squares * 1.5**2) < 5e-9 and law.cdf(squares / 1.5**2) < 5e-9
 
 
 SCRIPT = """

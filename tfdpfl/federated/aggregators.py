@@ -130,11 +130,10 @@ def clipped_mean(
 
 
 class TreeState(NamedTuple):
-    """``rounds`` in this tree so far; the noise of the ``open`` subtrees, by level; that of the sum ``before``."""
+    """``rounds`` in this tree so far, and the noise of its ``open`` subtrees, a row for each, the largest first."""
 
     rounds: tf.Tensor
     open: tf.Tensor
-    before: tf.Tensor
 
 
 class TreeSum(tfp.SumAggregationDPQuery):
@@ -142,17 +141,16 @@ class TreeSum(tfp.SumAggregationDPQuery):
 
     The running total over t rounds has the noise of the at most log2(t) + 1 nodes that make up [1, t], each combined
     with its children's as in Honaker (2015), so that all nodes are used (the variance of a node of level k is
-    1 / (2 - 2^-k) of the noise's). A node's noise is drawn in the round that closes it, never before.
+    1 / (2 - 2^-k) of the noise's). A node's noise is drawn in the round that closes it, never before. It is kept while
+    its subtree is open, rather than made again from a seed: with its children's, that would be all noise so far.
     """
 
     def __init__(self, clip: float, stddev: float, specs: Any, restart_every: int, secret: Secret):
         self._clip, self._stddev, self._restart_every, self._secret = clip, stddev, restart_every, secret
         self._sizes = [tf.TensorShape(spec.shape).num_elements() for spec in tf.nest.flatten(specs)]
-        self._levels = restart_every.bit_length()
 
     def initial_global_state(self):
-        size = sum(self._sizes)
-        return TreeState(tf.zeros([], tf.int32), tf.zeros([self._levels, size]), tf.zeros([size]))
+        return TreeState(tf.zeros([], tf.int32), self._rows(tf.zeros([0, sum(self._sizes)])))
 
     def derive_sample_params(self, global_state):
         return tf.constant(self._clip, tf.float32)
@@ -161,29 +159,29 @@ class TreeSum(tfp.SumAggregationDPQuery):
         return clip_by_norm(record, params)[0]
 
     def get_noised_result(self, sample_state, global_state):
-        rounds = global_state.rounds + 1
-        levels = tf.range(self._levels)
+        rounds, before = global_state
         # The level of the node that this round closes: how often 2 divides the round's number.
-        level = tf.reduce_sum(tf.cast(tf.math.floormod(rounds, tf.bitwise.left_shift(1, levels + 1)) < 1, tf.int32))
+        level = tf.reduce_sum(tf.cast(tf.equal((rounds + 1) % 2 ** tf.range(1, 31), 0), tf.int32))
         key = self._secret.fresh_key()
+        kept, closed = tf.split(before, [tf.shape(before)[0] - level, level])
 
         def draw(at):
-            return noise.gaussian([global_state.before.shape], self._stddev, key, tf.cast(at, tf.int64))[0]
+            return noise.gaussian([[sum(self._sizes)]], self._stddev, key, tf.cast(at, tf.int64))[0]
 
         def climb(at, node):
             weight = 1 / (2 - tf.pow(0.5, tf.cast(at + 1, tf.float32)))
-            return at + 1, weight * draw(at + 1) + (1 - weight) * (global_state.open[at] + node)
+            return at + 1, weight * draw(at + 1) + (1 - weight) * (closed[level - 1 - at] + node)
 
         _, node = tf.while_loop(lambda at, _: at < level, climb, [tf.zeros([], tf.int32), draw(0)])
-        opened = tf.where((levels > level)[:, None], global_state.open, 0.0)
-        opened = tf.where(tf.equal(levels, level)[:, None], node[None], opened)
-        total = tf.reduce_sum(opened, 0)
-        result = self._added(sample_state, total - global_state.before)
-        goes_on = rounds < self._restart_every
-        state = TreeState(
-            tf.where(goes_on, rounds, 0), tf.where(goes_on, opened, 0.0), tf.where(goes_on, total, 0.0)
-        )
-        return result, state, dp_accounting.UnsupportedDpEvent()
+        after = tf.concat([kept, node[None]], 0)
+        result = self._added(sample_state, tf.reduce_sum(after, 0) - tf.reduce_sum(before, 0))
+        goes_on = rounds + 1 < self._restart_every
+        opened = self._rows(after[: tf.where(goes_on, tf.shape(after)[0], 0)])
+        return result, TreeState(tf.where(goes_on, rounds + 1, 0), opened), dp_accounting.UnsupportedDpEvent()
+
+    def _rows(self, value: tf.Tensor) -> tf.Tensor:
+        """``value``, of as many rows as it has for all that TFF knows."""
+        return tf.raw_ops.PlaceholderWithDefault(input=value, shape=[None, sum(self._sizes)])
 
     def _added(self, value: Any, flat: tf.Tensor) -> Any:
         leaves = tf.nest.flatten(value)
