@@ -123,7 +123,9 @@ def main() -> None:
     for name, history in histories.items():
         spent = "".join(f"{history.epsilon.get(level, math.inf):>13.3g}" for level in levels)
         print(f"{name:<24}{history['accuracy'][-1]:>9.1%}{spent}")
-    print("An ε of one level says nothing of another: an example's is about one record, a client's about all of them.")
+    print("An ε of one level says nothing of another: an example's is about one record, a client's about all of them.\n"
+          "DP-FTRL's holds whoever is chosen; the other client level's only where cohorts are drawn at random and kept "
+          "secret.")  # fmt: skip
 
     (level,) = build_dp_fed_avg(make_model, noise_multiplier=z, clip=clip, **common).privacy
     q = k / arguments.clients

@@ -142,7 +142,7 @@ def main() -> None:
         print(f"\nNo picture: {error}")
         return
     left.plot(range(1, len(history.rows) + 1), history["clip"], label="clip")
-    left.set(xlabel="round", ylabel="clip, L2 norm of a client's update", yscale="log")
+    left.set(xlabel="round", ylabel="clip, L2 norm of a client's update", ylim=(0, None))
     plots.epsilon_over_time(history, target=arguments.target_epsilon, ax=right)
     left.figure.savefig(arguments.output, dpi=150)
     print(f"\nThe clip and ε over the rounds: {arguments.output}")

@@ -52,6 +52,13 @@ def test_what_keras_fit_returns_is_drawn_too():
     assert line(plots.epsilon_over_time(fit), "ε") == ([1], [0.3])
 
 
+def test_a_second_history_in_the_same_axes_is_seen_whole():
+    ax = plots.epsilon_over_time({"client_epsilon": [0.5, 0.7]})
+    plots.epsilon_over_time({"client_epsilon": [1.0, 4.0]}, ax=ax)
+    low, high = ax.get_ylim()
+    assert low == 0 and 4.0 <= high < 5.0
+
+
 def test_panels_share_a_figure():
     first, second = plots.panels(2)
     assert first.figure is second.figure

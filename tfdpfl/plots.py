@@ -40,7 +40,11 @@ def privacy_utility(
         ax.plot(*zip(*shown, strict=True), marker="o", label=name)
     if baseline is not None:
         ax.axhline(baseline, color="0.5", linestyle=":", label="without privacy")
+    from matplotlib.ticker import LogFormatter
+
     ax.set(xlabel="ε", ylabel=utility, xscale="log")
+    for which in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
+        which(LogFormatter())  # 2 and not 2 × 10⁰
     ax.legend()
     return ax
 
@@ -97,10 +101,13 @@ def epsilon_over_time(history: Any, *, target: float | None = None, ax: Axes | N
     for name, values in shown.items():
         level = name.removesuffix(_EPSILON)
         known = [(i, value) for i, value in enumerate(values, start=1) if not np.isnan(value)]
-        ax.plot(*zip(*known, strict=True), label="ε" if level == "epsilon" else f"ε, {level} level")
+        ax.plot(*zip(*known, strict=True), marker=".", label="ε" if level == "epsilon" else f"ε, {level} level")
     if target is not None:
         ax.axhline(target, color="0.5", linestyle=":", label="budget")
+    ax.autoscale(axis="y")  # for what was there before, too
     ax.set(xlabel="epoch" if "epsilon" in shown else "round", ylabel="ε", ylim=(0, None))
+    if ax.get_xscale() == "linear":
+        ax.locator_params(axis="x", integer=True)
     ax.legend()
     return ax
 
