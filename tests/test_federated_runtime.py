@@ -223,6 +223,36 @@ def test_no_worker_and_malformed_targets_are_reported_at_once():
             pass
 
 
+def test_no_one_takes_a_workers_port_while_it_starts(monkeypatch):
+    start = subprocess.Popen
+
+    def after_an_intruder(command, **more):
+        (port,) = [int(word.removeprefix("--port=")) for word in command if word.startswith("--port=")]
+        with socket.socket() as intruder:
+            with pytest.raises(OSError, match="in use"):
+                intruder.bind(("", port))
+            intruder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                intruder.bind(("localhost", port))
+        return start(command, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", after_an_intruder)
+    with workers(1) as (worker,):
+        assert worker.running
+    with socket.socket() as later:
+        later.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        later.bind(("", worker.port))
+
+
+def test_a_second_worker_on_one_port_is_refused():
+    with workers(1) as (worker,):
+        with pytest.raises(WorkerLost, match=f"port {worker.port} cannot be had .*in use"):
+            runtime.worker(worker.port)
+        assert worker.running
+    with pytest.raises(WorkerLost, match="port 70000 cannot be had"):
+        runtime.worker(70_000)
+
+
 def test_the_context_that_was_there_comes_back():
     from tfdpfl.federated._tff import default_context
 
@@ -239,6 +269,7 @@ def test_a_worker_that_serves_ends_on_sigterm_and_leaves_nothing():
     code = "import sys; from tfdpfl.federated.runtime import worker; worker(int(sys.argv[1]))"
     held = socket.socket()  # so that no one else is given the port while the child starts
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("localhost", 0))
     port = held.getsockname()[1]
     serving = subprocess.Popen(

@@ -48,10 +48,14 @@ class LocalWorker:
     Args:
       port: where it listens; None picks a free one.
       max_concurrent_clients: how many clients are computed at a time; None for as many as there are processors.
+
+    Raises:
+      WorkerLost: the port is taken.
     """
 
     def __init__(self, port: int | None = None, max_concurrent_clients: int | None = None):
-        self.port = _free_port() if port is None else port
+        self._held = _hold(port)
+        self.port = self._held.getsockname()[1]
         concurrent = max_concurrent_clients or os.cpu_count() or 1
         read_end, self._lifeline = os.pipe()  # neither end is inherited, but for what dup2 does below
         command = [
@@ -63,6 +67,7 @@ class LocalWorker:
             self._process = subprocess.Popen(command, stdin=read_end, start_new_session=True)
         except BaseException:
             os.close(self._lifeline)
+            self._held.close()
             raise
         finally:
             os.close(read_end)
@@ -84,6 +89,7 @@ class LocalWorker:
         self._closed = True
         os.close(self._lifeline)
         self._process.wait()
+        self._held.close()
         atexit.unregister(self.close)
 
 
@@ -256,17 +262,17 @@ def worker(port: int, max_concurrent_clients: int | None = None) -> None:
       max_concurrent_clients: how many clients are computed at a time; None for as many as there are processors.
 
     Raises:
-      WorkerLost: the server ended by itself, for instance because the port is taken.
+      WorkerLost: the port is taken, or the server ended by itself.
     """
 
     def end(number: int, frame: Any) -> None:
         raise SystemExit(0)
 
-    before = {number: signal.signal(number, end) for number in _SIGNALS}
     served = LocalWorker(port, max_concurrent_clients)
+    before = {number: signal.signal(number, end) for number in _SIGNALS}
     try:
         served.wait()
-        raise WorkerLost(f"TFF's worker_binary ended by itself: is port {port} free?")
+        raise WorkerLost("TFF's worker_binary ended by itself: run it by hand to see why")
     finally:
         served.close()
         for number, handler in before.items():
@@ -306,14 +312,24 @@ def _wait_ready(target: str, seconds: float, alive: Callable[[], bool]) -> None:
     raise WorkerLost(f"TFF's worker_binary did not answer within {seconds:g} s of its start")
 
 
+def _hold(port: int | None) -> socket.socket:
+    """A socket bound to the port, or to a free one, that does not listen: no one else is given the port, while TFF's
+    server, which sets SO_REUSEPORT, may still have it."""
+    if port is not None:
+        with socket.socket() as alone:  # else two servers would share the port, and each get some of the connections
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                alone.bind(("", port))
+            except (OSError, OverflowError) as error:
+                raise WorkerLost(f"port {port} cannot be had ({error}): give another, or end what has it") from None
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("", port or 0))
+    return held
+
+
 def _target(target: str | int) -> str:
     host, _, port = str(target).rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f'targets must be "host:port" or a port, got {target!r}')
     return f"{host or 'localhost'}:{port}"
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
