@@ -17,6 +17,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import CALLS, Batch, BatchAxis, Handle, Items, Mixed, Public, Size, constant, key
 from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.loss import LossOfOne, mixing
+from tfdpfl.clipping.opening import Opened
 from tfdpfl.clipping.rules import RULES, Contribution, Formed, Lookup, Outer, Units, Use, inner_use
 from tfdpfl.errors import PrivacyError
 
@@ -108,6 +109,8 @@ class Plan:
         self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
         self.replayed: set[int] = set()
         self.analysis = self._analyse(loss)
+        self.opened = Opened(self.analysis, [loss])
+        loss = self.opened.now.get(key(loss), loss)
         self.batch_size = self._batch_size()
         split = LossOfOne(self.analysis, self.batch_size)
         self.sizes = split
@@ -210,7 +213,7 @@ class Plan:
         single: list[tuple[tf.Operation, list[int]]] = []
         listed: list[tf.Operation] = []
         for op in ops:
-            if op.name not in a.ops:
+            if op.name not in a.ops or op.name in self.opened.loops:
                 continue
             outs = [a.states.get((op.name, i)) for i in range(len(op.outputs))]
             if not any(isinstance(s, Batch | Items) for s in outs):
@@ -233,7 +236,7 @@ class Plan:
                 replays.append(self._replay([op]))
         replays += [self._replay(cluster) for cluster in clusters(listed) if any(
             self._trains(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
-        wanted: dict[tuple[str, int], tf.Tensor] = {}
+        wanted: dict[tuple[str, int], tf.Tensor] = {key(turns.probe): turns.probe for turns in self.opened.turns}
         for op, *_ in ruled:
             for t in op.outputs:
                 if isinstance(a[t], Batch) and t.dtype.is_floating:
@@ -245,6 +248,11 @@ class Plan:
         for t, g in zip(ends, grads, strict=True):
             if g is not None:
                 gs_of[key(t)] = tf.convert_to_tensor(g)
+        for turns in self.opened.turns:
+            if key(turns.probe) in gs_of:
+                op = turns.as_one(a, self.batch_size)
+                gs_of[key(op.outputs[0])] = turns.gradient(gs_of[key(turns.probe)], self.batch_size)
+                ruled += [(op, i, op, list(range(len(op.inputs)))) for i, t in enumerate(op.inputs) if self._trains(a[t])]
 
         found: list[tuple[int, Contribution, tf.Tensor, tf.Tensor]] = []
         for op, i, kind, feeds in ruled:

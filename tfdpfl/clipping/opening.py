@@ -1,0 +1,316 @@
+"""Loops and calls opened, so that the weights used inside them meet the same rules as all others.
+
+A call's ops are put in its place. A loop is built once more, with two additions at each op in it that uses a weight:
+the op's inputs are kept, turn by turn; and a list of zeros, an element a turn, is added to its output. The gradient of
+the loss with respect to that list is the gradient with respect to the op's output at each turn. Together they are one
+such op on rows (example, turn), outside of the loop, which any rule can take.
+
+What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import (
+    CALLS,
+    Batch,
+    BatchAxis,
+    Items,
+    Public,
+    constant,
+    key,
+)
+from tfdpfl.clipping.rules import RULES, inner_use
+
+
+class Closed(Exception):
+    """Cannot be opened; the exact fallback runs it as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """An op of a loop, all turns at once.
+
+    ``op``: the op inside; ``inputs``: lists of what it took in, or a tensor outside of the loop where that was the same
+    at each turn; ``states``: theirs at one turn; ``probe``: the list added to the output; ``most``: how many turns,
+    where it is known.
+    """
+
+    op: tf.Operation
+    inputs: list[tf.Tensor]
+    states: list
+    probe: tf.Tensor
+    most: int | None
+
+    def as_one(self, analysis: BatchAxis, batch_size: tf.Tensor) -> tf.Operation:
+        """The op on the rows of all turns at once, an example's together, in the current graph."""
+        inputs = []
+        for t, s, inside in zip(self.inputs, self.states, self.op.inputs, strict=True):
+            if isinstance(s, Batch):
+                t = self.rows(t, s.rows, inside, batch_size)
+                analysis.ops[t.op.name] = t.op
+                analysis.states[key(t)] = Batch(0, self.most and self.most * s.rows)
+            inputs.append(t)
+        return graph_tools.copy_op(self.op, inputs)[0].op
+
+    def gradient(self, items: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
+        """With respect to the output of that op, from the one with respect to the probe."""
+        each = next(s.rows for s in self.states if isinstance(s, Batch))
+        return self.rows(items, each, self.op.outputs[0], batch_size)
+
+    def rows(self, items: tf.Tensor, each: int, like: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
+        """A list of [batch x each, ...] as [batch x turns x each, ...]."""
+        rest = like.shape[1:].as_list()
+        shape = tf.constant(-1) if None in rest else tf.stack([batch_size * each, *rest])
+        x = tf.raw_ops.TensorListStack(
+            input_handle=items, element_shape=shape, element_dtype=like.dtype, num_elements=self.most or -1
+        )
+        x.set_shape([self.most, *like.shape])
+        dims = [tf.shape(x)[i + 2] if d is None else d for i, d in enumerate(rest)]
+        x = tf.reshape(x, tf.stack([tf.shape(x)[0], batch_size, each, *dims]))
+        x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
+        x = tf.reshape(x, tf.stack([-1, *dims]))
+        x.set_shape([None, *rest])
+        return x
+
+
+class Opened:
+    """All loops and calls on the way to ``targets`` that use weights and can be opened, opened.
+
+    Attributes:
+      now: what stands for each tensor that was replaced.
+      loops: names of the loops that were built anew.
+      turns: the ops in them that use weights.
+    """
+
+    def __init__(self, analysis: BatchAxis, targets: list[tf.Tensor]):
+        self.a = analysis
+        self.now: dict[tuple[str, int], tf.Tensor] = {}
+        self.turns: list[Turns] = []
+        self.loops: set[str] = set()
+        for op in sorted(graph_tools.ancestors(targets).values(), key=lambda o: o._id):
+            if op.name not in analysis.ops or not self._to_open(op, analysis):
+                continue
+            kept = len(self.turns)
+            try:
+                made = self._opened(op, analysis, {})
+            except Closed:
+                del self.turns[kept:]
+                continue
+            for old, new in zip(op.outputs, made, strict=True):
+                for consumer in old.consumers():
+                    for i, t in enumerate(consumer.inputs):
+                        if key(t) == key(old):
+                            consumer._update_input(i, new)
+                self.now[key(old)] = new
+
+    @staticmethod
+    def _to_open(op: tf.Operation, a: BatchAxis) -> bool:
+        if not op.type.endswith("While") and op.type not in CALLS:
+            return False
+        if not any(weighs(a[t]) for t in op.inputs):
+            return False
+        return any(isinstance(a[t], Batch | Items) for t in op.outputs) and not (
+            (inner := inner_use(op, a)) and inner[0].type in RULES
+        )
+
+    def _opened(self, op: tf.Operation, a: BatchAxis, now: dict) -> list[tf.Tensor]:
+        given = [now.get(key(t), t) for t in op.inputs]
+        return self._call(op, a, given) if op.type in CALLS else self._loop(op, a, given)
+
+    def _call(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
+        inner, outputs, body = a._body(op, "f", list(op.inputs), [a[t] for t in op.inputs])
+        now = {key(t): g for t, g in zip(body.inputs, given, strict=True)}
+        for inside in _path(body):
+            made = self._opened(inside, inner, now) if self._to_open(inside, inner) else _copied(inside, now, body)
+            now.update({key(t): m for t, m in zip(inside.outputs, made, strict=True)})
+        made = [now[key(t)] for t in body.outputs]
+        if [self.a[t] for t in made] != outputs:
+            raise Closed
+        return made
+
+    def _loop(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
+        states = [a[t] for t in op.outputs]
+        inner, _, body = a._body(op, "body", list(op.inputs), states)
+        _, _, cond = a._body(op, "cond", list(op.inputs), states)
+        varies = [
+            i for i, (x, y) in enumerate(zip(body.inputs, body.outputs, strict=True)) if key(x) != key(_source(y))
+        ]
+        path, test = _path(body), _path(cond)
+        uses = [o for o in path if _uses(o, inner)]
+        count = _most_turns(cond, body, varies, given)
+
+        # Weights inside follow from what is the same at each turn: they are made outside.
+        outside = {key(x): g for i, (x, g) in enumerate(zip(body.inputs, given, strict=True)) if i not in varies}
+        fed = {key(t): t for o in uses for t in o.inputs if isinstance(inner[t], Batch)}
+        for o in uses:
+            for t in o.inputs:
+                if key(t) not in fed:
+                    _outside(t, outside, body)
+        probes = [_reserved(count, o.outputs[0].dtype) for o in uses]
+        kept = [_reserved(count, t.dtype) for t in fed.values()]
+
+        def known(graph: tf.Graph, values: list[tf.Tensor]) -> dict:
+            now = {key(x): g for x, g in zip(graph.inputs, given, strict=True)}
+            now.update({key(graph.inputs[i]): v for i, v in zip(varies, values, strict=True)})
+            return now
+
+        def goes_on(turn, values, lists):
+            now = known(cond, values)
+            for o in test:
+                now.update({key(t): m for t, m in zip(o.outputs, _copied(o, now, cond), strict=True)})
+            return now[key(cond.outputs[0])]
+
+        def one_turn(turn, values, lists):
+            now = {**outside, **known(body, values)}
+            for o in path:
+                if all(key(t) in now for t in o.outputs):
+                    continue
+                made = _copied(o, now, body)
+                if o in uses:
+                    zeros = tf.raw_ops.TensorListGetItem(
+                        input_handle=probes[uses.index(o)],
+                        index=turn,
+                        element_shape=tf.shape(made[0]),
+                        element_dtype=made[0].dtype,
+                    )
+                    made = [made[0] + zeros]
+                now.update({key(t): m for t, m in zip(o.outputs, made, strict=True)})
+            lists = [
+                tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=tf.stop_gradient(now[k]))
+                for items, k in zip(lists, fed, strict=True)
+            ]
+            return turn + 1, [now[key(body.outputs[i])] for i in varies], lists
+
+        _, values, lists = tf.while_loop(
+            goes_on,
+            one_turn,
+            (tf.constant(0), [given[i] for i in varies], kept),
+            shape_invariants=(
+                tf.TensorShape([]),
+                [body.inputs[i].shape for i in varies],
+                [tf.TensorShape([])] * len(kept),
+            ),
+            parallel_iterations=op.get_attr("parallel_iterations"),
+        )
+        made = list(given)
+        for i, v in zip(varies, values, strict=True):
+            made[i] = v
+            self.a.states[key(v)] = states[i]
+            self.a.ops[v.op.name] = v.op
+            self.loops.add(v.op.name)
+        at = dict(zip(fed, lists, strict=True))
+        for o, probe in zip(uses, probes, strict=True):
+            inputs = [at[key(t)] if key(t) in at else outside[key(t)] for t in o.inputs]
+            self.turns.append(Turns(o, inputs, [inner[t] for t in o.inputs], probe, constant(count)))
+        return made
+
+
+def weighs(state) -> bool:
+    """Whether a value comes from trainable weights alone."""
+    return BatchAxis._weighs(state)
+
+
+def _source(t: tf.Tensor) -> tf.Tensor:
+    while t.op.type == "Identity":
+        t = t.op.inputs[0]
+    return t
+
+
+def _path(graph: tf.Graph) -> list[tf.Operation]:
+    """The ops that the outputs of a function are computed by, in order."""
+    given = {t.op.name for t in graph.inputs}
+    path = sorted(graph_tools.ancestors(graph.outputs).values(), key=lambda o: o._id)
+    path = [o for o in path if o.name not in given]
+    for o in path:
+        if not _may_move(o):
+            raise Closed
+    return path
+
+
+def _may_move(op: tf.Operation) -> bool:
+    """Whether a copy of the op elsewhere is the same op, and has the same gradient."""
+    try:
+        op.get_attr("_gradient_op_type")
+        return op.type in CALLS
+    except ValueError:
+        return not op._is_stateful or op.type in _PURE
+
+
+_PURE = frozenset("ReadVariableOp StatefulPartitionedCall While If".split())
+
+
+def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
+    attrs = graph_tools.attributes(op)
+    graph_tools.lift_functions(source, tf.compat.v1.get_default_graph(), attrs)
+    return graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
+
+
+def _outside(t: tf.Tensor, outside: dict, body: tf.Graph) -> tf.Tensor:
+    """A tensor of a loop's body that is the same at each turn, outside of the loop."""
+    if key(t) not in outside:
+        if t.op.type == "Placeholder":
+            raise Closed
+        for i in t.op.inputs:
+            _outside(i, outside, body)
+        for y, made in zip(t.op.outputs, _copied(t.op, outside, body), strict=True):
+            outside[key(y)] = made
+    return outside[key(t)]
+
+
+def _uses(op: tf.Operation, a: BatchAxis) -> bool:
+    """Whether an op of a loop's body uses a weight on examples."""
+    if not any(weighs(a[t]) for t in op.inputs) or not any(isinstance(a[t], Batch | Items) for t in op.outputs):
+        return False
+    plain = [s for s in (a[t] for t in [*op.inputs, *op.outputs]) if isinstance(s, Batch)]
+    if (
+        op.type not in RULES
+        or len(op.outputs) != 1
+        or not op.outputs[0].dtype.is_floating
+        or any(s.axis or s.blocks > 1 or not s.rows for s in plain)
+        or any(not isinstance(a[t], Batch | Public) for t in op.inputs)
+        or len({key(t) for t in op.inputs}) < len(op.inputs)
+    ):
+        raise Closed
+    return True
+
+
+def _reserved(count: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.raw_ops.TensorListReserve(element_shape=-1, num_elements=count, element_dtype=dtype)
+
+
+def _most_turns(cond: tf.Graph, body: tf.Graph, varies: list[int], given: list[tf.Tensor]) -> tf.Tensor:
+    """How often the loop may run: it goes on only while a counter is below a limit."""
+    todo, found = [_source(cond.outputs[0])], []
+    while todo:
+        t = todo.pop()
+        if t.op.type == "LogicalAnd":
+            todo += [_source(i) for i in t.op.inputs]
+        if t.op.type != "Less" or not t.op.inputs[0].dtype.is_integer:
+            continue
+        counter, limit = (_source(i) for i in t.op.inputs)
+        places = {key(x): i for i, x in enumerate(cond.inputs)}
+        at = places.get(key(counter))
+        if at not in varies:
+            continue
+        step = _source(body.outputs[at]).op
+        grows = step.type in ("Add", "AddV2") and key(_source(step.inputs[0])) == key(body.inputs[at])
+        first = constant(given[at])
+        if not grows or first is None or constant(step.inputs[1]) != 1:
+            continue
+        known = constant(limit)
+        if known is not None:
+            return tf.constant(max(int(known - first), 0))
+        if key(limit) in places and places[key(limit)] not in varies:
+            limit = given[places[key(limit)]]
+            known = constant(limit)
+            if known is not None:
+                return tf.constant(max(int(known - first), 0))
+            found.append(tf.maximum(tf.cast(limit - first, tf.int32), 0))
+    if not found:
+        raise Closed
+    return found[0]
