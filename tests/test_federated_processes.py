@@ -372,6 +372,7 @@ def compiled():
         ({"model_fn": 3}, TypeError, "function that makes a model"),
         ({"loss": "mse"}, TypeError, "an object, not its name"),
         ({"loss": None}, ValueError, "give its loss and input_spec"),
+        ({"input_spec": tf.TensorSpec([None, FEATURES])}, TypeError, "input_spec must be .* must have labels"),
         ({"client_weighting": tff.learning.ClientWeighting.NUM_EXAMPLES}, PrivacyError, "every client counts alike"),
         ({"model_aggregator": tff.aggregators.MeanFactory()}, PrivacyError, "replace the clip"),
         ({"metrics_aggregator": tff.learning.metrics.sum_then_finalize}, PrivacyError, "NoisedMetrics"),

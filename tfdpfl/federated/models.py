@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +38,11 @@ def trainable_model_fn(
         raise ValueError(
             "model_fn returns a Keras model, so give its loss and input_spec too (the element_spec of a client's data "
             "set)"
+        )
+    if not isinstance(input_spec, Mapping | Sequence):
+        raise TypeError(
+            f"input_spec must be (x, y) or a dict of 'x' and 'y', got {input_spec!r}: give the element_spec of a "
+            "client's data set, which must have labels"
         )
     if not isinstance(loss, tf.keras.losses.Loss | list):
         raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}: an object, not its name or a function")

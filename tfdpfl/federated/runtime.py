@@ -177,6 +177,7 @@ def local_runtime(max_concurrent_clients: int | None = None) -> Iterator[None]:
     Raises:
       WorkerLost: by the computation that finds the worker dead.
     """
+    ensure_default()  # for what is computed after the block
     local = _Local(max_concurrent_clients)
     try:
         with _tff.installed(_tff.context_on_one(_tff.executor_factory(local.connect))):
@@ -209,8 +210,8 @@ def remote_runtime(targets: Sequence[str | int], *, timeout: float = 10.0, heart
 
     Raises:
       ValueError: ``targets`` is empty or malformed.
-      WorkerLost: within about ``timeout`` seconds, by the block's start or by the computation under way, naming the
-        worker. Nothing is retried for ever; the round has released nothing.
+      WorkerLost: by the block's start or by the computation under way, naming the worker: within a second or two where
+        it has ended, and about ``timeout`` where it hangs. Nothing is retried for ever; the round has released nothing.
     """
     links = [_Link(_target(target)) for target in ([targets] if isinstance(targets, str | int) else targets)]
     if not links:
@@ -219,8 +220,8 @@ def remote_runtime(targets: Sequence[str | int], *, timeout: float = 10.0, heart
 
     def watch(link: _Link) -> None:
         while not stop.wait(heartbeat):
-            if not _answers(link.target, timeout):
-                link.lose(f"worker {link.target} has not answered for {timeout:g} s: look at it, and start it again")
+            if not _lives(link.target, timeout):
+                link.lose(f"worker {link.target} does not answer: look at it, and start it again")
                 return
 
     def call(invocation: Callable[[], Any]) -> Any:
@@ -229,7 +230,7 @@ def remote_runtime(targets: Sequence[str | int], *, timeout: float = 10.0, heart
         except Exception as error:
             # An answer that breaks off can come before the next heartbeat: ask before the error is passed on.
             for link in links:
-                if link.lost is None and isinstance(error, grpc.RpcError) and not _answers(link.target, timeout):
+                if link.lost is None and isinstance(error, grpc.RpcError) and not _lives(link.target, timeout):
                     link.lose(f"worker {link.target} broke off and does not answer: start it again")
             lost = [link.lost for link in links if link.lost is not None]
             if lost and not isinstance(error, WorkerLost):
@@ -242,6 +243,7 @@ def remote_runtime(targets: Sequence[str | int], *, timeout: float = 10.0, heart
     watchers = [threading.Thread(target=watch, args=[link], daemon=True) for link in links]
     for watcher in watchers:
         watcher.start()
+    ensure_default()  # for what is computed after the block
     context = _tff.context_on_many([_tff.executor_factory(_checked(link, timeout)) for link in links])
     try:
         with _tff.installed(_tff.guarded(context, call)):
@@ -283,7 +285,7 @@ def _checked(link: _Link, timeout: float) -> Callable[[], grpc.Channel]:
     """Asks for an answer before a new executor, so that TFF's retries of a broken call end here."""
 
     def connect() -> grpc.Channel:
-        if link.lost is None and not _answers(link.target, timeout):
+        if link.lost is None and not _lives(link.target, timeout):
             link.lose(f"worker {link.target} does not answer: look at it, and start it again")
         return link.connect()
 
@@ -300,6 +302,18 @@ def _answers(target: str, timeout: float) -> bool:
         return False
     finally:
         connection.close()
+
+
+def _lives(target: str, timeout: float) -> bool:
+    """Whether a server that answered before still does. One whose port is closed has ended, whatever the timeout."""
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass  # gRPC may know better
+    return _answers(target, timeout)
 
 
 def _wait_ready(target: str, seconds: float, alive: Callable[[], bool]) -> None:
