@@ -18,7 +18,15 @@ import tensorflow as tf
 tff = pytest.importorskip("tensorflow_federated", reason="TensorFlow Federated is not installed on this stack")
 
 # ruff: noqa: E402
-from tfdpfl.federated import WorkerLost, build_dp_fed_avg, local_runtime, remote_runtime, runtime
+from tfdpfl.federated import (
+    WorkerLost,
+    build_distributed_dp_fed_avg,
+    build_dp_fed_avg,
+    build_dp_ftrl,
+    local_runtime,
+    remote_runtime,
+    runtime,
+)
 
 MARK = "TFDPFL_TEST_MARK"
 
@@ -123,9 +131,9 @@ def client(number, seed):
 CLIENTS = [client(10, seed) for seed in range(5)]
 
 
-def process(**more):
+def process(build=build_dp_fed_avg, **more):
     settings = {"clip": 1.0, "noise_multiplier": 0.0, "clients_per_round": 5, **more}
-    return build_dp_fed_avg(
+    return build(
         model_fn, client_optimizer_fn="sgd", input_spec=CLIENTS[0].element_spec,
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), **settings,
     )  # fmt: skip
@@ -176,9 +184,13 @@ def test_two_workers_give_one_workers_result():
         alone = weights_after(process(), 3)
     with workers(2) as pair, remote_runtime([w.port for w in pair]):
         together = weights_after(process(), 3)
+        of_a_tree = weights_after(process(build_dp_ftrl, server_optimizer_fn="sgd"), 3)
+        secure = weights_after(process(build_distributed_dp_fed_avg), 3)
         noisy = process(noise_multiplier=1.0)
         assert np.isfinite(weights_after(noisy, 1)).all()
     assert np.abs(together - alone).max() <= 1e-6
+    assert np.abs(of_a_tree - alone).max() <= 1e-6
+    assert np.abs(secure - alone).max() <= 1e-4  # its grid
 
 
 @pytest.mark.slow

@@ -83,10 +83,17 @@ def _transforms() -> dict[str, Any]:
     return {"transform_args": computation.transform_args, "transform_result": computation.transform_result}
 
 
-def _compiled(computation: Any) -> Any:
-    """For the C++ runtime, which knows no secure sums: they become plain sums in a simulation."""
+def _without_secrecy(computation: Any) -> Any:
+    """For TFF's runtimes, which know no secure sums: they become plain sums in a simulation."""
     plain = _private("core.backends.test.compiler").replace_secure_intrinsics_with_bodies(computation)
-    return _private("core.backends.native.compiler").desugar_and_transform_to_native(plain)
+    # With the Python containers of its result, which that loses.
+    concrete = _private("core.impl.computation.computation_impl").ConcreteComputation
+    return concrete.with_type(plain, computation.type_signature)
+
+
+def _compiled(computation: Any) -> Any:
+    native = _private("core.backends.native.compiler")
+    return native.desugar_and_transform_to_native(_without_secrecy(computation))
 
 
 def context_on_one(factory: Any) -> Any:
@@ -98,11 +105,14 @@ def context_on_one(factory: Any) -> Any:
 def context_on_many(factories: Sequence[Any]) -> Any:
     """An execution context that splits the clients of a round over several workers."""
     contexts = _private("core.impl.execution_contexts.async_execution_context")
-    return tff.backends.native.create_mergeable_comp_execution_context(
+    mergeable = _private("core.impl.execution_contexts.mergeable_comp_execution_context")
+    split = _private("core.backends.native.mergeable_comp_compiler").compile_to_mergeable_comp_form
+    return mergeable.MergeableCompExecutionContext(
         [
             contexts.AsyncExecutionContext(executor_fn=factory, compiler_fn=_compiled, **_transforms())
             for factory in factories
-        ]
+        ],
+        compiler_fn=lambda computation: split(_without_secrecy(computation)),
     )
 
 
