@@ -75,7 +75,8 @@ def in_turn(cohort, rounds, names=None):
     states = {name: process.initialize() for name, process in running.items()}
     times = {name: [] for name in running}
     for number in range(rounds + 2):
-        for name, process in running.items():
+        order = list(running.items())
+        for name, process in order if number % 2 else reversed(order):
             began = time.perf_counter()
             states[name] = process.next(states[name], data).state
             if number >= 2:  # the first ones trace and warm up
@@ -126,7 +127,7 @@ def main():
     two = ["TFF, plain", "client level, adaptive clip"]
     with local_runtime():
         found = {
-            cohort: in_turn(cohort, max(1, arguments.rounds * 20 // cohort), two if cohort >= 1000 else None)
+            cohort: in_turn(cohort, max(4, arguments.rounds * 20 // cohort), two if cohort >= 1000 else None)
             for cohort in arguments.cohorts
         }
     memory = {}
