@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
 
-from tfdpfl.clipping.graph import captured
+from tfdpfl.clipping import graph as graph_tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,11 @@ State = Public | Size | Batch | Items | Handle | Mixed
 UNKNOWN = (None, None)
 
 
+def weighs(state: State) -> bool:
+    """Whether the value comes from trainable weights alone."""
+    return state.index is not None if isinstance(state, Handle) else isinstance(state, Public) and bool(state.deps)
+
+
 def layer_of(op_name: str) -> str:
     """The layer's name inside an op's name; Keras names scopes model/layer/op."""
     parts = [p for p in op_name.split("/") if p]
@@ -97,6 +102,10 @@ def key(t: tf.Tensor) -> tuple[str, int]:
 def constant(t: tf.Tensor) -> np.ndarray | None:
     """The tensor's value where it follows from constants alone (TensorFlow's own folding stops at products)."""
     value = tensor_util.constant_value(t)
+    if value is None and t.op.type == "StridedSlice" and t.shape.rank == 0:  # one entry of a vector
+        vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
+        if vector is not None and at is not None and vector.ndim == 1 and t.op.get_attr("shrink_axis_mask") == 1:
+            value = vector[at[0]]
     if value is None and t.op.type in ("Cast", "Identity", "Prod", "Mul"):
         values = [constant(i) for i in t.op.inputs]
         if all(v is not None for v in values):
@@ -220,14 +229,18 @@ def own_gradient_is_known(op: tf.Operation) -> bool:
         name = op.get_attr("_gradient_op_type")
     except ValueError:
         return True
-    name = name.decode() if isinstance(name, bytes) else name
-    if not name.startswith("CustomGradient"):
+    if not tf.compat.as_str(name).startswith("CustomGradient"):
         return op.type in CALLS
-    function = ops.gradient_registry.lookup(name)
+    module = getattr(gradient_function(op), "__module__", None)
+    return (module or "").split(".")[0] in ("tensorflow", "keras", "tf_keras")
+
+
+def gradient_function(op: tf.Operation):
+    """The function that tf.custom_gradient was given for the op's gradient."""
+    function = ops.gradient_registry.lookup(tf.compat.as_str(op.get_attr("_gradient_op_type")))
     for inside in ("tape_grad_fn", "grad_fn"):  # what the decorator wraps the user's function in
         function = inspect.getclosurevars(function).nonlocals.get(inside)
-    module = getattr(function, "__module__", None)
-    return (module or "").split(".")[0] in ("tensorflow", "keras", "tf_keras")
+    return function
 
 
 PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
@@ -257,16 +270,8 @@ class BatchAxis:
 
     def run(self, targets: Iterable[tf.Tensor]) -> None:
         """Finds the states of the targets and of all that they depend on."""
-        todo = [t.op for t in targets if t.op.name not in self.ops]
-        found: dict[str, tf.Operation] = {}
-        while todo:
-            op = todo.pop()
-            if op.name in found or op.name in self.ops:
-                continue
-            found[op.name] = op
-            todo.extend(t.op for t in op.inputs)
-        # Ops are numbered as they are made, so inputs come first.
-        for op in sorted(found.values(), key=lambda o: o._id):
+        new = lambda t: t.op.name not in self.ops  # noqa: E731
+        for op in graph_tools.ancestors([t for t in targets if new(t)], follow=new).values():
             self.ops[op.name] = op
             states = self._transfer(op)
             for i, state in enumerate(states):
@@ -336,9 +341,9 @@ class BatchAxis:
             return [self._enter(t) for t in op.outputs]
         if op.type in ("ReadVariableOp", "ResourceGather"):
             return [self._read(op, states)]
-        weighs = op.type == "IdentityN" and any(self._weighs(s) for s in states)
+        of_weights = op.type == "IdentityN" and any(weighs(s) for s in states)
         public = all(isinstance(s, Public) and not s.deps for s in states)
-        if (weighs or not own_gradient_is_known(op)) and not public:
+        if (of_weights or not own_gradient_is_known(op)) and not public:
             # Its gradient may mix what its value keeps apart, or add weights' gradients up.
             return [Mixed(op.type, op.name, "has a gradient of its own (tf.custom_gradient), which is not known")] * n
         for state in states:
@@ -394,17 +399,12 @@ class BatchAxis:
         if kind in SPATIAL:
             return lambda op, s: self._first_axis(op, s, 0)
         if kind in CONVOLUTIONS:
-            return lambda op, s: self._first_axis(op, s, 0)
+            return lambda op, s: self._first_state(op, s) or self._first_axis(op, s, 0)
         if kind in TRANSPOSED:
             return lambda op, s: self._first_axis(op, s, 2)
         if kind in CALLS:
             return self._call
         return None
-
-    @staticmethod
-    def _weighs(state: State) -> bool:
-        """Whether the value comes from trainable weights alone."""
-        return state.index is not None if isinstance(state, Handle) else isinstance(state, Public) and bool(state.deps)
 
     @staticmethod
     def _deps(states: Iterable[State]) -> frozenset[int]:
@@ -418,7 +418,7 @@ class BatchAxis:
         given = self.source(t)
         if given is not None:
             return given
-        outer = captured(t)
+        outer = graph_tools.captured(t)
         if outer is not None:
             if not hasattr(outer, "graph") or not isinstance(getattr(outer, "graph", None), tf.Graph):
                 return Public()  # an eager tensor: the same whatever the batch
@@ -498,6 +498,9 @@ class BatchAxis:
             states = [self[x] for x in spread]
             if all(isinstance(s, Public) and self._row_free(x, s, axis) for x, s in zip(spread, states, strict=True)):
                 return True
+        if t.op.type in CONVOLUTIONS and axis == -rank:
+            x = t.op.inputs[0]
+            return isinstance(self[x], Public) and self._row_free(x, self[x], axis)
         if t.op.type in REDUCTIONS:
             x, s, gone = t.op.inputs[0], self[t.op.inputs[0]], self._gone(t.op)
             if gone is not None and isinstance(s, Public):
@@ -642,12 +645,12 @@ class BatchAxis:
 
     def _first_state(self, op: tf.Operation, states: list[State]) -> State | None:
         """A recurrent layer's first state times its weights, in a batch of static size: rows of equal values."""
-        if op.type != "MatMul" or op.get_attr("transpose_a"):
+        if op.type not in CONVOLUTIONS and (op.type != "MatMul" or op.get_attr("transpose_a")):
             return None
         x, s, w = op.inputs[0], states[0], states[1]
         if not (isinstance(s, Public) and isinstance(w, Public) and w.deps and self._is_static_batch(x)):
             return None
-        return Batch(0) if self._row_free(x, s, -2) else None
+        return Batch(0) if self._row_free(x, s, -x.shape.rank) else None
 
     def _is_static_batch(self, t: tf.Tensor) -> bool:
         """Whether the first axis has the length of a batch of static size."""
@@ -1218,6 +1221,8 @@ class BatchAxis:
                 value = constant(t)
                 if value is not None and value.size and np.all(value == value.flat[0]):
                     states[i] = Public(alike=True)
+                elif t.shape.rank and self._is_static_batch(t) and self._row_free(t, s, -t.shape.rank):
+                    states[i] = Batch(0)
         for _ in range(2 * len(states) + 2):
             _, out, _ = self._body(op, "body", inputs, states)
             joined = [self._join(op, t, s, o) for t, s, o in zip(inputs, states, out, strict=True)]

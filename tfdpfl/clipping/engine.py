@@ -14,10 +14,22 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import CALLS, Batch, BatchAxis, Handle, Items, Mixed, Public, Size, constant, key
+from tfdpfl.clipping.batch_axis import (
+    CALLS,
+    Batch,
+    BatchAxis,
+    Handle,
+    Items,
+    Mixed,
+    Public,
+    Size,
+    constant,
+    key,
+    weighs,
+)
 from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.loss import LossOfOne, mixing
-from tfdpfl.clipping.opening import Opened
+from tfdpfl.clipping.opening import Opened, close
 from tfdpfl.clipping.rules import RULES, Contribution, Formed, Lookup, Outer, Units, Use, inner_use
 from tfdpfl.errors import PrivacyError
 
@@ -108,10 +120,11 @@ class Plan:
         self.reads: dict[int, tf.Tensor] = {}
         self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
         self.replayed: set[int] = set()
+        close(self.graph)
         self.analysis = self._analyse(loss)
-        self.opened = Opened(self.analysis, [loss])
-        loss = self.opened.now.get(key(loss), loss)
         self.batch_size = self._batch_size()
+        self.opened = Opened(self.analysis, [loss], self.batch_size)
+        loss = self.opened.now.get(key(loss), loss)
         split = LossOfOne(self.analysis, self.batch_size)
         self.sizes = split
         losses, self.public_loss, self.loss_scale = split(loss)
@@ -209,16 +222,17 @@ class Plan:
     def _contributions(self, losses: tf.Tensor) -> list[tuple[int, Contribution, tf.Tensor, tf.Tensor]]:
         """(variable number, contribution, weight tensor, root tensor) for all uses of all variables."""
         a = self.analysis
-        ops = sorted(graph_tools.ancestors([losses]).values(), key=lambda o: o._id)
+        ops = list(graph_tools.ancestors([losses]).values())
         single: list[tuple[tf.Operation, list[int]]] = []
         listed: list[tf.Operation] = []
         for op in ops:
-            if op.name not in a.ops or op.name in self.opened.loops:
+            if op.name in self.opened.loops:
                 continue
+            a.run(op.outputs)
             outs = [a.states.get((op.name, i)) for i in range(len(op.outputs))]
             if not any(isinstance(s, Batch | Items) for s in outs):
                 continue
-            at = [i for i, t in enumerate(op.inputs) if self._trains(a[t])]
+            at = [i for i, t in enumerate(op.inputs) if weighs(a[t])]
             if any(t.dtype == tf.variant for t in [*op.inputs, *op.outputs]):
                 listed.append(op)
             elif at:
@@ -235,7 +249,7 @@ class Plan:
             elif batch_outputs:
                 replays.append(self._replay([op]))
         replays += [self._replay(cluster) for cluster in clusters(listed) if any(
-            self._trains(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
+            weighs(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
         wanted: dict[tuple[str, int], tf.Tensor] = {key(turns.probe): turns.probe for turns in self.opened.turns}
         for op, *_ in ruled:
             for t in op.outputs:
@@ -250,9 +264,9 @@ class Plan:
                 gs_of[key(t)] = tf.convert_to_tensor(g)
         for turns in self.opened.turns:
             if key(turns.probe) in gs_of:
-                op = turns.as_one(a, self.batch_size)
-                gs_of[key(op.outputs[0])] = turns.gradient(gs_of[key(turns.probe)], self.batch_size)
-                ruled += [(op, i, op, list(range(len(op.inputs)))) for i, t in enumerate(op.inputs) if self._trains(a[t])]
+                op = turns.as_one(a)
+                gs_of[key(op.outputs[0])] = turns.gradient(gs_of[key(turns.probe)])
+                ruled += [(op, i, op, list(range(len(op.inputs)))) for i, t in enumerate(op.inputs) if weighs(a[t])]
 
         found: list[tuple[int, Contribution, tf.Tensor, tf.Tensor]] = []
         for op, i, kind, feeds in ruled:
@@ -281,12 +295,6 @@ class Plan:
                     found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
         return found
 
-    @staticmethod
-    def _trains(state) -> bool:
-        return (isinstance(state, Public) and bool(state.deps)) or (
-            isinstance(state, Handle) and state.index is not None
-        )
-
     def _weight(self, t: tf.Tensor) -> tuple[tf.Tensor, Public]:
         state = self.analysis[t]
         if isinstance(state, Handle):
@@ -302,7 +310,7 @@ class Plan:
             key(t): t
             for op in ops
             for i, t in enumerate(op.inputs)
-            if self._trains(a[t]) and (t.dtype.is_floating or t.dtype == tf.resource) and (at is None or i in at)
+            if weighs(a[t]) and (t.dtype.is_floating or t.dtype == tf.resource) and (at is None or i in at)
         }
         shapes = [self._weight(t)[0].shape for t in weights.values()]
         return Replay(ops, list(weights.values()), shapes, a)
@@ -315,7 +323,7 @@ class Plan:
         if key(weight) in given:
             return [(given[key(weight)], weight)]
         # Not through shapes: those of a later layer's activations lead back to every weight before it.
-        for op in graph_tools.ancestors([weight], stop, lambda t: self._trains(a[t])).values():
+        for op in graph_tools.ancestors([weight], stop, lambda t: weighs(a[t])).values():
             if op.type == "ReadVariableOp":
                 s = a[op.outputs[0]]
                 if isinstance(s, Public) and s.deps:
@@ -557,8 +565,9 @@ def clusters(ops: list[tf.Operation]) -> list[list[tf.Operation]]:
                 for member in mine:
                     group[member.name] = theirs
                 mine = theirs
+    place = {op.name: i for i, op in enumerate(ops)}
     distinct = {id(members): members for members in group.values()}
-    return [sorted(members, key=lambda o: o._id) for members in distinct.values()]
+    return [sorted(members, key=lambda o: place[o.name]) for members in distinct.values()]
 
 
 __all__ = ["ClippedGradients", "Lookup", "Outer", "Plan", "clipped_gradients", "per_example_norms"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import Batch, BatchAxis, Public, Size, key
+from tfdpfl.clipping.batch_axis import BODIES, CALLS, Batch, BatchAxis, Public, Size, key, weighs
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.rules import Formed, Units
 from tfdpfl.errors import PrivacyError
@@ -30,6 +30,8 @@ class Replay:
 
     def __init__(self, ops: list[tf.Operation], weights: list[tf.Tensor], shapes: list, analysis: BatchAxis):
         self.ops, self.weights, self.shapes, self.a = ops, weights, shapes, analysis
+        if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
+            raise self._refusal("it holds a loop or a branch that uses weights, too")
         # Taken now: building a gradient may rewrite loops and calls.
         self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
         made = {key(t) for op in ops for t in op.outputs}
@@ -71,27 +73,29 @@ class Replay:
                         op, [now[key(t)] for t in self.fed[op.name]], attrs, self.dtypes[op.name]
                     )
                 except (ValueError, TypeError) as error:
-                    raise PrivacyError(
-                        f"{op.type} ({op.name!r}) uses weights and cannot be run on one example alone: {error}. {_MEND}"
-                    ) from error
+                    raise self._refusal(error) from error
                 now.update({(op.name, i): t for i, t in enumerate(made)})
             ys = [now[key(t)] for t in outputs]
             own = [tf.cast(back(gu, s), y.dtype) for gu, s, y in zip(g, g_states, ys, strict=True)]
             try:
                 grads = tf.gradients(ys, held, own)
             except ValueError as error:
-                kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)
-                raise PrivacyError(
-                    f"{kinds} uses weights and cannot be run on one example alone: {error}. {_MEND}"
-                ) from error
+                raise self._refusal(error) from error
             return [
                 tf.zeros(s, units.dtype) if d is None else tf.cast(tf.convert_to_tensor(d), units.dtype)
                 for d, s in zip(grads, self.shapes, strict=True)
             ]
 
         signature = [tf.TensorSpec(s, units.dtype) for s in self.shapes]
-        formed = tf.map_fn(one, (rows, g_rows), fn_output_signature=signature)
+        try:
+            formed = tf.map_fn(one, (rows, g_rows), fn_output_signature=signature)
+        except ValueError as error:  # a gradient that holds on to tensors of the body
+            raise self._refusal(error) from error
         return [Formed([f]) for f in formed]
+
+    def _refusal(self, why) -> PrivacyError:
+        kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)
+        return PrivacyError(f"{kinds} uses weights and cannot be run on one example alone: {why}. {_MEND}")
 
     def _own_size(self, t: tf.Tensor, sizes: LossOfOne) -> tf.Tensor:
         return sizes.size_of_one(t) if isinstance(self.a[t], Size) else t
@@ -105,6 +109,22 @@ class Replay:
         count = units.count
         per = state.rows if units.single and state.rows is not None else dims[0] // tf.maximum(count, 1)
         return tf.reshape(t, tf.concat([[count, per], dims[1:]], 0))
+
+
+def _nests(op: tf.Operation, a: BatchAxis, looping: bool = False) -> bool:
+    """Whether a loop or branch with weights is inside of a loop or branch."""
+    if op.type not in BODIES or not any(weighs(a[t]) for t in op.inputs):
+        return False
+    flows = op.type not in CALLS
+    if flows and looping:
+        return True
+    skip = 1 if op.type.endswith("If") else 0
+    states = [a[t] for t in (op.outputs if op.type.endswith("While") else op.inputs)]
+    for attribute in BODIES[op.type]:
+        inner, _, body = a._body(op, attribute, list(op.inputs[skip:]), states[skip : skip + len(op.inputs)])
+        if any(_nests(o, inner, looping or flows) for o in body.get_operations() if o.name in inner.ops):
+            return True
+    return False
 
 
 def back(x: tf.Tensor, state: Batch) -> tf.Tensor:

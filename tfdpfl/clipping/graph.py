@@ -15,16 +15,20 @@ _numbers = itertools.count()
 def ancestors(
     targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = (), follow: Callable[[tf.Tensor], bool] | None = None
 ) -> dict[str, tf.Operation]:
-    """The ops that the targets are computed from, by name; the walk does not pass tensors in ``stop``, nor inputs that
-    ``follow`` says no to."""
+    """The ops that the targets are computed from, by name, each after those it depends on; the walk does not pass
+    tensors in ``stop``, nor inputs that ``follow`` says no to."""
     ends = {id(t) for t in stop}
     found: dict[str, tf.Operation] = {}
-    todo = [t.op for t in targets if id(t) not in ends]
+    seen: set[str] = set()
+    todo = [(t.op, False) for t in targets if id(t) not in ends]
     while todo:
-        op = todo.pop()
-        if op.name not in found:
+        op, done = todo.pop()
+        if done:
             found[op.name] = op
-            todo.extend(t.op for t in op.inputs if id(t) not in ends and (follow is None or follow(t)))
+        elif op.name not in seen:
+            seen.add(op.name)
+            todo.append((op, True))
+            todo.extend((t.op, False) for t in op.inputs if id(t) not in ends and (follow is None or follow(t)))
     return found
 
 

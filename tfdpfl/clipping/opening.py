@@ -10,7 +10,10 @@ What used the loop or the call uses what stands for it from then on: there is on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -22,7 +25,9 @@ from tfdpfl.clipping.batch_axis import (
     Items,
     Public,
     constant,
+    gradient_function,
     key,
+    weighs,
 )
 from tfdpfl.clipping.rules import RULES, inner_use
 
@@ -37,7 +42,7 @@ class Turns:
 
     ``op``: the op inside; ``inputs``: lists of what it took in, or a tensor outside of the loop where that was the same
     at each turn; ``states``: theirs at one turn; ``probe``: the list added to the output; ``most``: how many turns,
-    where it is known.
+    where it is known; ``batch_size``: a scalar.
     """
 
     op: tf.Operation
@@ -46,36 +51,55 @@ class Turns:
     probe: tf.Tensor
     most: int | None
 
-    def as_one(self, analysis: BatchAxis, batch_size: tf.Tensor) -> tf.Operation:
+    batch_size: tf.Tensor
+
+    def as_one(self, analysis: BatchAxis) -> tf.Operation:
         """The op on the rows of all turns at once, an example's together, in the current graph."""
         inputs = []
         for t, s, inside in zip(self.inputs, self.states, self.op.inputs, strict=True):
             if isinstance(s, Batch):
-                t = self.rows(t, s.rows, inside, batch_size)
+                t = self._rows(t, s.rows, inside)
                 analysis.ops[t.op.name] = t.op
                 analysis.states[key(t)] = Batch(0, self.most and self.most * s.rows)
             inputs.append(t)
         return graph_tools.copy_op(self.op, inputs)[0].op
 
-    def gradient(self, items: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
+    def gradient(self, items: tf.Tensor) -> tf.Tensor:
         """With respect to the output of that op, from the one with respect to the probe."""
         each = next(s.rows for s in self.states if isinstance(s, Batch))
-        return self.rows(items, each, self.op.outputs[0], batch_size)
+        return self._rows(items, each, self.op.outputs[0])
 
-    def rows(self, items: tf.Tensor, each: int, like: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
+    def _rows(self, items: tf.Tensor, each: int, like: tf.Tensor) -> tf.Tensor:
         """A list of [batch x each, ...] as [batch x turns x each, ...]."""
-        rest = like.shape[1:].as_list()
-        shape = tf.constant(-1) if None in rest else tf.stack([batch_size * each, *rest])
         x = tf.raw_ops.TensorListStack(
-            input_handle=items, element_shape=shape, element_dtype=like.dtype, num_elements=self.most or -1
+            input_handle=items,
+            element_shape=_element(like, each, self.batch_size),
+            element_dtype=like.dtype,
+            num_elements=self.most or -1,
         )
         x.set_shape([self.most, *like.shape])
-        dims = [tf.shape(x)[i + 2] if d is None else d for i, d in enumerate(rest)]
-        x = tf.reshape(x, tf.stack([tf.shape(x)[0], batch_size, each, *dims]))
+        dims = [tf.shape(x)[i] if d is None else d for i, d in enumerate(like.shape[1:], 2)]
+        x = tf.reshape(x, tf.stack([tf.shape(x)[0], self.batch_size, each, *dims]))
         x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
         x = tf.reshape(x, tf.stack([-1, *dims]))
-        x.set_shape([None, *rest])
+        x.set_shape([None, *like.shape[1:]])
         return x
+
+
+def _element(like: tf.Tensor, each: int, batch_size: tf.Tensor) -> tf.Tensor:
+    """The shape of a list's elements [batch x each, ...], as far as it can be known outside of the loop."""
+    rest = like.shape[1:].as_list()
+    return tf.constant(-1) if None in rest else tf.stack([batch_size * each, *rest])
+
+
+# What was handed copies, in graphs that still live.
+_HANDED: weakref.WeakKeyDictionary[tf.Graph, list] = weakref.WeakKeyDictionary()
+
+
+def close(graph: tf.Graph) -> None:
+    """Hands back what `Opened` replaced: another plan for the same graph is to find it as it was."""
+    for consumer, i, old in _HANDED.pop(graph, ()):
+        consumer._update_input(i, old)
 
 
 class Opened:
@@ -87,12 +111,12 @@ class Opened:
       turns: the ops in them that use weights.
     """
 
-    def __init__(self, analysis: BatchAxis, targets: list[tf.Tensor]):
-        self.a = analysis
+    def __init__(self, analysis: BatchAxis, targets: list[tf.Tensor], batch_size: tf.Tensor):
+        self.a, self.batch_size = analysis, batch_size
         self.now: dict[tuple[str, int], tf.Tensor] = {}
         self.turns: list[Turns] = []
         self.loops: set[str] = set()
-        for op in sorted(graph_tools.ancestors(targets).values(), key=lambda o: o._id):
+        for op in graph_tools.ancestors(targets).values():
             if op.name not in analysis.ops or not self._to_open(op, analysis):
                 continue
             kept = len(self.turns)
@@ -106,6 +130,7 @@ class Opened:
                     for i, t in enumerate(consumer.inputs):
                         if key(t) == key(old):
                             consumer._update_input(i, new)
+                            _HANDED.setdefault(old.graph, []).append((consumer, i, old))
                 self.now[key(old)] = new
 
     @staticmethod
@@ -125,13 +150,43 @@ class Opened:
     def _call(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
         inner, outputs, body = a._body(op, "f", list(op.inputs), [a[t] for t in op.inputs])
         now = {key(t): g for t, g in zip(body.inputs, given, strict=True)}
-        for inside in _path(body):
+        results = body.outputs[: len(op.outputs)]  # a gradient that was taken before may have added some
+        for inside in _path(body, results):
             made = self._opened(inside, inner, now) if self._to_open(inside, inner) else _copied(inside, now, body)
             now.update({key(t): m for t, m in zip(inside.outputs, made, strict=True)})
-        made = [now[key(t)] for t in body.outputs]
-        if [self.a[t] for t in made] != outputs:
+        made = [now[key(t)] for t in results]
+        if [self.a[t] for t in made] != outputs[: len(made)]:
             raise Closed
         return made
+
+    def _most_turns(self, cond: tf.Graph, body: tf.Graph, varies: list[int], given: list[tf.Tensor]) -> tf.Tensor:
+        """How often a loop may run: it goes on only while a counter is below a limit."""
+        places = {key(x): i for i, x in enumerate(cond.inputs)}
+        outside = {key(x): g for i, (x, g) in enumerate(zip(cond.inputs, given, strict=True)) if i not in varies}
+        todo, found = [cond.outputs[0]], []
+        while todo:
+            t = _source(todo.pop())
+            if t.op.type == "LogicalAnd":
+                todo += t.op.inputs
+            if t.op.type != "Less" or not t.op.inputs[0].dtype.is_integer:
+                continue
+            at = places.get(key(_source(t.op.inputs[0])))
+            if at not in varies:
+                continue
+            step, first = _source(body.outputs[at]).op, constant(given[at])
+            if step.type not in ("Add", "AddV2") or key(_source(step.inputs[0])) != key(body.inputs[at]):
+                continue
+            if first is None or constant(step.inputs[1]) != 1:
+                continue
+            with contextlib.suppress(Closed):
+                limit = _outside(t.op.inputs[1], outside, cond)
+                ((length, power),) = self.a.entries(limit)
+                if power == 0 and length is not None:
+                    return tf.constant(max(int(length - first), 0))
+                found.append(tf.maximum(tf.cast(limit - first, tf.int32), 0))
+        if not found:
+            raise Closed
+        return found[0]
 
     def _loop(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
         states = [a[t] for t in op.outputs]
@@ -140,9 +195,9 @@ class Opened:
         varies = [
             i for i, (x, y) in enumerate(zip(body.inputs, body.outputs, strict=True)) if key(x) != key(_source(y))
         ]
-        path, test = _path(body), _path(cond)
+        path, test = _path(body, body.outputs), _path(cond, cond.outputs)
         uses = [o for o in path if _uses(o, inner)]
-        count = _most_turns(cond, body, varies, given)
+        count = self._most_turns(cond, body, varies, given)
 
         # Weights inside follow from what is the same at each turn: they are made outside.
         outside = {key(x): g for i, (x, g) in enumerate(zip(body.inputs, given, strict=True)) if i not in varies}
@@ -151,8 +206,11 @@ class Opened:
             for t in o.inputs:
                 if key(t) not in fed:
                     _outside(t, outside, body)
-        probes = [_reserved(count, o.outputs[0].dtype) for o in uses]
-        kept = [_reserved(count, t.dtype) for t in fed.values()]
+        reserved = lambda t: tf.raw_ops.TensorListReserve(  # noqa: E731
+            element_shape=_element(t, inner[t].rows, self.batch_size), num_elements=count, element_dtype=t.dtype
+        )
+        probes = [reserved(o.outputs[0]) for o in uses]
+        kept = [reserved(t) for t in fed.values()]
 
         def known(graph: tf.Graph, values: list[tf.Tensor]) -> dict:
             now = {key(x): g for x, g in zip(graph.inputs, given, strict=True)}
@@ -186,6 +244,7 @@ class Opened:
             ]
             return turn + 1, [now[key(body.outputs[i])] for i in varies], lists
 
+        self.a.run(given)
         _, values, lists = tf.while_loop(
             goes_on,
             one_turn,
@@ -196,6 +255,7 @@ class Opened:
                 [tf.TensorShape([])] * len(kept),
             ),
             parallel_iterations=op.get_attr("parallel_iterations"),
+            maximum_iterations=constant(count),  # XLA wants to know
         )
         made = list(given)
         for i, v in zip(varies, values, strict=True):
@@ -206,13 +266,8 @@ class Opened:
         at = dict(zip(fed, lists, strict=True))
         for o, probe in zip(uses, probes, strict=True):
             inputs = [at[key(t)] if key(t) in at else outside[key(t)] for t in o.inputs]
-            self.turns.append(Turns(o, inputs, [inner[t] for t in o.inputs], probe, constant(count)))
+            self.turns.append(Turns(o, inputs, [inner[t] for t in o.inputs], probe, constant(count), self.batch_size))
         return made
-
-
-def weighs(state) -> bool:
-    """Whether a value comes from trainable weights alone."""
-    return BatchAxis._weighs(state)
 
 
 def _source(t: tf.Tensor) -> tf.Tensor:
@@ -221,11 +276,10 @@ def _source(t: tf.Tensor) -> tf.Tensor:
     return t
 
 
-def _path(graph: tf.Graph) -> list[tf.Operation]:
-    """The ops that the outputs of a function are computed by, in order."""
+def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """The ops that a function computes these by, in order."""
     given = {t.op.name for t in graph.inputs}
-    path = sorted(graph_tools.ancestors(graph.outputs).values(), key=lambda o: o._id)
-    path = [o for o in path if o.name not in given]
+    path = [o for o in graph_tools.ancestors(results).values() if o.name not in given]
     for o in path:
         if not _may_move(o):
             raise Closed
@@ -234,11 +288,14 @@ def _path(graph: tf.Graph) -> list[tf.Operation]:
 
 def _may_move(op: tf.Operation) -> bool:
     """Whether a copy of the op elsewhere is the same op, and has the same gradient."""
-    try:
-        op.get_attr("_gradient_op_type")
-        return op.type in CALLS
-    except ValueError:
-        return not op._is_stateful or op.type in _PURE
+    if "_gradient_op_type" in op.node_def.attr and op.type not in CALLS:
+        return _plain_derivative(op)
+    return not op._is_stateful or op.type in _PURE
+
+
+def _plain_derivative(op: tf.Operation) -> bool:
+    """Whether a gradient of the op's own is but the derivative, written to take less memory."""
+    return gradient_function(op).__qualname__.startswith("swish.")
 
 
 _PURE = frozenset("ReadVariableOp StatefulPartitionedCall While If".split())
@@ -246,6 +303,8 @@ _PURE = frozenset("ReadVariableOp StatefulPartitionedCall While If".split())
 
 def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
     attrs = graph_tools.attributes(op)
+    if op.type not in CALLS:
+        attrs.pop("_gradient_op_type", None)  # `_may_move`
     graph_tools.lift_functions(source, tf.compat.v1.get_default_graph(), attrs)
     return graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
 
@@ -277,40 +336,3 @@ def _uses(op: tf.Operation, a: BatchAxis) -> bool:
     ):
         raise Closed
     return True
-
-
-def _reserved(count: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tf.raw_ops.TensorListReserve(element_shape=-1, num_elements=count, element_dtype=dtype)
-
-
-def _most_turns(cond: tf.Graph, body: tf.Graph, varies: list[int], given: list[tf.Tensor]) -> tf.Tensor:
-    """How often the loop may run: it goes on only while a counter is below a limit."""
-    todo, found = [_source(cond.outputs[0])], []
-    while todo:
-        t = todo.pop()
-        if t.op.type == "LogicalAnd":
-            todo += [_source(i) for i in t.op.inputs]
-        if t.op.type != "Less" or not t.op.inputs[0].dtype.is_integer:
-            continue
-        counter, limit = (_source(i) for i in t.op.inputs)
-        places = {key(x): i for i, x in enumerate(cond.inputs)}
-        at = places.get(key(counter))
-        if at not in varies:
-            continue
-        step = _source(body.outputs[at]).op
-        grows = step.type in ("Add", "AddV2") and key(_source(step.inputs[0])) == key(body.inputs[at])
-        first = constant(given[at])
-        if not grows or first is None or constant(step.inputs[1]) != 1:
-            continue
-        known = constant(limit)
-        if known is not None:
-            return tf.constant(max(int(known - first), 0))
-        if key(limit) in places and places[key(limit)] not in varies:
-            limit = given[places[key(limit)]]
-            known = constant(limit)
-            if known is not None:
-                return tf.constant(max(int(known - first), 0))
-            found.append(tf.maximum(tf.cast(limit - first, tf.int32), 0))
-    if not found:
-        raise Closed
-    return found[0]

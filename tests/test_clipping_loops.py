@@ -1,0 +1,298 @@
+"""Loops and calls that use weights, against examples one by one."""
+
+import pytest
+import tensorflow as tf
+from helpers import (
+    K,
+    L,
+    assert_close,
+    check,
+    check_model,
+    clipped_sums,
+    example_losses,
+    normal,
+    per_example_gradients,
+    rng,
+)
+
+from tfdpfl.clipping import clipped_gradients
+from tfdpfl.clipping.engine import Plan
+from tfdpfl.errors import PrivacyError
+
+B, T, D, U = 5, 4, 3, 3
+X = normal(B, T, D)
+
+
+def weights(*shapes):
+    return [tf.Variable(0.5 * normal(*s, seed=i)) for i, s in enumerate(shapes)]
+
+
+def over_time(x, turn, state, most=None, **loop):
+    """state after turn(t, x[:, t], state) for t = 0, 1, ..."""
+    steps = tf.transpose(x, [1, 0, 2])
+    return tf.while_loop(
+        lambda t, s: t < (tf.shape(steps)[0] if most is None else most),
+        lambda t, s: (t + 1, turn(t, tf.gather(steps, t), s)),
+        (tf.constant(0), state),
+        **loop,
+    )[1]
+
+
+def zeros(x, width=U):
+    return tf.zeros([tf.shape(x)[0], width])
+
+
+A, R, C, S, TABLE = weights((D, U), (U, U), (U,), (U,), (6, U))
+
+
+def several_ways(x):
+    """One matrix used twice in a turn, once outside; a scale, a bias, and a row looked up."""
+    table = tf.convert_to_tensor(TABLE)
+
+    def turn(t, step, h):
+        ids = tf.cast(tf.abs(step[:, 0]) * 2, tf.int32) % 6
+        h = tf.tanh(step @ A + h @ R + C) * S
+        return tf.tanh(h @ R) + tf.gather(table, ids)
+
+    return over_time(x, turn, zeros(x)) @ R
+
+
+def normalised(x):
+    def turn(t, step, h):
+        y = step @ A + h @ R
+        mean, variance = tf.nn.moments(y, [1], keepdims=True)
+        return tf.tanh((y - mean) * tf.math.rsqrt(variance + 1e-3) * S + C)
+
+    return over_time(x, turn, zeros(x))
+
+
+def made_of_weights(x):
+    """The matrix of a turn is computed in the turn, from weights."""
+    return over_time(x, lambda t, step, h: tf.tanh(step @ (2 * A * S) + h @ tf.transpose(R)), zeros(x))
+
+
+def with_memory(x):
+    """What examples hold outside of the loop is looked at in each turn."""
+    memory = tf.tanh(x @ A)
+
+    def turn(t, step, h):
+        attention = tf.nn.softmax(tf.einsum("btu,bu->bt", memory, h @ R))
+        return tf.tanh(tf.einsum("bt,btu->bu", attention, memory) + step @ A)
+
+    return over_time(x, turn, tf.broadcast_to(S, tf.shape(zeros(x))))
+
+
+def fewer_turns(x):
+    """The limit of the counter is not what ends the loop."""
+    steps = tf.transpose(x, [1, 0, 2])
+    return tf.while_loop(
+        lambda t, n, s: tf.logical_and(t < 100, n > 2),
+        lambda t, n, s: (t + 1, n - 1, tf.tanh(tf.gather(steps, t) @ A + s @ R)),
+        (tf.constant(0), tf.constant(T), zeros(x)),
+    )[2]
+
+
+def by_map(x):
+    return tf.map_fn(lambda step: tf.tanh(step @ A + C), tf.transpose(x, [1, 0, 2]))[-1]
+
+
+def by_scan(x):
+    return tf.scan(lambda h, step: tf.tanh(step @ A + h @ R), tf.transpose(x, [1, 0, 2]), zeros(x))[-1]
+
+
+def two_loops(x):
+    return over_time(x, lambda t, step, h: tf.tanh(step @ A + h @ R), normalised(x))
+
+
+def rows_of_an_example(x):
+    """[batch x positions, width] in a loop."""
+    flat = tf.reshape(x, [-1, D])
+    (y,) = tf.while_loop(lambda y: True, lambda y: (tf.tanh(y @ R + C),), (flat,), maximum_iterations=3)
+    return tf.reshape(y, [-1, T, D])
+
+
+def a_loop_in_a_call(x):
+    inner = tf.function(lambda x: over_time(tf.tanh(x @ A), lambda t, step, h: tf.tanh(step @ R + h), zeros(x)) @ R)
+    return inner(x)
+
+
+def own_gradient(x):
+    """TensorFlow gives silu a gradient that holds on to tensors of the loop's body."""
+    return over_time(x, lambda t, step, h: tf.nn.silu(step @ A + h @ R), zeros(x))
+
+
+OPENED = {f.__name__: f for f in (several_ways, normalised, made_of_weights, with_memory, fewer_turns, by_map, by_scan,
+                                  two_loops, rows_of_an_example, a_loop_in_a_call, own_gradient)}  # fmt: skip
+
+
+def without_a_limit(x):
+    return tf.while_loop(
+        lambda n, s: tf.reduce_sum(n) > 0, lambda n, s: (n - 1, tf.tanh(s @ R + C)), (tf.constant([3]), zeros(x))
+    )[1]
+
+
+def loop_in_a_loop(x):
+    inner = lambda h: over_time(x, lambda t, step, g: tf.tanh(step @ A + g @ R), h)
+    return tf.while_loop(lambda i, h: i < 2, lambda i, h: (i + 1, inner(h)), (tf.constant(0), zeros(x)))[1]
+
+
+def branch_in_a_loop(x):
+    def turn(t, step, h):
+        return tf.cond(t % 2 == 0, lambda: tf.tanh(step @ A + h), lambda: tf.tanh(h @ R))
+
+    return over_time(x, turn, zeros(x))
+
+
+def weights_that_change(x):
+    """The matrix is another one in each turn."""
+    return tf.while_loop(
+        lambda i, w, h: i < 3, lambda i, w, h: (i + 1, tf.tanh(w @ R), tf.tanh(h @ w)), (tf.constant(0), R, x[:, 0])
+    )[2]
+
+
+def variable_looked_up(x):
+    ids = lambda step: tf.cast(tf.abs(step[:, 0]) * 2, tf.int32) % 6
+    return over_time(x, lambda t, step, h: tf.tanh(h @ R) + tf.gather(TABLE, ids(step)), zeros(x))
+
+
+CLOSED = {f.__name__: f for f in (without_a_limit, weights_that_change, variable_looked_up)}
+REFUSED = {f.__name__: f for f in (loop_in_a_loop, branch_in_a_loop)}
+
+
+def used(f):
+    with tf.GradientTape() as tape:
+        y = f(tf.constant(X))
+    variables = [A, R, C, S, TABLE]
+    return [v for v, g in zip(variables, tape.gradient(y, variables), strict=True) if g is not None]
+
+
+def falls_back(f, variables):
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
+    def step(x):
+        found.extend(Plan(tf.reduce_mean(example_losses(f(x))), variables, None).replayed)
+
+    step.get_concrete_function()
+    return bool(found)
+
+
+@pytest.mark.parametrize("batch", [None, pytest.param(B, marks=pytest.mark.slow)], ids=["free", "static"])
+@pytest.mark.parametrize("f", [
+    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name not in ("several_ways", "a_loop_in_a_call")))
+    for name, f in OPENED.items()])  # fmt: skip
+def test_loop_agrees_without_the_fallback(f, batch):
+    variables = used(f)
+    assert len(variables) >= 1
+    check(lambda x: example_losses(f(x)), X, variables, batch=batch)
+    assert not falls_back(f, variables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("f", list(CLOSED.values()), ids=list(CLOSED))
+def test_loop_that_cannot_be_opened_agrees_by_the_fallback(f):
+    check(lambda x: example_losses(f(x)), X, used(f))
+    assert falls_back(f, used(f))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("f", list(REFUSED.values()), ids=list(REFUSED))
+def test_loop_of_which_neither_is_possible_is_refused(f):
+    with pytest.raises(
+        PrivacyError, match=r"While.*uses weights and cannot be run on one example alone.*write the layer"
+    ):
+        check(lambda x: example_losses(f(x)), X, used(f))
+
+
+@pytest.mark.slow
+def test_microbatches_of_a_loop_agree():
+    x = normal(6, T, D)
+    check(lambda x: example_losses(several_ways(x)), x, used(several_ways), m=3)
+
+
+@pytest.mark.slow
+def test_free_lengths_agree():
+    check(lambda x: example_losses(normalised(x)), X, used(normalised), free=True)
+
+
+def test_a_batch_of_no_examples_gives_zeros():
+    @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
+    def step(x):
+        return clipped_gradients(tf.reduce_sum(example_losses(normalised(x))), used(normalised), 1.0).sum
+
+    for s in step(tf.zeros([0, T, D])):
+        assert not s.numpy().any()
+
+
+@pytest.mark.slow
+def test_two_optimizers_may_share_one_loss():
+    """The second finds the loop that was opened for the first."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
+    def step(x):
+        loss = tf.reduce_mean(example_losses(several_ways(x)))
+        first = clipped_gradients(loss, [A, C, S], 0.5).sum
+        return [*first, *clipped_gradients(loss, [R, TABLE], 0.5).sum]
+
+    losses = lambda x: example_losses(several_ways(x))
+    want = [s for part in ([A, C, S], [R, TABLE]) for s in clipped_sums(per_example_gradients(losses, X, part), 0.5)]
+    assert_close([s.numpy() for s in step(tf.constant(X))], want)
+
+
+@pytest.mark.slow
+def test_what_is_seen_of_the_outputs_stays_what_it_was():
+    """The ops between the loop and what else the step gives out are handed the loop's copy."""
+    lstm = L.LSTM(U, return_sequences=True)
+    model = K.Sequential([K.Input((T, D)), lstm, L.Dense(2)])
+    want = model(tf.constant(X)).numpy()
+
+    @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
+    def step(x):
+        hidden = lstm(x)
+        y = model.layers[-1](hidden)
+        clipped_gradients(tf.reduce_mean(example_losses(y)), model.trainable_variables, 1.0)
+        return y, model.layers[-1](hidden)
+
+    for got in step(tf.constant(X)):
+        assert abs(got.numpy() - want).max() < 1e-6
+
+
+@pytest.mark.slow
+def test_a_model_called_through_a_function_is_read_as_if_it_were_not():
+    model = K.Sequential([K.Input((T, D)), L.Dense(8, "tanh"), L.LSTM(U), L.Dense(2)])
+    called = tf.function(lambda x: model(x), autograph=False)
+    check(lambda x: example_losses(called(x)), X, model.trainable_variables)
+    assert not falls_back(called, model.trainable_variables)
+
+
+@pytest.mark.slow
+def test_long_sequences_agree():
+    check_model(K.Sequential([K.Input((120, D)), L.GRU(U)]), normal(3, 120, D))
+
+
+@pytest.mark.slow
+def test_random_loops_agree():
+    """Cells drawn at random: which weight meets what, in what order, and how many turns."""
+    draw = rng(5)
+    for _ in range(8):
+        kinds = draw.integers(0, 4, size=draw.integers(1, 4))
+        width, most = int(draw.integers(1, 6)), int(draw.integers(1, T + 1))
+        kernel, recurrent, bias, scale = weights((D, width), (width, width), (width,), (width,))
+
+        def turn(t, step, h, kinds=kinds, kernel=kernel, recurrent=recurrent, bias=bias, scale=scale):
+            y = step @ kernel
+            for kind in kinds:
+                if kind == 0:
+                    y = tf.tanh(y @ recurrent)
+                elif kind == 1:
+                    y = tf.nn.bias_add(y, bias) + h
+                elif kind == 2:
+                    y = tf.sin(y * scale)
+                else:
+                    y = tf.tanh(y - h @ recurrent)
+            return y
+
+        used = [kernel]
+        used += [recurrent] * bool({0, 3} & set(kinds)) + [bias] * (1 in kinds) + [scale] * (2 in kinds)
+        f = lambda x, turn=turn, width=width, most=most: over_time(x, turn, zeros(x, width), most)
+        check(lambda x, f=f: example_losses(f(x)), X, used)
