@@ -250,7 +250,7 @@ class Plan:
                 replays.append(self._replay([op]))
         replays += [self._replay(cluster) for cluster in clusters(listed) if any(
             weighs(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
-        wanted: dict[tuple[str, int], tf.Tensor] = {key(turns.probe): turns.probe for turns in self.opened.turns}
+        wanted = {key(turns.probe): turns.probe for turns in self.opened.turns}
         for op, *_ in ruled:
             for t in op.outputs:
                 if isinstance(a[t], Batch) and t.dtype.is_floating:
@@ -266,7 +266,8 @@ class Plan:
             if key(turns.probe) in gs_of:
                 op = turns.as_one(a)
                 gs_of[key(op.outputs[0])] = turns.gradient(gs_of[key(turns.probe)])
-                ruled += [(op, i, op, list(range(len(op.inputs)))) for i, t in enumerate(op.inputs) if weighs(a[t])]
+                feeds = list(range(len(op.inputs)))
+                ruled += [(op, i, op, feeds) for i in feeds if weighs(a[op.inputs[i]])]
 
         found: list[tuple[int, Contribution, tf.Tensor, tf.Tensor]] = []
         for op, i, kind, feeds in ruled:

@@ -3,6 +3,8 @@ besides `batch_axis`."""
 
 from __future__ import annotations
 
+import collections
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,20 +17,32 @@ _numbers = itertools.count()
 def ancestors(
     targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = (), follow: Callable[[tf.Tensor], bool] | None = None
 ) -> dict[str, tf.Operation]:
-    """The ops that the targets are computed from, by name, each after those it depends on; the walk does not pass
-    tensors in ``stop``, nor inputs that ``follow`` says no to."""
+    """The ops that the targets are computed from, by name, each after those it depends on, else as they were made; the
+    walk does not pass tensors in ``stop``, nor inputs that ``follow`` says no to."""
     ends = {id(t) for t in stop}
-    found: dict[str, tf.Operation] = {}
-    seen: set[str] = set()
-    todo = [(t.op, False) for t in targets if id(t) not in ends]
+    before: dict[str, set[str]] = {}
+    after: dict[str, list[tf.Operation]] = collections.defaultdict(list)
+    todo, ready = [t.op for t in targets if id(t) not in ends], []
     while todo:
-        op, done = todo.pop()
-        if done:
-            found[op.name] = op
-        elif op.name not in seen:
-            seen.add(op.name)
-            todo.append((op, True))
-            todo.extend((t.op, False) for t in op.inputs if id(t) not in ends and (follow is None or follow(t)))
+        op = todo.pop()
+        if op.name in before:
+            continue
+        inputs = {t.op.name: t.op for t in op.inputs if id(t) not in ends and (follow is None or follow(t))}
+        before[op.name] = set(inputs)
+        todo += inputs.values()
+        for name in inputs:
+            after[name].append(op)
+        if not inputs:
+            ready.append((op._id, op.name, op))
+    heapq.heapify(ready)
+    found: dict[str, tf.Operation] = {}
+    while ready:
+        _, name, op = heapq.heappop(ready)
+        found[name] = op
+        for user in after[name]:
+            before[user.name].discard(name)
+            if not before[user.name]:
+                heapq.heappush(ready, (user._id, user.name, user))
     return found
 
 
