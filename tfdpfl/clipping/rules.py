@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -151,13 +151,15 @@ class Outer:
       total: the gradient of the weight given c [U], without a or F, where an op does it at once.
       needs: what ``total`` has mended, with the examples' axis.
       repeats: how often an entry of the op's input stands in a (a convolution's patches).
+      gram: makes a aᵀ [U, T, T] without a.
     """
 
     def __init__(
-        self, a, g, layout: Callable, same: tuple, total: Callable | None = None, needs: tuple = (), repeats: float = 1
-    ):
+        self, a, g, layout: Callable, same: tuple, total: Callable | None = None, needs: tuple = (), repeats: float = 1,
+        gram: Callable | None = None,
+    ):  # fmt: skip
         self.a, self.g, self.layout, self.same, self._total, self._needs = a, g, layout, same, total, needs
-        self._repeats = repeats
+        self._repeats, self._gram = repeats, gram
         self._formed: Formed | None = None
 
     def forms(self) -> bool:
@@ -191,7 +193,8 @@ class Outer:
             a, g = (tf.transpose(x, [0, 2, 1, 3]) for x in (self.a, self.g))
         else:
             a, g = self.a, self.g
-        gram = tf.matmul(a, a, transpose_b=True) * tf.matmul(g, g, transpose_b=True)
+        gram = self._gram() if self._gram is not None else tf.matmul(a, a, transpose_b=True)
+        gram *= tf.matmul(g, g, transpose_b=True)
         return tf.reduce_sum(gram, list(range(1, gram.shape.rank)))
 
     def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
@@ -561,24 +564,33 @@ def convolution(use: Use, units: Units) -> Contribution | None:
 
     if groups == 1:
         repeats = max(1.0, taps / math.prod(plan.strides))
+        gram = None
         g_flat = flat(g, other, cout)
         if known:
             t = g_flat.shape[1] or out.num_elements()
-            views, unfold = plan.wide_views(x, out)
-            if views and taps * cin * cout <= FORMED_MEMORY * t * (taps * cin / repeats + cout):
+            grid = plan.grid(x, out)
+            if taps * cin * cout <= FORMED_MEMORY * t * (taps * cin / repeats + cout):
+                views = plan.views(x, out) if grid is None and len(plan.size) != 2 else []
+                # A product for each place of the window beats laying out all patches where there are many channels.
+                if grid and grid.wide(out):
+                    views = grid.views(out)
                 parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
 
                 def together(pieces) -> tf.Tensor:  # [..., P, channels of a view], one a view
                     pieces = pieces if isinstance(pieces, list) else [pieces]
-                    return layout(unfold(turned(tf.concat(pieces, -1))))
+                    f = turned(tf.concat(pieces, -1))
+                    return layout(grid.unfolded(f) if grid else f)
 
-                return Formed(parts, together)
+                if parts:
+                    return Formed(parts, together)
+            elif grid and grid.saves(out) and units.single and state.rows == other.rows == 1:
+                gram = lambda: grid.gram(out)  # noqa: E731
         elif len(plan.size) != 2:
             return None
         a_flat = flat(plan.patches(x, out), state, taps * cin)
         mark = ("conv", tuple(final), taps)
         needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
-        return Outer(a_flat, g_flat, layout, mark, lambda c: filter_gradient(use, c, units), needs, repeats)
+        return Outer(a_flat, g_flat, layout, mark, lambda c: filter_gradient(use, c, units), needs, repeats, gram)
     if not known:
         return None
     # Groups (of one channel each, in a depthwise convolution): one small product a group.
@@ -649,33 +661,25 @@ class Window:
         self.padding = "VALID"
         return tf.pad(x, [[0, 0], *pairs, [0, 0]])
 
-    def wide_views(self, x: tf.Tensor, out: tf.TensorShape) -> tuple[list[tf.Tensor], Callable]:
-        """Shifted views that hold many channels each, where a product for each beats laying out all patches.
-
-        Returns the views and what brings [..., views x channels, P] into the kernel's order; no views where they
-        would be narrow.
-        """
-        cin = x.shape[-1]
-        if len(self.size) != 2 or (all(s == 1 for s in self.strides) and cin >= 16 and out.num_elements() >= 128):
-            return self.views(x, out), lambda f: f
+    def grid(self, x: tf.Tensor, out: Sequence[int]) -> Grid | None:
+        """The window as one of stride 1, None if it is not one in two dimensions or its strides do not divide it."""
         s = self.strides[0]
-        square = self.strides == [s, s] and self.rates == [1, 1] and not any(k % s for k in self.size)
-        if s == 1 or not square or cin * s * s < 32:
-            return [], lambda f: f
+        if len(self.size) != 2:
+            return None
+        x = self.fitted(x, self.lengths(out))
+        if self.strides == [1, 1]:
+            places = [(i * self.rates[0], j * self.rates[1]) for i, j in np.ndindex(*self.size)]
+            return Grid(x, places)
+        if self.strides != [s, s] or self.rates != [1, 1] or any(k % s for k in self.size):
+            return None
         # A stride is a window of stride one over blocks of s x s pixels, each a pixel of s^2 C channels.
-        lengths = [(o - 1) * s + k for o, k in zip(out, self.size, strict=True)]
-        blocks = tf.nn.space_to_depth(self.fitted(x, lengths), s)
         kh, kw = (k // s for k in self.size)
-        views = [blocks[:, i : i + out[0], j : j + out[1]] for i in range(kh) for j in range(kw)]
+        return Grid(tf.nn.space_to_depth(x, s), list(np.ndindex(kh, kw)), (kh, kw, s, s, x.shape[-1]))
 
-        def unfold(f: tf.Tensor) -> tf.Tensor:
-            lead = f.shape.rank - 2
-            head, p = ([f.shape[0] or -1] if lead else []), f.shape[-1]
-            f = tf.reshape(f, [*head, kh, kw, s, s, cin, p])
-            f = tf.transpose(f, [*range(lead), *[lead + i for i in (0, 2, 1, 3, 4, 5)]])
-            return tf.reshape(f, [*head, -1, p])
-
-        return views, unfold
+    def lengths(self, out: Sequence[int]) -> list[int]:
+        """How many pixels its windows meet, along each axis."""
+        return [(o - 1) * s + (k - 1) * r + 1
+                for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]  # fmt: skip
 
     def fitted(self, x: tf.Tensor, lengths: list[int]) -> tf.Tensor:
         """x padded as the convolution pads it, and cut to the pixels that its windows meet."""
@@ -690,9 +694,7 @@ class Window:
 
     def views(self, x: tf.Tensor, out: list[int]) -> list[tf.Tensor]:
         """For each kernel position, the input's entries that it meets: [B, *out, C]."""
-        lengths = [(o - 1) * s + (k - 1) * r + 1
-                   for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]  # fmt: skip
-        x = self.fitted(x, lengths)
+        x = self.fitted(x, self.lengths(out))
         result = []
         for position in np.ndindex(*self.size):
             at = [slice(i * r, i * r + (o - 1) * s + 1, s)
@@ -714,6 +716,51 @@ class Window:
                 x, [1, *self.size, 1], [1, *self.strides, 1], [1, *self.rates, 1], self.padding
             )
         return tf.concat(self.views(x, out), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A window of stride 1 on ``pixels`` [B, rows, columns, channels], with an entry at each of ``places``; ``blocks``:
+    (window in blocks, blocks in pixels, channels) where the pixels are blocks."""
+
+    pixels: tf.Tensor
+    places: list[tuple[int, int]]
+    blocks: tuple[int, int, int, int, int] | None = None
+
+    def wide(self, out: tf.TensorShape) -> bool:
+        """Whether a product for each place beats laying out all patches."""
+        channels = self.pixels.shape[-1]
+        return channels >= 32 if self.blocks else channels >= 16 and out.num_elements() >= 128
+
+    def views(self, out: tf.TensorShape) -> list[tf.Tensor]:
+        """For each place, the pixels that it meets: [B, *out, channels]."""
+        return [self.pixels[:, i : i + out[0], j : j + out[1]] for i, j in self.places]
+
+    def unfolded(self, f: tf.Tensor) -> tf.Tensor:
+        """[..., places x channels, P] in the kernel's order."""
+        if self.blocks is None:
+            return f
+        lead = f.shape.rank - 2
+        head, p = ([f.shape[0] or -1] if lead else []), f.shape[-1]
+        kh, kw, s, _, cin = self.blocks
+        f = tf.reshape(f, [*head, kh, kw, s, s, cin, p])
+        f = tf.transpose(f, [*range(lead), *[lead + i for i in (0, 2, 1, 3, 4, 5)]])
+        return tf.reshape(f, [*head, -1, p])
+
+    def saves(self, out: tf.TensorShape) -> bool:
+        """Whether the pixels' Gram matrix costs less than the patches'."""
+        pixels = self.pixels.shape[1] * self.pixels.shape[2]
+        return len(self.places) > 1 and pixels**2 <= len(self.places) * out.num_elements() ** 2
+
+    def gram(self, out: tf.TensorShape) -> tf.Tensor:
+        """The patches' Gram matrix [B, T, T] from the pixels': both patches move along it together."""
+        rows, columns = self.pixels.shape[1:3]
+        flat = tf.reshape(self.pixels, [-1, rows * columns, self.pixels.shape[-1]])
+        gram = tf.matmul(flat, flat, transpose_b=True)
+        gram = tf.reshape(gram, [-1, rows, columns, rows, columns])
+        h, w = out
+        moved = [gram[:, i : i + h, j : j + w, i : i + h, j : j + w] for i, j in self.places]
+        return tf.reshape(tf.add_n(moved), [-1, h * w, h * w])
 
 
 def inner_use(op: tf.Operation, analysis: BatchAxis) -> tuple[tf.Operation, list[int]] | None:
