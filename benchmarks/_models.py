@@ -111,12 +111,17 @@ def embedding(keras: Any) -> Any:
     )
 
 
-def lstm(keras: Any) -> Any:
-    """An LSTM of width 128, unrolled over 32 steps of 64 features."""
+def lstm(keras: Any, unroll: bool = True) -> Any:
+    """An LSTM of width 128 over 32 steps of 64 features, unrolled."""
     layers = keras.layers
     return keras.Sequential(
-        [layers.Input((LSTM_STEPS, LSTM_FEATURES)), layers.LSTM(LSTM_WIDTH, unroll=True), layers.Dense(10)]
+        [layers.Input((LSTM_STEPS, LSTM_FEATURES)), layers.LSTM(LSTM_WIDTH, unroll=unroll), layers.Dense(10)]
     )
+
+
+def lstm_rolled(keras: Any) -> Any:
+    """The same as Keras makes it unless told otherwise, with a loop over the steps."""
+    return lstm(keras, unroll=False)
 
 
 def tied_decoder(keras: Any) -> Any:
@@ -172,5 +177,6 @@ MODELS = {
     "transformer": BenchmarkModel(transformer, random_text(TRANSFORMER["vocabulary"], TRANSFORMER["tokens"], 10)),
     "embedding": BenchmarkModel(embedding, random_text(WORDS, WORD_TOKENS, 10)),
     "lstm": BenchmarkModel(lstm, random_batch((LSTM_STEPS, LSTM_FEATURES), 10)),
+    "lstm_rolled": BenchmarkModel(lstm_rolled, random_batch((LSTM_STEPS, LSTM_FEATURES), 10)),
     "tied_decoder": BenchmarkModel(tied_decoder, random_text(DECODER["vocabulary"], DECODER["tokens"], None)),
 }

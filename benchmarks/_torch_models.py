@@ -150,4 +150,4 @@ def tied_decoder(private: bool) -> nn.Module:
 
 MODELS: dict[str, Any] = {
     f.__name__: f for f in (mlp, mnist_cnn, resnet, transformer, embedding, lstm, tied_decoder)
-}
+} | {"lstm_rolled": lstm}  # which is neither rolled nor unrolled

@@ -1,5 +1,6 @@
 """Loops and calls that use weights, against examples one by one."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
@@ -15,6 +16,7 @@ from helpers import (
     rng,
 )
 
+import tfdpfl
 from tfdpfl.clipping import clipped_gradients
 from tfdpfl.clipping.engine import Plan
 from tfdpfl.errors import PrivacyError
@@ -296,3 +298,21 @@ def test_random_loops_agree():
         used += [recurrent] * bool({0, 3} & set(kinds)) + [bias] * (1 in kinds) + [scale] * (2 in kinds)
         f = lambda x, turn=turn, width=width, most=most: over_time(x, turn, zeros(x, width), most)
         check(lambda x, f=f: example_losses(f(x)), X, used)
+
+
+@pytest.mark.parametrize("layer", ["LSTM", pytest.param("GRU", marks=pytest.mark.slow)])
+def test_fit_of_arrays_whose_number_the_batch_size_divides_takes_loops_over_time(layer):
+    """Keras then traces a batch of fixed size."""
+    model = K.Sequential([K.Input((T, D)), getattr(L, layer)(U), L.Dense(2)])
+    x, y = normal(6, T, D), rng(1).integers(0, 2, 6)
+    loss = K.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    before, want = model.get_weights(), [np.zeros_like(w) for w in model.get_weights()]
+    for i in range(6):
+        gradients = per_example_gradients(
+            lambda x, i=i: loss(y[i : i + 1].repeat(len(x)), model(x)), x[i : i + 1], model.trainable_variables
+        )
+        want = [w + s for w, s in zip(want, clipped_sums(gradients, 0.3), strict=True)]
+    model.compile(tfdpfl.DPSGD(0.3, 0.0, learning_rate=1.0), K.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(x, y, batch_size=6, verbose=0)
+    after = model.get_weights()
+    assert_close([b - a for a, b in zip(after, before, strict=True)], [w / 6 for w in want], 1e-4)

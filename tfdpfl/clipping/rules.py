@@ -720,8 +720,9 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A window of stride 1 on ``pixels`` [B, rows, columns, channels], with an entry at each of ``places``; ``blocks``:
-    (window in blocks, blocks in pixels, channels) where the pixels are blocks."""
+    """A window of stride 1 on ``pixels`` [B, rows, columns, channels], with an entry at each of ``places``, which are
+    all pairs of some rows and some columns; ``blocks``: (window in blocks, blocks in pixels, channels) where the
+    pixels are blocks."""
 
     pixels: tf.Tensor
     places: list[tuple[int, int]]
@@ -759,8 +760,9 @@ class Grid:
         gram = tf.matmul(flat, flat, transpose_b=True)
         gram = tf.reshape(gram, [-1, rows, columns, rows, columns])
         h, w = out
-        moved = [gram[:, i : i + h, j : j + w, i : i + h, j : j + w] for i, j in self.places]
-        return tf.reshape(tf.add_n(moved), [-1, h * w, h * w])
+        gram = tf.add_n([gram[:, i : i + h, :, i : i + h] for i in sorted({i for i, _ in self.places})])
+        gram = tf.add_n([gram[:, :, j : j + w, :, j : j + w] for j in sorted({j for _, j in self.places})])
+        return tf.reshape(gram, [-1, h * w, h * w])
 
 
 def inner_use(op: tf.Operation, analysis: BatchAxis) -> tuple[tf.Operation, list[int]] | None:
