@@ -44,6 +44,7 @@ def zeros(x, width=U):
     return tf.zeros([tf.shape(x)[0], width])
 
 
+COUNTER = tf.Variable(0.0)
 A, R, C, S, TABLE = weights((D, U), (U, U), (U,), (U,), (6, U))
 
 
@@ -157,7 +158,17 @@ def variable_looked_up(x):
     return over_time(x, lambda t, step, h: tf.tanh(h @ R) + tf.gather(TABLE, ids(step)), zeros(x))
 
 
-CLOSED = {f.__name__: f for f in (without_a_limit, weights_that_change, variable_looked_up)}
+def counted(x):
+    """A loop that writes may not be built a second time."""
+
+    def turn(t, step, h):
+        with tf.control_dependencies([COUNTER.assign_add(1.0)]):
+            return tf.tanh(step @ A + h @ R)
+
+    return over_time(x, turn, zeros(x))
+
+
+CLOSED = {f.__name__: f for f in (without_a_limit, weights_that_change, variable_looked_up, counted)}
 REFUSED = {f.__name__: f for f in (loop_in_a_loop, branch_in_a_loop)}
 
 

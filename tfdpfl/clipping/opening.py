@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import (
+    BODIES,
     CALLS,
     Batch,
     BatchAxis,
     Items,
     Public,
     constant,
+    function_graph,
     gradient_function,
     key,
     weighs,
@@ -50,7 +51,6 @@ class Turns:
     states: list
     probe: tf.Tensor
     most: int | None
-
     batch_size: tf.Tensor
 
     def as_one(self, analysis: BatchAxis) -> tf.Operation:
@@ -59,15 +59,23 @@ class Turns:
         for t, s, inside in zip(self.inputs, self.states, self.op.inputs, strict=True):
             if isinstance(s, Batch):
                 t = self._rows(t, s.rows, inside)
-                analysis.ops[t.op.name] = t.op
-                analysis.states[key(t)] = Batch(0, self.most and self.most * s.rows)
+                self._known(t, s.rows, analysis)
             inputs.append(t)
-        return graph_tools.copy_op(self.op, inputs)[0].op
+        (made,) = graph_tools.copy_op(self.op, inputs)
+        self._known(made, self._each(), analysis)
+        return made.op
+
+    def _known(self, t: tf.Tensor, each: int, analysis: BatchAxis) -> None:
+        analysis.ops[t.op.name] = t.op
+        analysis.states[key(t)] = Batch(0, self.most and self.most * each)
+
+    def _each(self) -> int:
+        """Rows of an example at one turn."""
+        return next(s.rows for s in self.states if isinstance(s, Batch))
 
     def gradient(self, items: tf.Tensor) -> tf.Tensor:
         """With respect to the output of that op, from the one with respect to the probe."""
-        each = next(s.rows for s in self.states if isinstance(s, Batch))
-        return self._rows(items, each, self.op.outputs[0])
+        return self._rows(items, self._each(), self.op.outputs[0])
 
     def _rows(self, items: tf.Tensor, each: int, like: tf.Tensor) -> tf.Tensor:
         """A list of [batch x each, ...] as [batch x turns x each, ...]."""
@@ -92,14 +100,11 @@ def _element(like: tf.Tensor, each: int, batch_size: tf.Tensor) -> tf.Tensor:
     return tf.constant(-1) if None in rest else tf.stack([batch_size * each, *rest])
 
 
-# What was handed copies, in graphs that still live.
-_HANDED: weakref.WeakKeyDictionary[tf.Graph, list] = weakref.WeakKeyDictionary()
-
-
 def close(graph: tf.Graph) -> None:
     """Hands back what `Opened` replaced: another plan for the same graph is to find it as it was."""
-    for consumer, i, old in _HANDED.pop(graph, ()):
+    for consumer, i, old in getattr(graph, "_tfdpfl_opened", ()):
         consumer._update_input(i, old)
+    graph._tfdpfl_opened = []
 
 
 class Opened:
@@ -130,7 +135,7 @@ class Opened:
                     for i, t in enumerate(consumer.inputs):
                         if key(t) == key(old):
                             consumer._update_input(i, new)
-                            _HANDED.setdefault(old.graph, []).append((consumer, i, old))
+                            analysis.graph._tfdpfl_opened.append((consumer, i, old))
                 self.now[key(old)] = new
 
     @staticmethod
@@ -280,17 +285,22 @@ def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
     """The ops that a function computes these by, in order."""
     given = {t.op.name for t in graph.inputs}
     path = [o for o in graph_tools.ancestors(results).values() if o.name not in given]
-    for o in path:
-        if not _may_move(o):
-            raise Closed
+    own = [o for o in path if o.type not in CALLS and "_gradient_op_type" in o.node_def.attr]
+    if not _pure(graph) or not all(_plain_derivative(o) for o in own):
+        raise Closed
     return path
 
 
-def _may_move(op: tf.Operation) -> bool:
-    """Whether a copy of the op elsewhere is the same op, and has the same gradient."""
-    if "_gradient_op_type" in op.node_def.attr and op.type not in CALLS:
-        return _plain_derivative(op)
-    return not op._is_stateful or op.type in _PURE
+def _pure(graph: tf.Graph) -> bool:
+    """Whether nothing in a function's graph writes, draws or complains, so that it may be computed elsewhere."""
+    for op in graph.get_operations():
+        for attribute in BODIES.get(op.type, ()):
+            inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
+            if not _pure(function_graph(graph, op.get_attr(attribute).name, inputs)):
+                return False
+        if op._is_stateful and op.type not in BODIES and op.type not in ("ReadVariableOp", "ResourceGather"):
+            return False
+    return True
 
 
 def _plain_derivative(op: tf.Operation) -> bool:
@@ -298,13 +308,10 @@ def _plain_derivative(op: tf.Operation) -> bool:
     return gradient_function(op).__qualname__.startswith("swish.")
 
 
-_PURE = frozenset("ReadVariableOp StatefulPartitionedCall While If".split())
-
-
 def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
     attrs = graph_tools.attributes(op)
     if op.type not in CALLS:
-        attrs.pop("_gradient_op_type", None)  # `_may_move`
+        attrs.pop("_gradient_op_type", None)  # `_path`
     graph_tools.lift_functions(source, tf.compat.v1.get_default_graph(), attrs)
     return graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
 
