@@ -259,6 +259,7 @@ def plot(results: list[Result], path: Path, title: str) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
     sizes = sorted({r.batch_size for r in results})
     models = list(dict.fromkeys(r.model for r in results))
@@ -272,14 +273,14 @@ def plot(results: list[Result], path: Path, title: str) -> None:
         for i, name in enumerate(shown):
             found = {r.model: r.time_ratio for r in results if (r.competitor, r.batch_size) == (name, size)}
             at = [models.index(m) + 0.8 * (i + 0.5) / len(shown) for m in found]
-            bars = axis.barh(at, [v or 0 for v in found.values()], 0.8 / len(shown), label=name, color=f"C{i}")
+            bars = axis.barh(at, [v or 1 for v in found.values()], 0.8 / len(shown), color=f"C{i}")
             axis.bar_label(bars, [f"{v:.2f}" if v else "failed" for v in found.values()], padding=2, fontsize=6)
         axis.set(xscale="log", xlabel="DP step / plain step of the same framework", title=f"batch {size}")
         axis.axvline(1, color="0.5", linewidth=0.8)
         axis.set_yticks([i + 0.4 for i in range(len(models))], models)
         axis.invert_yaxis()
         axis.margins(x=0.2)
-    axes[0][0].legend(fontsize=7)
+    axes[0][-1].legend([Patch(color=f"C{i}") for i in range(len(shown))], shown, fontsize=7, loc="lower right")
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
 
