@@ -323,11 +323,7 @@ class BatchAxis:
                 continue
             states = [self[t] for t in op.inputs]
             if op.type in BODIES:
-                skip = 1 if op.type.endswith("If") else 0
-                if op.type.endswith("While") and key(op.outputs[0]) in self.states:
-                    states = [self.states[key(t)] for t in op.outputs]
-                for attribute in BODIES[op.type]:
-                    inner, _, _ = self._body(op, attribute, list(op.inputs[skip:]), states[skip:])
+                for inner, _ in self.bodies(op):
                     yield from inner._written(mine)
             elif not all(isinstance(s, Public | Handle) or (isinstance(s, Size) and s.batch_free) for s in states):
                 yield from mine
@@ -1142,7 +1138,16 @@ class BatchAxis:
 
     # -- control flow, lists and calls -----------------------------------------------------------------------
 
-    def _body(self, op, attribute, inputs, states) -> tuple[BatchAxis, list[State], tf.Graph]:
+    def bodies(self, op: tf.Operation) -> Iterable[tuple[BatchAxis, tf.Graph]]:
+        """What a call, a branch or a loop runs (of a loop the body), with the states that it is given."""
+        looped = op.type.endswith("While") and key(op.outputs[0]) in self.states
+        states = [self.states[key(t)] for t in op.outputs] if looped else [self[t] for t in op.inputs]
+        skip = 1 if op.type.endswith("If") else 0
+        for attribute in BODIES[op.type]:
+            inner, _, graph = self.body(op, attribute, list(op.inputs[skip:]), states[skip:])
+            yield inner, graph
+
+    def body(self, op, attribute, inputs, states) -> tuple[BatchAxis, list[State], tf.Graph]:
         graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
@@ -1156,14 +1161,14 @@ class BatchAxis:
         return inner, [inner[t] for t in graph.outputs], graph
 
     def _call(self, op, states):
-        inner, outputs, _ = self._body(op, "f", list(op.inputs), states)
+        inner, outputs, _ = self.body(op, "f", list(op.inputs), states)
         return outputs
 
     def _op_if(self, op, states):
         if not isinstance(states[0], Public) or self._deps(states[:1]):
             return self._mix(op, "takes a branch by data")
         branches = [
-            self._body(op, attribute, list(op.inputs[1:]), states[1:])[1]
+            self.body(op, attribute, list(op.inputs[1:]), states[1:])[1]
             for attribute in ("then_branch", "else_branch")
         ]
         return [self._join(op, t, a, b) for t, a, b in zip(op.outputs, *branches, strict=True)]
@@ -1224,7 +1229,7 @@ class BatchAxis:
                 elif t.shape.rank and self._is_static_batch(t) and self._row_free(t, s, -t.shape.rank):
                     states[i] = Batch(0)
         for _ in range(2 * len(states) + 2):
-            _, out, _ = self._body(op, "body", inputs, states)
+            _, out, _ = self.body(op, "body", inputs, states)
             joined = [self._join(op, t, s, o) for t, s, o in zip(inputs, states, out, strict=True)]
             for s in joined:
                 if isinstance(s, Mixed):
@@ -1234,7 +1239,7 @@ class BatchAxis:
             states = joined
         else:
             return self._mix(op, "is not known to keep examples apart")
-        _, (condition,), _ = self._body(op, "cond", inputs, states)
+        _, (condition,), _ = self.body(op, "cond", inputs, states)
         if not isinstance(condition, Public) and not (isinstance(condition, Size) and condition.batch_free):
             return [self._mix(op, "runs for as many turns as the data says")] * len(op.outputs)
         return states

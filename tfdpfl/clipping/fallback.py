@@ -118,13 +118,12 @@ def _nests(op: tf.Operation, a: BatchAxis, looping: bool = False) -> bool:
     flows = op.type not in CALLS
     if flows and looping:
         return True
-    skip = 1 if op.type.endswith("If") else 0
-    states = [a[t] for t in (op.outputs if op.type.endswith("While") else op.inputs)]
-    for attribute in BODIES[op.type]:
-        inner, _, body = a._body(op, attribute, list(op.inputs[skip:]), states[skip : skip + len(op.inputs)])
-        if any(_nests(o, inner, looping or flows) for o in body.get_operations() if o.name in inner.ops):
-            return True
-    return False
+    return any(
+        _nests(o, inner, looping or flows)
+        for inner, body in a.bodies(op)
+        for o in body.get_operations()
+        if o.name in inner.ops
+    )
 
 
 def back(x: tf.Tensor, state: Batch) -> tf.Tensor:

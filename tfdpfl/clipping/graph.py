@@ -46,6 +46,13 @@ def ancestors(
     return found
 
 
+def source(t: tf.Tensor) -> tf.Tensor:
+    """What a chain of Identity ops began with."""
+    while t.op.type == "Identity":
+        t = t.op.inputs[0]
+    return t
+
+
 def attributes(op: tf.Operation) -> dict:
     """The op's attributes as they are now. Taking a gradient may change those of loops and calls."""
     return {k: v for k, v in op.node_def.attr.items() if k != "_class"}

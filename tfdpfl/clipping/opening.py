@@ -153,7 +153,7 @@ class Opened:
         return self._call(op, a, given) if op.type in CALLS else self._loop(op, a, given)
 
     def _call(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
-        inner, outputs, body = a._body(op, "f", list(op.inputs), [a[t] for t in op.inputs])
+        inner, outputs, body = a.body(op, "f", list(op.inputs), [a[t] for t in op.inputs])
         now = {key(t): g for t, g in zip(body.inputs, given, strict=True)}
         results = body.outputs[: len(op.outputs)]  # a gradient that was taken before may have added some
         for inside in _path(body, results):
@@ -170,16 +170,16 @@ class Opened:
         outside = {key(x): g for i, (x, g) in enumerate(zip(cond.inputs, given, strict=True)) if i not in varies}
         todo, found = [cond.outputs[0]], []
         while todo:
-            t = _source(todo.pop())
+            t = graph_tools.source(todo.pop())
             if t.op.type == "LogicalAnd":
                 todo += t.op.inputs
             if t.op.type != "Less" or not t.op.inputs[0].dtype.is_integer:
                 continue
-            at = places.get(key(_source(t.op.inputs[0])))
+            at = places.get(key(graph_tools.source(t.op.inputs[0])))
             if at not in varies:
                 continue
-            step, first = _source(body.outputs[at]).op, constant(given[at])
-            if step.type not in ("Add", "AddV2") or key(_source(step.inputs[0])) != key(body.inputs[at]):
+            step, first = graph_tools.source(body.outputs[at]).op, constant(given[at])
+            if step.type not in ("Add", "AddV2") or key(graph_tools.source(step.inputs[0])) != key(body.inputs[at]):
                 continue
             if first is None or constant(step.inputs[1]) != 1:
                 continue
@@ -195,11 +195,10 @@ class Opened:
 
     def _loop(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
         states = [a[t] for t in op.outputs]
-        inner, _, body = a._body(op, "body", list(op.inputs), states)
-        _, _, cond = a._body(op, "cond", list(op.inputs), states)
-        varies = [
-            i for i, (x, y) in enumerate(zip(body.inputs, body.outputs, strict=True)) if key(x) != key(_source(y))
-        ]
+        inner, _, body = a.body(op, "body", list(op.inputs), states)
+        _, _, cond = a.body(op, "cond", list(op.inputs), states)
+        ends = [graph_tools.source(y) for y in body.outputs]
+        varies = [i for i, (x, y) in enumerate(zip(body.inputs, ends, strict=True)) if key(x) != key(y)]
         path, test = _path(body, body.outputs), _path(cond, cond.outputs)
         uses = [o for o in path if _uses(o, inner)]
         count = self._most_turns(cond, body, varies, given)
@@ -273,12 +272,6 @@ class Opened:
             inputs = [at[key(t)] if key(t) in at else outside[key(t)] for t in o.inputs]
             self.turns.append(Turns(o, inputs, [inner[t] for t in o.inputs], probe, constant(count), self.batch_size))
         return made
-
-
-def _source(t: tf.Tensor) -> tf.Tensor:
-    while t.op.type == "Identity":
-        t = t.op.inputs[0]
-    return t
 
 
 def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:

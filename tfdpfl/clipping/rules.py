@@ -570,7 +570,7 @@ def convolution(use: Use, units: Units) -> Contribution | None:
             t = g_flat.shape[1] or out.num_elements()
             grid = plan.grid(x, out)
             if taps * cin * cout <= FORMED_MEMORY * t * (taps * cin / repeats + cout):
-                views = plan.views(x, out) if grid is None and len(plan.size) != 2 else []
+                views = plan.views(x, out) if len(plan.size) != 2 else []
                 # A product for each place of the window beats laying out all patches where there are many channels.
                 if grid and grid.wide(out):
                     views = grid.views(out)
@@ -772,14 +772,11 @@ def inner_use(op: tf.Operation, analysis: BatchAxis) -> tuple[tf.Operation, list
     if op.type not in CALLS or len(op.outputs) != 1:
         return None
     body = function_graph(op.graph, op.get_attr("f").name, list(op.inputs))
-    t = body.outputs[0]
-    while t.op.type == "Identity":
-        t = t.op.inputs[0]
+    t = graph_tools.source(body.outputs[0])
     names = [i.op.name for i in body.inputs]
     feeds = []
     for i in t.op.inputs:
-        while i.op.type == "Identity":
-            i = i.op.inputs[0]
+        i = graph_tools.source(i)
         if i.op.name not in names:
             return None
         feeds.append(names.index(i.op.name))
