@@ -10,6 +10,7 @@ from helpers import (
     check,
     check_model,
     clipped_sums,
+    engine,
     example_losses,
     normal,
     per_example_gradients,
@@ -327,3 +328,10 @@ def test_fit_of_arrays_whose_number_the_batch_size_divides_takes_loops_over_time
     model.fit(x, y, batch_size=6, verbose=0)
     after = model.get_weights()
     assert_close([b - a for a, b in zip(after, before, strict=True)], [w / 6 for w in want], 1e-4)
+
+
+def test_a_first_state_that_differs_by_place_in_a_static_batch_is_refused():
+    first = normal(B, U, seed=3)
+    f = lambda x: over_time(x, lambda t, step, h: tf.tanh(step @ A + h @ R), tf.constant(first))
+    with pytest.raises(PrivacyError, match="by its position in the batch"):
+        engine(lambda x: example_losses(f(x)), X, [A, R], 1.0, batch=B)
