@@ -178,23 +178,26 @@ class Plan:
         if len(static) > 1:
             shapes = ", ".join(str(t.shape) for t in sources)
             raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
-        size = tf.constant(static.pop(), tf.int32) if static else tf.shape(sources[0])[0]
+        size, unsure = tf.shape(sources[0])[0], sources[1:]
+        if static:
+            size, unsure = tf.constant(static.pop(), tf.int32), sources
         checks = [
-            tf.debugging.assert_equal(
-                tf.shape(t)[0], size, "tfdpfl: the inputs of the step disagree about the batch size."
+            graph_tools.require(
+                tf.equal(tf.shape(t)[0], size), "tfdpfl: the inputs of the step disagree about the batch size."
             )
-            for t in sources
+            for t in unsure
             if t.shape[0] is None
         ]
         one = tf.maximum(size, 1)
         checks += [
-            tf.debugging.assert_equal(
-                tf.shape(y)[axis] % one, 0, f"tfdpfl: {y.op.type} ({y.op.name!r}) cuts across examples of the batch."
+            graph_tools.require(
+                tf.equal(tf.shape(y)[axis] % one, 0),
+                f"tfdpfl: {y.op.type} ({y.op.name!r}) cuts across examples of the batch.",
             )
             for y, axis in self.analysis.checks
             if y.graph is self.graph
         ]
-        with tf.control_dependencies([c for c in checks if c is not None]):
+        with tf.control_dependencies(checks):
             size = tf.identity(size)
         self.analysis.ops[size.op.name] = size.op
         self.analysis.states[key(size)] = Size(((1, 1),))
@@ -214,7 +217,7 @@ class Plan:
             f"tfdpfl: num_microbatches={m} does not divide the batch. Use batches of a multiple of {m} examples "
             "(drop_remainder=True), or num_microbatches=None to clip every example by itself."
         )
-        with tf.control_dependencies([tf.debugging.assert_equal(self.batch_size % m, 0, message)]):
+        with tf.control_dependencies([graph_tools.require(tf.equal(self.batch_size % m, 0), message)]):
             count = tf.where(self.batch_size > 0, m, 0)
         per = self.batch_size // m
         return tf.reduce_mean(tf.reshape(losses, tf.stack([count, per])), 1), count
@@ -406,10 +409,14 @@ class Plan:
         c = tf.where(good, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
         units.mend([t for parts in self.merged for contribution, _, _ in parts for t in contribution.to_mend()])
         sums: list[tf.Tensor | None] = []
+        before: list[tf.Tensor] = []
         for parts in self.merged:
             total = None
             for contribution, weight, root in parts:
-                s = contribution.weighted_sum(c, units)
+                # One after the other: else the scaled copies for all of them are in memory at once.
+                with tf.control_dependencies(before):
+                    s = contribution.weighted_sum(c, units)
+                before = [s]
                 if weight is not root:
                     moved = carried_back(s, weight, root, units=False)
                     s = moved if moved is not None else tf.gradients([weight], [root], [tf.cast(s, weight.dtype)])[0]

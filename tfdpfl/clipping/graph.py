@@ -14,6 +14,11 @@ from tensorflow.python.ops import control_flow_util_v2
 _numbers = itertools.count()
 
 
+def require(holds: tf.Tensor, message: str) -> tf.Operation:
+    """An op that stops the step with this message unless ``holds``; a tenth of the ops that tf.debugging would make."""
+    return tf.raw_ops.Assert(condition=holds, data=[tf.constant(message)], summarize=1)
+
+
 def ancestors(
     targets: Iterable[tf.Tensor], stop: Iterable[tf.Tensor] = (), follow: Callable[[tf.Tensor], bool] | None = None
 ) -> dict[str, tf.Operation]:

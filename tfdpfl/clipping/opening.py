@@ -87,9 +87,10 @@ class Turns:
         )
         x.set_shape([self.most, *like.shape])
         dims = [tf.shape(x)[i] if d is None else d for i, d in enumerate(like.shape[1:], 2)]
-        x = tf.reshape(x, tf.stack([tf.shape(x)[0], self.batch_size, each, *dims]))
+        if each > 1:
+            x = tf.reshape(x, tf.stack([tf.shape(x)[0], self.batch_size, each, *dims]))
         x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
-        x = tf.reshape(x, tf.stack([-1, *dims]))
+        x = tf.reshape(x, [-1, *dims])
         x.set_shape([None, *like.shape[1:]])
         return x
 
@@ -97,7 +98,8 @@ class Turns:
 def _element(like: tf.Tensor, each: int, batch_size: tf.Tensor) -> tf.Tensor:
     """The shape of a list's elements [batch x each, ...], as far as it can be known outside of the loop."""
     rest = like.shape[1:].as_list()
-    return tf.constant(-1) if None in rest else tf.stack([batch_size * each, *rest])
+    rows = batch_size * each if each > 1 else batch_size
+    return tf.constant(-1) if None in rest else tf.stack([rows, *rest])
 
 
 def close(graph: tf.Graph) -> None:

@@ -55,6 +55,7 @@ class Units:
         self.any_bad: tf.Tensor | None = None
         self.good: tf.Tensor | None = None
         self._mended: dict[int, tf.Tensor] = {}
+        self._row: tuple[tf.Tensor, tf.Tensor] | None = None
 
     def group(self, x: tf.Tensor, state: Batch) -> tf.Tensor:
         """[units, rows of the unit, other axes in order], in the working type unless it is made of integers."""
@@ -103,6 +104,16 @@ class Units:
         """g [units, ...] times c [units]; zero where c is, whatever g."""
         return tf.math.multiply_no_nan(g, tf.reshape(c, [-1] + [1] * (g.shape.rank - 1)))
 
+    def weighted(self, c: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+        """sum_u c[u] x[u]."""
+        shape = x.shape[1:]
+        if not shape.num_elements():
+            return tf.tensordot(c, x, 1)  # the same in many more ops
+        if self._row is None or self._row[0] is not c:
+            self._row = (c, tf.expand_dims(c, 0))
+        flat = reshaped(x, [x.shape[0] or -1, shape.num_elements()])
+        return tf.reshape(tf.matmul(self._row[1], flat), shape)
+
     def per_row(self, c: tf.Tensor, x: tf.Tensor, state: Batch) -> tf.Tensor:
         """c [units] repeated for the rows of x, shaped to broadcast against it."""
         shape = [-1 if i == state.axis else 1 for i in range(x.shape.rank)]
@@ -115,11 +126,13 @@ class Units:
 
 
 def reshaped(x: tf.Tensor, dims: list) -> tf.Tensor:
-    """x with these dimensions, of which some may be tensors."""
-    unknown = sum(isinstance(d, tf.Tensor) for d in dims)
-    if unknown > 1 or (unknown and 0 in [d for d in dims if not isinstance(d, tf.Tensor)]):
+    """x with these dimensions, of which some may be tensors, or one -1; x itself where they are its own."""
+    static = [-1 if isinstance(d, tf.Tensor) else d for d in dims]
+    if static.count(-1) > 1 or (-1 in static and 0 in static):
         return tf.reshape(x, tf.stack(dims))
-    return tf.reshape(x, [-1 if isinstance(d, tf.Tensor) else d for d in dims])  # fewer ops, and a static shape
+    if x.shape.rank is not None and static == [-1 if d is None else d for d in x.shape]:
+        return x
+    return tf.reshape(x, static)  # fewer ops, and a static shape
 
 
 @dataclasses.dataclass
@@ -167,7 +180,7 @@ class Outer:
         T^2 (A + P) for the Gram matrices and T A P for the sum; and A P numbers in memory, until all norms are known,
         against those of the op's input and output."""
         t, a, p = (TYPICAL_LENGTH if d is None else d for d in (self.g.shape[1], self.a.shape[-1], self.g.shape[-1]))
-        return t > 1 and a * p <= FORMED_MEMORY * t * (a / self._repeats + p)
+        return t > 1 and a * p < FORMED_MEMORY * t * (a / self._repeats + p)
 
     def raw(self) -> Formed:
         if self._formed is None:
@@ -200,14 +213,23 @@ class Outer:
     def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
         if self._formed is not None:
             return self._formed.to_mend()
-        return list(self._needs) if self._total is not None else [(self.a, None)]
+        if self._total is not None:
+            return list(self._needs)
+        return [(self.g if self._narrow() else self.a, None)]
+
+    def _narrow(self) -> bool:
+        """Whether a is the smaller side, which is the one that is scaled."""
+        return (self.a.shape[-1] or TYPICAL_LENGTH) < (self.g.shape[-1] or TYPICAL_LENGTH)
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
         if self._formed is not None:
             return self._formed.weighted_sum(c, units)
         if self._total is not None:
             return self._total(c)
-        a, g = units.mended(self.a), units.scaled(self.g, c)
+        if self._narrow():
+            a, g = units.scaled(self.a, c), units.mended(self.g)
+        else:
+            a, g = units.mended(self.a), units.scaled(self.g, c)
         if a.shape.rank == 4:
             return self.layout(tf.einsum("utna,utnp->nap", a, g))
         a, g = (tf.reshape(x, [-1, x.shape[-1]]) for x in (a, g))
@@ -293,7 +315,7 @@ class Formed:
         return [(p, None) for p in self.parts]
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
-        return self._laid([weighted(c, units.mended(p)) for p in self.parts])
+        return self._laid([units.weighted(c, units.mended(p)) for p in self.parts])
 
     @classmethod
     def merged(cls, parts: list[Formed]) -> Formed:
@@ -312,15 +334,6 @@ def turned(x: tf.Tensor) -> tf.Tensor:
 def squares(x: tf.Tensor) -> tf.Tensor:
     """Sum of squares over all axes but the first."""
     return tf.reduce_sum(x * x, list(range(1, x.shape.rank)))
-
-
-def weighted(c: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """sum_u c[u] x[u]."""
-    shape = x.shape[1:]
-    if not shape.num_elements():
-        return tf.tensordot(c, x, 1)  # the same in many more ops
-    flat = tf.reshape(x, [x.shape[0] or -1, shape.num_elements()])
-    return tf.reshape(tf.matmul(tf.expand_dims(c, 0), flat), shape)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------
@@ -430,9 +443,10 @@ def product(use: Use, units: Units) -> Contribution | None:
     def layout(f: tf.Tensor) -> tf.Tensor:
         lead = f.shape.rank - (3 if grouped else 2)
         head = [f.shape[0] or -1] if lead else []
-        f = tf.reshape(f, [*head, *sizes])
-        f = tf.transpose(f, [*range(lead), *[lead + order.index(n) for n in kept]])
-        return tf.reshape(f, [*head, *final])
+        f = reshaped(f, [*head, *sizes])
+        if order != kept:
+            f = tf.transpose(f, [*range(lead), *[lead + order.index(n) for n in kept]])
+        return reshaped(f, [*head, *final])
 
     return Outer(a, g, layout, ("product", tuple(n_), tuple(lw.index(n) for n in order), tuple(final)))
 
@@ -481,8 +495,9 @@ def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) ->
     aligned.pop(out.axis)
     grouped = units.group(dy, out)  # [U, m, others]
     axes = [1] + [i + 2 for i, d in enumerate(aligned) if d == 1 and grouped.shape[i + 2] != 1]
-    total = tf.reduce_sum(grouped, axes, keepdims=True)
-    return Formed([reshaped(total, [total.shape[0] or tf.shape(total)[0], *weight])])
+    if any(grouped.shape[i] != 1 for i in axes):
+        grouped = tf.reduce_sum(grouped, axes, keepdims=True)
+    return Formed([reshaped(grouped, [grouped.shape[0] or units.count, *weight])])
 
 
 def elementwise(use: Use, units: Units) -> Contribution | None:
@@ -569,10 +584,10 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         if known:
             t = g_flat.shape[1] or out.num_elements()
             grid = plan.grid(x, out)
-            if taps * cin * cout <= FORMED_MEMORY * t * (taps * cin / repeats + cout):
+            if taps * cin * cout < FORMED_MEMORY * t * (taps * cin / repeats + cout):
                 views = plan.views(x, out) if len(plan.size) != 2 else []
                 # A product for each place of the window beats laying out all patches where there are many channels.
-                if grid and grid.wide(out):
+                if grid and grid.wide():
                     views = grid.views(out)
                 parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
 
@@ -709,7 +724,7 @@ class Window:
             taps = math.prod(self.size)
             if taps == 1 and all(s == 1 for s in self.strides):
                 return x
-            if cin <= 4 and taps * cin <= 128:  # by a convolution that copies: fastest where there is little to copy
+            if cin <= 4 and taps * cin <= 160:  # by a convolution that copies: fastest where there is little to copy
                 eye = tf.reshape(tf.eye(taps * cin, dtype=x.dtype), [*self.size, cin, taps * cin])
                 return tf.nn.conv2d(x, eye, self.strides, self.padding, dilations=self.rates)
             return tf.image.extract_patches(
@@ -728,10 +743,9 @@ class Grid:
     places: list[tuple[int, int]]
     blocks: tuple[int, int, int, int, int] | None = None
 
-    def wide(self, out: tf.TensorShape) -> bool:
+    def wide(self) -> bool:
         """Whether a product for each place beats laying out all patches."""
-        channels = self.pixels.shape[-1]
-        return channels >= 32 if self.blocks else channels >= 16 and out.num_elements() >= 128
+        return self.pixels.shape[-1] >= (32 if self.blocks else 16)
 
     def views(self, out: tf.TensorShape) -> list[tf.Tensor]:
         """For each place, the pixels that it meets: [B, *out, channels]."""
