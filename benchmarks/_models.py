@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,14 +26,14 @@ class BenchmarkModel(NamedTuple):
     batch: Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
-def mlp(keras: Any) -> Any:
-    """784-1024-1024-10."""
+def mlp(keras: Any, width: int = 1024) -> Any:
+    """784-width-width-10."""
     layers = keras.layers
     return keras.Sequential(
         [
             layers.Input((784,)),
-            layers.Dense(1024, activation="relu"),
-            layers.Dense(1024, activation="relu"),
+            layers.Dense(width, activation="relu"),
+            layers.Dense(width, activation="relu"),
             layers.Dense(10),
         ]
     )
@@ -180,3 +181,10 @@ MODELS = {
     "lstm_rolled": BenchmarkModel(lstm_rolled, random_batch((LSTM_STEPS, LSTM_FEATURES), 10)),
     "tied_decoder": BenchmarkModel(tied_decoder, random_text(DECODER["vocabulary"], DECODER["tokens"], None)),
 }
+# The MLP at other widths, for growth with the model's size.
+WIDTHS = {
+    f"mlp_{width}": BenchmarkModel(functools.partial(mlp, width=width), random_batch((784,), 10))
+    for width in (256, 4096)
+}
+DEFAULT = list(MODELS)
+MODELS |= WIDTHS

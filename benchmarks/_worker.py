@@ -123,6 +123,7 @@ def torch_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | No
 
 def jax_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | None:
     os.environ["KERAS_BACKEND"] = "jax"
+    import jax
     import keras
 
     if mode == "import":
@@ -139,13 +140,18 @@ def jax_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | None
             clipping_norm=CLIP,
             batch_size=len(x),
             gradient_accumulation_steps=1,
-            train_steps=100,
+            train_steps=1_000_000,  # it stops by itself after these
             train_size=100 * len(x),
             noise_multiplier=NOISE_MULTIPLIER,
         )
         built = keras_api.make_private(built, settings)
     built.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return lambda: built.train_on_batch(x, y)
+
+    def step() -> None:
+        built.train_on_batch(x, y)
+        jax.block_until_ready([v.value for v in built.trainable_variables])
+
+    return step
 
 
 STEPS = {"keras": keras_step, "torch": torch_step, "jax": jax_step}

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _models import MODELS
+from _models import DEFAULT, MODELS
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
@@ -145,6 +145,10 @@ class Result:
     growth_ratio: float | None = None
     command: str = ""
 
+    @property
+    def us_an_example(self) -> float | None:
+        return self.ms and 1000 * self.ms / self.batch_size
+
 
 def compare(model: str, batch_size: int, options: argparse.Namespace, progress: tqdm) -> list[Result]:
     """Measures all competitors on one model and batch size."""
@@ -217,6 +221,7 @@ def _summarise(result: Result, plain: Result | None, bare: Result) -> None:
 
 COLUMNS = {
     "ms a step": ("ms", "{:.2f}"),
+    "µs an example": ("us_an_example", "{:.0f}"),
     "× plain": ("time_ratio", "{:.2f}"),
     "noise's share": ("noise_share", "{:.0%}"),
     "first step s": ("first_s", "{:.1f}"),
@@ -309,7 +314,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     with open("/proc/meminfo") as file:
         available_mb = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable")) / 1024
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--models", type=names(MODELS), default=DEFAULT, help=f"of {', '.join(MODELS)}")
     parser.add_argument("--batches", type=lambda text: [int(size) for size in text.split(",")], default=[64, 256, 1024])
     parser.add_argument(
         "--competitors", type=names(COMPETITORS), default=list(COMPETITORS), help=f"of {', '.join(COMPETITORS)}"

@@ -34,7 +34,7 @@ from tfdpfl.clipping.batch_axis import (
 
 # A length that is unknown while tracing counts as this one when costs are compared.
 TYPICAL_LENGTH = 64
-# Gradients are formed where they take at most this many times the memory of the op's input and output. (A transformer
+# Gradients are formed where they take less than this many times the memory of the op's input and output. (A transformer
 # of width 256: 1.14 x plain and 1.2 x its memory; with 2 it is 1.12 x and 1.6 x.)
 FORMED_MEMORY = 1
 
