@@ -512,13 +512,15 @@ def test_a_reshape_that_cuts_across_examples_is_named_when_it_runs():
 
 @pytest.mark.parametrize("rows", [(3, 4), (None, None), (4, None), (None, 4)], ids=str)
 def test_inputs_that_disagree_about_the_batch_size_are_refused(rows):
+    other = tf.Variable(normal(4, 3))
+
     @tf.function(input_signature=[tf.TensorSpec([n, 4]) for n in rows])
     def step(x, y):
-        return per_example_norms(tf.reduce_mean(total(d(x))) + tf.reduce_mean(total(d(y))), [W])
+        return per_example_norms(tf.reduce_mean(total(x @ W)) + tf.reduce_mean(total(y @ other)), [W, other])
 
-    first, second = rows
+    first, second = rows  # one row would broadcast
     with pytest.raises((PrivacyError, tf.errors.InvalidArgumentError), match="disagree about the batch size"):
-        step(normal(first or 3, 4), normal(second or (3 if first else 4), 4))
+        step(normal(first or 1, 4), normal(second or (1 if first else 4), 4))
 
 
 BAD = {
