@@ -181,10 +181,8 @@ MODELS = {
     "lstm_rolled": BenchmarkModel(lstm_rolled, random_batch((LSTM_STEPS, LSTM_FEATURES), 10)),
     "tied_decoder": BenchmarkModel(tied_decoder, random_text(DECODER["vocabulary"], DECODER["tokens"], None)),
 }
-# The MLP at other widths, for growth with the model's size.
-WIDTHS = {
+DEFAULT = list(MODELS)
+MODELS |= {  # for growth with the model's size
     f"mlp_{width}": BenchmarkModel(functools.partial(mlp, width=width), random_batch((784,), 10))
     for width in (256, 4096)
 }
-DEFAULT = list(MODELS)
-MODELS |= WIDTHS

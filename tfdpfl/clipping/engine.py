@@ -178,9 +178,10 @@ class Plan:
         if len(static) > 1:
             shapes = ", ".join(str(t.shape) for t in sources)
             raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
-        size, unsure = tf.shape(sources[0])[0], sources[1:]
         if static:
             size, unsure = tf.constant(static.pop(), tf.int32), sources
+        else:
+            size, unsure = tf.shape(sources[0])[0], sources[1:]
         checks = [
             graph_tools.require(
                 tf.equal(tf.shape(t)[0], size), "tfdpfl: the inputs of the step disagree about the batch size."

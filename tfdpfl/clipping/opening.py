@@ -87,7 +87,7 @@ class Turns:
         )
         x.set_shape([self.most, *like.shape])
         dims = [tf.shape(x)[i] if d is None else d for i, d in enumerate(like.shape[1:], 2)]
-        if each > 1:
+        if each > 1 or None in like.shape[1:].as_list():  # else the stack itself checks the number of rows
             x = tf.reshape(x, tf.stack([tf.shape(x)[0], self.batch_size, each, *dims]))
         x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
         x = tf.reshape(x, [-1, *dims])
