@@ -588,12 +588,10 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         g_flat = flat(g, other, cout)
         if known:
             t = g_flat.shape[1] or out.num_elements()
-            grid = plan.grid(x, out)
-            if formed_fits(t, taps * cin, cout, repeats):
-                views = plan.views(x, out) if len(plan.size) != 2 else []
-                # A product for each place of the window beats laying out all patches where there are many channels.
-                if grid and grid.wide():
-                    views = grid.views(out)
+            forms = formed_fits(t, taps * cin, cout, repeats)
+            grid = None if forms and plan.copies(cin) else plan.grid(x, out)
+            if forms:
+                views = grid.rows(out) if grid else plan.views(x, out) if len(plan.size) != 2 else []
                 parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
 
                 def together(pieces) -> tf.Tensor:  # [..., P, channels of a view], one a view
@@ -682,27 +680,35 @@ class Window:
         return tf.pad(x, [[0, 0], *pairs, [0, 0]])
 
     def grid(self, x: tf.Tensor, out: Sequence[int]) -> Grid | None:
-        """The window as one of stride 1, None if it is not one in two dimensions or its strides do not divide it."""
-        s = self.strides[0]
-        if len(self.size) != 2:
+        """The window as one of stride 1; None if its strides do not divide it."""
+        if max(self.strides) == 1:
+            offsets = [[i * r for i in range(k)] for k, r in zip(self.size, self.rates, strict=True)]
+            return Grid(self.fitted(x, out), offsets)
+        if max(self.rates) > 1 or any(k % s for k, s in zip(self.size, self.strides, strict=True)):
             return None
-        x = self.fitted(x, self.lengths(out))
-        if self.strides == [1, 1]:
-            places = [(i * self.rates[0], j * self.rates[1]) for i, j in np.ndindex(*self.size)]
-            return Grid(x, places)
-        if self.strides != [s, s] or self.rates != [1, 1] or any(k % s for k in self.size):
-            return None
-        # A stride is a window of stride one over blocks of s x s pixels, each a pixel of s^2 C channels.
-        kh, kw = (k // s for k in self.size)
-        return Grid(tf.nn.space_to_depth(x, s), list(np.ndindex(kh, kw)), (kh, kw, s, s, x.shape[-1]))
+        offsets = [list(range(k // s)) for k, s in zip(self.size, self.strides, strict=True)]
+        return Grid(self.blocks(self.fitted(x, out)), offsets, (*self.strides, x.shape[-1]))
 
-    def lengths(self, out: Sequence[int]) -> list[int]:
-        """How many pixels its windows meet, along each axis."""
-        return [(o - 1) * s + (k - 1) * r + 1
-                for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]  # fmt: skip
+    def blocks(self, x: tf.Tensor) -> tf.Tensor:
+        """x as blocks of as many pixels as the strides, each a pixel of more channels; zeros fill the last ones."""
+        s, n = self.strides, len(self.strides)
+        if max(s) == 1:
+            return x
+        fill = [[0, -length % k] for length, k in zip(x.shape[1:-1], s, strict=True)]
+        if any(end for _, end in fill):
+            x = tf.pad(x, [[0, 0], *fill, [0, 0]])
+        if n == 2 and s[0] == s[1]:
+            return tf.nn.space_to_depth(x, s[0])
+        sizes = [length // k for length, k in zip(x.shape[1:-1], s, strict=True)]
+        cin = x.shape[-1]
+        x = tf.reshape(x, [-1, *[d for pair in zip(sizes, s, strict=True) for d in pair], cin])
+        x = tf.transpose(x, [0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1])
+        return tf.reshape(x, [-1, *sizes, math.prod(s) * cin])
 
-    def fitted(self, x: tf.Tensor, lengths: list[int]) -> tf.Tensor:
+    def fitted(self, x: tf.Tensor, out: Sequence[int]) -> tf.Tensor:
         """x padded as the convolution pads it, and cut to the pixels that its windows meet."""
+        lengths = [(o - 1) * s + (k - 1) * r + 1
+                   for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]  # fmt: skip
         pads = []
         for n, length in zip(x.shape[1:-1], lengths, strict=True):
             need = max(length - n, 0)
@@ -714,23 +720,29 @@ class Window:
 
     def views(self, x: tf.Tensor, out: list[int]) -> list[tf.Tensor]:
         """For each kernel position, the input's entries that it meets: [B, *out, C]."""
-        x = self.fitted(x, self.lengths(out))
+        cin = x.shape[-1]
+        x = self.blocks(self.fitted(x, out))  # slices with steps take TensorFlow six times as long
         result = []
         for position in np.ndindex(*self.size):
-            at = [slice(i * r, i * r + (o - 1) * s + 1, s)
-                  for i, r, o, s in zip(position, self.rates, out, self.strides, strict=True)]  # fmt: skip
-            result.append(x[(slice(None), *at, slice(None))])
+            moved = [i * r for i, r in zip(position, self.rates, strict=True)]
+            at = [slice(m // s, m // s + n) for m, s, n in zip(moved, self.strides, out, strict=True)]
+            phase = int(np.ravel_multi_index([m % s for m, s in zip(moved, self.strides, strict=True)], self.strides))
+            result.append(x[(slice(None), *at, slice(phase * cin, (phase + 1) * cin))])
         return result
+
+    def copies(self, cin: int) -> bool:
+        """Whether patches are laid out by a convolution with an identity: fastest where there is little to copy."""
+        return len(self.size) == 2 and 1 < math.prod(self.size) * cin <= 64 and cin <= 4
 
     def patches(self, x: tf.Tensor, out: list[int]) -> tf.Tensor:
         """[B, *out, positions x C], in the order of the kernel."""
         cin = x.shape[-1]
         if len(self.size) == 2:
-            taps = math.prod(self.size)
-            if taps == 1 and all(s == 1 for s in self.strides):
+            if self.size == self.strides == [1, 1]:
                 return x
-            if cin <= 4 and taps * cin <= 160:  # by a convolution that copies: fastest where there is little to copy
-                eye = tf.reshape(tf.eye(taps * cin, dtype=x.dtype), [*self.size, cin, taps * cin])
+            if self.copies(cin):
+                entries = math.prod(self.size) * cin
+                eye = tf.reshape(tf.eye(entries, dtype=x.dtype), [*self.size, cin, entries])
                 return tf.nn.conv2d(x, eye, self.strides, self.padding, dilations=self.rates)
             return tf.image.extract_patches(
                 x, [1, *self.size, 1], [1, *self.strides, 1], [1, *self.rates, 1], self.padding
@@ -740,48 +752,49 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A window of stride 1 on ``pixels`` [B, rows, columns, channels], with an entry at each of ``places``, which are
-    all pairs of some rows and some columns; ``blocks``: (window in blocks, blocks in pixels, channels) where the
-    pixels are blocks."""
+    """A window of stride 1 on ``pixels`` [B, *places, channels], with entries at all combinations of ``offsets``, some
+    for each axis; ``blocks``: (pixels of a block along each axis, its channels) where the pixels are blocks."""
 
     pixels: tf.Tensor
-    places: list[tuple[int, int]]
-    blocks: tuple[int, int, int, int, int] | None = None
+    offsets: list[list[int]]
+    blocks: tuple[int, ...] | None = None
 
-    def wide(self) -> bool:
-        """Whether a product for each place beats laying out all patches."""
-        return self.pixels.shape[-1] >= (32 if self.blocks else 16)
-
-    def views(self, out: tf.TensorShape) -> list[tf.Tensor]:
-        """For each place, the pixels that it meets: [B, *out, channels]."""
-        return [self.pixels[:, i : i + out[0], j : j + out[1]] for i, j in self.places]
+    def rows(self, out: tf.TensorShape) -> list[tf.Tensor]:
+        """What each row of the window (each entry of its first axis) meets: [B, *out, its entries x channels]. A row's
+        entries are laid side by side once, for all rows: faster than entry by entry, and than all patches."""
+        x = self.pixels
+        for axis in range(len(out) - 1, 0, -1):
+            cut = [slice(None)] * axis
+            columns = [x[(slice(None), *cut, slice(i, i + out[axis]))] for i in self.offsets[axis]]
+            x = tf.concat(columns, -1) if len(columns) > 1 else columns[0]
+        return [x[:, i : i + out[0]] for i in self.offsets[0]]
 
     def unfolded(self, f: tf.Tensor) -> tf.Tensor:
-        """[..., places x channels, P] in the kernel's order."""
+        """[..., window's entries x channels, P] in the kernel's order."""
         if self.blocks is None:
             return f
-        lead = f.shape.rank - 2
+        lead, n = f.shape.rank - 2, len(self.offsets)
         head, p = ([f.shape[0] or -1] if lead else []), f.shape[-1]
-        kh, kw, s, _, cin = self.blocks
-        f = tf.reshape(f, [*head, kh, kw, s, s, cin, p])
-        f = tf.transpose(f, [*range(lead), *[lead + i for i in (0, 2, 1, 3, 4, 5)]])
+        f = tf.reshape(f, [*head, *[len(o) for o in self.offsets], *self.blocks, p])
+        order = [*[axis for i in range(n) for axis in (i, n + i)], 2 * n, 2 * n + 1]
+        f = tf.transpose(f, [*range(lead), *[lead + axis for axis in order]])
         return tf.reshape(f, [*head, -1, p])
 
     def saves(self, out: tf.TensorShape) -> bool:
         """Whether the pixels' Gram matrix costs less than the patches'."""
-        pixels = self.pixels.shape[1] * self.pixels.shape[2]
-        return len(self.places) > 1 and pixels**2 <= len(self.places) * out.num_elements() ** 2
+        entries = math.prod(len(o) for o in self.offsets)
+        return entries > 1 and self.pixels.shape[1:-1].num_elements() ** 2 <= entries * out.num_elements() ** 2
 
     def gram(self, out: tf.TensorShape) -> tf.Tensor:
         """The patches' Gram matrix [B, T, T] from the pixels': both patches move along it together."""
-        rows, columns = self.pixels.shape[1:3]
-        flat = tf.reshape(self.pixels, [-1, rows * columns, self.pixels.shape[-1]])
-        gram = tf.matmul(flat, flat, transpose_b=True)
-        gram = tf.reshape(gram, [-1, rows, columns, rows, columns])
-        h, w = out
-        gram = tf.add_n([gram[:, i : i + h, :, i : i + h] for i in sorted({i for i, _ in self.places})])
-        gram = tf.add_n([gram[:, :, j : j + w, :, j : j + w] for j in sorted({j for _, j in self.places})])
-        return tf.reshape(gram, [-1, h * w, h * w])
+        places = self.pixels.shape[1:-1]
+        flat = tf.reshape(self.pixels, [-1, places.num_elements(), self.pixels.shape[-1]])
+        gram = tf.reshape(tf.matmul(flat, flat, transpose_b=True), [-1, *places, *places])
+        for axis, (offsets, length) in enumerate(zip(self.offsets, out, strict=True)):
+            before, between = [slice(None)] * (1 + axis), [slice(None)] * (len(out) - 1)
+            moved = [slice(i, i + length) for i in offsets]
+            gram = tf.add_n([gram[(*before, at, *between, at)] for at in moved])
+        return tf.reshape(gram, [-1, out.num_elements(), out.num_elements()])
 
 
 def inner_use(op: tf.Operation, analysis: BatchAxis) -> tuple[tf.Operation, list[int]] | None:
