@@ -14,6 +14,7 @@ A unit is an example, or a microbatch of several. All sums are taken in float32 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -591,7 +592,7 @@ def convolution(use: Use, units: Units) -> Contribution | None:
             forms = formed_fits(t, taps * cin, cout, repeats)
             grid = None if forms and plan.copies(cin) else plan.grid(x, out)
             if forms:
-                views = grid.rows(out) if grid else plan.views(x, out) if len(plan.size) != 2 else []
+                views = grid.views(out) if grid else plan.views(x, out) if len(plan.size) != 2 else []
                 parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
 
                 def together(pieces) -> tf.Tensor:  # [..., P, channels of a view], one a view
@@ -716,7 +717,7 @@ class Window:
             pads.append([before, need - before])
         if any(p != [0, 0] for p in pads):
             x = tf.pad(x, [[0, 0], *pads, [0, 0]])
-        return x[(slice(None), *[slice(n) for n in lengths])]
+        return x if x.shape[1:-1] == lengths else x[(slice(None), *[slice(n) for n in lengths])]
 
     def views(self, x: tf.Tensor, out: list[int]) -> list[tf.Tensor]:
         """For each kernel position, the input's entries that it meets: [B, *out, C]."""
@@ -759,15 +760,20 @@ class Grid:
     offsets: list[list[int]]
     blocks: tuple[int, ...] | None = None
 
-    def rows(self, out: tf.TensorShape) -> list[tf.Tensor]:
-        """What each row of the window (each entry of its first axis) meets: [B, *out, its entries x channels]. A row's
-        entries are laid side by side once, for all rows: faster than entry by entry, and than all patches."""
-        x = self.pixels
-        for axis in range(len(out) - 1, 0, -1):
+    def views(self, out: tf.TensorShape) -> list[tf.Tensor]:
+        """What the window's entries meet, each [B, *out, channels]; where channels are few, what each row of the window
+        (each entry of its first axis) meets, [B, *out, its entries x channels]. In either case faster than all patches
+        at once; with 16 channels rows take as long as entries, and more memory."""
+        x, n = self.pixels, len(out)
+        alone = 1 if x.shape[-1] < 16 else n
+        for axis in range(n - 1, alone - 1, -1):
             cut = [slice(None)] * axis
-            columns = [x[(slice(None), *cut, slice(i, i + out[axis]))] for i in self.offsets[axis]]
-            x = tf.concat(columns, -1) if len(columns) > 1 else columns[0]
-        return [x[:, i : i + out[0]] for i in self.offsets[0]]
+            beside = [x[(slice(None), *cut, slice(i, i + out[axis]))] for i in self.offsets[axis]]
+            x = tf.concat(beside, -1) if len(beside) > 1 else beside[0]
+        return [
+            x[(slice(None), *[slice(i, i + length) for i, length in zip(entry, out, strict=False)])]
+            for entry in itertools.product(*self.offsets[:alone])
+        ]
 
     def unfolded(self, f: tf.Tensor) -> tf.Tensor:
         """[..., window's entries x channels, P] in the kernel's order."""
