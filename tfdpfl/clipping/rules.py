@@ -682,13 +682,12 @@ class Window:
 
     def grid(self, x: tf.Tensor, out: Sequence[int]) -> Grid | None:
         """The window as one of stride 1; None if its strides do not divide it."""
-        if max(self.strides) == 1:
-            offsets = [[i * r for i in range(k)] for k, r in zip(self.size, self.rates, strict=True)]
-            return Grid(self.fitted(x, out), offsets)
-        if max(self.rates) > 1 or any(k % s for k, s in zip(self.size, self.strides, strict=True)):
+        strided = max(self.strides) > 1
+        if strided and (max(self.rates) > 1 or any(k % s for k, s in zip(self.size, self.strides, strict=True))):
             return None
-        offsets = [list(range(k // s)) for k, s in zip(self.size, self.strides, strict=True)]
-        return Grid(self.blocks(self.fitted(x, out)), offsets, (*self.strides, x.shape[-1]))
+        offsets = [[i * r for i in range(k // s)]
+                   for k, s, r in zip(self.size, self.strides, self.rates, strict=True)]  # fmt: skip
+        return Grid(self.blocks(self.fitted(x, out)), offsets, (*self.strides, x.shape[-1]) if strided else None)
 
     def blocks(self, x: tf.Tensor) -> tf.Tensor:
         """x as blocks of as many pixels as the strides, each a pixel of more channels; zeros fill the last ones."""
@@ -763,7 +762,7 @@ class Grid:
     def views(self, out: tf.TensorShape) -> list[tf.Tensor]:
         """What the window's entries meet, each [B, *out, channels]; where channels are few, what each row of the window
         (each entry of its first axis) meets, [B, *out, its entries x channels]. In either case faster than all patches
-        at once; with 16 channels rows take as long as entries, and more memory."""
+        at once; from 16 channels on rows gain little over entries, and take more memory."""
         x, n = self.pixels, len(out)
         alone = 1 if x.shape[-1] < 16 else n
         for axis in range(n - 1, alone - 1, -1):
