@@ -78,6 +78,7 @@ def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
     assert stack.outputs(x[0]).numpy() == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_shards_are_disjoint_and_cover_the_data():
     X, y = blobs(103)
     ensemble = quick(5).fit(X, y)
@@ -86,7 +87,8 @@ def test_shards_are_disjoint_and_cover_the_data():
     assert ensemble.trained_together_ is True
 
 
-@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [True, False])
 def test_teachers_learn_and_votes_are_counts_of_predictions(together):
     X, y = blobs(400)
     ensemble = quick(4, epochs=8, together=together).fit(X, y)
@@ -115,6 +117,7 @@ def test_a_teacher_sees_its_shard_alone():
     assert all(np.array_equal(a, b) for a, b in zip(clean, other, strict=True))
 
 
+@pytest.mark.slow
 def test_hospitals_bring_their_own_shards():
     parts = [blobs(n, seed=n) for n in (20, 33, 20)]
     ensemble = quick(3).fit_shards(parts)
@@ -171,6 +174,26 @@ def test_teachers_may_differ_in_architecture():
     ensemble = quick(4, model_fn).fit(X, y)
     assert (ensemble.votes(X).sum(axis=1) == 4).all()
     assert len(ensemble._models) == 2
+
+
+@pytest.mark.slow
+def test_a_loss_without_a_configuration_is_like_no_other():
+    class Mine(tf.keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return tf.keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+
+        def get_config(self):
+            raise NotImplementedError
+
+    def model_fn():
+        model = dense_model()
+        model.compile("sgd", Mine())
+        return model
+
+    X, y = blobs(80)
+    ensemble = quick(2, model_fn, epochs=1).fit(X, y)
+    assert "does not give a number for each example" in ensemble.trained_together_
+    assert len(ensemble._models) == 2 and (ensemble.votes(X).sum(axis=1) == 2).all()
 
 
 @pytest.mark.parametrize(

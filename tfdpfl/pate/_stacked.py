@@ -55,7 +55,7 @@ def loss_of_each(loss: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | Non
         resolved = tf.keras.losses.get(loss)
         if isinstance(resolved, tf.keras.losses.Loss):
             resolved = type(resolved).from_config({**resolved.get_config(), "reduction": "none"})
-    except (TypeError, ValueError):
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None
     return resolved if callable(resolved) else None
 

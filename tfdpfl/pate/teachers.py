@@ -183,6 +183,10 @@ class TeacherEnsemble:
     def _new_model(self) -> Any:
         return compiled(self.model_fn, "model_fn")
 
+    def _alike(self, model: Any) -> bool:
+        """Whether a model may stand in the template's graph: one whose architecture cannot be told is like no other."""
+        return self._fingerprint is not None and _fingerprint(model) == self._fingerprint
+
     def _obstacle(self, model: Any) -> bool | str:
         from tfdpfl.pate import _stacked
 
@@ -204,7 +208,7 @@ class TeacherEnsemble:
         ) as bar:
             for group in self._groups(missing):
                 models = {teacher: self._new_model() for teacher in group}  # initial weights are each one's own
-                alike = [t for t in group if _fingerprint(models[t]) == self._fingerprint]
+                alike = [t for t in group if self._alike(models[t])]
                 if len(alike) > 1:
                     self._train_stack(alike, [models.pop(t).get_weights() for t in alike], X, y, rng, bar)
                 for teacher, model in models.items():
@@ -255,7 +259,7 @@ class TeacherEnsemble:
 
     def _train_one(self, teacher: int, model: Any, X: np.ndarray, y: np.ndarray, bar: Any) -> None:
         shard = self.shards_[teacher]
-        alike = self._fingerprint is not None and _fingerprint(model) == self._fingerprint
+        alike = self._alike(model)
         trained = self._reused(model) if alike else model
         trained.fit(X[shard], y[shard], epochs=self.epochs, batch_size=self.batch_size, verbose=0)
         bar.update(self.epochs)
