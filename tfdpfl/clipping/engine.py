@@ -262,7 +262,9 @@ class Plan:
         for replay in replays:
             wanted.update({key(t): t for t in replay.outputs})
         ends = list(wanted.values())
-        grads = tf.gradients([losses], ends) if ends else []
+        with tf.control_dependencies([self.batch_size]):  # its checks speak before a shape of the backward pass fails
+            seed = tf.ones_like(losses)
+        grads = tf.gradients([losses], ends, grad_ys=[seed]) if ends else []
         for t, g in zip(ends, grads, strict=True):
             if g is not None:
                 gs_of[key(t)] = tf.convert_to_tensor(g)
