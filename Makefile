@@ -16,9 +16,11 @@ test: .venv/keras3.installed .venv/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) $(ARGS)
 	$(TFF) -m pytest $(PYTEST) $(ARGS)
 
+# Without what is slow, and what has nothing of Keras on one stack only.
+FREE := accounting audit cli federated_accounting federated_samplers label_dp membership pate pate_sensitivity plots
 test-fast: .venv/keras3.installed .venv/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) -m "not slow" $(ARGS)
-	$(TFF) -m pytest $(PYTEST) -m "not slow" $(ARGS)
+	$(TFF) -m pytest $(PYTEST) -m "not slow" $(FREE:%=--ignore=tests/test_%.py) $(ARGS)
 
 lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .

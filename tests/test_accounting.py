@@ -54,6 +54,7 @@ def test_rdp_gives_the_values_that_tf_privacy_published(
     assert epsilon == pytest.approx(published, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_pld_is_the_default_and_dp_accountings_own():
     event = dp_accounting.PoissonSampledDpEvent(150 / 60000, dp_accounting.GaussianDpEvent(1.3))
     theirs = dp_accounting.pld.PLDAccountant().compose(event, 6000).get_epsilon(1e-5)
@@ -188,6 +189,7 @@ def test_an_adjacency_without_an_argument_is_refused(sampling, adjacency):
 # Order
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     sigma=st.floats(0.6, 20),
@@ -256,6 +258,7 @@ def test_a_delta_that_pld_cannot_resolve_is_priced_by_rdp():
 # The other unknowns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "how"),
     [
@@ -271,6 +274,7 @@ def test_the_noise_found_meets_the_target_and_no_less_noise_does(target, how):
     assert compute_epsilon(**MNIST, noise_multiplier=0.999 * sigma, **how) > target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gives", [0.9, 1.0])
 def test_the_root_finder_is_not_taken_at_its_word(monkeypatch, gives):
     args = dict(**MNIST, target_epsilon=1.0, num_epochs=15, accountant="rdp")
@@ -281,6 +285,7 @@ def test_the_root_finder_is_not_taken_at_its_word(monkeypatch, gives):
     assert careful <= (1.002 if gives == 1.0 else 1.2) * sigma
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [-2, 2])
 def test_the_steps_found_do_not_hang_on_the_root_finder(monkeypatch, off):
     args = dict(**RUN, target_epsilon=1.0, accountant="rdp")
@@ -289,6 +294,7 @@ def test_the_steps_found_do_not_hang_on_the_root_finder(monkeypatch, off):
     assert compute_num_steps(**args) == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "sigma", "how"),
     [
@@ -307,6 +313,7 @@ def test_the_steps_found_meet_the_target_and_one_more_does_not(target, sigma, ho
         assert steps % 240 == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_reached_is_said():
     with pytest.raises(ValueError, match=r"target_epsilon=0\.001 is passed by a single use.*ε = "):
         compute_num_steps(**RUN, target_epsilon=0.001)
@@ -377,6 +384,7 @@ def test_numpy_numbers_and_whole_floats_are_numbers():
 # Reports
 
 
+@pytest.mark.slow
 def test_a_statement_names_delta_adjacency_sampling_accountant_and_what_is_assumed():
     report = privacy_report(**RUN, num_epochs=15)
     text = report.statement()

@@ -32,6 +32,7 @@ def PrivacyBudget(*args, **kwargs):
     return callbacks.PrivacyBudget(*args, **{"accountant": "rdp", **kwargs})  # the quick accountant
 
 
+@pytest.mark.slow
 def test_poisson_batches_are_priced_by_the_steps_that_ran():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(num_examples=N, delta=DELTA)
     log = model.fit(poisson_batches((X, Y), expected_batch_size=20, steps=7), epochs=2, callbacks=[budget], verbose=0)
@@ -87,6 +88,7 @@ def test_shuffled_training_stops_before_the_epoch_that_would_pass_the_target():
     assert log.history["epsilon"][-1] <= target * 1.0001
 
 
+@pytest.mark.slow
 def test_steps_of_a_training_before_count():
     model = compiled(expected_batch_size=20)
     batches = poisson_batches((X, Y), expected_batch_size=20, steps=5)
@@ -102,6 +104,7 @@ def test_microbatches_cost_what_twice_the_sensitivity_costs():
     assert log.history["epsilon"][-1] == pytest.approx(want)
 
 
+@pytest.mark.slow
 def test_validation_split_leaves_the_validation_examples_out():
     model, budget = compiled(), PrivacyBudget(num_examples=N, delta=DELTA)
     model.fit(X, Y, batch_size=20, validation_split=0.5, callbacks=[budget], verbose=0)

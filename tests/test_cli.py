@@ -40,6 +40,7 @@ def test_text_carries_delta_adjacency_sampling_and_accountant():
         assert part in text
 
 
+@pytest.mark.slow
 def test_noise_is_the_functions():
     args = ("noise", *DATA, *RDP, "--num-epochs", "2", "--target-epsilon", "1")
     sigma = compute_noise_multiplier(**KEYWORDS, num_epochs=2, target_epsilon=1, accountant="rdp")
@@ -48,6 +49,7 @@ def test_noise_is_the_functions():
     assert float(ok(*args).split("noise multiplier = ")[1].split()[0]) == pytest.approx(sigma, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_are_the_functions():
     args = ("steps", *RUN, *RDP, "--target-epsilon", "1")
     steps = compute_num_steps(**KEYWORDS, noise_multiplier=2.0, target_epsilon=1, accountant="rdp")
@@ -127,6 +129,7 @@ def test_python_m_tfdpfl_is_the_command_line():
     assert refused.returncode == 2 and refused.stderr.startswith("Error: batch_size")
 
 
+@pytest.mark.slow
 def test_no_command_but_demo_loads_tensorflow_and_refusals_load_nothing_slow():
     code = (
         "import sys; from click.testing import CliRunner; from tfdpfl.cli import main;"

@@ -493,6 +493,7 @@ few = settings(max_examples=8, derandomize=True, deadline=None, suppress_health_
 small = st.integers(1, 3)
 
 
+@pytest.mark.slow
 @few
 @given(size=st.tuples(small, small), kernel=st.tuples(small, small), strides=st.tuples(small, small),
        rates=st.tuples(small, small), channels=small, filters=small, padding=st.sampled_from(["SAME", "VALID"]),

@@ -193,7 +193,7 @@ def falls_back(f, variables):
 
 @pytest.mark.parametrize("batch", [None, pytest.param(B, marks=pytest.mark.slow)], ids=["free", "static"])
 @pytest.mark.parametrize("f", [
-    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name not in ("several_ways", "a_loop_in_a_call")))
+    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name != "a_loop_in_a_call"))
     for name, f in OPENED.items()])  # fmt: skip
 def test_loop_agrees_without_the_fallback(f, batch):
     variables = used(f)
@@ -229,6 +229,7 @@ def test_free_lengths_agree():
     check(lambda x: example_losses(normalised(x)), X, used(normalised), free=True)
 
 
+@pytest.mark.slow
 def test_a_batch_of_no_examples_gives_zeros():
     @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
     def step(x):
@@ -312,7 +313,8 @@ def test_random_loops_agree():
         check(lambda x, f=f: example_losses(f(x)), X, used)
 
 
-@pytest.mark.parametrize("layer", ["LSTM", pytest.param("GRU", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["LSTM", "GRU"])
 def test_fit_of_arrays_whose_number_the_batch_size_divides_takes_loops_over_time(layer):
     """Keras then traces a batch of fixed size."""
     model = K.Sequential([K.Input((T, D)), getattr(L, layer)(U), L.Dense(2)])

@@ -119,6 +119,7 @@ def test_a_loss_that_is_not_reduced_clips_the_same():
     check(classifier(), X, REAL, K.losses.MeanSquaredError(reduction="none"), squared)
 
 
+@pytest.mark.slow
 def test_examples_of_weight_zero_contribute_nothing_whatever_they_hold():
     model = classifier()
     values = model.get_weights()
@@ -141,6 +142,7 @@ def two_heads():
     return K.Model(a, [L.Dense(3)(h), L.Dense(2)(h)])
 
 
+@pytest.mark.slow
 def test_several_outputs_with_loss_weights_are_one_gradient_an_example():
     y = [REAL, normal(B, 2, seed=7)]
     check(two_heads(), X, y, ["mse", "mae"],
@@ -164,6 +166,7 @@ def test_sequence_loss_without_masks_is_the_mean_over_all_positions():
     check(sequences(mask=False), IDS, SEQUENCE, "mse", lambda y, p: tf.reduce_mean(squared(y, p), 1))
 
 
+@pytest.mark.slow
 def test_weights_of_positions_enter_before_the_clip():
     w = np.abs(normal(B, 5, seed=4))
     check(sequences(mask=False), IDS, SEQUENCE, "mse", lambda y, p, w: tf.reduce_mean(w * squared(y, p), 1),
@@ -206,6 +209,7 @@ def test_activity_regularisers_are_clipped_with_the_examples():
     assert_close(got, want, 2e-5)
 
 
+@pytest.mark.slow
 def test_metrics_do_not_matter():
     model = classifier()
     values = model.get_weights()
@@ -247,6 +251,7 @@ def test_microbatches_through_keras_clip_the_mean_of_each_group():
     assert_close([g / B * 3 for g in got], clipped_sums(gradients, clip), 2e-5)
 
 
+@pytest.mark.slow
 def test_an_example_that_is_not_finite_is_counted_and_moves_nothing():
     model = classifier()
     values = model.get_weights()

@@ -116,6 +116,7 @@ def test_without_sampling_every_participation_counts():
     assert ClientLevel(noise_multiplier=0.0).price(rounds(1), 1e-5).epsilon == math.inf
 
 
+@pytest.mark.slow
 def test_a_cohort_of_fixed_size_is_not_priced_as_poisson():
     promise = ClientLevel(noise_multiplier=1.2)
     fixed = promise.price(rounds(50, "fixed_size", population=1000, cohort=10), 1e-5).epsilon
@@ -128,6 +129,7 @@ def test_a_cohort_of_fixed_size_is_not_priced_as_poisson():
     )
 
 
+@pytest.mark.slow
 def test_the_ledger_of_examples_is_each_clients_own():
     promise = ExampleLevel(noise_multiplier=1.0, sampling="poisson", batch_size=32, local_steps=10)
     run = rounds(3, cohorts=[["a", "b"], ["a"], ["a", "c"]], examples={"a": 1000, "b": 1000, "c": 50})

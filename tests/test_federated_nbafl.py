@@ -102,6 +102,7 @@ def test_the_papers_claim_is_printed_beside_what_is_proven():
     assert "claimed by NbAFL: nothing" in str(nb.noise_of(**PLAN))
 
 
+@pytest.mark.slow
 def test_each_round_is_priced_by_its_own_cohort():
     level = nb.NbAFLLevel(clip=1.0, sigma_u=6.0, sigma_d=1.0, clients_per_round=4)
     every = Participation(sampling="none", population=8, clients_per_round=4)

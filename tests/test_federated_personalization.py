@@ -173,6 +173,7 @@ def evaluate(model_fn=variable_model_fn, **more):
     return evaluate_personalized(model_fn, **{**settings, **more})
 
 
+@pytest.mark.slow
 def test_each_client_is_measured_before_and_after_training_from_the_released_model():
     found = evaluate()
     assert list(found) == ["a", "b", "c"]

@@ -250,6 +250,7 @@ def test_two_runs_of_one_process_share_no_noise():
     assert abs(np.corrcoef(one, two)[0, 1]) < 0.15
 
 
+@pytest.mark.slow
 def test_tree_noise_is_that_of_the_nodes_and_restarts():
     """The running total after t rounds has the variance of the nodes of [1, t], a node of level k having
     1 / (2 - 2^-k) of a leaf's, and what the trees before it had."""

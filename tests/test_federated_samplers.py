@@ -118,6 +118,7 @@ def test_limits_are_never_exceeded_whatever_rounds_are_asked_for(population, dat
     assert all(sampler(r) == cohorts[r] for r in rounds)
 
 
+@pytest.mark.slow
 def test_limits_hold_over_ten_thousand_rounds():
     sampler = BoundedParticipationSampler(range(500), 7, 120, 31, seed=1)
     last, count = np.full(500, -31), np.zeros(500, int)

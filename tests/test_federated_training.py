@@ -114,6 +114,7 @@ def test_rounds_without_a_price_have_none_and_the_last_always_has_one():
     assert history["client_epsilon"][2] == full["client_epsilon"][2] and history.epsilon == full.epsilon
 
 
+@pytest.mark.slow
 def test_levels_are_columns_of_their_own_and_what_is_not_promised_has_none():
     local = LocalLevel(noise_multiplier=4.0)
     sampler = BoundedParticipationSampler(CLIENTS, 3, 4)
@@ -130,6 +131,7 @@ def test_without_noise_epsilon_is_infinite():
     assert run(Counting(ClientLevel(noise_multiplier=0.0)), poisson())["client_epsilon"] == [math.inf] * 5
 
 
+@pytest.mark.slow
 def test_training_stops_before_the_round_that_would_pass_the_target():
     sampler = poisson()
     free = run(Counting(GAUSSIAN), sampler, 8)
@@ -144,6 +146,7 @@ def test_training_stops_before_the_round_that_would_pass_the_target():
     assert len(exactly.rows) == 5
 
 
+@pytest.mark.slow
 def test_the_target_holds_for_the_level_that_costs_most():
     history = run(Counting(GAUSSIAN, LocalLevel(noise_multiplier=4.0)), poisson(), 50, target_epsilon=6.0)
     assert history.epsilon["local"] < history.epsilon["client"] <= 6.0
@@ -225,6 +228,7 @@ def test_a_lost_round_is_repeated_with_its_own_clients_whatever_the_sampler(tmp_
     assert history.cohorts == [["c0"], ["c1"], ["c2"]] and history.lost_rounds == 1
 
 
+@pytest.mark.slow
 def test_where_clients_add_the_noise_a_lost_round_is_charged_beside_its_repetition(tmp_path):
     local = LocalLevel(noise_multiplier=4.0)
     sampler = BoundedParticipationSampler(CLIENTS, 8, 3, 1)
@@ -240,6 +244,7 @@ def test_where_clients_add_the_noise_a_lost_round_is_charged_beside_its_repetiti
     assert "2 more begun and lost" in history.statement()
 
 
+@pytest.mark.slow
 def test_a_line_of_the_ledger_that_was_cut_off_is_no_round(tmp_path):
     with pytest.raises(InterruptedError):
         run(Counting(GAUSSIAN, die_in_round=2), poisson(), checkpoint_dir=tmp_path)

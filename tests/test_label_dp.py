@@ -747,6 +747,7 @@ def test_sixty_thousand_labels_take_no_time(distinct, seconds):
     assert took < seconds
 
 
+@pytest.mark.slow
 def test_label_dp_does_not_import_tensorflow():
     code = (
         "import sys, tfdpfl.label_dp as l; l.RandomizedResponse(1.0, 2).fit_transform([0, 1]); l.KMeansPrior; "

@@ -271,6 +271,7 @@ def test_tensors_come_back_as_tensors():
 # A Keras model as a prior, and staged training
 
 
+@pytest.mark.slow
 def test_a_keras_model_is_a_prior():
     x, y = blobs()
     for softmax in (True, False):
@@ -347,6 +348,7 @@ def test_later_stages_train_on_all_that_was_released():
     assert sizes == [5, 20]
 
 
+@pytest.mark.slow
 def test_a_first_stages_prior_is_paid_from_the_total():
     x, y = blobs()
     training = MultiStageTraining(small_model, 1.0, prior=KMeansPrior(0.25, 3), num_classes=3)

@@ -21,6 +21,7 @@ def pairs_won(member_losses, other_losses):
 losses_of = st.lists(st.integers(0, 6).map(float), min_size=2, max_size=30)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(members=losses_of, others=losses_of)
 def test_auc_and_its_interval_follow_from_all_pairs(members, others):
@@ -42,6 +43,7 @@ def test_auc_and_its_interval_follow_from_all_pairs(members, others):
     assert report.tpr_at_low_fpr == pytest.approx(max([*tried, 0.0]))
 
 
+@pytest.mark.slow
 def test_interval_covers_the_true_auc_as_often_as_it_says():
     rng, covered, runs = np.random.default_rng(0), 0, 250
     true = stats.norm.cdf(1 / np.sqrt(2))

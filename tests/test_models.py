@@ -34,6 +34,7 @@ class Endless(L.Layer):
         return tf.while_loop(lambda n, y: n > 0, turn, (tf.constant(2), x))[1]
 
 
+@pytest.mark.slow
 def test_explain_tells_the_way_of_every_variable():
     inputs = tf.keras.Input((7,), dtype="int32")
     x = L.Embedding(30, 5)(inputs)

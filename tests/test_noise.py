@@ -66,6 +66,7 @@ def test_the_check_tells_noise_of_two_thirds_and_three_halves():
     assert not accepts(draw([[MILLION]], stddev=1.02)[0], 1.0)
 
 
+@pytest.mark.slow
 def test_the_noise_is_divided_by_the_expected_batch_size_whatever_the_batch_is():
     steps = Noise(expected_batch_size=10)
     for batch in (4, 0, 25):
@@ -117,6 +118,7 @@ def test_no_noise_repeats_when_the_number_of_variables_changes_between_steps():
     assert similar.max() < 0.8
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_trains_fewer_variables_later_draws_fresh_noise():
     steps = Noise([(64,)] * 4)
     drawn = [*steps(), *steps(n=4), *steps(n=2)[:2], *steps(n=1)[:1], *steps(n=2)[:2]]
@@ -182,6 +184,7 @@ def test_noise_goes_on_through_retraces_and_other_batch_sizes():
     np.testing.assert_allclose(drawn, again, atol=1e-6)  # the counter is the step, not the trace
 
 
+@pytest.mark.slow
 def test_steps_inside_one_execution_draw_each_their_own_noise():
     x, y = np.zeros((12, c.WIDTH), np.float32), np.zeros(12, np.int32)
     ends = []
@@ -193,6 +196,7 @@ def test_steps_inside_one_execution_draw_each_their_own_noise():
     np.testing.assert_allclose(*ends, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_noise_under_xla_has_the_right_size_and_is_fresh():
     steps = Noise([(1000, 100)])
     steps.step = tf.function(steps._step, jit_compile=True)

@@ -130,6 +130,7 @@ def test_an_empty_batch_gets_the_noise_of_any_other():
     np.testing.assert_allclose(empty, noise, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_partial_last_batch_is_divided_by_its_own_size():
     x, y = c.examples(6)
     model = c.compiled(sgd())
@@ -141,6 +142,7 @@ def test_a_partial_last_batch_is_divided_by_its_own_size():
     assert_same(model.get_weights(), values)
 
 
+@pytest.mark.slow
 def test_microbatches_clip_the_mean_of_each_group_and_divide_by_their_number():
     x, y = c.examples(12)
     model = c.compiled(sgd(num_microbatches=3))
@@ -235,6 +237,7 @@ def test_fit_with_tf_data_equals_fit_with_arrays_and_train_on_batch():
     assert_same(ends[0], ends[2])
 
 
+@pytest.mark.slow
 def test_dictionaries_of_inputs_and_several_outputs_are_one_gradient_per_example():
     x, y = c.examples(10)
     a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
@@ -293,6 +296,7 @@ def test_frozen_layers_take_no_part_in_norm_noise_or_update():
     assert_same(update, [np.zeros_like(u) for u in update[:2]] + [-np.tensordot(factors, g, 1) / 12 for g in gradients])
 
 
+@pytest.mark.slow
 def test_a_layer_frozen_between_two_compiles_stays_and_the_ledger_goes_on():
     x, y = c.examples(12)
     optimizer = sgd(multiplier=0.5, seed=3)
@@ -486,6 +490,7 @@ def float16_model(optimizer, **kwargs):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(KERAS3, reason="Keras 2 hands the scaled loss to compute_gradients; Keras 3 does not")
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**15])
 def test_under_a_loss_scale_the_unscaled_gradient_is_clipped(scale):
@@ -592,6 +597,7 @@ def test_raw_gradients_of_a_function_of_the_batch_are_refused(guarded):
     guarded.refuses(lambda: step(guarded.x, guarded.y))
 
 
+@pytest.mark.slow
 def test_raw_gradients_of_captured_arrays_variables_and_iterators_are_refused(guarded):
     x, y = guarded.x.numpy(), guarded.y.numpy()
     held = tf.Variable(guarded.x)

@@ -166,6 +166,7 @@ def divergence(log_p, log_q, order):
     return special.logsumexp(order * log_p + (1 - order) * log_q) / (order - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 def test_the_exact_loss_is_never_above_the_bounds(noise):
     make, parameter, log_density, log_cdf = NOISES[noise]
@@ -244,6 +245,7 @@ def test_the_threshold_is_paid_for_every_query_and_the_vote_only_where_it_answer
     assert 0 < cost[0] < cost[1] < cost[2]
 
 
+@pytest.mark.slow
 def test_epsilon_adds_up_and_is_at_most_the_classic_conversion():
     votes = as_counts(random_votes(500), 10)
     orders = np.linspace(1.1, 60, 300)
@@ -440,6 +442,7 @@ def test_unanimous_and_tied_votes_are_priced():
             assert 0 <= mechanism.epsilon(votes, 1e-5) < 200
 
 
+@pytest.mark.slow
 def test_importing_pate_does_not_import_tensorflow():
     code = "import sys, tfdpfl.pate; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,6 +47,7 @@ def flow(aggregator, student=untaught_fn, **options):
     return PATE(VOTES, aggregator, student, 1e-5, epochs=8, verbose=0, **options)
 
 
+@pytest.mark.slow
 def test_teachers_teach_a_student_that_is_a_plain_keras_model():
     teachers = TeacherEnsemble(student_fn, 10, epochs=4, seed=0, verbose=0).fit(*blobs(500, seed=1))
     x_test, y_test = blobs(200, seed=2)
@@ -106,6 +107,7 @@ def test_the_filter_keeps_room_for_the_vote_before_it_looks():
     assert pate._affordable(answers) == 0
 
 
+@pytest.mark.slow
 def test_no_answer_within_the_budget_is_an_error():
     with pytest.raises(ValueError, match="no query was answered"):
         flow(GNMax(1.0), budget=0.1).fit(X)

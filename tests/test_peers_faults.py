@@ -128,6 +128,7 @@ def test_fault_7_the_denominator_is_the_expected_batch_and_a_partial_batch_train
     np.testing.assert_allclose(c.flat(model.get_weights()), c.flat(values), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_fault_8_adam_counts_batches_and_noise_is_drawn_once_a_batch():
     x, y = np.zeros((8, c.WIDTH), np.float32), np.zeros(8, np.int32)
     model = c.compiled(tfdpfl.DPAdam(1.0, 1.0, num_microbatches=4, learning_rate=0.1))

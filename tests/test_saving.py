@@ -152,6 +152,7 @@ def test_a_model_that_was_never_trained_saves_and_loads(tmp_path):
     assert loaded.optimizer.executed == [(0.9, 1)]
 
 
+@pytest.mark.slow
 def test_a_model_saved_without_its_optimizer_holds_no_key(tmp_path):
     model = trained(1)
     model.save(tmp_path / "model.h5", include_optimizer=False)
@@ -199,6 +200,7 @@ def test_training_resumed_from_a_checkpoint_is_the_uninterrupted_training_bit_fo
     assert resumed.optimizer.num_dp_steps == 4
 
 
+@pytest.mark.slow
 def test_a_restart_with_other_noise_makes_a_row_of_its_own(tmp_path):
     model = trained(1)
     path = tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "ckpt"))
@@ -278,6 +280,7 @@ def test_steps_without_noise_have_no_finite_price():
     assert model.optimizer.ledger.epsilon(1e-5) == float("inf")
 
 
+@pytest.mark.slow
 def test_the_ledger_prices_what_ran():
     model = trained(1, multiplier=4.0)
     one = tfdpfl.compute_epsilon(
@@ -311,6 +314,7 @@ def test_an_optimizer_made_by_make_dp_optimizer_class_pickles():
     assert copy.get_config() == optimizer.get_config()
 
 
+@pytest.mark.slow
 def test_a_copy_with_a_seed_never_repeats_noise_that_was_used():
     model = trained(1, seed=5)
     copy = pickle.loads(pickle.dumps(model.optimizer))
