@@ -7,6 +7,8 @@ from helpers import K, L, check, check_model, example_losses, normal, per_exampl
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from tfdpfl.clipping import per_example_norms
+
 B = 4
 
 
@@ -525,3 +527,64 @@ def test_any_einsum_agrees(sizes, x, w, keep):
         return example_losses(tf.einsum(f"{x},{w}->{out}", a, v))
 
     check(losses, a, [v])
+
+
+# -- terms that cancel -------------------------------------------------------------------------------------------
+
+CANCEL = {  # rows' offset, and what is done to all gradients but the first so that their sum is (nearly) zero
+    "centred": lambda x, g: (x, g - g.mean(1, keepdims=True)),
+    "far from zero": lambda x, g: (x + 1000, g - g.mean(1, keepdims=True)),
+    "near duplicates": lambda x, g: (
+        x[:, :1] + 1e-5 * x, np.where(np.arange(g.shape[1])[:, None], -g[:, :1] / (g.shape[1] - 1), g)),
+    "alike": lambda x, g: (np.repeat(x[:, :1], x.shape[1], 1), g - g.mean(1, keepdims=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [2, 3, 24])
+@pytest.mark.parametrize("how", list(CANCEL.values()), ids=list(CANCEL))
+def test_a_norm_whose_terms_cancel_is_never_too_small(how, length):
+    """As of a siamese pair: a sum of Gram products is then rounding noise, and may be negative."""
+    x, g = (t.astype("float32") for t in how(normal(32, length, 100), normal(32, length, 200, seed=1)))
+    w = tf.Variable(normal(100, 200))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, length, n]) for n in (100, 200)])
+    def norms(x, g):
+        return per_example_norms(tf.reduce_sum(tf.matmul(x, w) * g), [w])
+
+    wide = [t.astype(np.float64) for t in (x, g)]
+    true2 = (np.einsum("bta,btp->bap", *wide) ** 2).sum((1, 2))
+    terms2 = ((wide[0] ** 2).sum(2) * (wide[1] ** 2).sum(2)).sum(1)
+    got2 = norms(x, g).numpy().astype(np.float64) ** 2
+    assert (got2 >= true2 * 0.998).all()
+    assert (got2 <= true2 * 1.001 + 1e-4 * terms2).all()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_norm_of_lookups_that_cancel_is_never_too_small(tied):
+    ids = np.repeat([[3, 5]], 16, 0)[:, [0, 1, 0, 1]]
+    g = normal(16, 4, 30)
+    g[:, 2:] = -g[:, :2] * (1 + 1e-6) if not tied else 0
+    table = tf.Variable(normal(50, 30))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.int32), tf.TensorSpec([None, 4, 30])])
+    def norms(ids, g):
+        losses = tf.reduce_sum(tf.gather(table, ids) * g, [1, 2])
+        if tied:  # the products' gradient takes the lookups' back
+            losses -= tf.reduce_sum(tf.one_hot(ids, 50) * tf.matmul(g * (1 + 1e-6), table, transpose_b=True), [1, 2])
+        return per_example_norms(tf.reduce_sum(losses), [table])
+
+    got = norms(ids.astype(np.int32), g).numpy()
+    size = np.sqrt((g.astype(np.float64) ** 2).sum((1, 2)))
+    assert np.isfinite(got).all()
+    assert (got >= 1e-6 * size).all() and (got <= 1e-2 * size).all()
+
+
+def test_a_square_below_the_smallest_number_counts():
+    w = tf.Variable(normal(4, 3))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4]), tf.TensorSpec([None, 3])])
+    def norms(x, g):
+        return per_example_norms(tf.reduce_sum(tf.matmul(x, w) * g), [w])
+
+    x = np.eye(2, 4, dtype="f") * 1e19
+    assert norms(x, np.full([2, 3], 5e-20, "f")).numpy().min() >= 0.5 * np.sqrt(3)

@@ -357,17 +357,25 @@ class Plan:
     # -- norms and sums --------------------------------------------------------------------------------------
 
     def squared_norms(self) -> tf.Tensor:
-        """[units], over all variables."""
+        """[units], over all variables: never below the truth by more than a thousandth of it. Where terms of a sum
+        cancel to as little as its rounding error, the error is added."""
         self.merged: list[list[tuple[Contribution, tf.Tensor, tf.Tensor]]] = []
         total = tf.zeros([self.units.count], self.dtype)
+        doubts: list[tf.Tensor] = []
         for i in range(len(self.variables)):
             parts = self._merged([(c, w, r) for v, c, w, r in self.contributions if v == i])
             for c, _, _ in parts:
                 total += c.squared_norms()
+            own = [c.doubt for c, _, _ in parts if c.doubt is not None]
             if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
                 total += 2 * inner_product(*parts)
+                own *= 2  # its error is at most both of theirs
+            doubts += own
             self.merged.append(parts)
-        return total
+        if not doubts:
+            return total
+        doubt = tf.add_n(doubts)
+        return tf.where(total > 1000 * doubt, total, tf.maximum(total, 0) + doubt)
 
     def _merged(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
         """The uses of one variable as one contribution, so that its squared norm is that of their sum."""
