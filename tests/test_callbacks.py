@@ -1,5 +1,6 @@
 """PrivacyBudget prices what ran, and stops in time."""
 
+import json
 import math
 
 import numpy as np
@@ -8,9 +9,11 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl import callbacks
+from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 
+KERAS_2 = hasattr(tf.keras, "__internal__")
 N, DELTA = 200, 1e-4
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(N, 4)).astype("float32"), RNG.integers(0, 3, N)
@@ -95,6 +98,118 @@ def test_steps_of_a_training_before_count():
     model.fit(batches, callbacks=[PrivacyBudget(delta=DELTA)], verbose=0)
     log = model.fit(batches, callbacks=[PrivacyBudget(delta=DELTA)], verbose=0)
     assert log.history["epsilon"][-1] == pytest.approx(price(batch_size=20, noise_multiplier=2.0, num_steps=10))
+
+
+def uses(count):
+    """The price if every example takes part in so many steps."""
+    return price(batch_size=20, noise_multiplier=2.0, num_steps=count, sampling="none")
+
+
+def test_steps_of_a_training_before_are_supposed_aloud():
+    model = compiled()
+    model.fit(X, Y, batch_size=20, verbose=0)
+    budget = PrivacyBudget(delta=DELTA)
+    with pytest.warns(UserWarning, match="did not see the 10 steps"):
+        model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+    assert "10 steps ran unseen before" in str(budget.report)
+    assert budget.report.epsilon == pytest.approx(uses(2))
+
+
+@pytest.mark.parametrize("poisson", [False, True])
+def test_steps_that_no_fit_took_count_as_steps_of_every_example(poisson):
+    model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA)
+    batches = poisson_batches((X, Y), expected_batch_size=20, steps=3)
+    fit = lambda: model.fit(*((batches,) if poisson else (X, Y)), batch_size=None if poisson else 20,
+                            callbacks=[budget], verbose=0)  # fmt: skip
+    fit()
+    seen = budget.report.epsilon
+    for _ in range(4):
+        model.train_on_batch(X, Y)
+    after = budget.report.epsilon
+    assert after > max(seen, uses(4))
+    assert after <= uses(5) * 1.0001
+    fit()
+    assert budget.report.steps == (10 if poisson else 24)
+    assert budget.report.epsilon > after
+
+
+def test_epsilon_never_falls_when_the_sampling_or_the_optimizer_changes():
+    model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA)
+    found = []
+    model.fit(X, Y, batch_size=N, epochs=10, callbacks=[budget], verbose=0)
+    found.append(budget.report.epsilon)
+    model.fit(poisson_batches((X, Y), sampling_rate=0.01, steps=3), callbacks=[budget], verbose=0)
+    found.append(budget.report.epsilon)
+    model.compile(tfdpfl.DPSGD(1.0, 2.0, expected_batch_size=20), model.loss)
+    model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+    found.append(budget.report.epsilon)
+    assert found[0] == pytest.approx(uses(10)) and found[0] < found[1] < found[2]
+    assert found[2] >= uses(11)
+    assert budget.ledger.steps == 10 + 3 + 10
+
+
+def test_a_ledger_tells_what_a_callback_before_saw(recwarn):
+    model, first = compiled(), PrivacyBudget(delta=DELTA)
+    model.fit(X, Y, batch_size=N, epochs=10, callbacks=[first], verbose=0)
+    saved = PrivacyLedger.from_dict(json.loads(json.dumps(first.ledger.to_dict())))
+    second = PrivacyBudget(delta=DELTA, ledger=saved)
+    model.fit(X, Y, batch_size=20, callbacks=[second], verbose=0)
+    assert second.report.epsilon == pytest.approx(uses(11))
+    assert not [w for w in recwarn if "did not see" in str(w.message)]
+    assert second.report.steps == 20
+    stops = PrivacyBudget(delta=DELTA, target_epsilon=uses(13) * 1.0001, ledger=second.ledger)
+    log = model.fit(X, Y, batch_size=20, epochs=9, callbacks=[stops], verbose=0)
+    assert len(log.history["epsilon"]) == 2 and log.history["epsilon"][-1] == pytest.approx(uses(13))
+    with pytest.raises(ValueError, match="PrivacyLedger"):
+        PrivacyBudget(delta=DELTA, ledger=saved.to_dict())
+
+
+@pytest.mark.parametrize("target", [None, 3])
+def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(target):
+    model = compiled()
+    allowed = None if target is None else uses(target) * 1.0001
+    budget = PrivacyBudget(N, DELTA, allowed, sampling="shuffle", batch_size=20)
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(N).batch(20).repeat(5).filter(lambda x, y: True)
+    model.fit(batches, callbacks=[budget], verbose=0)
+    passes = target or 5
+    assert budget.report.epsilon == pytest.approx(uses(passes))
+    assert budget.report.participations == passes
+    assert model.optimizer.num_dp_steps == 10 * passes  # none is counted where the data end
+
+
+class Thrice(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = tf.keras.layers.Dense(3)
+
+    def call(self, x, training=None):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - tf.one_hot(y, 3)) ** 2)
+            self.optimizer.minimize(loss, self.trainable_variables, **({"tape": tape} if KERAS_2 else {}))
+        return {"loss": 0.0}
+
+
+def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
+    model, budget = Thrice(), PrivacyBudget(delta=DELTA)
+    model.compile(tfdpfl.DPSGD(1.0, 2.0))
+    model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 30
+    assert budget.report.epsilon >= uses(3)
+    model.compile(tfdpfl.DPSGD(1.0, 2.0))
+    with pytest.raises(PrivacyError, match=r"3 steps on 1 batches, so target_epsilon=.*one update a batch"):
+        model.fit(X, Y, batch_size=20, callbacks=[PrivacyBudget(N, DELTA, 100.0)], verbose=0)
+
+
+def test_a_second_private_optimizer_is_refused():
+    model = compiled()
+    model.other = tfdpfl.DPSGD(1.0, 2.0)
+    with pytest.raises(PrivacyError, match="second DP optimizer, 'other'"):
+        model.fit(X, Y, callbacks=[PrivacyBudget(N, DELTA)], verbose=0)
 
 
 def test_microbatches_cost_what_twice_the_sensitivity_costs():

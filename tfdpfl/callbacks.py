@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
+import warnings
+import weakref
+from collections import Counter
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.accounting import PrivacyLedger, PrivacyReport, compute_num_steps, privacy_report
+from tfdpfl.accounting import PrivacyLedger, PrivacyReport, compute_num_steps
 from tfdpfl.accounting.pricing import check_delta
-from tfdpfl.accounting.run import SAMPLINGS
+from tfdpfl.accounting.run import ADJACENCIES_OF, SAMPLINGS
 from tfdpfl.data import SamplingDeclaration, declared_sampling
 from tfdpfl.errors import PrivacyError
 
@@ -25,8 +29,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     What is priced is what ran: the steps and noise multipliers that the optimizer counted (restarts included), under
     the sampling that the data source declares. Batches of `tfdpfl.data.poisson_batches` are Poisson samples; arrays
     given to `fit` are shuffled, each example used once an epoch, and priced without amplification; for other data
-    sets and generators say ``sampling`` and ``batch_size``. Steps that the optimizer took before (a resumed training)
-    are priced as if they had been sampled the same way.
+    sets and generators say ``sampling`` and ``batch_size``.
+
+    One callback serves one data set: every `fit` it sees adds to its ε, also with another optimizer or sampling. Steps
+    between or after them that it did not see (`train_on_batch`, a `fit` without it, several updates on one batch) are
+    priced as if every example took part in each. Of steps that the optimizer took before its first `fit` (a resumed
+    training) it knows no more than their number and noise: they are priced as if sampled as in that `fit`, with a
+    warning, unless ``ledger`` has them.
 
     Args:
       num_examples: size of the training data; None takes it from the data. The size counts as public.
@@ -35,13 +44,16 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
       sampling: "poisson", "shuffle", "fixed_size" or "none", for data that do not say themselves.
       batch_size: (expected) batch size, likewise.
       accountant: "pld" or "rdp".
+      ledger: what ran before on the same data: the `ledger` of the callback that saw it.
 
     Attributes:
       report: a `PrivacyReport` of what ran so far.
+      ledger: it as a `PrivacyLedger`, which `to_dict` makes ready to be saved next to the model.
 
     Raises:
-      PrivacyError: when training begins, if the optimizer is not private, the sampling is unknown or contradicts the
-        data, Poisson batches meet an optimizer without ``expected_batch_size``, or not even one step fits the target.
+      PrivacyError: when training begins, if the optimizer is not private or the model holds another one, the sampling
+        is unknown or contradicts the data, Poisson batches meet an optimizer without ``expected_batch_size``, or not
+        even one step fits the target; while it runs, if there is a target and several updates on one batch.
     """
 
     def __init__(
@@ -53,6 +65,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         sampling: str | None = None,
         batch_size: int | None = None,
         accountant: str = "pld",
+        ledger: PrivacyLedger | None = None,
     ):
         super().__init__()
         if delta is None:
@@ -67,35 +80,72 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         self.sampling = sampling
         self.batch_size = batch_size
         self.accountant = accountant
-        self._passes = 0
+        if ledger is not None and not isinstance(ledger, PrivacyLedger):
+            raise ValueError(f"ledger={ledger!r:.99} must be a PrivacyLedger: PrivacyLedger.from_dict makes one.")
+        self._given = PrivacyLedger() if ledger is None else ledger
+        self._fits: list[_Fit] = []
 
     # -- Keras's hooks ---------------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self._optimizer = private_optimizer(self.model)
-        call = _fit_arguments(self.model)
-        self._data = self._describe(call)
-        steps = self.params.get("steps")
-        n, b = self._data["num_examples"], self._data["batch_size"]
-        self._passes_per_epoch = max(1, math.ceil(steps / math.ceil(n / b))) if steps else 1
-        if not self._passes and self._optimizer.num_dp_steps:  # of a run before this one
-            self._passes = math.ceil(self._optimizer.num_dp_steps / max(n // b, 1))
-        self._limit = self._allowed()
+        optimizer = private_optimizer(self.model)
+        for earlier in self._fits:
+            earlier.ends()  # an interrupted one has not ended
+        self._optimizer = optimizer
+        data = self._describe(_fit_arguments(self.model))
         # Keras 3 has the number itself, Keras 2 a variable under another name.
         per_call = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", 1)
-        self._stride = int(np.asarray(per_call))
-        if self._is_full():
-            raise PrivacyError(
-                f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
-                f"{'epoch' if self._data['sampling'] == 'shuffle' else 'step'}. Raise noise_multiplier "
-                "(tfdpfl.compute_noise_multiplier finds the smallest one that does) or the target."
+        fit = _Fit(optimizer, data, int(np.asarray(per_call)))
+        known = [earlier for earlier in self._fits if earlier.optimizer() is optimizer]
+        if known:
+            fit.unseen = fit.start - known[-1].end
+        elif sum(fit.start.values()) > self._given.steps:
+            fit.before = fit.start
+            warnings.warn(
+                f"PrivacyBudget did not see the {sum(fit.start.values())} steps that the optimizer has taken before "
+                f"and prices them as if sampled like this fit's ({data['sampling']}, batch_size={data['batch_size']}). "
+                "If they were not, give it ledger= of the callback that saw them.",
+                stacklevel=2,
             )
+        self._fits.append(fit)
+        steps = self.params.get("steps")
+        self._passes_per_epoch = fit.passes_in(steps) if steps else None
+        try:
+            self._limit = self._allowed()
+            if self._is_full():
+                raise PrivacyError(
+                    f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
+                    f"{'epoch' if data['sampling'] == 'shuffle' else 'step'}. Raise noise_multiplier "
+                    "(tfdpfl.compute_noise_multiplier finds the smallest one that does) or the target."
+                )
+        except PrivacyError:
+            self._fits.pop()
+            raise
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self._passes += self._passes_per_epoch
+        fit = self._fits[-1]
+        self._steps_before_epoch = fit.steps
+        self._passes_here = self._passes_per_epoch or 1
+        fit.passes += self._passes_here
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        self._fits[-1].announced += self._fits[-1].stride
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._limit is not None and self._data["sampling"] != "shuffle" and self._is_full():
+        fit = self._fits[-1]
+        if self._passes_per_epoch is None and fit.shuffled:  # how long an epoch is turns out as it runs
+            passes = fit.passes_in(min(batch + 1, fit.steps - self._steps_before_epoch))
+            fit.passes += max(passes - self._passes_here, 0)
+            self._passes_here = max(passes, self._passes_here)
+        if self._limit is None:
+            return
+        if fit.beyond:
+            raise PrivacyError(
+                f"The model took {fit.steps} steps on {fit.announced} batches, so target_epsilon="
+                f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
+                "Make one update a batch in train_step, or train without target_epsilon."
+            )
+        if self._is_full(batch + 1):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -104,52 +154,82 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._is_full():
             self.model.stop_training = True
 
+    def on_train_end(self, logs: dict | None = None) -> None:
+        self._fits[-1].ends()
+
     # -- prices ----------------------------------------------------------------------------------------------
 
     @property
-    def report(self) -> PrivacyReport:
-        """The price of all that the optimizer has done."""
-        data = self._data
-        executed = self._optimizer.executed
-        if data["sampling"] == "shuffle":
-            least = min((z for z, _ in executed), default=self._multiplier)
-            return privacy_report(
-                noise_multiplier=least, num_epochs=self._passes, delta=self.delta, accountant=self.accountant, **data
-            )
-        ledger = PrivacyLedger()
-        for z, steps in executed:
-            ledger.record(z, steps, **data)
-        return ledger.report(self.delta, self.accountant)
+    def ledger(self) -> PrivacyLedger:
+        """All that ran on the data, this far."""
+        ledger = PrivacyLedger.from_dict(self._given.to_dict())
+        latest: dict[int, _Fit] = {}
+        for fit in self._fits:
+            fit.record(ledger)
+            if fit.optimizer() is not None:
+                latest[id(fit.optimizer())] = fit
+        for fit in latest.values():
+            fit.record_without_sampling(ledger, fit.since())
+        return ledger
 
     @property
-    def _multiplier(self) -> float:
-        """The noise of the next step over its sensitivity to one example."""
-        halved = self._optimizer.num_microbatches not in (None, self._data["batch_size"])
-        return self._optimizer.noise_multiplier / (2 if halved else 1)
+    def report(self) -> PrivacyReport:
+        """The price of all that ran on the data, this far."""
+        report = self.ledger.report(self.delta, self.accountant)
+        supposed = sum(sum(fit.before.values()) for fit in self._fits)
+        if supposed:
+            note = f"{supposed} steps ran unseen before, and are taken to have been sampled like those after them."
+            report = dataclasses.replace(report, notes=(note, *report.notes))
+        return report
 
     def _allowed(self) -> int | None:
-        """How many steps (passes, if shuffled) the target allows in all."""
+        """How many steps (passes, if shuffled) of this fit the target allows."""
+        fit, past = self._fits[-1], self.ledger
+        halved = self._optimizer.num_microbatches not in (None, fit.data["batch_size"])
+        multiplier = self._optimizer.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
+
+        def priced(number: int) -> float:
+            ledger = PrivacyLedger.from_dict(past.to_dict())
+            ledger.record(multiplier, **{"epochs" if fit.shuffled else "steps": number}, **fit.data)
+            return ledger.epsilon(self.delta, self.accountant)
+
         if self.target_epsilon is None:
+            if len(past):
+                priced(1)  # what cannot be added up is refused now
             return None
-        executed = self._optimizer.executed
-        least = min([z for z, _ in executed] + [self._multiplier])  # never less than the price of any row
         try:
-            steps = compute_num_steps(
-                target_epsilon=self.target_epsilon, noise_multiplier=least, delta=self.delta,
-                accountant=self.accountant, **self._data,
+            most = compute_num_steps(
+                target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
+                accountant=self.accountant, **fit.data,
             )  # fmt: skip
+        except PrivacyError:
+            raise
         except ValueError:
             return 0
-        if self._data["sampling"] != "shuffle":
-            return steps
-        return steps // max(self._data["num_examples"] // self._data["batch_size"], 1)
+        if fit.shuffled:
+            most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1)
+        if not len(past):
+            return most
+        least, most = 0, most + 1  # the first fits, the last does not
+        while most - least > 1:
+            middle = (least + most) // 2
+            if priced(middle) <= self.target_epsilon:
+                least = middle
+            else:
+                most = middle
+        return least
 
-    def _is_full(self) -> bool:
+    def _is_full(self, steps_of_epoch: int | None = None) -> bool:
+        """Whether the next step passes the target; if shuffled the next epoch, or pass within the epoch."""
         if self._limit is None:
             return False
-        if self._data["sampling"] == "shuffle":
-            return self._passes + self._passes_per_epoch > self._limit
-        return self._optimizer.num_dp_steps + self._stride > self._limit
+        fit = self._fits[-1]
+        if not fit.shuffled:
+            return fit.steps + fit.stride > self._limit
+        if steps_of_epoch is None:
+            return fit.passes + (self._passes_per_epoch or 1) > self._limit
+        more = fit.passes_in(steps_of_epoch + fit.stride) - self._passes_here
+        return self._passes_per_epoch is None and fit.passes + more > self._limit
 
     # -- the data --------------------------------------------------------------------------------------------
 
@@ -207,6 +287,83 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
 
 
+class _Fit:
+    """What one call of `fit` did.
+
+    Attributes:
+      optimizer: a weak reference to the optimizer.
+      data: num_examples, batch_size and sampling.
+      stride: steps of an execution.
+      start, end: what the optimizer had executed then, steps by noise multiplier; the end is None while it runs.
+      before: what it had executed earlier, of which no more is known, if it has to be priced here.
+      unseen: what it executed since the last fit that the callback saw.
+      passes: passes over the data that were begun.
+      announced: the steps that Keras announced.
+    """
+
+    def __init__(self, optimizer: Any, data: dict[str, Any], stride: int):
+        self.optimizer = weakref.ref(optimizer)
+        self.data, self.stride = data, stride
+        self.start: Counter[float] = Counter(dict(optimizer.executed))
+        self.end: Counter[float] | None = None
+        self.before: Counter[float] = Counter()
+        self.unseen: Counter[float] = Counter()
+        self.passes = self.announced = 0
+
+    @property
+    def shuffled(self) -> bool:
+        return self.data["sampling"] == "shuffle"
+
+    def passes_in(self, steps: int) -> int:
+        """How many passes over the data so many steps in a row begin; the last step of a pass may be partial."""
+        n, b = self.data["num_examples"], self.data["batch_size"]
+        return 1 if steps <= math.ceil(n / b) else math.ceil(steps / max(n // b, 1))
+
+    def now(self) -> Counter[float]:
+        optimizer = self.optimizer()
+        return Counter(dict(optimizer.executed)) if optimizer is not None else self.end or Counter()
+
+    def ends(self) -> None:
+        if self.end is None:
+            self.end = self.now()
+
+    def since(self) -> Counter[float]:
+        """What the optimizer executed after the end."""
+        return self.now() - self.end if self.end is not None else Counter()
+
+    def ran(self) -> Counter[float]:
+        return (self.now() if self.end is None else self.end) - self.start
+
+    @property
+    def steps(self) -> int:
+        return sum(self.ran().values())
+
+    @property
+    def beyond(self) -> int:
+        """Steps for which there was no batch of their own."""
+        return max(self.steps - self.announced, 0)
+
+    def record(self, ledger: PrivacyLedger) -> None:
+        for z, steps in self.before.items():
+            ledger.record(z, steps, **self.data, new_pass=True)
+        self.record_without_sampling(ledger, self.unseen)
+        ran, beyond = self.ran(), self.beyond
+        for z in sorted(ran):  # which steps had no batch is not known: those of the least noise cost most
+            steps = min(ran[z], beyond)
+            beyond -= steps
+            self.record_without_sampling(ledger, {z: steps})
+            if not self.shuffled:
+                ledger.record(z, ran[z] - steps, **self.data)
+        if self.shuffled and ran:
+            ledger.record(min(ran), epochs=self.passes, **self.data)
+
+    def record_without_sampling(self, ledger: PrivacyLedger, steps: dict[float, int]) -> None:
+        """Every example takes part in each of these."""
+        for z, number in steps.items():
+            data = {**self.data, "sampling": "none", "adjacency": ADJACENCIES_OF[self.data["sampling"]][0]}
+            ledger.record(z, number, **data)
+
+
 def private_optimizer(model: Any) -> Any:
     """The DP optimizer that a compiled model trains with, out of its loss-scaling wrapper if there is one."""
     from tfdpfl.optimizers import DPOptimizer
@@ -217,6 +374,12 @@ def private_optimizer(model: Any) -> Any:
         raise PrivacyError(
             f"PrivacyBudget prices DP optimizers, but the model trains with {type(optimizer).__name__}. Compile it "
             "with tfdpfl.DPAdam(l2_norm_clip=..., noise_multiplier=...) or another of tfdpfl's."
+        )
+    others = [name for name, value in vars(model).items() if isinstance(value, DPOptimizer) and value is not optimizer]
+    if others:
+        raise PrivacyError(
+            f"The model holds a second DP optimizer, {others[0]!r}, whose steps PrivacyBudget does not see. Price them "
+            "together with PrivacyLedger.add and each optimizer's ledger, without PrivacyBudget."
         )
     return optimizer
 

@@ -38,8 +38,9 @@ class PrivacyLedger:
     def record(
         self,
         noise_multiplier: float,
-        steps: int = 1,
+        steps: int | None = None,
         *,
+        epochs: float | None = None,
         num_examples: int,
         batch_size: int,
         sampling: str = "poisson",
@@ -52,7 +53,8 @@ class PrivacyLedger:
 
         Args:
             noise_multiplier: σ of these steps.
-            steps: Noisy updates.
+            steps: Noisy updates; 1 if neither this nor `epochs` is given.
+            epochs: In their place: passes over the data, which begin anew.
             num_examples: As those that follow, see `compute_epsilon`.
             new_pass: Under `"shuffle"`, that the first of these steps begins a new pass over the data though
                 the last pass may not have ended, as every call of `fit` does. Without it, steps continue the
@@ -62,20 +64,25 @@ class PrivacyLedger:
             num_examples=num_examples,
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
-            num_steps=steps,
+            num_epochs=epochs,
+            num_steps=1 if steps is None and epochs is None else steps,
             sampling=sampling,
             num_microbatches=num_microbatches,
             adjacency=adjacency,
         )
-        assert run.num_steps is not None
-        if run.num_steps == 0:
+        if run.steps == 0:
             return self
+        new_pass = new_pass or epochs is not None
         # Where an epoch was begun matters under shuffle, so there only neighbours merge.
         shuffled = run.sampling == "shuffle"
         earlier = self._rows[-1:] if shuffled else self._rows
         for i, row in enumerate(earlier, start=len(self._rows) - len(earlier)):
-            if isinstance(row, Run) and not (shuffled and new_pass) and _same_mechanism(row, run):
-                assert row.num_steps is not None
+            if not isinstance(row, Run) or not _same_mechanism(row, run):
+                continue
+            if row.num_epochs is not None and run.num_epochs is not None and float(row.num_epochs).is_integer():
+                self._rows[i] = dataclasses.replace(row, num_epochs=row.num_epochs + run.num_epochs)
+                return self
+            if row.num_steps is not None and run.num_steps is not None and not (shuffled and new_pass):
                 self._rows[i] = dataclasses.replace(row, num_steps=row.num_steps + run.num_steps)
                 return self
         begun = any(isinstance(row, Run) and row.sampling == "shuffle" for row in self._rows)
@@ -213,7 +220,8 @@ class PrivacyLedger:
 
 
 def _same_mechanism(a: Run, b: Run) -> bool:
-    return dataclasses.replace(a, num_steps=0, starts_mid_epoch=False) == dataclasses.replace(b, num_steps=0)
+    alike = {"num_steps": 0, "num_epochs": None}
+    return dataclasses.replace(a, **alike, starts_mid_epoch=False) == dataclasses.replace(b, **alike)
 
 
 def _encode(value: Any) -> Any:

@@ -122,7 +122,12 @@ class Mechanism(tf.Module):
         return result
 
     def _record(self, state: dict[str, tf.Variable], clipped) -> None:
-        """Counts the step in the ledger's row for the noise multiplier that ran."""
+        """Counts the step in the ledger's row for the noise multiplier that ran. It runs in an execution that has a
+        batch: not in the one that finds the data at their end."""
+        with tf.control_dependencies([clipped.num_units]):
+            self._count(state, clipped)
+
+    def _count(self, state: dict[str, tf.Variable], clipped) -> None:
         multiplier = tf.constant(self.noise_multiplier, tf.float64)
         if self.num_microbatches is not None:
             # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.
