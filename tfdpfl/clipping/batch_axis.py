@@ -106,13 +106,18 @@ def constant(t: tf.Tensor) -> np.ndarray | None:
         vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
         if vector is not None and at is not None and vector.ndim == 1 and t.op.get_attr("shrink_axis_mask") == 1:
             value = vector[at[0]]
-    if value is None and t.op.type in ("Cast", "Identity", "Prod", "Mul"):
+    if value is None and t.op.type in _FOLDED:
         values = [constant(i) for i in t.op.inputs]
-        if all(v is not None for v in values):
-            combine = {"Prod": lambda x, axes: np.prod(x), "Mul": np.multiply}.get(t.op.type, lambda x: x)
-            if t.op.type != "Prod" or t.shape.rank == 0:
-                value = np.asarray(combine(*values)).astype(t.dtype.as_numpy_dtype)
+        if all(v is not None for v in values) and (t.op.type != "Prod" or t.shape.rank == 0):
+            value = np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
     return value
+
+
+_FOLDED: dict[str, Callable] = {
+    "Cast": lambda x: x, "Identity": lambda x: x, "Prod": lambda x, axes: np.prod(x), "Mul": np.multiply,
+    "Add": np.add, "AddV2": np.add, "Sub": np.subtract, "Range": np.arange,
+    "ConcatV2": lambda *parts: np.concatenate([np.atleast_1d(p) for p in parts[:-1]], int(parts[-1])),
+}  # fmt: skip
 
 
 def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:
@@ -175,6 +180,7 @@ _BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity Exp
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
           "While": ("body",), "StatelessWhile": ("body",), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
+TAINTED = "reads a variable that the step itself writes batch data to"
 WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)")
 # Ops that work on one input, along axes that the others name: which input that is.
 DATA_INPUT = {
@@ -265,6 +271,10 @@ class BatchAxis:
         self._outer: BatchAxis | None = None
         self.reads: list[tuple[Handle, tf.Operation]] = []
         self.static: set[int | None] = set()  # batch sizes that a caller's inputs have
+        self._tainted: frozenset[Handle] = frozenset()  # variables known to hold batch data
+        for name in graph_tools.RELEASED.get(graph, ()):
+            self.ops[name] = graph.get_operation_by_name(name)
+            self.states[(name, 0)] = Public()
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -305,22 +315,58 @@ class BatchAxis:
             if found is not None:
                 return found
         read = {handle: op for handle, op in self.reads}
-        for handle in self._written(set(read)):
-            return self._mix(read[handle], "reads a variable that the step itself writes batch data to")
+        for handle in self.tainted(set(read)) & set(read):
+            return self._mix(read[handle], TAINTED)
         return None
 
-    def _written(self, handles: set[Handle]) -> Iterable[Handle]:
-        """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""
+    def tainted(self, handles: set[Handle]) -> set[Handle]:
+        """Those of the variables, and of all that are written to them, that the graph writes batch data to: at once,
+        or by way of another variable and a later step."""
+        handles = self._written_from(handles)
+        found: set[Handle] = set()
+        look = self
+        while True:
+            more = set(look._written(handles))
+            if more <= found:
+                return found
+            found |= more
+            look = BatchAxis(self.graph, self.source)
+            look.static, look._tainted = self.static, frozenset(found)
+
+    def _written_from(self, handles: set[Handle]) -> set[Handle]:
+        """The variables, and those that what is written to them may be computed from."""
+        known, new = set(), set(handles)
+        while new:
+            known |= new
+            before: set[Handle] = set()
+            for op in self._writes(new):
+                follow = lambda t: t.op.name not in graph_tools.RELEASED.get(self.graph, ())
+                for each in graph_tools.ancestors(op.inputs, follow=follow).values():
+                    before |= {self._handle(t) for t in [*each.inputs, *op.inputs] if t.dtype == tf.resource}
+            new = before - known
+        return known
+
+    def _handle(self, t: tf.Tensor) -> State:
+        """The state of a resource: a `Handle`, also of one made in the graph."""
+        state = self[t]
+        return Handle(None, t.op.name) if isinstance(state, Public) else state
+
+    def _writes(self, handles: set[Handle]) -> Iterable[tf.Operation]:
+        """The ops of the graph that may write to one of the variables."""
         if not handles:
             return
         for op in self.graph.get_operations():
-            if not any(t.dtype == tf.resource for t in op.inputs) or op.type in ("ReadVariableOp", "ResourceGather"):
+            resources = [t for t in op.inputs if t.dtype == tf.resource]
+            if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
                 continue
-            if op.type not in BODIES and not WRITES.search(op.type):
-                continue
-            mine = {self[t] for t in op.inputs if t.dtype == tf.resource} & handles
-            if not mine:
-                continue
+            runs = op.type in BODIES or any(a.func.name or a.list.func for a in op.node_def.attr.values())
+            if (runs or WRITES.search(op.type)) and not handles.isdisjoint(map(self._handle, resources)):
+                yield op
+
+    def _written(self, handles: set[Handle]) -> Iterable[Handle]:
+        """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""
+        for op in self._writes(handles):
+            mine = {self._handle(t) for t in op.inputs if t.dtype == tf.resource} & handles
             states = [self[t] for t in op.inputs]
             if op.type in BODIES:
                 for inner, _ in self.bodies(op):
@@ -429,16 +475,20 @@ class BatchAxis:
             return Handle(None, t.op.name) if t.dtype == tf.resource else self._mix(
                 t.op, "takes in a value that is no tensor")  # fmt: skip
         if t.shape.rank == 0:
+            within = isinstance(getattr(t.graph, "outer_graph", None), tf.__internal__.FuncGraph)
+            if t.dtype.is_floating and (t.op.type == "IteratorGetNext" or within):
+                return self._mix(t.op, "hands in a number that may come from examples, and how is not to be seen here;"
+                                 " keep a number that is public in a tf.Variable, if it is one,")  # fmt: skip
             return Public()
         self.sources.append(t)
         return Batch(0)
 
     def _read(self, op: tf.Operation, states: list[State]) -> State:
-        handle = states[0]
-        if isinstance(handle, Public):  # a resource made in the graph
-            handle = Handle(None, op.inputs[0].op.name)
+        handle = self._handle(op.inputs[0])
         if not isinstance(handle, Handle):
             return handle if isinstance(handle, Mixed) else self._mix(op, "reads a variable that is not known")
+        if handle in self._tainted:
+            return self._mix(op, TAINTED)
         self.reads.append((handle, op))
         value = Public(frozenset() if handle.index is None else frozenset([handle.index]))
         if op.type == "ReadVariableOp":
@@ -1151,7 +1201,7 @@ class BatchAxis:
         graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
-        inner.static = self.static | {t.shape[0] for t in self.sources}
+        inner.static, inner._tainted = self.static | {t.shape[0] for t in self.sources}, self._tainted
         inner.run([*graph.inputs, *graph.outputs])
         self.reads += inner.reads
         if inner.checks:  # a length inside a body cannot be checked from outside

@@ -6,12 +6,22 @@ from __future__ import annotations
 import collections
 import heapq
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util_v2
 
 _numbers = itertools.count()
+# By graph the names of the ops that give out what is private: whatever follows from it alone is public.
+RELEASED: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+
+
+def released(x: tf.Tensor) -> tf.Tensor:
+    """x, marked as public from here on."""
+    x = tf.identity(x)
+    RELEASED.setdefault(x.graph, set()).add(x.op.name)
+    return x
 
 
 def require(holds: tf.Tensor, message: str) -> tf.Operation:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.clipping import clipped_gradients
+from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import raw_variable
 from tfdpfl.errors import PrivacyError
 
@@ -117,6 +118,7 @@ class Mechanism(tf.Module):
                 g = tf.cast(g, raw_variable(v).dtype)
                 if clipped.loss_scale is not None:
                     g *= tf.cast(clipped.loss_scale, g.dtype)
+                g = graph_tools.released(g)
             result.append(g)
         self._record(state, clipped)
         return result
