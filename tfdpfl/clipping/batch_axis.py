@@ -108,16 +108,18 @@ def constant(t: tf.Tensor) -> np.ndarray | None:
             value = vector[at[0]]
     if value is None and t.op.type in _FOLDED:
         values = [constant(i) for i in t.op.inputs]
-        if all(v is not None for v in values) and (t.op.type != "Prod" or t.shape.rank == 0):
+        if all(v is not None for v in values) and t.shape.rank == _FOLDED_RANK.get(t.op.type, t.shape.rank):
             value = np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
     return value
 
 
 _FOLDED: dict[str, Callable] = {
     "Cast": lambda x: x, "Identity": lambda x: x, "Prod": lambda x, axes: np.prod(x), "Mul": np.multiply,
-    "Add": np.add, "AddV2": np.add, "Sub": np.subtract, "Range": np.arange,
-    "ConcatV2": lambda *parts: np.concatenate([np.atleast_1d(p) for p in parts[:-1]], int(parts[-1])),
+    "Add": np.add, "AddV2": np.add, "Sub": np.subtract, "FloorMod": np.mod,
+    "Range": np.arange, "Pack": lambda *parts: np.stack(parts),
+    "ConcatV2": lambda *parts: np.concatenate(parts[:-1], int(parts[-1])),
 }  # fmt: skip
+_FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
 
 
 def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:

@@ -658,16 +658,20 @@ def batch_inputs(use: Use) -> list[int]:
 
 
 def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
-    """The clipped sum by the op's own filter gradient, on a gradient scaled example by example."""
-    g = tf.math.multiply_no_nan(use.g, units.per_row(c, use.g, use.out))
-    inputs = list(use.inputs)
+    """The clipped sum by the op's own filter gradient, on a gradient scaled example by example; in the working type,
+    since a sum over the batch that is rounded to the op's passes the clip."""
+    wide = lambda t: tf.cast(t, units.dtype) if t.dtype.is_floating else t  # noqa: E731
+    g = wide(use.g)
+    g = tf.math.multiply_no_nan(g, units.per_row(c, g, use.out))
+    inputs = [wide(t) for t in use.inputs]
     for i in batch_inputs(use):
-        inputs[i] = units.mended(inputs[i])
-    inputs[use.at] = tf.stop_gradient(use.weight)
-    made = graph_tools.copy_op(use.op, inputs)[use.output.value_index]
+        inputs[i] = wide(units.mended(use.inputs[i]))
+    inputs[use.at] = tf.stop_gradient(wide(use.weight))
+    attrs = {**graph_tools.attributes(use.op), "T": tf.compat.v1.AttrValue(type=units.dtype.as_datatype_enum)}
+    made = graph_tools.copy_op(use.op, inputs, attrs, [units.dtype])[use.output.value_index]
     others = [t for i, t in enumerate(inputs) if i != use.at]
     (dw,) = tf.gradients(made, [inputs[use.at]], [g], stop_gradients=others)
-    return tf.cast(dw, units.dtype)
+    return dw
 
 
 @dataclasses.dataclass
