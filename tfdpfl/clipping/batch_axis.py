@@ -182,6 +182,7 @@ _BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity Exp
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
           "While": ("body",), "StatelessWhile": ("body",), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
+BY_POSITION = "treats an example by its position in the batch"
 TAINTED = "reads a variable that the step itself writes batch data to"
 WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)")
 # Ops that work on one input, along axes that the others name: which input that is.
@@ -342,7 +343,7 @@ class BatchAxis:
             known |= new
             before: set[Handle] = set()
             for op in self._writes(new):
-                follow = lambda t: t.op.name not in graph_tools.RELEASED.get(self.graph, ())
+                follow = lambda t: t.op.name not in graph_tools.RELEASED.get(self.graph, ())  # noqa: E731
                 for each in graph_tools.ancestors(op.inputs, follow=follow).values():
                     before |= {self._handle(t) for t in [*each.inputs, *op.inputs] if t.dtype == tf.resource}
             new = before - known
@@ -527,7 +528,7 @@ class BatchAxis:
             if isinstance(s, Size) and not s.batch_free:
                 return self._mix(op, "makes an example's result depend on the batch size")
             if isinstance(s, Public) and not self._row_free(t, s, axis):
-                return self._mix(op, "treats an example by its position in the batch")
+                return self._mix(op, BY_POSITION)
         return Batch(axis + rank, rows.pop() if rows else None)
 
     def _row_free(self, t: tf.Tensor, state: Public, axis: int) -> bool:
@@ -683,7 +684,7 @@ class BatchAxis:
             if isinstance(s, Size) and not s.batch_free:
                 return self._mix(op, "makes an example's result depend on the batch size")
             if isinstance(s, Public) and mark in names and not self._row_free(t, s, names.index(mark) - len(names)):
-                return self._mix(op, "treats an example by its position in the batch")
+                return self._mix(op, BY_POSITION)
         if any(names.count(mark) > 1 for names in labels):
             return self._mix(op, "takes a diagonal over the batch")
         rows = {s.rows for _, s in batches} - {None}
@@ -868,7 +869,7 @@ class BatchAxis:
         for t, s in zip(tensors, states, strict=True):
             ok = isinstance(s, Batch) or (isinstance(s, Public) and self._row_free(t, s, a - t.shape.rank))
             if not ok:
-                return self._mix(op, "treats an example by its position in the batch")
+                return self._mix(op, BY_POSITION)
         rows = {s.rows for s in batches} - {None}
         if len(rows) > 1:
             return self._mix(op, "combines rows of different examples")
@@ -1015,7 +1016,7 @@ class BatchAxis:
             at = filled.axis - len(entries)
             if x.shape.rank is not None and (x.shape.rank < -at or x.shape[at] == 1):
                 return filled
-            return self._mix(op, "treats an example by its position in the batch")
+            return self._mix(op, BY_POSITION)
         return filled
 
     def _op_broadcastto(self, op, states):
@@ -1094,7 +1095,7 @@ class BatchAxis:
         if isinstance(x, Batch) and isinstance(b, Public):
             channel = 1 if op.get_attr("data_format") in (b"NCHW", "NCHW") else op.inputs[0].shape.rank - 1
             if x.axis == channel:
-                return self._mix(op, "treats an example by its position in the batch")
+                return self._mix(op, BY_POSITION)
             return x
         return None
 
@@ -1146,7 +1147,7 @@ class BatchAxis:
                 if isinstance(indices, Batch) and indices.axis != params.axis:
                     return self._mix(op, "picks examples of the batch")
                 if isinstance(indices, Public):
-                    return self._mix(op, "treats an example by its position in the batch")
+                    return self._mix(op, BY_POSITION)
                 return Batch(params.axis, params.rows)
             if isinstance(indices, Batch):
                 return self._mix(op, "lets examples pick from one another")
@@ -1155,7 +1156,7 @@ class BatchAxis:
         if isinstance(indices, Batch) and isinstance(params, Public):
             axis = axis if axis >= 0 else axis % (p.shape.rank or 1)
             if indices.axis < batch_dims:
-                return self._mix(op, "treats an example by its position in the batch")
+                return self._mix(op, BY_POSITION)
             return Batch(axis + indices.axis - batch_dims, indices.rows)
         return None
 
@@ -1253,7 +1254,7 @@ class BatchAxis:
             rank = t.shape.rank
             if rank is not None and not public.deps and (public.alike or t.shape[batch.axis] == 1):
                 return batch
-            return self._mix(op, "treats an example by its position in the batch")
+            return self._mix(op, BY_POSITION)
         if pair == {Batch} and a.axis == b.axis and a.blocks == b.blocks:
             return Batch(a.axis, a.rows if a.rows == b.rows else None, a.blocks)
         if pair == {Items}:

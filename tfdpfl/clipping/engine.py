@@ -8,7 +8,9 @@ The graph that computed the loss is read backwards (`batch_axis`), the loss is s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +18,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import (
     CALLS,
+    TAINTED,
     Batch,
     BatchAxis,
     Handle,
@@ -96,6 +99,37 @@ def per_example_norms(loss: tf.Tensor, variables: Sequence) -> tf.Tensor:
     return tf.sqrt(Plan(loss, variables, None).squared_norms())
 
 
+# By graph: how to know its variables, and which of them its losses read (by the op's type and name).
+_READ: weakref.WeakKeyDictionary[tf.Graph, list[tuple[Callable, dict[Handle, tuple[str, str]]]]] = (
+    weakref.WeakKeyDictionary())  # fmt: skip
+
+
+def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
+    """Looks again at a graph in which losses were clipped, now that all of the step is in it.
+
+    Args:
+      graph: the graph of the losses.
+      kept: variables that are released with the model beside those that are trained.
+
+    Raises:
+      PrivacyError: after the clip the step writes batch data to a variable that a loss reads (in the next step), or to
+        one of ``kept``.
+    """
+    for source, read in _READ.get(graph, ()):
+        analysis = BatchAxis(graph, source)
+        found = analysis.tainted(set(read))
+        for handle, (kind, name) in read.items():
+            if handle in found:
+                raise PrivacyError(mixing(Mixed(kind, name, TAINTED)))
+        handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
+        for handle, v in handles.items():
+            if handle in analysis.tainted({handle}):
+                raise PrivacyError(
+                    f"The step writes batch data to {v.name!r}, which is saved with the model and has no noise. Keep "
+                    "such statistics out of the model, or fix them before training."
+                )
+
+
 def raw_variable(v):
     """The tf.Variable inside a Keras variable, or the thing itself."""
     inner = getattr(v, "_value", None)
@@ -135,6 +169,8 @@ class Plan:
         if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
             origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
             raise PrivacyError(mixing(origin))
+        read = {handle: (op.type, op.name) for handle, op in self.analysis.reads}
+        _READ.setdefault(self.graph, []).append((self.analysis.source, read))
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
         self.losses = losses
         losses, count = self._grouped(losses, num_microbatches)
@@ -173,6 +209,14 @@ class Plan:
             raise PrivacyError(
                 "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
                 "argument of the tf.function (or through a tf.data iterator), not as a captured array."
+            )
+        free = [t for t in sources if t.shape.rank and None in t.shape[1:]]
+        if free:
+            warnings.warn(
+                f"The batch comes with lengths that are not fixed ({free[0].shape}). If batches are padded to their "
+                "longest example, that one changes the others' gradients, which the clip does not bound: mask the "
+                "padding, or pad all batches to one length.",
+                stacklevel=2,
             )
         static = {t.shape[0] for t in sources} - {None}
         if len(static) > 1:
@@ -262,9 +306,7 @@ class Plan:
         for replay in replays:
             wanted.update({key(t): t for t in replay.outputs})
         ends = list(wanted.values())
-        with tf.control_dependencies([self.batch_size]):  # its checks speak before a shape of the backward pass fails
-            seed = tf.ones_like(losses)
-        grads = tf.gradients([losses], ends, grad_ys=[seed]) if ends else []
+        grads = tf.gradients([losses], ends) if ends else []
         for t, g in zip(ends, grads, strict=True):
             if g is not None:
                 gs_of[key(t)] = tf.convert_to_tensor(g)

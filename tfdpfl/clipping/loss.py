@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import Batch, BatchAxis, Mixed, Public, Size, constant, key
+from tfdpfl.clipping.batch_axis import BY_POSITION, Batch, BatchAxis, Mixed, Public, Size, constant, key
 from tfdpfl.errors import PrivacyError
 
 _SAME = frozenset("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split())
@@ -108,6 +108,8 @@ class LossOfOne:
     def _make(self, t: tf.Tensor) -> Term:
         state = self.a[t]
         rank = t.shape.rank
+        if isinstance(state, Mixed) and state.name == t.op.name and state.why == BY_POSITION:
+            raise self._refusal(state, t.op)  # no term of one example says which one it is
         if isinstance(state, Public):
             return Term("public", t, rank)
         if isinstance(state, Size):

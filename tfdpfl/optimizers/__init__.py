@@ -113,7 +113,12 @@ class DPOptimizer:
 
     @property
     def executed(self) -> list[tuple[float, int]]:
-        """(noise multiplier over the sensitivity to one example, steps) for all that ran."""
+        """(noise multiplier over the sensitivity to one example, steps) for all that ran.
+
+        Raises:
+          PrivacyError: a step that was traced here writes batch data to a variable that its loss reads the next time.
+        """
+        self._dp.check_finished()
         rows = np.asarray(self._dp_state["dp_ledger"])
         return [(float(z), int(n)) for z, n in rows if n > 0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,10 +13,12 @@ import tensorflow as tf
 from tfdpfl import noise
 from tfdpfl.clipping import clipped_gradients
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import raw_variable
+from tfdpfl.clipping.engine import check_finished, raw_variable
 from tfdpfl.errors import PrivacyError
 
 LEDGER_ROWS = 8
+# The graphs of each mechanism's steps; not among its attributes, which are saved.
+_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakSet[tf.Graph]] = weakref.WeakKeyDictionary()
 
 NO_LOSS = (
     "These gradients did not come through the clip, so they were not applied. Train with compile and fit, call "
@@ -96,6 +99,7 @@ class Mechanism(tf.Module):
                 "apart. Train on one device for now."
             )
         clipped = clipped_gradients(loss, variables, self.l2_norm_clip, self.num_microbatches)
+        _GRAPHS.setdefault(self, weakref.WeakSet()).add(loss.graph if tf.is_tensor(loss) else loss[0].graph)
         units = clipped.num_units
         if self.expected_batch_size is None:
             denominator = tf.cast(tf.maximum(units, 1), tf.float32)
@@ -122,6 +126,11 @@ class Mechanism(tf.Module):
             result.append(g)
         self._record(state, clipped)
         return result
+
+    def check_finished(self, kept: Sequence = ()) -> None:
+        """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
+        for graph in list(_GRAPHS.get(self, ())):
+            check_finished(graph, kept)
 
     def _record(self, state: dict[str, tf.Variable], clipped) -> None:
         """Counts the step in the ledger's row for the noise multiplier that ran. It runs in an execution that has a
