@@ -99,7 +99,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit = _Fit(optimizer, data, int(np.asarray(per_call)))
         known = [earlier for earlier in self._fits if earlier.optimizer() is optimizer]
         if known:
-            fit.unseen = fit.start - known[-1].end
+            fit.unseen = known[-1].since()
         elif sum(fit.start.values()) > self._given.steps:
             fit.before = fit.start
             warnings.warn(
@@ -193,7 +193,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
         def priced(number: int) -> float:
             ledger = PrivacyLedger.from_dict(past.to_dict())
-            ledger.record(multiplier, **{"epochs" if fit.shuffled else "steps": number}, **fit.data)
+            more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number}
+            ledger.record(multiplier, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:

@@ -220,7 +220,7 @@ class PrivacyLedger:
 
 
 def _same_mechanism(a: Run, b: Run) -> bool:
-    alike = {"num_steps": 0, "num_epochs": None}
+    alike: dict[str, Any] = {"num_steps": 0, "num_epochs": None}
     return dataclasses.replace(a, **alike, starts_mid_epoch=False) == dataclasses.replace(b, **alike)
 
 
