@@ -182,6 +182,7 @@ _BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity Exp
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
           "While": ("body",), "StatelessWhile": ("body",), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
+ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue Arg".split())
 BY_POSITION = "treats an example by its position in the batch"
 TAINTED = "reads a variable that the step itself writes batch data to"
 WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)")
@@ -275,6 +276,7 @@ class BatchAxis:
         self.reads: list[tuple[Handle, tf.Operation]] = []
         self.static: set[int | None] = set()  # batch sizes that a caller's inputs have
         self._tainted: frozenset[Handle] = frozenset()  # variables known to hold batch data
+        self._writers: list[tuple[tf.Operation, list[tf.Tensor]]] | None = None  # what may write to a variable
         for name in graph_tools.RELEASED.get(graph, ()):
             self.ops[name] = graph.get_operation_by_name(name)
             self.states[(name, 0)] = Public()
@@ -325,29 +327,33 @@ class BatchAxis:
     def tainted(self, handles: set[Handle]) -> set[Handle]:
         """Those of the variables, and of all that are written to them, that the graph writes batch data to: at once,
         or by way of another variable and a later step."""
-        handles = self._written_from(handles)
+        handles, entries = self._written_from(handles)
         found: set[Handle] = set()
         look = self
-        while True:
+        while entries:
             more = set(look._written(handles))
             if more <= found:
                 return found
             found |= more
             look = BatchAxis(self.graph, self.source)
             look.static, look._tainted = self.static, frozenset(found)
+        return found
 
-    def _written_from(self, handles: set[Handle]) -> set[Handle]:
-        """The variables, and those that what is written to them may be computed from."""
-        known, new = set(), set(handles)
+    def _written_from(self, handles: set[Handle]) -> tuple[set[Handle], bool]:
+        """The variables with those that what is written to them is computed from, and whether anything else that enters
+        the graph is among what it is computed from."""
+        known, new, entries = set(), set(handles), False
+        released = graph_tools.RELEASED.get(self.graph, ())
         while new:
             known |= new
-            before: set[Handle] = set()
-            for op in self._writes(new):
-                follow = lambda t: t.op.name not in graph_tools.RELEASED.get(self.graph, ())  # noqa: E731
-                for each in graph_tools.ancestors(op.inputs, follow=follow).values():
-                    before |= {self._handle(t) for t in [*each.inputs, *op.inputs] if t.dtype == tf.resource}
-            new = before - known
-        return known
+            writes = list(self._writes(new))
+            read = graph_tools.ancestors(
+                [t for op in writes for t in op.inputs], follow=lambda t: t.op.name not in released
+            )
+            resources = {key(t): t for op in [*writes, *read.values()] for t in op.inputs if t.dtype == tf.resource}
+            new = {self._handle(t) for t in resources.values()} - known
+            entries = entries or any(op.type in ENTRIES and op.outputs[0].dtype != tf.resource for op in read.values())
+        return known, entries
 
     def _handle(self, t: tf.Tensor) -> State:
         """The state of a resource: a `Handle`, also of one made in the graph."""
@@ -358,12 +364,16 @@ class BatchAxis:
         """The ops of the graph that may write to one of the variables."""
         if not handles:
             return
-        for op in self.graph.get_operations():
-            resources = [t for t in op.inputs if t.dtype == tf.resource]
-            if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
-                continue
-            runs = op.type in BODIES or any(a.func.name or a.list.func for a in op.node_def.attr.values())
-            if (runs or WRITES.search(op.type)) and not handles.isdisjoint(map(self._handle, resources)):
+        if self._writers is None:
+            self._writers = []
+            for op in self.graph.get_operations():
+                resources = [t for t in op.inputs if t.dtype == tf.resource]
+                if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
+                    continue
+                if op.type in BODIES or WRITES.search(op.type) or graph_tools.runs_functions(op):
+                    self._writers.append((op, resources))
+        for op, resources in self._writers:
+            if not handles.isdisjoint(map(self._handle, resources)):
                 yield op
 
     def _written(self, handles: set[Handle]) -> Iterable[Handle]:
@@ -382,7 +392,7 @@ class BatchAxis:
     def _transfer(self, op: tf.Operation) -> list[State]:
         n = len(op.outputs)
         states = [self.states[key(t)] for t in op.inputs]
-        if op.type in ("Placeholder", "PlaceholderV2", "IteratorGetNext", "OptionalGetValue", "Arg"):
+        if op.type in ENTRIES:
             return [self._enter(t) for t in op.outputs]
         if op.type in ("ReadVariableOp", "ResourceGather"):
             return [self._read(op, states)]

@@ -61,6 +61,10 @@ def ancestors(
     return found
 
 
+def runs_functions(op: tf.Operation) -> bool:
+    return any(a.func.name or a.list.func for a in op.node_def.attr.values())
+
+
 def source(t: tf.Tensor) -> tf.Tensor:
     """What a chain of Identity ops began with."""
     while t.op.type == "Identity":

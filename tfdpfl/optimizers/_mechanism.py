@@ -17,8 +17,9 @@ from tfdpfl.clipping.engine import check_finished, raw_variable
 from tfdpfl.errors import PrivacyError
 
 LEDGER_ROWS = 8
-# The graphs of each mechanism's steps; not among its attributes, which are saved.
-_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakSet[tf.Graph]] = weakref.WeakKeyDictionary()
+# The graphs of each mechanism's steps, and at what version they were found in order; not among its attributes, which
+# are saved.
+_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, int]] = weakref.WeakKeyDictionary()
 
 NO_LOSS = (
     "These gradients did not come through the clip, so they were not applied. Train with compile and fit, call "
@@ -99,7 +100,7 @@ class Mechanism(tf.Module):
                 "apart. Train on one device for now."
             )
         clipped = clipped_gradients(loss, variables, self.l2_norm_clip, self.num_microbatches)
-        _GRAPHS.setdefault(self, weakref.WeakSet()).add(loss.graph if tf.is_tensor(loss) else loss[0].graph)
+        _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = -1
         units = clipped.num_units
         if self.expected_batch_size is None:
             denominator = tf.cast(tf.maximum(units, 1), tf.float32)
@@ -129,8 +130,10 @@ class Mechanism(tf.Module):
 
     def check_finished(self, kept: Sequence = ()) -> None:
         """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
-        for graph in list(_GRAPHS.get(self, ())):
-            check_finished(graph, kept)
+        for graph, checked in list(_GRAPHS.get(self, {}).items()):
+            if kept or graph.version > checked:
+                check_finished(graph, kept)
+                _GRAPHS[self][graph] = graph.version
 
     def _record(self, state: dict[str, tf.Variable], clipped) -> None:
         """Counts the step in the ledger's row for the noise multiplier that ran. It runs in an execution that has a
