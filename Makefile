@@ -16,11 +16,12 @@ test: .venv/keras3.installed .venv/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) $(ARGS)
 	$(TFF) -m pytest $(PYTEST) $(ARGS)
 
-# Without what is slow, and what has nothing of Keras on one stack only.
-FREE := accounting audit cli federated_accounting federated_samplers label_dp membership pate pate_sensitivity plots
+# Without what is slow; on the second stack what only it has, and where Keras 2 differs most.
+SECOND := federated_data federated_personalization federated_processes federated_runtime federated_training \
+	clipping_layers legacy_keras optimizers
 test-fast: .venv/keras3.installed .venv/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) -m "not slow" $(ARGS)
-	$(TFF) -m pytest $(PYTEST) -m "not slow" $(FREE:%=--ignore=tests/test_%.py) $(ARGS)
+	$(TFF) -m pytest $(PYTEST) -m "not slow" $(SECOND:%=tests/test_%.py) $(ARGS)
 
 lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .

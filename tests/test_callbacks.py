@@ -105,6 +105,7 @@ def uses(count):
     return price(batch_size=20, noise_multiplier=2.0, num_steps=count, sampling="none")
 
 
+@pytest.mark.slow
 def test_steps_of_a_training_before_are_supposed_aloud():
     model = compiled()
     model.fit(X, Y, batch_size=20, verbose=0)
@@ -148,6 +149,7 @@ def test_epsilon_never_falls_when_the_sampling_or_the_optimizer_changes():
     assert budget.ledger.steps == 10 + 3 + 10
 
 
+@pytest.mark.slow
 def test_a_ledger_tells_what_a_callback_before_saw(recwarn):
     model, first = compiled(), PrivacyBudget(delta=DELTA)
     model.fit(X, Y, batch_size=N, epochs=10, callbacks=[first], verbose=0)
@@ -164,6 +166,7 @@ def test_a_ledger_tells_what_a_callback_before_saw(recwarn):
         PrivacyBudget(delta=DELTA, ledger=saved.to_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [None, 3])
 def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(target):
     model = compiled()
@@ -194,6 +197,7 @@ class Thrice(tf.keras.Model):
         return {"loss": 0.0}
 
 
+@pytest.mark.slow
 def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
     model, budget = Thrice(), PrivacyBudget(delta=DELTA)
     model.compile(tfdpfl.DPSGD(1.0, 2.0))

@@ -438,6 +438,7 @@ def test_mixed_bfloat16_agrees_to_its_precision(layers):
     check_model(stack(*made), image if isinstance(made[0], L.Conv2D) else vector, tolerance=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_in_low_precision_an_example_moves_a_convolutions_sum_by_the_clip(policy):
     """A sum that is rounded to the op's type before the noise passes the clip: by 18 % at this size."""

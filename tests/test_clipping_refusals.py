@@ -679,6 +679,7 @@ class Keeps(K.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [True, False])
 def test_what_a_step_leaves_of_its_batch_is_refused_before_the_next(read):
     def fit(write):
