@@ -231,8 +231,7 @@ class Recorder:
 
     def __call__(self, multiplier, microbatches=None, batch=4, nonfinite=0):
         class Clipped:
-            batch_size = num_units = tf.constant(batch)
-            num_nonfinite = tf.constant(nonfinite)
+            batch_size, num_nonfinite = tf.constant(batch), tf.constant(nonfinite)
 
         _mechanism.Mechanism(1.0, multiplier, microbatches, None, 0)._record(self.state, Clipped)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 import dataclasses
 import math
 import sys
@@ -113,7 +115,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         self._passes_per_epoch = fit.passes_in(steps) if steps else None
         try:
             self._limit = self._allowed()
-            if self._is_full():
+            if self._is_full(0):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
                     f"{'epoch' if data['sampling'] == 'shuffle' else 'step'}. Raise noise_multiplier "
@@ -136,25 +138,27 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit = self._fits[-1]
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
             self._optimizer._dp.check_finished(self.model.non_trainable_weights)
-        if self._passes_per_epoch is None and fit.shuffled:  # how long an epoch is turns out as it runs
-            passes = fit.passes_in(min(batch + 1, fit.steps - self._steps_before_epoch))
+        grows = self._passes_per_epoch is None and fit.shuffled  # how long an epoch is turns out as it runs
+        if self._limit is None and not grows:
+            return
+        steps = fit.steps
+        if grows:
+            passes = fit.passes_in(min(batch + 1, steps - self._steps_before_epoch))
             fit.passes += max(passes - self._passes_here, 0)
             self._passes_here = max(passes, self._passes_here)
-        if self._limit is None:
-            return
-        if fit.beyond:
+        if self._limit is not None and steps > fit.announced:
             raise PrivacyError(
-                f"The model took {fit.steps} steps on {fit.announced} batches, so target_epsilon="
+                f"The model took {steps} steps on {fit.announced} batches, so target_epsilon="
                 f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
                 "Make one update a batch in train_step, or train without target_epsilon."
             )
-        if self._is_full(batch + 1):
+        if self._is_full(steps, batch + 1):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if logs is not None:
             logs["epsilon"] = self.report.epsilon
-        if self._is_full():
+        if self._is_full(self._fits[-1].steps):
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict | None = None) -> None:
@@ -165,12 +169,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     @property
     def ledger(self) -> PrivacyLedger:
         """All that ran on the data, this far."""
-        ledger = PrivacyLedger.from_dict(self._given.to_dict())
-        latest: dict[int, _Fit] = {}
+        ledger = copy.deepcopy(self._given)
         for fit in self._fits:
             fit.record(ledger)
-            if fit.optimizer() is not None:
-                latest[id(fit.optimizer())] = fit
+        latest = {id(fit.optimizer()): fit for fit in self._fits}
         for fit in latest.values():
             fit.record_without_sampling(ledger, fit.since())
         return ledger
@@ -192,7 +194,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         multiplier = self._optimizer.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
 
         def priced(number: int) -> float:
-            ledger = PrivacyLedger.from_dict(past.to_dict())
+            ledger = copy.deepcopy(past)
             more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number}
             ledger.record(multiplier, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
@@ -214,22 +216,16 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1)
         if not len(past):
             return most
-        least, most = 0, most + 1  # the first fits, the last does not
-        while most - least > 1:
-            middle = (least + most) // 2
-            if priced(middle) <= self.target_epsilon:
-                least = middle
-            else:
-                most = middle
-        return least
+        return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
-    def _is_full(self, steps_of_epoch: int | None = None) -> bool:
-        """Whether the next step passes the target; if shuffled the next epoch, or pass within the epoch."""
+    def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:
+        """Whether after so many steps of the fit the next one passes the target; if shuffled the next epoch, or pass
+        within the epoch."""
         if self._limit is None:
             return False
         fit = self._fits[-1]
         if not fit.shuffled:
-            return fit.steps + fit.stride > self._limit
+            return steps + fit.stride > self._limit
         if steps_of_epoch is None:
             return fit.passes + (self._passes_per_epoch or 1) > self._limit
         more = fit.passes_in(steps_of_epoch + fit.stride) - self._passes_here
@@ -342,17 +338,13 @@ class _Fit:
     def steps(self) -> int:
         return sum(self.ran().values())
 
-    @property
-    def beyond(self) -> int:
-        """Steps for which there was no batch of their own."""
-        return max(self.steps - self.announced, 0)
-
     def record(self, ledger: PrivacyLedger) -> None:
         for z, steps in self.before.items():
             ledger.record(z, steps, **self.data, new_pass=True)
         self.record_without_sampling(ledger, self.unseen)
-        ran, beyond = self.ran(), self.beyond
-        for z in sorted(ran):  # which steps had no batch is not known: those of the least noise cost most
+        ran = self.ran()
+        beyond = max(sum(ran.values()) - self.announced, 0)  # steps that had no batch of their own
+        for z in sorted(ran):  # which ones is not known: those of the least noise cost most
             steps = min(ran[z], beyond)
             beyond -= steps
             self.record_without_sampling(ledger, {z: steps})

@@ -346,7 +346,7 @@ class BatchAxis:
         released = graph_tools.RELEASED.get(self.graph, ())
         while new:
             known |= new
-            writes = list(self._writes(new))
+            writes = [op for op, _ in self._writes(new)]
             read = graph_tools.ancestors(
                 [t for op in writes for t in op.inputs], follow=lambda t: t.op.name not in released
             )
@@ -360,8 +360,8 @@ class BatchAxis:
         state = self[t]
         return Handle(None, t.op.name) if isinstance(state, Public) else state
 
-    def _writes(self, handles: set[Handle]) -> Iterable[tf.Operation]:
-        """The ops of the graph that may write to one of the variables."""
+    def _writes(self, handles: set[Handle]) -> Iterable[tuple[tf.Operation, set[Handle]]]:
+        """The ops of the graph that may write to some of the variables, and to which."""
         if not handles:
             return
         if self._writers is None:
@@ -370,16 +370,16 @@ class BatchAxis:
                 resources = [t for t in op.inputs if t.dtype == tf.resource]
                 if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
                     continue
-                if op.type in BODIES or WRITES.search(op.type) or graph_tools.runs_functions(op):
+                if op.type in BODIES or WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr):
                     self._writers.append((op, resources))
         for op, resources in self._writers:
-            if not handles.isdisjoint(map(self._handle, resources)):
-                yield op
+            mine = handles.intersection(map(self._handle, resources))
+            if mine:
+                yield op, mine
 
     def _written(self, handles: set[Handle]) -> Iterable[Handle]:
         """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""
-        for op in self._writes(handles):
-            mine = {self._handle(t) for t in op.inputs if t.dtype == tf.resource} & handles
+        for op, mine in self._writes(handles):
             states = [self[t] for t in op.inputs]
             if op.type in BODIES:
                 for inner, _ in self.bodies(op):

@@ -116,14 +116,13 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
         one of ``kept``.
     """
     for source, read in _READ.get(graph, ()):
-        analysis = BatchAxis(graph, source)
-        found = analysis.tainted(set(read))
+        handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
+        found = BatchAxis(graph, source).tainted({*read, *handles})
         for handle, (kind, name) in read.items():
             if handle in found:
                 raise PrivacyError(mixing(Mixed(kind, name, TAINTED)))
-        handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
         for handle, v in handles.items():
-            if handle in analysis.tainted({handle}):
+            if handle in found:
                 raise PrivacyError(
                     f"The step writes batch data to {v.name!r}, which is saved with the model and has no noise. Keep "
                     "such statistics out of the model, or fix them before training."

@@ -61,8 +61,9 @@ def ancestors(
     return found
 
 
-def runs_functions(op: tf.Operation) -> bool:
-    return any(a.func.name or a.list.func for a in op.node_def.attr.values())
+def function_names(attrs: dict) -> list[str]:
+    """The functions that an op's attributes name."""
+    return [f.name for value in attrs.values() for f in [value.func, *value.list.func] if f.name]
 
 
 def source(t: tf.Tensor) -> tf.Tensor:
@@ -103,19 +104,17 @@ def copy_op(
 
 def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:
     """Makes the functions that an op's attributes name known to another graph."""
-    for value in attrs.values():
-        names = [value.func.name] if value.func.name else [f.name for f in value.list.func]
-        for name in names:
-            graph = source
-            while graph is not None:
-                function = graph._get_function(name)
-                if function is not None:
-                    if hasattr(target, "_add_function_recursive"):
-                        target._add_function_recursive(function)
-                    else:
-                        target._add_function(function)
-                    break
-                graph = getattr(graph, "outer_graph", None)
+    for name in function_names(attrs):
+        graph = source
+        while graph is not None:
+            function = graph._get_function(name)
+            if function is not None:
+                if hasattr(target, "_add_function_recursive"):
+                    target._add_function_recursive(function)
+                else:
+                    target._add_function(function)
+                break
+            graph = getattr(graph, "outer_graph", None)
 
 
 def captured(t: tf.Tensor):

@@ -663,9 +663,8 @@ def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
     wide = lambda t: tf.cast(t, units.dtype) if t.dtype.is_floating else t  # noqa: E731
     g = wide(use.g)
     g = tf.math.multiply_no_nan(g, units.per_row(c, g, use.out))
-    inputs = [wide(t) for t in use.inputs]
-    for i in batch_inputs(use):
-        inputs[i] = wide(units.mended(use.inputs[i]))
+    batch = batch_inputs(use)
+    inputs = [wide(units.mended(t) if i in batch else t) for i, t in enumerate(use.inputs)]
     inputs[use.at] = tf.stop_gradient(wide(use.weight))
     attrs = {**graph_tools.attributes(use.op), "T": tf.compat.v1.AttrValue(type=units.dtype.as_datatype_enum)}
     made = graph_tools.copy_op(use.op, inputs, attrs, [units.dtype])[use.output.value_index]
@@ -826,7 +825,7 @@ class Grid:
         """The patches' Gram matrix [B, T, T] from the pixels': both patches move along it together."""
         places = self.pixels.shape[1:-1]
         flat = tf.reshape(self.pixels, [-1, places.num_elements(), self.pixels.shape[-1]])
-        gram = tf.reshape(tf.matmul(flat, flat, transpose_b=True), [-1, *places, *places])
+        gram = tf.reshape(products(flat), [-1, *places, *places])
         for axis, (offsets, length) in enumerate(zip(self.offsets, out, strict=True)):
             before, between = [slice(None)] * (1 + axis), [slice(None)] * (len(out) - 1)
             moved = [slice(i, i + length) for i in offsets]

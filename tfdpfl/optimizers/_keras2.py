@@ -112,11 +112,9 @@ def _calls_are_data_free(op: tf.Operation) -> bool:
     """Whether the functions that an op with inputs runs bring in nothing but the op's inputs."""
     if op.type in _FROM_PYTHON:
         return False
-    for attr in op.node_def.attr.values():
-        for function in [attr.func, *attr.list.func]:
-            if function.name:
-                for inner in function_graph(op.graph, function.name, op.inputs).get_operations():
-                    entry = inner.type.startswith("Placeholder") or inner.type == "Arg"
-                    if not (entry or (_calls_are_data_free(inner) if inner.inputs else _is_data_free(inner))):
-                        return False
+    for name in graph_tools.function_names(op.node_def.attr):
+        for inner in function_graph(op.graph, name, op.inputs).get_operations():
+            entry = inner.type.startswith("Placeholder") or inner.type == "Arg"
+            if not (entry or (_calls_are_data_free(inner) if inner.inputs else _is_data_free(inner))):
+                return False
     return True

@@ -17,9 +17,10 @@ from tfdpfl.clipping.engine import check_finished, raw_variable
 from tfdpfl.errors import PrivacyError
 
 LEDGER_ROWS = 8
-# The graphs of each mechanism's steps, and at what version they were found in order; not among its attributes, which
-# are saved.
-_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, int]] = weakref.WeakKeyDictionary()
+# The graphs of each mechanism's steps, and at what version they were found in order, by ids of the variables kept; not
+# among its attributes, which are saved.
+_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, dict[tuple[int, ...], int]]] = (
+    weakref.WeakKeyDictionary())  # fmt: skip
 
 NO_LOSS = (
     "These gradients did not come through the clip, so they were not applied. Train with compile and fit, call "
@@ -100,7 +101,7 @@ class Mechanism(tf.Module):
                 "apart. Train on one device for now."
             )
         clipped = clipped_gradients(loss, variables, self.l2_norm_clip, self.num_microbatches)
-        _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = -1
+        _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
         units = clipped.num_units
         if self.expected_batch_size is None:
             denominator = tf.cast(tf.maximum(units, 1), tf.float32)
@@ -125,23 +126,20 @@ class Mechanism(tf.Module):
                     g *= tf.cast(clipped.loss_scale, g.dtype)
                 g = graph_tools.released(g)
             result.append(g)
-        self._record(state, clipped)
+        with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
+            self._record(state, clipped)
         return result
 
     def check_finished(self, kept: Sequence = ()) -> None:
         """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
+        variables = tuple(map(id, kept))
         for graph, checked in list(_GRAPHS.get(self, {}).items()):
-            if kept or graph.version > checked:
+            if graph.version > checked.get(variables, -1):
                 check_finished(graph, kept)
-                _GRAPHS[self][graph] = graph.version
+                checked[variables] = graph.version
 
     def _record(self, state: dict[str, tf.Variable], clipped) -> None:
-        """Counts the step in the ledger's row for the noise multiplier that ran. It runs in an execution that has a
-        batch: not in the one that finds the data at their end."""
-        with tf.control_dependencies([clipped.num_units]):
-            self._count(state, clipped)
-
-    def _count(self, state: dict[str, tf.Variable], clipped) -> None:
+        """Counts the step in the ledger's row for the noise multiplier that ran."""
         multiplier = tf.constant(self.noise_multiplier, tf.float64)
         if self.num_microbatches is not None:
             # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.

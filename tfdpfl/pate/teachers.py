@@ -212,7 +212,7 @@ class TeacherEnsemble:
                 if len(alike) > 1:
                     self._train_stack(alike, [models.pop(t).get_weights() for t in alike], X, y, rng, bar)
                 for teacher, model in models.items():
-                    self._train_one(teacher, model, X, y, bar)
+                    self._train_one(teacher, model, teacher in alike, X, y, bar)
 
     def _groups(self, missing: list[int]) -> Iterator[list[int]]:
         """Teachers to be trained together: their shards are of one size, so that their batches are."""
@@ -257,9 +257,8 @@ class TeacherEnsemble:
             self._stacks[len(weights)] = _stacked.Stack(self._template, weights)
         return self._stacks[len(weights)]
 
-    def _train_one(self, teacher: int, model: Any, X: np.ndarray, y: np.ndarray, bar: Any) -> None:
+    def _train_one(self, teacher: int, model: Any, alike: bool, X: np.ndarray, y: np.ndarray, bar: Any) -> None:
         shard = self.shards_[teacher]
-        alike = self._alike(model)
         trained = self._reused(model) if alike else model
         trained.fit(X[shard], y[shard], epochs=self.epochs, batch_size=self.batch_size, verbose=0)
         bar.update(self.epochs)
