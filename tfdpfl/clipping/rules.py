@@ -91,7 +91,7 @@ class Units:
                     keep = tf.reshape(self.good, [-1] + [1] * (x.shape.rank - 1))
                 else:
                     keep = self.per_row(tf.cast(self.good, self.dtype), x, state) > 0
-                result.append(tf.where(keep, x, tf.zeros_like(x)))
+                result.append(tf.where(keep, x, tf.zeros([], x.dtype)))  # zeros_like would be made on every step
             return result
 
         if tensors:
