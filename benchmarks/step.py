@@ -328,7 +328,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory-limit", type=float, default=0.6 * available_mb, help="MB for one competitor"
     )
-    parser.add_argument("--keep", action="store_true", help="what the output has of other models and batches stays")
+    parser.add_argument(
+        "--keep", action="store_true", help="what the output has of other models, batches and environments stays"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "results" / "step", help="where tables and plots go")
     return parser.parse_args(arguments)
 
@@ -341,25 +343,31 @@ def main(arguments: list[str] | None = None) -> None:
     counted = 2 * len(environments) + len(options.competitors) * (options.rounds + 2)
     versions = _versions({entry.environment for entry in COMPETITORS.values()})
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    results = _kept(options.output, combinations) if options.keep else []
+    models, order = list(MODELS), list(COMPETITORS)
+    results = _kept(options.output, combinations, environments) if options.keep else []
     with tqdm(total=counted * len(combinations), disable=None) as progress:
         for model, batch_size in combinations:
             found = compare(model, batch_size, options, progress)
             for result in found:
                 result.command = shlex.join(["python", "benchmarks/step.py", *(arguments or sys.argv[1:])])
             progress.write(table(found))
-            results = sorted(results + found, key=lambda r: (r.batch_size, list(MODELS).index(r.model)))
+            results = sorted(
+                results + found, key=lambda r: (r.batch_size, models.index(r.model), order.index(r.competitor))
+            )
             _write(options.output, results, versions)
     print(f"\n{summary(results)}")
 
 
-def _kept(output: Path, combinations: list[tuple[str, int]]) -> list[Result]:
-    """What an earlier run measured of other combinations."""
+def _kept(output: Path, combinations: list[tuple[str, int]], environments: set[str]) -> list[Result]:
+    """What an earlier run measured of other combinations, or in other environments: ratios are of one environment."""
     path = output.with_name(output.name + ".json")
     if not path.exists():
         return []
     earlier = [Result(**found) for found in json.loads(path.read_text())["results"]]
-    return [r for r in earlier if (r.model, r.batch_size) not in combinations]
+    return [
+        r for r in earlier
+        if (r.model, r.batch_size) not in combinations or COMPETITORS[r.competitor].environment not in environments
+    ]  # fmt: skip
 
 
 def _write(output: Path, results: list[Result], versions: dict[str, str]) -> None:
