@@ -29,6 +29,9 @@ def ids(*shape, vocabulary=6, seed=0):
     return rng(seed).integers(0, vocabulary, shape).astype("int32")
 
 
+words = np.array(["dog", "cat", "", "emu"])[ids(B, 3, vocabulary=4)].astype(object)
+
+
 vector, sequence, grid = normal(B, 4), normal(B, 5, 4), normal(B, 3, 2, 4)
 line, image, volume = normal(B, 9, 3), normal(B, 7, 6, 3), normal(B, 4, 3, 5, 2)
 
@@ -94,6 +97,19 @@ SIMPLE = {
     "embedding of one id": (ids(B, 1), lambda: [L.Embedding(6, 4), L.Dense(2, "tanh")]),
     "embedding of rank 3 ids": (ids(B, 3, 2), lambda: [L.Embedding(6, 4)]),
     "embedding of many ids": (ids(3, 300, vocabulary=40), lambda: [L.Embedding(40, 3)]),
+    "string lookup": (words, lambda: [
+        K.Input((3,), dtype="string"), L.StringLookup(vocabulary=["cat", "dog"], mask_token=""), L.Embedding(4, 3)]),
+    "string lookup of several unknown": (words, lambda: [
+        K.Input((3,), dtype="string"), L.StringLookup(vocabulary=["cat"], num_oov_indices=2), L.Embedding(3, 3)]),
+    "string lookup to counts": (words, lambda: [
+        K.Input((3,), dtype="string"), L.StringLookup(vocabulary=["cat", "dog"], output_mode="count"), tanh(3)]),
+    "integer lookup": (ids(B, 3), lambda: [L.IntegerLookup(vocabulary=[1, 2]), L.Embedding(3, 3)]),
+    "integer lookup to several hot": (ids(B, 3), lambda: [
+        L.IntegerLookup(vocabulary=[1, 2], output_mode="multi_hot"), tanh(3)]),
+    "hashing": (words, lambda: [K.Input((3,), dtype="string"), L.Hashing(5), L.Embedding(5, 3)]),
+    "salted hashing": (words, lambda: [K.Input((3,), dtype="string"), L.Hashing(5, salt=[1, 2]), L.Embedding(5, 3)]),
+    "discretization": (vector, lambda: [L.Discretization([-0.5, 0.5]), L.Embedding(3, 3)]),
+    "category encoding": (ids(B, 3), lambda: [L.CategoryEncoding(6, "multi_hot"), tanh(3)]),
     "layernorm of rank 2": (vector, lambda: [tanh(4), L.LayerNormalization()]),
     "layernorm of rank 3": (sequence, lambda: [L.LayerNormalization(), L.Dense(2)]),
     "layernorm of rank 4 over two axes": (grid, lambda: [L.LayerNormalization(axis=[2, 3])]),
@@ -138,7 +154,8 @@ if has("SpectralNormalization"):
 FAST = """dense of rank 2|dense of rank 3|einsum to two axes|conv1d causal dilated
 conv2d same strided|conv2d of 1x1 with stride 2|conv2d of many channels|conv2d of large strided kernels
 conv2d of many filters at few places|depthwise conv2d of multiplier 2|transposed conv2d
-embedding of repeated ids|embedding of one id|embedding of many ids|layernorm of rank 3|prelu with shared axes
+embedding of repeated ids|embedding of one id|embedding of many ids|string lookup|category encoding
+layernorm of rank 3|prelu with shared axes
 lstm|time distributed dense|frozen layers|groupnorm"""
 SLOW = set(SIMPLE) - set(FAST.replace("\n", "|").split("|"))
 

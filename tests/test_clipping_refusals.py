@@ -74,6 +74,24 @@ def written_by_a_switch(x):
     return y
 
 
+TABLE_OF_MEANS = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+
+def looked_up_means(x, **default):
+    return tf.ensure_shape(TABLE_OF_MEANS.lookup(tf.cast(x[:, 0] > 0, tf.int64), **default), [None])[:, None]
+
+
+def written_to_a_table(x):
+    y = total(d(x) - looked_up_means(x))
+    TABLE_OF_MEANS.insert(tf.constant([0, 1], tf.int64), tf.reduce_mean(x, 0)[:2])
+    return y
+
+
+def counted(x, most=None):
+    counts = tf.math.bincount(tf.cast(tf.abs(x), tf.int32), minlength=3, maxlength=most, axis=-1)
+    return total(d(x) * tf.reduce_mean(tf.cast(tf.ensure_shape(counts, [None, None]), tf.float32), 1, keepdims=True))
+
+
 @tf.custom_gradient
 def gradient_over_its_norm(x):
     return tf.identity(x), lambda dy: dy / (tf.norm(dy) + 1e-6)
@@ -203,6 +221,13 @@ MIXING = {
     "mean written in a call": written_inside_a_call,
     "mean written by way of another": written_by_way_of_another,
     "mean written by a switch": written_by_a_switch,
+    "written to a table": written_to_a_table,
+    "defaults of places": lambda x: total(
+        d(x) * looked_up_means(x, dynamic_default_values=tf.ensure_shape(tf.constant(BATCHED[:, 0]), [B]))),
+    "counts of the batch": lambda x: total(
+        d(x) * tf.math.bincount(tf.cast(x[:, 0] > 0, tf.int32), x[:, 1], minlength=4, maxlength=4)),
+    "as many counts as the batch's largest": counted,
+    "as many counts as the batch's largest, up to 9": lambda x: counted(x, 9),
     "gradient over its norm": lambda x: total(gradient_over_its_norm(d(x))),
     "gradient less its mean": lambda x: total(gradient_less_its_mean(d(x))),
     "gradient over its norm in a call": lambda x: total(custom_gradient_in_a_call(d(x))),
@@ -258,6 +283,9 @@ TOLD = {
     "mean written in a call": "reads a variable that the step itself writes",
     "mean written by way of another": "reads a variable that the step itself writes",
     "mean written by a switch": "reads a variable that the step itself writes",
+    "written to a table": "LookupTableFindV2.*reads a variable that the step itself writes",
+    "counts of the batch": "DenseBincount.*counts over the batch|UnsortedSegmentSum",
+    "as many counts as the batch's largest, up to 9": "Max.*reduces over the batch",
     "gradient over its norm": "gradient of its own",
     "gradient over its norm in a call": "gradient of its own",
     "python": "Python",
@@ -351,7 +379,9 @@ class SharedStatistics(L.Layer):
     (lambda: Center(name="center"), "(?s)center.*Change the layer"),
     (lambda: SharedStatistics(name="stats"), "(?s)stats.*"),
     (lambda: L.Lambda(lambda x: tf.nn.softmax(x, 0), name="odd"), "(?s)odd.*Change the layer"),
-], ids=["BatchNormalization", "batch mean", "written state", "softmax over the batch"])  # fmt: skip
+    (lambda: L.Lambda(lambda x: x + tf.cast(tf.strings.split(tf.as_string(x[:, 0])).row_lengths()[:, None], x.dtype),
+                      name="words"), "(?s)words.*dataset.map"),
+], ids=["BatchNormalization", "batch mean", "written state", "softmax over the batch", "text"])  # fmt: skip
 def test_keras_model_is_refused_before_any_weight_moves(layer, message):
     model = K.Sequential([K.Input((4,)), L.Dense(5), layer(), L.Dense(2)])
     model.compile(tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=1.0, learning_rate=1.0), loss="mse")
@@ -400,6 +430,10 @@ ALLOWED = {
     "own pairs": lambda x: tf.einsum("bij,bkj->bik", x, x),
     "own pick": lambda x: tf.gather(x, tf.cast(x[:, 0, :2] > 0, tf.int32), batch_dims=1),
     "own reversal": lambda x: tf.reverse_sequence(x, tf.cast(x[:, 0, 0] > 0, tf.int32) + 1, 1),
+    "own counts": lambda x: x + tf.cast(tf.ensure_shape(
+        tf.math.bincount(tf.cast(x[:, 0] > 0, tf.int32), minlength=4, maxlength=4, axis=-1), [None, 4]),
+        tf.float32)[:, None],
+    "hashes": lambda x: x * tf.cast(tf.strings.to_hash_bucket_fast(tf.as_string(x, precision=1), 5), tf.float32),
     "own roll": lambda x: tf.roll(x, 1, 1),
     "own first step": lambda x: x[:, 0],
     "own last steps": lambda x: x[:, -2:, None, ..., :2],

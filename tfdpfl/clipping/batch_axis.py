@@ -106,6 +106,12 @@ def constant(t: tf.Tensor) -> np.ndarray | None:
         vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
         if vector is not None and at is not None and vector.ndim == 1 and t.op.get_attr("shrink_axis_mask") == 1:
             value = vector[at[0]]
+    if value is None and t.op.type == "Minimum" and t.dtype.is_integer:  # min(c, max(c, x)), as bincount writes it
+        for limit, clipped in (t.op.inputs, t.op.inputs[::-1]):
+            if clipped.op.type == "Maximum" and t.shape.rank == limit.shape.rank == 0:
+                top, floors = constant(limit), [constant(i) for i in clipped.op.inputs]
+                if top is not None and any(f is not None and f >= top for f in floors):
+                    return top
     if value is None and t.op.type in _FOLDED:
         values = [constant(i) for i in t.op.inputs]
         if all(v is not None for v in values) and t.shape.rank == _FOLDED_RANK.get(t.op.type, t.shape.rank):
@@ -151,7 +157,9 @@ ELEMENTWISE = frozenset(
     MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma Pow PreventGradient RealDiv Reciprocal Relu Relu6
     RightShift Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square
     SquaredDifference Sqrt StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta
-    Bucketize PlaceholderWithDefault Snapshot EnsureShape""".split()
+    Bucketize PlaceholderWithDefault Snapshot EnsureShape AsString StringToNumber StringLower StringUpper StringStrip
+    StringLength StringJoin Substr RegexReplace StaticRegexReplace RegexFullMatch StaticRegexFullMatch
+    StringToHashBucket StringToHashBucketFast StringToHashBucketStrong""".split()
 )
 REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMin".split())
 # One axis (an input, or the last) is worked along; the others are untouched.
@@ -185,7 +193,7 @@ BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "
 ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue Arg".split())
 BY_POSITION = "treats an example by its position in the batch"
 TAINTED = "reads a variable that the step itself writes batch data to"
-WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)")
+WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTable(Insert|Remove|Import)")
 # Ops that work on one input, along axes that the others name: which input that is.
 DATA_INPUT = {
     **dict.fromkeys(ALONG_AN_AXIS, 0),
@@ -401,6 +409,8 @@ class BatchAxis:
         if (of_weights or not own_gradient_is_known(op)) and not public:
             # Its gradient may mix what its value keeps apart, or add weights' gradients up.
             return [Mixed(op.type, op.name, "has a gradient of its own (tf.custom_gradient), which is not known")] * n
+        if op.type == "Minimum" and constant(op.outputs[0]) is not None:
+            return [Public()]
         for state in states:
             if isinstance(state, Mixed) and op.type not in ("Shape", "Size", "Rank", "ShapeN"):
                 return [state] * n
@@ -1068,6 +1078,38 @@ class BatchAxis:
         axis = op.get_attr("axis")
         axis = axis if axis >= 0 else op.inputs[0].shape.rank
         return Batch(state.axis + (axis <= state.axis), state.rows)
+
+    def _op_lookuptablefindv2(self, op, states):
+        table, keys, default = self._handle(op.inputs[0]), states[1], states[2]
+        if not isinstance(table, Handle):
+            return None
+        if table in self._tainted:
+            return self._mix(op, TAINTED)
+        self.reads.append((table, op))
+        if isinstance(keys, Public) and isinstance(default, Public):
+            return Public(default.deps)
+        if not isinstance(keys, Batch):
+            return None
+        key, value, out = op.inputs[1].shape.rank, op.inputs[2].shape.rank, op.outputs[0].shape.rank
+        shared = value == 0 or (None not in (key, value, out) and key + value == out)  # one default for all keys
+        if not isinstance(default, Public) or default.deps or not shared:
+            return self._mix(op, "has settings that depend on examples")
+        return keys
+
+    def _op_ensureshape(self, op, states):
+        return states[0] if isinstance(states[0], Batch) else self._elementwise(op, states)  # of unknown rank, too
+
+    def _op_densebincount(self, op, states):
+        """Counts row by row, where the values have two axes."""
+        values, size, weights = states
+        if not isinstance(values, Batch):
+            return None
+        if values.axis != 0 or op.inputs[0].shape.rank != 2:
+            return self._mix(op, "counts over the batch")
+        alike = weights == values or (isinstance(weights, Public) and op.inputs[2].shape.num_elements() == 0)
+        if not isinstance(size, Public) or not alike:
+            return self._mix(op, "has settings that depend on examples")
+        return values
 
     def _op_pad(self, op, states):
         if not isinstance(states[0], Batch):

@@ -394,6 +394,8 @@ def _mend(origin: Mixed) -> str:
     name = origin.name.lower()
     if origin.why in _MENDS or "batch_norm" in name or "batchnorm" in name or "moments" in name:
         return _MENDS["normalises over the batch"]
+    if origin.op.startswith(("String", "Unicode")):
+        return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
     if "not known" in origin.why:
         return "Rewrite it with operations whose batch axis can be followed."
     return "Change the layer or the loss so that each example is treated by itself."
