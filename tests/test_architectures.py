@@ -1,5 +1,6 @@
 """Models that people train, each classified right: exact against examples one by one, or refused with the op's name."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import K, L, check_model, normal, rng
@@ -120,6 +121,22 @@ def two_towers():
     u = L.Dense(4)(L.Flatten()(L.Embedding(50, 6)(user)))
     v = L.Dense(4)(L.GlobalAveragePooling1D()(L.Embedding(80, 6)(item)))
     return K.Model([user, item], L.Dot(1, normalize=True)([u, v])), [a, b]
+
+
+def ranker_of_raw_features():
+    """As recommenders are served: what looks words and numbers up is in the model."""
+    item, genres, numeric = K.Input((), dtype="int64"), K.Input((3,), dtype="string"), K.Input((2,))
+    known = L.StringLookup(vocabulary=["war", "art"], num_oov_indices=2)(genres)
+    parts = [
+        L.Embedding(9, 4)(L.IntegerLookup(vocabulary=list(range(8)))(item)),
+        L.GlobalAveragePooling1D()(L.Embedding(4, 3)(known)),
+        L.Flatten()(L.Embedding(5, 2)(L.Hashing(5)(genres))),
+        L.CategoryEncoding(4, "multi_hot")(L.Discretization([-1.0, 0.0, 1.0])(numeric)),
+        L.Normalization(mean=[1.0, 2.0], variance=[3.0, 4.0])(numeric),
+    ]
+    kinds = np.array(["war", "art", "zoo"])[rng().integers(0, 3, (B, 3))].astype(object)
+    data = [rng(1).integers(0, 12, B), kinds, normal(B, 2)]
+    return K.Model([item, genres, numeric], L.Dense(1)(L.Dense(4, **relu)(L.Concatenate()(parts)))), data
 
 
 def factorization_machine():
@@ -328,12 +345,13 @@ def residual_network_after_fix():
 
 
 EXACT = [logistic_regression, multilayer_perceptron, wide_and_deep, highway_network, several_tasks, autoencoder,
-         deep_sets, steps_of_an_ode, mixture_of_experts, hypernetwork, siamese, two_towers, factorization_machine,
-         neural_collaborative_filtering, features_that_interact, lenet, residual_network, inception_block, dense_block,
-         inverted_residual_with_squeeze_and_excite, u_net, super_resolution, dilated_context, video, fast_text,
-         text_convolutions, masked_lstm, bidirectional_lstm, stacked_gru, recurrent_convolutions,
-         temporal_convolutions, gated_waves, encoder, decoder_with_tied_weights, sequence_to_sequence,
-         vision_transformer, mixer, learned_queries, graph_convolution, residual_network_after_fix]  # fmt: skip
+         deep_sets, steps_of_an_ode, mixture_of_experts, hypernetwork, siamese, two_towers,
+         ranker_of_raw_features, factorization_machine, neural_collaborative_filtering, features_that_interact,
+         lenet, residual_network, inception_block, dense_block, inverted_residual_with_squeeze_and_excite,
+         u_net, super_resolution, dilated_context, video, fast_text, text_convolutions, masked_lstm,
+         bidirectional_lstm, stacked_gru, recurrent_convolutions, temporal_convolutions, gated_waves, encoder,
+         decoder_with_tied_weights, sequence_to_sequence, vision_transformer, mixer, learned_queries,
+         graph_convolution, residual_network_after_fix]  # fmt: skip
 
 
 @pytest.mark.parametrize("build", EXACT, ids=lambda f: f.__name__.replace("_", " "))

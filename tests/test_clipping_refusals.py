@@ -92,6 +92,19 @@ def counted(x, most=None):
     return total(d(x) * tf.reduce_mean(tf.cast(tf.ensure_shape(counts, [None, None]), tf.float32), 1, keepdims=True))
 
 
+def shifted(x, by):
+    """Images whose rows are x, each moved along by its own number of pixels."""
+    one, zero = tf.ones_like(by), tf.zeros_like(by)
+    height = tf.shape(x)[1]
+    return tf.raw_ops.ImageProjectiveTransformV3(
+        images=tf.reshape(x, [-1, height, 4, 1]), transforms=tf.stack([one, zero, by, zero, one, zero, zero, zero], 1),
+        output_shape=tf.stack([height, 4]), fill_value=0.0, interpolation="BILINEAR", fill_mode="CONSTANT")  # fmt: skip
+
+
+def of_places(*shape):
+    return tf.sin(tf.constant(np.resize(BATCHED, shape)))
+
+
 @tf.custom_gradient
 def gradient_over_its_norm(x):
     return tf.identity(x), lambda dy: dy / (tf.norm(dy) + 1e-6)
@@ -164,6 +177,24 @@ MIXING = {
                                                               x=tf.ensure_shape(d(x), [4, 4]), y=x)),
     "rows of a constant chosen": lambda x: total(tf.raw_ops.Select(condition=x[:, 0] > 0, y=tf.constant(BATCHED),
                                                                    x=tf.ensure_shape(d(x), [4, 4]))),
+    "places joined": lambda x: total(d(x) * tf.concat([tf.random.normal([B, 2]), of_places(B, 2)], 1)),
+    "places stacked": lambda x: total(d(x) * tf.stack([tf.ones([B]), *tf.unstack(of_places(3, B))], 1)),
+    "places turned": lambda x: total(d(x) * tf.transpose(tf.broadcast_to(of_places(1, B), [4, B]))),
+    "places cut from rows": lambda x: total(d(x) * tf.reshape(tf.broadcast_to(of_places(1, 8), [2, 8]), [B, 4])),
+    "places reshaped": lambda x: total(d(x) * tf.reshape(of_places(B, 2, 2), [B, 4])),
+    "places along a new axis": lambda x: total(d(x) * tf.expand_dims(of_places(B), 1)),
+    "places less an axis": lambda x: total(d(x) * tf.squeeze(of_places(1, B, 4), 0)),
+    "places sliced": lambda x: total(d(x) * of_places(B, 8)[:, 2:6]),
+    "shifts by place": lambda x: total(shifted(tf.tile(d(x)[:, None], [1, 2, 1]), of_places(B))),
+    "two axes of frequencies": lambda x: total(tf.abs(tf.signal.fft2d(tf.cast(d(x), tf.complex64)))),
+    "inverse of the batch": lambda x: total(tf.linalg.inv(tf.ensure_shape(d(x), [4, 4]) + 5 * tf.eye(4))),
+    "solution for the batch": lambda x: total(tf.linalg.solve(tf.ensure_shape(d(x), [4, 4]) + 5 * tf.eye(4), x)),
+    "first half of the batch": lambda x: total(d(x)[: n(x) // 2]),
+    "all but the last by size": lambda x: total(d(x)[: n(x) - 1]),
+    "first half of the rows": lambda x: total(tf.reshape(d(x), [-1, 2])[: n(x)]),
+    "half of the rows sliced": lambda x: total(tf.slice(tf.reshape(d(x), [-1, 2]), [0, 0], [n(x), 2])),
+    "sliced from the second": lambda x: total(tf.slice(d(x), tf.stack([n(x) // n(x), 0]), [-1, 4])),
+    "branch by the batch size": lambda x: tf.cond(n(x) > 4, lambda: total(d(x)), lambda: total(2 * d(x))),
     "segments": lambda x: total(tf.math.segment_sum(d(x), tf.constant([0, 0, 1, 1]))),
     "partition": repartition,
     "two examples a row": lambda x: total(tf.reshape(d(x), [-1, 8]) @ W8),
@@ -290,6 +321,13 @@ TOLD = {
     "gradient over its norm in a call": "gradient of its own",
     "python": "Python",
     "branch by data": "branch|reduces over the batch",
+    "branch by the batch size": "If.*takes a branch by the batch size",
+    "solution for the batch": "MatrixSolve.*works along the batch axis",
+    "inverse of the batch": "MatrixInverse.*works along the batch axis",
+    "first half of the rows": "StridedSlice.*takes some examples",
+    "half of the rows sliced": "Slice.*takes some examples",
+    "sliced from the second": "Slice.*takes some examples",
+    "shifts by place": "ImageProjectiveTransformV3.*by its position|Mul.*by its position",
     "as many turns as examples": "While.*turns",
     "times the batch size": "depend on the batch size",
     "tiled by the batch size": "Tile.*depend on the batch size",
@@ -306,7 +344,8 @@ def test_a_refusal_names_the_op_and_the_reason(name, message):
 STATIC = ["constant for each place", "sums of constants by place", "computed constant for each place",
           "numbered examples", "list of places",
           "chosen by place", "rows chosen by place", "rows of a constant chosen", "two examples a row",
-          "half of the batch", "unstacked batch"]  # fmt: skip
+          "half of the batch", "unstacked batch", "shifts by place",
+          *[name for name in MIXING if name.startswith("places ")]]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATIC)
@@ -429,6 +468,14 @@ ALLOWED = {
     "own mean": lambda x: x - tf.reduce_mean(x, [1, 2], keepdims=True),
     "own pairs": lambda x: tf.einsum("bij,bkj->bik", x, x),
     "own pick": lambda x: tf.gather(x, tf.cast(x[:, 0, :2] > 0, tf.int32), batch_dims=1),
+    "own shift": lambda x: shifted(x, x[:, 0, 0]),
+    "own frequencies": lambda x: tf.abs(tf.signal.rfft(x)),
+    "own frequencies of two axes": lambda x: tf.abs(tf.signal.fft2d(tf.cast(x, tf.complex64))),
+    "own frames": lambda x: tf.signal.frame(x, 2, 1, axis=1),
+    "own spectrogram": lambda x: tf.abs(tf.signal.stft(tf.reshape(x, [-1, 12]), 6, 3)),
+    "own solution": lambda x: tf.linalg.solve(tf.einsum("bij,bkj->bik", x, x) + tf.eye(3), x),
+    "own inverse": lambda x: tf.linalg.inv(tf.einsum("bij,bkj->bik", x, x) + tf.eye(3)),
+    "branch by a length": lambda x: tf.cond(tf.reduce_all((n(x[0]) > 2, n(x[0]) < 9)), lambda: x[:, 1:], lambda: x),
     "own reversal": lambda x: tf.reverse_sequence(x, tf.cast(x[:, 0, 0] > 0, tf.int32) + 1, 1),
     "own counts": lambda x: x + tf.cast(tf.ensure_shape(
         tf.math.bincount(tf.cast(x[:, 0] > 0, tf.int32), minlength=4, maxlength=4, axis=-1), [None, 4]),
@@ -477,7 +524,9 @@ def test_what_keeps_examples_apart_is_exact(name):
     lambda: L.ZeroPadding2D(1), lambda: L.Cropping2D(1), lambda: L.UpSampling2D(2), lambda: L.Resizing(2, 2),
     lambda: L.UpSampling2D(2, interpolation="bilinear"), L.GlobalAveragePooling2D, L.GlobalMaxPooling2D,
     lambda: L.AveragePooling2D(2, padding="same"), lambda: L.Reshape((-1, 2)),
-], ids=["padding", "cropping", "upsampling", "resizing", "bilinear", "mean", "max", "average", "reshape"])  # fmt: skip
+    lambda: L.CenterCrop(2, 2), lambda: L.Resizing(2, 3, crop_to_aspect_ratio=True),
+], ids=["padding", "cropping", "upsampling", "resizing", "bilinear", "mean", "max", "average", "reshape", "crop",
+        "cropped and resized"])  # fmt: skip
 def test_image_layers_without_weights_are_exact(layer):
     check_model(K.Sequential([K.Input((4, 4, 2)), L.Conv2D(2, 2), layer()]), normal(B, 4, 4, 2))
 
@@ -514,6 +563,36 @@ def test_noise_in_training_is_one_and_the_same_in_norm_and_sum(layer):
             np.testing.assert_allclose(float(length), clip, rtol=1e-4)
         lengths.append(float(each[0]))
     assert len(set(lengths)) > 1  # the noise is on
+
+
+AUGMENTATIONS = {
+    "flip": lambda: L.RandomFlip(), "rotation": lambda: L.RandomRotation(0.3), "zoom": lambda: L.RandomZoom(0.4),
+    "translation": lambda: L.RandomTranslation(0.4, 0.4), "crop": lambda: L.RandomCrop(3, 3),
+    "brightness": lambda: L.RandomBrightness(0.5, value_range=(0, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [None, B])
+@pytest.mark.parametrize("layer", AUGMENTATIONS.values(), ids=AUGMENTATIONS)
+def test_random_images_are_clipped_as_they_were_drawn(layer, batch):
+    model = K.Sequential([K.Input((6, 6, 3)), L.Conv2D(3, 2, activation="sigmoid"), layer(), L.Flatten(), L.Dense(1)])
+    clip = 0.01
+
+    @tf.function(input_signature=[tf.TensorSpec([batch, 6, 6, 3])])
+    def step(x):
+        r = clipped_gradients(tf.reduce_mean(example_losses(model(x, training=True))), model.trainable_variables, clip)
+        return tf.linalg.global_norm([s for s in r.sum if s is not None]), r.norms
+
+    x = np.repeat(normal(1, 6, 6, 3), batch or 1, 0)
+    lengths = set()
+    for _ in range(8):
+        length, each = step(tf.constant(x))
+        assert float(length) <= len(x) * clip * (1 + 1e-4)
+        if batch is None and float(each[0]) > clip:
+            np.testing.assert_allclose(float(length), clip, rtol=1e-4)
+        lengths.update(np.round(each.numpy(), 6).tolist())
+    assert len(lengths) > 1
 
 
 # Sensitivity

@@ -159,12 +159,18 @@ ELEMENTWISE = frozenset(
     SquaredDifference Sqrt StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta
     Bucketize PlaceholderWithDefault Snapshot EnsureShape AsString StringToNumber StringLower StringUpper StringStrip
     StringLength StringJoin Substr RegexReplace StaticRegexReplace RegexFullMatch StaticRegexFullMatch
-    StringToHashBucket StringToHashBucketFast StringToHashBucketStrong""".split()
+    StringToHashBucket StringToHashBucketFast StringToHashBucketStrong Complex ComplexAbs Real Imag Conj
+    Angle""".split()
 )
 REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMin".split())
-# One axis (an input, or the last) is worked along; the others are untouched.
+# One axis (an input, or the last ones) is worked along; the others are untouched.
 ALONG_AN_AXIS = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
-ALONG_THE_LAST = frozenset("Softmax LogSoftmax TopKV2 LRN InTopKV2".split())
+ALONG_THE_LAST = {
+    **dict.fromkeys("Softmax LogSoftmax TopKV2 LRN InTopKV2 FFT IFFT RFFT IRFFT".split(), 1),
+    **dict.fromkeys(
+        "FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd".split(), 2),
+    **dict.fromkeys("FFT3D IFFT3D RFFT3D IRFFT3D".split(), 3),
+}  # how many of the last axes
 RANDOM = frozenset(
     """RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt StatelessRandomUniform
     StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2 StatelessTruncatedNormal
@@ -200,13 +206,13 @@ DATA_INPUT = {
     **dict.fromkeys(SPATIAL, 0),
     **dict.fromkeys(
         """Reshape ExpandDims Transpose Split SplitV StridedSlice Slice Tile BroadcastTo OneHot Pad PadV2 MirrorPad
-        SpaceToBatchND BatchToSpaceND MatrixBandPart TopKV2 TensorListGetItem TensorListStack
-        TensorListFromTensor""".split(), 0),
+        SpaceToBatchND BatchToSpaceND MatrixBandPart TopKV2 RFFT RFFT2D RFFT3D IRFFT IRFFT2D IRFFT3D
+        TensorListGetItem TensorListStack TensorListFromTensor""".split(), 0),
     "Split": 1,
 }  # fmt: skip
 # Of these, the inputs that name shapes and may hold the batch size; each rule looks at them.
 MAY_HOLD_BATCH_SIZE = {
-    "Reshape": (1,), "BroadcastTo": (1,), "Tile": (1,), "Slice": (2,), "TensorListGetItem": (2,),
+    "Reshape": (1,), "BroadcastTo": (1,), "Tile": (1,), "Slice": (2,), "StridedSlice": (2,), "TensorListGetItem": (2,),
     "TensorListStack": (1,), "TensorListFromTensor": (1,),
 }  # fmt: skip
 
@@ -567,6 +573,11 @@ class BatchAxis:
             states = [self[x] for x in spread]
             if all(isinstance(s, Public) and self._row_free(x, s, axis) for x, s in zip(spread, states, strict=True)):
                 return True
+        parts = self._moved(t, axis + rank)
+        if parts is not None:
+            states = [self[x] for x, _ in parts]
+            return all(isinstance(s, Public) and self._row_free(x, s, a - x.shape.rank)
+                       for (x, a), s in zip(parts, states, strict=True))  # fmt: skip
         if t.op.type in CONVOLUTIONS and axis == -rank:
             x = t.op.inputs[0]
             return isinstance(self[x], Public) and self._row_free(x, self[x], axis)
@@ -578,6 +589,35 @@ class BatchAxis:
                 return self._row_free(x, s, at - x.shape.rank)
         value = constant(t)
         return value is not None and bool(np.all(value == np.take(value, [0], axis=axis))) if rank else True
+
+    @staticmethod
+    def _moved(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+        """For an op that moves entries: the tensors that t's rows along an axis are made of, and their axes; None if
+        the op is none, or makes the rows of something else."""
+        op, rank = t.op, t.shape.rank
+        x = op.inputs[0] if op.inputs else t
+        if any(i.shape.rank is None for i in op.inputs):
+            return None
+        if op.type in ("Reshape", "StridedSlice") and axis == 0 and x.shape.rank and x.shape[0] == t.shape[0]:
+            masks = [op.get_attr(m) for m in ("new_axis_mask", "shrink_axis_mask")] if op.type != "Reshape" else [0]
+            return None if any(m & 1 for m in masks) else [(x, 0)]
+        if op.type in ("ConcatV2", "ExpandDims"):
+            other = constant(op.inputs[-1])
+            if other is None or int(other) % rank == axis:
+                return None
+            added = op.type == "ExpandDims" and int(other) % rank < axis
+            return [(i, axis - added) for i in op.inputs[:-1]]
+        if op.type == "Pack":
+            other = op.get_attr("axis") % rank
+            return None if other == axis else [(i, axis - (other < axis)) for i in op.inputs]
+        if op.type == "Transpose":
+            order = constant(op.inputs[1])
+            return None if order is None else [(x, int(order[axis]))]
+        if op.type == "Squeeze" and None not in x.shape.as_list():
+            gone = [d % x.shape.rank for d in op.get_attr("squeeze_dims")]
+            gone = gone or [i for i, d in enumerate(x.shape) if d == 1]
+            return [(x, [i for i in range(x.shape.rank) if i not in gone][axis])]
+        return None
 
     def _public_arithmetic(self, op: tf.Operation, states: list[State]) -> State | None:
         if any(isinstance(s, Items | Handle) for s in states):
@@ -661,7 +701,9 @@ class BatchAxis:
             if op.type == "InTopKV2" and isinstance(states[1], Batch):
                 return states[1]
             return None
-        axes = [x.shape.rank - 1]
+        if x.shape.rank is None:
+            return self._mix(op, "has a shape of unknown rank")
+        axes = [x.shape.rank - i for i in range(1, 1 + ALONG_THE_LAST.get(op.type, 0))]
         if op.type in ALONG_AN_AXIS:
             value = constant(op.inputs[ALONG_AN_AXIS[op.type]])
             axes = None if value is None else [int(a) % x.shape.rank for a in np.atleast_1d(value)]
@@ -925,6 +967,11 @@ class BatchAxis:
 
     def _split(self, op, data, axis_input, states):
         state = states[data]
+        if isinstance(state, Size) and op.type == "SplitV" and op.inputs[0].shape.rank == 1:
+            lengths = constant(op.inputs[1])
+            if lengths is not None and -1 not in lengths and sum(lengths) == len(state.entries):
+                ends = np.cumsum(lengths)
+                return [Size(state.entries[e - n : e]) for e, n in zip(ends, lengths, strict=True)]
         if not isinstance(state, Batch):
             return None
         axis = constant(op.inputs[axis_input])
@@ -964,6 +1011,9 @@ class BatchAxis:
         n = op.inputs[1].shape.num_elements()
         if n is None:
             return self._mix(op, "slices in a way that is not known beforehand")
+        ends = self.entries(op.inputs[2])
+        if len(ends) != n:
+            return self._mix(op, "slices in a way that is not known beforehand")
         in_axis = out_axis = 0
         consumed = sum(1 for i in range(n) if not (masks["new_axis_mask"] >> i) & 1
                        and not (masks["ellipsis_mask"] >> i) & 1)  # fmt: skip
@@ -978,8 +1028,11 @@ class BatchAxis:
             elif masks["new_axis_mask"] & bit:
                 out_axis += 1
             else:
+                if in_axis != state.axis and ends[i][1] != 0 and not masks["end_mask"] & bit:
+                    return self._mix(op, "makes an example's result depend on the batch size")
                 if in_axis == state.axis:
-                    if masks["shrink_axis_mask"] & bit or not self._whole(op, i, x, state, masks, begin, end, strides):
+                    whole = self._whole(i, x, state, masks, begin, ends[i], strides)
+                    if masks["shrink_axis_mask"] & bit or not whole:
                         return self._mix(op, "takes some examples of the batch, not all")
                     found = out_axis
                 out_axis += 0 if masks["shrink_axis_mask"] & bit else 1
@@ -989,26 +1042,24 @@ class BatchAxis:
         return Batch(found, state.rows)
 
     @staticmethod
-    def _whole(op, i, x, state, masks, begin, end, strides) -> bool:
+    def _whole(i, x, state, masks, begin, end, strides) -> bool:
         bit = 1 << i
         if strides is None or strides[i] != 1:
             return False
         starts = bool(masks["begin_mask"] & bit) or (begin is not None and begin[i] == 0)
-        length = x.shape[state.axis]
-        ends = bool(masks["end_mask"] & bit) or (end is not None and length is not None and end[i] >= length)
+        length, (number, power) = x.shape[state.axis], end
+        ends = bool(masks["end_mask"] & bit) or (state.rows is not None and end == (state.rows, 1)) or (
+            power == 0 and None not in (length, number) and number >= length)  # fmt: skip
         return starts and ends
 
     def _op_slice(self, op, states):
         state, x = states[0], op.inputs[0]
         if not isinstance(state, Batch):
             return None
-        begin, size = constant(op.inputs[1]), constant(op.inputs[2])
-        entries = self.entries(op.inputs[2])
-        starts = begin is not None and begin[state.axis] == 0
-        own = (state.rows, 1)
-        whole = (size is not None and size[state.axis] in (-1, x.shape[state.axis])) or (
-            len(entries) == x.shape.rank and state.rows is not None and entries[state.axis] == own)  # fmt: skip
-        if not (starts and whole):
+        begins, entries = self.entries(op.inputs[1]), self.entries(op.inputs[2])
+        whole = {(-1, 0), (x.shape[state.axis] or -1, 0), (state.rows or -1, 1)}
+        known = len(begins) == len(entries) == x.shape.rank
+        if not known or begins[state.axis] != (0, 0) or entries[state.axis] not in whole:
             return self._mix(op, "takes some examples of the batch, not all")
         return self._even(op, entries, state.axis) or state
 
@@ -1120,6 +1171,33 @@ class BatchAxis:
         return states[0]
 
     _op_padv2 = _op_mirrorpad = _op_pad
+
+    def _op_matrixsolve(self, op, states):
+        batches = [s for s in states if isinstance(s, Batch)]
+        if not batches:
+            return None
+        if len({s.axis for s in batches}) > 1 or len({t.shape.rank for t in op.inputs} - {None}) != 1:
+            return self._mix(op, "combines the examples along one axis with the examples along another")
+        if batches[0].axis >= op.inputs[0].shape.rank - 2:
+            return self._mix(op, "works along the batch axis")
+        return self._together(op, op.inputs, states, batches)
+
+    _op_matrixtriangularsolve = _op_matrixsolve
+
+    def _op_rngreadandskip(self, op, states):
+        """A generator's state; how far it then moves follows the number of draws, which tells nothing of them."""
+        moves = states[2]
+        return None if isinstance(moves, Batch | Items | Mixed) else Public()
+
+    def _op_imageprojectivetransformv3(self, op, states):
+        images, transforms, *settings = states
+        if not isinstance(images, Batch):
+            return None
+        if not all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in settings):
+            return self._mix(op, "has settings that depend on examples")
+        own = transforms == images or (
+            isinstance(transforms, Public) and self._row_free(op.inputs[1], transforms, -2))  # fmt: skip
+        return images if own else self._mix(op, BY_POSITION)
 
     def _op_spacetobatchnd(self, op, states):
         block = constant(op.inputs[1])
@@ -1270,8 +1348,11 @@ class BatchAxis:
         return outputs
 
     def _op_if(self, op, states):
-        if not isinstance(states[0], Public) or self._deps(states[:1]):
+        chosen = states[0]
+        if not isinstance(chosen, Public | Size) or self._deps([chosen]):
             return self._mix(op, "takes a branch by data")
+        if isinstance(chosen, Size) and not chosen.batch_free:
+            return self._mix(op, "takes a branch by the batch size")
         branches = [
             self.body(op, attribute, list(op.inputs[1:]), states[1:])[1]
             for attribute in ("then_branch", "else_branch")

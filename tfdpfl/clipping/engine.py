@@ -488,9 +488,10 @@ class Plan:
 
     def _regularization(self) -> list[tf.Tensor | None]:
         result: list[tf.Tensor | None] = [None] * len(self.variables)
-        if self.public_loss is None:
+        state = None if self.public_loss is None else self.analysis[self.public_loss]
+        if not isinstance(state, Public):  # none, or a number made of lengths
             return result
-        roots = self._roots(self.public_loss, self.analysis[self.public_loss])
+        roots = self._roots(self.public_loss, state)
         if not roots:
             return result
         grads = tf.gradients([self.public_loss], [r for _, r in roots])
