@@ -185,6 +185,8 @@ MIXING = {
     "places along a new axis": lambda x: total(d(x) * tf.expand_dims(of_places(B), 1)),
     "places less an axis": lambda x: total(d(x) * tf.squeeze(of_places(1, B, 4), 0)),
     "places sliced": lambda x: total(d(x) * of_places(B, 8)[:, 2:6]),
+    "places after an ellipsis": lambda x: total(
+        d(x) * tf.expand_dims(tf.broadcast_to(of_places(1, B), [B, B])[..., 0, :], 1)),
     "shifts by place": lambda x: total(shifted(tf.tile(d(x)[:, None], [1, 2, 1]), of_places(B))),
     "two axes of frequencies": lambda x: total(tf.abs(tf.signal.fft2d(tf.cast(d(x), tf.complex64)))),
     "inverse of the batch": lambda x: total(tf.linalg.inv(tf.ensure_shape(d(x), [4, 4]) + 5 * tf.eye(4))),
@@ -277,7 +279,9 @@ def norms(losses, batch=None):
     return step
 
 
-@pytest.mark.parametrize("losses", MIXING.values(), ids=MIXING)
+@pytest.mark.parametrize("losses", [
+    pytest.param(f, id=name, marks=[pytest.mark.slow] * name.startswith("places ")) for name, f in MIXING.items()
+])
 def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
     """Refused while tracing, or by a check as the step runs; else another example's norm may not move."""
     x = normal(B, 4)

@@ -599,8 +599,8 @@ class BatchAxis:
         if any(i.shape.rank is None for i in op.inputs):
             return None
         if op.type in ("Reshape", "StridedSlice") and axis == 0 and x.shape.rank and x.shape[0] == t.shape[0]:
-            masks = [op.get_attr(m) for m in ("new_axis_mask", "shrink_axis_mask")] if op.type != "Reshape" else [0]
-            return None if any(m & 1 for m in masks) else [(x, 0)]
+            masks = () if op.type == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+            return None if any(op.get_attr(m) & 1 for m in masks) else [(x, 0)]
         if op.type in ("ConcatV2", "ExpandDims"):
             other = constant(op.inputs[-1])
             if other is None or int(other) % rank == axis:
