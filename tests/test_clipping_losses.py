@@ -209,6 +209,18 @@ def test_activity_regularisers_are_clipped_with_the_examples():
     assert_close(got, want, 2e-5)
 
 
+def test_a_penalty_on_the_inputs_alone_moves_nothing():
+    """In a batch of unknown size what is left of it beside the examples is a number made of lengths."""
+    model = K.Sequential([K.Input((4,)), L.ActivityRegularization(0.1), L.Dense(3)])
+    gradients = per_example_gradients(lambda z: squared(z[0], model(z[1])), (REAL, X), model.trainable_variables)
+    clip = float(np.median(norms_of(gradients)))
+    model.compile(tfdpfl.DPSGD(l2_norm_clip=clip, noise_multiplier=0.0, learning_rate=1.0), loss="mse")
+    before = model.get_weights()
+    model.fit(tf.data.Dataset.from_tensor_slices((X, REAL)).batch(B), verbose=0)
+    moved_by = [B * (b - a) for a, b in zip(model.get_weights(), before, strict=True)]
+    assert_close(moved_by, clipped_sums(gradients, clip), 2e-5)
+
+
 @pytest.mark.slow
 def test_metrics_do_not_matter():
     model = classifier()
