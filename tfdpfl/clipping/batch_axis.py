@@ -89,6 +89,11 @@ def weighs(state: State) -> bool:
     return state.index is not None if isinstance(state, Handle) else isinstance(state, Public) and bool(state.deps)
 
 
+def is_batch_free(state: State) -> bool:
+    """Whether the value holds nothing of the examples, nor of how many there are."""
+    return isinstance(state, Public) or (isinstance(state, Size) and state.batch_free)
+
+
 def layer_of(op_name: str) -> str:
     """The layer's name inside an op's name; Keras names scopes model/layer/op."""
     parts = [p for p in op_name.split("/") if p]
@@ -398,7 +403,7 @@ class BatchAxis:
             if op.type in BODIES:
                 for inner, _ in self.bodies(op):
                     yield from inner._written(mine)
-            elif not all(isinstance(s, Public | Handle) or (isinstance(s, Size) and s.batch_free) for s in states):
+            elif not all(isinstance(s, Handle) or is_batch_free(s) for s in states):
                 yield from mine
 
     # -- one op ----------------------------------------------------------------------------------------------
@@ -427,7 +432,7 @@ class BatchAxis:
             result = self._misled(op, states) or rule(op, states)
             if result is not None:
                 return result if isinstance(result, list) else [result] * n
-        if all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in states):
+        if all(map(is_batch_free, states)):
             return [Public(self._deps(states))] * n
         if not op.inputs:
             return [Public()] * n
@@ -568,55 +573,49 @@ class BatchAxis:
             return False
         if state.alike:
             return True
-        if t.op.type in ELEMENTWISE or t.op.type == "BroadcastTo":  # a mask spread over a batch of static size
-            spread = t.op.inputs[:1] if t.op.type == "BroadcastTo" else t.op.inputs
-            states = [self[x] for x in spread]
-            if all(isinstance(s, Public) and self._row_free(x, s, axis) for x, s in zip(spread, states, strict=True)):
-                return True
-        parts = self._moved(t, axis + rank)
+        parts = self._rows_from(t, axis)
         if parts is not None:
             states = [self[x] for x, _ in parts]
-            return all(isinstance(s, Public) and self._row_free(x, s, a - x.shape.rank)
-                       for (x, a), s in zip(parts, states, strict=True))  # fmt: skip
-        if t.op.type in CONVOLUTIONS and axis == -rank:
-            x = t.op.inputs[0]
-            return isinstance(self[x], Public) and self._row_free(x, self[x], axis)
-        if t.op.type in REDUCTIONS:
-            x, s, gone = t.op.inputs[0], self[t.op.inputs[0]], self._gone(t.op)
-            if gone is not None and isinstance(s, Public):
-                kept = [i for i in range(x.shape.rank) if i not in gone]
-                at = rank + axis if x.shape.rank == rank else kept[rank + axis]
-                return self._row_free(x, s, at - x.shape.rank)
+            if all(isinstance(s, Public) and self._row_free(x, s, a) for (x, a), s in zip(parts, states, strict=True)):
+                return True
         value = constant(t)
         return value is not None and bool(np.all(value == np.take(value, [0], axis=axis))) if rank else True
 
-    @staticmethod
-    def _moved(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-        """For an op that moves entries: the tensors that t's rows along an axis are made of, and their axes; None if
-        the op is none, or makes the rows of something else."""
-        op, rank = t.op, t.shape.rank
-        x = op.inputs[0] if op.inputs else t
-        if any(i.shape.rank is None for i in op.inputs):
+    def _rows_from(self, t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+        """The tensors whose rows t's rows along an axis are made of, one from one, and their axes (all counted from the
+        right); None if the op makes rows in another way."""
+        op, rank, kind = t.op, t.shape.rank, t.op.type
+        if kind in ELEMENTWISE or kind == "BroadcastTo":  # a mask spread over a batch of static size
+            return [(i, axis) for i in (op.inputs[:1] if kind == "BroadcastTo" else op.inputs)]
+        if not op.inputs or any(i.shape.rank is None for i in op.inputs):
             return None
-        if op.type in ("Reshape", "StridedSlice") and axis == 0 and x.shape.rank and x.shape[0] == t.shape[0]:
-            masks = () if op.type == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
-            return None if any(op.get_attr(m) & 1 for m in masks) else [(x, 0)]
-        if op.type in ("ConcatV2", "ExpandDims"):
-            other = constant(op.inputs[-1])
-            if other is None or int(other) % rank == axis:
+        x, at = op.inputs[0], axis + rank
+        if kind in CONVOLUTIONS and at == 0:
+            return [(x, axis)]
+        if kind in REDUCTIONS:
+            gone = self._gone(op)
+            if gone is None:
                 return None
-            added = op.type == "ExpandDims" and int(other) % rank < axis
-            return [(i, axis - added) for i in op.inputs[:-1]]
-        if op.type == "Pack":
-            other = op.get_attr("axis") % rank
-            return None if other == axis else [(i, axis - (other < axis)) for i in op.inputs]
-        if op.type == "Transpose":
+            kept = [i for i in range(x.shape.rank) if i not in gone]
+            return [(x, (at if x.shape.rank == rank else kept[at]) - x.shape.rank)]
+        if kind in ("Reshape", "StridedSlice") and at == 0 and x.shape.rank and x.shape[0] == t.shape[0]:
+            masks = () if kind == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+            return None if any(op.get_attr(m) & 1 for m in masks) else [(x, -x.shape.rank)]
+        if kind == "ConcatV2":
+            joined = constant(op.inputs[-1])
+            return None if joined is None or int(joined) % rank == at else [(i, axis) for i in op.inputs[:-1]]
+        if kind in ("Pack", "ExpandDims"):
+            added = op.get_attr("axis") if kind == "Pack" else constant(op.inputs[1])
+            if added is None or int(added) % rank == at:
+                return None
+            return [(i, axis + (int(added) % rank > at)) for i in (op.inputs if kind == "Pack" else [x])]
+        if kind == "Transpose":
             order = constant(op.inputs[1])
-            return None if order is None else [(x, int(order[axis]))]
-        if op.type == "Squeeze" and None not in x.shape.as_list():
+            return None if order is None else [(x, int(order[at]) - rank)]
+        if kind == "Squeeze" and None not in x.shape.as_list():
             gone = [d % x.shape.rank for d in op.get_attr("squeeze_dims")]
             gone = gone or [i for i, d in enumerate(x.shape) if d == 1]
-            return [(x, [i for i in range(x.shape.rank) if i not in gone][axis])]
+            return [(x, [i for i in range(x.shape.rank) if i not in gone][at] - x.shape.rank)]
         return None
 
     def _public_arithmetic(self, op: tf.Operation, states: list[State]) -> State | None:
@@ -1003,7 +1002,7 @@ class BatchAxis:
             hi = None if masks["end_mask"] & 1 else int(end[0])
             return Size(state.entries[lo : hi : int(strides[0])])
         if isinstance(state, Public):
-            if all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in states[1:]):
+            if all(map(is_batch_free, states[1:])):
                 return Public(self._deps(states), state.alike)
             return self._mix(op, "slices by the batch size")
         if not isinstance(state, Batch) or x.shape.rank is None:
@@ -1193,7 +1192,7 @@ class BatchAxis:
         images, transforms, *settings = states
         if not isinstance(images, Batch):
             return None
-        if not all(isinstance(s, Public) or (isinstance(s, Size) and s.batch_free) for s in settings):
+        if not all(map(is_batch_free, settings)):
             return self._mix(op, "has settings that depend on examples")
         own = transforms == images or (
             isinstance(transforms, Public) and self._row_free(op.inputs[1], transforms, -2))  # fmt: skip
@@ -1426,7 +1425,7 @@ class BatchAxis:
         else:
             return self._mix(op, "is not known to keep examples apart")
         _, (condition,), _ = self.body(op, "cond", inputs, states)
-        if not isinstance(condition, Public) and not (isinstance(condition, Size) and condition.batch_free):
+        if not is_batch_free(condition):
             return [self._mix(op, "runs for as many turns as the data says")] * len(op.outputs)
         return states
 
