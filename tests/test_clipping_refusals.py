@@ -183,6 +183,8 @@ MIXING = {
     "places cut from rows": lambda x: total(d(x) * tf.reshape(tf.broadcast_to(of_places(1, 8), [2, 8]), [B, 4])),
     "places reshaped": lambda x: total(d(x) * tf.reshape(of_places(B, 2, 2), [B, 4])),
     "places along a new axis": lambda x: total(d(x) * tf.expand_dims(of_places(B), 1)),
+    "places chosen from equal rows": lambda x: total(d(x) * tf.raw_ops.Select(
+        condition=tf.constant([True, False, True, True]), x=tf.ones([B, 4]), y=tf.zeros([B, 4]))),
     "places less an axis": lambda x: total(d(x) * tf.squeeze(of_places(1, B, 4), 0)),
     "places sliced": lambda x: total(d(x) * of_places(B, 8)[:, 2:6]),
     "places after an ellipsis": lambda x: total(

@@ -585,6 +585,8 @@ class BatchAxis:
         """The tensors whose rows t's rows along an axis are made of, one from one, and their axes (all counted from the
         right); None if the op makes rows in another way."""
         op, rank, kind = t.op, t.shape.rank, t.op.type
+        if kind == "Select" and op.inputs[0].shape.rank in (None, 1) and rank > 1:
+            return None  # the condition chooses between rows, of the first axis
         if kind in ELEMENTWISE or kind == "BroadcastTo":  # a mask spread over a batch of static size
             return [(i, axis) for i in (op.inputs[:1] if kind == "BroadcastTo" else op.inputs)]
         if not op.inputs or any(i.shape.rank is None for i in op.inputs):
