@@ -18,7 +18,7 @@ test: .venv/keras3.installed .venv/tff.installed
 
 # Without what is slow; on the second stack what only it has, and where Keras 2 differs most.
 SECOND := federated_data federated_personalization federated_processes federated_runtime federated_training \
-	clipping_layers legacy_keras optimizers
+	legacy_keras optimizers
 test-fast: .venv/keras3.installed .venv/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) -m "not slow" $(ARGS)
 	$(TFF) -m pytest $(PYTEST) -m "not slow" $(SECOND:%=tests/test_%.py) $(ARGS)

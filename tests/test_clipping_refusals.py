@@ -321,8 +321,15 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("losses", [
-    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in TOLD or name.startswith("places ")))
+STATIC = ["constant for each place", "sums of constants by place", "computed constant for each place",
+          "numbered examples", "list of places",
+          "chosen by place", "rows chosen by place", "rows of a constant chosen", "two examples a row",
+          "half of the batch", "unstacked batch", "shifts by place",
+          *[name for name in MIXING if name.startswith("places ")]]  # fmt: skip
+
+
+@pytest.mark.parametrize("losses", [  # what other tests look at more closely is slow here
+    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in TOLD or name in STATIC))
     for name, f in MIXING.items()
 ])
 def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
@@ -346,13 +353,6 @@ def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
 def test_a_refusal_names_the_op_and_the_reason(name, message):
     with pytest.raises(PrivacyError, match=message):
         norms(MIXING[name]).get_concrete_function()
-
-
-STATIC = ["constant for each place", "sums of constants by place", "computed constant for each place",
-          "numbered examples", "list of places",
-          "chosen by place", "rows chosen by place", "rows of a constant chosen", "two examples a row",
-          "half of the batch", "unstacked batch", "shifts by place",
-          *[name for name in MIXING if name.startswith("places ")]]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATIC)
