@@ -105,6 +105,11 @@ def of_places(*shape):
     return tf.sin(tf.constant(np.resize(BATCHED, shape)))
 
 
+def lengths():
+    """As many as the examples of a static batch."""
+    return tf.cast(tf.raw_ops.Shape(input=tf.zeros([2, 3, 4, 5])), tf.float32)
+
+
 @tf.custom_gradient
 def gradient_over_its_norm(x):
     return tf.identity(x), lambda dy: dy / (tf.norm(dy) + 1e-6)
@@ -183,6 +188,11 @@ MIXING = {
     "places cut from rows": lambda x: total(d(x) * tf.reshape(tf.broadcast_to(of_places(1, 8), [2, 8]), [B, 4])),
     "places reshaped": lambda x: total(d(x) * tf.reshape(of_places(B, 2, 2), [B, 4])),
     "places along a new axis": lambda x: total(d(x) * tf.expand_dims(of_places(B), 1)),
+    "places by lengths": lambda x: total(tf.transpose(tf.transpose(d(x)) * lengths())),
+    "places multiplied by lengths": lambda x: total(tf.einsum("bk,b->bk", d(x), lengths())),
+    "places of targets": lambda x: total(d(x) * tf.cast(tf.math.in_top_k(tf.range(B), x, 2), tf.float32)[:, None]),
+    "as many of the best as half the batch": lambda x: total(d(x) * tf.cast(
+        tf.math.in_top_k(tf.cast(x[:, 0] > 0, tf.int32), x, n(x) // 2), tf.float32)[:, None]),
     "places chosen from equal rows": lambda x: total(d(x) * tf.raw_ops.Select(
         condition=tf.constant([True, False, True, True]), x=tf.ones([B, 4]), y=tf.zeros([B, 4]))),
     "places less an axis": lambda x: total(d(x) * tf.squeeze(of_places(1, B, 4), 0)),
@@ -310,6 +320,7 @@ TOLD = {
     "branch by the batch size": "If.*takes a branch by the batch size",
     "solution for the batch": "MatrixSolve.*works along the batch axis",
     "inverse of the batch": "MatrixInverse.*works along the batch axis",
+    "as many of the best as half the batch": "InTopKV2.*settings that depend on examples",
     "first half of the rows": "StridedSlice.*takes some examples",
     "half of the rows sliced": "Slice.*takes some examples",
     "sliced from the second": "Slice.*takes some examples",

@@ -171,7 +171,7 @@ REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMi
 # One axis (an input, or the last ones) is worked along; the others are untouched.
 ALONG_AN_AXIS = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
 ALONG_THE_LAST = {
-    **dict.fromkeys("Softmax LogSoftmax TopKV2 LRN InTopKV2 FFT IFFT RFFT IRFFT".split(), 1),
+    **dict.fromkeys("Softmax LogSoftmax TopKV2 LRN FFT IFFT RFFT IRFFT".split(), 1),
     **dict.fromkeys(
         "FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd".split(), 2),
     **dict.fromkeys("FFT3D IFFT3D RFFT3D IRFFT3D".split(), 3),
@@ -558,18 +558,18 @@ class BatchAxis:
         for t, s in zip(op.inputs, states, strict=True):
             if isinstance(s, Size) and not s.batch_free:
                 return self._mix(op, "makes an example's result depend on the batch size")
-            if isinstance(s, Public) and not self._row_free(t, s, axis):
+            if isinstance(s, Public | Size) and not self._row_free(t, s, axis):
                 return self._mix(op, BY_POSITION)
         return Batch(axis + rank, rows.pop() if rows else None)
 
-    def _row_free(self, t: tf.Tensor, state: Public, axis: int) -> bool:
-        """Whether a public tensor is the same for all rows along ``axis`` (counted from the right)."""
+    def _row_free(self, t: tf.Tensor, state: Public | Size, axis: int) -> bool:
+        """Whether a tensor without examples is the same for all rows along ``axis`` (counted from the right)."""
         rank = t.shape.rank
         if rank is None:
             return False
         if rank < -axis or t.shape[axis] == 1:
             return True
-        if state.deps:
+        if isinstance(state, Size) or state.deps:
             return False
         if state.alike:
             return True
@@ -699,8 +699,6 @@ class BatchAxis:
     def _along(self, op: tf.Operation, states: list[State]) -> State | None:
         x, state = op.inputs[0], states[0]
         if not isinstance(state, Batch):
-            if op.type == "InTopKV2" and isinstance(states[1], Batch):
-                return states[1]
             return None
         if x.shape.rank is None:
             return self._mix(op, "has a shape of unknown rank")
@@ -746,7 +744,8 @@ class BatchAxis:
         for t, s, names in zip(op.inputs, states, labels, strict=True):
             if isinstance(s, Size) and not s.batch_free:
                 return self._mix(op, "makes an example's result depend on the batch size")
-            if isinstance(s, Public) and mark in names and not self._row_free(t, s, names.index(mark) - len(names)):
+            at = names.index(mark) - len(names) if mark in names else None
+            if isinstance(s, Public | Size) and at is not None and not self._row_free(t, s, at):
                 return self._mix(op, BY_POSITION)
         if any(names.count(mark) > 1 for names in labels):
             return self._mix(op, "takes a diagonal over the batch")
@@ -1230,13 +1229,7 @@ class BatchAxis:
             return x
         return None
 
-    def _op_sparsesoftmaxcrossentropywithlogits(self, op, states):
-        return self._rowwise_loss(op, states)
-
     def _op_softmaxcrossentropywithlogits(self, op, states):
-        return self._rowwise_loss(op, states)
-
-    def _rowwise_loss(self, op, states):
         batches = [s for s in states if isinstance(s, Batch)]
         for t, s in zip(op.inputs, states, strict=True):
             if not (isinstance(s, Batch) and s.axis == 0) and not (
@@ -1245,6 +1238,13 @@ class BatchAxis:
                 return self._mix(op, "does not have the batch as its first axis") if batches else None
         rows = {s.rows for s in batches} - {None}
         return Batch(0, rows.pop() if len(rows) == 1 else None) if batches else None
+
+    _op_sparsesoftmaxcrossentropywithlogits = _op_softmaxcrossentropywithlogits
+
+    def _op_intopkv2(self, op, states):
+        if not is_batch_free(states[2]):
+            return self._mix(op, "has settings that depend on examples or on how many there are")
+        return self._op_softmaxcrossentropywithlogits(op, states[:2])
 
     def _op_gatherv2(self, op, states):
         axis = constant(op.inputs[2])
