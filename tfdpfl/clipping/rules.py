@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import (
@@ -357,7 +358,11 @@ def turned(x: tf.Tensor) -> tf.Tensor:
 
 def squares(x: tf.Tensor) -> tf.Tensor:
     """Sum of squares over all axes but the first."""
-    return tf.reduce_sum(x * x, list(range(1, x.shape.rank)))
+    axes = list(range(1, x.shape.rank))
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        return tf.reduce_sum(x * x, axes)
+    # One pass without a copy of x, in about half the time; XLA has no such op, and fuses the two.
+    return tf.square(tf.raw_ops.EuclideanNorm(input=x, axis=axes))
 
 
 def lost_squares(x: tf.Tensor) -> float:
