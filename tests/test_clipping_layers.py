@@ -304,6 +304,8 @@ CUSTOM = {
     "positional embedding": (sequence, lambda x, w: tf.tanh(x + tf.gather(w, tf.range(tf.shape(x)[1]))), [(9, 4)]),
     "one hot": (ids(B, 5), lambda i, w: tf.tanh(tf.one_hot(tf.cast(i, tf.int32), 6) @ w), [(6, 3)]),
     "stopped gradient": (vector, lambda x, w: tf.stop_gradient(x @ w) * (x @ w), [(4, 3)]),
+    "where the target is among the best": (vector, lambda x, w: tf.tanh(x @ w) * tf.cast(tf.math.in_top_k(
+        tf.cast(x[:, 0] > 0, tf.int32), x, 2), tf.float32)[:, None], [(4, 3)]),
     "unused": (vector, lambda x, a, b: x @ a, [(4, 2), (3,)]),
     "time major": (sequence, lambda x, w: tf.transpose(tf.tanh(tf.transpose(x, [1, 0, 2]) @ w), [1, 0, 2]), [(4, 3)]),
     "cumulative sum": (sequence, lambda x, w: tf.cumsum(tf.tanh(x @ w), 1), [(4, 3)]),

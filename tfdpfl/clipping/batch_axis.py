@@ -1229,22 +1229,20 @@ class BatchAxis:
             return x
         return None
 
-    def _op_softmaxcrossentropywithlogits(self, op, states):
+    def _rowwise(self, op, states):
+        """Works row by row on as many inputs as there are states, with the examples along their first axis."""
         batches = [s for s in states if isinstance(s, Batch)]
-        for t, s in zip(op.inputs, states, strict=True):
-            if not (isinstance(s, Batch) and s.axis == 0) and not (
-                isinstance(s, Public) and self._row_free(t, s, -t.shape.rank)
-            ):
-                return self._mix(op, "does not have the batch as its first axis") if batches else None
-        rows = {s.rows for s in batches} - {None}
-        return Batch(0, rows.pop() if len(rows) == 1 else None) if batches else None
+        if any(s.axis for s in batches):
+            return self._mix(op, "does not have the batch as its first axis")
+        return self._together(op, op.inputs[: len(states)], states, batches) if batches else None
 
-    _op_sparsesoftmaxcrossentropywithlogits = _op_softmaxcrossentropywithlogits
+    _op_softmaxcrossentropywithlogits = _op_sparsesoftmaxcrossentropywithlogits = _rowwise
 
     def _op_intopkv2(self, op, states):
-        if not is_batch_free(states[2]):
+        *rows, k = states
+        if not is_batch_free(k):
             return self._mix(op, "has settings that depend on examples or on how many there are")
-        return self._op_softmaxcrossentropywithlogits(op, states[:2])
+        return self._rowwise(op, rows)
 
     def _op_gatherv2(self, op, states):
         axis = constant(op.inputs[2])
@@ -1453,8 +1451,7 @@ class BatchAxis:
         return self._put(op, states[0], states[1], Public())
 
     def _put(self, op, items, value, index):
-        if not isinstance(items, Items) or not (isinstance(index, Public) or (
-            isinstance(index, Size) and index.batch_free)):  # fmt: skip
+        if not isinstance(items, Items) or not is_batch_free(index):
             return None
         if isinstance(value, Size):
             return None
