@@ -451,7 +451,11 @@ class Plan:
         root = parts[0][2]
         return [] if total is None else [(Formed([total]), root, root)]
 
-    def finish(self, norms2: tf.Tensor, l2_norm_clip: float | tf.Tensor) -> ClippedGradients:
+    def finish(
+        self, norms2: tf.Tensor, l2_norm_clip: float | tf.Tensor, denominator: tf.Tensor | None = None
+    ) -> ClippedGradients:
+        """The clipped sums; with a ``denominator`` each unit's part is divided by it, which costs nothing here and a
+        pass over all parameters afterwards."""
         units = self.units
         good = tf.math.is_finite(norms2)
         units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
@@ -459,6 +463,8 @@ class Plan:
         held = tf.is_tensor(l2_norm_clip)
         clip = tf.cast(l2_norm_clip, self.dtype) if held else tf.constant(l2_norm_clip, self.dtype)
         c = tf.where(good, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
+        if denominator is not None:
+            c /= tf.cast(denominator, self.dtype)
         units.mend([t for parts in self.merged for contribution, _, _ in parts for t in contribution.to_mend()])
         sums: list[tf.Tensor | None] = []
         before: list[tf.Tensor] = []

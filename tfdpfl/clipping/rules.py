@@ -14,6 +14,7 @@ A unit is an example, or a microbatch of several. All sums are taken in float32 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -86,13 +87,15 @@ class Units:
         first axis, or the rows of a batch), so that 0 x inf is 0. One branch for all: each costs time to trace."""
 
         def masked() -> list[tf.Tensor]:
+            zero = functools.cache(lambda dtype: tf.zeros([], dtype))  # zeros_like would be made on every step
+            keep = functools.cache(lambda rank: tf.reshape(self.good, [-1] + [1] * (rank - 1)))
             result = []
             for x, state in tensors:
                 if state is None:
-                    keep = tf.reshape(self.good, [-1] + [1] * (x.shape.rank - 1))
+                    kept = keep(x.shape.rank)
                 else:
-                    keep = self.per_row(tf.cast(self.good, self.dtype), x, state) > 0
-                result.append(tf.where(keep, x, tf.zeros([], x.dtype)))  # zeros_like would be made on every step
+                    kept = self.per_row(tf.cast(self.good, self.dtype), x, state) > 0
+                result.append(tf.where(kept, x, zero(x.dtype)))
             return result
 
         if tensors:

@@ -11,12 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl import noise
-from tfdpfl.clipping import clipped_gradients
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import check_finished, raw_variable
+from tfdpfl.clipping.engine import Plan, check_finished, raw_variable
 from tfdpfl.errors import PrivacyError
 
 LEDGER_ROWS = 8
+# Divided by 2^31 examples, and with all the digits of a small normal, still above float32's least normal number.
+LEAST_STDDEV = 1e-20
 # The graphs of each mechanism's steps, and at what version they were found in order, by ids of the variables kept; not
 # among its attributes, which are saved.
 _GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, dict[tuple[int, ...], int]]] = (
@@ -70,6 +71,13 @@ class Mechanism(tf.Module):
                 "expected_batch_size", expected_batch_size, 0, True, "It is the sampling rate times the data's size."
             )
         self.expected_batch_size = expected_batch_size
+        stddev = self.noise_multiplier * self.l2_norm_clip / (expected_batch_size or 1)
+        if self.noise_multiplier > 0 and stddev < LEAST_STDDEV:
+            raise ValueError(
+                f"l2_norm_clip={l2_norm_clip!r} with noise_multiplier={noise_multiplier!r} and "
+                f"expected_batch_size={expected_batch_size!r} is noise of {stddev:.2g}, which float32 loses where it "
+                "may keep the gradient. Scale the loss and l2_norm_clip up."
+            )
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0):
             raise ValueError(f"seed={seed!r} must be a non-negative integer, or None for the system's entropy.")
         self.seed = None if seed is None else int(seed)
@@ -100,24 +108,23 @@ class Mechanism(tf.Module):
                 f"{type(strategy).__name__} runs {strategy.num_replicas_in_sync} replicas, which would draw noise "
                 "apart. Train on one device for now."
             )
-        clipped = clipped_gradients(loss, variables, self.l2_norm_clip, self.num_microbatches)
-        _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
-        units = clipped.num_units
+        plan = Plan(loss, variables, self.num_microbatches)
         if self.expected_batch_size is None:
-            denominator = tf.cast(tf.maximum(units, 1), tf.float32)
+            denominator = tf.cast(tf.maximum(plan.units.count, 1), tf.float32)
         else:
             denominator = tf.constant(self.expected_batch_size, tf.float32)
-        sums = list(clipped.sum)
-        used = [i for i, s in enumerate(sums) if s is not None]
+        clipped = plan.finish(plan.squared_norms(), self.l2_norm_clip, denominator)
+        _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
+        means = list(clipped.sum)
+        used = [i for i, m in enumerate(means) if m is not None]
         if self.noise_multiplier > 0:
-            stddev = self.noise_multiplier * self.l2_norm_clip
+            stddev = self.noise_multiplier * self.l2_norm_clip / denominator
             shapes = [raw_variable(variables[i]).shape for i in used]
             normals = noise.gaussian(shapes, stddev, tf.convert_to_tensor(state["dp_key"]), state["dp_steps"])
             for i, normal in zip(used, normals, strict=True):
-                sums[i] += tf.cast(normal, sums[i].dtype)
+                means[i] += tf.cast(normal, means[i].dtype)
         result: list[tf.Tensor | None] = []
-        for v, s, r in zip(variables, sums, clipped.regularization, strict=True):
-            g = None if s is None else s / tf.cast(denominator, s.dtype)
+        for v, g, r in zip(variables, means, clipped.regularization, strict=True):
             if r is not None:
                 g = r if g is None else g + r
             if g is not None:
@@ -145,19 +152,12 @@ class Mechanism(tf.Module):
             # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.
             alone = tf.equal(tf.constant(self.num_microbatches), clipped.batch_size)
             multiplier = tf.where(alone, multiplier, multiplier / 2)
-        ledger = tf.convert_to_tensor(state["dp_ledger"])
-        used = ledger[:, 1] > 0
-        same = tf.logical_and(used, tf.equal(ledger[:, 0], multiplier))
-        free = tf.logical_not(used)
-        row = tf.where(
-            tf.reduce_any(same),
-            tf.argmax(tf.cast(same, tf.int32)),
-            tf.where(tf.reduce_any(free), tf.argmax(tf.cast(free, tf.int32)), LEDGER_ROWS - 1),
-        )
-        here = tf.one_hot(row, LEDGER_ROWS, dtype=tf.float64)
+        multipliers, steps = tf.unstack(tf.convert_to_tensor(state["dp_ledger"]), axis=1)
+        # The row of this multiplier; else the first that is free; else the first.
+        rank = tf.where(steps > 0, tf.cast(tf.equal(multipliers, multiplier), tf.float64) * 2, 1.0)
+        here = tf.one_hot(tf.argmax(rank), LEDGER_ROWS, dtype=tf.float64)
         # A full ledger keeps the least noise of the rows it has to merge: never a smaller price than what ran.
-        value = tf.where(tf.gather(used, row), tf.minimum(tf.gather(ledger[:, 0], row), multiplier), multiplier)
-        multipliers = tf.where(here > 0, value, ledger[:, 0])
-        state["dp_ledger"].assign(tf.stack([multipliers, ledger[:, 1] + here], 1))
+        least = tf.where(steps > 0, tf.minimum(multipliers, multiplier), multiplier)
+        state["dp_ledger"].assign(tf.stack([tf.where(here > 0, least, multipliers), steps + here], 1))
         state["dp_steps"].assign_add(tf.ones([], tf.int64))
         state["dp_nonfinite"].assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
