@@ -35,20 +35,20 @@ def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: 
       key: int64 [2], secret; half of it keys the cipher, half is added to its counter.
       step: int64 scalar. The same key and step give the same noise: never use a step twice.
     """
-    words = tf.bitcast(key, tf.uint64)
+    first, second = tf.unstack(tf.bitcast(key, tf.uint64))
     # A step has a stream of its own, whatever the number of tensors, and each draw 2^40 blocks of it.
-    stream = tf.bitcast(tf.convert_to_tensor(step), tf.uint64) + words[1]
+    stream = tf.bitcast(tf.convert_to_tensor(step), tf.uint64) + second
     sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
     # Small tensors share a draw: a dozen operations each would cost more than their numbers.
     small = [i for i, n in enumerate(sizes) if n < _SMALL]
     draws = [[i] for i in range(len(sizes)) if i not in set(small)] + ([small] if small else [])
     normals: dict[int, tf.Tensor] = {}
-    stddev, key = tf.cast(stddev, tf.float32), words[:1]
+    stddev, cipher_key = tf.cast(stddev, tf.float32), tf.expand_dims(first, 0)
     for number, members in enumerate(draws):
         counter = tf.stack([tf.constant(number << 40, tf.uint64), stream])
         lengths = [sizes[i] for i in members]
         # Two numbers of a pair; the last one of an odd draw is left.
-        drawn = _pairs(-(-sum(lengths) // 2), stddev, key, counter)
+        drawn = _pairs(-(-sum(lengths) // 2), stddev, cipher_key, counter)
         parts = tf.split(drawn, [*lengths, sum(lengths) % 2]) if len(members) > 1 or sum(lengths) % 2 else [drawn]
         for i, part in zip(members, parts, strict=False):
             normals[i] = tf.reshape(part, shapes[i])

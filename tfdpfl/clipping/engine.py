@@ -401,18 +401,18 @@ class Plan:
         """[units], over all variables: never below the truth by more than a thousandth of it. Where terms of a sum
         cancel to as little as its rounding error, the error is added."""
         self.merged: list[list[tuple[Contribution, tf.Tensor, tf.Tensor]]] = []
-        total = tf.zeros([self.units.count], self.dtype)
+        terms = [tf.zeros([self.units.count], self.dtype)]
         doubts: list[tf.Tensor] = []
         for i in range(len(self.variables)):
             parts = self._merged([(c, w, r) for v, c, w, r in self.contributions if v == i])
-            for c, _, _ in parts:
-                total += c.squared_norms()
+            terms += [c.squared_norms() for c, _, _ in parts]
             own = [c.doubt for c, _, _ in parts if c.doubt is not None]
             if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
-                total += 2 * inner_product(*parts)
+                terms.append(2 * inner_product(*parts))
                 own *= 2  # its error is at most both of theirs
             doubts += own
             self.merged.append(parts)
+        total = tf.add_n(terms)
         if not doubts:
             return total
         doubt = tf.add_n(doubts)

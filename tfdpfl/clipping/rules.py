@@ -99,7 +99,7 @@ class Units:
             return result
 
         if tensors:
-            kept = tf.cond(self.any_bad, masked, lambda: [tf.identity(x) for x, _ in tensors])
+            kept = tf.cond(self.any_bad, masked, lambda: [x for x, _ in tensors])
             self._mended = {id(x): y for (x, _), y in zip(tensors, kept, strict=True)}
 
     def mended(self, x: tf.Tensor) -> tf.Tensor:

@@ -155,9 +155,10 @@ class Mechanism(tf.Module):
         multipliers, steps = tf.unstack(tf.convert_to_tensor(state["dp_ledger"]), axis=1)
         # The row of this multiplier; else the first that is free; else the first.
         rank = tf.where(steps > 0, tf.cast(tf.equal(multipliers, multiplier), tf.float64) * 2, 1.0)
-        here = tf.one_hot(tf.argmax(rank), LEDGER_ROWS, dtype=tf.float64)
+        here = tf.equal(tf.argmax(rank), np.arange(LEDGER_ROWS))
         # A full ledger keeps the least noise of the rows it has to merge: never a smaller price than what ran.
         least = tf.where(steps > 0, tf.minimum(multipliers, multiplier), multiplier)
-        state["dp_ledger"].assign(tf.stack([tf.where(here > 0, least, multipliers), steps + here], 1))
+        steps += tf.cast(here, tf.float64)
+        state["dp_ledger"].assign(tf.stack([tf.where(here, least, multipliers), steps], 1))
         state["dp_steps"].assign_add(tf.ones([], tf.int64))
         state["dp_nonfinite"].assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
