@@ -4,10 +4,10 @@
 
 Each competitor is built in a process of its own, by the Python of its own environment (`make bench` installs them), so
 that its peak memory is its own; the rounds alternate between these processes, so that a noisy machine slows all alike.
-A step is one update of the weights on a batch that stays in memory. A ratio is the median over rounds of the ratio to
-the plain step of the same framework within the round. Growth is the peak beyond that of a process that has only the
-framework and the batch in it. A competitor that fails, or runs out of time or memory, is shown so; with BENCHMARK_DEBUG
-set its traceback is printed.
+With --apart no two of them live at the same time. A step is one update of the weights on a batch that stays in memory.
+A ratio is the median over rounds of the ratio to the plain step of the same framework within the round. Growth is the
+peak beyond that of a process that has only the framework and the batch in it. A competitor that fails, or runs out of
+time or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
 """
 
 from __future__ import annotations
@@ -182,14 +182,25 @@ def compare(model: str, batch_size: int, options: argparse.Namespace, progress: 
     def measure_memory(name: str) -> None:
         results[name].peak_mb = workers[name].ask("peak")
 
+    def alone(name: str) -> None:
+        build(name)
+        if name in chosen:
+            run(name)
+        measure_memory(name)
+        workers.pop(name).close()
+
     try:
-        for name in results:
-            attempt(name, build)
-        for _ in range(options.rounds):
-            for name in chosen:
-                attempt(name, run)
-        for name in results:
-            attempt(name, measure_memory)
+        if options.apart:
+            for name in [*bare, *[*chosen] * options.rounds]:
+                attempt(name, alone)
+        else:
+            for name in results:
+                attempt(name, build)
+            for _ in range(options.rounds):
+                for name in chosen:
+                    attempt(name, run)
+            for name in results:
+                attempt(name, measure_memory)
     finally:
         for worker in workers.values():
             worker.close()
@@ -329,6 +340,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--memory-limit", type=float, default=0.6 * available_mb, help="MB for one competitor"
     )
     parser.add_argument(
+        "--apart", action="store_true", help="one process at a time, a new one each round: where two do not fit"
+    )
+    parser.add_argument(
         "--keep", action="store_true", help="what the output has of other models, batches and environments stays"
     )
     parser.add_argument("--output", type=Path, default=HERE / "results" / "step", help="where tables and plots go")
@@ -340,7 +354,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
     combinations = [(model, size) for size in options.batches for model in options.models]
     environments = {COMPETITORS[name].environment for name in options.competitors}
-    counted = 2 * len(environments) + len(options.competitors) * (options.rounds + 2)
+    visits = (1, options.rounds) if options.apart else (2, options.rounds + 2)  # of a bare process, of a competitor
+    counted = visits[0] * len(environments) + visits[1] * len(options.competitors)
     versions = _versions({entry.environment for entry in COMPETITORS.values()})
     options.output.parent.mkdir(parents=True, exist_ok=True)
     models, order = list(MODELS), list(COMPETITORS)

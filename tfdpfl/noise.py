@@ -57,7 +57,7 @@ def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: 
 
 @tf.function(
     input_signature=[
-        tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32), tf.TensorSpec([1], tf.uint64),
+        tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float32), tf.TensorSpec([1], tf.uint64),
         tf.TensorSpec([2], tf.uint64),
     ],
     autograph=False,
