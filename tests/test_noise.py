@@ -86,6 +86,15 @@ def test_every_variable_gets_its_own_noise_of_the_same_size():
     assert np.abs(np.corrcoef([u.ravel() for u in update]) - np.eye(4)).max() < 0.015
 
 
+@pytest.mark.parametrize("shapes", [[[200_001]], [[200_001], [3], [2, 2]], [[1]], [[3], []]])
+def test_draws_of_odd_length_are_as_long_as_asked(shapes):
+    drawn = draw(shapes)
+    assert [list(d.shape) for d in drawn] == shapes
+    together = np.concatenate([d.ravel() for d in drawn])
+    assert np.unique(together).size > 0.98 * together.size
+    assert together.size < MILLION // 10 or accepts(together, 1.0)
+
+
 def test_noise_is_normal_with_mean_zero():
     sample = draw([[MILLION]])[0]
     assert abs(sample.mean()) < 5 / np.sqrt(sample.size)

@@ -47,10 +47,11 @@ def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: 
     for number, members in enumerate(draws):
         counter = tf.stack([tf.constant(number << 40, tf.uint64), stream])
         lengths = [sizes[i] for i in members]
-        # Two numbers of a pair; the last one of an odd draw is left.
-        drawn = _pairs(-(-sum(lengths) // 2), stddev, cipher_key, counter)
-        parts = tf.split(drawn, [*lengths, sum(lengths) % 2]) if len(members) > 1 or sum(lengths) % 2 else [drawn]
-        for i, part in zip(members, parts, strict=False):
+        total = sum(lengths)
+        drawn = _pairs(-(-total // 2), stddev, cipher_key, counter)
+        if total % 2:
+            drawn = drawn[:total]
+        for i, part in zip(members, tf.split(drawn, lengths), strict=True):
             normals[i] = tf.reshape(part, shapes[i])
     return [normals[i] for i in range(len(sizes))]
 
