@@ -218,6 +218,43 @@ def test_loop_of_which_neither_is_possible_is_refused(f):
         check(lambda x: example_losses(f(x)), X, used(f))
 
 
+def dropped(x):
+    """As `SimpleRNN(recurrent_dropout=...)` of Keras 2: what is left out is drawn in the loop."""
+    turn = lambda t, step, h: tf.tanh(step @ A + tf.nn.dropout(h, 0.5) @ R)
+    return over_time(x, turn, zeros(x) + 1)
+
+
+def dropped_in_a_call(x):
+    return tf.function(lambda x: tf.nn.dropout(tf.tanh(x[:, 0] @ A), 0.5) @ R)(x)
+
+
+@pytest.mark.parametrize("batch", [None, B], ids=["free", "static"])
+@pytest.mark.parametrize("f", [dropped, pytest.param(dropped_in_a_call, marks=pytest.mark.slow)])
+def test_what_a_loop_or_a_call_draws_is_the_same_in_the_loss_and_in_its_gradients(f, batch):
+    """TensorFlow's gradients of the one forward pass there is, not those of another draw."""
+
+    @tf.function(input_signature=[tf.TensorSpec([batch, T, D])])
+    def step(x):
+        losses = example_losses(f(x))
+        result = clipped_gradients(tf.reduce_mean(losses), [A, R], 0.3)
+        return [tf.gradients(losses[i], [A, R]) for i in range(B)], result.sum, result.norms
+
+    want, sums, norms = step(tf.constant(X))
+    want = [np.stack([w[i].numpy() for w in want]) for i in range(2)]
+    assert_close(norms.numpy(), np.sqrt(sum((w**2).sum((1, 2)) for w in want)))
+    assert_close([s.numpy() for s in sums], clipped_sums(want, 0.3))
+    assert not falls_back(f, [A, R])
+
+
+def random_weight(x):
+    return over_time(x, lambda t, step, h: tf.tanh(step @ A + h @ tf.nn.dropout(R, 0.5)), zeros(x))
+
+
+@pytest.mark.slow
+def test_weights_that_are_drawn_anew_at_each_turn_are_left_to_the_fallback():
+    assert falls_back(random_weight, [A, R])
+
+
 @pytest.mark.slow
 def test_microbatches_of_a_loop_agree():
     x = normal(6, T, D)

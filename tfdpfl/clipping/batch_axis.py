@@ -176,10 +176,11 @@ ALONG_THE_LAST = {
         "FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd".split(), 2),
     **dict.fromkeys("FFT3D IFFT3D RFFT3D IRFFT3D".split(), 3),
 }  # how many of the last axes
-RANDOM = frozenset(
-    """RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt StatelessRandomUniform
-    StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2 StatelessTruncatedNormal
-    StatelessTruncatedNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
+# Draw from a kernel's own state, and write nothing that another op reads.
+DRAWS = frozenset("RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt".split())
+RANDOM = DRAWS | frozenset(
+    """StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2
+    StatelessTruncatedNormal StatelessTruncatedNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
     StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniform StatefulStandardNormalV2
     StatefulTruncatedNormal""".split()
 )

@@ -89,6 +89,8 @@ class Replay:
         signature = [tf.TensorSpec(s, units.dtype) for s in self.shapes]
         try:
             formed = tf.map_fn(one, (rows, g_rows), fn_output_signature=signature)
+        except PrivacyError:
+            raise
         except ValueError as error:  # a gradient that holds on to tensors of the body
             raise self._refusal(error) from error
         return [Formed([f]) for f in formed]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -20,6 +20,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import (
     BODIES,
     CALLS,
+    DRAWS,
     Batch,
     BatchAxis,
     Items,
@@ -281,21 +282,25 @@ def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
     given = {t.op.name for t in graph.inputs}
     path = [o for o in graph_tools.ancestors(results).values() if o.name not in given]
     own = [o for o in path if o.type not in CALLS and "_gradient_op_type" in o.node_def.attr]
-    if not _pure(graph) or not all(_plain_derivative(o) for o in own):
+    # What is drawn may be drawn here as well as there: only this loop's, or call's, results are used from then on.
+    if _effects(graph.get_operations()) - DRAWS or not all(_plain_derivative(o) for o in own):
         raise Closed
     return path
 
 
-def _pure(graph: tf.Graph) -> bool:
-    """Whether nothing in a function's graph writes, draws or complains, so that it may be computed elsewhere."""
-    for op in graph.get_operations():
-        for attribute in BODIES.get(op.type, ()):
+def _effects(ops: Iterable[tf.Operation]) -> set[str]:
+    """Types of the ops, and of those in their bodies, that write, draw or complain: run elsewhere or once more, they
+    may do or give something else."""
+    found = set()
+    for op in ops:
+        if op.type not in BODIES:
+            if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
+                found.add(op.type)
+            continue
+        for attribute in BODIES[op.type]:
             inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
-            if not _pure(function_graph(graph, op.get_attr(attribute).name, inputs)):
-                return False
-        if op._is_stateful and op.type not in BODIES and op.type not in ("ReadVariableOp", "ResourceGather"):
-            return False
-    return True
+            found |= _effects(function_graph(op.graph, op.get_attr(attribute).name, inputs).get_operations())
+    return found
 
 
 def _plain_derivative(op: tf.Operation) -> bool:
@@ -314,7 +319,7 @@ def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
 def _outside(t: tf.Tensor, outside: dict, body: tf.Graph) -> tf.Tensor:
     """A tensor of a loop's body that is the same at each turn, outside of the loop."""
     if key(t) not in outside:
-        if t.op.type == "Placeholder":
+        if t.op.type == "Placeholder" or _effects([t.op]):  # what is drawn differs from turn to turn
             raise Closed
         for i in t.op.inputs:
             _outside(i, outside, body)
