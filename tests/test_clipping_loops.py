@@ -251,8 +251,10 @@ def random_weight(x):
 
 
 @pytest.mark.slow
-def test_weights_that_are_drawn_anew_at_each_turn_are_left_to_the_fallback():
-    assert falls_back(random_weight, [A, R])
+def test_draws_that_neither_way_can_keep_are_refused():
+    """Weights drawn anew at each turn are not made outside of the loop, and the fallback would draw once more."""
+    with pytest.raises(PrivacyError, match="would draw other random numbers than the loss saw"):
+        falls_back(random_weight, [A, R])
 
 
 @pytest.mark.slow

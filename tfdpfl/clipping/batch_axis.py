@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -205,11 +206,12 @@ BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "
 ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue Arg".split())
 BY_POSITION = "treats an example by its position in the batch"
 TAINTED = "reads a variable that the step itself writes batch data to"
-WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTable(Insert|Remove|Import)")
+WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTable(Insert|Remove|Import)|^RngSkip")
 # Ops that work on one input, along axes that the others name: which input that is.
 DATA_INPUT = {
     **dict.fromkeys(ALONG_AN_AXIS, 0),
     **dict.fromkeys(SPATIAL, 0),
+    **dict.fromkeys(REDUCTIONS, 0),
     **dict.fromkeys(
         """Reshape ExpandDims Transpose Split SplitV StridedSlice Slice Tile BroadcastTo OneHot Pad PadV2 MirrorPad
         SpaceToBatchND BatchToSpaceND MatrixBandPart TopKV2 RFFT RFFT2D RFFT3D IRFFT IRFFT2D IRFFT3D
@@ -261,8 +263,17 @@ def own_gradient_is_known(op: tf.Operation) -> bool:
         return True
     if not tf.compat.as_str(name).startswith("CustomGradient"):
         return op.type in CALLS
-    module = getattr(gradient_function(op), "__module__", None)
-    return (module or "").split(".")[0] in ("tensorflow", "keras", "tf_keras")
+    function = gradient_function(op)
+    if not isinstance(function, types.FunctionType) or "<locals>" not in function.__qualname__:
+        return False  # one that was written for another purpose
+    return function.__module__.split(".")[0] in ("tensorflow", "keras", "tf_keras")
+
+
+def passes_gradients_through(op: tf.Operation) -> bool:
+    """Whether the gradients of the op's first inputs, the values, go to its last ones, the arguments, as they are."""
+    if "_gradient_op_type" not in op.node_def.attr:
+        return False
+    return getattr(gradient_function(op), "__qualname__", "").startswith("grad_pass_through.")
 
 
 def gradient_function(op: tf.Operation):
@@ -367,6 +378,7 @@ class BatchAxis:
         while new:
             known |= new
             writes = [op for op, _ in self._writes(new)]
+            entries = entries or any(op.type in BODIES for op in writes)  # what they run may take something in
             read = graph_tools.ancestors(
                 [t for op in writes for t in op.inputs], follow=lambda t: t.op.name not in released
             )
@@ -378,7 +390,10 @@ class BatchAxis:
     def _handle(self, t: tf.Tensor) -> State:
         """The state of a resource: a `Handle`, also of one made in the graph."""
         state = self[t]
-        return Handle(None, t.op.name) if isinstance(state, Public) else state
+        if not isinstance(state, Public):
+            return state
+        shared = t.op.node_def.attr["shared_name"].s if "shared_name" in t.op.node_def.attr else b""
+        return Handle(None, (t.op.type, shared) if shared else t.op.name)
 
     def _writes(self, handles: set[Handle]) -> Iterable[tuple[tf.Operation, set[Handle]]]:
         """The ops of the graph that may write to some of the variables, and to which."""
@@ -402,10 +417,22 @@ class BatchAxis:
         for op, mine in self._writes(handles):
             states = [self[t] for t in op.inputs]
             if op.type in BODIES:
+                public = self._flows_by_public_values(op, states)
                 for inner, _ in self.bodies(op):
                     yield from inner._written(mine)
+                    for _, there in () if public else inner._writes(mine):  # whether it is written to tells of the data
+                        yield from there
             elif not all(isinstance(s, Handle) or is_batch_free(s) for s in states):
                 yield from mine
+
+    def _flows_by_public_values(self, op: tf.Operation, states: list[State]) -> bool:
+        """Whether no example has a say in which branch is taken, or how often a loop turns."""
+        if op.type.endswith("If"):
+            return is_batch_free(states[0])
+        if op.type.endswith("While"):
+            _, (condition,), _ = self.body(op, "cond", list(op.inputs), self._over_turns(op))
+            return is_batch_free(condition)
+        return True
 
     # -- one op ----------------------------------------------------------------------------------------------
 
@@ -433,18 +460,19 @@ class BatchAxis:
             result = self._misled(op, states) or rule(op, states)
             if result is not None:
                 return result if isinstance(result, list) else [result] * n
+        if op._is_stateful and any(t.dtype != tf.resource for t in op.outputs):
+            return [Mixed(op.type, op.name, "may give out what an earlier step was given")] * n
         if all(map(is_batch_free, states)):
             return [Public(self._deps(states))] * n
-        if not op.inputs:
-            return [Public()] * n
         if not any(isinstance(s, Batch | Items) for s in states):
             return [Mixed(op.type, op.name, "makes the result depend on the batch size")] * n
         return [Mixed(op.type, op.name, "is not known to keep examples apart")] * n
 
     def _misled(self, op: tf.Operation, states: list[State]) -> Mixed | None:
-        """An op on examples whose axes, lengths or other settings depend on examples or on how many there are."""
-        if op.type not in DATA_INPUT or not isinstance(states[DATA_INPUT[op.type]], Batch | Items):
+        """An op whose axes, lengths or other settings depend on examples or on how many there are."""
+        if op.type not in DATA_INPUT:
             return None
+        data = states[DATA_INPUT[op.type]]
         for i, s in enumerate(states):
             if i == DATA_INPUT[op.type] or isinstance(s, Public):
                 continue
@@ -452,6 +480,8 @@ class BatchAxis:
                 return self._mix(op, "has settings that depend on examples")
             if not s.batch_free and i not in MAY_HOLD_BATCH_SIZE.get(op.type, ()):
                 return self._mix(op, "makes an example's result depend on the batch size")
+            if not isinstance(data, Batch | Items) and any(power is None for _, power in s.entries):
+                return self._mix(op, "has settings that may depend on examples")
         return None
 
     def _promised(self, op: tf.Operation, states: list[State]) -> State | None:
@@ -511,7 +541,7 @@ class BatchAxis:
                 t.op, "takes in a value that is no tensor")  # fmt: skip
         if t.shape.rank == 0:
             within = isinstance(getattr(t.graph, "outer_graph", None), tf.__internal__.FuncGraph)
-            if t.dtype.is_floating and (t.op.type == "IteratorGetNext" or within):
+            if t.op.type == "IteratorGetNext" or within:
                 return self._mix(t.op, "hands in a number that may come from examples, and how is not to be seen here;"
                                  " keep a number that is public in a tf.Variable, if it is one,")  # fmt: skip
             return Public()
@@ -534,6 +564,9 @@ class BatchAxis:
 
     def _elementwise(self, op: tf.Operation, states: list[State]) -> State | list[State] | None:
         if op.type == "IdentityN":
+            batches = {s for s in states if isinstance(s, Batch)}
+            if len(batches) > 1 and passes_gradients_through(op):
+                return self._mix(op, "hands gradients from the examples along one axis to those along another")
             return list(states)
         if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
             return states[0]
@@ -601,7 +634,7 @@ class BatchAxis:
                 return None
             kept = [i for i in range(x.shape.rank) if i not in gone]
             return [(x, (at if x.shape.rank == rank else kept[at]) - x.shape.rank)]
-        if kind in ("Reshape", "StridedSlice") and at == 0 and x.shape.rank and x.shape[0] == t.shape[0]:
+        if kind in ("Reshape", "StridedSlice") and at == 0 and x.shape.rank and x.shape[0] == t.shape[0] is not None:
             masks = () if kind == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
             return None if any(op.get_attr(m) & 1 for m in masks) else [(x, -x.shape.rank)]
         if kind == "ConcatV2":
@@ -649,6 +682,8 @@ class BatchAxis:
         known = None not in coefficients
         if kind == "Cast" and op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_integer and powers[0]:
             return row[0] if isinstance(coefficients[0], int) else UNKNOWN  # the rest would be cut off
+        if kind == "Cast" and powers[0] and op.outputs[0].dtype.is_integer and op.outputs[0].dtype.size < 4:
+            return UNKNOWN  # it may wrap
         if kind in ("Cast", "Identity", "StopGradient", "PreventGradient", "Snapshot"):
             return row[0]
         if kind == "Mul":
@@ -656,8 +691,9 @@ class BatchAxis:
             return (int(product) if known and product == int(product) else product, sum(powers))
         if kind in ("FloorDiv", "RealDiv", "TruncateDiv", "DivNoNan", "Div"):
             exact = known and coefficients[1] and coefficients[0] % coefficients[1] == 0
-            if not exact and powers[0] != powers[1] and (kind == "FloorDiv" or op.outputs[0].dtype.is_integer):
-                return UNKNOWN  # rounded
+            rounds = kind == "FloorDiv" or op.outputs[0].dtype.is_integer
+            if rounds and (powers[0] < powers[1] or (not exact and powers[0] != powers[1])):
+                return UNKNOWN
             return (int(coefficients[0] // coefficients[1]) if exact else None, powers[0] - powers[1])
         if kind == "Neg":
             return (-coefficients[0] if known else None, powers[0])
@@ -716,7 +752,9 @@ class BatchAxis:
         if not isinstance(states[data], Batch):
             return self._mix(op, "has weights that depend on examples") if any(
                 isinstance(s, Batch) for s in others) else None  # fmt: skip
-        if states[data].axis != 0 or (op.inputs[data].shape.rank in (None, 1, 2, 3) and op.type.startswith("Adjust")):
+        if states[data].axis != 0 or (
+            op.inputs[data].shape.rank in (None, 1, 2, 3) and op.type.startswith("Adjust")
+        ) or (op.inputs[data].shape.rank in (None, 1) and op.type in ("RGBToHSV", "HSVToRGB")):
             return self._mix(op, "does not have the batch as its first axis")
         if op.type in TRANSPOSED and any(p != 0 for _, p in self.entries(op.inputs[0])[1:]):
             return self._mix(op, "makes an example's result depend on the batch size")
@@ -795,7 +833,7 @@ class BatchAxis:
             return (UNKNOWN,)
         if isinstance(state, Mixed | Items | Handle):
             return tuple((d, 0) if d is not None else UNKNOWN for d in t.shape)
-        entries = [(d, 0) for d in t.shape]
+        entries = [(d, 0) if d is not None or not isinstance(state, Size) else UNKNOWN for d in t.shape]
         if isinstance(state, Batch) and t.shape[state.axis] is None:
             entries[state.axis] = (state.rows, 1)
         return tuple(entries)
@@ -823,7 +861,8 @@ class BatchAxis:
         return Public(alike=value is not None and value.size > 0 and bool(np.all(value == value.flat[0])))
 
     def _op_rank(self, op, states):
-        return Public()
+        known = op.inputs[0].shape.rank is not None or isinstance(states[0], Public)
+        return Public() if known else self._mix(op, "depends on a rank that is not known")
 
     def _op_reshape(self, op, states):
         x, y, state = op.inputs[0], op.outputs[0], states[0]
@@ -910,6 +949,8 @@ class BatchAxis:
 
     def _op_concatv2(self, op, states):
         *tensors, axis_tensor = op.inputs
+        if not is_batch_free(states[-1]):
+            return self._mix(op, "has settings that depend on examples or on how many there are")
         return self._joined(op, tensors, states[:-1], constant(axis_tensor))
 
     def _joined(self, op, tensors, states, axis):
@@ -1187,8 +1228,11 @@ class BatchAxis:
 
     def _op_rngreadandskip(self, op, states):
         """A generator's state; how far it then moves follows the number of draws, which tells nothing of them."""
-        moves = states[2]
-        return None if isinstance(moves, Batch | Items | Mixed) else Public()
+        handle, moves = self._handle(op.inputs[0]), states[2]
+        if not isinstance(handle, Handle) or handle in self._tainted:
+            return self._mix(op, TAINTED)
+        self.reads.append((handle, op))
+        return self._mix(op, "has settings that depend on examples") if isinstance(moves, Batch | Items) else Public()
 
     def _op_imageprojectivetransformv3(self, op, states):
         images, transforms, *settings = states
@@ -1284,7 +1328,9 @@ class BatchAxis:
             shift = i.shape.rank - batch_dims - 1 if params.axis > axis else 0
             return Batch(params.axis + shift, params.rows)
         if isinstance(indices, Batch) and isinstance(params, Public):
-            axis = axis if axis >= 0 else axis % (p.shape.rank or 1)
+            if axis < 0 and p.shape.rank is None:
+                return self._mix(op, "has a shape of unknown rank")
+            axis = axis if axis >= 0 else axis % p.shape.rank
             if indices.axis < batch_dims:
                 return self._mix(op, BY_POSITION)
             return Batch(axis + indices.axis - batch_dims, indices.rows)
@@ -1323,12 +1369,16 @@ class BatchAxis:
 
     def bodies(self, op: tf.Operation) -> Iterable[tuple[BatchAxis, tf.Graph]]:
         """What a call, a branch or a loop runs (of a loop the body), with the states that it is given."""
-        looped = op.type.endswith("While") and key(op.outputs[0]) in self.states
-        states = [self.states[key(t)] for t in op.outputs] if looped else [self[t] for t in op.inputs]
+        states = self._over_turns(op) if op.type.endswith("While") else [self[t] for t in op.inputs]
         skip = 1 if op.type.endswith("If") else 0
         for attribute in BODIES[op.type]:
             inner, _, graph = self.body(op, attribute, list(op.inputs[skip:]), states[skip:])
             yield inner, graph
+
+    def _over_turns(self, op: tf.Operation) -> list[State]:
+        """What a loop hands from turn to turn."""
+        before = [self[t] for t in op.inputs]
+        return [s if isinstance(s, Handle) else self[t] for s, t in zip(before, op.outputs, strict=True)]
 
     def body(self, op, attribute, inputs, states) -> tuple[BatchAxis, list[State], tf.Graph]:
         graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
@@ -1441,6 +1491,8 @@ class BatchAxis:
         return None
 
     def _op_tensorlistreserve(self, op, states):
+        if not is_batch_free(states[1]):
+            return self._mix(op, "makes a list whose length depends on examples or on how many there are")
         return Items(Public(alike=True))
 
     _op_emptytensorlist = _op_tensorlistreserve

@@ -62,6 +62,18 @@ class ClippedGradients:
     loss_scale: tf.Tensor | None
 
 
+# Of 1e11 entries whose squares are below float32's least normal number the norm is 3e-14.
+LEAST_CLIP = 1e-10
+
+
+def check_clip(l2_norm_clip: float) -> None:
+    if l2_norm_clip < LEAST_CLIP:
+        raise ValueError(
+            f"l2_norm_clip={l2_norm_clip!r} is so small that longer gradients are lost when float32 squares them. "
+            f"Scale the loss up, and l2_norm_clip with it, to {LEAST_CLIP:g} or more."
+        )
+
+
 @tf.autograph.experimental.do_not_convert
 def clipped_gradients(
     loss: tf.Tensor,
@@ -77,7 +89,7 @@ def clipped_gradients(
     Args:
       loss: a scalar, or a tensor with the examples along its first axis, in a graph (not eager).
       variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights.
-      l2_norm_clip: C > 0.
+      l2_norm_clip: C, at least 1e-10.
       num_microbatches: None to clip every example; or M, to clip the mean gradient of M groups of consecutive
         examples, as TensorFlow Privacy does. The batch must be divisible by M.
 
@@ -87,7 +99,10 @@ def clipped_gradients(
     Raises:
       PrivacyError: where examples influence one another on the way to the loss, or there is no graph. Nothing is
         silently left unclipped.
+      ValueError: an ``l2_norm_clip`` that is too small for float32.
     """
+    if not tf.is_tensor(l2_norm_clip):
+        check_clip(l2_norm_clip)
     plan = Plan(loss, variables, num_microbatches)
     norms2 = plan.squared_norms()
     return plan.finish(norms2, l2_norm_clip)
@@ -204,6 +219,13 @@ class Plan:
 
     def _batch_size(self) -> tf.Tensor:
         sources = self.analysis.sources
+        signature = getattr(self.graph, "structured_input_signature", None)
+        ragged = [s for s in tf.nest.flatten(signature) if isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec)]
+        if ragged:
+            raise PrivacyError(
+                f"The step takes in a {type(ragged[0]).__name__}, whose values are not rows of examples. Hand in a "
+                "tensor: to_tensor() of a ragged one, tf.sparse.to_dense of a sparse one."
+            )
         if not sources:
             raise PrivacyError(
                 "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
@@ -226,22 +248,21 @@ class Plan:
         else:
             size, unsure = tf.shape(sources[0])[0], sources[1:]
         checks = [
-            graph_tools.require(
-                tf.equal(tf.shape(t)[0], size), "tfdpfl: the inputs of the step disagree about the batch size."
-            )
+            (tf.equal(tf.shape(t)[0], size), "tfdpfl: the inputs of the step disagree about the batch size.")
             for t in unsure
             if t.shape[0] is None
         ]
         one = tf.maximum(size, 1)
         checks += [
-            graph_tools.require(
+            (
                 tf.equal(tf.shape(y)[axis] % one, 0),
                 f"tfdpfl: {y.op.type} ({y.op.name!r}) cuts across examples of the batch.",
             )
             for y, axis in self.analysis.checks
             if y.graph is self.graph
         ]
-        with tf.control_dependencies(checks):
+        self.holds = [holds for holds, _ in checks]
+        with tf.control_dependencies([graph_tools.require(*check) for check in checks]):
             size = tf.identity(size)
         self.analysis.ops[size.op.name] = size.op
         self.analysis.states[key(size)] = Size(((1, 1),))
@@ -295,6 +316,11 @@ class Plan:
                 ruled += [(op, i, kind, feeds) for i in at]
             elif batch_outputs:
                 replays.append(self._replay([op]))
+            elif any(isinstance(a[t], Batch) and t.dtype.is_complex for t in op.outputs):
+                raise PrivacyError(
+                    f"{op.type} ({op.name!r}) uses weights in complex numbers, for which there is no rule. Write it "
+                    "with real and imaginary parts: (a + bi)(c + di) = (ac - bd) + (ad + bc)i."
+                )
         replays += [self._replay(cluster) for cluster in clusters(listed) if any(
             weighs(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
         wanted = {key(turns.probe): turns.probe for turns in self.opened.turns}
@@ -376,7 +402,7 @@ class Plan:
                 s = a[op.outputs[0]]
                 if isinstance(s, Public) and s.deps:
                     roots.append((next(iter(s.deps)), op.outputs[0]))
-            elif op.type in CALLS:  # what a call reads by itself
+            elif op.type in CALLS or op.type == "ResourceGather":  # what reads by itself
                 handles = {key(t): t for t in op.inputs if isinstance(a[t], Handle) and a[t].index is not None}
                 for t in handles.values():
                     if all(root is not t for _, root in roots):
@@ -458,6 +484,8 @@ class Plan:
         pass over all parameters afterwards."""
         units = self.units
         good = tf.math.is_finite(norms2)
+        for holds in self.holds:  # XLA leaves the op out that would stop the step
+            good = tf.logical_and(good, holds)
         units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
         norms = tf.sqrt(norms2)
         held = tf.is_tensor(l2_norm_clip)
@@ -613,9 +641,13 @@ def pullback(f: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, shape: tf.TensorS
         return None
 
     def one(gradient):
-        return tf.cast(tf.gradients([weight], [root], [tf.cast(gradient, weight.dtype)])[0], f.dtype)
+        (d,) = tf.gradients([weight], [root], [tf.cast(gradient, weight.dtype)])
+        return tf.cast(tf.convert_to_tensor(d), f.dtype)
 
-    result = tf.vectorized_map(one, f, fallback_to_while_loop=False)
+    try:
+        result = tf.vectorized_map(one, f, fallback_to_while_loop=False)
+    except ValueError:  # an op that TensorFlow cannot vectorise
+        result = tf.map_fn(one, f)
     return tf.ensure_shape(result, [f.shape[0], *shape])
 
 

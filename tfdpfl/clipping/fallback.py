@@ -8,8 +8,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BODIES, CALLS, Batch, BatchAxis, Public, Size, key, weighs
+from tfdpfl.clipping.batch_axis import BODIES, CALLS, RANDOM, Batch, BatchAxis, Public, Size, key, weighs
 from tfdpfl.clipping.loss import LossOfOne
+from tfdpfl.clipping.opening import effects
 from tfdpfl.clipping.rules import Formed, Units
 from tfdpfl.errors import PrivacyError
 
@@ -17,6 +18,7 @@ _MEND = (
     "Leave the batch size free (tf.data's batch without drop_remainder, no fixed batch_size in an Input, for arrays in "
     "fit a batch_size that does not divide their number), or write the layer with operations that have a rule."
 )
+DRAWS_ANEW = RANDOM | {"RandomShuffle", "RngReadAndSkip"}
 
 
 class Replay:
@@ -32,6 +34,8 @@ class Replay:
         self.ops, self.weights, self.shapes, self.a = ops, weights, shapes, analysis
         if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
             raise self._refusal("it holds a loop or a branch that uses weights, too")
+        if effects(self.ops) & DRAWS_ANEW:
+            raise self._refusal("it would draw other random numbers than the loss saw (draw them before it)")
         # Taken now: building a gradient may rewrite loops and calls.
         self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
         made = {key(t) for op in ops for t in op.outputs}

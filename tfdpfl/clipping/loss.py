@@ -345,7 +345,7 @@ class LossOfOne:
             xs = self.a[x]
             if isinstance(xs, Mixed):
                 raise self._refusal(xs, t.op)
-            dims = tf.shape(x)
+            dims = tf.shape(self.size_of_one(x))
             if isinstance(xs, Batch):
                 at = tf.one_hot(xs.axis, x.shape.rank, True, False, dtype=tf.bool)
                 dims = tf.where(at, dims // self.one_or_more, dims)

@@ -283,12 +283,12 @@ def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
     path = [o for o in graph_tools.ancestors(results).values() if o.name not in given]
     own = [o for o in path if o.type not in CALLS and "_gradient_op_type" in o.node_def.attr]
     # What is drawn may be drawn here as well as there: only this loop's, or call's, results are used from then on.
-    if _effects(graph.get_operations()) - DRAWS or not all(_plain_derivative(o) for o in own):
+    if effects(graph.get_operations()) - DRAWS or not all(_plain_derivative(o) for o in own):
         raise Closed
     return path
 
 
-def _effects(ops: Iterable[tf.Operation]) -> set[str]:
+def effects(ops: Iterable[tf.Operation]) -> set[str]:
     """Types of the ops, and of those in their bodies, that write, draw or complain: run elsewhere or once more, they
     may do or give something else."""
     found = set()
@@ -299,7 +299,7 @@ def _effects(ops: Iterable[tf.Operation]) -> set[str]:
             continue
         for attribute in BODIES[op.type]:
             inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
-            found |= _effects(function_graph(op.graph, op.get_attr(attribute).name, inputs).get_operations())
+            found |= effects(function_graph(op.graph, op.get_attr(attribute).name, inputs).get_operations())
     return found
 
 
@@ -319,7 +319,7 @@ def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
 def _outside(t: tf.Tensor, outside: dict, body: tf.Graph) -> tf.Tensor:
     """A tensor of a loop's body that is the same at each turn, outside of the loop."""
     if key(t) not in outside:
-        if t.op.type == "Placeholder" or _effects([t.op]):  # what is drawn differs from turn to turn
+        if t.op.type == "Placeholder" or effects([t.op]):  # what is drawn differs from turn to turn
             raise Closed
         for i in t.op.inputs:
             _outside(i, outside, body)

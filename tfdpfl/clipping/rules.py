@@ -290,17 +290,23 @@ class Lookup:
             self.doubt = rounding(length, self.g.shape[2], dtype=gram.dtype) * tf.linalg.trace(gram)
             return tf.reduce_sum(tf.where(alike, gram, tf.zeros_like(gram)), [1, 2])
         units, t = tf.shape(self.g)[0], tf.shape(self.g)[1]
-        keys = tf.range(tf.cast(units, tf.int64))[:, None] * self.vocabulary + tf.cast(self.ids, tf.int64)
-        distinct, where = tf.unique(tf.reshape(keys, [-1]))
+        distinct, where = tf.unique(self._keys(units))
         rows = tf.math.unsorted_segment_sum(tf.reshape(self.g, [units * t, self.g.shape[2]]), where, tf.size(distinct))
         return tf.math.unsorted_segment_sum(squares(rows), distinct // self.vocabulary, units)
 
     def formed(self) -> tf.Tensor:
         units = tf.shape(self.g)[0]
-        keys = tf.range(units)[:, None] * self.vocabulary + tf.cast(self.ids, tf.int32)
         flat = tf.reshape(self.g, [-1, self.g.shape[2]])
-        table = tf.math.unsorted_segment_sum(flat, tf.reshape(keys, [-1]), units * self.vocabulary)
+        table = tf.math.unsorted_segment_sum(flat, self._keys(units), units * self.vocabulary)
         return tf.reshape(table, [units, *self.shape])
+
+    def _keys(self, units: tf.Tensor) -> tf.Tensor:
+        """For each unit's id a number of its own, int64 [U T]; -1, which sums pass over, for an id that is not in the
+        table: XLA does not stop at one, and it would be another unit's."""
+        ids = tf.cast(self.ids, tf.int64)
+        keys = tf.range(tf.cast(units, tf.int64))[:, None] * self.vocabulary + ids
+        inside = tf.logical_and(ids >= 0, ids < self.vocabulary)
+        return tf.reshape(tf.where(inside, keys, -tf.ones_like(keys)), [-1])
 
     def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
         return []

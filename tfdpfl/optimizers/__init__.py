@@ -25,8 +25,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         model.compile(optimizer={name}(l2_norm_clip=1.0, noise_multiplier=1.1), loss=..., metrics=...)
 
     What is private: the weights, and whatever is computed from them. What is not: the loss and metrics that Keras
-    shows for training batches, and the optimizer's own state on disk, which holds the key of the noise; publish a
-    model saved with ``include_optimizer=False``.
+    shows for training batches, and the optimizer's own state on disk, which holds the key of the noise: ``model.save``
+    and ``save_weights`` write it. Publish ``model.export(...)``, or ``clone_model`` with ``set_weights``, saved.
 
     Args:
       l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together.

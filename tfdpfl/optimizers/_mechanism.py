@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import Plan, check_finished, raw_variable
+from tfdpfl.clipping.engine import Plan, check_clip, check_finished, raw_variable
 from tfdpfl.errors import PrivacyError
 
 LEDGER_ROWS = 8
@@ -65,6 +65,7 @@ class Mechanism(tf.Module):
             "noise_multiplier", noise_multiplier, 0, False,
             "It is the noise's standard deviation over l2_norm_clip; tfdpfl.compute_noise_multiplier finds it.",
         )  # fmt: skip
+        check_clip(self.l2_norm_clip)
         self.num_microbatches = _count("num_microbatches", num_microbatches, "None clips every example by itself.")
         if expected_batch_size is not None:
             expected_batch_size = _number(

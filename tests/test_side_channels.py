@@ -1,0 +1,180 @@
+"""Ways by which examples could meet that are neither an axis nor a sum: settings, lengths, state, other gradients."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import L, check, engine, example_losses, normal, rng
+
+import tfdpfl
+from tfdpfl.clipping import clipped_gradients
+from tfdpfl.errors import PrivacyError
+
+B, D = 4, 4
+X = normal(B, D)
+W = tf.Variable(normal(D, 3, seed=1))
+STATE = tf.Variable(0.0, trainable=False)
+GENERATOR = tf.random.Generator.from_seed(1)
+
+
+def losses(x, w=W):
+    return tf.reduce_sum(tf.tanh(x @ w), 1)
+
+
+def many(x):
+    """How many examples pass a test: a length that is data."""
+    return tf.shape(tf.where(x[:, 0] > 0.0))[0]
+
+
+def scaled(x, number):
+    return losses(x) * tf.cast(number, tf.float32)
+
+
+def through_a_table(x):
+    one = tf.raw_ops.FIFOQueueV2(component_types=[tf.int32], shapes=[[]], capacity=2)
+    tf.raw_ops.QueueEnqueueV2(handle=one, components=[many(x)])
+    return tf.ensure_shape(tf.raw_ops.QueueDequeueV2(handle=one, component_types=[tf.int32])[0], [])
+
+
+def drawn_from_data(x):
+    GENERATOR.state.assign(tf.stack([tf.cast(many(x), tf.int64), 0, 0]))
+    return GENERATOR.uniform([])
+
+
+def branched(x):
+    tf.cond(many(x) > 1, lambda: STATE.assign(1.0), lambda: STATE.assign(0.0))
+    return STATE.read_value()
+
+
+def counted(x):
+    tf.while_loop(lambda i: i < many(x), lambda i: [i + 1 + 0 * tf.cast(STATE.assign_add(1.0), tf.int32)], [0])
+    return STATE.read_value()
+
+
+SETTINGS = {
+    "rank": lambda x: tf.rank(tf.reshape(tf.zeros([1]), tf.ones([many(x)], tf.int32))),
+    "shape of a shape": lambda x: tf.shape(tf.shape(tf.reshape(tf.zeros([1]), tf.ones([many(x)], tf.int32))))[0],
+    "length of a list": lambda x: tf.TensorArray(tf.float32, size=many(x), dynamic_size=True).size(),
+    "length of the batch's list": lambda x: tf.TensorArray(tf.float32, size=tf.shape(x)[0], dynamic_size=True).size(),
+    "axis that is added": lambda x: tf.shape(tf.expand_dims(tf.ones([3]), many(x) % 2))[0],
+    "order of axes": lambda x: tf.transpose(tf.constant([[0, 1], [2, 0]]), [many(x) % 2, (many(x) + 1) % 2])[0, 1],
+    "axis that is joined": lambda x: tf.shape(tf.concat([tf.ones([2, 2]), tf.ones([2, 2])], many(x) % 2))[0],
+    "axis that is summed": lambda x: tf.reduce_max(tf.reduce_sum(tf.reshape(tf.shape(x[:, :, None, None]), [2, 2]),
+                                                                 many(x) % 2)),
+    "a queue": through_a_table, "a generator": drawn_from_data, "a branch": branched, "a count of turns": counted,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", SETTINGS.values(), ids=SETTINGS)
+def test_a_number_made_of_how_many_examples_pass_a_test_is_refused(number):
+    with pytest.raises(PrivacyError):
+        engine(lambda x: scaled(x, number(x)), X, [W], 1.0)
+
+
+@pytest.mark.parametrize("number", [
+    lambda n: 12 // n * n,  # 12 only where n divides 12
+    lambda n: tf.cast(tf.cast(n, tf.uint8), tf.int32) // n,  # 0 from 256 on
+])  # fmt: skip
+def test_integers_that_round_or_wrap_are_taken_as_on_a_batch_of_one(number):
+    check(lambda x: scaled(x, number(tf.shape(x)[0]) + 1), X, [W])
+
+
+@tf.custom_gradient
+def normalises_in_the_gradient(x):
+    return tf.identity(x), tf.math.l2_normalize
+
+
+@tf.custom_gradient
+def layer_as_gradient(x):
+    return tf.identity(x), L.Lambda(lambda g: tf.reduce_sum(g, 0, keepdims=True) + 0 * g)
+
+
+@pytest.mark.parametrize("f", [
+    normalises_in_the_gradient, layer_as_gradient, tf.grad_pass_through(tf.transpose),
+], ids=["function of TensorFlow", "layer", "passed through"])  # fmt: skip
+def test_a_gradient_that_may_mix_examples_is_refused(f):
+    with pytest.raises(PrivacyError):
+        engine(lambda x: tf.reduce_sum(f(x @ tf.ones([D, B]) * tf.reduce_sum(W)), 1), X, [W], 1.0, batch=B)
+
+
+@pytest.mark.parametrize("spec", [
+    tf.RaggedTensorSpec([None, None], ragged_rank=1), tf.SparseTensorSpec([None, D]),
+], ids=["ragged", "sparse"])  # fmt: skip
+def test_values_that_are_not_rows_are_refused(spec):
+    @tf.function(input_signature=[spec])
+    def step(x):
+        return clipped_gradients(tf.reduce_sum(x.values[:, None] * W[:1]), [W], 1.0).sum
+
+    with pytest.raises(PrivacyError, match="values are not rows of examples"):
+        step.get_concrete_function()
+
+
+def test_a_whole_number_from_the_data_set_is_refused():
+    @tf.function
+    def step(iterator):
+        x, number = next(iterator)
+        return clipped_gradients(tf.reduce_mean(scaled(x, number)), [W], 1.0).sum
+
+    data = tf.data.Dataset.from_tensors(X).map(lambda x: (x, tf.reduce_sum(tf.cast(x[:, 0] > 0.0, tf.int32))))
+    with pytest.raises(PrivacyError, match="hands in a number that may come from examples"):
+        step(iter(data))
+
+
+def test_where_xla_drops_a_check_nothing_is_added():
+    """XLA leaves out the op that would stop a step whose inputs disagree."""
+
+    @tf.function(jit_compile=True, input_signature=[tf.TensorSpec([None, D]), tf.TensorSpec([None, D])])
+    def step(x, y):
+        return clipped_gradients(tf.reduce_mean(losses(x + y)), [W], 1.0).sum[0]
+
+    assert np.abs(step(X, X)).max() > 0
+    assert np.abs(step(X, X[:1])).max() == 0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_ids_beyond_a_table_are_no_other_examples(compiled):
+    """XLA does not stop at them."""
+    table = tf.Variable(normal(6, 2))
+    ids = rng(0).integers(0, 6, (B, 3))
+
+    @tf.function(jit_compile=compiled, input_signature=[tf.TensorSpec([None, 3], tf.int64)])
+    def norms(ids):
+        looked_up = tf.gather(table * 2.0, ids)  # scaled: each example's gradient of the table is formed
+        return clipped_gradients(tf.reduce_mean(example_losses(looked_up)), [table], 1.0).norms
+
+    want = norms(ids).numpy()
+    if compiled:
+        ids[0] = 7, 8, 9
+        np.testing.assert_allclose(norms(ids).numpy()[1:], want[1:], rtol=1e-6)
+
+
+def test_a_clip_below_what_float32_can_square_is_refused():
+    with pytest.raises(ValueError, match=r"l2_norm_clip=1e-12 is so small.*Scale the loss up"):
+        tfdpfl.DPSGD(1e-12, 0.0)
+    with pytest.raises(ValueError, match="l2_norm_clip=1e-12"):
+        engine(losses, X, [W], 1e-12)
+
+
+def test_weights_in_complex_numbers_are_refused_by_name():
+    """Not left without a gradient and without noise."""
+    w = tf.Variable(normal(3, 2))
+
+    def spectral(x):
+        return tf.reduce_sum(tf.signal.irfft(tf.signal.rfft(x) * tf.complex(w[:, 0], w[:, 1])) ** 2, 1)
+
+    with pytest.raises(PrivacyError, match=r"Mul.*complex numbers.*real and imaginary parts"):
+        engine(spectral, X, [w], 1.0)
+
+
+@pytest.mark.parametrize("batch", [None, B])
+def test_rows_of_a_table_for_all_places_are_exact(batch):
+    """Keras's own example of positions: `Embedding(length, width)(tf.range(length))`."""
+    embedding = L.Embedding(D, 2)
+    embedding.build(None)
+    f = lambda x: example_losses(x[:, :, None] + embedding(tf.range(D)))
+    check(f, X, [embedding.embeddings], batch=batch)
+
+
+def test_what_tensorflow_cannot_vectorise_is_carried_back_one_by_one():
+    w = tf.Variable(normal(2, 3))
+    padded = lambda: tf.pad(w, [[1, 1], [0, 0]], "REFLECT")  # MirrorPadGrad has no vectorised form
+    check(lambda x: example_losses(x @ padded()), X, [w])
