@@ -281,10 +281,15 @@ def test_an_optimizer_without_privacy_is_refused():
     [
         ({"delta": None}, "delta"),
         ({"delta": 1.5}, "delta"),
-        ({"delta": DELTA, "target_epsilon": -1}, "target_epsilon=-1"),
-        ({"delta": DELTA, "sampling": "often"}, "sampling='often'"),
+        *[({"target_epsilon": v}, f"target_epsilon must be .* got {v!r}") for v in (-1, "1", True, np.inf, np.nan)],
+        ({"sampling": "often"}, "sampling must be one of .*'often'"),
+        *[({"accountant": v}, f"accountant must be one of .*{v!r}") for v in ("pldd", None)],
+        *[({"batch_size": v}, f"batch_size must be a whole number .* got {v!r}")
+          for v in (0, -3, True, 20.5, "20", np.nan)],
+        ({"batch_size": N + 1}, f"batch_size={N + 1} is more than num_examples={N}"),
+        *[({"num_examples": v}, f"num_examples must be a whole number .* got {v!r}") for v in ("200", 0, np.nan, 2.5)],
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        PrivacyBudget(num_examples=N, **arguments)
+        PrivacyBudget(**{"num_examples": N, "delta": DELTA, **arguments})

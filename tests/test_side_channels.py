@@ -178,3 +178,38 @@ def test_what_tensorflow_cannot_vectorise_is_carried_back_one_by_one():
     w = tf.Variable(normal(2, 3))
     padded = lambda: tf.pad(w, [[1, 1], [0, 0]], "REFLECT")  # MirrorPadGrad has no vectorised form
     check(lambda x: example_losses(x @ padded()), X, [w])
+
+
+def test_a_step_that_examples_may_leave_out_is_refused_at_the_latest_where_it_is_priced():
+    """Within a branch of its own a step does not see who chose the branch."""
+    optimizer = tfdpfl.DPSGD(1.0, 0.0)
+    optimizer.build([W])
+
+    def taken(choice):
+        @tf.function(input_signature=[tf.TensorSpec([None, D])])
+        def step(x):
+            private = lambda: (optimizer.minimize(lambda: tf.reduce_mean(losses(x)), [W]), 1)[1]
+            return tf.cond(choice(x), private, lambda: 0)
+
+        step(X)
+        return optimizer.executed
+
+    every_second = tf.Variable(True, trainable=False)
+    assert taken(lambda x: every_second.read_value()) == [(0.0, 1)]
+    with pytest.raises(PrivacyError, match=r"If \(.*takes a private step or leaves it out, and examples decide which"):
+        taken(lambda x: tf.reduce_max(x) < 50.0)
+
+
+def test_no_digit_of_a_float64_sum_is_without_noise():
+    """An update keeps the digits of the noise's type: those beyond would tell whether there was an example at all."""
+    w = tf.Variable(np.zeros(100), dtype=tf.float64)
+    optimizer = tfdpfl.DPSGD(1.0, 1.0, learning_rate=1.0)
+    optimizer.build([w])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 100], tf.float64)])
+    def step(x):
+        optimizer.minimize(lambda: tf.reduce_mean(tf.reduce_sum(x * w, 1)), [w])
+
+    step(rng(0).normal(size=(1, 100)))
+    assert np.ptp(w) > 1
+    np.testing.assert_array_equal(w, np.float64(np.float32(w)))

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.accounting import PrivacyLedger, PrivacyReport, compute_num_steps
-from tfdpfl.accounting.pricing import check_delta
+from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.run import ADJACENCIES_OF, SAMPLINGS
 from tfdpfl.data import SamplingDeclaration, declared_sampling
 from tfdpfl.errors import PrivacyError
@@ -73,16 +73,21 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         super().__init__()
         if delta is None:
             raise ValueError("delta=None: give the δ of the promise, for example 1e-5 (below 1 / num_examples).")
+        if num_examples is not None:
+            num_examples = _checks.whole("num_examples", num_examples, 1, "count the examples, or leave it to the data")
         self.num_examples = num_examples
         self.delta = check_delta(delta)
-        if target_epsilon is not None and not target_epsilon > 0:
-            raise ValueError(f"target_epsilon={target_epsilon!r} must be > 0, or None to train without a limit.")
+        if target_epsilon is not None:
+            mend = "give the ε to stop at, or None to train without a limit"
+            target_epsilon = _checks.real("target_epsilon", target_epsilon, mend, above=0)
         self.target_epsilon = target_epsilon
-        if sampling is not None and sampling not in SAMPLINGS:
-            raise ValueError(f"sampling={sampling!r} must be one of {', '.join(SAMPLINGS)}, or None.")
-        self.sampling = sampling
+        self.sampling = None if sampling is None else _checks.choice("sampling", sampling, SAMPLINGS)
+        if batch_size is not None:
+            batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch, or leave it out")
+            if num_examples is not None and batch_size > num_examples:
+                raise ValueError(f"batch_size={batch_size} is more than num_examples={num_examples}: one is off.")
         self.batch_size = batch_size
-        self.accountant = accountant
+        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
         if ledger is not None and not isinstance(ledger, PrivacyLedger):
             raise ValueError(f"ledger={ledger!r:.99} must be a PrivacyLedger: PrivacyLedger.from_dict makes one.")
         self._given = PrivacyLedger() if ledger is None else ledger

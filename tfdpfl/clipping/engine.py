@@ -27,6 +27,7 @@ from tfdpfl.clipping.batch_axis import (
     Public,
     Size,
     constant,
+    is_batch_free,
     key,
     weighs,
 )
@@ -128,9 +129,10 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
 
     Raises:
       PrivacyError: after the clip the step writes batch data to a variable that a loss reads (in the next step), or to
-        one of ``kept``.
+        one of ``kept``; or examples decide whether the step is taken.
     """
     for source, read in _READ.get(graph, ()):
+        _check_branches(graph, source)
         handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
         found = BatchAxis(graph, source).tainted({*read, *handles})
         for handle, (kind, name) in read.items():
@@ -141,6 +143,30 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
                 raise PrivacyError(
                     f"The step writes batch data to {v.name!r}, which is saved with the model and has no noise. Keep "
                     "such statistics out of the model, or fix them before training."
+                )
+
+
+def _check_branches(graph: tf.Graph, source: Callable) -> None:
+    """That no branch in which the step is taken, or not, is chosen by examples; by whether the data are at their end,
+    and by a loop's count of its turns, it may be."""
+
+    def known(t: tf.Tensor):
+        counts = t.shape.rank == 0 and (t.dtype.is_integer or t.dtype.is_bool) and t.op.type != "IteratorGetNext"
+        return Public() if counts and graph_tools.captured(t) is None else source(t)
+
+    while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
+        inner, graph = graph, graph.outer_graph
+        for op in graph.get_operations():
+            if op.type not in ("If", "StatelessIf") or inner.name not in graph_tools.function_names(op.node_def.attr):
+                continue
+            terms = [graph_tools.source(op.inputs[0])]
+            if terms[0].op.type == "LogicalAnd":
+                terms = [graph_tools.source(t) for t in terms[0].op.inputs]
+            analysis = BatchAxis(graph, known)
+            if not all(t.op.type == "OptionalHasValue" or is_batch_free(analysis[t]) for t in terms):
+                raise PrivacyError(
+                    f"{op.type} ({op.name!r}) takes a private step or leaves it out, and examples decide which. Take "
+                    "the step on every batch."
                 )
 
 

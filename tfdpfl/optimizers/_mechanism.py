@@ -123,7 +123,8 @@ class Mechanism(tf.Module):
             shapes = [raw_variable(variables[i]).shape for i in used]
             normals = noise.gaussian(shapes, stddev, tf.convert_to_tensor(state["dp_key"]), state["dp_steps"])
             for i, normal in zip(used, normals, strict=True):
-                means[i] += tf.cast(normal, means[i].dtype)
+                # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
+                means[i] = tf.cast(tf.cast(means[i], normal.dtype) + normal, means[i].dtype)
         result: list[tf.Tensor | None] = []
         for v, g, r in zip(variables, means, clipped.regularization, strict=True):
             if r is not None:
