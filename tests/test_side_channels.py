@@ -60,6 +60,7 @@ SETTINGS = {
     "axis that is joined": lambda x: tf.shape(tf.concat([tf.ones([2, 2]), tf.ones([2, 2])], many(x) % 2))[0],
     "axis that is summed": lambda x: tf.reduce_max(tf.reduce_sum(tf.reshape(tf.shape(x[:, :, None, None]), [2, 2]),
                                                                  many(x) % 2)),
+    "shape of a shape that is cut": lambda x: tf.shape(tf.reshape(tf.shape(x[:, :, None, None]), [many(x), -1]))[1],
     "a queue": through_a_table, "a generator": drawn_from_data, "a branch": branched, "a count of turns": counted,
 }  # fmt: skip
 
@@ -70,12 +71,12 @@ def test_a_number_made_of_how_many_examples_pass_a_test_is_refused(number):
         engine(lambda x: scaled(x, number(x)), X, [W], 1.0)
 
 
-@pytest.mark.parametrize("number", [
-    lambda n: 12 // n * n,  # 12 only where n divides 12
-    lambda n: tf.cast(tf.cast(n, tf.uint8), tf.int32) // n,  # 0 from 256 on
+@pytest.mark.parametrize(("number", "rows"), [
+    (lambda n: 13 // n * n, B),  # 13 only where n divides 13
+    (lambda n: tf.cast(tf.cast(n, tf.uint8), tf.int32) // n, 256),  # 0 from 256 on
 ])  # fmt: skip
-def test_integers_that_round_or_wrap_are_taken_as_on_a_batch_of_one(number):
-    check(lambda x: scaled(x, number(tf.shape(x)[0]) + 1), X, [W])
+def test_integers_that_round_or_wrap_are_taken_as_on_a_batch_of_one(number, rows):
+    check(lambda x: scaled(x, number(tf.shape(x)[0]) + 1), normal(rows, D), [W])
 
 
 @tf.custom_gradient

@@ -860,6 +860,9 @@ class BatchAxis:
         value = constant(op.outputs[0])
         return Public(alike=value is not None and value.size > 0 and bool(np.all(value == value.flat[0])))
 
+    def _op_varisinitializedop(self, op, states):
+        return Public()
+
     def _op_rank(self, op, states):
         known = op.inputs[0].shape.rank is not None or isinstance(states[0], Public)
         return Public() if known else self._mix(op, "depends on a rank that is not known")
@@ -1378,6 +1381,8 @@ class BatchAxis:
     def _over_turns(self, op: tf.Operation) -> list[State]:
         """What a loop hands from turn to turn."""
         before = [self[t] for t in op.inputs]
+        if op.name in self.ops and any(key(t) not in self.states for t in op.outputs):  # one that `Opened` made
+            return before
         return [s if isinstance(s, Handle) else self[t] for s, t in zip(before, op.outputs, strict=True)]
 
     def body(self, op, attribute, inputs, states) -> tuple[BatchAxis, list[State], tf.Graph]:
