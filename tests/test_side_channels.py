@@ -29,10 +29,10 @@ def scaled(x, number):
     return losses(x) * tf.cast(number, tf.float32)
 
 
-def through_a_table(x):
-    one = tf.raw_ops.FIFOQueueV2(component_types=[tf.int32], shapes=[[]], capacity=2)
-    tf.raw_ops.QueueEnqueueV2(handle=one, components=[many(x)])
-    return tf.ensure_shape(tf.raw_ops.QueueDequeueV2(handle=one, component_types=[tf.int32])[0], [])
+def through_a_queue(x):
+    queue = tf.raw_ops.FIFOQueueV2(component_types=[tf.int32], shapes=[[]], capacity=2)
+    tf.raw_ops.QueueEnqueueV2(handle=queue, components=[many(x)])
+    return tf.ensure_shape(tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int32])[0], [])
 
 
 def drawn_from_data(x):
@@ -61,7 +61,7 @@ SETTINGS = {
     "axis that is summed": lambda x: tf.reduce_max(tf.reduce_sum(tf.reshape(tf.shape(x[:, :, None, None]), [2, 2]),
                                                                  many(x) % 2)),
     "shape of a shape that is cut": lambda x: tf.shape(tf.reshape(tf.shape(x[:, :, None, None]), [many(x), -1]))[1],
-    "a queue": through_a_table, "a generator": drawn_from_data, "a branch": branched, "a count of turns": counted,
+    "a queue": through_a_queue, "a generator": drawn_from_data, "a branch": branched, "a count of turns": counted,
 }  # fmt: skip
 
 

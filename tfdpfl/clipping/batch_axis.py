@@ -549,16 +549,20 @@ class BatchAxis:
         return Batch(0)
 
     def _read(self, op: tf.Operation, states: list[State]) -> State:
+        value = self._held(op)
+        if op.type == "ReadVariableOp" or isinstance(value, Mixed):
+            return value
+        return self._gather(op, value, states[1], axis=0, batch_dims=op.get_attr("batch_dims"))
+
+    def _held(self, op: tf.Operation) -> Public | Mixed:
+        """What the variable holds that an op reads, its first input."""
         handle = self._handle(op.inputs[0])
         if not isinstance(handle, Handle):
             return handle if isinstance(handle, Mixed) else self._mix(op, "reads a variable that is not known")
         if handle in self._tainted:
             return self._mix(op, TAINTED)
         self.reads.append((handle, op))
-        value = Public(frozenset() if handle.index is None else frozenset([handle.index]))
-        if op.type == "ReadVariableOp":
-            return value
-        return self._gather(op, value, states[1], axis=0, batch_dims=op.get_attr("batch_dims"))
+        return Public(frozenset() if handle.index is None else frozenset([handle.index]))
 
     # -- families --------------------------------------------------------------------------------------------
 
@@ -752,9 +756,8 @@ class BatchAxis:
         if not isinstance(states[data], Batch):
             return self._mix(op, "has weights that depend on examples") if any(
                 isinstance(s, Batch) for s in others) else None  # fmt: skip
-        if states[data].axis != 0 or (
-            op.inputs[data].shape.rank in (None, 1, 2, 3) and op.type.startswith("Adjust")
-        ) or (op.inputs[data].shape.rank in (None, 1) and op.type in ("RGBToHSV", "HSVToRGB")):
+        least = 4 if op.type.startswith("Adjust") else 2 if op.type in ("RGBToHSV", "HSVToRGB") else 0
+        if states[data].axis != 0 or (op.inputs[data].shape.rank or 0) < least:
             return self._mix(op, "does not have the batch as its first axis")
         if op.type in TRANSPOSED and any(p != 0 for _, p in self.entries(op.inputs[0])[1:]):
             return self._mix(op, "makes an example's result depend on the batch size")
@@ -1231,11 +1234,9 @@ class BatchAxis:
 
     def _op_rngreadandskip(self, op, states):
         """A generator's state; how far it then moves follows the number of draws, which tells nothing of them."""
-        handle, moves = self._handle(op.inputs[0]), states[2]
-        if not isinstance(handle, Handle) or handle in self._tainted:
-            return self._mix(op, TAINTED)
-        self.reads.append((handle, op))
-        return self._mix(op, "has settings that depend on examples") if isinstance(moves, Batch | Items) else Public()
+        if isinstance(states[2], Batch | Items):
+            return self._mix(op, "has settings that depend on examples")
+        return self._held(op)
 
     def _op_imageprojectivetransformv3(self, op, states):
         images, transforms, *settings = states
