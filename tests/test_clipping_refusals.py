@@ -832,6 +832,51 @@ def test_what_a_step_leaves_of_its_batch_is_refused_before_the_next(read):
             optimizer.ledger.epsilon(1e-2)
 
 
+class Beside(Keeps):
+    """Trains a second layer without the private optimizer: on the data, or on numbers drawn for the purpose."""
+
+    def __init__(self, draw, plain):
+        super().__init__(False, lambda self, p: self.dense.bias * 0.5)
+        self.second, self.draw, self.plain = L.Dense(1), draw, plain
+
+    def call(self, x):
+        return self.second(self.dense(x))
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(self.draw(data[0])) ** 2)
+        variables = self.second.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if self.plain is None:
+            for v, g in zip(variables, gradients, strict=True):
+                v.assign(v - g)
+        else:
+            self.plain.apply_gradients(zip(gradients, variables, strict=True))
+        return logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [lambda: None, lambda: tf.keras.optimizers.Adam()])
+@pytest.mark.parametrize("draw, fine", [
+    (lambda x: tf.random.normal([8, 4]), True),
+    (lambda x: x, False),
+    (lambda x: tf.random.normal(tf.shape(x)), False),  # how many examples there are is not public, either
+])  # fmt: skip
+def test_weights_that_another_optimizer_trains_have_no_price(plain, draw, fine):
+    x, y = normal(12, 4), normal(12, 1, seed=1)
+    model = Beside(draw, plain())
+    model(x[:1])
+    model.compile(tfdpfl.DPSGD(1.0, 1.0))
+    budget = tfdpfl.callbacks.PrivacyBudget(12, 1e-2, accountant="rdp")
+    fit = lambda: model.fit(x, y, batch_size=5, callbacks=[budget], verbose=0)
+    if fine:
+        assert fit().history["epsilon"][-1] < 50
+    else:
+        with pytest.raises(PrivacyError, match=r"writes batch data to .*which is saved with the model"):
+            fit()
+
+
 def test_two_private_updates_in_one_step_are_two_steps():
     model = K.Sequential([K.Input((4,)), L.Dense(1)])
     first, second = tfdpfl.DPSGD(0.5, 0.0, learning_rate=1.0), tfdpfl.DPSGD(0.5, 0.0, learning_rate=1.0)

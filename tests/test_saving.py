@@ -242,6 +242,61 @@ def test_a_restart_with_other_noise_makes_a_row_of_its_own(tmp_path):
     assert ledger == alone
 
 
+def checkpoint(model):
+    return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+
+@pytest.mark.parametrize("file", ["checkpoint", pytest.param("weights", marks=pytest.mark.skipif(
+    not KERAS3, reason="Keras 2 keeps the optimizer out of .weights.h5"))])  # fmt: skip
+def test_state_that_is_loaded_mid_run_takes_back_neither_noise_nor_steps(file, tmp_path):
+    """What ran, ran: the steps after the file was written are counted, and none of their noise is drawn again."""
+    model = trained(1, seed=None)
+    path = str(tmp_path / "some.weights.h5")
+    model.save_weights(path) if file == "weights" else checkpoint(model).write(path)
+    first = c.update_of(model, lambda: train(model, [1]))
+    train(model, [2])
+    assert model.optimizer.executed == [(0.9, 3)]
+    model.load_weights(path) if file == "weights" else checkpoint(model).read(path).assert_existing_objects_matched()
+    assert model.optimizer.executed == [(0.9, 3)] and model.optimizer.num_dp_steps == 3
+    again = c.update_of(model, lambda: train(model, [1]))  # the same weights, data and state but for the noise
+    assert not np.allclose(c.flat(first), c.flat(again), atol=1e-3)
+    assert model.optimizer.executed == [(0.9, 4)] and model.optimizer.num_dp_steps == 4
+    assert pickle.loads(pickle.dumps(model.optimizer)).executed == [(0.9, 4)]
+
+
+@pytest.mark.parametrize("name", ["model.keras", "some.weights.h5"])
+def test_a_ledger_survives_layers_that_were_frozen_before_saving(name, tmp_path):
+    """Keras leaves out the whole state of an optimizer with another number of variables."""
+    if name.endswith("h5") and not KERAS3:
+        pytest.skip("Keras 2 keeps the optimizer out of .weights.h5")
+    model = trained(3, seed=None)
+    model.layers[-1].trainable = False
+    model.save(tmp_path / name) if name.endswith("keras") else model.save_weights(tmp_path / name)
+    if name.endswith("keras"):
+        loaded = keras.models.load_model(tmp_path / name)
+    else:
+        loaded = trained(1, seed=None)
+        loaded.layers[-1].trainable = False
+        loaded.compile(tfdpfl.DPAdam(0.7, 0.9), loss=c.cross_entropy())
+        loaded.load_weights(tmp_path / name)
+    assert loaded.optimizer.executed == [(0.9, 3)] and loaded.optimizer.num_dp_steps == 3
+    np.testing.assert_array_equal(c.state_of(loaded.optimizer, "dp_key"), c.state_of(model.optimizer, "dp_key"))
+
+
+@pytest.mark.parametrize("own, loaded, joined", [
+    ([(1.0, 3)], [(1.0, 5)], [(1.0, 5)]),
+    ([(1.0, 3), (2.0, 4)], [(1.0, 5)], [(1.0, 5), (2.0, 4)]),
+    ([(3.0, 9)], [(0.5, 2), (1.0, 1)], [(0.5, 9), (1.0, 1)]),
+    ([], [(0.0, 1)], [(0.0, 1)]),
+])  # fmt: skip
+def test_two_ledgers_become_one_that_costs_no_less_than_either(own, loaded, joined):
+    optimizer = tfdpfl.DPSGD(1.0, 1.0)
+    rows = lambda pairs: np.array([*pairs, *[(0, 0)] * (_mechanism.LEDGER_ROWS - len(pairs))], float)
+    optimizer._dp._ran.assign([1, 2], 3, rows(own))
+    optimizer._dp_state["dp_ledger"].assign(rows(loaded))
+    assert optimizer.executed == joined
+
+
 # -- the ledger --------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +311,8 @@ class Recorder:
         class Clipped:
             batch_size, num_nonfinite = tf.constant(batch), tf.constant(nonfinite)
 
-        _mechanism.Mechanism(1.0, multiplier, microbatches, None, 0)._record(self.state, Clipped)
+        mechanism = _mechanism.Mechanism(1.0, multiplier, microbatches, None, 0)
+        mechanism._record(self.state, Clipped, self.state["dp_steps"])
 
     @property
     def rows(self):

@@ -56,7 +56,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
       PrivacyError: when training begins, if the optimizer is not private or the model holds another one, the sampling
         is unknown or contradicts the data, Poisson batches meet an optimizer without ``expected_batch_size``, or not
         even one step fits the target; after the first step, if it writes batch data to a variable that the loss reads
-        or that is saved with the model, or if there is a target and several updates on one batch.
+        or that is saved with the model (weights that are trained without the optimizer, too), or if there is a target
+        and several updates on one batch.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._fits[-1]
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
-            self._optimizer._dp.check_finished(self.model.non_trainable_weights)
+            self._optimizer._dp.check_finished(self.model.weights)
         grows = self._passes_per_epoch is None and fit.shuffled  # how long an epoch is turns out as it runs
         if self._limit is None and not grows:
             return

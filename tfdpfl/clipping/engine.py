@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -115,9 +115,13 @@ def per_example_norms(loss: tf.Tensor, variables: Sequence) -> tf.Tensor:
     return tf.sqrt(Plan(loss, variables, None).squared_norms())
 
 
-# By graph: how to know its variables, and which of them its losses read (by the op's type and name).
-_READ: weakref.WeakKeyDictionary[tf.Graph, list[tuple[Callable, dict[Handle, tuple[str, str]]]]] = (
-    weakref.WeakKeyDictionary())  # fmt: skip
+# By graph: the variables that its losses read, with the reading op's type and name.
+_READ: weakref.WeakKeyDictionary[tf.Graph, dict[Handle, tuple[str, str]]] = weakref.WeakKeyDictionary()
+
+
+def _resource(t: tf.Tensor) -> Handle | None:
+    """What `BatchAxis` is to know of a tensor from outside, where the variables that are trained are like others."""
+    return Handle(None, id(graph_tools.origin(t))) if t.dtype == tf.resource else None
 
 
 def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
@@ -125,34 +129,37 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
 
     Args:
       graph: the graph of the losses.
-      kept: variables that are released with the model beside those that are trained.
+      kept: variables that are released with the model; those that are trained may be among them.
 
     Raises:
       PrivacyError: after the clip the step writes batch data to a variable that a loss reads (in the next step), or to
         one of ``kept``; or examples decide whether the step is taken.
     """
-    for source, read in _READ.get(graph, ()):
-        _check_branches(graph, source)
-        handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
-        found = BatchAxis(graph, source).tainted({*read, *handles})
-        for handle, (kind, name) in read.items():
-            if handle in found:
-                raise PrivacyError(mixing(Mixed(kind, name, TAINTED)))
-        for handle, v in handles.items():
-            if handle in found:
-                raise PrivacyError(
-                    f"The step writes batch data to {v.name!r}, which is saved with the model and has no noise. Keep "
-                    "such statistics out of the model, or fix them before training."
-                )
+    read = _READ.get(graph)
+    if read is None:
+        return
+    _check_branches(graph)
+    handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
+    found = BatchAxis(graph, _resource).tainted({*read, *handles})
+    for handle, (kind, name) in read.items():
+        if handle in found:
+            raise PrivacyError(mixing(Mixed(kind, name, TAINTED)))
+    for handle, v in handles.items():
+        if handle in found:
+            raise PrivacyError(
+                f"The step writes batch data to {v.name!r}, which is saved with the model and has no noise. Keep such "
+                "statistics out of the model, or fix them before training; train weights by the private optimizer, or "
+                "from what is public (numbers drawn by the batch's size are not: draw a fixed number)."
+            )
 
 
-def _check_branches(graph: tf.Graph, source: Callable) -> None:
+def _check_branches(graph: tf.Graph) -> None:
     """That no branch in which the step is taken, or not, is chosen by examples; by whether the data are at their end,
     and by a loop's count of its turns, it may be."""
 
     def known(t: tf.Tensor):
         counts = t.shape.rank == 0 and (t.dtype.is_integer or t.dtype.is_bool) and t.op.type != "IteratorGetNext"
-        return Public() if counts and graph_tools.captured(t) is None else source(t)
+        return Public() if counts and graph_tools.captured(t) is None else _resource(t)
 
     while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
         inner, graph = graph, graph.outer_graph
@@ -209,8 +216,8 @@ class Plan:
         if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
             origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
             raise PrivacyError(mixing(origin))
-        read = {handle: (op.type, op.name) for handle, op in self.analysis.reads}
-        _READ.setdefault(self.graph, []).append((self.analysis.source, read))
+        read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
+        _READ.setdefault(self.graph, {}).update(read)
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
         self.losses = losses
         losses, count = self._grouped(losses, num_microbatches)
@@ -223,10 +230,8 @@ class Plan:
         handles = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
 
         def source(t: tf.Tensor):
-            if t.dtype != tf.resource:
-                return None
-            origin = id(graph_tools.origin(t))
-            return Handle(handles.get(origin), origin)
+            known = _resource(t)
+            return known and dataclasses.replace(known, index=handles.get(known.name))
 
         analysis = BatchAxis(self.graph, source)
         for i, v in enumerate(self.variables):

@@ -104,7 +104,7 @@ class DPOptimizer:
     @property
     def num_dp_steps(self) -> int:
         """How many noisy updates have been computed, restarts included."""
-        return int(np.asarray(self._dp_state["dp_steps"]))
+        return self._dp.num_steps(self._dp_state)
 
     @property
     def num_nonfinite(self) -> int:
@@ -119,8 +119,7 @@ class DPOptimizer:
           PrivacyError: a step that was traced here writes batch data to a variable that its loss reads the next time.
         """
         self._dp.check_finished()
-        rows = np.asarray(self._dp_state["dp_ledger"])
-        return [(float(z), int(n)) for z, n in rows if n > 0]
+        return [(float(z), int(n)) for z, n in self._dp.ledger(self._dp_state) if n > 0]
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -140,8 +139,18 @@ class DPOptimizer:
         config.pop("is_legacy_optimizer", None)
         return {**config, **self._dp.config()}
 
+    def load_own_variables(self, store):
+        """Loads what Keras saved. Where Keras leaves all of it out, because layers were frozen or thawed since, the
+        key and the ledger are loaded nevertheless: steps that ran stay counted."""
+        super().load_own_variables(store)
+        places, held = {id(v): str(i) for i, v in enumerate(self.variables)}, set(store.keys())
+        saved = [(v, store[places[id(v)]]) for v in self._dp_state.values() if places[id(v)] in held]
+        if len(saved) == len(self._dp_state) and all(tuple(v.shape) == np.shape(value) for v, value in saved):
+            for v, value in saved:
+                v.assign(value)
+
     def __reduce__(self):
-        return _rebuild, (self._dp_base, self.get_config(), np.asarray(self._dp_state["dp_ledger"]))
+        return _rebuild, (self._dp_base, self.get_config(), self._dp.ledger(self._dp_state))
 
 
 def _rebuild(base, config, ledger):

@@ -45,6 +45,37 @@ def _count(name: str, value, mend: str) -> int | None:
     return int(value)
 
 
+class _Ran:
+    """What ran in this process. It is not saved, so nothing that is loaded takes it back: after an older state was
+    loaded in the middle of a run, no noise is drawn twice, and every step stays counted. (No tf.Module, which would be
+    saved.)"""
+
+    def __init__(self):
+        with tf.init_scope():
+            self.key, self.steps, self.ledger = (
+                tf.Variable(np.zeros(shape, dtype), trainable=False)
+                for shape, dtype in (([2], np.int64), ([], np.int64), ([LEDGER_ROWS, 2], np.float64))
+            )
+
+    def steps_after(self, state: dict) -> tf.Tensor:
+        """How many steps drew noise with the state's key."""
+        same = tf.reduce_all(tf.equal(self.key, tf.convert_to_tensor(state["dp_key"])))
+        steps = tf.convert_to_tensor(state["dp_steps"])
+        return tf.where(same, tf.maximum(steps, self.steps), steps)
+
+    def ledger_with(self, state: dict) -> tf.Tensor:
+        """Row by row the less noise and the more steps, which costs no less than either ledger."""
+        z, n = tf.unstack(tf.convert_to_tensor(state["dp_ledger"]), axis=1)
+        own_z, own_n = tf.unstack(tf.convert_to_tensor(self.ledger), axis=1)
+        least = tf.where(n > 0, tf.where(own_n > 0, tf.minimum(z, own_z), z), own_z)
+        return tf.stack([least, tf.maximum(n, own_n)], 1)
+
+    def assign(self, key, steps, ledger) -> None:
+        self.key.assign(key)
+        self.steps.assign(steps)
+        self.ledger.assign(ledger)
+
+
 class Mechanism(tf.Module):
     """The Gaussian mechanism on clipped gradients, with its state.
 
@@ -82,6 +113,7 @@ class Mechanism(tf.Module):
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0):
             raise ValueError(f"seed={seed!r} must be a non-negative integer, or None for the system's entropy.")
         self.seed = None if seed is None else int(seed)
+        self._ran = _Ran()
 
     def config(self) -> dict:
         return {
@@ -110,6 +142,7 @@ class Mechanism(tf.Module):
                 "apart. Train on one device for now."
             )
         plan = Plan(loss, variables, self.num_microbatches)
+        key, steps = tf.convert_to_tensor(state["dp_key"]), self._ran.steps_after(state)
         if self.expected_batch_size is None:
             denominator = tf.cast(tf.maximum(plan.units.count, 1), tf.float32)
         else:
@@ -121,7 +154,7 @@ class Mechanism(tf.Module):
         if self.noise_multiplier > 0:
             stddev = self.noise_multiplier * self.l2_norm_clip / denominator
             shapes = [raw_variable(variables[i]).shape for i in used]
-            normals = noise.gaussian(shapes, stddev, tf.convert_to_tensor(state["dp_key"]), state["dp_steps"])
+            normals = noise.gaussian(shapes, stddev, key, steps)
             for i, normal in zip(used, normals, strict=True):
                 # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
                 means[i] = tf.cast(tf.cast(means[i], normal.dtype) + normal, means[i].dtype)
@@ -136,8 +169,16 @@ class Mechanism(tf.Module):
                 g = graph_tools.released(g)
             result.append(g)
         with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
-            self._record(state, clipped)
+            self._record(state, clipped, steps)
         return result
+
+    def num_steps(self, state: dict) -> int:
+        """How many noisy updates have been computed."""
+        return int(self._ran.steps_after(state))
+
+    def ledger(self, state: dict) -> np.ndarray:
+        """Rows of noise multiplier (over the sensitivity to one example) and steps."""
+        return self._ran.ledger_with(state).numpy()
 
     def check_finished(self, kept: Sequence = ()) -> None:
         """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
@@ -147,20 +188,22 @@ class Mechanism(tf.Module):
                 check_finished(graph, kept)
                 checked[variables] = graph.version
 
-    def _record(self, state: dict[str, tf.Variable], clipped) -> None:
+    def _record(self, state: dict[str, tf.Variable], clipped, steps_before: tf.Tensor) -> None:
         """Counts the step in the ledger's row for the noise multiplier that ran."""
         multiplier = tf.constant(self.noise_multiplier, tf.float64)
         if self.num_microbatches is not None:
             # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.
             alone = tf.equal(tf.constant(self.num_microbatches), clipped.batch_size)
             multiplier = tf.where(alone, multiplier, multiplier / 2)
-        multipliers, steps = tf.unstack(tf.convert_to_tensor(state["dp_ledger"]), axis=1)
+        multipliers, steps = tf.unstack(self._ran.ledger_with(state), axis=1)
         # The row of this multiplier; else the first that is free; else the first.
         rank = tf.where(steps > 0, tf.cast(tf.equal(multipliers, multiplier), tf.float64) * 2, 1.0)
         here = tf.equal(tf.argmax(rank), np.arange(LEDGER_ROWS))
         # A full ledger keeps the least noise of the rows it has to merge: never a smaller price than what ran.
         least = tf.where(steps > 0, tf.minimum(multipliers, multiplier), multiplier)
         steps += tf.cast(here, tf.float64)
-        state["dp_ledger"].assign(tf.stack([tf.where(here, least, multipliers), steps], 1))
-        state["dp_steps"].assign_add(tf.ones([], tf.int64))
+        ledger = tf.stack([tf.where(here, least, multipliers), steps], 1)
+        state["dp_ledger"].assign(ledger)
+        state["dp_steps"].assign(steps_before + 1)
+        self._ran.assign(tf.convert_to_tensor(state["dp_key"]), steps_before + 1, ledger)
         state["dp_nonfinite"].assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
