@@ -585,3 +585,11 @@ def test_accounting_loads_nothing_slow_before_the_first_price():
         "assert not slow & set(sys.modules), slow & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("sampling, steps", [("poisson", 20), ("none", 20), ("fixed_size", 20), ("shuffle", 20)])
+def test_epochs_recorded_one_by_one_are_all_their_steps(sampling, steps):
+    ledger = PrivacyLedger()
+    for _ in range(10):  # 1.05 batches each, which are two steps
+        ledger.record(1.0, epochs=1, num_examples=105, batch_size=100, sampling=sampling)
+    assert ledger.steps == steps and len(ledger) == 1

@@ -1,5 +1,6 @@
 """PrivacyBudget prices what ran, and stops in time."""
 
+import gc
 import json
 import math
 
@@ -207,6 +208,27 @@ def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
     model.compile(tfdpfl.DPSGD(1.0, 2.0))
     with pytest.raises(PrivacyError, match=r"3 steps on 1 batches, so target_epsilon=.*one update a batch"):
         model.fit(X, Y, batch_size=20, callbacks=[PrivacyBudget(N, DELTA, 100.0)], verbose=0)
+
+
+def test_steps_after_a_fit_count_when_the_model_is_gone():
+    model, budget = compiled(), PrivacyBudget(delta=DELTA)
+    model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+    fitted = budget.report.epsilon
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    budget.set_model(None)
+    del model
+    gc.collect()
+    assert budget.ledger.steps == 10 + 3 and budget.report.epsilon > fitted
+
+
+@pytest.mark.parametrize("expected, adjacency", [(None, "zero_out"), (20.0, "add_or_remove_one")])
+def test_a_sum_that_is_divided_by_the_batch_size_tells_how_many_examples_there_are(expected, adjacency):
+    """With one example more the denominator is another: nothing bounds that, so it is not claimed."""
+    model = compiled(expected_batch_size=expected)
+    budget = PrivacyBudget(N, DELTA, sampling="none", batch_size=20)
+    model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(20), callbacks=[budget], verbose=0)
+    assert budget.report.adjacency == adjacency
 
 
 def test_a_second_private_optimizer_is_refused():

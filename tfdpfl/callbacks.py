@@ -8,7 +8,6 @@ import dataclasses
 import math
 import sys
 import warnings
-import weakref
 from collections import Counter
 from types import FrameType
 from typing import Any
@@ -105,7 +104,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         # Keras 3 has the number itself, Keras 2 a variable under another name.
         per_call = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", 1)
         fit = _Fit(optimizer, data, int(np.asarray(per_call)))
-        known = [earlier for earlier in self._fits if earlier.optimizer() is optimizer]
+        known = [earlier for earlier in self._fits if earlier.optimizer is optimizer]
         if known:
             fit.unseen = known[-1].since()
         elif sum(fit.start.values()) > self._given.steps:
@@ -178,7 +177,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         ledger = copy.deepcopy(self._given)
         for fit in self._fits:
             fit.record(ledger)
-        latest = {id(fit.optimizer()): fit for fit in self._fits}
+        latest = {id(fit.optimizer): fit for fit in self._fits}
         for fit in latest.values():
             fit.record_without_sampling(ledger, fit.since())
         return ledger
@@ -265,7 +264,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         if self.sampling == "poisson":
             self._check_poisson()
-        return {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": self.sampling}
+        data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": self.sampling}
+        if self.sampling == "none" and self._optimizer.expected_batch_size is None:
+            data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
+        return data
 
     def _poisson(self, declared: SamplingDeclaration) -> dict[str, Any]:
         if self.sampling not in (None, "poisson"):
@@ -297,8 +299,8 @@ class _Fit:
     """What one call of `fit` did.
 
     Attributes:
-      optimizer: a weak reference to the optimizer.
-      data: num_examples, batch_size and sampling.
+      optimizer: kept, so that steps it takes after the fit are counted when its model is gone.
+      data: num_examples, batch_size and sampling, and the adjacency where it is not the sampling's own.
       stride: steps of an execution.
       start, end: what the optimizer had executed then, steps by noise multiplier; the end is None while it runs.
       before: what it had executed earlier, of which no more is known, if it has to be priced here.
@@ -308,9 +310,8 @@ class _Fit:
     """
 
     def __init__(self, optimizer: Any, data: dict[str, Any], stride: int):
-        self.optimizer = weakref.ref(optimizer)
-        self.data, self.stride = data, stride
-        self.start: Counter[float] = Counter(dict(optimizer.executed))
+        self.optimizer, self.data, self.stride = optimizer, data, stride
+        self.start: Counter[float] = self.now()
         self.end: Counter[float] | None = None
         self.before: Counter[float] = Counter()
         self.unseen: Counter[float] = Counter()
@@ -326,8 +327,7 @@ class _Fit:
         return 1 if steps <= math.ceil(n / b) else math.ceil(steps / max(n // b, 1))
 
     def now(self) -> Counter[float]:
-        optimizer = self.optimizer()
-        return Counter(dict(optimizer.executed)) if optimizer is not None else self.end or Counter()
+        return Counter(dict(self.optimizer.executed))
 
     def ends(self) -> None:
         if self.end is None:
@@ -362,7 +362,7 @@ class _Fit:
     def record_without_sampling(self, ledger: PrivacyLedger, steps: dict[float, int]) -> None:
         """Every example takes part in each of these."""
         for z, number in steps.items():
-            data = {**self.data, "sampling": "none", "adjacency": ADJACENCIES_OF[self.data["sampling"]][0]}
+            data = {"adjacency": ADJACENCIES_OF[self.data["sampling"]][0], **self.data, "sampling": "none"}
             ledger.record(z, number, **data)
 
 

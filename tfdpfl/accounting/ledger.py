@@ -75,6 +75,8 @@ class PrivacyLedger:
         new_pass = new_pass or epochs is not None
         # Where an epoch was begun matters under shuffle, so there only neighbours merge.
         shuffled = run.sampling == "shuffle"
+        if not shuffled:  # steps add up; epochs of a fraction of steps, rounded each, do not
+            run = dataclasses.replace(run, num_steps=run.steps, num_epochs=None)
         earlier = self._rows[-1:] if shuffled else self._rows
         for i, row in enumerate(earlier, start=len(self._rows) - len(earlier)):
             if not isinstance(row, Run) or not _same_mechanism(row, run):
