@@ -593,3 +593,13 @@ def test_epochs_recorded_one_by_one_are_all_their_steps(sampling, steps):
     for _ in range(10):  # 1.05 batches each, which are two steps
         ledger.record(1.0, epochs=1, num_examples=105, batch_size=100, sampling=sampling)
     assert ledger.steps == steps and len(ledger) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sigma", [40.0, 100.0])
+@pytest.mark.parametrize("delta", [1e-8, 1e-10, 1e-11, 1e-12])
+def test_rounding_in_many_convolutions_never_lowers_epsilon(sigma, delta):
+    """Sampled at a rate of nearly 1, 10^5 steps are one Gaussian; PLD's own answers fall to 1 % below it."""
+    rate, steps = 0.9999, 100_000
+    run = dict(num_examples=10_000, batch_size=9_999, noise_multiplier=sigma, num_steps=steps, delta=delta)
+    assert compute_epsilon(**run) >= (1 - 1e-4) * gaussian_epsilon(sigma / math.sqrt(steps) / rate, delta)

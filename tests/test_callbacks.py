@@ -83,6 +83,20 @@ def test_training_stops_before_the_step_that_would_pass_the_target(steps_per_exe
     np.testing.assert_array_equal(model.get_weights()[0], weights[0])
 
 
+@pytest.mark.parametrize("steps", [None, 10])
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_a_target_that_no_training_reaches_stops_none(accountant, steps):
+    data = tf.data.Dataset.from_generator(
+        lambda: ((X[i : i + 20], Y[i : i + 20]) for i in range(0, N, 20)),
+        output_signature=(tf.TensorSpec((None, 4)), tf.TensorSpec((None,), tf.int64)),
+    )
+    model = compiled(z=1e4, expected_batch_size=20.0)
+    budget = PrivacyBudget(N, DELTA, 1e3, sampling="poisson", batch_size=20, accountant=accountant)
+    log = model.fit(data, epochs=2, steps_per_epoch=steps and steps // 2, callbacks=[budget], verbose=0)
+    assert len(log.history["epsilon"]) == 2
+    assert model.optimizer.num_dp_steps == (steps or 20)
+
+
 def test_shuffled_training_stops_before_the_epoch_that_would_pass_the_target():
     target = price(batch_size=20, noise_multiplier=2.0, num_epochs=2, sampling="shuffle")
     model = compiled()

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
+from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.run import ADJACENCIES_OF, SAMPLINGS
 from tfdpfl.data import SamplingDeclaration, declared_sampling
@@ -208,6 +209,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if len(past):
                 priced(1)  # what cannot be added up is refused now
             return None
+        planned = self._planned()
+        if priced(planned) <= self.target_epsilon:  # the search for the last step that fits may take a minute
+            return planned
         try:
             most = compute_num_steps(
                 target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
@@ -222,6 +226,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if not len(past):
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
+
+    def _planned(self) -> int:
+        """How many steps (passes, if shuffled) Keras says it will take, and an execution (epoch) more; where it does
+        not say, more than any training takes."""
+        epochs, fit = self.params.get("epochs"), self._fits[-1]
+        if not epochs or not self.params.get("steps"):
+            return MOST_STEPS
+        return (epochs + 1) * self._passes_per_epoch if fit.shuffled else epochs * self.params["steps"] + fit.stride
 
     def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:
         """Whether after so many steps of the fit the next one passes the target; if shuffled the next epoch, or pass

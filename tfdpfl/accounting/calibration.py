@@ -13,7 +13,7 @@ from tfdpfl.errors import PrivacyError
 _TOLERANCE = 1e-4  # of σ, relative
 _LARGEST_SIGMA = 2.0**30
 _SMALLEST_SIGMA = 2.0**-10
-_MOST_STEPS = 2**40
+MOST_STEPS = 2**40
 
 
 def compute_epsilon(
@@ -178,7 +178,7 @@ def compute_num_steps(
     low, high = 1, 8
     while epsilon(high) <= target:
         low, high = high, 8 * high
-        if high > _MOST_STEPS:
+        if high > MOST_STEPS:
             raise PrivacyError(
                 f"noise_multiplier={noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
             )

@@ -19,8 +19,12 @@ ACCOUNTANTS = ("pld", "rdp")
 # dp-accounting's own orders are doubled from 64 to 1024; with these, large σ and small ε are not overpriced.
 # Every order is a valid bound, so more of them only lower ε.
 _MORE_ORDERS = (96, 192, 384, 768, 2048)
-# Below, the rounding noise of the convolutions is no longer far under δ.
 _SMALLEST_PLD_DELTA = 1e-12
+# Rounding in the convolutions of sampled steps moves δ, either way, by up to a tenth of this a step, as measured
+# where sampling at a rate near 1 has the closed form of none.
+_ROUNDING_OF_A_STEP = 2.0**-52
+# Of 10^7 sampled steps PLD's price takes half a minute and is 0.3 % below RDP's.
+_MOST_SAMPLED_STEPS = 3_000_000
 _NUMERICAL = (ValueError, ArithmeticError, MemoryError, IndexError)
 
 
@@ -49,8 +53,9 @@ def price(
         delta: δ, strictly between 0 and 1.
         accountant: `"pld"` (privacy loss distributions, Doroshenko et al. 2022, arXiv:2207.04380) or `"rdp"`
             (Mironov et al. 2019, arXiv:1908.10530, with the conversion of Canonne et al. 2020,
-            arXiv:2004.00010, Proposition 12). Where the first does not know the event, or fails or loses to
-            the second numerically, the second's ε is taken, and named.
+            arXiv:2004.00010, Proposition 12). Where the first does not know the event, takes minutes (over
+            3 million sampled steps), or fails or loses to the second numerically, the second's ε is taken, and
+            named.
         adjacency: `"add_or_remove_one"`, `"replace_one"` or `"zero_out"`.
 
     Raises:
@@ -114,7 +119,11 @@ def _pld_epsilon(event: "DpEvent", delta: float, adjacency: str, guide: float | 
             relations = _relations("add_or_remove_one")
         elif any(gaussian) or any(hasattr(leaf, "event") for leaf, _ in leaves):
             return None
-    if delta < _SMALLEST_PLD_DELTA:
+    sampled = sum(n for leaf, n in leaves if hasattr(leaf, "event"))
+    given, delta = delta, delta - _ROUNDING_OF_A_STEP * sampled
+    if given < _SMALLEST_PLD_DELTA or delta < given / 2:
+        return None
+    if sampled > _MOST_SAMPLED_STEPS and guide is not None:
         return None
     interval = _discretization(leaves, guide)
     ledger = _supporting(lambda relation: pld.PLDAccountant(relation, interval), event, relations)
