@@ -6,6 +6,7 @@ import tensorflow as tf
 from helpers import K, L, assert_close, clipped_sums, normal, norms_of, per_example_gradients, raw, rng
 
 import tfdpfl
+from tfdpfl.clipping import per_example_norms
 from tfdpfl.errors import PrivacyError
 
 B = 6
@@ -207,6 +208,28 @@ def test_activity_regularisers_are_clipped_with_the_examples():
     want = clipped_sums(gradients, clip)
     got, _ = moved(model, X, REAL, clip, "mse")
     assert_close(got, want, 2e-5)
+
+
+@pytest.mark.parametrize("size", [None, B])
+@pytest.mark.parametrize("penalty", [
+    K.regularizers.L1L2(0.1, 0.2), lambda h: 0.1 * tf.reduce_sum(tf.abs(h)) + tf.reduce_mean(h**2),
+], ids=["L1L2", "sum_and_mean"])  # fmt: skip
+def test_the_batch_size_is_taken_out_of_a_penalty_once(penalty, size):
+    """Keras divides a penalty by the batch size, which is a constant like others where it is fixed."""
+    model = classifier(activity_regularizer=penalty)
+
+    def loss(x):
+        out = model(x)
+        return tf.add_n(model.losses) + tf.reduce_mean(out**2)
+
+    norms = tf.function(lambda x: per_example_norms(loss(x), model.trainable_variables))
+    want = []
+    for i in range(B):
+        with tf.GradientTape() as tape:
+            own = loss(X[i : i + 1])
+        want.append(np.sqrt(sum(np.sum(np.square(g)) for g in tape.gradient(own, model.trainable_variables))))
+    got = norms.get_concrete_function(tf.TensorSpec([size, *X.shape[1:]]))(tf.constant(X))
+    np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
 def test_a_penalty_on_the_inputs_alone_moves_nothing():

@@ -237,7 +237,8 @@ class LossOfOne:
                 data = own if data is None else data + own
             if apart is not None:
                 public = sign * apart if public is None else public + sign * apart
-        return Term("total" if "total" in kinds else "batch", data, rank, public)
+        elements = max((x.elements for x in terms if x.elements), default=None)
+        return Term("total" if "total" in kinds else "batch", data, rank, public, elements)
 
     def _times(self, x: Term, y: Term, op: tf.Operation) -> Term:
         kinds = {x.kind, y.kind}
