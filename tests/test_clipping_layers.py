@@ -409,8 +409,42 @@ def test_causal_mask_spread_over_a_static_batch_agrees():
     check_model(model, x, batch=len(x[0]))
 
 
-def test_class_token_spread_over_a_static_batch_agrees():
-    check_model(stack(tanh(4), Custom(class_token, (4,)), tanh(3), L.Flatten()), sequence, batch=len(sequence))
+def positions(make):
+    return lambda x, w: x + tf.gather(w, make(tf.shape(x)[0]))
+
+
+def before(make):
+    return lambda x, w: tf.concat([make(w, tf.shape(x)[0]), x], 1)
+
+
+SPREAD = {  # tokens, queries and positions for each example, in the ways that people write them
+    "broadcast": (before(lambda w, n: tf.broadcast_to(w[None], [n, 2, 4])), (2, 4)),
+    "tiled": (before(lambda w, n: tf.tile(w[None], [n, 1, 1])), (2, 4)),
+    "repeated": (before(lambda w, n: tf.repeat(w[None], n, axis=0)), (2, 4)),
+    "tiled along two axes": (before(lambda w, n: tf.tile(w, [n, 3, 1])), (1, 1, 4)),
+    "tiled twice over": (before(lambda w, n: tf.tile(w[None], [n, 2, 1])), (2, 4)),
+    "positions tiled": (positions(lambda n: tf.tile(tf.range(5)[None], [n, 1])), (5, 4)),
+    "positions broadcast": (positions(lambda n: tf.broadcast_to(tf.range(5), [n, 5])), (5, 4)),
+    "positions counted": (positions(lambda n: tf.cumsum(tf.ones([n, 5], tf.int32), 1) - 1), (5, 4)),
+    "embedded positions tiled": (lambda x, w: x + tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("batch", [None, len(sequence)])
+@pytest.mark.parametrize("name", SPREAD)
+def test_weights_that_every_example_gets_agree(name, batch):
+    function, shape = SPREAD[name]
+    check_model(stack(tanh(4), Custom(function, shape), tanh(3), L.Flatten()), sequence, batch=batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [None, len(sequence)])
+def test_queries_that_every_example_gets_agree(batch):
+    """As many queries as examples, so that only their place tells the axes apart."""
+    attend = L.MultiHeadAttention(2, 3)
+    queries = Custom(lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (len(sequence), 4))
+    x = K.Input((5, 4))
+    check_model(K.Model(x, L.Flatten()(attend(queries(x), tanh(4)(x)))), sequence, batch=batch)
 
 
 @pytest.mark.slow

@@ -199,6 +199,11 @@ MIXING = {
     "places sliced": lambda x: total(d(x) * of_places(B, 8)[:, 2:6]),
     "places after an ellipsis": lambda x: total(
         d(x) * tf.expand_dims(tf.broadcast_to(of_places(1, B), [B, B])[..., 0, :], 1)),
+    "places looked up": lambda x: total(d(x)[:, None] * tf.gather(TABLE, tf.reshape(tf.range(B), [B, 1]))),
+    "places of tiled weights": lambda x: total(d(x) * tf.tile(TABLE[:2], [2, 1])),
+    "places tiled": lambda x: total(d(x) * tf.tile(of_places(2, 4), [2, 1])),
+    "places counted": lambda x: total(d(x) * tf.cumsum(tf.ones([B, 4]))),
+    "places added up": lambda x: total(d(x) * tf.cumsum(of_places(B, 4), 1)),
     "shifts by place": lambda x: total(shifted(tf.tile(d(x)[:, None], [1, 2, 1]), of_places(B))),
     "two axes of frequencies": lambda x: total(tf.abs(tf.signal.fft2d(tf.cast(d(x), tf.complex64)))),
     "inverse of the batch": lambda x: total(tf.linalg.inv(tf.ensure_shape(d(x), [4, 4]))),

@@ -641,6 +641,11 @@ class BatchAxis:
         if kind in ("Reshape", "StridedSlice") and at == 0 and x.shape.rank and x.shape[0] == t.shape[0] is not None:
             masks = () if kind == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
             return None if any(op.get_attr(m) & 1 for m in masks) else [(x, -x.shape.rank)]
+        if kind == "Tile":
+            return [(x, axis)] if x.shape[at] in (1, t.shape[at]) else None
+        if kind in ALONG_AN_AXIS:
+            along = constant(op.inputs[ALONG_AN_AXIS[kind]])
+            return None if along is None or at in [int(a) % rank for a in np.atleast_1d(along)] else [(x, axis)]
         if kind == "ConcatV2":
             joined = constant(op.inputs[-1])
             return None if joined is None or int(joined) % rank == at else [(i, axis) for i in op.inputs[:-1]]
@@ -805,9 +810,9 @@ class BatchAxis:
             return None
         return Batch(0) if self._row_free(x, s, -x.shape.rank) else None
 
-    def _is_static_batch(self, t: tf.Tensor) -> bool:
-        """Whether the first axis has the length of a batch of static size."""
-        length = t.shape[0]
+    def _is_static_batch(self, t: tf.Tensor, axis: int = 0) -> bool:
+        """Whether an axis has the length of a batch of static size."""
+        length = t.shape[axis]
         return length is not None and length > 1 and length in {x.shape[0] for x in self.sources} | self.static
 
     def _random(self, op: tf.Operation, states: list[State]) -> State | None:
@@ -1126,7 +1131,7 @@ class BatchAxis:
             return self._even(op, entries, state.axis) or state
         if isinstance(state, Public) and any(p for _, p in entries):
             return self._rows_of(op, op.inputs[0], entries)
-        return None
+        return self._copies(op, state)
 
     def _rows_of(self, op, x, entries):
         """Public values laid out along new batch axes: every row must be the same."""
@@ -1151,12 +1156,17 @@ class BatchAxis:
             return self._even(op, entries, axis) or Batch(axis, state.rows)
         if isinstance(state, Public) and any(p != 0 for _, p in entries):
             return self._rows_of(op, op.inputs[0], entries)
-        x, out = op.inputs[0], op.outputs[0]
-        weight = isinstance(state, Public) and bool(state.deps) and x.shape.rank is not None
-        if weight and out.shape.rank and self._is_static_batch(out):
-            same = x.shape.rank < out.shape.rank or x.shape[0] == 1
-            return Batch(0) if same else None  # a copy of the weight for each example
-        return None
+        return self._copies(op, state)
+
+    def _copies(self, op, state) -> Batch | None:
+        """A copy of a weight for each example of a batch of static size, in an axis that the weight has not."""
+        x, out = op.inputs[0].shape, op.outputs[0].shape
+        if not (isinstance(state, Public) and state.deps) or None in (x.rank, out.rank):
+            return None
+        at = next((i for i, length in enumerate(out) if length != 1), None)
+        if at is None or not self._is_static_batch(op.outputs[0], at):
+            return None
+        return Batch(at) if x.rank < out.rank - at or x[at - out.rank] == 1 else None
 
     def _op_fill(self, op, states):
         if isinstance(states[1], Public) and not states[1].deps:
@@ -1311,6 +1321,9 @@ class BatchAxis:
         if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
             return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
         if isinstance(params, Public) and isinstance(indices, Public):
+            if params.deps and axis == batch_dims == 0 and (i.shape.rank or 0) > 1 and self._is_static_batch(i):
+                if self._row_free(i, indices, -i.shape.rank):
+                    return Batch(0)  # positions' embeddings, for each example of a batch of static size
             return Public(params.deps | indices.deps)
         if isinstance(indices, Size) and not indices.batch_free:
             return self._mix(op, "makes an example's result depend on the batch size")

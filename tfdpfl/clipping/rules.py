@@ -517,14 +517,16 @@ def arranged(x: tf.Tensor, labels: list[str], state: Batch, groups: list[list[st
 
 @rule("GatherV2", "ResourceGather")
 def gather(use: Use, units: Units) -> Contribution | None:
-    if use.at != 0 or not isinstance(use.states[1], Batch) or use.op.get_attr("batch_dims") != 0:
+    if use.at != 0 or use.op.get_attr("batch_dims") != 0:
         return None
+    # Ids that are the same for each example of a batch of static size hold none.
+    of_ids = use.states[1] if isinstance(use.states[1], Batch) else use.out
     if use.op.type == "GatherV2" and constant(use.inputs[2]) != 0:
         return None
     shape = use.shape
     if shape.num_elements() is None:
         return None
-    ids = units.group(use.inputs[1], use.states[1])
+    ids = units.group(use.inputs[1], of_ids)
     g = units.group(use.g, use.out)
     width = math.prod(shape.as_list()[1:])
     dims = dims_of(ids)
@@ -572,10 +574,24 @@ def elementwise(use: Use, units: Units) -> Contribution | None:
     return summed_to(dy, use.out, use.shape, units)
 
 
-@rule("BroadcastTo")
+@rule("BroadcastTo", "Tile")
 def broadcast(use: Use, units: Units) -> Contribution | None:
     """A weight that every example gets, such as the token of a class."""
-    return None if None in use.shape.as_list() else summed_to(use.g, use.out, use.shape, units)
+    if use.at != 0 or None in use.shape.as_list():
+        return None
+    g, dims, copies = use.g, [], []
+    own = [1] * (g.shape.rank - use.shape.rank) + use.shape.as_list()
+    for entries, length, now in zip(own, g.shape, dims_of(g), strict=True):
+        if entries in (1, length):
+            dims.append(now)
+        elif length is None:
+            return None
+        else:  # tiles of several entries: copies one after the other
+            copies.append(len(dims))
+            dims += [length // entries, entries]
+    if copies:
+        g = tf.reduce_sum(reshaped(g, dims), copies)
+    return summed_to(g, use.out, use.shape, units)
 
 
 for _kind in ELEMENTWISE - {"IdentityN"} | {"BiasAdd"}:
