@@ -203,6 +203,7 @@ MIXING = {
     "places of tiled weights": lambda x: total(d(x) * tf.tile(TABLE[:2], [2, 1])),
     "places tiled": lambda x: total(d(x) * tf.tile(of_places(2, 4), [2, 1])),
     "places counted": lambda x: total(d(x) * tf.cumsum(tf.ones([B, 4]))),
+    "places compared": lambda x: total(d(x) * tf.transpose(tf.nn.softmax(tf.broadcast_to(of_places(1, B), [4, B])))),
     "places added up": lambda x: total(d(x) * tf.cumsum(of_places(B, 4), 1)),
     "shifts by place": lambda x: total(shifted(tf.tile(d(x)[:, None], [1, 2, 1]), of_places(B))),
     "two axes of frequencies": lambda x: total(tf.abs(tf.signal.fft2d(tf.cast(d(x), tf.complex64)))),

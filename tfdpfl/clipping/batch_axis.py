@@ -643,6 +643,8 @@ class BatchAxis:
             return None if any(op.get_attr(m) & 1 for m in masks) else [(x, -x.shape.rank)]
         if kind == "Tile":
             return [(x, axis)] if x.shape[at] in (1, t.shape[at]) else None
+        if kind in ("Softmax", "LogSoftmax"):
+            return None if at == rank - 1 else [(x, axis)]
         if kind in ALONG_AN_AXIS:
             along = constant(op.inputs[ALONG_AN_AXIS[kind]])
             return None if along is None or at in [int(a) % rank for a in np.atleast_1d(along)] else [(x, axis)]
@@ -1321,9 +1323,9 @@ class BatchAxis:
         if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
             return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
         if isinstance(params, Public) and isinstance(indices, Public):
-            if params.deps and axis == batch_dims == 0 and (i.shape.rank or 0) > 1 and self._is_static_batch(i):
-                if self._row_free(i, indices, -i.shape.rank):
-                    return Batch(0)  # positions' embeddings, for each example of a batch of static size
+            of_batch = params.deps and axis == batch_dims == 0 and (i.shape.rank or 0) > 1 and self._is_static_batch(i)
+            if of_batch and self._row_free(i, indices, -i.shape.rank):
+                return Batch(0)  # positions' embeddings, for each example of a batch of static size
             return Public(params.deps | indices.deps)
         if isinstance(indices, Size) and not indices.batch_free:
             return self._mix(op, "makes an example's result depend on the batch size")
