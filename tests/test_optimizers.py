@@ -940,3 +940,12 @@ def test_training_warns_of_nothing():
 
 def test_the_ledgers_size_leaves_room_for_restarts():
     assert _mechanism.LEDGER_ROWS >= 4
+
+
+@pytest.mark.parametrize("name", ["l2_norm_clip", "noise_multiplier", "num_microbatches", "expected_batch_size"])
+def test_a_setting_that_is_traced_cannot_be_changed_behind_its_steps(name):
+    optimizer = tfdpfl.DPAdam(1.0, 1.5)
+    before = getattr(optimizer, name)
+    with pytest.raises(AttributeError, match=rf"{name} is part of steps.*Compile.*DPAdam\({name}=3"):
+        setattr(optimizer, name, 3)
+    assert getattr(optimizer, name) == before

@@ -641,10 +641,8 @@ class BatchAxis:
         if kind in ("Reshape", "StridedSlice") and at == 0 and x.shape.rank and x.shape[0] == t.shape[0] is not None:
             masks = () if kind == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
             return None if any(op.get_attr(m) & 1 for m in masks) else [(x, -x.shape.rank)]
-        if kind == "Tile":
-            return [(x, axis)] if x.shape[at] in (1, t.shape[at]) else None
-        if kind in ("Softmax", "LogSoftmax"):
-            return None if at == rank - 1 else [(x, axis)]
+        if kind in ("Tile", "Softmax", "LogSoftmax"):  # of equal entries, these too are equal
+            return [(x, axis)]
         if kind in ALONG_AN_AXIS:
             along = constant(op.inputs[ALONG_AN_AXIS[kind]])
             return None if along is None or at in [int(a) % rank for a in np.atleast_1d(along)] else [(x, axis)]

@@ -46,6 +46,18 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
     """
 
 
+def _setting(name: str) -> property:
+    """What the optimizer was made with. Steps that are traced hold it, so it cannot be changed."""
+
+    def change(self, value):
+        raise AttributeError(
+            f"{name} is part of steps that are traced already. Compile the model again, with "
+            f"{type(self).__name__}({name}={value!r}, ...); set_weights and a ledger carry on what ran."
+        )
+
+    return property(lambda self: getattr(self._dp, name), change)
+
+
 class DPOptimizer:
     """What all DP optimizers have in common; see `DPSGD`. Not to be used by itself."""
 
@@ -85,21 +97,10 @@ class DPOptimizer:
 
     # -- what a user may read --------------------------------------------------------------------------------
 
-    @property
-    def l2_norm_clip(self) -> float:
-        return self._dp.l2_norm_clip
-
-    @property
-    def noise_multiplier(self) -> float:
-        return self._dp.noise_multiplier
-
-    @property
-    def num_microbatches(self) -> int | None:
-        return self._dp.num_microbatches
-
-    @property
-    def expected_batch_size(self) -> float | None:
-        return self._dp.expected_batch_size
+    l2_norm_clip = _setting("l2_norm_clip")
+    noise_multiplier = _setting("noise_multiplier")
+    num_microbatches = _setting("num_microbatches")
+    expected_batch_size = _setting("expected_batch_size")
 
     @property
     def num_dp_steps(self) -> int:
