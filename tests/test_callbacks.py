@@ -212,6 +212,35 @@ class Thrice(tf.keras.Model):
         return {"loss": 0.0}
 
 
+class Tracks(Thrice):
+    """As Keras's examples write a train_step of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker, self.other = tf.keras.metrics.Mean(name="loss"), tf.keras.metrics.SparseCategoricalAccuracy()
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            out = self(x, training=True)
+            loss = tf.reduce_mean((out - tf.one_hot(y, 3)) ** 2)
+        self.optimizer.minimize(loss, self.trainable_variables, **({"tape": tape} if KERAS_2 else {}))
+        self.tracker.update_state(loss)
+        self.other.update_state(y, out)
+        return {"loss": self.tracker.result()}
+
+
+def test_metrics_that_a_model_keeps_are_shown_not_trained():
+    model = Tracks()
+    model.compile(tfdpfl.DPSGD(1.0, 2.0))
+    log = model.fit(X, Y, batch_size=20, callbacks=[PrivacyBudget(delta=DELTA)], verbose=0)
+    assert np.isfinite(log.history["epsilon"][-1]) and model.tracker.result() > 0
+
+
 @pytest.mark.slow
 def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
     model, budget = Thrice(), PrivacyBudget(delta=DELTA)

@@ -143,7 +143,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._fits[-1]
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
-            self._optimizer._dp.check_finished(self.model.weights)
+            self._optimizer._dp.check_finished(_trained_or_kept(self.model))
         grows = self._passes_per_epoch is None and fit.shuffled  # how long an epoch is turns out as it runs
         if self._limit is None and not grows:
             return
@@ -396,6 +396,14 @@ def private_optimizer(model: Any) -> Any:
             "together with PrivacyLedger.add and each optimizer's ledger, without PrivacyBudget."
         )
     return optimizer
+
+
+def _trained_or_kept(model: Any) -> list[Any]:
+    """The model's weights. Keras 2 counts metrics among them that are attributes; they tell of the batches, as the
+    values that Keras shows of them do."""
+    metrics = [m for m in getattr(model, "submodules", ()) if hasattr(m, "update_state") and hasattr(m, "result")]
+    shown = {id(v) for metric in metrics for v in metric.variables}
+    return [v for v in model.weights if id(v) not in shown]
 
 
 def _fit_arguments(model: Any) -> dict[str, Any]:
