@@ -283,18 +283,73 @@ def test_a_ledger_survives_layers_that_were_frozen_before_saving(name, tmp_path)
     np.testing.assert_array_equal(c.state_of(loaded.optimizer, "dp_key"), c.state_of(model.optimizer, "dp_key"))
 
 
-@pytest.mark.parametrize("own, loaded, joined", [
-    ([(1.0, 3)], [(1.0, 5)], [(1.0, 5)]),
-    ([(1.0, 3), (2.0, 4)], [(1.0, 5)], [(1.0, 5), (2.0, 4)]),
-    ([(3.0, 9)], [(0.5, 2), (1.0, 1)], [(0.5, 9), (1.0, 1)]),
-    ([], [(0.0, 1)], [(0.0, 1)]),
+@pytest.mark.parametrize("same_key", [True, False])
+@pytest.mark.parametrize("own, loaded, more, both", [
+    ([(1.0, 3)], [(1.0, 5)], [(1.0, 5)], [(1.0, 8)]),
+    ([(1.0, 3), (2.0, 4)], [(1.0, 5)], [(1.0, 5), (2.0, 4)], [(1.0, 8), (2.0, 4)]),
+    ([(3.0, 9)], [(0.5, 2), (1.0, 1)], [(0.5, 9), (1.0, 1)], [(0.5, 11), (1.0, 1)]),
+    ([(2.0, 1)], [(0.0, 1)], [(0.0, 1)], [(0.0, 2)]),
 ])  # fmt: skip
-def test_two_ledgers_become_one_that_costs_no_less_than_either(own, loaded, joined):
+def test_two_ledgers_become_one_that_costs_no_less_than_what_ran(own, loaded, more, both, same_key):
+    """Those of one run: what the longer one says; those of two: the sum."""
     optimizer = tfdpfl.DPSGD(1.0, 1.0)
     rows = lambda pairs: np.array([*pairs, *[(0, 0)] * (_mechanism.LEDGER_ROWS - len(pairs))], float)
-    optimizer._dp._ran.assign([1, 2], 3, rows(own))
+    optimizer._dp._ran.assign([1, 2], 3, rows(own), optimizer._dp_state)
+    if not same_key:
+        optimizer._dp_state["dp_key"].assign([1, 3])
     optimizer._dp_state["dp_ledger"].assign(rows(loaded))
-    assert optimizer.executed == joined
+    assert optimizer.executed == (more if same_key else both)
+    assert optimizer.num_dp_steps == sum(n for _, n in optimizer.executed)
+
+
+def noise_drawn(optimizer):
+    """The noise of one step and nothing else, by a step whose gradient is 0."""
+    v = tf.Variable(np.zeros(16, "float32"))
+    optimizer.build([v])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        optimizer.minimize(lambda: 0.0 * tf.reduce_mean(tf.reduce_sum(x, 1) * tf.reduce_sum(v)), [v])
+
+    def draw():
+        v.assign(tf.zeros_like(v))
+        step(tf.ones([2, 4]))
+        return v.numpy()
+
+    return draw
+
+
+def test_states_of_several_runs_in_turns_draw_no_noise_twice_and_lose_no_step():
+    first, second = tfdpfl.DPSGD(1.0, 1.0, learning_rate=1.0), tfdpfl.DPSGD(1.0, 1.0, learning_rate=1.0)
+    draw, other = noise_drawn(first), noise_drawn(second)
+    state = lambda optimizer: {k: np.asarray(v) for k, v in optimizer._dp_state.items()}
+
+    def load(values):
+        for k, v in values.items():
+            first._dp_state[k].assign(v)
+
+    drawn = [draw() for _ in range(3)]
+    early = state(first)
+    drawn += [draw() for _ in range(3)]
+    drawn += [other() for _ in range(4)]
+    load(state(second))
+    drawn.append(draw())
+    assert first.executed == [(1.0, 6 + 4 + 1)]
+    load(early)
+    drawn += [draw() for _ in range(6)]
+    assert first.executed == [(1.0, 6 + 4 + 1 + 6)]
+    assert len({tuple(d.tolist()) for d in drawn}) == len(drawn) == 17
+
+
+@pytest.mark.skipif(not KERAS3, reason="Keras 2 keeps the optimizer out of .weights.h5")
+def test_a_state_that_is_loaded_and_saved_before_the_next_step_keeps_what_ran(tmp_path):
+    model, path = trained(1, seed=None), str(tmp_path / "early.weights.h5")
+    model.save_weights(path)
+    train(model, [1, 2])
+    model.load_weights(path)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.executed == [(0.9, 3)] and c.state_of(loaded.optimizer, "dp_steps") == 3
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------
@@ -312,7 +367,7 @@ class Recorder:
             batch_size, num_nonfinite = tf.constant(batch), tf.constant(nonfinite)
 
         mechanism = _mechanism.Mechanism(1.0, multiplier, microbatches, None, 0)
-        mechanism._record(self.state, Clipped, self.state["dp_steps"])
+        mechanism._record(self.state, Clipped, *mechanism._ran.carried_on(self.state))
 
     @property
     def rows(self):

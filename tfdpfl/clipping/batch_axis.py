@@ -202,7 +202,7 @@ PROMISED: dict[str, int] = {}
 _BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity ExpandDims Squeeze".split())
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
-          "While": ("body",), "StatelessWhile": ("body",), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
+          "While": ("body", "cond"), "StatelessWhile": ("body", "cond"), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
 ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue Arg".split())
 BY_POSITION = "treats an example by its position in the batch"
 TAINTED = "reads a variable that the step itself writes batch data to"
@@ -1166,6 +1166,8 @@ class BatchAxis:
         at = next((i for i, length in enumerate(out) if length != 1), None)
         if at is None or not self._is_static_batch(op.outputs[0], at):
             return None
+        if at and any(c.type != "Reshape" or c.outputs[0].shape[:1] != [out[at]] for c in op.outputs[0].consumers()):
+            return None  # unless it is on its way to the first axis, as of tf.repeat
         return Batch(at) if x.rank < out.rank - at or x[at - out.rank] == 1 else None
 
     def _op_fill(self, op, states):
@@ -1385,7 +1387,7 @@ class BatchAxis:
     # -- control flow, lists and calls -----------------------------------------------------------------------
 
     def bodies(self, op: tf.Operation) -> Iterable[tuple[BatchAxis, tf.Graph]]:
-        """What a call, a branch or a loop runs (of a loop the body), with the states that it is given."""
+        """What a call, a branch or a loop runs, with the states that it is given."""
         states = self._over_turns(op) if op.type.endswith("While") else [self[t] for t in op.inputs]
         skip = 1 if op.type.endswith("If") else 0
         for attribute in BODIES[op.type]:

@@ -105,7 +105,7 @@ class DPOptimizer:
     @property
     def num_dp_steps(self) -> int:
         """How many noisy updates have been computed, restarts included."""
-        return self._dp.num_steps(self._dp_state)
+        return sum(int(n) for _, n in self._dp.ledger(self._dp_state))
 
     @property
     def num_nonfinite(self) -> int:
@@ -149,6 +149,11 @@ class DPOptimizer:
         if len(saved) == len(self._dp_state) and all(tuple(v.shape) == np.shape(value) for v, value in saved):
             for v, value in saved:
                 v.assign(value)
+        self._dp.settle(self._dp_state)
+
+    def save_own_variables(self, store):
+        self._dp.settle(self._dp_state)
+        super().save_own_variables(store)
 
     def __reduce__(self):
         return _rebuild, (self._dp_base, self.get_config(), self._dp.ledger(self._dp_state))

@@ -46,7 +46,7 @@ def _count(name: str, value, mend: str) -> int | None:
 
 
 class _Ran:
-    """What ran in this process. It is not saved, so nothing that is loaded takes it back: after an older state was
+    """What ran in this process. It is not saved, so nothing that is loaded takes it back: after another state was
     loaded in the middle of a run, no noise is drawn twice, and every step stays counted. (No tf.Module, which would be
     saved.)"""
 
@@ -57,23 +57,30 @@ class _Ran:
                 for shape, dtype in (([2], np.int64), ([], np.int64), ([LEDGER_ROWS, 2], np.float64))
             )
 
-    def steps_after(self, state: dict) -> tf.Tensor:
-        """How many steps drew noise with the state's key."""
-        same = tf.reduce_all(tf.equal(self.key, tf.convert_to_tensor(state["dp_key"])))
-        steps = tf.convert_to_tensor(state["dp_steps"])
-        return tf.where(same, tf.maximum(steps, self.steps), steps)
+    def carried_on(self, state: dict) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The key, steps and ledger to go on from: those of ``state``, as long as nothing ran.
 
-    def ledger_with(self, state: dict) -> tf.Tensor:
-        """Row by row the less noise and the more steps, which costs no less than either ledger."""
-        z, n = tf.unstack(tf.convert_to_tensor(state["dp_ledger"]), axis=1)
+        Then the key stays what it was, and the steps that drew noise with it. The ledger has, row by row, the less
+        noise, and the more steps where the state is of this run (has its key), the sum of both where it is of another:
+        it costs no less than what either ran.
+        """
+        key, steps, ledger = (tf.convert_to_tensor(state[k]) for k in ("dp_key", "dp_steps", "dp_ledger"))
+        any_ran, same = self.steps > 0, tf.reduce_all(tf.equal(self.key, key))
+        z, n = tf.unstack(ledger, axis=1)
         own_z, own_n = tf.unstack(tf.convert_to_tensor(self.ledger), axis=1)
         least = tf.where(n > 0, tf.where(own_n > 0, tf.minimum(z, own_z), z), own_z)
-        return tf.stack([least, tf.maximum(n, own_n)], 1)
+        return (
+            tf.where(any_ran, tf.convert_to_tensor(self.key), key),
+            tf.where(any_ran, tf.where(same, tf.maximum(steps, self.steps), self.steps), steps),
+            tf.stack([least, tf.where(same, tf.maximum(n, own_n), n + own_n)], 1),
+        )
 
-    def assign(self, key, steps, ledger) -> None:
-        self.key.assign(key)
-        self.steps.assign(steps)
-        self.ledger.assign(ledger)
+    def assign(self, key: tf.Tensor, steps: tf.Tensor, ledger: tf.Tensor, state: dict) -> None:
+        for name, own, value in (
+            ("dp_key", self.key, key), ("dp_steps", self.steps, steps), ("dp_ledger", self.ledger, ledger)
+        ):  # fmt: skip
+            own.assign(value)
+            state[name].assign(value)
 
 
 class Mechanism(tf.Module):
@@ -142,7 +149,7 @@ class Mechanism(tf.Module):
                 "apart. Train on one device for now."
             )
         plan = Plan(loss, variables, self.num_microbatches)
-        key, steps = tf.convert_to_tensor(state["dp_key"]), self._ran.steps_after(state)
+        key, steps, ledger = self._ran.carried_on(state)
         if self.expected_batch_size is None:
             denominator = tf.cast(tf.maximum(plan.units.count, 1), tf.float32)
         else:
@@ -169,16 +176,17 @@ class Mechanism(tf.Module):
                 g = graph_tools.released(g)
             result.append(g)
         with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
-            self._record(state, clipped, steps)
+            self._record(state, clipped, key, steps, ledger)
         return result
-
-    def num_steps(self, state: dict) -> int:
-        """How many noisy updates have been computed."""
-        return int(self._ran.steps_after(state))
 
     def ledger(self, state: dict) -> np.ndarray:
         """Rows of noise multiplier (over the sensitivity to one example) and steps."""
-        return self._ran.ledger_with(state).numpy()
+        return self._ran.carried_on(state)[2].numpy()
+
+    def settle(self, state: dict) -> None:
+        """Brings a state that was loaded up to what ran, for it to be saved."""
+        if self._ran.steps.numpy() > 0:
+            self._ran.assign(*self._ran.carried_on(state), state)
 
     def check_finished(self, kept: Sequence = ()) -> None:
         """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
@@ -188,14 +196,14 @@ class Mechanism(tf.Module):
                 check_finished(graph, kept)
                 checked[variables] = graph.version
 
-    def _record(self, state: dict[str, tf.Variable], clipped, steps_before: tf.Tensor) -> None:
+    def _record(self, state: dict[str, tf.Variable], clipped, key, steps_before, ledger) -> None:
         """Counts the step in the ledger's row for the noise multiplier that ran."""
         multiplier = tf.constant(self.noise_multiplier, tf.float64)
         if self.num_microbatches is not None:
             # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.
             alone = tf.equal(tf.constant(self.num_microbatches), clipped.batch_size)
             multiplier = tf.where(alone, multiplier, multiplier / 2)
-        multipliers, steps = tf.unstack(self._ran.ledger_with(state), axis=1)
+        multipliers, steps = tf.unstack(ledger, axis=1)
         # The row of this multiplier; else the first that is free; else the first.
         rank = tf.where(steps > 0, tf.cast(tf.equal(multipliers, multiplier), tf.float64) * 2, 1.0)
         here = tf.equal(tf.argmax(rank), np.arange(LEDGER_ROWS))
@@ -203,7 +211,5 @@ class Mechanism(tf.Module):
         least = tf.where(steps > 0, tf.minimum(multipliers, multiplier), multiplier)
         steps += tf.cast(here, tf.float64)
         ledger = tf.stack([tf.where(here, least, multipliers), steps], 1)
-        state["dp_ledger"].assign(ledger)
-        state["dp_steps"].assign(steps_before + 1)
-        self._ran.assign(tf.convert_to_tensor(state["dp_key"]), steps_before + 1, ledger)
+        self._ran.assign(key, steps_before + 1, ledger, state)
         state["dp_nonfinite"].assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
