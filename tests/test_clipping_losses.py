@@ -167,6 +167,40 @@ def test_sequence_loss_without_masks_is_the_mean_over_all_positions():
     check(sequences(mask=False), IDS, SEQUENCE, "mse", lambda y, p: tf.reduce_mean(squared(y, p), 1))
 
 
+LABELS = rng(5).integers(0, 3, (B, 5)).astype("int32")
+TAGGED = {
+    "sparse_categorical_crossentropy": (LABELS, lambda y, p: -tf.math.log(tf.gather(p, y, axis=-1, batch_dims=2))),
+    "categorical_crossentropy": (
+        np.eye(3, dtype="float32")[LABELS], lambda y, p: -tf.reduce_sum(y * tf.math.log(p), -1)),
+    "mse": (SEQUENCE, squared),
+}  # fmt: skip
+
+
+def tagger(mask, layers, head):
+    return K.Sequential([K.Input((5,), dtype="int32"), L.Embedding(6, 4, mask_zero=mask), *layers(), L.Dense(3, head)])
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("loss", TAGGED)
+@pytest.mark.parametrize("layers", [list, lambda: [L.LSTM(3, return_sequences=True)]], ids=["dense", "lstm"])
+def test_a_loss_at_each_position_in_batches_of_any_size(layers, loss, mask):
+    """Of a data set, whose batches have no size in the graph: the shapes of what was masked are then tensors."""
+    y, at_positions = TAGGED[loss]
+    model = tagger(mask, layers, None if loss == "mse" else "softmax")
+
+    def own(z):
+        weights = tf.cast(z[1] != 0, "float32") if mask else tf.ones([1, 5])
+        return tf.reduce_sum(at_positions(z[0], model(z[1])) * weights, 1) / tf.reduce_sum(weights, 1)
+
+    gradients = per_example_gradients(own, (y, IDS), model.trainable_variables)
+    clip = float(np.median(norms_of(gradients)))
+    model.compile(tfdpfl.DPSGD(clip, 0.0, learning_rate=1.0), loss)
+    before = model.get_weights()
+    model.fit(tf.data.Dataset.from_tensor_slices((IDS, y)).batch(B), verbose=0)
+    moved_by = [B * (b - a) for a, b in zip(model.get_weights(), before, strict=True)]
+    assert_close(moved_by, clipped_sums(gradients, clip), 5e-5)
+
+
 @pytest.mark.slow
 def test_weights_of_positions_enter_before_the_clip():
     w = np.abs(normal(B, 5, seed=4))

@@ -202,7 +202,8 @@ PROMISED: dict[str, int] = {}
 _BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity ExpandDims Squeeze".split())
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
-          "While": ("body", "cond"), "StatelessWhile": ("body", "cond"), **{kind: ("f",) for kind in CALLS}}  # fmt: skip
+          "While": ("body", "cond"), "StatelessWhile": ("body", "cond"),
+          **{kind: ("f",) for kind in CALLS}}  # fmt: skip
 ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue Arg".split())
 BY_POSITION = "treats an example by its position in the batch"
 TAINTED = "reads a variable that the step itself writes batch data to"
@@ -1107,9 +1108,13 @@ class BatchAxis:
 
     def _op_slice(self, op, states):
         state, x = states[0], op.inputs[0]
+        begins, entries = self.entries(op.inputs[1]), self.entries(op.inputs[2])
+        if isinstance(state, Size) and x.shape.rank == 1 and len(state.entries) == x.shape[0]:
+            ((begin, at), (length, power)) = begins[0], entries[0]
+            if at == power == 0 and None not in (begin, length):
+                return Size(state.entries[begin : None if length < 0 else begin + length])
         if not isinstance(state, Batch):
             return None
-        begins, entries = self.entries(op.inputs[1]), self.entries(op.inputs[2])
         whole = {(-1, 0), (x.shape[state.axis] or -1, 0), (state.rows or -1, 1)}
         known = len(begins) == len(entries) == x.shape.rank
         if not known or begins[state.axis] != (0, 0) or entries[state.axis] not in whole:

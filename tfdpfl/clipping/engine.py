@@ -203,8 +203,9 @@ class Plan:
         self.replayed: set[int] = set()
         close(self.graph)
         self.analysis = self._analyse(loss)
-        self.batch_size = self._batch_size()
-        self.opened = Opened(self.analysis, [loss], self.batch_size)
+        size, unsure = self._batch_size()
+        self.opened = Opened(self.analysis, [loss], size)
+        self.batch_size = self._checked(size, unsure)
         loss = self.opened.now.get(key(loss), loss)
         split = LossOfOne(self.analysis, self.batch_size)
         self.sizes = split
@@ -248,7 +249,8 @@ class Plan:
         analysis.run([loss])
         return analysis
 
-    def _batch_size(self) -> tf.Tensor:
+    def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """How long the first input is, and the inputs that may be of another length."""
         sources = self.analysis.sources
         signature = getattr(self.graph, "structured_input_signature", None)
         ragged = [s for s in tf.nest.flatten(signature) if isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec)]
@@ -278,10 +280,15 @@ class Plan:
             size, unsure = tf.constant(static.pop(), tf.int32), sources
         else:
             size, unsure = tf.shape(sources[0])[0], sources[1:]
+        size = self._known(size)
+        return size, [t for t in unsure if t.shape[0] is None]
+
+    def _checked(self, size: tf.Tensor, unsure: list[tf.Tensor]) -> tf.Tensor:
+        """The batch size, unless a length of the inputs or in the graph is at odds with it. The loops that were opened
+        do without these checks, of which some are about what the loops make."""
         checks = [
             (tf.equal(tf.shape(t)[0], size), "tfdpfl: the inputs of the step disagree about the batch size.")
             for t in unsure
-            if t.shape[0] is None
         ]
         one = tf.maximum(size, 1)
         checks += [
@@ -294,7 +301,11 @@ class Plan:
         ]
         self.holds = [holds for holds, _ in checks]
         with tf.control_dependencies([graph_tools.require(*check) for check in checks]):
-            size = tf.identity(size)
+            return self._known(size)
+
+    def _known(self, size: tf.Tensor) -> tf.Tensor:
+        """The batch size, as the analysis knows it."""
+        size = tf.identity(size)
         self.analysis.ops[size.op.name] = size.op
         self.analysis.states[key(size)] = Size(((1, 1),))
         return size

@@ -344,9 +344,11 @@ class LossOfOne:
         elif t.op.type in ("Shape", "ShapeN", "Size"):
             x = t.op.inputs[t.value_index if t.op.type == "ShapeN" else 0]
             xs = self.a[x]
-            if isinstance(xs, Mixed):
-                raise self._refusal(xs, t.op)
-            dims = tf.shape(self.size_of_one(x))
+            if isinstance(xs, Mixed):  # part of the tail
+                term = self._term(x)
+                dims = tf.shape(term.value)[0 if term.kind in ("public", "size") else 1 :]
+            else:
+                dims = tf.shape(self.size_of_one(x))
             if isinstance(xs, Batch):
                 at = tf.one_hot(xs.axis, x.shape.rank, True, False, dtype=tf.bool)
                 dims = tf.where(at, dims // self.one_or_more, dims)
