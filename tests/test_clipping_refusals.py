@@ -883,6 +883,87 @@ def test_weights_that_another_optimizer_trains_have_no_price(plain, draw, fine):
             fit()
 
 
+class Around(K.Model):
+    """The private update is in a tf.function of its own; ``beside`` is what the train_step does around it."""
+
+    def __init__(self, beside, reads=False):
+        super().__init__()
+        self.dense, self.aux, self.sgd = L.Dense(1), L.Dense(1), K.optimizers.SGD(0.1)
+        self.state = self.add_weight(name="state", shape=(4,), initializer="zeros", trainable=False)
+        self.beside, self.reads = beside, reads
+
+    def call(self, x):
+        return self.dense(x) + 0.0 * self.aux(x)
+
+    @tf.function
+    def private(self, x, y):
+        less = tf.convert_to_tensor(self.state) if self.reads else 0.0
+        self.optimizer.minimize(lambda: tf.reduce_mean((self.dense(x - less) - y) ** 2), self.dense.trainable_variables)
+
+    def plain(self, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.aux(x) ** 2)
+        variables = self.aux.trainable_variables
+        self.sgd.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    def train_step(self, data):
+        self.beside(self, *data)
+        return {"loss": 0.0}
+
+
+def beside(what):
+    return lambda self, x, y: (self.private(x, y), what(self, x))
+
+
+def average(self, x):
+    self.state.assign(0.9 * tf.convert_to_tensor(self.state) + tf.reshape(tf.convert_to_tensor(self.dense.kernel), [4]))
+
+
+AROUND = {
+    "nothing": (beside(lambda self, x: None), True),
+    "two private steps": (beside(lambda self, x: self.private(x, x[:, :1])), True),
+    "an average of weights": (beside(average), True),
+    "trained on numbers": (beside(lambda self, x: self.plain(tf.ones([3, 4]))), True),
+    "trained on the batch": (beside(lambda self, x: self.plain(x)), False),
+    "trained on the batch by a function": (beside(lambda self, x: tf.function(self.plain)(x)), False),
+    "a statistic": (beside(lambda self, x: self.state.assign(tf.reduce_mean(x, 0))), False),
+    "trained beside a branch": (lambda self, x, y: (
+        tf.cond(self.optimizer.iterations < 9, lambda: self.private(x, y), lambda: None), self.plain(x)), False),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_done_around_a_private_step_counts(name, together):
+    what, fine = AROUND[name]
+    x = normal(12, 4)
+    model = Around(what)
+    model(x)
+    model.sgd.build(model.aux.trainable_variables)
+    model.compile(tfdpfl.DPSGD(1.0, 1.0), steps_per_execution=together)
+    model.optimizer.build(model.dense.trainable_variables)
+    budget = tfdpfl.callbacks.PrivacyBudget(12, 1e-2, accountant="rdp")
+    fit = lambda: model.fit(x, x[:, :1], batch_size=3, callbacks=[budget], verbose=0)
+    if fine:
+        assert np.isfinite(fit().history["epsilon"][-1])
+    else:
+        with pytest.raises(PrivacyError, match=r"writes batch data to .*which is saved with the model"):
+            fit()
+
+
+@pytest.mark.slow
+def test_what_is_left_around_a_private_step_for_its_next_loss_is_refused():
+    x = normal(12, 4)
+    model = Around(AROUND["a statistic"][0], reads=True)
+    model(x)
+    model.compile(tfdpfl.DPSGD(1.0, 1.0))
+    model.optimizer.build(model.dense.trainable_variables)
+    model.fit(x, x[:, :1], batch_size=3, steps_per_epoch=1, verbose=0)
+    with pytest.raises(PrivacyError, match="reads a variable that the step itself writes"):
+        model.optimizer.ledger.epsilon(1e-2)
+
+
 def test_two_private_updates_in_one_step_are_two_steps():
     model = K.Sequential([K.Input((4,)), L.Dense(1)])
     first, second = tfdpfl.DPSGD(0.5, 0.0, learning_rate=1.0), tfdpfl.DPSGD(0.5, 0.0, learning_rate=1.0)

@@ -949,3 +949,40 @@ def test_a_setting_that_is_traced_cannot_be_changed_behind_its_steps(name):
     with pytest.raises(AttributeError, match=rf"{name} is part of steps.*Compile.*DPAdam\({name}=3"):
         setattr(optimizer, name, 3)
     assert getattr(optimizer, name) == before
+
+
+def test_what_ran_is_not_read_while_a_step_is_traced():
+    optimizer = tfdpfl.DPSGD(1.0, 1.0)
+    with pytest.raises(RuntimeError, match="between steps"):
+        tf.function(lambda: optimizer.num_dp_steps)()
+
+
+@pytest.mark.slow
+def test_a_train_step_in_the_words_of_the_error():
+    class Own(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.minimizes = tf.keras.layers.Dense(1), False
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            variables = self.trainable_variables
+            if self.minimizes:
+                self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
+            else:
+                self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return {"loss": loss}
+
+    model, x = Own(), np.ones((8, 3), "float32")
+    model.compile(tfdpfl.DPSGD(1.0, 1.0))
+    with pytest.raises(PrivacyError, match=r"train_step.*self\.optimizer\.minimize\(loss, self\.train.*, tape=tape\)"):
+        model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    model.minimizes = True
+    model.compile(tfdpfl.DPSGD(1.0, 1.0))
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    assert model.optimizer.num_dp_steps == 2

@@ -150,9 +150,11 @@ def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> t
     else:
         definition = getattr(function, "cached_definition", None) or function.definition
     with graph.as_default():
-        return function_def_to_graph.function_def_to_graph(
+        made = function_def_to_graph.function_def_to_graph(
             definition, input_shapes=[t.shape.as_proto() for t in inputs]
         )
+    graph_tools.know_released(made)
+    return made
 
 
 ELEMENTWISE = frozenset(
@@ -307,6 +309,7 @@ class BatchAxis:
         self._outer: BatchAxis | None = None
         self.reads: list[tuple[Handle, tf.Operation]] = []
         self.static: set[int | None] = set()  # batch sizes that a caller's inputs have
+        self.passed: frozenset[str] = frozenset()  # ops that are looked at elsewhere, for what they write
         self._tainted: frozenset[Handle] = frozenset()  # variables known to hold batch data
         self._writers: list[tuple[tf.Operation, list[tf.Tensor]]] | None = None  # what may write to a variable
         for name in graph_tools.RELEASED.get(graph, ()):
@@ -368,7 +371,7 @@ class BatchAxis:
                 return found
             found |= more
             look = BatchAxis(self.graph, self.source)
-            look.static, look._tainted = self.static, frozenset(found)
+            look.static, look.passed, look._tainted = self.static, self.passed, frozenset(found)
         return found
 
     def _written_from(self, handles: set[Handle]) -> tuple[set[Handle], bool]:
@@ -404,7 +407,7 @@ class BatchAxis:
             self._writers = []
             for op in self.graph.get_operations():
                 resources = [t for t in op.inputs if t.dtype == tf.resource]
-                if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
+                if not resources or op.type in ("ReadVariableOp", "ResourceGather") or op.name in self.passed:
                     continue
                 if op.type in BODIES or WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr):
                     self._writers.append((op, resources))

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import (
+    BODIES,
     CALLS,
     TAINTED,
     Batch,
@@ -27,6 +28,7 @@ from tfdpfl.clipping.batch_axis import (
     Public,
     Size,
     constant,
+    function_graph,
     is_batch_free,
     key,
     weighs,
@@ -141,6 +143,12 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
     _check_branches(graph)
     handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
     found = BatchAxis(graph, _resource).tainted({*read, *handles})
+    for inner, outer in _around(graph):
+        analysis = BatchAxis(outer, _resource)
+        # A loop or a branch that holds a step was looked at from within.
+        analysis.passed = frozenset(op.name for op in outer.get_operations() if op.type in BODIES and (
+            op.type not in CALLS) and (_names(op, inner) or _holds_a_step(op)))  # fmt: skip
+        found |= analysis.tainted({*read, *handles})
     for handle, (kind, name) in read.items():
         if handle in found:
             raise PrivacyError(mixing(Mixed(kind, name, TAINTED)))
@@ -153,6 +161,29 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
             )
 
 
+def _around(graph: tf.Graph) -> Iterator[tuple[tf.Graph, tf.Graph]]:
+    """Each graph that a function's graph is traced in, after the one inside of it."""
+    while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
+        yield graph, graph.outer_graph
+        graph = graph.outer_graph
+
+
+def _names(op: tf.Operation, body: tf.Graph) -> bool:
+    """Whether a branch or a loop runs this body. Taking a gradient adds to a body's name."""
+    names = graph_tools.function_names(op.node_def.attr)
+    return any(name == body.name or name.startswith(f"{body.name}_") for name in names)
+
+
+def _holds_a_step(op: tf.Operation) -> bool:
+    """Whether a private update is among what a loop, a branch or a call runs."""
+    for attribute in BODIES.get(op.type, ()):
+        inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
+        body = function_graph(op.graph, op.get_attr(attribute).name, inputs)
+        if body in graph_tools.RELEASED or any(map(_holds_a_step, body.get_operations())):
+            return True
+    return False
+
+
 def _check_branches(graph: tf.Graph) -> None:
     """That no branch in which the step is taken, or not, is chosen by examples; by whether the data are at their end,
     and by a loop's count of its turns, it may be."""
@@ -161,15 +192,14 @@ def _check_branches(graph: tf.Graph) -> None:
         counts = t.shape.rank == 0 and (t.dtype.is_integer or t.dtype.is_bool) and t.op.type != "IteratorGetNext"
         return Public() if counts and graph_tools.captured(t) is None else _resource(t)
 
-    while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
-        inner, graph = graph, graph.outer_graph
-        for op in graph.get_operations():
-            if op.type not in ("If", "StatelessIf") or inner.name not in graph_tools.function_names(op.node_def.attr):
+    for inner, outer in _around(graph):
+        for op in outer.get_operations():
+            if op.type not in ("If", "StatelessIf") or not _names(op, inner):
                 continue
             terms = [graph_tools.source(op.inputs[0])]
             if terms[0].op.type == "LogicalAnd":
                 terms = [graph_tools.source(t) for t in terms[0].op.inputs]
-            analysis = BatchAxis(graph, known)
+            analysis = BatchAxis(outer, known)
             if not all(t.op.type == "OptionalHasValue" or is_batch_free(analysis[t]) for t in terms):
                 raise PrivacyError(
                     f"{op.type} ({op.name!r}) takes a private step or leaves it out, and examples decide which. Take "

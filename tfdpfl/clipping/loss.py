@@ -318,6 +318,8 @@ class LossOfOne:
             axis = int(np.ravel(constant(op.inputs[1]))[0]) % rank + 1
             parts = [tf.expand_dims(p, axis) for p in parts]
         else:
+            if not isinstance(self.a[op.inputs[1]], Public | Size):
+                raise self._refusal(self.a[op.inputs[1]], op)
             shape = tf.reshape(self.size_of_one(op.inputs[1]), [-1])
             each = tf.reduce_prod(tf.shape(x.value)[1:])
             known = tf.reduce_prod(tf.where(shape < 0, tf.ones_like(shape), shape))
@@ -344,6 +346,8 @@ class LossOfOne:
         elif t.op.type in ("Shape", "ShapeN", "Size"):
             x = t.op.inputs[t.value_index if t.op.type == "ShapeN" else 0]
             xs = self.a[x]
+            if isinstance(xs, Mixed) and (x.shape.rank is None or None in x.shape[1:].as_list()):
+                raise self._refusal(xs, t.op)
             if isinstance(xs, Mixed):  # part of the tail
                 term = self._term(x)
                 dims = tf.shape(term.value)[0 if term.kind in ("public", "size") else 1 :]
@@ -397,7 +401,7 @@ def _mend(origin: Mixed) -> str:
     name = origin.name.lower()
     if origin.why in _MENDS or "batch_norm" in name or "batchnorm" in name or "moments" in name:
         return _MENDS["normalises over the batch"]
-    if origin.op.startswith(("String", "Unicode")):
+    if origin.op.startswith(("String", "Unicode", "SparseCross")):
         return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
     if "not known" in origin.why:
         return "Rewrite it with operations whose batch axis can be followed."

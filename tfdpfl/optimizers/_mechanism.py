@@ -24,8 +24,9 @@ _GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph
     weakref.WeakKeyDictionary())  # fmt: skip
 
 NO_LOSS = (
-    "These gradients did not come through the clip, so they were not applied. Train with compile and fit, call "
-    "optimizer.minimize(loss, variables) inside a tf.function, or use tfdpfl.clipping.clipped_gradients and add the "
+    "These gradients did not come through the clip, so they were not applied. In a train_step of your own, take the "
+    "step by self.optimizer.minimize(loss, self.trainable_variables, tape=tape), without tape.gradient; elsewhere by "
+    "optimizer.minimize(loss, variables) inside a tf.function; or use tfdpfl.clipping.clipped_gradients and add the "
     "noise yourself."
 )
 
@@ -181,6 +182,8 @@ class Mechanism(tf.Module):
 
     def ledger(self, state: dict) -> np.ndarray:
         """Rows of noise multiplier (over the sensitivity to one example) and steps."""
+        if not tf.executing_eagerly():
+            raise RuntimeError("What ran can be read between steps, not in a function that is being traced.")
         return self._ran.carried_on(state)[2].numpy()
 
     def settle(self, state: dict) -> None:
