@@ -59,9 +59,9 @@ def test_pld_is_the_default_and_dp_accountings_own():
     event = dp_accounting.PoissonSampledDpEvent(150 / 60000, dp_accounting.GaussianDpEvent(1.3))
     theirs = dp_accounting.pld.PLDAccountant().compose(event, 6000).get_epsilon(1e-5)
     run = dict(num_examples=60000, batch_size=150, noise_multiplier=1.3, num_epochs=15, delta=1e-5)
-    assert (
-        compute_epsilon(**run) == compute_epsilon(**run, accountant="PLD") == pytest.approx(theirs, rel=1e-9)
-    )
+    ours = compute_epsilon(**run)
+    assert ours == compute_epsilon(**run, accountant="PLD")
+    assert theirs <= ours <= theirs * (1 + 1e-7)  # rounding is allowed for
 
 
 @pytest.mark.parametrize(("sigma", "delta"), [(0.7, 1e-5), (3.0, 1e-6), (30.0, 1e-8)])
