@@ -84,7 +84,7 @@ def test_training_stops_before_the_step_that_would_pass_the_target(steps_per_exe
 
 
 @pytest.mark.parametrize("steps", [None, 10])
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_a_target_that_no_training_reaches_stops_none(accountant, steps):
     data = tf.data.Dataset.from_generator(
         lambda: ((X[i : i + 20], Y[i : i + 20]) for i in range(0, N, 20)),
@@ -253,6 +253,7 @@ def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
         model.fit(X, Y, batch_size=20, callbacks=[PrivacyBudget(N, DELTA, 100.0)], verbose=0)
 
 
+@pytest.mark.slow
 def test_steps_after_a_fit_count_when_the_model_is_gone():
     model, budget = compiled(), PrivacyBudget(delta=DELTA)
     model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
@@ -266,6 +267,7 @@ def test_steps_after_a_fit_count_when_the_model_is_gone():
     assert budget.ledger.steps == 10 + 3 + 10 and budget.report.epsilon > fitted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expected, adjacency", [(None, "zero_out"), (20.0, "add_or_remove_one")])
 def test_a_sum_that_is_divided_by_the_batch_size_tells_how_many_examples_there_are(expected, adjacency):
     """With one example more the denominator is another: nothing bounds that, so it is not claimed."""

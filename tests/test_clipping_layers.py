@@ -430,7 +430,7 @@ SPREAD = {  # tokens, queries and positions for each example, in the ways that p
 }
 
 
-@pytest.mark.parametrize("batch", [None, len(sequence)])
+@pytest.mark.parametrize("batch", [pytest.param(None, marks=pytest.mark.slow), len(sequence)])
 @pytest.mark.parametrize("name", SPREAD)
 def test_weights_that_every_example_gets_agree(name, batch):
     function, shape = SPREAD[name]

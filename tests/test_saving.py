@@ -264,6 +264,7 @@ def test_state_that_is_loaded_mid_run_takes_back_neither_noise_nor_steps(file, t
     assert pickle.loads(pickle.dumps(model.optimizer)).executed == [(0.9, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.keras", "some.weights.h5"])
 def test_a_ledger_survives_layers_that_were_frozen_before_saving(name, tmp_path):
     """Keras leaves out the whole state of an optimizer with another number of variables."""
@@ -341,6 +342,7 @@ def test_states_of_several_runs_in_turns_draw_no_noise_twice_and_lose_no_step():
     assert len({tuple(d.tolist()) for d in drawn}) == len(drawn) == 17
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not KERAS3, reason="Keras 2 keeps the optimizer out of .weights.h5")
 def test_a_state_that_is_loaded_and_saved_before_the_next_step_keeps_what_ran(tmp_path):
     model, path = trained(1, seed=None), str(tmp_path / "early.weights.h5")
