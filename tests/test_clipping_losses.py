@@ -183,7 +183,8 @@ def tagger(mask, layers, head):
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("loss", TAGGED)
 @pytest.mark.parametrize("layers", [
-    list, pytest.param(lambda: [L.LSTM(3, return_sequences=True)], marks=pytest.mark.slow)], ids=["dense", "lstm"])  # fmt: skip
+    list, pytest.param(lambda: [L.LSTM(3, return_sequences=True)], marks=pytest.mark.slow),
+], ids=["dense", "lstm"])  # fmt: skip
 def test_a_loss_at_each_position_in_batches_of_any_size(layers, loss, mask):
     """Of a data set, whose batches have no size in the graph: the shapes of what was masked are then tensors."""
     y, at_positions = TAGGED[loss]
