@@ -927,6 +927,8 @@ AROUND = {
     "trained on the batch": (beside(lambda self, x: self.plain(x)), False),
     "trained on the batch by a function": (beside(lambda self, x: tf.function(self.plain)(x)), False),
     "a statistic": (beside(lambda self, x: self.state.assign(tf.reduce_mean(x, 0))), False),
+    "a statistic in a loop's condition": (beside(lambda self, x: tf.while_loop(
+        lambda i: self.state.assign(tf.reduce_mean(x, 0))[0] * 0.0 + i < 1.0, lambda i: i + 1.0, [0.0])), False),
     "trained beside a branch": (lambda self, x, y: (
         tf.cond(self.optimizer.iterations < 9, lambda: self.private(x, y), lambda: None), self.plain(x)), False),
 }  # fmt: skip

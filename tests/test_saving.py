@@ -17,6 +17,7 @@ from tfdpfl.optimizers import _mechanism, make_dp_optimizer_class
 
 keras = tf.keras
 KERAS3 = c.keras3()
+KERAS3S_FILES = pytest.mark.skipif(not KERAS3, reason="Keras 2 keeps the optimizer out of .weights.h5")
 SETTINGS = {
     "l2_norm_clip": 0.7, "noise_multiplier": 0.9, "num_microbatches": 2, "expected_batch_size": 12.0, "seed": 11,
 }  # fmt: skip
@@ -246,8 +247,7 @@ def checkpoint(model):
     return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
 
 
-@pytest.mark.parametrize("file", ["checkpoint", pytest.param("weights", marks=pytest.mark.skipif(
-    not KERAS3, reason="Keras 2 keeps the optimizer out of .weights.h5"))])  # fmt: skip
+@pytest.mark.parametrize("file", ["checkpoint", pytest.param("weights", marks=KERAS3S_FILES)])
 def test_state_that_is_loaded_mid_run_takes_back_neither_noise_nor_steps(file, tmp_path):
     """What ran, ran: the steps after the file was written are counted, and none of their noise is drawn again."""
     model = trained(1, seed=None)
@@ -265,11 +265,9 @@ def test_state_that_is_loaded_mid_run_takes_back_neither_noise_nor_steps(file, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.keras", "some.weights.h5"])
+@pytest.mark.parametrize("name", ["model.keras", pytest.param("some.weights.h5", marks=KERAS3S_FILES)])
 def test_a_ledger_survives_layers_that_were_frozen_before_saving(name, tmp_path):
     """Keras leaves out the whole state of an optimizer with another number of variables."""
-    if name.endswith("h5") and not KERAS3:
-        pytest.skip("Keras 2 keeps the optimizer out of .weights.h5")
     model = trained(3, seed=None)
     model.layers[-1].trainable = False
     model.save(tmp_path / name) if name.endswith("keras") else model.save_weights(tmp_path / name)
@@ -343,7 +341,7 @@ def test_states_of_several_runs_in_turns_draw_no_noise_twice_and_lose_no_step():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not KERAS3, reason="Keras 2 keeps the optimizer out of .weights.h5")
+@KERAS3S_FILES
 def test_a_state_that_is_loaded_and_saved_before_the_next_step_keeps_what_ran(tmp_path):
     model, path = trained(1, seed=None), str(tmp_path / "early.weights.h5")
     model.save_weights(path)

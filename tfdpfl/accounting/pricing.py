@@ -19,6 +19,7 @@ ACCOUNTANTS = ("pld", "rdp")
 # dp-accounting's own orders are doubled from 64 to 1024; with these, large σ and small ε are not overpriced.
 # Every order is a valid bound, so more of them only lower ε.
 _MORE_ORDERS = (96, 192, 384, 768, 2048)
+# Below, what the numbers lose elsewhere (tails that are cut off, plain Gaussians on a grid) is not far under δ either.
 _SMALLEST_PLD_DELTA = 1e-12
 # Rounding in the convolutions of sampled steps moves δ, either way, by up to a tenth of this a step, as measured
 # where sampling at a rate near 1 has the closed form of none.

@@ -150,11 +150,16 @@ def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> t
     else:
         definition = getattr(function, "cached_definition", None) or function.definition
     with graph.as_default():
-        made = function_def_to_graph.function_def_to_graph(
+        return function_def_to_graph.function_def_to_graph(
             definition, input_shapes=[t.shape.as_proto() for t in inputs]
         )
-    graph_tools.know_released(made)
-    return made
+
+
+def body_graphs(op: tf.Operation) -> Iterable[tf.Graph]:
+    """What a call, a branch or a loop runs; nothing for other ops."""
+    for attribute in BODIES.get(op.type, ()):
+        inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
+        yield function_graph(op.graph, op.get_attr(attribute).name, inputs)
 
 
 ELEMENTWISE = frozenset(

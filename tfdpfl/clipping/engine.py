@@ -27,8 +27,8 @@ from tfdpfl.clipping.batch_axis import (
     Mixed,
     Public,
     Size,
+    body_graphs,
     constant,
-    function_graph,
     is_batch_free,
     key,
     weighs,
@@ -176,12 +176,9 @@ def _names(op: tf.Operation, body: tf.Graph) -> bool:
 
 def _holds_a_step(op: tf.Operation) -> bool:
     """Whether a private update is among what a loop, a branch or a call runs."""
-    for attribute in BODIES.get(op.type, ()):
-        inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
-        body = function_graph(op.graph, op.get_attr(attribute).name, inputs)
-        if body in graph_tools.RELEASED or any(map(_holds_a_step, body.get_operations())):
-            return True
-    return False
+    return any(
+        body in graph_tools.RELEASED or any(map(_holds_a_step, body.get_operations())) for body in body_graphs(op)
+    )
 
 
 def _check_branches(graph: tf.Graph) -> None:

@@ -24,19 +24,6 @@ def released(x: tf.Tensor) -> tf.Tensor:
     return x
 
 
-def know_released(copy: tf.Graph) -> None:
-    """Marks what is public in a graph that was made anew from the definition of one that was traced: it has the same
-    ops under the same names."""
-    types = {op.name: op.type for op in copy.get_operations() if op.type != "Placeholder"}
-    for traced, names in list(RELEASED.items()):
-        if not names <= types.keys():
-            continue
-        known = {op.name: op.type for op in traced.get_operations()}
-        if all(known.get(name) == kind for name, kind in types.items()):
-            RELEASED[copy] = set(names)
-            return
-
-
 def require(holds: tf.Tensor, message: str) -> tf.Operation:
     """An op that stops the step with this message unless ``holds``; a tenth of the ops that tf.debugging would make."""
     return tf.raw_ops.Assert(condition=holds, data=[tf.constant(message)], summarize=1)

@@ -346,9 +346,9 @@ class LossOfOne:
         elif t.op.type in ("Shape", "ShapeN", "Size"):
             x = t.op.inputs[t.value_index if t.op.type == "ShapeN" else 0]
             xs = self.a[x]
-            if isinstance(xs, Mixed) and (x.shape.rank is None or None in x.shape[1:].as_list()):
-                raise self._refusal(xs, t.op)
             if isinstance(xs, Mixed):  # part of the tail
+                if x.shape.rank is None or None in x.shape[1:].as_list():
+                    raise self._refusal(xs, t.op)
                 term = self._term(x)
                 dims = tf.shape(term.value)[0 if term.kind in ("public", "size") else 1 :]
             else:

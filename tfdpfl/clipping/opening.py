@@ -25,8 +25,8 @@ from tfdpfl.clipping.batch_axis import (
     BatchAxis,
     Items,
     Public,
+    body_graphs,
     constant,
-    function_graph,
     gradient_function,
     key,
     weighs,
@@ -297,9 +297,8 @@ def effects(ops: Iterable[tf.Operation]) -> set[str]:
             if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
                 found.add(op.type)
             continue
-        for attribute in BODIES[op.type]:
-            inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
-            found |= effects(function_graph(op.graph, op.get_attr(attribute).name, inputs).get_operations())
+        for body in body_graphs(op):
+            found |= effects(body.get_operations())
     return found
 
 
