@@ -143,11 +143,11 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
     _check_branches(graph)
     handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
     found = BatchAxis(graph, _resource).tainted({*read, *handles})
-    for inner, outer in _around(graph):
+    for outer in graph._tfdpfl_around:
         analysis = BatchAxis(outer, _resource)
         # A loop or a branch that holds a step was looked at from within.
         analysis.passed = frozenset(op.name for op in outer.get_operations() if op.type in BODIES and (
-            op.type not in CALLS) and (_names(op, inner) or _holds_a_step(op)))  # fmt: skip
+            op.type not in CALLS) and _holds_a_step(op))  # fmt: skip
         found |= analysis.tainted({*read, *handles})
     for handle, (kind, name) in read.items():
         if handle in found:
@@ -161,17 +161,11 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
             )
 
 
-def _around(graph: tf.Graph) -> Iterator[tuple[tf.Graph, tf.Graph]]:
-    """Each graph that a function's graph is traced in, after the one inside of it."""
+def _around(graph: tf.Graph) -> Iterator[tf.Graph]:
+    """The graphs that a function's graph was traced in, the nearest first."""
     while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
-        yield graph, graph.outer_graph
         graph = graph.outer_graph
-
-
-def _names(op: tf.Operation, body: tf.Graph) -> bool:
-    """Whether a branch or a loop runs this body. Taking a gradient adds to a body's name."""
-    names = graph_tools.function_names(op.node_def.attr)
-    return any(name == body.name or name.startswith(f"{body.name}_") for name in names)
+        yield graph
 
 
 def _holds_a_step(op: tf.Operation) -> bool:
@@ -189,9 +183,9 @@ def _check_branches(graph: tf.Graph) -> None:
         counts = t.shape.rank == 0 and (t.dtype.is_integer or t.dtype.is_bool) and t.op.type != "IteratorGetNext"
         return Public() if counts and graph_tools.captured(t) is None else _resource(t)
 
-    for inner, outer in _around(graph):
+    for outer in graph._tfdpfl_around:
         for op in outer.get_operations():
-            if op.type not in ("If", "StatelessIf") or not _names(op, inner):
+            if op.type not in ("If", "StatelessIf") or not _holds_a_step(op):
                 continue
             terms = [graph_tools.source(op.inputs[0])]
             if terms[0].op.type == "LogicalAnd":
@@ -246,6 +240,7 @@ class Plan:
             raise PrivacyError(mixing(origin))
         read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
         _READ.setdefault(self.graph, {}).update(read)
+        self.graph._tfdpfl_around = list(_around(self.graph))  # else TensorFlow drops some before `check_finished`
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
         self.losses = losses
         losses, count = self._grouped(losses, num_microbatches)
