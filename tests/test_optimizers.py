@@ -207,6 +207,23 @@ def test_steps_per_execution_equals_single_steps():
     assert_same(*ends)
 
 
+@pytest.mark.skipif(KERAS3, reason="Keras 3 makes the optimizer's variables before it traces a step")
+def test_a_step_is_traced_once_though_the_optimizers_variables_are_new():
+    x, y = c.examples(12)
+    model, traced = c.classifier(), []
+
+    def loss(y, outputs):
+        traced.append(outputs)
+        return c.cross_entropy()(y, outputs)
+
+    model.compile(tfdpfl.DPAdam(CLIP, 1.0, use_ema=True), loss=loss)
+    model.fit(x, y, batch_size=6, verbose=0)
+    assert len(traced) == 1
+    slots = [v for v in model.optimizer.variables if v.shape.rank]
+    assert {"m", "v", "average"} <= {part for v in slots for part in v.name.split("/")}
+    assert all(np.any(v.numpy()) for v in slots)
+
+
 @pytest.mark.slow
 def test_xla_equals_no_xla():
     x, y = c.examples(8)

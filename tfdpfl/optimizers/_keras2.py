@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import function_graph
@@ -29,6 +30,13 @@ class Keras2Adapter:
                 variable = tf.Variable(value, trainable=False, name=name)
                 self._variables.append(variable)
                 self._dp_state[name] = variable
+
+    def build(self, var_list):
+        """As Keras does, but as if before the step: TensorFlow traces a function twice that makes variables."""
+        if tf.distribute.has_strategy():
+            return super().build(var_list)
+        with tf.init_scope(), tf.variable_creator_scope(_plain_variable):
+            return super().build(var_list)
 
     @tf.autograph.experimental.do_not_convert
     def compute_gradients(self, loss, var_list, tape=None):
@@ -92,6 +100,10 @@ class Keras2Adapter:
             elif not _is_data_free(t.op):
                 return False
         return True
+
+
+def _plain_variable(_, **settings):
+    return resource_variable_ops.default_variable_creator_v2(**settings)
 
 
 def _handles(v) -> list:
