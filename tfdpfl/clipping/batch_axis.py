@@ -181,7 +181,8 @@ ALONG_AN_AXIS = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2
 ALONG_THE_LAST = {
     **dict.fromkeys("Softmax LogSoftmax TopKV2 LRN FFT IFFT RFFT IRFFT".split(), 1),
     **dict.fromkeys(
-        "FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd".split(), 2),
+        """FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd
+        MatrixDiagPartV3""".split(), 2),
     **dict.fromkeys("FFT3D IFFT3D RFFT3D IRFFT3D".split(), 3),
 }  # how many of the last axes
 # Draw from a kernel's own state, and write nothing that another op reads.
@@ -223,7 +224,7 @@ DATA_INPUT = {
     **dict.fromkeys(
         """Reshape ExpandDims Transpose Split SplitV StridedSlice Slice Tile BroadcastTo OneHot Pad PadV2 MirrorPad
         SpaceToBatchND BatchToSpaceND MatrixBandPart TopKV2 RFFT RFFT2D RFFT3D IRFFT IRFFT2D IRFFT3D
-        TensorListGetItem TensorListStack TensorListFromTensor""".split(), 0),
+        MatrixDiagV3 MatrixDiagPartV3 TensorListGetItem TensorListStack TensorListFromTensor""".split(), 0),
     "Split": 1,
 }  # fmt: skip
 # Of these, the inputs that name shapes and may hold the batch size; each rule looks at them.
@@ -1293,6 +1294,30 @@ class BatchAxis:
         if isinstance(states[0], Batch) and states[0].axis >= op.inputs[0].shape.rank - 2:
             return self._mix(op, "works along the batch axis")
         return states[0] if isinstance(states[0], Batch) else None
+
+    def _op_matrixdiagv3(self, op, states):
+        state, of = states[0], constant(op.inputs[1])
+        if not isinstance(state, Batch):
+            return None
+        if op.inputs[0].shape.rank is None:
+            return self._mix(op, "has a shape of unknown rank")
+        if state.axis >= op.inputs[0].shape.rank - (1 if of is not None and of.size == 1 else 2):  # one diagonal
+            return self._mix(op, "works along the batch axis")
+        return state
+
+    def _op_gathernd(self, op, states):
+        params, indices = states
+        if isinstance(params, Batch):
+            return self._mix(op, "picks examples of the batch")
+        if not isinstance(params, Public) or not isinstance(indices, Batch):
+            return None
+        if op.inputs[1].shape.rank is None:
+            return self._mix(op, "has a shape of unknown rank")
+        return indices if indices.axis < op.inputs[1].shape.rank - 1 else self._mix(op, "works along the batch axis")
+
+    def _op_randomshuffle(self, op, states):
+        state = states[0]
+        return self._mix(op, "picks examples of the batch") if isinstance(state, Batch) and state.axis == 0 else None
 
     def _op_biasadd(self, op, states):
         x, b = states

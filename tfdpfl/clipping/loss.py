@@ -383,11 +383,47 @@ def is_mask(t: tf.Tensor) -> bool:
     return False
 
 
+_NORMALISED = (
+    "Replace BatchNormalization by GroupNormalization or LayerNormalization (or freeze it and call it with "
+    "training=False)."
+)
+_REDUCED = (
+    "Reduce over the other axes only (axis=1 and up), so that each example has a loss of its own; the mean over "
+    "examples is taken afterwards."
+)
+_PLACED = (
+    "Give every example the same values; to pick from each example's own rows, use tf.gather(x, indices, batch_dims=1)."
+)
+_APART = (
+    "Let every example keep its place, and compute on the whole batch at once: tf.map_fn, tf.vectorized_map and "
+    "tf.unstack hand the examples out one by one."
+)
+_CONTRASTED = (
+    "Compare each example with what is public, or with its own other parts: what compares the examples of a batch has "
+    "no gradient of one example alone."
+)
+_SIZED = "Leave out what the batch size goes into; the loss's mean over the batch is taken for you."
 _MENDS = {
-    "normalises over the batch": (
-        "Replace BatchNormalization by GroupNormalization or LayerNormalization (or freeze it and call it with "
-        "training=False)."
-    ),
+    "normalises over the batch": _NORMALISED,
+    "normalises examples together": _NORMALISED,
+    "reduces over the batch": _REDUCED,
+    "sums over the batch": _REDUCED,
+    BY_POSITION: _PLACED,
+    "numbers the examples by their position in the batch": _PLACED,
+    "slices by the batch size": _PLACED,
+    "takes the batch apart": _APART,
+    "picks examples of the batch": _APART,
+    "takes some examples of the batch, not all": _APART,
+    "combines the examples along one axis with the examples along another": _CONTRASTED,
+    "multiplies the examples along one axis with the examples along another": _CONTRASTED,
+    "lets examples pick from one another": _CONTRASTED,
+    "works along the batch axis": "Work along another axis: the examples are along this one.",
+    "makes an example's result depend on the batch size": _SIZED,
+    "makes the result depend on the batch size": _SIZED,
+    "scales weights by the batch size": _SIZED,
+    "has a shape of unknown rank": "Say the shape before it: tf.ensure_shape(x, [None, ...]).",
+    "does not have the batch as its first axis": "Transpose its input, so that the examples come first.",
+    "runs Python code, which cannot be followed": "Write it with TensorFlow operations, or do it in the data set.",
 }
 
 
@@ -399,10 +435,14 @@ def mixing(origin: Mixed, through: str | None = None) -> str:
 
 def _mend(origin: Mixed) -> str:
     name = origin.name.lower()
-    if origin.why in _MENDS or "batch_norm" in name or "batchnorm" in name or "moments" in name:
-        return _MENDS["normalises over the batch"]
+    if "batch_norm" in name or "batchnorm" in name or "moments" in name:
+        return _NORMALISED
     if origin.op.startswith(("String", "Unicode", "SparseCross")):
         return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
+    if "pfor" in name or "reserve" in name:
+        return _APART
+    if origin.why in _MENDS:
+        return _MENDS[origin.why]
     if "not known" in origin.why:
         return "Rewrite it with operations whose batch axis can be followed."
     return "Change the layer or the loss so that each example is treated by itself."
