@@ -195,6 +195,73 @@ def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(tar
     assert model.optimizer.num_dp_steps == 10 * passes  # none is counted where the data end
 
 
+def test_what_lies_behind_poisson_batches_is_priced_as_said():
+    model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)
+    model.fit(poisson_batches((X, Y), 0.1, 7).map(lambda x, y: (2 * x, y)), callbacks=[budget], verbose=0)
+    assert budget.report.epsilon == pytest.approx(price(batch_size=20, noise_multiplier=2.0, num_steps=7))
+
+
+def test_a_callback_that_saw_no_fit_knows_no_epsilon():
+    budget = PrivacyBudget(N, DELTA)
+    with pytest.raises(PrivacyError, match="saw no training"):
+        budget.report  # noqa: B018
+    compiled().fit(X, Y, epochs=0, callbacks=[budget], verbose=0)
+    assert budget.report.epsilon == 0
+
+
+def test_the_steps_of_epochs_that_were_begun_are_those_that_ran():
+    """They tell whether others ran that nobody saw: a whole epoch's would hide some."""
+    model, budget = compiled(), PrivacyBudget(N, DELTA)
+    model.fit(X, Y, batch_size=20, epochs=2, steps_per_epoch=4, callbacks=[budget], verbose=0)
+    assert budget.report.steps == budget.ledger.steps == model.optimizer.num_dp_steps == 8
+    assert budget.report.participations == 2 and budget.report.epsilon == pytest.approx(uses(2))
+    later = PrivacyBudget(N, DELTA, ledger=budget.ledger)
+    for _ in range(12):
+        model.train_on_batch(X, Y)
+    with pytest.warns(UserWarning, match="did not see the 20 steps"):
+        model.fit(X, Y, batch_size=20, callbacks=[later], verbose=0)
+
+
+class Loads(tf.keras.callbacks.Callback):
+    """As Keras's BackupAndRestore does."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def on_train_begin(self, logs=None):
+        for name, value in self.state.items():
+            self.model.optimizer._dp_state[name].assign(value)
+
+
+def test_a_state_that_a_later_callback_loads_is_a_past_like_any_other():
+    first, budget = compiled(), PrivacyBudget(N, DELTA)
+    first.fit(X, Y, batch_size=20, epochs=2, callbacks=[budget], verbose=0)
+    loads = Loads({k: np.asarray(v) for k, v in first.optimizer._dp_state.items()})
+    with pytest.warns(UserWarning, match="did not see the 20 steps"):
+        log = compiled().fit(X, Y, batch_size=20, callbacks=[PrivacyBudget(N, DELTA, uses(4)), loads], verbose=0)
+    assert log.history["epsilon"] == pytest.approx([uses(3)])
+    known = PrivacyBudget(N, DELTA, ledger=budget.ledger)
+    log = compiled().fit(X, Y, batch_size=20, callbacks=[known, loads], verbose=0)
+    assert log.history["epsilon"] == pytest.approx([uses(3)])
+
+
+def test_one_device_of_a_strategy_is_like_none():
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = compiled()
+    budget = PrivacyBudget(N, DELTA)
+    model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+    assert budget.report.steps == 10
+
+
+def test_a_training_that_the_target_ends_says_so(capsys):
+    budget = PrivacyBudget(N, DELTA, uses(2) * 1.0001)
+    compiled().fit(X, Y, batch_size=20, epochs=5, callbacks=[budget], verbose=2)
+    assert "PrivacyBudget stops the training in epoch 2, before" in capsys.readouterr().out
+    compiled().fit(X, Y, batch_size=20, epochs=2, callbacks=[PrivacyBudget(N, DELTA, uses(2) * 1.0001)], verbose=2)
+    assert "stops" not in capsys.readouterr().out
+
+
 class Thrice(tf.keras.Model):
     def __init__(self):
         super().__init__()

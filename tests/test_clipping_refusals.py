@@ -208,6 +208,14 @@ MIXING = {
     "shifts by place": lambda x: total(shifted(tf.tile(d(x)[:, None], [1, 2, 1]), of_places(B))),
     "two axes of frequencies": lambda x: total(tf.abs(tf.signal.fft2d(tf.cast(d(x), tf.complex64)))),
     "inverse of the batch": lambda x: total(tf.linalg.inv(tf.ensure_shape(d(x), [4, 4]))),
+    "diagonal of the batch": lambda x: total(tf.linalg.diag_part(tf.ensure_shape(d(x), [4, 4]))),
+    "examples as diagonals": lambda x: total(tf.linalg.diag(tf.transpose(d(x)))),
+    "examples as bands": lambda x: total(tf.linalg.diag(tf.ensure_shape(d(x), [4, 4]), k=(-1, 2))),
+    "entries of examples": lambda x: total(tf.gather_nd(d(x), tf.stack([tf.range(n(x)), tf.range(n(x)) % 2], 1))),
+    "examples' choice of entries": lambda x: total(tf.gather_nd(d(x), tf.cast(x[:, :2] > 0, tf.int32))),
+    "coordinates along the batch": lambda x: total(tf.gather_nd(TABLE, tf.cast(tf.transpose(x[:, :1]) > 0, tf.int32))
+                                                   * tf.reduce_sum(d(x), 1)),
+    "shuffled": lambda x: total(d(x) + tf.random.shuffle(d(x))),
     "solution for the batch": lambda x: total(tf.linalg.solve(tf.ensure_shape(d(x), [4, 4]), x)),
     "first half of the batch": lambda x: total(d(x)[: n(x) // 2]),
     "all but the last by size": lambda x: total(d(x)[: n(x) - 1]),
@@ -299,16 +307,22 @@ def norms(losses, batch=None):
 
 # What a user must be told: the op or layer, and a mend.
 TOLD = {
-    "mean of the batch": "Mean.*reduces over the batch",
-    "softmax over the batch": "Change the layer or the loss",
+    "mean of the batch": r"Mean.*reduces over the batch.*Reduce over the other axes only \(axis=1 and up\)",
+    "softmax over the batch": "Work along another axis",
     "roll": "Roll.*along the batch axis",
     "reversed batch": "StridedSlice.*takes some examples",
     "cumulative sum": "Cumsum.*along the batch axis",
-    "pairs of examples": "MatMul.*multiplies the examples along one axis",
+    "pairs of examples": "MatMul.*multiplies the examples along one axis.*Compare each example with what is public",
     "products over the batch": "MatMul.*sums over the batch",
-    "sorted batch": "Change the layer or the loss",
+    "sorted batch": "TopKV2.*depend on the batch size",
     "unique": "Unique.*not known to keep examples apart",
-    "other examples by range": "Range.*by their position",
+    "other examples by range": r"Range.*by their position.*tf.gather\(x, indices, batch_dims=1\)",
+    "diagonal of the batch": "MatrixDiagPartV3.*works along the batch axis",
+    "examples as bands": "MatrixDiagV3.*works along the batch axis",
+    "entries of examples": r"Range.*tf.gather\(x, indices, batch_dims=1\)",
+    "examples' choice of entries": "GatherNd.*picks examples.*on the whole batch at once",
+    "coordinates along the batch": "GatherNd.*works along the batch axis",
+    "shuffled": "RandomShuffle.*picks examples",
     "other examples by data": "GatherV2.*picks examples",
     "half the rows by division": "tfdpfl|cuts across|not known|Reshape",
     "mean written and read": "reads a variable that the step itself writes",
@@ -327,7 +341,7 @@ TOLD = {
     "solution for the batch": "MatrixSolve.*works along the batch axis",
     "inverse of the batch": "MatrixInverse.*works along the batch axis",
     "as many of the best as half the batch": "InTopKV2.*settings that depend on examples",
-    "first half of the rows": "StridedSlice.*takes some examples",
+    "first half of the rows": "StridedSlice.*takes some examples.*Let every example keep its place",
     "half of the rows sliced": "Slice.*takes some examples",
     "sliced from the second": "Slice.*takes some examples",
     "shifts by place": "ImageProjectiveTransformV3.*by its position|Mul.*by its position",
@@ -498,6 +512,8 @@ ALLOWED = {
     "own frames": lambda x: tf.signal.frame(x, 2, 1, axis=1),
     "own spectrogram": lambda x: tf.abs(tf.signal.stft(tf.reshape(x, [-1, 12]), 6, 3)),
     "own solution": lambda x: tf.linalg.solve(tf.einsum("bij,bkj->bik", x, x) + tf.eye(3), x),
+    "own diagonal": lambda x: tf.linalg.diag_part(tf.einsum("bij,bkj->bik", x, x), k=(-1, 1)),
+    "own diagonal matrices": lambda x: tf.linalg.diag(x),
     "own inverse": lambda x: tf.linalg.inv(tf.einsum("bij,bkj->bik", x, x) + tf.eye(3)),
     "branch by a length": lambda x: tf.cond(tf.reduce_all((n(x[0]) > 2, n(x[0]) < 9)), lambda: x[:, 1:], lambda: x),
     "own reversal": lambda x: tf.reverse_sequence(x, tf.cast(x[:, 0, 0] > 0, tf.int32) + 1, 1),
@@ -883,6 +899,35 @@ def test_weights_that_another_optimizer_trains_have_no_price(plain, draw, fine):
             fit()
 
 
+class Remembers(L.Layer):
+    """Keeps a statistic of the last batch, which training itself does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = self.add_weight(name="remembered", shape=(4,), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign(tf.reduce_mean(x, 0))
+            return x
+        return x - self.mean
+
+
+def test_a_statistic_that_a_layer_keeps_is_refused_before_the_first_update():
+    """Also without PrivacyBudget; and where the model is only looked at."""
+    x, y = normal(12, 4), normal(12, 1, seed=1)
+    model = K.Sequential([K.Input((4,)), Remembers(), L.Dense(1)])
+    model.compile(tfdpfl.DPSGD(1.0, 1.0), "mse")
+    before = model.get_weights()
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    for look in (lambda: model.fit(x, y, verbose=0), lambda: tfdpfl.clipping.validate(model, (x, y)),
+                 lambda: tfdpfl.clipping.explain(model, batches)):  # fmt: skip
+        with pytest.raises(PrivacyError, match=r"writes batch data to .*remembered.*which is saved with the model"):
+            look()
+    assert model.optimizer.num_dp_steps == 0
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
 class Around(K.Model):
     """The private update is in a tf.function of its own; ``beside`` is what the train_step does around it."""
 
@@ -899,6 +944,7 @@ class Around(K.Model):
     def private(self, x, y):
         less = tf.convert_to_tensor(self.state) if self.reads else 0.0
         self.optimizer.minimize(lambda: tf.reduce_mean((self.dense(x - less) - y) ** 2), self.dense.trainable_variables)
+        return tf.reduce_mean(self.dense(x))
 
     def plain(self, x):
         with tf.GradientTape() as tape:
@@ -907,8 +953,8 @@ class Around(K.Model):
         self.sgd.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
     def train_step(self, data):
-        self.beside(self, *data)
-        return {"loss": 0.0}
+        shown = self.beside(self, *data)
+        return {"loss": shown if tf.is_tensor(shown) else 0.0}
 
 
 def beside(what):
@@ -921,6 +967,7 @@ def average(self, x):
 
 AROUND = {
     "nothing": (beside(lambda self, x: None), True),
+    "a loss that is shown": (lambda self, x, y: self.private(x, y), True),
     "two private steps": (beside(lambda self, x: self.private(x, x[:, :1])), True),
     "an average of weights": (beside(average), True),
     "trained on numbers": (beside(lambda self, x: self.plain(tf.ones([3, 4]))), True),
@@ -930,7 +977,7 @@ AROUND = {
     "a statistic in a loop's condition": (beside(lambda self, x: tf.while_loop(
         lambda i: self.state.assign(tf.reduce_mean(x, 0))[0] * 0.0 + i < 1.0, lambda i: i + 1.0, [0.0])), False),
     "trained beside a branch": (lambda self, x, y: (
-        tf.cond(self.optimizer.iterations < 9, lambda: self.private(x, y), lambda: None), self.plain(x)), False),
+        tf.cond(self.optimizer.iterations < 9, lambda: self.private(x, y), lambda: 0.0), self.plain(x)), False),
 }  # fmt: skip
 
 

@@ -6,20 +6,19 @@ import bisect
 import copy
 import dataclasses
 import math
-import sys
 import warnings
 from collections import Counter
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.run import ADJACENCIES_OF, SAMPLINGS
-from tfdpfl.data import SamplingDeclaration, declared_sampling
+from tfdpfl.clipping.models import saved_weights
+from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from
 from tfdpfl.errors import PrivacyError
 
 
@@ -97,14 +96,18 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     # -- Keras's hooks ---------------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        optimizer = private_optimizer(self.model)
+        self._optimizer = private_optimizer(self.model)
         for earlier in self._fits:
             earlier.ends()  # an interrupted one has not ended
-        self._optimizer = optimizer
-        data = self._describe(_fit_arguments(self.model))
         # Keras 3 has the number itself, Keras 2 a variable under another name.
-        per_call = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", 1)
-        fit = _Fit(optimizer, data, int(np.asarray(per_call)))
+        held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
+        per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
+        self._begin(self._describe(_fit_arguments(self.model)), int(per_call))
+
+    def _begin(self, data: dict[str, Any], stride: int) -> None:
+        """A fit that starts from the optimizer's state as it is now."""
+        optimizer = self._optimizer
+        fit = _Fit(optimizer, data, stride)
         known = [earlier for earlier in self._fits if earlier.optimizer is optimizer]
         if known:
             fit.unseen = known[-1].since()
@@ -114,7 +117,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"PrivacyBudget did not see the {sum(fit.start.values())} steps that the optimizer has taken before "
                 f"and prices them as if sampled like this fit's ({data['sampling']}, batch_size={data['batch_size']}). "
                 "If they were not, give it ledger= of the callback that saw them.",
-                stacklevel=2,
+                stacklevel=3,
             )
         self._fits.append(fit)
         steps = self.params.get("steps")
@@ -125,7 +128,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
                     f"{'epoch' if data['sampling'] == 'shuffle' else 'step'}. Raise noise_multiplier "
-                    "(tfdpfl.compute_noise_multiplier finds the smallest one that does) or the target."
+                    f"(tfdpfl.compute_noise_multiplier(..., sampling={data['sampling']!r}) finds the smallest one that "
+                    "does) or the target."
                 )
         except PrivacyError:
             self._fits.pop()
@@ -133,6 +137,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         fit = self._fits[-1]
+        if not fit.passes and fit.steps:  # a callback that came after this one has loaded a state
+            self._begin(self._fits.pop().data, fit.stride)
+            fit = self._fits[-1]
+        self._epoch = epoch
         self._steps_before_epoch = fit.steps
         self._passes_here = self._passes_per_epoch or 1
         fit.passes += self._passes_here
@@ -143,7 +151,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._fits[-1]
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
-            self._optimizer._dp.check_finished(_trained_or_kept(self.model))
+            self._optimizer._dp.check_finished(saved_weights(self.model))
         grows = self._passes_per_epoch is None and fit.shuffled  # how long an epoch is turns out as it runs
         if self._limit is None and not grows:
             return
@@ -159,13 +167,19 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "Make one update a batch in train_step, or train without target_epsilon."
             )
         if self._is_full(steps, batch + 1):
-            self.model.stop_training = True
+            self._stop()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if logs is not None:
             logs["epsilon"] = self.report.epsilon
         if self._is_full(self._fits[-1].steps):
-            self.model.stop_training = True
+            self._stop()
+
+    def _stop(self) -> None:
+        planned = self.params.get("epochs")
+        if self.params.get("verbose") and not self.model.stop_training and planned != self._epoch + 1:
+            print(f"\nPrivacyBudget stops the training in epoch {self._epoch + 1}, before target_epsilon is passed.")
+        self.model.stop_training = True
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._fits[-1].ends()
@@ -185,7 +199,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     @property
     def report(self) -> PrivacyReport:
-        """The price of all that ran on the data, this far."""
+        """The price of all that ran on the data, this far.
+
+        Raises:
+          PrivacyError: the callback was given to no `fit`, so that it does not know what ran.
+        """
+        if not self._fits and not len(self._given):
+            raise PrivacyError("PrivacyBudget saw no training. Give it to fit: model.fit(..., callbacks=[budget]).")
         report = self.ledger.report(self.delta, self.accountant)
         supposed = sum(sum(fit.before.values()) for fit in self._fits)
         if supposed:
@@ -267,12 +287,35 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if length > n or (length < n and not call.get("validation_split")):
                 raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
             batch = min(call.get("batch_size") or 32, length)
+            self._check_batch_size(batch)
+            groups = self._optimizer.num_microbatches
+            if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
+                raise PrivacyError(
+                    f"The last batch of an epoch has {length % batch} of the {length} examples, which num_microbatches="
+                    f"{groups} does not divide. Leave out examples (x[:{length - length % batch}]) or use "
+                    "num_microbatches=None."
+                )
             return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
-        if self.sampling is None or self.num_examples is None or self.batch_size is None:
+        if made_from(x) is not None and self.sampling != "poisson":
+            raise PrivacyError(
+                f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
+                "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data before "
+                "it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', num_examples and "
+                "batch_size (the expected one)."
+            )
+        missing = [
+            said
+            for said, given in (
+                ("sampling='shuffle' (every example at most once a pass)", self.sampling),
+                ("num_examples", self.num_examples),
+                ("batch_size", self.batch_size),
+            )
+            if given is None
+        ]
+        if missing:
             raise PrivacyError(
                 f"How {type(x).__name__} draws its batches is not known, so they cannot be priced. Use "
-                "tfdpfl.data.poisson_batches, or give PrivacyBudget sampling='shuffle' (every example at most once a "
-                "pass), num_examples and batch_size."
+                f"tfdpfl.data.poisson_batches, or give PrivacyBudget {' and '.join(missing)}, too."
             )
         if self.sampling == "poisson":
             self._check_poisson()
@@ -291,8 +334,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         self._check_poisson()
         # A whole batch size at or above the expected one: a higher rate costs no less.
-        size = min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples)
-        return {"num_examples": declared.num_examples, "batch_size": max(size, 1), "sampling": "poisson"}
+        size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
+        self._check_batch_size(size)
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": "poisson"}
+
+    def _check_batch_size(self, size: int) -> None:
+        if self.batch_size not in (None, size):
+            raise ValueError(f"batch_size={self.batch_size}, but the data come in batches of {size}; leave it out.")
 
     def _check_poisson(self) -> None:
         if self._optimizer.expected_batch_size is None:
@@ -366,10 +414,13 @@ class _Fit:
             steps = min(ran[z], beyond)
             beyond -= steps
             self.record_without_sampling(ledger, {z: steps})
+            ran[z] -= steps
             if not self.shuffled:
-                ledger.record(z, ran[z] - steps, **self.data)
+                ledger.record(z, ran[z], **self.data)
         if self.shuffled and ran:
-            ledger.record(min(ran), epochs=self.passes, **self.data)
+            steps = sum(ran.values())
+            per_pass = math.ceil(self.data["num_examples"] / self.data["batch_size"])
+            ledger.record(min(ran), steps, epochs=max(self.passes, math.ceil(steps / per_pass)), **self.data)
 
     def record_without_sampling(self, ledger: PrivacyLedger, steps: dict[float, int]) -> None:
         """Every example takes part in each of these."""
@@ -398,22 +449,10 @@ def private_optimizer(model: Any) -> Any:
     return optimizer
 
 
-def _trained_or_kept(model: Any) -> list[Any]:
-    """The model's weights. Keras 2 counts metrics among them that are attributes; they tell of the batches, as the
-    values that Keras shows of them do."""
-    metrics = [m for m in getattr(model, "submodules", ()) if hasattr(m, "update_state") and hasattr(m, "result")]
-    shown = {id(v) for metric in metrics for v in metric.variables}
-    return [v for v in model.weights if id(v) not in shown]
-
-
 def _fit_arguments(model: Any) -> dict[str, Any]:
     """The arguments of the `fit` call that is running: Keras does not tell callbacks what data it trains on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            return dict(frame.f_locals)
-        frame = frame.f_back
-    return {}
+    fits = (frame.f_locals for frame in callers() if frame.f_code.co_name == "fit")
+    return next((dict(given) for given in fits if given.get("self") is model), {})
 
 
 def _length(x: Any) -> int | None:

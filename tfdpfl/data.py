@@ -56,6 +56,12 @@ def declared_sampling(dataset: Any) -> SamplingDeclaration | None:
     return getattr(dataset, _ATTRIBUTE, None)
 
 
+def made_from(dataset: Any) -> SamplingDeclaration | None:
+    """What the data set declares that `dataset` was made from, however many steps ago."""
+    inputs = dataset._inputs() if hasattr(dataset, "_inputs") else []
+    return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
+
+
 def poisson_batches(
     arrays_or_dataset: Any,
     sampling_rate: float | None = None,
@@ -184,6 +190,11 @@ def _checked_steps(steps: Any) -> int:
 
 
 def _checked_rate(sampling_rate: Any, expected_batch_size: Any, num_examples: int) -> float:
+    if np.ndim(sampling_rate):
+        raise ValueError(
+            f"sampling_rate must be a number, got a {type(sampling_rate).__name__}; give all arrays as one tuple: "
+            "poisson_batches((x, y), ...)."
+        )
     if (sampling_rate is None) == (expected_batch_size is None):
         raise ValueError(
             "Give exactly one of sampling_rate and expected_batch_size, got "

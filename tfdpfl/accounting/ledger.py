@@ -54,7 +54,8 @@ class PrivacyLedger:
         Args:
             noise_multiplier: σ of these steps.
             steps: Noisy updates; 1 if neither this nor `epochs` is given.
-            epochs: In their place: passes over the data, which begin anew.
+            epochs: In their place: passes over the data, which begin anew. Under `"shuffle"` also beside
+                `steps`, if the passes were begun and not all ended.
             num_examples: As those that follow, see `compute_epsilon`.
             new_pass: Under `"shuffle"`, that the first of these steps begins a new pass over the data though
                 the last pass may not have ended, as every call of `fit` does. Without it, steps continue the
@@ -82,10 +83,15 @@ class PrivacyLedger:
             if not isinstance(row, Run) or not _same_mechanism(row, run):
                 continue
             if row.num_epochs is not None and run.num_epochs is not None and float(row.num_epochs).is_integer():
-                self._rows[i] = dataclasses.replace(row, num_epochs=row.num_epochs + run.num_epochs)
+                counted = row.num_steps is not None or run.num_steps is not None
+                self._rows[i] = dataclasses.replace(
+                    row,
+                    num_epochs=row.num_epochs + run.num_epochs,
+                    num_steps=row.steps + run.steps if counted else None,
+                )
                 return self
-            if row.num_steps is not None and run.num_steps is not None and not (shuffled and new_pass):
-                self._rows[i] = dataclasses.replace(row, num_steps=row.num_steps + run.num_steps)
+            if row.num_epochs is None and run.num_epochs is None and not (shuffled and new_pass):
+                self._rows[i] = dataclasses.replace(row, num_steps=row.steps + run.steps)
                 return self
         begun = any(isinstance(row, Run) and row.sampling == "shuffle" for row in self._rows)
         if shuffled and begun and not new_pass:

@@ -32,7 +32,8 @@ class Run:
         batch_size: Number of examples in a batch; its expectation under Poisson sampling.
         noise_multiplier: σ, the standard deviation of the noise divided by the clip C.
         num_epochs: Passes over the data, possibly a fraction. Either this or `num_steps`.
-        num_steps: Noisy updates.
+        num_steps: Noisy updates. Under `"shuffle"` beside `num_epochs`, where not all updates of the passes
+            that were begun have been made; the passes are what is priced.
         sampling: How an example comes into a batch.
 
             - `"poisson"`: by an independent coin of bias `batch_size / num_examples` at every step.
@@ -82,17 +83,23 @@ class Run:
             )
         mend = "give the standard deviation of the noise divided by the clip (0 for none)"
         put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, mend, at_least=0))
-        if (self.num_epochs is None) == (self.num_steps is None):
+        put("sampling", _checks.choice("sampling", self.sampling, SAMPLINGS))
+        missing = [self.num_epochs, self.num_steps].count(None)
+        if missing == 2 or (missing == 0 and self.sampling != "shuffle"):
             raise ValueError(
                 "give exactly one of num_epochs and num_steps, "
                 f"got num_epochs={self.num_epochs!r} and num_steps={self.num_steps!r}"
             )
         if self.num_steps is not None:
             put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
-        else:
+        if self.num_epochs is not None:
             mend = "count the passes over the data, a fraction if need be"
             put("num_epochs", _checks.real("num_epochs", self.num_epochs, mend, at_least=0))
-        put("sampling", _checks.choice("sampling", self.sampling, SAMPLINGS))
+        if self.num_epochs is not None and self.steps > self._steps_of_epochs:
+            raise ValueError(
+                f"num_steps={self.num_steps} is more than the {self._steps_of_epochs} steps that "
+                f"num_epochs={self.num_epochs:g} passes have: give one of the two"
+            )
         self._check_microbatches(put)
         self._check_adjacency(put)
 
@@ -136,8 +143,10 @@ class Run:
     @property
     def steps(self) -> int:
         """The number of noisy updates."""
-        if self.num_steps is not None:
-            return self.num_steps
+        return self._steps_of_epochs if self.num_steps is None else self.num_steps
+
+    @property
+    def _steps_of_epochs(self) -> int:
         assert self.num_epochs is not None
         if self.sampling == "shuffle":  # an epoch's last batch is smaller, but a step
             return _ceil(self.num_epochs * -(-self.num_examples // self.batch_size))

@@ -141,7 +141,7 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
     if read is None:
         return
     _check_branches(graph)
-    handles = {Handle(None, id(raw_variable(v).handle)): v for v in kept}
+    handles = {Handle(None, id(handle)): v for v in kept for handle in handles_of(v)}
     found = BatchAxis(graph, _resource).tainted({*read, *handles})
     for outer in graph._tfdpfl_around:
         analysis = BatchAxis(outer, _resource)
@@ -154,8 +154,9 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
             raise PrivacyError(mixing(Mixed(kind, name, TAINTED)))
     for handle, v in handles.items():
         if handle in found:
+            name = getattr(v, "path", v.name)
             raise PrivacyError(
-                f"The step writes batch data to {v.name!r}, which is saved with the model and has no noise. Keep such "
+                f"The step writes batch data to {name!r}, which is saved with the model and has no noise. Keep such "
                 "statistics out of the model, or fix them before training; train weights by the private optimizer, or "
                 "from what is public (numbers drawn by the batch's size are not: draw a fixed number)."
             )
@@ -202,6 +203,12 @@ def raw_variable(v):
     """The tf.Variable inside a Keras variable, or the thing itself."""
     inner = getattr(v, "_value", None)
     return inner if inner is not None and hasattr(inner, "handle") else v
+
+
+def handles_of(v) -> list[tf.Tensor]:
+    """The handles of a variable: one on each device that it lives on."""
+    v = raw_variable(v)
+    return [each.handle for each in getattr(v, "values", [v])]
 
 
 class Plan:

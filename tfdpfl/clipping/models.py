@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.engine import Plan, raw_variable
+from tfdpfl.clipping.engine import Plan, check_finished, raw_variable
 from tfdpfl.clipping.rules import TYPICAL_LENGTH, Formed, Lookup, Outer
 from tfdpfl.errors import PrivacyError
 
@@ -52,10 +52,11 @@ def explain(model: Any, batch: Any) -> Explanation:
 
     Args:
       model: a Keras model, compiled with a loss, or not (the mean of its outputs then stands in for one).
-      batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, as `fit` takes them.
+      batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, as `fit` takes them; or a `tf.data.Dataset`, of which the
+        first batch is taken.
 
     Raises:
-      PrivacyError: where examples are coupled; see `validate`.
+      PrivacyError: where examples are coupled, or leave something in the model that no noise covers; see `validate`.
     """
     rows: list[Row] = []
 
@@ -75,7 +76,7 @@ def explain(model: Any, batch: Any) -> Explanation:
             rows.append(Row(name, tuple(variables[i].shape), ops, way, cost))
         return norms
 
-    _traced(model, batch, read, training=True)
+    _traced(model, _parts(batch), read, training=True)
     return Explanation(tuple(rows))
 
 
@@ -103,11 +104,13 @@ def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:
       tolerance: largest relative change that counts as rounding.
 
     Raises:
-      PrivacyError: naming the op and layer that mixes examples and the mend, or the examples that moved.
+      PrivacyError: naming the op and layer that mixes examples and the mend, the weight that the step writes batch
+        data to, or the examples that moved.
     """
+    batch = _parts(batch)
     _traced(model, batch, lambda plan, _: plan.squared_norms(), training=True)
     run = _traced(model, batch, lambda plan, _: tf.stack([plan.losses, tf.sqrt(plan.squared_norms())]), training=False)
-    x, *rest = batch if isinstance(batch, tuple) else (batch,)
+    x, *rest = batch
     size = len(tf.nest.flatten(x)[0])
     if size < 2:
         raise ValueError(
@@ -136,9 +139,18 @@ def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:
         )
 
 
-def _traced(model: Any, batch: Any, read: Any, training: bool) -> Any:
+def _parts(batch: Any) -> tuple:
+    """x, y and sample_weight, of a data set's first batch."""
+    if isinstance(batch, tf.data.Dataset):
+        batch = next(iter(batch), ())
+        if not batch:
+            raise ValueError("batch is a data set that holds no batch; give one that does.")
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _traced(model: Any, batch: tuple, read: Any, training: bool) -> Any:
     """Traces a training step on the batch's shapes and hands the engine's plan to ``read``; returns a function."""
-    x, *rest = batch if isinstance(batch, tuple) else (batch,)
+    x, *rest = batch
     y, weight = [*rest, None, None][:2]
     spec = lambda leaf: tf.TensorSpec([None, *np.shape(leaf)[1:]], tf.convert_to_tensor(leaf[:1]).dtype)  # noqa: E731
     if not model.built:
@@ -152,10 +164,20 @@ def _traced(model: Any, batch: Any, read: Any, training: bool) -> Any:
         else:
             loss = model.compute_loss(x, y, outputs, weight)
         variables = model.trainable_variables
-        return read(Plan(loss, [raw_variable(v) for v in variables], None), variables)
+        found = read(Plan(loss, [raw_variable(v) for v in variables], None), variables)
+        check_finished(loss.graph, saved_weights(model))
+        return found
 
     given = [tf.nest.map_structure(spec, part) for part in (x, y, weight) if part is not None]
     return step.get_concrete_function(*given) and (lambda *parts: step(*_tensors(parts)))
+
+
+def saved_weights(model: Any) -> list[Any]:
+    """The weights that are saved with a model. Keras 2 counts metrics among them that are attributes; they tell of the
+    batches, as the values that Keras shows of them do."""
+    metrics = [m for m in getattr(model, "submodules", ()) if hasattr(m, "update_state") and hasattr(m, "result")]
+    shown = {id(v) for metric in metrics for v in metric.variables}
+    return [v for v in model.weights if id(v) not in shown]
 
 
 def _tensors(parts: Any) -> list:

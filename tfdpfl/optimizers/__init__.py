@@ -12,7 +12,9 @@ import inspect
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import Mechanism
 
@@ -64,6 +66,7 @@ class DPOptimizer:
     _dp: Mechanism
     _dp_state: dict
     _dp_base: type
+    _dp_model: type  # of the Keras that the base belongs to
 
     def __init__(
         self,
@@ -94,6 +97,17 @@ class DPOptimizer:
                 "Per-example gradients are read from a graph, but this train step runs eagerly. Compile without "
                 "run_eagerly=True (and without tf.config.run_functions_eagerly), or wrap a custom step in tf.function."
             )
+
+    def _update(self, loss, variables: list, state: dict) -> list[tf.Tensor | None]:
+        """The private gradients, unless the model that trains has by now written batch data to what is saved."""
+        private = self._dp.update(loss, variables, state)
+        for frame in callers():
+            for model in (frame.f_locals.get(name) for name in ("self", "model")):
+                optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
+                if self in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+                    self._dp.check_finished(saved_weights(model))
+                    return private
+        return private
 
     # -- what a user may read --------------------------------------------------------------------------------
 
@@ -207,11 +221,11 @@ def _make(base: type, name: str) -> type:
 
         from tfdpfl.optimizers._keras3 import Keras3Adapter as adapter
 
-        register = keras.saving.register_keras_serializable
+        register, model = keras.saving.register_keras_serializable, keras.Model
     elif hasattr(base, "compute_gradients") and hasattr(base, "_create_iteration_variable"):
         from tfdpfl.optimizers._keras2 import Keras2Adapter as adapter
 
-        register = _keras2_of(base).utils.register_keras_serializable
+        register, model = _keras2_of(base).utils.register_keras_serializable, _keras2_of(base).Model
     else:
         raise TypeError(
             f"{base.__module__}.{base.__name__} is not an optimizer that can be made private. Legacy optimizers "
@@ -221,6 +235,7 @@ def _make(base: type, name: str) -> type:
         "__doc__": _DOC.format(base=base.__name__, name=name),
         "__module__": __name__,
         "_dp_base": base,
+        "_dp_model": model,
     })  # fmt: skip
     return register(package="tfdpfl", name=name)(made)
 

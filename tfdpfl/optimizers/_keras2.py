@@ -9,6 +9,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import function_graph
+from tfdpfl.clipping.engine import handles_of
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
@@ -46,7 +47,7 @@ class Keras2Adapter:
         variables = list(var_list() if callable(var_list) else var_list)
         self._check_graph(loss)
         loss, scale = self._without_fixed_scale(loss)
-        private = self._dp.update(loss, variables, self._dp_state)
+        private = self._update(loss, variables, self._dp_state)
         if scale is not None:
             private = [g if g is None else g * tf.cast(scale, g.dtype) for g in private]
         # By name: a tensor would keep its graph alive.
@@ -66,7 +67,7 @@ class Keras2Adapter:
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
         grads_and_vars = list(grads_and_vars)
-        public = {id(h) for v in [*(v for _, v in grads_and_vars), *self._variables] for h in _handles(v)}
+        public = {id(h) for v in [*(v for _, v in grads_and_vars), *self._variables] for h in handles_of(v)}
         for g, _ in grads_and_vars:
             if g is not None and not self._is_private(g, public):
                 raise PrivacyError(NO_LOSS)
@@ -104,10 +105,6 @@ class Keras2Adapter:
 
 def _plain_variable(_, **settings):
     return resource_variable_ops.default_variable_creator_v2(**settings)
-
-
-def _handles(v) -> list:
-    return [each.handle for each in getattr(v, "values", [v])]
 
 
 def _is_data_free(op: tf.Operation) -> bool:

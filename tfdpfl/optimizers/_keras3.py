@@ -46,7 +46,7 @@ class Keras3Adapter:
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         variables = list(trainable_variables)
-        private = self._dp.update(loss, variables, {k: v.value for k, v in self._dp_state.items()})
+        private = self._update(loss, variables, {k: v.value for k, v in self._dp_state.items()})
         if self.loss_scale_factor is not None:  # the base class divides by it
             private = [g if g is None else g * self.loss_scale_factor for g in private]
         return super().apply(private, variables)
