@@ -1305,16 +1305,6 @@ class BatchAxis:
             return self._mix(op, "works along the batch axis")
         return state
 
-    def _op_gathernd(self, op, states):
-        params, indices = states
-        if isinstance(params, Batch):
-            return self._mix(op, "picks examples of the batch")
-        if not isinstance(params, Public) or not isinstance(indices, Batch):
-            return None
-        if op.inputs[1].shape.rank is None:
-            return self._mix(op, "has a shape of unknown rank")
-        return indices if indices.axis < op.inputs[1].shape.rank - 1 else self._mix(op, "works along the batch axis")
-
     def _op_randomshuffle(self, op, states):
         state = states[0]
         return self._mix(op, "picks examples of the batch") if isinstance(state, Batch) and state.axis == 0 else None

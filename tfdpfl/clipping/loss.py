@@ -388,8 +388,8 @@ _NORMALISED = (
     "training=False)."
 )
 _REDUCED = (
-    "Reduce over the other axes only (axis=1 and up), so that each example has a loss of its own; the mean over "
-    "examples is taken afterwards."
+    "Reduce over the other axes only (axis=1 and up), so that each example has values, and a loss, of its own; the "
+    "mean of the losses is taken afterwards."
 )
 _PLACED = (
     "Give every example the same values; to pick from each example's own rows, use tf.gather(x, indices, batch_dims=1)."
@@ -441,6 +441,8 @@ def _mend(origin: Mixed) -> str:
         return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
     if "pfor" in name or "reserve" in name:
         return _APART
+    if origin.op.endswith("GatherNd"):
+        return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."
     if origin.why in _MENDS:
         return _MENDS[origin.why]
     if "not known" in origin.why:
