@@ -306,6 +306,10 @@ CUSTOM = {
     "stopped gradient": (vector, lambda x, w: tf.stop_gradient(x @ w) * (x @ w), [(4, 3)]),
     "where the target is among the best": (vector, lambda x, w: tf.tanh(x @ w) * tf.cast(tf.math.in_top_k(
         tf.cast(x[:, 0] > 0, tf.int32), x, 2), tf.float32)[:, None], [(4, 3)]),
+    "branch by weights": (vector, lambda x, w: tf.cond(tf.reduce_sum(w) > 0, lambda: tf.tanh(x @ w),
+                                                       lambda: x @ (2.0 * w)), [(4, 3)]),
+    "constant chosen by weights": (vector, lambda x, w: tf.tanh(x @ w) * tf.cond(w[0, 0] > 0, lambda: 3.0, lambda: 2.0),
+                                   [(4, 3)]),
     "unused": (vector, lambda x, a, b: x @ a, [(4, 2), (3,)]),
     "time major": (sequence, lambda x, w: tf.transpose(tf.tanh(tf.transpose(x, [1, 0, 2]) @ w), [1, 0, 2]), [(4, 3)]),
     "cumulative sum": (sequence, lambda x, w: tf.cumsum(tf.tanh(x @ w), 1), [(4, 3)]),

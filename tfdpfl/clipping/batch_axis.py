@@ -1448,7 +1448,7 @@ class BatchAxis:
 
     def _op_if(self, op, states):
         chosen = states[0]
-        if not isinstance(chosen, Public | Size) or self._deps([chosen]):
+        if not isinstance(chosen, Public | Size):
             return self._mix(op, "takes a branch by data")
         if isinstance(chosen, Size) and not chosen.batch_free:
             return self._mix(op, "takes a branch by the batch size")
