@@ -6,7 +6,7 @@ import tensorflow as tf
 from helpers import K, L, assert_close, clipped_sums, normal, norms_of, per_example_gradients, raw, rng
 
 import tfdpfl
-from tfdpfl.clipping import per_example_norms
+from tfdpfl.clipping import clipped_gradients, per_example_norms
 from tfdpfl.errors import PrivacyError
 
 B = 6
@@ -309,8 +309,27 @@ def test_a_batch_size_written_into_the_loss_is_taken_for_what_it_is():
 
 
 def test_hinge_loss_is_refused_as_keras_looks_at_all_labels_to_decide_what_they_mean():
-    with pytest.raises(PrivacyError, match=r"All .*reduces over the batch"):
+    with pytest.raises(PrivacyError, match=r"(?s)All .*reduces over the batch.*tf.maximum\(1 - t \* p, 0\)"):
         moved(classifier(), X, 2 * ONE_HOT - 1, 1.0, "hinge")
+    own = lambda t, p: tf.reduce_mean(tf.maximum(1 - t * p, 0), -1)  # as the message says
+    check(classifier(), X, 2 * ONE_HOT - 1, own, lambda y, p, *_: own(y, p))
+
+
+@pytest.mark.parametrize("reduce", [tf.reduce_mean, tf.reduce_sum])
+def test_an_addend_of_weights_may_be_longer_than_an_examples_own_values(reduce):
+    w, v = tf.Variable(normal(4, 1)), tf.Variable(normal(6, seed=1))
+    own = lambda x: reduce(tf.matmul(x, w) + tf.zeros([6]), 1)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        result = clipped_gradients(reduce(tf.matmul(x, w) + v), [w, v], clip)
+        return result.sum[0], result.norms, result.regularization[1]
+
+    gradients = per_example_gradients(own, X, [w])
+    clip = float(np.median(norms_of(gradients)))
+    total, norms, apart = step(tf.constant(X))
+    assert_close([total, norms], [*clipped_sums(gradients, clip), norms_of(gradients)], 1e-5)
+    np.testing.assert_allclose(apart, np.full(6, 1 / 6 if reduce is tf.reduce_mean else 1.0), rtol=1e-6)
 
 
 def test_microbatches_through_keras_clip_the_mean_of_each_group():

@@ -186,6 +186,9 @@ MIXING = {
     "places stacked": lambda x: total(d(x) * tf.stack([tf.ones([B]), *tf.unstack(of_places(3, B))], 1)),
     "places turned": lambda x: total(d(x) * tf.transpose(tf.broadcast_to(of_places(1, B), [4, B]))),
     "places cut from rows": lambda x: total(d(x) * tf.reshape(tf.broadcast_to(of_places(1, 8), [2, 8]), [B, 4])),
+    "places added in the loss": lambda x: tf.reduce_mean(
+        d(x)[:, :1] + tf.reshape(tf.range(4.0), [n(x), 1])),
+    "as many rows as the usual batch": lambda x: total(d(x) * tf.ones([B, 4])),
     "places reshaped": lambda x: total(d(x) * tf.reshape(of_places(B, 2, 2), [B, 4])),
     "places along a new axis": lambda x: total(d(x) * tf.expand_dims(of_places(B), 1)),
     "places by lengths": lambda x: total(tf.transpose(tf.transpose(d(x)) * lengths())),

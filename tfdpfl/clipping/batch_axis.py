@@ -293,6 +293,11 @@ def gradient_function(op: tf.Operation):
     return function
 
 
+def _takes_any_rank(op: tf.Operation) -> bool:
+    return op.type in BODIES or op.type.startswith("TensorList") or (
+        op.type in ("EnsureShape", "IdentityN", "Shape", "ShapeN", "Size", "Rank"))  # fmt: skip
+
+
 PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
 
 
@@ -465,6 +470,10 @@ class BatchAxis:
                 return [state] * n
         if op.type not in _BLOCKWISE and any(isinstance(s, Batch) and s.blocks > 1 for s in states):
             return [Mixed(op.type, op.name, "is not known to keep examples apart in a dilated window")] * n
+        if not _takes_any_rank(op) and any(
+            isinstance(s, Batch) and t.shape.rank is None for t, s in zip(op.inputs, states, strict=True)
+        ):
+            return [self._mix(op, "has a shape of unknown rank")] * n
         rule = getattr(self, f"_op_{op.type.lower()}", None) or self._family(op.type)
         if rule is not None:
             result = self._misled(op, states) or rule(op, states)
@@ -588,7 +597,7 @@ class BatchAxis:
         if not batches:
             return self._public_arithmetic(op, states)
         rank = max((t.shape.rank for t in op.inputs if t.shape.rank is not None), default=None)
-        if rank is None or any(t.shape.rank is None for t, _ in batches):
+        if rank is None:
             return self._mix(op, "has a shape of unknown rank")
         if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:  # the condition chooses rows
             free = all(isinstance(s, Batch) or (isinstance(s, Public) and self._row_free(t, s, -t.shape.rank))
@@ -617,6 +626,8 @@ class BatchAxis:
             return False
         if rank < -axis or t.shape[axis] == 1:
             return True
+        if t.shape[axis] is not None and not ({x.shape[0] for x in self.sources} | self.static) - {None}:
+            return False  # with a batch of one, it would be rows of one and the same example
         if isinstance(state, Size) or state.deps:
             return False
         if state.alike:
@@ -756,8 +767,6 @@ class BatchAxis:
         x, state = op.inputs[0], states[0]
         if not isinstance(state, Batch):
             return None
-        if x.shape.rank is None:
-            return self._mix(op, "has a shape of unknown rank")
         axes = [x.shape.rank - i for i in range(1, 1 + ALONG_THE_LAST.get(op.type, 0))]
         if op.type in ALONG_AN_AXIS:
             value = constant(op.inputs[ALONG_AN_AXIS[op.type]])
@@ -895,7 +904,7 @@ class BatchAxis:
                 op, "gives public values a batch axis")  # fmt: skip
         if not isinstance(state, Batch):
             return None
-        if y.shape.rank is None or y.shape.rank == 0 or x.shape.rank is None:
+        if not y.shape.rank:
             return self._mix(op, "has a shape of unknown rank" if y.shape.rank is None else "drops the batch axis")
         if len(entries) != y.shape.rank:
             entries = tuple([UNKNOWN] * y.shape.rank)
@@ -1069,7 +1078,7 @@ class BatchAxis:
             if all(map(is_batch_free, states[1:])):
                 return Public(self._deps(states), state.alike)
             return self._mix(op, "slices by the batch size")
-        if not isinstance(state, Batch) or x.shape.rank is None:
+        if not isinstance(state, Batch):
             return None
         n = op.inputs[1].shape.num_elements()
         if n is None:
@@ -1162,7 +1171,7 @@ class BatchAxis:
         entries = self.entries(op.inputs[1])
         if isinstance(state, Batch):
             rank = op.outputs[0].shape.rank
-            if rank is None or op.inputs[0].shape.rank is None:
+            if rank is None:
                 return self._mix(op, "has a shape of unknown rank")
             axis = state.axis + rank - op.inputs[0].shape.rank
             if len(entries) != rank:
@@ -1299,8 +1308,6 @@ class BatchAxis:
         state, of = states[0], constant(op.inputs[1])
         if not isinstance(state, Batch):
             return None
-        if op.inputs[0].shape.rank is None:
-            return self._mix(op, "has a shape of unknown rank")
         if state.axis >= op.inputs[0].shape.rank - (1 if of is not None and of.size == 1 else 2):  # one diagonal
             return self._mix(op, "works along the batch axis")
         return state
@@ -1357,7 +1364,7 @@ class BatchAxis:
             return Public(params.deps | indices.deps)
         if isinstance(indices, Size) and not indices.batch_free:
             return self._mix(op, "makes an example's result depend on the batch size")
-        if i.shape.rank is None or (isinstance(params, Batch) and p.shape.rank is None):
+        if i.shape.rank is None:
             return self._mix(op, "has a shape of unknown rank")
         batch_dims = batch_dims % (i.shape.rank + 1) if batch_dims < 0 else batch_dims
         if isinstance(params, Batch):

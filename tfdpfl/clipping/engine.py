@@ -371,7 +371,7 @@ class Plan:
             outs = [a.states.get((op.name, i)) for i in range(len(op.outputs))]
             if not any(isinstance(s, Batch | Items) for s in outs):
                 continue
-            at = [i for i, t in enumerate(op.inputs) if weighs(a[t])]
+            at = [i for i, t in enumerate(op.inputs) if weighs(a[t]) and _has_gradient(t)]
             if any(t.dtype == tf.variant for t in [*op.inputs, *op.outputs]):
                 listed.append(op)
             elif at:
@@ -455,7 +455,7 @@ class Plan:
             key(t): t
             for op in ops
             for i, t in enumerate(op.inputs)
-            if weighs(a[t]) and (t.dtype.is_floating or t.dtype == tf.resource) and (at is None or i in at)
+            if weighs(a[t]) and _has_gradient(t) and (at is None or i in at)
         }
         shapes = [self._weight(t)[0].shape for t in weights.values()]
         return Replay(ops, list(weights.values()), shapes, a)
@@ -605,6 +605,10 @@ class Plan:
                 g = tf.cast(tf.convert_to_tensor(g), self.dtype)
                 result[i] = g if result[i] is None else result[i] + g
         return result
+
+
+def _has_gradient(t: tf.Tensor) -> bool:
+    return t.dtype.is_floating or t.dtype == tf.resource  # not what weights are compared to
 
 
 _UNMOVED = frozenset("Identity Cast Snapshot".split())

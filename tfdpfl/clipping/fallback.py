@@ -51,10 +51,10 @@ class Replay:
         replaced = {key(t): self._own_size(t, sizes) for t in public}
         for t in public:
             s = self.a[t]
-            if isinstance(s, Public) and not s.deps and sizes.static and sizes.static > 1:
-                axes = [i for i, d in enumerate(t.shape) if d == sizes.static]
-                if len(axes) == 1 and s.alike:  # rows of a batch of static size that are all alike
-                    replaced[key(t)] = tf.gather(t, [0], axis=axes[0])
+            if isinstance(s, Public) and not s.deps and s.alike and sizes.static and sizes.static > 1:
+                axis = self._axis_of_rows(t, sizes.static)
+                if axis is not None:
+                    replaced[key(t)] = tf.gather(t, [0], axis=axis)
         states = [self.a[t] for t in sliced]
         rows = [self._rows(t, s, units) for t, s in zip(sliced, states, strict=True)]
         g_states = [self.a[t] for t in outputs]
@@ -98,6 +98,19 @@ class Replay:
         except ValueError as error:  # a gradient that holds on to tensors of the body
             raise self._refusal(error) from error
         return [Formed([f]) for f in formed]
+
+    def _axis_of_rows(self, t: tf.Tensor, batch_size: int) -> int | None:
+        """Where values that are all alike have a row for each example of a batch of static size."""
+        carried = [
+            self.a[out]
+            for op in self.ops
+            if op.type.endswith("While")
+            for given, out in zip(op.inputs, op.outputs, strict=True)
+            if given is t
+        ]
+        axes = {s.axis for s in carried if isinstance(s, Batch)}
+        axes = axes or {i for i, d in enumerate(t.shape) if d == batch_size}
+        return axes.pop() if len(axes) == 1 else None
 
     def _refusal(self, why) -> PrivacyError:
         kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)

@@ -17,6 +17,13 @@ _numbers = itertools.count()
 RELEASED: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
 
+# Where TensorFlow's gradients look for what a loop or a branch runs.
+_GRAPHS = {
+    "While": {"cond": "_cond_graph", "body": "_body_graph"},
+    "If": {"then_branch": "_true_graph", "else_branch": "_false_graph"},
+}
+
+
 def released(x: tf.Tensor) -> tf.Tensor:
     """x, marked as public from here on."""
     x = tf.identity(x)
@@ -89,14 +96,15 @@ def copy_op(
         name=f"tfdpfl/{op.type}",
         attrs=attributes(op) if attrs is None else attrs,
     )
-    if made.type in ("While", "StatelessWhile"):
-        # The gradient rewrites a loop's functions under names derived from theirs; the copy must not share them.
-        shapes = [tf.TensorShape(s) for s in made.get_attr("output_shapes")]
-        for kind in ("cond", "body"):
-            name = made.get_attr(kind).name
-            body = control_flow_util_v2.get_func_graph(made, shapes, name)
-            body.name = f"{name}_tfdpfl_{next(_numbers)}"
-            setattr(made, f"_{kind}_graph", body)
+    for kind, place in _GRAPHS.get(made.type.removeprefix("Stateless"), {}).items():
+        # The gradient rewrites a loop's or branch's functions under names derived from theirs; the copy must not share
+        # them.
+        loops = made.type.endswith("While")
+        shapes = map(tf.TensorShape, made.get_attr("output_shapes")) if loops else [t.shape for t in made.inputs[1:]]
+        name = made.get_attr(kind).name
+        body = control_flow_util_v2.get_func_graph(made, list(shapes), name)
+        body.name = f"{name}_tfdpfl_{next(_numbers)}"
+        setattr(made, place, body)
     if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
         made._gradient_function = op._gradient_function
     return list(made.outputs)

@@ -237,6 +237,11 @@ class LossOfOne:
                 data = own if data is None else data + own
             if apart is not None:
                 public = sign * apart if public is None else public + sign * apart
+        assert data is not None
+        if public is not None:  # which may be longer than an example's own values
+            own = [1] * public.shape.rank + data.shape.as_list()[1:]
+            if any(p not in (1, d) or p is None for p, d in zip(public.shape[::-1], own[::-1], strict=False)):
+                data += tf.cast(tf.zeros_like(public), data.dtype)
         elements = max((x.elements for x in terms if x.elements), default=None)
         return Term("total" if "total" in kinds else "batch", data, rank, public, elements)
 
@@ -308,6 +313,8 @@ class LossOfOne:
                 public = tf.stack([tf.zeros_like(shape) if p is None else p for p in parts], axis)
             return Term("total", tf.stack(data, axis + 1), rank, public)
         x = self._term(op.inputs[0])
+        if x.kind in ("public", "size"):
+            raise self._refusal(self.a[op.outputs[0]], op)
         parts = [x.value] if x.public is None else [x.value, self._spread(x)[None]]  # both with an axis in front
         if op.type == "Squeeze":
             dims = [d % x.rank + 1 for d in op.get_attr("squeeze_dims")]
@@ -320,6 +327,9 @@ class LossOfOne:
         else:
             if not isinstance(self.a[op.inputs[1]], Public | Size):
                 raise self._refusal(self.a[op.inputs[1]], op)
+            fixed, own = constant(op.inputs[1]), x.value.shape[1:].num_elements()
+            if fixed is not None and own and (own % np.abs(np.prod(fixed)) if -1 in fixed else own != np.prod(fixed)):
+                raise self._refusal(self.a[op.outputs[0]], op)  # it holds the batch's static size
             shape = tf.reshape(self.size_of_one(op.inputs[1]), [-1])
             each = tf.reduce_prod(tf.shape(x.value)[1:])
             known = tf.reduce_prod(tf.where(shape < 0, tf.ones_like(shape), shape))
@@ -439,6 +449,11 @@ def _mend(origin: Mixed) -> str:
         return _NORMALISED
     if origin.op.startswith(("String", "Unicode", "SparseCross")):
         return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
+    if "hinge" in name:
+        return (
+            "Keras looks at all of the batch's labels to tell 0 and 1 from -1 and 1. With labels of -1 and 1: "
+            "loss=lambda t, p: tf.reduce_mean(tf.maximum(1 - t * p, 0), -1) (squared: tf.square of the maximum)."
+        )
     if "pfor" in name or "reserve" in name:
         return _APART
     if origin.op.endswith("GatherNd"):

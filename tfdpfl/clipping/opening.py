@@ -312,7 +312,10 @@ def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
     if op.type not in CALLS:
         attrs.pop("_gradient_op_type", None)  # `_path`
     graph_tools.lift_functions(source, tf.compat.v1.get_default_graph(), attrs)
-    return graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
+    made = graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)
+    for copy, t in zip(made, op.outputs, strict=True):
+        copy.set_shape(t.shape)  # a loop's states must keep the shapes that some functions set afterwards
+    return made
 
 
 def _outside(t: tf.Tensor, outside: dict, body: tf.Graph) -> tf.Tensor:
