@@ -313,6 +313,28 @@ def test_the_steps_found_meet_the_target_and_one_more_does_not(target, sigma, ho
         assert steps % 240 == 0
 
 
+@pytest.mark.parametrize("delta, warned", [(0.5, True), (1 / 60000, True), (1e-5, False)])
+def test_a_delta_that_promises_nothing_is_taken_with_a_warning(recwarn, delta, warned):
+    compute_epsilon(**{**RUN, "delta": delta}, num_steps=1, accountant="rdp")
+    assert [str(w.message)[:5] for w in recwarn if "below 1 / num_examples" in str(w.message)] == ["delta"] * warned
+
+
+def test_passes_that_were_begun_are_priced_and_their_steps_counted():
+    how = dict(num_examples=100, batch_size=10, sampling="shuffle")
+    ledger = PrivacyLedger().record(2.0, 3, epochs=1, **how).record(2.0, 14, epochs=2, **how)
+    assert len(ledger) == 1 and ledger.steps == 17
+    whole = compute_epsilon(**how, noise_multiplier=2.0, num_epochs=3, delta=1e-3)
+    assert ledger.epsilon(1e-3) == pytest.approx(whole)
+    assert ledger.report(1e-3).participations == 3
+    assert PrivacyLedger.from_dict(json.loads(json.dumps(ledger.to_dict()))) == ledger
+    ledger.record(2.0, epochs=1, **how)
+    assert ledger.steps == 27 and ledger.report(1e-3).participations == 4
+    ledger.record(2.0, 5, **how)  # goes on in the pass that was begun last
+    assert ledger.steps == 32 and ledger.report(1e-3).participations >= 5
+    with pytest.raises(ValueError, match="num_steps=11 is more than the 10 steps"):
+        PrivacyLedger().record(2.0, 11, epochs=1, **how)
+
+
 @pytest.mark.slow
 def test_what_cannot_be_reached_is_said():
     with pytest.raises(ValueError, match=r"target_epsilon=0\.001 is passed by a single use.*ε = "):

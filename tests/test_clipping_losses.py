@@ -308,6 +308,18 @@ def test_a_batch_size_written_into_the_loss_is_taken_for_what_it_is():
     check(classifier(), X, REAL, loss, squared)
 
 
+@pytest.mark.parametrize("length", [5, None])
+def test_a_batch_size_written_into_a_sum_counts_whether_other_lengths_are_known_or_not(length):
+    w = tf.Variable(normal(3))
+
+    @tf.function(input_signature=[tf.TensorSpec([B, length, 3])])
+    def step(x):
+        return per_example_norms(tf.reduce_sum((x * w) ** 2) / B, [w])
+
+    gradients = per_example_gradients(lambda x: tf.reduce_sum((x * w) ** 2, [1, 2]), SEQUENCE, [w])
+    assert_close([step(tf.constant(SEQUENCE))], [norms_of(gradients)], 1e-5)
+
+
 def test_hinge_loss_is_refused_as_keras_looks_at_all_labels_to_decide_what_they_mean():
     with pytest.raises(PrivacyError, match=r"(?s)All .*reduces over the batch.*tf.maximum\(1 - t \* p, 0\)"):
         moved(classifier(), X, 2 * ONE_HOT - 1, 1.0, "hinge")

@@ -61,6 +61,7 @@ def test_a_data_set_stands_for_its_first_batch():
     model, batches = compiled(L.Conv2D(2, 3)), tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(4)
     validate(model, batches)
     assert str(explain(model, batches)) == str(explain(model, (IMAGES, LABELS)))
+    assert explain(model, batches.map(lambda x, y: x)) == explain(model, IMAGES)
     with pytest.raises(ValueError, match="holds no batch"):
         explain(model, batches.take(0))
 
@@ -68,6 +69,17 @@ def test_a_data_set_stands_for_its_first_batch():
 def test_validate_names_what_mixes():
     with pytest.raises(PrivacyError, match=r"batch_normalization.*GroupNormalization"):
         validate(compiled(L.Conv2D(4, 3), L.BatchNormalization()), (IMAGES, LABELS))
+
+
+@pytest.mark.parametrize("op_type", [None, "Nope"])
+def test_a_rule_for_no_op_is_refused(op_type):
+    with pytest.raises(ValueError, match=f"op_type={op_type!r} is no op"):
+        register_rule(op_type, batch_axis=0)
+
+
+def test_what_is_no_model_cannot_be_fixed():
+    with pytest.raises(TypeError, match="model=None is no Keras model"):
+        fix(None)
 
 
 def test_validate_sees_a_false_promise_by_its_numbers():

@@ -108,7 +108,7 @@ def poisson_batches(
             `"zero_weight"`: elements are `(x, y, sample_weight)`, weights of 1 where the data have none, and
             an empty draw is replaced by all-zero examples of weight 0, whose gradient is 0: ε and the mean
             update stay as they are. But weights do not reach activity regularizers and `add_loss`: with such
-            a model take `"keep"`. Keras 3 refuses `class_weight` beside it.
+            a model take `"keep"`. Keras refuses `class_weight` beside it: give `(x, y, weight_of_class[y])`.
             `"auto"`: `"zero_weight"` where there is a `y`, some `x` has three dimensions or more (images,
             series) and a pass has an empty draw with probability over 1e-9; else `"keep"`.
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, price
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
 from tfdpfl.errors import PrivacyError
 
@@ -36,7 +37,7 @@ def compute_epsilon(
         num_examples: Number of training examples.
         batch_size: Number of examples in a batch; its expectation under Poisson sampling.
         noise_multiplier: σ, the standard deviation of the noise divided by the clip.
-        delta: δ, strictly between 0 and 1; below `1 / num_examples` to mean anything.
+        delta: δ, strictly between 0 and 1; from `1 / num_examples` on it means nothing, which a warning says.
         num_epochs: Passes over the data, possibly a fraction: ⌈num_epochs · num_examples / batch_size⌉ steps,
             or under `"shuffle"` ⌈num_epochs⌉ uses of every example. Either this or `num_steps`.
         num_steps: Noisy updates.
@@ -199,6 +200,9 @@ def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
     arguments at once.
     """
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    too_large = large(delta, run.num_examples)
+    if too_large:
+        warnings.warn(too_large, stacklevel=3)
     assert run.adjacency is not None
     adjacency = run.adjacency
     return functools.cache(lambda run: price(run.dp_event, delta, accountant, adjacency).epsilon)

@@ -29,6 +29,16 @@ _MOST_SAMPLED_STEPS = 3_000_000
 _NUMERICAL = (ValueError, ArithmeticError, MemoryError, IndexError)
 
 
+def large(delta: float, num_examples: int | None) -> str | None:
+    """What is wrong with a δ that is too large for its promise to mean anything."""
+    if num_examples is None or delta < 1 / num_examples:
+        return None
+    return (
+        f"delta = {delta:g} is not below 1 / num_examples = {1 / num_examples:g}: "
+        "publishing one random example whole could meet it."
+    )
+
+
 def check_delta(delta: float) -> float:
     """Returns `delta` as a float, or raises a `ValueError` with the mend."""
     return _checks.probability("delta", delta, "take a value well below 1 / num_examples, for instance 1e-5")

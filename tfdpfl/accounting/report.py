@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, price
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
 
 if TYPE_CHECKING:
@@ -205,11 +205,9 @@ def report_of(
     if any(run.grouped for run in runs):
         notes.append(_GROUPED)
     n = only("num_examples")
-    if n is not None and delta >= 1 / n:
-        notes.append(
-            f"delta = {delta:g} is not below 1 / num_examples = {1 / n:g}: "
-            "publishing one random example whole could meet it."
-        )
+    too_large = large(delta, n)
+    if too_large:
+        notes.append(too_large)
     return PrivacyReport(
         epsilon=paid.epsilon,
         delta=delta,

@@ -298,7 +298,8 @@ class Plan:
             warnings.warn(
                 f"The batch comes with lengths that are not fixed ({free[0].shape}). If batches are padded to their "
                 "longest example, that one changes the others' gradients, which the clip does not bound: mask the "
-                "padding, or pad all batches to one length.",
+                "padding, or pad all batches to one length. If all have one already, say so: "
+                "tf.data.Dataset.from_generator(..., output_signature=...) in place of a generator.",
                 stacklevel=2,
             )
         static = {t.shape[0] for t in sources} - {None}

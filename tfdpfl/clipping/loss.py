@@ -30,7 +30,8 @@ class Term:
     public: no example in it (``value`` has no example axis); size: made of shapes, likewise;
     batch: rows of the example itself; total: a reduction over the batch, linear in the examples;
     count: how many entries a boolean mask leaves; ratio: a function of counts and sizes.
-    ``public`` is a data-independent addend that was set apart. ``elements``: how many numbers a sum went over.
+    ``public`` is a data-independent addend that was set apart. ``elements``: how many numbers a sum went over; -1 where
+    that is not known.
     """
 
     kind: str
@@ -209,7 +210,7 @@ class LossOfOne:
             kind = "count" if op.type == "Sum" and is_mask(op.inputs[0]) else "total"
         elements = None
         if op.type == "Sum":  # a sum of sums went over what the first went over
-            elements = op.inputs[0].shape.num_elements() if x.kind == "batch" else x.elements
+            elements = op.inputs[0].shape.num_elements() or -1 if x.kind == "batch" else x.elements
         return Term(kind, value, rank, public, elements)
 
     @staticmethod
@@ -394,8 +395,8 @@ def is_mask(t: tf.Tensor) -> bool:
 
 
 _NORMALISED = (
-    "Replace BatchNormalization by GroupNormalization or LayerNormalization (or freeze it and call it with "
-    "training=False)."
+    "Replace BatchNormalization by GroupNormalization or LayerNormalization (tfdpfl.clipping.fix(model).model does), "
+    "or freeze it: layer.trainable = False makes it use the statistics that it has."
 )
 _REDUCED = (
     "Reduce over the other axes only (axis=1 and up), so that each example has values, and a loss, of its own; the "

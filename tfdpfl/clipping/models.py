@@ -142,8 +142,8 @@ def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:
 def _parts(batch: Any) -> tuple:
     """x, y and sample_weight, of a data set's first batch."""
     if isinstance(batch, tf.data.Dataset):
-        batch = next(iter(batch), ())
-        if not batch:
+        batch = next(iter(batch), None)
+        if batch is None:
             raise ValueError("batch is a data set that holds no batch; give one that does.")
     return batch if isinstance(batch, tuple) else (batch,)
 
@@ -204,8 +204,11 @@ def fix(model: Any) -> Fixed:
 
     Raises:
       PrivacyError: for a subclassed model, whose layers cannot be replaced from outside.
+      TypeError: for what is no Keras model.
     """
     layers = tf.keras.layers
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(f"model={model!r:.99} is no Keras model.")
     if not isinstance(model, tf.keras.Sequential) and type(model).__name__ != "Functional":
         raise PrivacyError(
             f"{type(model).__name__} is a subclassed model, whose layers cannot be replaced from outside. Use "

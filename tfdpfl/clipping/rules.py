@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import control_flow_util
 
 from tfdpfl.clipping import graph as graph_tools
@@ -416,7 +417,15 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
 
     The rule returns `Outer`, `Lookup` or `Formed` from `tfdpfl.clipping.rules` (see there), or None to leave a use to
     the exact fallback. A rule for an op that has one replaces it.
+
+    Raises:
+      ValueError: TensorFlow knows no such op.
     """
+    if not isinstance(op_type, str) or op_def_registry.get(op_type) is None:
+        raise ValueError(
+            f"op_type={op_type!r} is no op of TensorFlow; give tensor.op.type of a result, and load a library of your "
+            "own ops before."
+        )
     if batch_axis is not None:
         PROMISED[op_type] = batch_axis
     return rule(op_type)
