@@ -376,3 +376,15 @@ def test_a_first_state_that_differs_by_place_in_a_static_batch_is_refused():
     f = lambda x: over_time(x, lambda t, step, h: tf.tanh(step @ A + h @ R), tf.constant(first))
     with pytest.raises(PrivacyError, match="by its position in the batch"):
         engine(lambda x: example_losses(f(x)), X, [A, R], 1.0, batch=B)
+
+
+def test_a_first_state_with_two_axes_as_long_as_a_static_batch_is_refused_before_the_step():
+    w = tf.Variable(normal(4))
+
+    @tf.function(input_signature=[tf.TensorSpec([4, 2, 5, 4])])
+    def step(x):
+        folded = tf.foldl(lambda h, e: tf.sin(h + e * tf.tanh(w)), tf.transpose(x, [1, 2, 0, 3]), tf.zeros([5, 4, 4]))
+        return clipped_gradients(tf.reduce_mean(folded), [w], 1.0).norms
+
+    with pytest.raises(PrivacyError, match="cannot be run on one example alone.*Leave the batch size free"):
+        step.get_concrete_function()

@@ -323,6 +323,7 @@ TOLD = {
     "entries of examples": r"Range.*tf.gather\(x, indices, batch_dims=1\)",
     "examples' choice of entries": r"GatherNd.*Use tf.gather\(table, ids\)",
     "shuffled": "RandomShuffle.*picks examples",
+    "as many rows as the usual batch": "Mul.*by its position in the batch",
     "other examples by data": "GatherV2.*picks examples",
     "half the rows by division": "tfdpfl|cuts across|not known|Reshape",
     "mean written and read": "reads a variable that the step itself writes",
