@@ -377,7 +377,18 @@ def dataset():
 @pytest.mark.parametrize(
     ("optimizer", "data", "arguments", "message"),
     [
-        ({}, dataset, {}, "give PrivacyBudget sampling="),
+        ({}, dataset, {}, "give PrivacyBudget sampling=.* and batch_size, too"),
+        ({}, dataset, {"sampling": "shuffle"}, "give PrivacyBudget batch_size, too"),
+        ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3).prefetch(1), {}, "itself to fit"),
+        (
+            {"expected_batch_size": 20},
+            lambda: poisson_batches((X, Y), 0.1, 3).map(lambda x, y: (x, y)).take(2),
+            {"sampling": "shuffle", "batch_size": 20},
+            "made from Poisson batches.*sampling='poisson'",
+        ),
+        ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3), {"batch_size": 30}, "batches of 20"),
+        ({}, lambda: X, {"batch_size": 30}, "batch_size=30, but the data come in batches of 32"),
+        ({"num_microbatches": 4}, lambda: X[:198], {"num_examples": 198}, r"last batch .* has 6 of .*x\[:192\]"),
         ({}, lambda: poisson_batches((X, Y), 0.1, 3), {}, "expected_batch_size"),
         ({"expected_batch_size": 20, "num_microbatches": 5}, lambda: poisson_batches((X, Y), 0.1, 3), {}, "microbatch"),
         ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3), {"sampling": "shuffle"}, "Poisson"),
@@ -392,7 +403,7 @@ def test_what_cannot_be_priced_is_refused_before_the_first_update(optimizer, dat
     budget = PrivacyBudget(**{"num_examples": N, "delta": DELTA, **arguments})
     x = data()
     with pytest.raises(ValueError, match=message):
-        model.fit(x, Y if isinstance(x, np.ndarray) else None, callbacks=[budget], verbose=0)
+        model.fit(x, Y[: len(x)] if isinstance(x, np.ndarray) else None, callbacks=[budget], verbose=0)
     np.testing.assert_array_equal(before[0], model.get_weights()[0])
 
 

@@ -272,6 +272,12 @@ def class_token(x, w):
 
 
 GATE = tf.Variable(1.5, trainable=False)
+
+
+def gated(x, w):
+    return tf.cond(GATE > 1.0, lambda: tf.tanh(x * w), lambda: x)
+
+
 CUSTOM = {
     "tied to its own transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 3)]),
     "square and its transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 4)]),
@@ -307,8 +313,7 @@ CUSTOM = {
     "stopped gradient": (vector, lambda x, w: tf.stop_gradient(x @ w) * (x @ w), [(4, 3)]),
     "where the target is among the best": (vector, lambda x, w: tf.tanh(x @ w) * tf.cast(tf.math.in_top_k(
         tf.cast(x[:, 0] > 0, tf.int32), x, 2), tf.float32)[:, None], [(4, 3)]),
-    "branch after weights": (vector, lambda x, v, w: tf.cond(GATE > 1.0, lambda: tf.tanh(x * v * w), lambda: x * v),
-                             [(4,), (4,)]),
+    "branch after weights": (vector, lambda x, v, w: gated(x * v, w), [(4,), (4,)]),
     "loop of tensor products": (sequence, lambda x, w: tf.while_loop(
         lambda i, h: i < 2, lambda i, h: (i + 1, tf.tanh(tf.tensordot(h, w, 1))), [0, x])[1], [(4, 4)]),
     "chosen by weights": (vector, lambda x, w: tf.where(w > 0.1, x * w, x), [(4,)]),

@@ -386,5 +386,5 @@ def test_a_first_state_with_two_axes_as_long_as_a_static_batch_is_refused_before
         folded = tf.foldl(lambda h, e: tf.sin(h + e * tf.tanh(w)), tf.transpose(x, [1, 2, 0, 3]), tf.zeros([5, 4, 4]))
         return clipped_gradients(tf.reduce_mean(folded), [w], 1.0).norms
 
-    with pytest.raises(PrivacyError, match="cannot be run on one example alone.*Leave the batch size free"):
+    with pytest.raises(PrivacyError, match=r"cannot be run on one example alone.*Leave the batch size free"):
         step.get_concrete_function()
