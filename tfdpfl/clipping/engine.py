@@ -609,7 +609,7 @@ class Plan:
 
 
 def _has_gradient(t: tf.Tensor) -> bool:
-    return t.dtype.is_floating or t.dtype == tf.resource  # not what weights are compared to
+    return t.dtype.is_floating or t.dtype.is_complex or t.dtype == tf.resource  # not what weights are compared to
 
 
 _UNMOVED = frozenset("Identity Cast Snapshot".split())
