@@ -195,6 +195,7 @@ def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(tar
     assert model.optimizer.num_dp_steps == 10 * passes  # none is counted where the data end
 
 
+@pytest.mark.slow
 def test_what_lies_behind_poisson_batches_is_priced_as_said():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)
     model.fit(poisson_batches((X, Y), 0.1, 7).map(lambda x, y: (2 * x, y)), callbacks=[budget], verbose=0)
@@ -234,6 +235,7 @@ class Loads(tf.keras.callbacks.Callback):
             self.model.optimizer._dp_state[name].assign(value)
 
 
+@pytest.mark.slow
 def test_a_state_that_a_later_callback_loads_is_a_past_like_any_other():
     first, budget = compiled(), PrivacyBudget(N, DELTA)
     first.fit(X, Y, batch_size=20, epochs=2, callbacks=[budget], verbose=0)
@@ -246,6 +248,7 @@ def test_a_state_that_a_later_callback_loads_is_a_past_like_any_other():
     assert log.history["epsilon"] == pytest.approx([uses(3)])
 
 
+@pytest.mark.slow
 def test_one_device_of_a_strategy_is_like_none():
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         model = compiled()
@@ -254,6 +257,7 @@ def test_one_device_of_a_strategy_is_like_none():
     assert budget.report.steps == 10
 
 
+@pytest.mark.slow
 def test_a_training_that_the_target_ends_says_so(capsys):
     budget = PrivacyBudget(N, DELTA, uses(2) * 1.0001)
     compiled().fit(X, Y, batch_size=20, epochs=5, callbacks=[budget], verbose=2)

@@ -378,6 +378,7 @@ def test_a_first_state_that_differs_by_place_in_a_static_batch_is_refused():
         engine(lambda x: example_losses(f(x)), X, [A, R], 1.0, batch=B)
 
 
+@pytest.mark.slow
 def test_a_first_state_with_two_axes_as_long_as_a_static_batch_is_refused_before_the_step():
     w = tf.Variable(normal(4))
 

@@ -308,6 +308,7 @@ def test_a_batch_size_written_into_the_loss_is_taken_for_what_it_is():
     check(classifier(), X, REAL, loss, squared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [5, None])
 def test_a_batch_size_written_into_a_sum_counts_whether_other_lengths_are_known_or_not(length):
     w = tf.Variable(normal(3))

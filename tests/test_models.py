@@ -57,6 +57,7 @@ def test_validate_accepts_a_model_that_keeps_examples_apart():
     validate(compiled(L.Conv2D(4, 3), L.GroupNormalization(2), L.Dropout(0.5)), (IMAGES, LABELS))
 
 
+@pytest.mark.slow
 def test_a_data_set_stands_for_its_first_batch():
     model, batches = compiled(L.Conv2D(2, 3)), tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(4)
     validate(model, batches)
