@@ -381,13 +381,18 @@ def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
         np.testing.assert_allclose(larger[:3], before[:3], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "message"), TOLD.items(), ids=TOLD)
+@pytest.mark.parametrize(("name", "message"), [
+    pytest.param(n, m, id=n, marks=[pytest.mark.slow] * n.startswith(("mean written", "half", "tiled", "rolled")))
+    for n, m in TOLD.items()
+])  # fmt: skip
 def test_a_refusal_names_the_op_and_the_reason(name, message):
     with pytest.raises(PrivacyError, match=message):
         norms(MIXING[name]).get_concrete_function()
 
 
-@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[pytest.mark.slow] * n.startswith(("places ", "rows ", "sums ", "list "))) for n in STATIC
+])  # fmt: skip
 def test_a_static_batch_size_is_no_excuse_to_tell_examples_by_their_place(name):
     with pytest.raises(PrivacyError):
         norms(MIXING[name], batch=B).get_concrete_function()
