@@ -319,7 +319,7 @@ class BatchAxis:
         self.ops: dict[str, tf.Operation] = {}
         self._outer: BatchAxis | None = None
         self.reads: list[tuple[Handle, tf.Operation]] = []
-        self.static: set[int | None] = set()  # batch sizes that a caller's inputs have
+        self.static: set[int] = set()  # batch sizes that a caller's inputs have
         self.passed: frozenset[str] = frozenset()  # ops that are looked at elsewhere, for what they write
         self._tainted: frozenset[Handle] = frozenset()  # variables known to hold batch data
         self._writers: list[tuple[tf.Operation, list[tf.Tensor]]] | None = None  # what may write to a variable
@@ -596,9 +596,7 @@ class BatchAxis:
         batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
         if not batches:
             return self._public_arithmetic(op, states)
-        rank = max((t.shape.rank for t in op.inputs if t.shape.rank is not None), default=None)
-        if rank is None:
-            return self._mix(op, "has a shape of unknown rank")
+        rank = max(t.shape.rank for t in op.inputs if t.shape.rank is not None)
         if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:  # the condition chooses rows
             free = all(isinstance(s, Batch) or (isinstance(s, Public) and self._row_free(t, s, -t.shape.rank))
                        for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
@@ -626,7 +624,7 @@ class BatchAxis:
             return False
         if rank < -axis or t.shape[axis] == 1:
             return True
-        if t.shape[axis] is not None and not ({x.shape[0] for x in self.sources} | self.static) - {None}:
+        if t.shape[axis] is not None and not self._batch_sizes():
             return False  # with a batch of one, it would be rows of one and the same example
         if isinstance(state, Size) or state.deps:
             return False
@@ -781,7 +779,7 @@ class BatchAxis:
             return self._mix(op, "has weights that depend on examples") if any(
                 isinstance(s, Batch) for s in others) else None  # fmt: skip
         least = 4 if op.type.startswith("Adjust") else 2 if op.type in ("RGBToHSV", "HSVToRGB") else 0
-        if states[data].axis != 0 or (op.inputs[data].shape.rank or 0) < least:
+        if states[data].axis != 0 or op.inputs[data].shape.rank < least:
             return self._mix(op, "does not have the batch as its first axis")
         if op.type in TRANSPOSED and any(p != 0 for _, p in self.entries(op.inputs[0])[1:]):
             return self._mix(op, "makes an example's result depend on the batch size")
@@ -832,7 +830,11 @@ class BatchAxis:
     def _is_static_batch(self, t: tf.Tensor, axis: int = 0) -> bool:
         """Whether an axis has the length of a batch of static size."""
         length = t.shape[axis]
-        return length is not None and length > 1 and length in {x.shape[0] for x in self.sources} | self.static
+        return length is not None and length > 1 and length in self._batch_sizes()
+
+    def _batch_sizes(self) -> set[int]:
+        """What is known beforehand of how long batches are."""
+        return {size for size in {x.shape[0] for x in self.sources} | self.static if size is not None}
 
     def _random(self, op: tf.Operation, states: list[State]) -> State | None:
         shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
@@ -1440,7 +1442,7 @@ class BatchAxis:
         graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
-        inner.static, inner._tainted = self.static | {t.shape[0] for t in self.sources}, self._tainted
+        inner.static, inner._tainted = self._batch_sizes(), self._tainted
         inner.run([*graph.inputs, *graph.outputs])
         self.reads += inner.reads
         if inner.checks:  # a length inside a body cannot be checked from outside

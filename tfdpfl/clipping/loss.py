@@ -423,6 +423,7 @@ _MENDS = {
     "numbers the examples by their position in the batch": _PLACED,
     "slices by the batch size": _PLACED,
     "takes the batch apart": _APART,
+    "makes a list whose length depends on examples or on how many there are": _APART,
     "picks examples of the batch": _APART,
     "takes some examples of the batch, not all": _APART,
     "combines the examples along one axis with the examples along another": _CONTRASTED,
@@ -455,7 +456,7 @@ def _mend(origin: Mixed) -> str:
             "Keras looks at all of the batch's labels to tell 0 and 1 from -1 and 1. With labels of -1 and 1: "
             "loss=lambda t, p: tf.reduce_mean(tf.maximum(1 - t * p, 0), -1) (squared: tf.square of the maximum)."
         )
-    if "pfor" in name or "reserve" in name:
+    if "pfor" in name:
         return _APART
     if origin.op.endswith("GatherNd"):
         return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."

@@ -104,7 +104,7 @@ class DPOptimizer:
         for frame in callers():
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
                 optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
-                if self in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+                if self is getattr(optimizer, "inner_optimizer", optimizer):
                     self._dp.check_finished(saved_weights(model))
                     return private
         return private
