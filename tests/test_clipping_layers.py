@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import K, L, check, check_model, example_losses, normal, per_example_gradients, raw, rng
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tfdpfl.clipping import clipped_gradients, per_example_norms
@@ -66,6 +66,11 @@ SIMPLE = {
     "conv2d of 1x1 with stride 2, same": (image, lambda: [L.Conv2D(4, 1, strides=2, padding="same")]),
     "conv2d as large as the image": (image, lambda: [L.Conv2D(4, (7, 6))]),
     "conv2d of a large kernel and 1 channel": (normal(B, 12, 12, 1), lambda: [L.Conv2D(3, 8, strides=2)]),
+    "conv2d of 3 channels, by rows": (normal(B, 11, 12, 3), lambda: [L.Conv2D(2, 5, strides=2, padding="same")]),
+    "conv2d of 3 channels, by uneven rows": (normal(B, 13, 12, 3), lambda: [L.Conv2D(2, (5, 4), strides=(3, 2))]),
+    "conv2d dilated, of 1 channel, by rows": (normal(B, 18, 17, 1), lambda: [L.Conv2D(2, 6, dilation_rate=2)]),
+    "conv2d whose windows do not meet": (normal(B, 16, 15, 2), lambda: [L.Conv2D(2, 4, strides=4, padding="same")]),
+    "conv2d whose uneven windows do not meet": (normal(B, 7, 9, 3), lambda: [L.Conv2D(9, (3, 4), strides=(3, 4))]),
     "conv2d of large strided kernels": (normal(B, 9, 9, 8), lambda: [L.Conv2D(3, 4, strides=2)]),
     "conv2d of large strided kernels, same": (normal(B, 9, 10, 8), lambda: [L.Conv2D(3, 4, strides=2, padding="same")]),
     "conv1d of strides that divide": (normal(B, 13, 6), lambda: [L.Conv1D(3, 4, strides=2)]),
@@ -592,9 +597,11 @@ small = st.integers(1, 3)
 
 @pytest.mark.slow
 @few
-@given(size=st.tuples(small, small), kernel=st.tuples(small, small), strides=st.tuples(small, small),
+@given(size=st.tuples(small, small), kernel=st.tuples(*[st.integers(1, 5)] * 2), strides=st.tuples(small, small),
        rates=st.tuples(small, small), channels=small, filters=small, padding=st.sampled_from(["SAME", "VALID"]),
        extra=st.tuples(st.integers(0, 4), st.integers(0, 4)))  # fmt: skip
+@example(size=(12, 11), kernel=(4, 3), strides=(1, 1), rates=(2, 3), channels=3, filters=1, padding="SAME",
+         extra=(0, 1))  # fmt: skip
 def test_any_convolution_agrees(size, kernel, strides, rates, channels, filters, padding, extra):
     assume(strides == (1, 1) or rates == (1, 1))
     places = [s + (k - 1) * r + e for s, k, r, e in zip(size, kernel, rates, extra, strict=True)]

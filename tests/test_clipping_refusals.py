@@ -711,17 +711,19 @@ BAD = {
     "dense of rank 3, formed": ([9, 2], lambda: [L.Dense(2)]),
     "convolution, formed": ([6, 6, 1], lambda: [L.Conv2D(2, 3)]),
     "convolution, ghost norm": ([3, 3, 12], lambda: [L.Conv2D(40, 2)]),
+    "convolution, rows": ([11, 11, 2], lambda: [L.Conv2D(2, 5, strides=2)]),
     "convolution, views": ([9, 9, 8], lambda: [L.Conv2D(2, 4, strides=2)]),
     "depthwise": ([4, 4, 2], lambda: [L.DepthwiseConv2D(2)]),
     "transposed": ([3, 3, 2], lambda: [L.Conv2DTranspose(2, 2)]),
     "lstm": ([3, 4], lambda: [L.LSTM(3)]),
     "layernorm": ([4], lambda: [L.LayerNormalization(), L.Dense(2)]),
 }
+SLOW_BAD = {"lstm", "transposed", "layernorm", "dense", "convolution, rows"}
 
 
 @pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("shape", "layers"), [
-    pytest.param(*c, id=name, marks=[pytest.mark.slow] * (name in ("lstm", "transposed", "layernorm", "dense")))
+    pytest.param(*c, id=name, marks=[pytest.mark.slow] * (name in SLOW_BAD))
     for name, c in BAD.items()
 ])  # fmt: skip
 def test_an_example_that_is_not_finite_adds_exactly_zero_and_is_counted(shape, layers, value):

@@ -657,9 +657,9 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         if known:
             t = g_flat.shape[1] or out.num_elements()
             forms = formed_fits(t, taps * cin, cout, repeats)
-            grid = None if forms and plan.copies(cin) else plan.grid(x, out)
+            grid = None if forms and plan.few(cin) else plan.grid(x, out)
             if forms:
-                views = grid.views(out) if grid else plan.views(x, out) if len(plan.size) != 2 else []
+                views = grid.views(out) if grid else plan.pieces(x, out)
                 parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
 
                 def together(pieces) -> tf.Tensor:  # [..., P, channels of a view], one a view
@@ -676,7 +676,10 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         a_flat = flat(plan.patches(x, out), state, taps * cin)
         mark = ("conv", tuple(final), taps)
         needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
-        return Outer(a_flat, g_flat, layout, mark, lambda c: filter_gradient(use, c, units), needs, repeats, gram)
+        # Not for one tap: the product is as fast, and oneDNN's gradient of a strided one writes outside its memory on
+        # a batch of one (TensorFlow 2.14 and 2.21, [1, 12, 12, 8] to 16 channels by strides of 2).
+        total = (lambda c: filter_gradient(use, c, units)) if taps > 1 else None
+        return Outer(a_flat, g_flat, layout, mark, total, needs, repeats, gram)
     if not known:
         return None
     # Groups (of one channel each, in a depthwise convolution): one small product a group.
@@ -767,12 +770,11 @@ class Window:
         fill = [[0, -length % k] for length, k in zip(x.shape[1:-1], s, strict=True)]
         if any(end for _, end in fill):
             x = tf.pad(x, [[0, 0], *fill, [0, 0]])
-        if n == 2 and s[0] == s[1]:
-            return tf.nn.space_to_depth(x, s[0])
         sizes = [length // k for length, k in zip(x.shape[1:-1], s, strict=True)]
         cin = x.shape[-1]
-        x = tf.reshape(x, [-1, *[d for pair in zip(sizes, s, strict=True) for d in pair], cin])
-        x = tf.transpose(x, [0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1])
+        # The last axis's pixels lie beside one another already. (tf.nn.space_to_depth uses one core.)
+        pairs = [d for pair in zip(sizes, [*s[:-1], s[-1] * cin], strict=True) for d in pair]
+        x = tf.transpose(tf.reshape(x, [-1, *pairs]), [0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2)])
         return tf.reshape(x, [-1, *sizes, math.prod(s) * cin])
 
     def fitted(self, x: tf.Tensor, out: Sequence[int]) -> tf.Tensor:
@@ -800,16 +802,44 @@ class Window:
             result.append(x[(slice(None), *at, slice(phase * cin, (phase + 1) * cin))])
         return result
 
+    def few(self, cin: int) -> bool:
+        """Whether a pixel's channels are so few that entries are laid out by a convolution with an identity."""
+        return len(self.size) == 2 and math.prod(self.size) > 1 and cin <= 4
+
     def copies(self, cin: int) -> bool:
-        """Whether patches are laid out by a convolution with an identity: fastest where there is little to copy."""
-        return len(self.size) == 2 and 1 < math.prod(self.size) * cin <= 64 and cin <= 4
+        """Whether one such convolution lays out all of a patch; its work grows with the square of the entries."""
+        return self.few(cin) and math.prod(self.size) * cin <= 32
+
+    def pieces(self, x: tf.Tensor, out: Sequence[int]) -> list[tf.Tensor]:
+        """Views that make up the patches, in the order of the kernel; none where the patches are best made at once."""
+        if len(self.size) != 2:
+            return self.views(x, out)
+        if self.few(x.shape[-1]) and not self.copies(x.shape[-1]) and self.size != self.strides:
+            return self.rows(x, out)
+        return []
+
+    def rows(self, x: tf.Tensor, out: Sequence[int]) -> list[tf.Tensor]:
+        """What each row of the window, or as many rows as it strides, meets: [B, *out, their entries x C], in the order
+        of the kernel, all slices of one such convolution."""
+        (high, wide), (step, aside), cin = self.size, self.strides, x.shape[-1]
+        x, steps = self.fitted(x, out), -(-high // step)
+        if steps * step > high:
+            x = tf.pad(x, [[0, 0], [0, steps * step - high], [0, 0], [0, 0]])
+        entries, last = step * wide * cin, (high - (steps - 1) * step) * wide * cin
+        if aside > 1 and wide % aside == 0:  # pixels that lie beside one another as one
+            x = tf.reshape(x, [-1, x.shape[1], x.shape[2] // aside, aside * cin])
+            wide, aside = wide // aside, 1
+        eye = tf.reshape(tf.eye(entries, dtype=x.dtype), [step, wide, x.shape[-1], entries])
+        laid = tf.nn.conv2d(x, eye, [step, aside], "VALID", dilations=[1, self.rates[1]])
+        views = [laid[:, i * self.rates[0] : i * self.rates[0] + out[0]] for i in range(steps)]
+        return [*views[:-1], views[-1][..., :last]]
 
     def patches(self, x: tf.Tensor, out: list[int]) -> tf.Tensor:
         """[B, *out, positions x C], in the order of the kernel."""
         cin = x.shape[-1]
+        if self.size == self.strides and None not in x.shape[1:]:
+            return self.blocks(self.fitted(x, out))
         if len(self.size) == 2:
-            if self.size == self.strides == [1, 1]:
-                return x
             if self.copies(cin):
                 entries = math.prod(self.size) * cin
                 eye = tf.reshape(tf.eye(entries, dtype=x.dtype), [*self.size, cin, entries])
