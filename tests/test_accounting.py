@@ -250,6 +250,25 @@ def test_extremes_are_bounded_and_never_nan(sigma, steps, accountant):
         assert epsilon > 0.4 / sigma**2
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("sigma", [5e6, 1e7, 1e9])
+def test_losses_below_the_resolution_of_a_float_still_add_up(sigma, accountant):
+    """10^12 steps are about one Gaussian of μ = q √T / σ (Bu et al. 2019, arXiv:1911.11607)."""
+    mu = 0.01 * 1e6 / sigma
+    excess = lambda eps: (
+        special.ndtr(mu / 2 - eps / mu) - math.exp(eps) * special.ndtr(-mu / 2 - eps / mu) - 1e-6
+    )  # fmt: skip
+    truth = optimize.brentq(excess, 0, 1) if excess(0) > 0 else 0.0
+    run = dict(num_examples=100, batch_size=1, noise_multiplier=sigma, num_steps=10**12, delta=1e-6)
+    assert compute_epsilon(**run, accountant=accountant) >= truth
+
+
+def test_noise_whose_square_is_no_float_is_priced():
+    for accountant in ("pld", "rdp"):
+        run = dict(num_examples=100, batch_size=1, noise_multiplier=1e-300, num_steps=1, delta=1e-6)
+        assert compute_epsilon(**run, accountant=accountant) == math.inf
+
+
 def test_a_delta_that_pld_cannot_resolve_is_priced_by_rdp():
     report = privacy_report(**{**RUN, "delta": 1e-13}, num_steps=100)
     assert report.accountant == "rdp" and math.isfinite(report.epsilon)

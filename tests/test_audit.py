@@ -159,6 +159,12 @@ def test_continuous_outputs_are_compared(dimensions):
     assert 0.4 / dimensions < found <= 1.0
 
 
+@pytest.mark.parametrize("output", [math.nan, None])
+def test_outputs_that_cannot_be_counted_are_refused(output):
+    with pytest.raises(ValueError, match=r"mechanism returned (NaN|None), which cannot be counted"):
+        audit_epsilon(lambda x: output if x else 1.0, 0, 1, 100)
+
+
 def test_the_stated_confidence_holds():
     rng = np.random.default_rng(0)
     flip = lambda label, n: np.where(rng.random(n) < math.e / (1 + math.e), label, 1 - label)

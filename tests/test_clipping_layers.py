@@ -589,6 +589,32 @@ def test_norms_agree_with_the_jacobian():
         np.testing.assert_allclose(j, o, atol=1e-6)
 
 
+@pytest.mark.parametrize("layers", [
+    pytest.param(lambda: [L.Dense(5, "relu"), L.Dense(4, "tanh"), L.Dense(3)], id="dense"),
+    pytest.param(lambda: [L.Reshape((4, 4, 1)), L.Conv2D(3, 2, activation="elu"), L.MaxPooling2D(2), L.Flatten(),
+                          L.Dense(3, "softplus")], id="pooling"),
+    pytest.param(lambda: [L.Dense(5, "sigmoid"), L.Dense(4, "selu"), L.Dense(3, tf.nn.leaky_relu)], id="others",
+                 marks=pytest.mark.slow),
+])  # fmt: skip
+@pytest.mark.parametrize("use", ["adversarial example", "penalty"])
+def test_gradients_of_the_inputs_keep_examples_apart(layers, use):
+    model = K.Sequential([K.Input((16,)), *layers()])
+
+    def entropies(x):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(x[:, 0] > 0, tf.int32), model(x))
+
+    def losses(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            first = entropies(x)
+        slope = tape.gradient(first, x)
+        if use == "penalty":
+            return first + tf.reduce_sum(tf.square(slope), 1)
+        return entropies(tf.stop_gradient(x + 0.1 * tf.sign(slope)))
+
+    check(losses, normal(5, 16), model.trainable_variables)
+
+
 # Random shapes
 
 few = settings(max_examples=8, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))

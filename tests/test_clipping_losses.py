@@ -321,6 +321,16 @@ def test_a_batch_size_written_into_a_sum_counts_whether_other_lengths_are_known_
     assert_close([step(tf.constant(SEQUENCE))], [norms_of(gradients)], 1e-5)
 
 
+@pytest.mark.skipif(hasattr(K, "ops"), reason="Keras 3 trains it")
+def test_keras_2s_ignored_class_has_a_mend_that_trains():
+    loss = K.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    with pytest.raises(PrivacyError, match="ignore_class"):
+        moved(sequences(False), IDS, IDS % 3, 1.0, loss)
+    got, _ = moved(sequences(False), IDS, IDS % 3, 1.0, loss.from_config({"from_logits": True}),
+                   (IDS % 3 != 0).astype("float32"))  # fmt: skip
+    assert all(np.isfinite(g).all() for g in got)
+
+
 def test_hinge_loss_is_refused_as_keras_looks_at_all_labels_to_decide_what_they_mean():
     with pytest.raises(PrivacyError, match=r"(?s)All .*reduces over the batch.*tf.maximum\(1 - t \* p, 0\)"):
         moved(classifier(), X, 2 * ONE_HOT - 1, 1.0, "hinge")

@@ -10,12 +10,14 @@ import warnings
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from dp_accounting import dp_event
+from scipy import optimize, sparse, stats
 from sklearn.base import clone
 from sklearn.cluster import KMeans
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.svm import LinearSVC
 from sklearn.utils.estimator_checks import check_estimator
 
 from tfdpfl.accounting import PrivacyLedger, price
@@ -422,6 +424,66 @@ def test_releases_add_up(again):
     assert mechanism.ledger == PrivacyLedger.from_dict(mechanism.ledger.to_dict())
 
 
+def exact_epsilon(epsilon, classes, times, delta):
+    """ε at delta of so many randomized responses, from the distribution of their privacy loss: ε, 0 or -ε each."""
+    truth = math.exp(epsilon) / (math.exp(epsilon) + classes - 1)
+    one = np.array([truth * math.exp(-epsilon), 1 - truth * (1 + math.exp(-epsilon)), truth])
+    whole = np.ones(1)
+    for _ in range(times):
+        whole = np.convolve(whole, one)
+    losses = epsilon * np.arange(-times, times + 1)
+    excess = lambda eps: float(whole @ -np.expm1(np.minimum(eps - losses, 0))) - delta
+    return optimize.brentq(excess, 0, times * epsilon) if excess(0) > 0 else 0.0
+
+
+@pytest.mark.parametrize(("epsilon", "classes", "times", "how"), [
+    (1.0, 10, 5, "count"), (1.0, 10, 5, "calls"), (1.0, 10, 5, "one by one"), (0.5, 3, 41, "nested"),
+    (1.0, 10, 2000, "count"),
+])  # fmt: skip
+def test_repeated_responses_cost_what_they_cost(epsilon, classes, times, how):
+    event, ledger = RandomizedResponse(epsilon, classes).dp_event, PrivacyLedger()
+    if how == "count":
+        ledger.add(event, times, adjacency="replace_one")
+    elif how == "calls":
+        for _ in range(times):
+            ledger.add(event, adjacency="replace_one")
+    elif how == "one by one":
+        ledger.add(dp_event.ComposedDpEvent([event] * times), adjacency="replace_one")
+    else:
+        half = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(event, times // 2)] * 2)
+        ledger.add(half, adjacency="replace_one").add(event, times % 2, adjacency="replace_one")
+    exact, got = exact_epsilon(epsilon, classes, times, 1e-5), ledger.epsilon(1e-5)
+    pld = hasattr(dp_event, "RandomizedResponseDpEvent") and times <= 1000
+    assert exact <= got <= (exact * 1.01 if pld else times * epsilon * 1.001)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: RandomizedResponse(1.0, 3), lambda: ALIBI(1.0, 3), lambda: RandomizedResponseWithPrior(1.0, None, 3),
+    lambda: RandomizedResponseTopK(1.0, 2, None, 3),
+])  # fmt: skip
+@pytest.mark.parametrize("wrong", [-5.0, 0, math.nan])
+def test_what_is_set_after_fit_is_checked_before_a_release(make, wrong):
+    mechanism = make().fit([0, 1, 2])
+    with pytest.raises(ValueError, match="epsilon"):
+        mechanism.set_params(epsilon=wrong).transform([0, 1, 2])
+    assert mechanism.releases_ == 0 and mechanism.epsilon_spent == 0
+
+
+def test_more_classes_than_there_are_set_after_fit_are_refused():
+    mechanism = RandomizedResponseTopK(1.0, 2, None, 3).fit([0, 1, 2]).set_params(k=9)
+    with pytest.raises(ValueError, match="k=9"):
+        mechanism.transform([0, 1, 2])
+    assert mechanism.releases_ == 0
+
+
+@pytest.mark.parametrize("make", NUMBER_MECHANISMS)
+def test_a_mechanism_that_was_made_for_another_epsilon_is_refused(make):
+    mechanism = make(5.0).fit(FIVE[0]).set_params(epsilon=0.9)
+    with pytest.raises(ValueError, match="call fit again"):
+        mechanism.transform(FIVE[0])
+    assert mechanism.releases_ == 0
+
+
 def test_a_second_fit_of_a_paying_prior_pays_again():
     x, y = blobs()
     mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior(0.2, 3), 3)
@@ -686,9 +748,37 @@ def test_bad_input_is_refused_by_name(call, message):
         call()
 
 
-def test_a_paying_prior_may_not_hide():
+@pytest.mark.parametrize("hide", [
+    lambda prior: make_pipeline(StandardScaler(), prior),
+    PublicPrior,
+    lambda prior: prior.predict_proba,
+    lambda prior: PublicPrior(make_pipeline(prior).predict_proba),
+])  # fmt: skip
+def test_a_paying_prior_may_not_hide(hide):
     with pytest.raises(PrivacyError, match="hides a prior that pays"):
-        RandomizedResponseWithPrior(1.0, make_pipeline(StandardScaler(), KMeansPrior(0.1)))
+        RandomizedResponseWithPrior(1.0, hide(KMeansPrior(0.1)))
+
+
+def test_a_prior_without_probabilities_is_refused_with_the_mend():
+    with pytest.raises(ValueError, match=r"no predict_proba.*CalibratedClassifierCV"):
+        RandomizedResponseWithPrior(1.0, LinearSVC().fit(X, Y)).fit_transform(X, Y)
+
+
+def test_a_histogram_needs_no_features():
+    mechanism = RandomizedResponseWithPrior(1.0, NoisyHistogram(0.1), 3)
+    assert set(mechanism.fit_transform(Y)) <= {0, 1, 2} and mechanism.epsilon_spent == pytest.approx(1.0)
+
+
+def test_sparse_features_may_have_a_public_prior():
+    features = sparse.csr_matrix(X)
+    mechanism = RandomizedResponseWithPrior(1.0, LogisticRegression().fit(features, Y))
+    assert mechanism.fit_transform(features, Y).shape == Y.shape
+
+
+@pytest.mark.parametrize(("dtype", "classes"), [("int8", 200), ("uint8", 1000)])
+def test_classes_beyond_the_labels_dtype_do_not_wrap(dtype, classes):
+    released = RandomizedResponse(0.1, classes).fit_transform(np.zeros(20_000, dtype))
+    assert released.min() == 0 and released.max() == classes - 1
 
 
 def test_a_cluster_that_fit_did_not_know_is_refused():

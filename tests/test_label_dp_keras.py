@@ -214,6 +214,47 @@ def test_a_dataset_has_one_release_however_often_it_is_read(batched, how):
     small_model().fit(private if batched else private.batch(10), epochs=2, verbose=0)
 
 
+def test_every_release_of_the_layer_is_counted():
+    layer = LabelPrivacy(1.0, 10)
+    once = layer.ledger.epsilon(1e-9)
+    data = tf.data.Dataset.from_tensor_slices(np.arange(200) % 10)
+    layer.cached(data)
+    assert layer.ledger.epsilon(1e-9) == once
+    layer.cached(data)
+    twice = layer.ledger.epsilon(1e-9)
+    layer(tf.constant([1, 2]), ids=tf.constant([5, 6]))
+    layer(tf.constant([1, 2]), ids=tf.constant([5, 6]))  # the same noise
+    assert 1.9 < twice < 2.01 and 2.9 < layer.ledger.epsilon(1e-9) < 3.02
+
+
+@pytest.mark.parametrize(("labels", "ids", "message"), [
+    (tf.constant([1, 2, 3]), tf.constant(7), "ids must have the shape of labels"),
+    (tf.constant([1, 2, 3]), tf.constant([7]), "ids must have the shape of labels"),
+    (tf.constant([[1], [2]]), tf.constant([7, 8]), "ids must have the shape of labels"),
+    (tf.constant([1, 2]), tf.constant([0.1, 0.2]), "ids must be integers or strings, got float32"),
+    (tf.constant([1, 2], tf.uint8), tf.constant([7, 8]), "uint8 cannot hold 1000 classes"),
+])  # fmt: skip
+def test_the_layer_refuses_ids_that_would_share_noise(labels, ids, message):
+    with pytest.raises(ValueError, match=message):
+        LabelPrivacy(1.0, 1000)(labels, ids=ids)
+
+
+def test_ids_of_unknown_length_are_compared_when_run():
+    layer = LabelPrivacy(1.0, 10)
+    step = tf.function(lambda y, i: layer(y, ids=i), input_signature=[tf.TensorSpec([None], tf.int32)] * 2)
+    assert step([1, 2], [3, 4]).shape == (2,)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="ids must have the shape of labels"):
+        step([1, 2], [3])
+
+
+def test_a_stage_after_the_first_pays_all_of_epsilon_at_once():
+    training = MultiStageTraining(small_model, 2.0, prior=KMeansPrior(1.0, n_clusters=3))
+    whole = RandomizedResponse(2.0, 2).dp_event  # the worst of all 2-DP mechanisms
+    assert training.dp_event == whole
+    one = MultiStageTraining(small_model, 2.0, num_stages=1, prior=KMeansPrior(1.0, n_clusters=3))
+    assert one.dp_event != whole
+
+
 def test_a_dataset_of_labels_alone_and_with_weights():
     y = np.arange(12) % 3
     assert list(randomized_response(tf.data.Dataset.from_tensor_slices(y), 60.0, 3).as_numpy_iterator()) == list(y)

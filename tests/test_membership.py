@@ -60,6 +60,12 @@ def test_groups_wholly_apart_do_not_claim_certainty():
     assert membership_inference(None, [1.0] * 10, [0.0] * 30).auc_interval == (0.0, pytest.approx(1 - 0.025**0.1))
 
 
+def test_groups_that_tie_do_not_claim_certainty():
+    edge = pytest.approx(0.025**0.1 / 2)
+    low, high = membership_inference(None, [0.3] * 10, [0.3] * 30).auc_interval
+    assert low == edge and 1 - high == edge
+
+
 def test_false_positive_rate_of_one_percent_accuses_at_most_that_many():
     rng = np.random.default_rng(1)
     members, others = rng.normal(-1, 1, 500), rng.normal(0, 1, 1000)

@@ -1,5 +1,6 @@
 """PATE's votes and what they cost: the published values, the exact loss below every bound, bad input refused."""
 
+import copy
 import json
 import pickle
 import subprocess
@@ -295,6 +296,14 @@ def test_noise_is_fresh_without_a_seed_and_repeats_with_one():
     assert draw() != draw() and draw(3) == draw(3)
     mechanism = GNMax(10, seed=3)
     assert mechanism.aggregate(votes).labels.tolist() != mechanism.aggregate(votes).labels.tolist()
+
+
+@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g)), lambda g: g])
+@pytest.mark.parametrize("make", [lambda: LNMax(0.05), lambda: GNMax(40.0), lambda: ConfidentGNMax(20.0, 30.0, 40.0)])
+def test_copies_do_not_repeat_the_noise(make, twin):
+    mechanism, votes = make(), np.tile([20, 10], (2000, 1))
+    first, second = twin(mechanism).aggregate(votes), twin(mechanism).aggregate(votes)
+    assert np.mean(first.labels != second.labels) > 0.2
 
 
 def test_predictions_and_counts_get_the_same_answers():

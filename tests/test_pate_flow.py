@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdpfl.errors import PrivacyError
 from tfdpfl.pate import PATE, ConfidentGNMax, GNMax, InteractiveGNMax, LNMax, TeacherEnsemble
 
 CLASSES, FEATURES, TEACHERS = 3, 5, 200
@@ -92,6 +93,14 @@ def test_a_budget_stops_the_answering_before_it_is_passed(make, data_dependent):
     assert epsilon <= budget and 0 < len(pate.answers_) < 300 and len(pate.queries_) == len(pate.answers_)
     assert epsilon > 0.7 * budget
     assert ("budget" in str(pate.report())) and (("number of queries" in str(pate.report())) == data_dependent)
+
+
+def test_a_second_fit_would_pass_the_budget_unseen():
+    pate = flow(GNMax(40.0), budget=1.5).fit(X)
+    answered = len(pate.answers_)
+    with pytest.raises(PrivacyError, match=f"fit has let out {answered} answers already"):
+        pate.fit(X)
+    assert len(pate.answers_) == answered
 
 
 def test_one_more_query_would_pass_the_budget():

@@ -1,5 +1,7 @@
 """Ways by which examples could meet that are neither an axis nor a sum: settings, lengths, state, other gradients."""
 
+import math
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -153,8 +155,9 @@ def test_ids_beyond_a_table_are_no_other_examples(compiled):
 def test_a_clip_below_what_float32_can_square_is_refused():
     with pytest.raises(ValueError, match=r"l2_norm_clip=1e-12 is so small.*Scale the loss up"):
         tfdpfl.DPSGD(1e-12, 0.0)
-    with pytest.raises(ValueError, match="l2_norm_clip=1e-12"):
-        engine(losses, X, [W], 1e-12)
+    for wrong, said in ((1e-12, "1e-12"), (math.nan, "nan"), (math.inf, "inf"), (-1.0, "-1.0"), (None, "None")):
+        with pytest.raises(ValueError, match=f"l2_norm_clip.*{said}"):
+            engine(losses, X, [W], wrong)
 
 
 def test_weights_in_complex_numbers_are_refused_by_name():

@@ -1,11 +1,14 @@
 """Differential privacy for Keras and federated learning.
 
-Names are imported when they are first used: `import tfdpfl` does not import TensorFlow.
+Names are imported when they are first used: `import tfdpfl` does not import TensorFlow. Where TensorFlow was imported
+before, what Keras loads from files by name is registered at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from tfdpfl._version import __version__
@@ -79,3 +82,11 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if "tensorflow" in sys.modules:
+    from tfdpfl.errors import PrivacyError as _PrivacyError
+
+    with contextlib.suppress(_PrivacyError):  # Keras runs on another backend
+        for _name in ("optimizers", "label_dp.losses", "label_dp.pipeline"):
+            importlib.import_module(f"tfdpfl.{_name}")

@@ -107,6 +107,9 @@ def _outputs(mechanism: Callable[..., Any], data: Any, trials: int, vectorized: 
         if len(shapes) > 1:
             raise ValueError(f"mechanism must return one shape every time, got {sorted(shapes)[:3]}: pad or summarise")
         outputs = np.stack(runs)
+    if outputs.dtype == object or (outputs.dtype.kind in "fc" and np.isnan(outputs).any()):
+        what = "NaN" if outputs.dtype != object else f"{outputs.ravel()[0]!r:.50}"
+        raise ValueError(f"mechanism returned {what}, which cannot be counted: return a number or a word for it")
     return outputs.reshape(trials, -1)
 
 

@@ -129,17 +129,17 @@ def _auc_interval(members: np.ndarray, non_members: np.ndarray, auc: float, conf
     """DeLong et al. 1988: the variance of the placements, each score's rank among the other group. No distribution is
     assumed, ties are right, nothing is random; on the logit scale the interval stays inside (0, 1).
 
-    Where the groups are wholly apart that variance is 0. Then min(m, n) independent pairs of a member and a non-member
-    all fell the same way, which bounds the AUC by Clopper and Pearson.
+    Where the groups are wholly apart, or all scores tie, that variance is 0. Then min(m, n) independent pairs of a
+    member and a non-member all fell the same way, which bounds the AUC by Clopper and Pearson.
     """
     m, n = len(members), len(non_members)
     ranks = stats.rankdata(np.concatenate([members, non_members]))
     above = (ranks[:m] - stats.rankdata(members)) / n
     below = (ranks[m:] - stats.rankdata(non_members)) / m
     error = np.sqrt(above.var(ddof=1) / m + below.var(ddof=1) / n)
-    if auc in (0.0, 1.0):
+    if error < 1e-12:
         edge = float(((1 - confidence) / 2) ** (1 / min(m, n)))
-        return (edge, 1.0) if auc == 1.0 else (0.0, 1 - edge)
+        return auc * edge, auc * edge + 1 - edge
     reach = stats.norm.ppf((1 + confidence) / 2) * error / (auc * (1 - auc))
     return float(special.expit(special.logit(auc) - reach)), float(special.expit(special.logit(auc) + reach))
 

@@ -173,7 +173,8 @@ ELEMENTWISE = frozenset(
     Bucketize PlaceholderWithDefault Snapshot EnsureShape AsString StringToNumber StringLower StringUpper StringStrip
     StringLength StringJoin Substr RegexReplace StaticRegexReplace RegexFullMatch StaticRegexFullMatch
     StringToHashBucket StringToHashBucketFast StringToHashBucketStrong Complex ComplexAbs Real Imag Conj
-    Angle""".split()
+    Angle EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad
+    SoftsignGrad SqrtGrad TanhGrad""".split()
 )
 REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMin".split())
 # One axis (an input, or the last ones) is worked along; the others are untouched.
@@ -524,6 +525,8 @@ class BatchAxis:
             return self._along
         if kind in SPATIAL:
             return lambda op, s: self._first_axis(op, s, 0)
+        if kind == "MaxPoolGrad":
+            return self._pool_gradient
         if kind in CONVOLUTIONS:
             return lambda op, s: self._first_state(op, s) or self._first_axis(op, s, 0)
         if kind in TRANSPOSED:
@@ -790,6 +793,14 @@ class BatchAxis:
         ):
             return self._mix(op, "pools over the batch")
         return states[data]
+
+    def _pool_gradient(self, op: tf.Operation, states: list[State]) -> State | None:
+        """Of the input, the output and the output's gradient."""
+        if op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1:
+            return self._mix(op, "pools over the batch")
+        if len(set(states)) > 1 or getattr(states[0], "axis", 0) != 0:
+            return self._mix(op, "does not have the batch as its first axis")
+        return states[0] if isinstance(states[0], Batch) else None
 
     def _product(self, op: tf.Operation, states: list[State]) -> State | None:
         batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl.accounting import _checks
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import (
     BODIES,
@@ -70,6 +71,7 @@ LEAST_CLIP = 1e-10
 
 
 def check_clip(l2_norm_clip: float) -> None:
+    _checks.real("l2_norm_clip", l2_norm_clip, "give the largest L2 norm that one example's gradient may have", above=0)
     if l2_norm_clip < LEAST_CLIP:
         raise ValueError(
             f"l2_norm_clip={l2_norm_clip!r} is so small that longer gradients are lost when float32 squares them. "

@@ -458,6 +458,11 @@ def _mend(origin: Mixed) -> str:
         )
     if "pfor" in name:
         return _APART
+    if origin.op == "Where" and "sparse_categorical" in name:
+        return (
+            "If this is ignore_class=c: loss='sparse_categorical_crossentropy' with sample_weight=(y != c), as floats, "
+            "leaves the class out as well."
+        )
     if origin.op.endswith("GatherNd"):
         return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."
     if origin.why in _MENDS:

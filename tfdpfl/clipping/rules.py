@@ -837,8 +837,8 @@ class Window:
     def patches(self, x: tf.Tensor, out: list[int]) -> tf.Tensor:
         """[B, *out, positions x C], in the order of the kernel."""
         cin = x.shape[-1]
-        if self.size == self.strides and None not in x.shape[1:]:
-            return self.blocks(self.fitted(x, out))
+        if self.size == self.strides and (max(self.size) == 1 or None not in x.shape[1:]):
+            return x if max(self.size) == 1 else self.blocks(self.fitted(x, out))
         if len(self.size) == 2:
             if self.copies(cin):
                 entries = math.prod(self.size) * cin

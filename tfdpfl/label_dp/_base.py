@@ -75,6 +75,8 @@ class LabelMechanism(BaseEstimator):
         return [(self.epsilon, 2)]
 
     def _spend(self, *parts: tuple[float, int]) -> None:
+        for epsilon, _ in parts:
+            _checks.real("epsilon", epsilon, "a release costs more than nothing", above=0)
         self._spent = (*self.__dict__.get("_spent", ()), *parts)
 
     def _count_release(self) -> None:

@@ -62,6 +62,8 @@ def check_values(values: np.ndarray, name: str = "y") -> None:
                 f"{name} must be classes, got {values[wrong][0]!r}: drop missing labels; "
                 "continuous ones are for RROnBins or UnbiasedRandomizer"
             )
+    elif values.dtype == object and (gone := [v for v in values if v is None or v != v]):
+        raise ValueError(f"{name} must be classes, got {gone[0]!r}: drop missing labels")
     elif values.dtype.kind not in "biuUSO":
         raise ValueError(f"{name} must be numbers or strings that name classes, got dtype {values.dtype}")
 
@@ -73,10 +75,14 @@ def find_classes(values: np.ndarray, num_classes: int | None, classes: Any) -> n
         known = np.unique(given)
         if given.ndim != 1 or len(known) != len(given) or len(known) < 2:
             raise ValueError(f"classes must be two or more different labels, got {classes!r}: list each class once")
+        if given.dtype.kind in "fO" and any(v is None or v != v for v in given):
+            raise ValueError(f"classes={classes!r} has a missing one: what is missing is no class, leave it out")
         if num_classes is not None and num_classes != len(known):
             raise ValueError(f"num_classes={num_classes} but classes lists {len(known)}: give one of the two")
         return known
     check_values(values)
+    if values.dtype == object and all(isinstance(v, int | np.integer) for v in values):
+        values = values.astype(np.int64)
     if num_classes is not None and values.dtype.kind in "biuf":
         return np.arange(num_classes)
     try:
@@ -126,5 +132,7 @@ def decode(codes: np.ndarray, classes: np.ndarray, like: np.ndarray) -> np.ndarr
     """Labels of these codes; integers in the dtype of `like` where it holds them."""
     labels = classes[codes]
     if labels.dtype.kind in "iuf" and like.dtype.kind in "iuf":
-        return labels.astype(like.dtype)
+        with np.errstate(invalid="ignore"):
+            held = classes.astype(like.dtype)
+        return held[codes] if (held == classes).all() else labels
     return labels.astype(object) if like.dtype == object else labels

@@ -72,6 +72,7 @@ class ALIBI(TransformerMixin, LabelMechanism):
     def transform(self, y: Any) -> np.ndarray:
         """Releases noisy labels and returns the posterior, float64 [n, K]; one release, whatever y holds."""
         check_is_fitted(self, "classes_")
+        self._check()  # set_params may have been called since
         codes = _labels.encode(_labels.read(y)[0], self.classes_)
         noisy = self._uniforms().discrete_laplace(self.epsilon / (2 * _STEPS), (len(codes), len(self.classes_)))
         noisy[np.arange(len(codes)), codes] += _STEPS

@@ -14,7 +14,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp.counts import debiased_label_counts
-from tfdpfl.label_dp.priors import LabelPrior, PublicPrior
+from tfdpfl.label_dp.priors import LabelPrior, NoisyHistogram, PublicPrior
 
 _CHUNK = 1 << 18  # labels at a time, so that 10⁷ of them need little memory besides the result
 
@@ -90,6 +90,7 @@ class RandomizedResponse(_LabelTransformer):
         epoch; shuffle and batch behind it as usual.
         """
         check_is_fitted(self, "classes_")
+        self._check()  # set_params may have been called since
         if _labels.is_dataset(y):
             from tfdpfl.label_dp.pipeline import with_labels
 
@@ -152,6 +153,8 @@ class _PriorTransformer(_LabelTransformer):
         self._check_k(len(self.classes_))
         prior = self.prior
         if isinstance(prior, LabelPrior):
+            if X is None and isinstance(prior, NoisyHistogram):
+                X = np.zeros((len(values), 1))  # one group, whatever the features
             if X is None:
                 raise ValueError("X=None, but the prior groups examples by their features: call fit_transform(X, y)")
             self.prior_ = sklearn_clone(prior).fit(X, y, classes=self.classes_)
@@ -166,14 +169,16 @@ class _PriorTransformer(_LabelTransformer):
     def transform(self, X: Any, y: Any = None) -> Any:
         """Releases noisy labels, in the container of `y`. Arguments as in `fit`; one release, whatever they hold."""
         check_is_fitted(self, "prior_")
+        self._check()  # set_params may have been called since
+        self._check_k(len(self.classes_))
         if _labels.is_dataset(X):
             from tfdpfl.label_dp.pipeline import with_labels
 
             return with_labels(X, self.transform)
         X, y = (None, X) if y is None else (X, y)
         values, rebuild = _labels.read(y)
-        if X is not None and len(X) != len(values):
-            raise ValueError(f"X and y must have one length, got {len(X)} and {len(values)}: give a label an example")
+        if X is not None and (length := np.shape(X)[0] if hasattr(X, "shape") else len(X)) != len(values):
+            raise ValueError(f"X and y must have one length, got {length} and {len(values)}: give a label an example")
         self._table, self._row = self._look_up(X, len(values))
         epsilon = self._response_epsilon
         self._spend((epsilon, self._most_revealing()))
@@ -239,7 +244,8 @@ class _PriorTransformer(_LabelTransformer):
         """The distinct priors [m, K], and which of them each example has [n]."""
         if isinstance(self.prior_, LabelPrior):
             # At fit the clusterer has named the groups already; predict gives the same ones.
-            return self.prior_.prior_, self.prior_.groups(X)
+            alike = isinstance(self.prior_, NoisyHistogram)
+            return self.prior_.prior_, np.zeros(n, np.intp) if alike else self.prior_.groups(X)
         table = self.prior_.table(X, self.classes_, n)
         if len(table) == 1:
             return table, np.zeros(n, np.intp)
@@ -254,14 +260,11 @@ class _PriorTransformer(_LabelTransformer):
                     f"prior.epsilon={prior.epsilon:g} must be below epsilon={self.epsilon:g}, the total: give the "
                     "prior a part of it, a tenth for instance"
                 )
-        elif hasattr(prior, "get_params") and not isinstance(prior, type):
-            inner = [p for p in prior.get_params().values() if isinstance(p, LabelPrior)]
-            steps = [step for _, step in getattr(prior, "steps", [])]
-            if inner or any(isinstance(step, LabelPrior) for step in steps):
-                raise PrivacyError(
-                    f"prior={type(prior).__name__} hides a prior that pays, whose ε would go uncounted: give the "
-                    "KMeansPrior itself, and what goes before it as clusterer=make_pipeline(scaler, KMeans(...))"
-                )
+        elif _pays(prior):
+            raise PrivacyError(
+                f"prior={type(prior).__name__} hides a prior that pays, whose ε would go uncounted: give the "
+                "KMeansPrior itself, and what goes before it as clusterer=make_pipeline(scaler, KMeans(...))"
+            )
 
     def _check_k(self, num_classes: int) -> None:
         pass
@@ -403,6 +406,18 @@ def _in_chunks(release: Any, values: np.ndarray, positions: bool = False) -> np.
         result = np.empty(len(values), said.dtype) if result is None else result
         result[start : start + len(part)] = said
     return values.copy() if result is None else result
+
+
+def _pays(prior: Any) -> bool:
+    """Whether a mechanism that releases labels is, or is inside of, something that is given as a public prior."""
+    if isinstance(prior, type):
+        return False
+    if isinstance(prior, LabelMechanism):
+        return True
+    inner = [getattr(prior, "source", None), getattr(prior, "__self__", None)]
+    if hasattr(prior, "get_params"):
+        inner += [*prior.get_params().values(), *(step for _, step in getattr(prior, "steps", []))]
+    return any(_pays(part) for part in inner if part is not None and part is not prior)
 
 
 def _distinct(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -169,7 +169,10 @@ class MultiStageTraining(LabelMechanism):
         return RandomizedResponseWithPrior(self.epsilon, prior, num_classes=size, seed=seed)
 
     def _cost(self) -> list[tuple[float, int]]:
-        return self._mechanism(self.prior)._cost()
+        first = self._mechanism(self.prior)._cost()
+        # A label is in one stage. In the first one the prior pays a part; in a later one its release is all of ε at
+        # once, which composes worse.
+        return first if self.num_stages == 1 else [(float(self.epsilon), 2)]
 
     def _split(self, n: int) -> np.ndarray:
         """The stage of each example: sizes are fixed, who is where is random."""

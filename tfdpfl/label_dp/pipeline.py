@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import PrivacyLedger, _checks
-from tfdpfl.label_dp._events import pure_event
+from tfdpfl.label_dp._events import composed, pure_event
 from tfdpfl.label_dp._top_k import keep_probability, matrices
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     Call arguments:
         labels: Integers of any shape.
-        ids: Integers or strings of the same shape.
+        ids: Integers or strings of the same shape, one for each label.
 
     Raises:
         ValueError: for arguments out of range, or a call without ids.
@@ -54,6 +54,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
         self.epsilon = _checks.real("epsilon", epsilon, "give the ε of one release", above=0)
         self.num_classes = _checks.whole("num_classes", num_classes, 2, "count the classes")
         self.seed = seed
+        self._cached, self._by_id = 0, False
         self._key = [int(word) for word in np.random.SeedSequence(seed).generate_state(2, np.uint64) >> np.uint64(1)]
 
     def call(self, labels: Any, ids: Any = None) -> tf.Tensor:
@@ -64,8 +65,21 @@ class LabelPrivacy(tf.keras.layers.Layer):
                 "id (a key column, or enumerate() before any shuffle), or use LabelPrivacy.cached(dataset)"
             )
         labels, ids = tf.convert_to_tensor(labels), tf.convert_to_tensor(ids)
+        if labels.dtype.is_integer and labels.dtype.max < self.num_classes - 1:
+            raise ValueError(f"labels of {labels.dtype.name} cannot hold {self.num_classes} classes: cast to int32")
         if labels.dtype.is_floating or labels.dtype == tf.string:
             raise ValueError(f"labels must be integers 0..{self.num_classes - 1}, got {labels.dtype.name}: cast them")
+        if not (ids.dtype.is_integer or ids.dtype == tf.string):
+            raise ValueError(f"ids must be integers or strings, got {ids.dtype.name}: rounded numbers are not unique")
+        if not ids.shape.is_compatible_with(labels.shape):
+            raise ValueError(
+                f"ids must have the shape of labels, {labels.shape}, got {ids.shape}: give each label an id of its own "
+                "(enumerate() before batch(), not behind it), since labels under one id share their noise"
+            )
+        self._by_id = True
+        alike = tf.debugging.assert_equal(tf.shape(ids), tf.shape(labels), "ids must have the shape of labels")
+        with tf.control_dependencies([] if alike is None else [alike]):
+            ids = tf.identity(ids)
         code = tf.cast(labels, tf.int64)
         inside = tf.reduce_all((code >= 0) & (code < self.num_classes))
         with tf.control_dependencies(
@@ -92,7 +106,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
         """
         from tfdpfl.label_dp.classification import RandomizedResponse
 
-        # One release by the transformer: no ids, so no hash is needed.
+        # One release by the transformer: no ids, so no hash is needed. A second one is another release.
+        self._cached += 1
         mechanism = RandomizedResponse(self.epsilon, self.num_classes, self.seed)
         return with_labels(dataset, lambda x, labels: mechanism.fit_transform(labels))
 
@@ -103,8 +118,10 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     @property
     def dp_event(self) -> DpEvent:
-        """One release of every id, however many epochs, as a dp-accounting event under "replace_one"."""
-        return pure_event(self.epsilon, self.num_classes)
+        """All releases as a dp-accounting event under "replace_one": one of every id, however many epochs, and one for
+        each call of `cached`; before the first, that one."""
+        releases = max(1, self._cached + self._by_id)
+        return composed([pure_event(self.epsilon, self.num_classes)] * releases)
 
     @property
     def ledger(self) -> PrivacyLedger:

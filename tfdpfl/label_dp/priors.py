@@ -80,6 +80,11 @@ class PublicPrior:
                 ) from error
             columns = getattr(source, "classes_", None)
         elif hasattr(source, "predict"):
+            if hasattr(source, "get_params"):
+                raise ValueError(
+                    f"prior={source!r} has no predict_proba: wrap it in sklearn.calibration.CalibratedClassifierCV, or "
+                    "give a function of X that returns probabilities"
+                )
             output = source.predict(X, verbose=0)
         else:
             output = source(X) if callable(source) else source

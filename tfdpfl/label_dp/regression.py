@@ -62,12 +62,18 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
             self._spend((float(self.prior_epsilon), 2))
             probabilities = noisy / noisy.sum() if noisy.sum() > 0 else np.full(len(values), 1 / len(values))
         self.values_, self.probabilities_ = values, probabilities
+        self._made_for = self._response_epsilon
         self._solve()
         return self
 
     def transform(self, y: Any) -> Any:
         """Releases noisy labels, float64 in the container of `y`; one release, whatever it holds."""
         check_is_fitted(self, "outputs_")
+        if self._made_for != self._response_epsilon:
+            raise ValueError(
+                f"epsilon={self.epsilon!r}, prior_epsilon={self.prior_epsilon!r} were set after fit, which made the "
+                f"mechanism for ε={self._made_for:g}: call fit again"
+            )
         if _labels.is_dataset(y):
             from tfdpfl.label_dp.pipeline import with_labels
 

@@ -215,6 +215,11 @@ def _make(base: type, name: str) -> type:
         raise TypeError(f"keras_optimizer_class={base!r} is not a class; give the class, not an instance.")
     if issubclass(base, DPOptimizer):
         return base
+    if "LossScaleOptimizer" in base.__name__:
+        raise TypeError(
+            f"keras_optimizer_class={base.__name__} scales the loss of another optimizer. Make that one private: "
+            "tfdpfl.DPAdam, or make_dp_optimizer_class of its class."
+        )
     adapter: type
     if hasattr(base, "scale_loss") and hasattr(base, "apply"):
         import keras

@@ -166,7 +166,11 @@ class Answers:
         )
 
     def __getitem__(self, queries: Any) -> Answers:
-        """The answers to some of the queries: a slice, a mask or indices."""
+        """The answers to some of the queries: a slice, a mask or indices.
+
+        Their ε is that of putting these queries alone. Where the answers decided which ones (``answers[answers.
+        answered]``), the rest was put as well: ask the whole for its ε.
+        """
         arrays = {name: value[queries] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return Answers(**{**vars(self), **arrays})
 
@@ -196,15 +200,20 @@ class Answers:
 class Aggregator(abc.ABC):
     """What the mechanisms have in common; not one itself.
 
-    `seed=None` draws noise from the operating system's entropy. With a seed whoever knows it can subtract the noise:
-    it is for tests.
+    `seed=None` draws noise from the operating system's entropy, anew for every call: copies of an aggregator, in other
+    processes too, do not repeat each other. With a seed they do, and whoever knows it can subtract the noise: it is
+    for tests.
     """
 
     seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
-    _rng: np.random.Generator = dataclasses.field(init=False, repr=False, compare=False)
+    _seeded: np.random.Generator | None = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_rng", np.random.default_rng(self.seed))
+        object.__setattr__(self, "_seeded", None if self.seed is None else np.random.default_rng(self.seed))
+
+    @property
+    def _rng(self) -> np.random.Generator:
+        return np.random.default_rng() if self._seeded is None else self._seeded
 
     @property
     @abc.abstractmethod

@@ -61,7 +61,8 @@ def rdp_data_dependent(
     """Returns the RDP `[queries, orders]` of each query given its votes. It is as private as the votes.
 
     The lesser of the data-independent bound and, where its conditions hold, Theorem 6 of 2018 (Gaussian noise) or
-    Theorem 3 of 2017 (Laplace noise), in log space, for any real order.
+    Theorem 3 of 2017 (Laplace noise), in log space, for any real order. As the theorems do, it bounds the divergence of
+    the answers to these votes from those to any neighbouring votes, and not the other way round, which can be more.
 
     Args:
         mechanism: An aggregator.

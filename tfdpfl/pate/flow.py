@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
 from tfdpfl.pate import analysis
 from tfdpfl.pate.aggregators import Aggregator, Answers, InteractiveGNMax
 from tfdpfl.pate.epsilon import WARNING, Epsilon
@@ -62,7 +63,8 @@ class PATEReport:
             f"PATE with {self.num_teachers} teachers, {self.mechanism}",
             f"  {self.queries} queries, {self.answered} answered ({self.answered / max(self.queries, 1):.1%}), "
             f"{self.answered_by_teachers} by the teachers",
-            f"  data-independent: epsilon = {self.epsilon:.4g} at delta = {self.epsilon.delta:g}",
+            f"  data-independent: epsilon = {self.epsilon:.4g} at delta = {self.epsilon.delta:g} for the answers, "
+            "the sanitised figure not released",
             f"  data-dependent: epsilon = {self.epsilon_data_dependent:.4g}",
             f"  {self.sanitized}",
         ]
@@ -177,7 +179,14 @@ class PATE:
 
         Raises:
             ValueError: an argument is out of its range, or no query was answered within the budget.
+            PrivacyError: an earlier call has answered queries.
         """
+        released = len(vars(self).get("answers_", ()))
+        if released:
+            raise PrivacyError(
+                f"fit has let out {released} answers already, and budget and report know of one fit: make "
+                "another PATE, and add up what both cost (answers_.dp_event in a PrivacyLedger)."
+            )
         X = np.asarray(X)
         self.queries_ = self._choose(len(X), num_queries, queries, seed)
         analysis.check_delta(self.delta, len(self.queries_))
