@@ -582,6 +582,12 @@ def test_classes_may_be_strings_or_any_integers(y, classes):
     assert set(RandomizedResponse(0.5, classes=classes).fit_transform(list(y) * 50)) == set(classes)
 
 
+def test_integers_may_come_as_objects():
+    mechanism = RandomizedResponse(1.0, 4).fit(np.array([0, 1], object))
+    assert mechanism.classes_.tolist() == [0, 1, 2, 3]
+    assert set(mechanism.transform(np.array([0, 1] * 200, object))) == {0, 1, 2, 3}
+
+
 def test_the_debiased_counts_are_unbiased():
     y = np.repeat([0, 1, 2, 3], [6000, 3000, 1000, 0])
     mechanism = RandomizedResponse(1.0, 4).fit(y)
@@ -696,7 +702,10 @@ X, Y = blobs(60)
         (lambda: RandomizedResponse(1.0).fit([]), "at least one label"),
         (lambda: RandomizedResponse(1.0, 3).fit(["a", "b"]), "num_classes=3, but y names 2.*list them in classes"),
         (lambda: RandomizedResponse(1.0, 3).fit(np.eye(3)), r"shape \[n\], got \[3, 3\].*argmax"),
-        (lambda: RandomizedResponse(1.0).fit(np.array(["a", 1, None], object)), "y mixes kinds"),
+        (lambda: RandomizedResponse(1.0).fit(np.array(["a", 1], object)), "y mixes kinds"),
+        (lambda: RandomizedResponse(1.0).fit(np.array(["a", None], object)), "got None: drop missing labels"),
+        (lambda: RandomizedResponse(1.0).fit(np.array([1, math.nan], object)), "got nan: drop missing labels"),
+        (lambda: RandomizedResponse(1.0, classes=[0.0, 1.0, math.nan]).fit([0, 1]), "has a missing one"),
         (lambda: RandomizedResponse(1.0).fit(np.array([1j, 2j])), "dtype complex128"),
         (lambda: RandomizedResponse(1.0, classes=["a", "a"]).fit(["a"]), "classes must be two or more different"),
         (lambda: RandomizedResponse(1.0, 3, classes=["a", "b"]).fit(["a"]), "num_classes=3 but classes lists 2"),

@@ -31,9 +31,9 @@ def test_auc_and_its_interval_follow_from_all_pairs(members, others):
     assert report.auc == pytest.approx(auc)
     low, high = report.auc_interval
     assert 0 <= low <= auc + 1e-12 and auc - 1e-12 <= high <= 1
-    if 0 < auc < 1:
-        # DeLong's variance, from the rows' and the columns' means.
-        error = np.sqrt(won.mean(1).var(ddof=1) / len(members) + won.mean(0).var(ddof=1) / len(others))
+    # DeLong's variance, from the rows' and the columns' means.
+    error = np.sqrt(won.mean(1).var(ddof=1) / len(members) + won.mean(0).var(ddof=1) / len(others))
+    if error > 0:
         reach = 1.959964 * error / (auc * (1 - auc))
         odds = auc / (1 - auc) * np.exp([-reach, reach])
         assert report.auc_interval == pytest.approx(tuple(odds / (1 + odds)), abs=1e-6)
