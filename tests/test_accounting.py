@@ -251,7 +251,7 @@ def test_extremes_are_bounded_and_never_nan(sigma, steps, accountant):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("sigma", [5e6, 1e7, 1e9])
+@pytest.mark.parametrize("sigma", [5e6, pytest.param(1e7, marks=pytest.mark.slow), 1e9])
 def test_losses_below_the_resolution_of_a_float_still_add_up(sigma, accountant):
     """10^12 steps are about one Gaussian of μ = q √T / σ (Bu et al. 2019, arXiv:1911.11607)."""
     mu = 0.01 * 1e6 / sigma

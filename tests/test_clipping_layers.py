@@ -592,11 +592,11 @@ def test_norms_agree_with_the_jacobian():
 @pytest.mark.parametrize("layers", [
     pytest.param(lambda: [L.Dense(5, "relu"), L.Dense(4, "tanh"), L.Dense(3)], id="dense"),
     pytest.param(lambda: [L.Reshape((4, 4, 1)), L.Conv2D(3, 2, activation="elu"), L.MaxPooling2D(2), L.Flatten(),
-                          L.Dense(3, "softplus")], id="pooling"),
+                          L.Dense(3, "softplus")], id="pooling", marks=pytest.mark.slow),
     pytest.param(lambda: [L.Dense(5, "sigmoid"), L.Dense(4, "selu"), L.Dense(3, tf.nn.leaky_relu)], id="others",
                  marks=pytest.mark.slow),
 ])  # fmt: skip
-@pytest.mark.parametrize("use", ["adversarial example", "penalty"])
+@pytest.mark.parametrize("use", ["adversarial example", pytest.param("penalty", marks=pytest.mark.slow)])
 def test_gradients_of_the_inputs_keep_examples_apart(layers, use):
     model = K.Sequential([K.Input((16,)), *layers()])
 
