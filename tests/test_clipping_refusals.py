@@ -1037,3 +1037,19 @@ def test_two_private_updates_in_one_step_are_two_steps():
     moved = np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(model.get_weights(), before, strict=True)))
     assert 0.5 < moved <= 1.0
     assert first.num_dp_steps == second.num_dp_steps == 1
+
+
+def test_a_pools_gradient_at_fixed_places_is_refused():
+    """Rows of what is fixed belong to places in the batch, not to examples."""
+    fixed, w = tf.constant(normal(B, 4, 4, 1)), tf.Variable(2.0)
+    pooled = tf.nn.max_pool2d(fixed, 2, 2, "VALID")
+
+    def losses(x):
+        back = tf.raw_ops.MaxPoolGrad(
+            orig_input=fixed, orig_output=pooled, grad=w * tf.reshape(x, [-1, 2, 2, 1]), ksize=[1, 2, 2, 1],
+            strides=[1, 2, 2, 1], padding="VALID",
+        )  # fmt: skip
+        return example_losses(back)
+
+    with pytest.raises(PrivacyError, match="MaxPoolGrad"):
+        clip_sum(losses, [w], normal(B, 4), 1.0)
