@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdpfl.accounting import _checks
@@ -110,7 +110,7 @@ def _rdp_epsilon(event: "DpEvent", delta: float, adjacency: str) -> float | None
         except _NUMERICAL:  # the series of a fractional order failed: integer orders are finite sums
             continue
         # A sampled step's divergence may be below what a float resolves, and there may be 10^12 steps.
-        sampled = sum(n for leaf, n in _leaves(event) if hasattr(leaf, "event"))
+        sampled = _sampled_steps(_leaves(event))
         if sampled:
             by_order = np.asarray(orders) / (np.asarray(orders) - 1)
             divergences = divergences + sampled * _ROUNDING_OF_A_DIVERGENCE * by_order
@@ -144,7 +144,7 @@ def _pld_epsilon(event: "DpEvent", delta: float, adjacency: str, guide: float | 
     if unrolled is None:
         return None
     event = unrolled
-    sampled = sum(n for leaf, n in leaves if hasattr(leaf, "event"))
+    sampled = _sampled_steps(leaves)
     given, delta = delta, delta - _ROUNDING_OF_A_STEP * sampled
     if given < _SMALLEST_PLD_DELTA or delta < given / 2:
         return None
@@ -206,6 +206,10 @@ def _leaves(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]
         yield from _leaves(event.event, count * event.count)
     elif not isinstance(event, dp_event.NoOpDpEvent):
         yield event, count
+
+
+def _sampled_steps(leaves: Iterable[tuple["DpEvent", int]]) -> int:
+    return sum(n for leaf, n in leaves if hasattr(leaf, "event"))
 
 
 def _discretization(leaves: list[tuple["DpEvent", int]], guide: float | None) -> float:

@@ -38,8 +38,6 @@ def composed(events: Iterable[DpEvent]) -> DpEvent:
     """All of these, one after the other."""
     from dp_accounting import dp_event
 
-    # Side by side, not as SelfComposedDpEvent: dp-accounting 0.6's PLD accountant prices a repeated randomized
-    # response as a single one.
     parts = [event for event in events if not isinstance(event, dp_event.NoOpDpEvent)]
     if not parts:
         return dp_event.NoOpDpEvent()
