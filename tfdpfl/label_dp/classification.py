@@ -14,7 +14,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp.counts import debiased_label_counts
-from tfdpfl.label_dp.priors import LabelPrior, NoisyHistogram, PublicPrior
+from tfdpfl.label_dp.priors import LabelPrior, PublicPrior
 
 _CHUNK = 1 << 18  # labels at a time, so that 10⁷ of them need little memory besides the result
 
@@ -153,11 +153,10 @@ class _PriorTransformer(_LabelTransformer):
         self._check_k(len(self.classes_))
         prior = self.prior
         if isinstance(prior, LabelPrior):
-            if X is None and isinstance(prior, NoisyHistogram):
-                X = np.zeros((len(values), 1))  # one group, whatever the features
-            if X is None:
+            if X is None and prior.needs_features:
                 raise ValueError("X=None, but the prior groups examples by their features: call fit_transform(X, y)")
-            self.prior_ = sklearn_clone(prior).fit(X, y, classes=self.classes_)
+            features = np.zeros((len(values), 1)) if X is None else X
+            self.prior_ = sklearn_clone(prior).fit(features, y, classes=self.classes_)
             # What it paid is part of this mechanism's price.
             self._spend(*self.prior_._spent)
         elif prior is None:
@@ -244,8 +243,7 @@ class _PriorTransformer(_LabelTransformer):
         """The distinct priors [m, K], and which of them each example has [n]."""
         if isinstance(self.prior_, LabelPrior):
             # At fit the clusterer has named the groups already; predict gives the same ones.
-            alike = isinstance(self.prior_, NoisyHistogram)
-            return self.prior_.prior_, np.zeros(n, np.intp) if alike else self.prior_.groups(X)
+            return self.prior_.prior_, self.prior_.groups(X) if self.prior_.needs_features else np.zeros(n, np.intp)
         table = self.prior_.table(X, self.classes_, n)
         if len(table) == 1:
             return table, np.zeros(n, np.intp)

@@ -134,7 +134,10 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         noisy_counts_: [groups, K], noise included: whole numbers, some below 0.
         prior_: [groups, K], the noisy counts with negative ones set to 0, normalised. A group with none left above 0
             (an empty one, for instance) is uniform.
+        needs_features: Whether groups depend on the features; where not, there is one group.
     """
+
+    needs_features = True
 
     def fit(self, X: Any, y: Any, classes: Any = None) -> LabelPrior:
         """Groups the examples by X, and releases the noisy histograms of y.
@@ -200,6 +203,8 @@ class NoisyHistogram(LabelPrior):
         classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
         seed: None takes the operating system's entropy; a seed is for tests.
     """
+
+    needs_features = False
 
     def __init__(self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
