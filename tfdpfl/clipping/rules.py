@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -41,6 +40,9 @@ TYPICAL_LENGTH = 64
 # Gradients are formed where they take less than this many times the memory of the op's input and output. (A transformer
 # of width 256, whose attention is at the tie: 1.2 x plain and 1.1 to 1.3 x its memory; with 2, 1.1 x and 1.6 x.)
 FORMED_MEMORY = 1
+# Patches are laid out by a convolution with an identity where they have at most so many entries, and pixels' rows where
+# pixels have fewer channels than that: entries that are copied one by one cost alike whatever their length.
+IDENTITY_ENTRIES, GATHERED_CHANNELS = 32, 8
 
 
 class Units:
@@ -624,15 +626,13 @@ def convolution(use: Use, units: Units) -> Contribution | None:
     if not isinstance(state, Batch) or state.axis or not isinstance(other, Batch) or other.axis:
         return None
     plan = Window.of(use.op, use.shape.as_list())
-    known = None not in x.shape[1:].as_list() + g.shape[1:].as_list()
     if x.shape[-1 if not plan.channels_first else 1] is None:
         return None
     x, g = (tf.cast(t, units.dtype) for t in (x, g))
     if plan.channels_first:
         move = [0, *range(2, x.shape.rank), 1]
         x, g = tf.transpose(x, move), tf.transpose(g, move)
-    x = plan.padded(x)
-    out = g.shape[1:-1]
+    out = places_of(g)
     final, cin, cout = use.shape.as_list(), x.shape[-1], g.shape[-1] or use.shape[-1]
     groups = cin if kind.startswith("Depthwise") else cin // use.shape[-2]
     taps = math.prod(plan.size)
@@ -652,36 +652,15 @@ def convolution(use: Use, units: Units) -> Contribution | None:
 
     if groups == 1:
         repeats = max(1.0, taps / math.prod(plan.strides))
-        gram = None
-        g_flat = flat(g, other, cout)
-        if known:
-            t = g_flat.shape[1] or out.num_elements()
-            forms = formed_fits(t, taps * cin, cout, repeats)
-            grid = None if forms and plan.few(cin) else plan.grid(x, out)
-            if forms:
-                views = grid.views(out) if grid else plan.pieces(x, out)
-                parts = [tf.matmul(g_flat, flat(v, state, v.shape[-1]), transpose_a=True) for v in views]
-
-                def together(pieces) -> tf.Tensor:  # [..., P, channels of a view], one a view
-                    pieces = pieces if isinstance(pieces, list) else [pieces]
-                    f = turned(tf.concat(pieces, -1))
-                    return layout(grid.unfolded(f) if grid else f)
-
-                if parts:
-                    return Formed(parts, together)
-            elif grid and grid.saves(out) and units.single and state.rows == other.rows == 1:
-                gram = lambda: grid.gram(out)  # noqa: E731
-        elif len(plan.size) != 2:
-            return None
         a_flat = flat(plan.patches(x, out), state, taps * cin)
+        alone = units.single and state.rows == other.rows == 1
+        gram = plan.gram(x, out) if alone and taps > 1 else None
         mark = ("conv", tuple(final), taps)
         needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
         # Not for one tap: the product is as fast, and oneDNN's gradient of a strided one writes outside its memory on
         # a batch of one (TensorFlow 2.14 and 2.21, [1, 12, 12, 8] to 16 channels by strides of 2).
         total = (lambda c: filter_gradient(use, c, units)) if taps > 1 else None
-        return Outer(a_flat, g_flat, layout, mark, total, needs, repeats, gram)
-    if not known:
-        return None
+        return Outer(a_flat, flat(g, other, cout), layout, mark, total, needs, repeats, gram)
     # Groups (of one channel each, in a depthwise convolution): one small product a group.
     width, per_group = cout // groups, cin // groups
     g_flat = flat(g, other, groups, width)
@@ -745,161 +724,152 @@ class Window:
             channels_first=first,
         )
 
-    def padded(self, x: tf.Tensor) -> tf.Tensor:
-        """Applies explicit padding; the window is VALID from there on."""
-        if self.padding != "EXPLICIT":
-            return x
-        pairs = [self.explicit[i : i + 2] for i in range(0, len(self.explicit), 2)]
-        self.padding = "VALID"
-        return tf.pad(x, [[0, 0], *pairs, [0, 0]])
-
-    def grid(self, x: tf.Tensor, out: Sequence[int]) -> Grid | None:
-        """The window as one of stride 1; None if its strides do not divide it."""
-        strided = max(self.strides) > 1
-        if strided and (max(self.rates) > 1 or any(k % s for k, s in zip(self.size, self.strides, strict=True))):
-            return None
-        offsets = [[i * r for i in range(k // s)]
-                   for k, s, r in zip(self.size, self.strides, self.rates, strict=True)]  # fmt: skip
-        return Grid(self.blocks(self.fitted(x, out)), offsets, (*self.strides, x.shape[-1]) if strided else None)
-
-    def blocks(self, x: tf.Tensor) -> tf.Tensor:
-        """x as blocks of as many pixels as the strides, each a pixel of more channels; zeros fill the last ones."""
-        s, n = self.strides, len(self.strides)
-        if max(s) == 1:
-            return x
-        fill = [[0, -length % k] for length, k in zip(x.shape[1:-1], s, strict=True)]
-        if any(end for _, end in fill):
-            x = tf.pad(x, [[0, 0], *fill, [0, 0]])
-        sizes = [length // k for length, k in zip(x.shape[1:-1], s, strict=True)]
-        cin = x.shape[-1]
-        # The last axis's pixels lie beside one another already. (tf.nn.space_to_depth uses one core.)
-        pairs = [d for pair in zip(sizes, [*s[:-1], s[-1] * cin], strict=True) for d in pair]
-        x = tf.transpose(tf.reshape(x, [-1, *pairs]), [0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2)])
-        return tf.reshape(x, [-1, *sizes, math.prod(s) * cin])
-
-    def fitted(self, x: tf.Tensor, out: Sequence[int]) -> tf.Tensor:
-        """x padded as the convolution pads it, and cut to the pixels that its windows meet."""
-        lengths = [(o - 1) * s + (k - 1) * r + 1
-                   for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]  # fmt: skip
-        pads = []
-        for n, length in zip(x.shape[1:-1], lengths, strict=True):
-            need = max(length - n, 0)
-            before = need // 2 if self.padding == "SAME" else 0
-            pads.append([before, need - before])
-        if any(p != [0, 0] for p in pads):
-            x = tf.pad(x, [[0, 0], *pads, [0, 0]])
-        return x if x.shape[1:-1] == lengths else x[(slice(None), *[slice(n) for n in lengths])]
-
-    def views(self, x: tf.Tensor, out: list[int]) -> list[tf.Tensor]:
-        """For each kernel position, the input's entries that it meets: [B, *out, C]."""
-        cin = x.shape[-1]
-        x = self.blocks(self.fitted(x, out))  # slices with steps take TensorFlow six times as long
+    def pads(self, x: tf.Tensor, out: list) -> list[list]:
+        """How many zeros the convolution puts before and behind each axis."""
+        if self.explicit:
+            return [self.explicit[i : i + 2] for i in range(0, len(self.explicit), 2)]
         result = []
-        for position in np.ndindex(*self.size):
-            moved = [i * r for i, r in zip(position, self.rates, strict=True)]
-            at = [slice(m // s, m // s + n) for m, s, n in zip(moved, self.strides, out, strict=True)]
-            phase = int(np.ravel_multi_index([m % s for m, s in zip(moved, self.strides, strict=True)], self.strides))
-            result.append(x[(slice(None), *at, slice(phase * cin, (phase + 1) * cin))])
+        for k, s, r, o, n in zip(self.size, self.strides, self.rates, out, places_of(x), strict=True):
+            need = (o - 1) * s + (k - 1) * r + 1 - n
+            need = tf.maximum(need, 0) if isinstance(need, tf.Tensor) else max(need, 0)
+            before = need // 2 if self.padding == "SAME" else 0
+            result.append([before, need - before])
         return result
 
-    def few(self, cin: int) -> bool:
-        """Whether a pixel's channels are so few that entries are laid out by a convolution with an identity."""
-        return len(self.size) == 2 and math.prod(self.size) > 1 and cin <= 4
+    def fitted(self, x: tf.Tensor, out: list) -> tf.Tensor:
+        """x padded as the convolution pads it."""
+        return filled(x, self.pads(x, out))
 
-    def copies(self, cin: int) -> bool:
-        """Whether one such convolution lays out all of a patch; its work grows with the square of the entries."""
-        return self.few(cin) and math.prod(self.size) * cin <= 32
+    def patches(self, x: tf.Tensor, out: list) -> tf.Tensor:
+        """What each window meets, [B, *out, entries x C], in the order of the kernel."""
+        if max(self.size) == max(self.strides) == 1 and not self.explicit:
+            return x
+        entries = math.prod(self.size) * x.shape[-1]
+        if len(self.size) == 2 and entries <= IDENTITY_ENTRIES:
+            pads = [[0, 0], *self.pads(x, out), [0, 0]]
+            if known(*pads):
+                return laid_out(x, self.size, self.strides, self.rates, pads)
+        x, window = self.fitted(x, out), self
+        for step in (Window.beside, Window.in_rows):
+            x, window = step(window, x)
+        return window.gathered(x, out)
 
-    def pieces(self, x: tf.Tensor, out: Sequence[int]) -> list[tf.Tensor]:
-        """Views that make up the patches, in the order of the kernel; none where the patches are best made at once."""
-        if len(self.size) != 2:
-            return self.views(x, out)
-        if self.few(x.shape[-1]) and not self.copies(x.shape[-1]) and self.size != self.strides:
-            return self.rows(x, out)
-        return []
+    def beside(self, x: tf.Tensor) -> tuple[tf.Tensor, Window]:
+        """As many pixels of the last axis as its stride, which lie beside one another, as one of more channels."""
+        *sizes, k = self.size
+        *strides, s = self.strides
+        n, cin = x.shape[-2:]
+        few = cin < GATHERED_CHANNELS
+        if s == 1 or k % s or self.rates[-1] > 1 or n is None or (n % s and not few):
+            return x, self
+        x = filled(x, [*[[0, 0]] * len(sizes), [0, -n % s]])
+        *lead, _, _ = dims_of(x)
+        x = reshaped(x, [*lead, x.shape[-2] // s, s * cin])
+        return x, dataclasses.replace(self, size=[*sizes, k // s], strides=[*strides, 1])
 
-    def rows(self, x: tf.Tensor, out: Sequence[int]) -> list[tf.Tensor]:
-        """What each row of the window, or as many rows as it strides, meets: [B, *out, their entries x C], in the order
-        of the kernel, all slices of one such convolution."""
-        (high, wide), (step, aside), cin = self.size, self.strides, x.shape[-1]
-        x, steps = self.fitted(x, out), -(-high // step)
-        if steps * step > high:
-            x = tf.pad(x, [[0, 0], [0, steps * step - high], [0, 0], [0, 0]])
-        entries, last = step * wide * cin, (high - (steps - 1) * step) * wide * cin
-        if aside > 1 and wide % aside == 0:  # pixels that lie beside one another as one
-            x = tf.reshape(x, [-1, x.shape[1], x.shape[2] // aside, aside * cin])
-            wide, aside = wide // aside, 1
-        eye = tf.reshape(tf.eye(entries, dtype=x.dtype), [step, wide, x.shape[-1], entries])
-        laid = tf.nn.conv2d(x, eye, [step, aside], "VALID", dilations=[1, self.rates[1]])
-        views = [laid[:, i * self.rates[0] : i * self.rates[0] + out[0]] for i in range(steps)]
-        return [*views[:-1], views[-1][..., :last]]
-
-    def patches(self, x: tf.Tensor, out: list[int]) -> tf.Tensor:
-        """[B, *out, positions x C], in the order of the kernel."""
+    def in_rows(self, x: tf.Tensor) -> tuple[tf.Tensor, Window]:
+        """Where channels are few, what a window's row meets (or as many rows as the window moves by) as one pixel."""
+        *_, wide = self.size
         cin = x.shape[-1]
-        if self.size == self.strides and (max(self.size) == 1 or None not in x.shape[1:]):
-            return x if max(self.size) == 1 else self.blocks(self.fitted(x, out))
-        if len(self.size) == 2:
-            if self.copies(cin):
-                entries = math.prod(self.size) * cin
-                eye = tf.reshape(tf.eye(entries, dtype=x.dtype), [*self.size, cin, entries])
-                return tf.nn.conv2d(x, eye, self.strides, self.padding, dilations=self.rates)
-            return tf.image.extract_patches(
-                x, [1, *self.size, 1], [1, *self.strides, 1], [1, *self.rates, 1], self.padding
-            )
-        return tf.concat(self.views(x, out), -1)
+        if len(self.size) < 2 or wide == 1 or cin >= GATHERED_CHANNELS or wide * cin > 4 * IDENTITY_ENTRIES:
+            return x, self
+        (*_, high, _), (*_, down, aside), (*_, rate, across) = self.size, self.strides, self.rates
+        rows = down if high % down == 0 and rate == 1 and down * wide * cin <= IDENTITY_ENTRIES else 1
+        *lead, height, width, _ = dims_of(x)
+        images = reshaped(x, [volume(lead), height, width, cin])
+        laid = laid_out(images, [rows, wide], [rows, aside], [1, across])
+        x = reshaped(laid, [*lead, *dims_of(laid)[1:]])
+        moved = dataclasses.replace(
+            self,
+            size=[*self.size[:-2], high // rows, 1],
+            strides=[*self.strides[:-2], down // rows, 1],
+            rates=[*self.rates[:-1], 1],
+        )
+        return x, moved
+
+    def gathered(self, x: tf.Tensor, out: list) -> tf.Tensor:
+        """The patches of pixels that need no padding, copied one by one: in a fifth of the time that
+        tf.image.extract_patches takes, and half of that of slices."""
+        places = places_of(x)
+        if max(self.size) == max(self.strides) == 1 and known(places, out) and places == out:
+            return x
+        met = tf.gather(pixels_of(x), tf.reshape(self.meets(places, out), [-1]), axis=1)
+        return reshaped(met, [x.shape[0] or -1, *out, math.prod(self.size) * x.shape[-1]])
+
+    def views(self, x: tf.Tensor, out: list) -> list[tf.Tensor]:
+        """For each entry of the window, the pixels that it meets, [B, *out, C]."""
+        x = self.fitted(x, out)
+        pixels, met = pixels_of(x), self.meets(places_of(x), out)
+        shape = [x.shape[0] or -1, *out, x.shape[-1]]
+        return [reshaped(tf.gather(pixels, met[:, i], axis=1), shape) for i in range(math.prod(self.size))]
+
+    def meets(self, places: list, out: list) -> np.ndarray | tf.Tensor:
+        """Which pixels, of all `places` in order, the entries of each window meet: [windows, entries]."""
+        # While tracing only where that is no large constant.
+        small = known(places, out) and math.prod(out) * math.prod(self.size) <= 1 << 20
+        numbers = functools.partial(np.arange, dtype=np.int32) if small else tf.range
+        reshape = np.reshape if small else tf.reshape
+        n, met = len(out), 0
+        for axis, (k, s, r, o, length) in enumerate(zip(self.size, self.strides, self.rates, out, places, strict=True)):
+            at = s * numbers(o)[:, None] + r * numbers(k)[None]
+            shape = [1] * (2 * n)
+            shape[axis], shape[n + axis] = o, k
+            met = met * length + reshape(at, shape)
+        return reshape(met, [-1, math.prod(self.size)])
+
+    def gram(self, x: tf.Tensor, out: list) -> Callable | None:
+        """Makes the patches' Gram matrices [B, T, T] from those of the pixels, along which two patches move together.
+        None where that costs more, or strides do not divide the window."""
+        places = [o + (k // s - 1) * r for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]
+        if not known(places, places_of(x)):
+            return None
+        passed = any(k % s for k, s in zip(self.size, self.strides, strict=True)) or max(self.rates) > 1
+        if max(self.strides) > 1 and passed:
+            return None
+        entries, length = math.prod(self.size) // math.prod(self.strides), math.prod(out)
+        if entries == 1 or math.prod(places) ** 2 > entries * length**2:
+            return None
+
+        def made() -> tf.Tensor:
+            # Of strides, what they pass over is one pixel.
+            block = dataclasses.replace(self, size=self.strides, rates=[1] * len(out))
+            gram = reshaped(products(pixels_of(block.gathered(self.fitted(x, out), places))), [-1, *places, *places])
+            for axis, (k, s, r, o) in enumerate(zip(self.size, self.strides, self.rates, out, strict=True)):
+                before, between = [slice(None)] * (1 + axis), [slice(None)] * (len(out) - 1)
+                moved = [slice(i * r, i * r + o) for i in range(k // s)]
+                gram = tf.add_n([gram[(*before, at, *between, at)] for at in moved])
+            return reshaped(gram, [-1, length, length])
+
+        return made
 
 
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """A window of stride 1 on ``pixels`` [B, *places, channels], with entries at all combinations of ``offsets``, some
-    for each axis; ``blocks``: (pixels of a block along each axis, its channels) where the pixels are blocks."""
+def places_of(x: tf.Tensor) -> list:
+    """The lengths of the axes between the first and the last; tensors, where they are not known while tracing."""
+    lengths = x.shape[1:-1].as_list()
+    return lengths if None not in lengths else [tf.shape(x)[i] if n is None else n for i, n in enumerate(lengths, 1)]
 
-    pixels: tf.Tensor
-    offsets: list[list[int]]
-    blocks: tuple[int, ...] | None = None
 
-    def views(self, out: tf.TensorShape) -> list[tf.Tensor]:
-        """What the window's entries meet, each [B, *out, channels]; where channels are few, what each row of the window
-        (each entry of its first axis) meets, [B, *out, its entries x channels]. In either case faster than all patches
-        at once; from 16 channels on rows gain little over entries, and take more memory."""
-        x, n = self.pixels, len(out)
-        alone = 1 if x.shape[-1] < 16 else n
-        for axis in range(n - 1, alone - 1, -1):
-            cut = [slice(None)] * axis
-            beside = [x[(slice(None), *cut, slice(i, i + out[axis]))] for i in self.offsets[axis]]
-            x = tf.concat(beside, -1) if len(beside) > 1 else beside[0]
-        return [
-            x[(slice(None), *[slice(i, i + length) for i, length in zip(entry, out, strict=False)])]
-            for entry in itertools.product(*self.offsets[:alone])
-        ]
+def known(*lengths: list) -> bool:
+    """Whether all of them are, while tracing."""
+    return not any(isinstance(n, tf.Tensor) for part in lengths for n in part)
 
-    def unfolded(self, f: tf.Tensor) -> tf.Tensor:
-        """[..., window's entries x channels, P] in the kernel's order."""
-        if self.blocks is None:
-            return f
-        lead, n = f.shape.rank - 2, len(self.offsets)
-        head, p = ([f.shape[0] or -1] if lead else []), f.shape[-1]
-        f = tf.reshape(f, [*head, *[len(o) for o in self.offsets], *self.blocks, p])
-        order = [*[axis for i in range(n) for axis in (i, n + i)], 2 * n, 2 * n + 1]
-        f = tf.transpose(f, [*range(lead), *[lead + axis for axis in order]])
-        return tf.reshape(f, [*head, -1, p])
 
-    def saves(self, out: tf.TensorShape) -> bool:
-        """Whether the pixels' Gram matrix costs less than the patches'."""
-        entries = math.prod(len(o) for o in self.offsets)
-        return entries > 1 and self.pixels.shape[1:-1].num_elements() ** 2 <= entries * out.num_elements() ** 2
+def pixels_of(x: tf.Tensor) -> tf.Tensor:
+    """[B, *places, C] to [B, pixels, C]."""
+    return reshaped(x, [x.shape[0] or -1, volume(places_of(x)), x.shape[-1]])
 
-    def gram(self, out: tf.TensorShape) -> tf.Tensor:
-        """The patches' Gram matrix [B, T, T] from the pixels': both patches move along it together."""
-        places = self.pixels.shape[1:-1]
-        flat = tf.reshape(self.pixels, [-1, places.num_elements(), self.pixels.shape[-1]])
-        gram = tf.reshape(products(flat), [-1, *places, *places])
-        for axis, (offsets, length) in enumerate(zip(self.offsets, out, strict=True)):
-            before, between = [slice(None)] * (1 + axis), [slice(None)] * (len(out) - 1)
-            moved = [slice(i, i + length) for i in offsets]
-            gram = tf.add_n([gram[(*before, at, *between, at)] for at in moved])
-        return tf.reshape(gram, [-1, out.num_elements(), out.num_elements()])
+
+def filled(x: tf.Tensor, pads: list[list]) -> tf.Tensor:
+    """x with zeros before and behind its axes between the first and the last."""
+    return x if known(*pads) and not np.any(pads) else tf.pad(x, [[0, 0], *pads, [0, 0]])
+
+
+def laid_out(x: tf.Tensor, size: list, strides: list, rates: list, pads: list | str = "VALID") -> tf.Tensor:
+    """What each window of images meets, [B, *out, entries x C], by a convolution with an identity: fast for few
+    entries, with whose square its work grows."""
+    entries = math.prod(size) * x.shape[-1]
+    eye = tf.reshape(tf.eye(entries, dtype=x.dtype), [*size, x.shape[-1], entries])
+    return tf.nn.conv2d(x, eye, strides, pads, dilations=rates)
 
 
 def inner_use(op: tf.Operation, analysis: BatchAxis) -> tuple[tf.Operation, list[int]] | None:
