@@ -624,10 +624,16 @@ small = st.integers(1, 3)
 @pytest.mark.slow
 @few
 @given(size=st.tuples(small, small), kernel=st.tuples(*[st.integers(1, 5)] * 2), strides=st.tuples(small, small),
-       rates=st.tuples(small, small), channels=small, filters=small, padding=st.sampled_from(["SAME", "VALID"]),
-       extra=st.tuples(st.integers(0, 4), st.integers(0, 4)))  # fmt: skip
+       rates=st.tuples(small, small), channels=st.sampled_from([1, 2, 3, 5, 8, 9]), filters=small,
+       padding=st.sampled_from(["SAME", "VALID"]), extra=st.tuples(st.integers(0, 4), st.integers(0, 4)))  # fmt: skip
 @example(size=(12, 11), kernel=(4, 3), strides=(1, 1), rates=(2, 3), channels=3, filters=1, padding="SAME",
          extra=(0, 1))  # fmt: skip
+@example(size=(12, 11), kernel=(3, 4), strides=(1, 1), rates=(3, 2), channels=8, filters=2, padding="SAME",
+         extra=(1, 0))  # fmt: skip
+@example(size=(9, 8), kernel=(5, 4), strides=(2, 2), rates=(1, 1), channels=9, filters=1, padding="VALID",
+         extra=(1, 1))  # fmt: skip
+@example(size=(2, 2), kernel=(4, 4), strides=(2, 2), rates=(1, 1), channels=9, filters=9, padding="SAME",
+         extra=(1, 0))  # fmt: skip
 def test_any_convolution_agrees(size, kernel, strides, rates, channels, filters, padding, extra):
     assume(strides == (1, 1) or rates == (1, 1))
     places = [s + (k - 1) * r + e for s, k, r, e in zip(size, kernel, rates, extra, strict=True)]
