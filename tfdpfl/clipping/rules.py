@@ -847,8 +847,8 @@ class Window:
         places = [o + (k // s - 1) * r for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]
         if not known(places, places_of(x)):
             return None
-        passed = any(k % s for k, s in zip(self.size, self.strides, strict=True)) or max(self.rates) > 1
-        if max(self.strides) > 1 and passed:
+        uneven = any(k % s for k, s in zip(self.size, self.strides, strict=True))
+        if max(self.strides) > 1 and (uneven or max(self.rates) > 1):
             return None
         entries, length = math.prod(self.size) // math.prod(self.strides), math.prod(out)
         if entries == 1 or math.prod(places) ** 2 > entries * length**2:
