@@ -7,7 +7,7 @@ from helpers import K, L, check, check_model, example_losses, normal, per_exampl
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tfdpfl.clipping import clipped_gradients, per_example_norms
+from tfdpfl.clipping import clipped_gradients, per_example_norms, rules
 
 B = 4
 
@@ -630,6 +630,10 @@ small = st.integers(1, 3)
          extra=(0, 1))  # fmt: skip
 @example(size=(12, 11), kernel=(3, 4), strides=(1, 1), rates=(3, 2), channels=8, filters=2, padding="SAME",
          extra=(1, 0))  # fmt: skip
+@example(size=(3, 2), kernel=(5, 5), strides=(2, 2), rates=(1, 1), channels=3, filters=2, padding="SAME",
+         extra=(0, 1))  # fmt: skip
+@example(size=(8, 8), kernel=(3, 3), strides=(1, 1), rates=(2, 2), channels=16, filters=32, padding="VALID",
+         extra=(0, 0))  # fmt: skip
 @example(size=(9, 8), kernel=(5, 4), strides=(2, 2), rates=(1, 1), channels=9, filters=1, padding="VALID",
          extra=(1, 1))  # fmt: skip
 @example(size=(2, 2), kernel=(4, 4), strides=(2, 2), rates=(1, 1), channels=9, filters=9, padding="SAME",
@@ -641,6 +645,20 @@ def test_any_convolution_agrees(size, kernel, strides, rates, channels, filters,
     w = tf.Variable(normal(*kernel, channels, filters, seed=1))
     losses = lambda x: example_losses(tf.nn.conv2d(x, w, strides, padding, dilations=rates))
     check(losses, x, [w])
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("kernel, strides, rates, channels", [
+    ((3, 3), (2, 2), (2, 3), 9), ((4, 4), (2, 2), (2, 2), 3), ((4, 6), (2, 2), (3, 1), 3), ((6, 4), (2, 2), (1, 3), 3),
+    ((5, 5), (2, 3), (1, 1), 2), ((2, 2), (1, 2), (3, 2), 1), ((1, 1), (2, 2), (1, 1), 8),
+    ((1, 12), (1, 12), (1, 1), 3),
+])  # fmt: skip
+def test_patches_are_tensorflows(kernel, strides, rates, channels, padding):
+    """Also where an op has strides and dilation, of which TensorFlow has no gradient on a CPU."""
+    x = tf.constant(normal(2, 17, 16, channels))
+    wanted = tf.image.extract_patches(x, [1, *kernel, 1], [1, *strides, 1], [1, *rates, 1], padding)
+    window = rules.Window(list(kernel), list(strides), list(rates), padding, [], False)
+    np.testing.assert_array_equal(window.patches(x, wanted.shape[1:-1].as_list()), wanted)
 
 
 @pytest.mark.slow
