@@ -647,6 +647,13 @@ def test_any_convolution_agrees(size, kernel, strides, rates, channels, filters,
     check(losses, x, [w])
 
 
+@pytest.mark.parametrize("kernel, channels", [((3, 2), 2), ((3, 2), 9), ((1, 1), 9)])
+def test_explicit_padding_agrees(kernel, channels):
+    w = tf.Variable(normal(*kernel, channels, 2, seed=1))
+    pads = [[0, 0], [2, 1], [0, 3], [0, 0]]
+    check(lambda x: example_losses(tf.nn.conv2d(x, w, 1, pads)), normal(3, 4, 5, channels), [w])
+
+
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("kernel, strides, rates, channels", [
     ((3, 3), (2, 2), (2, 3), 9), ((4, 4), (2, 2), (2, 2), 3), ((4, 6), (2, 2), (3, 1), 3), ((6, 4), (2, 2), (1, 3), 3),
