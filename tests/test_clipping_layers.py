@@ -1,5 +1,7 @@
 """Norms and clipped sums of every kind of layer are those of the examples one by one."""
 
+import math
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -665,7 +667,10 @@ def test_patches_are_tensorflows(kernel, strides, rates, channels, padding):
     x = tf.constant(normal(2, 17, 16, channels))
     wanted = tf.image.extract_patches(x, [1, *kernel, 1], [1, *strides, 1], [1, *rates, 1], padding)
     window = rules.Window(list(kernel), list(strides), list(rates), padding, [], False)
-    np.testing.assert_array_equal(window.patches(x, wanted.shape[1:-1].as_list()), wanted)
+    out = wanted.shape[1:-1].as_list()
+    for pieces in (window.pieces(x, out), window.pieces(x, out, math.prod(kernel))):
+        np.testing.assert_array_equal(tf.concat([piece() for piece in pieces], -1), wanted)
+    assert len(pieces) == 1
 
 
 @pytest.mark.slow
