@@ -125,8 +125,23 @@ def own_gradient(x):
     return over_time(x, lambda t, step, h: tf.nn.silu(step @ A + h @ R), zeros(x))
 
 
+def terms_of_sums(x):
+    """Terms that have a sum's gradient, and terms that have not: used once more, repeated, scaled, or given out."""
+
+    def turn(t, step, state):
+        h, g = state
+        again, out, scaled, once = step @ A, h @ R, (h @ R) * S, tf.tanh(h) @ R
+        repeated = step @ tf.expand_dims(S, 1)
+        y = tf.nn.bias_add(again + once + scaled, C) + (tf.nn.bias_add(out, C) + repeated)
+        return tf.tanh(y) * again, out
+
+    h, g = over_time(x, turn, (zeros(x) + 1, zeros(x)))
+    return h + g
+
+
 OPENED = {f.__name__: f for f in (several_ways, normalised, made_of_weights, with_memory, fewer_turns, by_map, by_scan,
-                                  two_loops, rows_of_an_example, a_loop_in_a_call, own_gradient)}  # fmt: skip
+                                  two_loops, rows_of_an_example, a_loop_in_a_call, own_gradient,
+                                  terms_of_sums)}  # fmt: skip
 
 
 def without_a_limit(x):
@@ -309,6 +324,26 @@ def test_what_is_seen_of_the_outputs_stays_what_it_was():
 
     for got in step(tf.constant(X)):
         assert abs(got.numpy() - want).max() < 1e-6
+
+
+def test_a_loop_does_not_run_beside_its_copy_and_gives_the_same_to_what_comes_after_the_step():
+    @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
+    def step(x):
+        h = tf.while_loop(  # reads variables: would run though nobody used it
+            lambda t, h: t < T, lambda t, h: (t + 1, tf.tanh(x[:, t] @ A + h @ R)), (tf.constant(0), zeros(x))
+        )[1]
+        before, loop = tf.tanh(h), h.op
+        assert loop.type == "While"
+        plan = Plan(tf.reduce_mean(example_losses(h)), [A, R], None)
+        assert {t.op.name for t in loop.inputs} & plan.opened.loops
+        return before, tf.tanh(h), plan.squared_norms()
+
+    before, after, norms2 = step(tf.constant(X))
+    want = tf.zeros([B, U])
+    for t in range(T):
+        want = tf.tanh(X[:, t] @ A + want @ R)
+    assert_close([before.numpy(), after.numpy()], [tf.tanh(want).numpy()] * 2)
+    assert (norms2.numpy() > 0).all()
 
 
 @pytest.mark.slow

@@ -409,10 +409,14 @@ class Plan:
         for t, g in zip(ends, grads, strict=True):
             if g is not None:
                 gs_of[key(t)] = tf.convert_to_tensor(g)
+        of_probe: dict[tuple[str, int], tf.Tensor] = {}
         for turns in self.opened.turns:
-            if key(turns.probe) in gs_of:
+            at = key(turns.probe)
+            if at in gs_of:
                 op = turns.as_one(a)
-                gs_of[key(op.outputs[0])] = turns.gradient(gs_of[key(turns.probe)])
+                if at not in of_probe:
+                    of_probe[at] = turns.gradient(gs_of[at])
+                gs_of[key(op.outputs[0])] = of_probe[at]
                 feeds = list(range(len(op.inputs)))
                 ruled += [(op, i, op, feeds) for i in feeds if weighs(a[op.inputs[i]])]
 

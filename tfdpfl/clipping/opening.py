@@ -1,9 +1,9 @@
 """Loops and calls opened, so that the weights used inside them meet the same rules as all others.
 
 A call's ops are put in its place. A loop is built once more, with two additions at each op in it that uses a weight:
-the op's inputs are kept, turn by turn; and a list of zeros, an element a turn, is added to its output. The gradient of
-the loss with respect to that list is the gradient with respect to the op's output at each turn. Together they are one
-such op on rows (example, turn), outside of the loop, which any rule can take.
+the op's inputs are kept, turn by turn; and a list of zeros, an element a turn, is added to its output, or to the sum of
+several such outputs. The gradient of the loss with respect to that list is the gradient with respect to the op's output
+at each turn. Together they are one such op on rows (example, turn), outside of the loop, which any rule can take.
 
 What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass.
 """
@@ -43,8 +43,8 @@ class Turns:
     """An op of a loop, all turns at once.
 
     ``op``: the op inside; ``inputs``: lists of what it took in, or a tensor outside of the loop where that was the same
-    at each turn; ``states``: theirs at one turn; ``probe``: the list added to the output; ``most``: how many turns,
-    where it is known; ``batch_size``: a scalar.
+    at each turn; ``states``: theirs at one turn; ``probe``: the list added to what the output is a term of; ``most``:
+    how many turns, where it is known; ``batch_size``: a scalar.
     """
 
     op: tf.Operation
@@ -140,6 +140,13 @@ class Opened:
                             consumer._update_input(i, new)
                             analysis.graph._tfdpfl_opened.append((consumer, i, old))
                 self.now[key(old)] = new
+            # A loop that reads variables runs though nobody uses it. From where it would end it takes no turn, and
+            # gives the same to whatever comes to use it yet.
+            if op.type == "While" and not any(effects(g.get_operations()) for g in body_graphs(op)):
+                for i, (given, new) in enumerate(zip(list(op.inputs), made, strict=True)):
+                    if new is not given:
+                        op._update_input(i, new)
+                        analysis.graph._tfdpfl_opened.append((op, i, given))
 
     @staticmethod
     def _to_open(op: tf.Operation, a: BatchAxis) -> bool:
@@ -216,7 +223,8 @@ class Opened:
         reserved = lambda t: tf.raw_ops.TensorListReserve(  # noqa: E731
             element_shape=_element(t, inner[t].rows, self.batch_size), num_elements=count, element_dtype=t.dtype
         )
-        probes = [reserved(o.outputs[0]) for o in uses]
+        terms = {o.name: _sum_of(o.outputs[0], path, body, inner) for o in uses}
+        probes = {key(t): reserved(t) for t in terms.values()}
         kept = [reserved(t) for t in fed.values()]
 
         def known(graph: tf.Graph, values: list[tf.Tensor]) -> dict:
@@ -236,9 +244,9 @@ class Opened:
                 if all(key(t) in now for t in o.outputs):
                     continue
                 made = _copied(o, now, body)
-                if o in uses:
+                if key(o.outputs[0]) in probes:
                     zeros = tf.raw_ops.TensorListGetItem(
-                        input_handle=probes[uses.index(o)],
+                        input_handle=probes[key(o.outputs[0])],
                         index=turn,
                         element_shape=tf.shape(made[0]),
                         element_dtype=made[0].dtype,
@@ -271,9 +279,10 @@ class Opened:
             self.a.ops[v.op.name] = v.op
             self.loops.add(v.op.name)
         at = dict(zip(fed, lists, strict=True))
-        for o, probe in zip(uses, probes, strict=True):
+        for o in uses:
             inputs = [at[key(t)] if key(t) in at else outside[key(t)] for t in o.inputs]
-            self.turns.append(Turns(o, inputs, [inner[t] for t in o.inputs], probe, constant(count), self.batch_size))
+            probe, states = probes[key(terms[o.name])], [inner[t] for t in o.inputs]
+            self.turns.append(Turns(o, inputs, states, probe, constant(count), self.batch_size))
         return made
 
 
@@ -286,6 +295,25 @@ def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
     if effects(graph.get_operations()) - DRAWS or not all(_plain_derivative(o) for o in own):
         raise Closed
     return path
+
+
+def _sum_of(t: tf.Tensor, path: list[tf.Operation], body: tf.Graph, a: BatchAxis) -> tf.Tensor:
+    """The last of the sums that t [batch, ...] is a term of and nothing else: they have its gradient."""
+    while True:
+        users = [o for o in path if any(key(i) == key(t) for i in o.inputs)]
+        if len(users) != 1 or any(key(y) == key(t) for y in body.outputs):
+            return t
+        (user,) = users
+        y, others = user.outputs[0], [i for i in user.inputs if key(i) != key(t)]
+        if user.type not in ("AddV2", "BiasAdd") or len(others) != 1 or t.shape.rank is None:
+            return t
+        if not t.shape[1:].is_fully_defined() or y.shape[1:] != t.shape[1:]:
+            return t
+        # The other term has as many examples, or no axis for them: t is not repeated to be as long.
+        other, rank = a[others[0]], others[0].shape.rank
+        if other != a[t] and not (isinstance(other, Public) and rank is not None and rank < t.shape.rank):
+            return t
+        t = y
 
 
 def effects(ops: Iterable[tf.Operation]) -> set[str]:
