@@ -61,6 +61,7 @@ SIMPLE = {
     "conv2d valid": (image, lambda: [L.Conv2D(4, 3, activation="tanh"), L.Conv2D(2, 2)]),
     "conv2d same strided": (image, lambda: [L.Conv2D(4, 3, strides=2, padding="same", activation="tanh")]),
     "conv2d of uneven kernel and strides": (image, lambda: [L.Conv2D(4, (2, 3), strides=(3, 1), padding="same")]),
+    "conv1d dilated of many filters": (normal(B, 8, 9), lambda: [L.Conv1D(40, 2, dilation_rate=2)]),
     "conv2d dilated": (image, lambda: [L.Conv2D(4, (2, 3), dilation_rate=(2, 1), padding="same")]),
     "conv2d dilated valid": (image, lambda: [L.Conv2D(4, 2, dilation_rate=3)]),
     "conv2d of 1x1": (image, lambda: [L.Conv2D(4, 1)]),
@@ -86,6 +87,7 @@ SIMPLE = {
     "conv1d grouped": (normal(B, 6, 4), lambda: [L.Conv1D(6, 3, groups=2)]),
     "conv3d same": (volume, lambda: [L.Conv3D(3, 2, padding="same", activation="tanh")]),
     "conv3d strided": (volume, lambda: [L.Conv3D(3, (2, 1, 3), strides=(1, 2, 2))]),
+    "conv3d dilated": (normal(B, 5, 5, 6, 2), lambda: [L.Conv3D(3, 2, dilation_rate=(1, 2, 3), padding="same")]),
     "conv3d of strides that divide": (normal(B, 4, 5, 8, 6), lambda: [L.Conv3D(3, (2, 2, 4), strides=(1, 2, 2))]),
     "conv3d of many filters": (normal(2, 5, 5, 5, 12), lambda: [L.Conv3D(80, 2)]),
     "depthwise conv2d": (image, lambda: [L.DepthwiseConv2D(3, padding="same")]),
@@ -473,10 +475,11 @@ def test_queries_that_every_example_gets_agree(batch):
 @pytest.mark.parametrize("layers", [
     lambda: [L.Conv2D(3, 3, strides=2, padding="same"), L.GlobalAveragePooling2D()],
     lambda: [L.Conv2D(3, 3, dilation_rate=2), L.GlobalAveragePooling2D()],
+    lambda: [L.Conv2D(9, 1), L.Conv2D(2, 3, strides=2, padding="same"), L.GlobalAveragePooling2D()],
     lambda: [L.DepthwiseConv2D(2), L.GlobalMaxPooling2D()],
     lambda: [L.Conv2DTranspose(2, 3, strides=2), L.GlobalAveragePooling2D()],
     lambda: [L.Conv2D(6, 2), L.SeparableConv2D(2, 2), L.PReLU("ones", shared_axes=[1, 2]), L.GlobalMaxPooling2D()],
-], ids=["conv2d", "dilated", "depthwise", "transposed", "separable"])  # fmt: skip
+], ids=["conv2d", "dilated", "of many channels", "depthwise", "transposed", "separable"])  # fmt: skip
 def test_free_image_sizes_agree(layers):
     check_model(K.Sequential([K.Input((None, None, 3)), *layers(), L.Dense(2)]),
                 image, signature_shape=(None, None, None, 3))  # fmt: skip
@@ -654,6 +657,13 @@ def test_explicit_padding_agrees(kernel, channels):
     w = tf.Variable(normal(*kernel, channels, 2, seed=1))
     pads = [[0, 0], [2, 1], [0, 3], [0, 0]]
     check(lambda x: example_losses(tf.nn.conv2d(x, w, 1, pads)), normal(3, 4, 5, channels), [w])
+
+
+@pytest.mark.parametrize("name", ["conv2d same strided", "conv2d of many channels", "depthwise conv2d"])
+def test_images_whose_places_are_too_many_for_a_constant_agree(name, monkeypatch):
+    monkeypatch.setattr(rules, "CONSTANT_PLACES", 0)
+    x, layers = SIMPLE[name]
+    check_model(stack(*layers()), x)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])

@@ -208,7 +208,7 @@ TRANSPOSED = {
 # Ops that a user vouches for, with the axis of the examples (`register_rule`).
 PROMISED: dict[str, int] = {}
 # What may stand between SpaceToBatchND and BatchToSpaceND.
-_BLOCKWISE = frozenset("Conv2D DepthwiseConv2dNative BatchToSpaceND Identity ExpandDims Squeeze".split())
+_BLOCKWISE = frozenset("Conv2D Conv3D DepthwiseConv2dNative BatchToSpaceND Identity ExpandDims Squeeze".split())
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
           "While": ("body", "cond"), "StatelessWhile": ("body", "cond"),

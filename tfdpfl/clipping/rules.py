@@ -40,9 +40,12 @@ TYPICAL_LENGTH = 64
 # Gradients are formed where they take less than this many times the memory of the op's input and output. (A transformer
 # of width 256, whose attention is at the tie: 1.2 x plain and 1.1 to 1.3 x its memory; with 2, 1.1 x and 1.6 x.)
 FORMED_MEMORY = 1
-# Patches are laid out by a convolution with an identity where they have at most so many entries, and pixels' rows where
-# pixels have fewer channels than that: entries that are copied one by one cost alike whatever their length.
-IDENTITY_ENTRIES, GATHERED_CHANNELS = 32, 8
+# Pixels that are copied one by one cost alike, however few their channels. With fewer than GATHERED_CHANNELS, a row of
+# the window is laid out first, by a convolution with an identity, if it has at most ROW_ENTRIES; and a whole window, if
+# it has at most IDENTITY_ENTRIES.
+GATHERED_CHANNELS, ROW_ENTRIES, IDENTITY_ENTRIES = 8, 128, 32
+# Windows' places are computed while tracing where they are fewer than this; as constants they are held in memory.
+CONSTANT_PLACES = 1 << 20
 
 
 class Units:
@@ -60,7 +63,7 @@ class Units:
         self.dtype = dtype
         self.any_bad: tf.Tensor | None = None
         self.good: tf.Tensor | None = None
-        self.last: list[tf.Tensor] = []  # what the next large tensor waits for, so that one is in memory at a time
+        self.last_product: list[tf.Tensor] = []  # of patches: the next are made after it, so that few are in memory
         self._mended: dict[int, tf.Tensor] = {}
         self._row: tuple[tf.Tensor, tf.Tensor] | None = None
 
@@ -658,14 +661,14 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         if forms and taps > 1:
             parts = []
             for piece in plan.pieces(x, out):
-                with tf.control_dependencies(units.last):
+                with tf.control_dependencies(units.last_product):
                     a = piece()
                 parts.append(tf.matmul(g_flat, flat(a, state, a.shape[-1]), transpose_a=True))
-                units.last = parts[-1:]
+                units.last_product = parts[-1:]
             return Formed(parts, lambda pieces: layout(turned(tf.concat(pieces, -1))))
         (whole,) = plan.pieces(x, out, taps)
         a_flat = flat(whole(), state, taps * cin)
-        alone = units.single and state.rows == other.rows == 1
+        alone = units.single and state.rows == other.rows == state.blocks == other.blocks == 1
         gram = plan.gram(x, out) if alone and taps > 1 else None
         mark = ("conv", tuple(final), taps)
         needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
@@ -754,19 +757,19 @@ class Window:
 
     def pieces(self, x: tf.Tensor, out: list, at_once: int | None = None) -> list[Callable]:
         """What makes what each window meets, [B, *out, entries x C], in the order of the kernel: so many entries of
-        the window at once, or as many as take twice the memory of what they are copied from. (Thrice is a little
-        faster, but 1.3 x plain's peak in a ResNet.)"""
+        the window at once, or as many as take twice the memory of what they are copied from (thrice is a little
+        faster, but 1.3 x plain's peak in a ResNet), or more of a large window."""
         if max(self.size) == max(self.strides) == 1 and not self.explicit:
             return [lambda: x]
         entries = math.prod(self.size) * x.shape[-1]
         if len(self.size) == 2 and entries <= IDENTITY_ENTRIES:
             pads = [[0, 0], *self.pads(x, out), [0, 0]]
-            if known(*pads):
+            if all_known(*pads):
                 return [lambda: laid_out(x, self.size, self.strides, self.rates, pads)]
         x, window = self.beside(self.fitted(x, out))
         x, window = window.in_rows(x)
         met = window.meets(places_of(x), out)
-        at_once = at_once or max(2 * math.prod(window.strides), IDENTITY_ENTRIES // x.shape[-1])
+        at_once = at_once or max(2 * math.prod(window.strides), met.shape[1] // 8, IDENTITY_ENTRIES // x.shape[-1])
         return [functools.partial(copied, x, met[:, i : i + at_once], out) for i in range(0, met.shape[1], at_once)]
 
     def beside(self, x: tf.Tensor) -> tuple[tf.Tensor, Window]:
@@ -786,7 +789,7 @@ class Window:
         """Where channels are few, what a window's row meets (or as many rows as the window moves by) as one pixel."""
         *_, wide = self.size
         cin = x.shape[-1]
-        if len(self.size) < 2 or wide == 1 or cin >= GATHERED_CHANNELS or wide * cin > 4 * IDENTITY_ENTRIES:
+        if len(self.size) < 2 or wide == 1 or cin >= GATHERED_CHANNELS or wide * cin > ROW_ENTRIES:
             return x, self
         (*_, high, _), (*_, down, aside), (*_, rate, across) = self.size, self.strides, self.rates
         rows = down if high % down == 0 and rate == 1 and down * wide * cin <= IDENTITY_ENTRIES else 1
@@ -810,8 +813,7 @@ class Window:
 
     def meets(self, places: list, out: list) -> np.ndarray | tf.Tensor:
         """Which pixels, of all `places` in order, the entries of each window meet: [windows, entries]."""
-        # While tracing only where that is no large constant.
-        small = known(places, out) and math.prod(out) * math.prod(self.size) <= 1 << 20
+        small = all_known(places, out) and math.prod(out) * math.prod(self.size) <= CONSTANT_PLACES
         numbers = functools.partial(np.arange, dtype=np.int32) if small else tf.range
         reshape = np.reshape if small else tf.reshape
         n, met = len(out), 0
@@ -826,7 +828,7 @@ class Window:
         """Makes the patches' Gram matrices [B, T, T] from those of the pixels, along which two patches move together.
         None where that costs more, or strides do not divide the window."""
         places = [o + (k // s - 1) * r for k, s, r, o in zip(self.size, self.strides, self.rates, out, strict=True)]
-        if not known(places, places_of(x)):
+        if not all_known(places, places_of(x)):
             return None
         uneven = any(k % s for k, s in zip(self.size, self.strides, strict=True))
         if max(self.strides) > 1 and (uneven or max(self.rates) > 1):
@@ -856,7 +858,7 @@ def places_of(x: tf.Tensor) -> list:
     return lengths if None not in lengths else [tf.shape(x)[i] if n is None else n for i, n in enumerate(lengths, 1)]
 
 
-def known(*lengths: list) -> bool:
+def all_known(*lengths: list) -> bool:
     """Whether all of them are, while tracing."""
     return not any(isinstance(n, tf.Tensor) for part in lengths for n in part)
 
@@ -877,7 +879,7 @@ def copied(x: tf.Tensor, met: np.ndarray | tf.Tensor, out: list) -> tf.Tensor:
 
 def filled(x: tf.Tensor, pads: list[list]) -> tf.Tensor:
     """x with zeros before and behind its axes between the first and the last."""
-    return x if known(*pads) and not np.any(pads) else tf.pad(x, [[0, 0], *pads, [0, 0]])
+    return x if all_known(*pads) and not np.any(pads) else tf.pad(x, [[0, 0], *pads, [0, 0]])
 
 
 def laid_out(x: tf.Tensor, size: list, strides: list, rates: list, pads: list | str = "VALID") -> tf.Tensor:
