@@ -139,6 +139,11 @@ def terms_of_sums(x):
     return h + g
 
 
+def two_after_one_another(x):
+    turn = lambda t, step, h: tf.tanh(step @ A + h @ R)
+    return over_time(x, turn, over_time(x, turn, zeros(x)))
+
+
 OPENED = {f.__name__: f for f in (several_ways, normalised, made_of_weights, with_memory, fewer_turns, by_map, by_scan,
                                   two_loops, rows_of_an_example, a_loop_in_a_call, own_gradient,
                                   terms_of_sums)}  # fmt: skip
@@ -326,24 +331,41 @@ def test_what_is_seen_of_the_outputs_stays_what_it_was():
         assert abs(got.numpy() - want).max() < 1e-6
 
 
-def test_a_loop_does_not_run_beside_its_copy_and_gives_the_same_to_what_comes_after_the_step():
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_taken_of_a_loop_after_the_step_is_right(jit):
+    def loss(x):  # in a loop that reads variables
+        turn = lambda t, h: (t + 1, tf.tanh(x[:, t] @ A + h @ R))
+        h = tf.while_loop(lambda t, h: t < T, turn, (tf.constant(0), tf.zeros([B, U])), maximum_iterations=T)[1]
+        return tf.reduce_mean(example_losses(h)), h
+
+    @tf.function(input_signature=[tf.TensorSpec([B, T, D])], jit_compile=jit)
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value, h = loss(x)
+        S.assign(1.0 * S)
+        clipped_gradients(value, [A, R], 0.3)
+        return tf.tanh(h), *tape.gradient(value, [x, A, R])
+
+    x = tf.constant(X)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        value, h = loss(x)
+    want = [tf.tanh(h), *tape.gradient(value, [x, A, R])]
+    assert_close([t.numpy() for t in step(x)], [t.numpy() for t in want])
+
+
+def test_two_plans_may_open_loops_of_which_one_starts_where_the_other_ends():
     @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
     def step(x):
-        h = tf.while_loop(  # reads variables: would run though nobody used it
-            lambda t, h: t < T, lambda t, h: (t + 1, tf.tanh(x[:, t] @ A + h @ R)), (tf.constant(0), zeros(x))
-        )[1]
-        before, loop = tf.tanh(h), h.op
-        assert loop.type == "While"
-        plan = Plan(tf.reduce_mean(example_losses(h)), [A, R], None)
-        assert {t.op.name for t in loop.inputs} & plan.opened.loops
-        return before, tf.tanh(h), plan.squared_norms()
+        loss = tf.reduce_mean(example_losses(two_after_one_another(x)))
+        return Plan(loss, [A, R], None).squared_norms(), clipped_gradients(loss, [A, R], 0.5).sum
 
-    before, after, norms2 = step(tf.constant(X))
-    want = tf.zeros([B, U])
-    for t in range(T):
-        want = tf.tanh(X[:, t] @ A + want @ R)
-    assert_close([before.numpy(), after.numpy()], [tf.tanh(want).numpy()] * 2)
-    assert (norms2.numpy() > 0).all()
+    losses = lambda x: example_losses(two_after_one_another(x))
+    each = per_example_gradients(losses, X, [A, R])
+    norms2, sums = step(tf.constant(X))
+    assert_close(norms2.numpy(), sum((g**2).sum((1, 2)) for g in each))
+    assert_close([s.numpy() for s in sums], clipped_sums(each, 0.5))
 
 
 @pytest.mark.slow

@@ -140,13 +140,8 @@ class Opened:
                             consumer._update_input(i, new)
                             analysis.graph._tfdpfl_opened.append((consumer, i, old))
                 self.now[key(old)] = new
-            # A loop that reads variables runs though nobody uses it. From where it would end it takes no turn, and
-            # gives the same to whatever comes to use it yet.
-            if op.type == "While" and not any(effects(g.get_operations()) for g in body_graphs(op)):
-                for i, (given, new) in enumerate(zip(list(op.inputs), made, strict=True)):
-                    if new is not given:
-                        op._update_input(i, new)
-                        analysis.graph._tfdpfl_opened.append((op, i, given))
+            # A loop that reads variables runs beside its copy though nobody uses it. It is left whole: gradients may be
+            # taken of it yet, and what it reads may be written before its copy is made.
 
     @staticmethod
     def _to_open(op: tf.Operation, a: BatchAxis) -> bool:
