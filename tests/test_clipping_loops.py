@@ -368,6 +368,16 @@ def test_two_plans_may_open_loops_of_which_one_starts_where_the_other_ends():
     assert_close([s.numpy() for s in sums], clipped_sums(each, 0.5))
 
 
+@pytest.mark.parametrize("kind", ["dropout", "recurrent_dropout"])
+def test_fit_takes_layers_that_drop_out_over_time(kind):
+    """Keras 2's hold what cannot be walked through as modules are."""
+    model = K.Sequential([K.Input((T, D)), L.LSTM(U, **{kind: 0.5}), L.Dense(2)])
+    model.compile(tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=1.0), "mse")
+    before = [w.copy() for w in model.get_weights()]
+    model.fit(X, X[:, 0, :2], batch_size=3, verbose=0)
+    assert all((w != v).any() for w, v in zip(model.get_weights(), before, strict=True))
+
+
 @pytest.mark.slow
 def test_a_model_called_through_a_function_is_read_as_if_it_were_not():
     model = K.Sequential([K.Input((T, D)), L.Dense(8, "tanh"), L.LSTM(U), L.Dense(2)])

@@ -175,8 +175,7 @@ def _traced(model: Any, batch: tuple, read: Any, training: bool) -> Any:
 def saved_weights(model: Any) -> list[Any]:
     """The weights that are saved with a model. Keras 2 counts metrics among them that are attributes; they tell of the
     batches, as the values that Keras shows of them do."""
-    metrics = [m for m in getattr(model, "submodules", ()) if hasattr(m, "update_state") and hasattr(m, "result")]
-    shown = {id(v) for metric in metrics for v in metric.variables}
+    shown = {id(v) for metric in getattr(model, "metrics", ()) for v in metric.variables}
     return [v for v in model.weights if id(v) not in shown]
 
 
