@@ -175,7 +175,12 @@ def _traced(model: Any, batch: tuple, read: Any, training: bool) -> Any:
 def saved_weights(model: Any) -> list[Any]:
     """The weights that are saved with a model. Keras 2 counts metrics among them that are attributes; they tell of the
     batches, as the values that Keras shows of them do."""
-    shown = {id(v) for metric in getattr(model, "metrics", ()) for v in metric.variables}
+    try:
+        modules = list(getattr(model, "submodules", ()))
+    except ValueError:  # what TensorFlow cannot walk through, such as Keras 2's masks of recurrent dropout
+        modules = list(model.metrics)
+    metrics = [m for m in modules if hasattr(m, "update_state") and hasattr(m, "result")]
+    shown = {id(v) for metric in metrics for v in metric.variables}
     return [v for v in model.weights if id(v) not in shown]
 
 
