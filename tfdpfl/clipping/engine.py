@@ -421,7 +421,7 @@ class Plan:
                 ruled += [(op, i, op, feeds) for i in feeds if weighs(a[op.inputs[i]])]
 
         found: list[tuple[int, Contribution, tf.Tensor, tf.Tensor]] = []
-        for op, i, kind, feeds in reversed(ruled):  # as the backward pass comes to them (but those of loops, at first)
+        for op, i, kind, feeds in reversed(ruled):  # as the backward pass comes to them (those of loops come first)
             out = next(t for t in op.outputs if isinstance(a[t], Batch) and t.dtype.is_floating)
             if key(out) not in gs_of:
                 continue

@@ -218,8 +218,8 @@ class Opened:
         reserved = lambda t: tf.raw_ops.TensorListReserve(  # noqa: E731
             element_shape=_element(t, inner[t].rows, self.batch_size), num_elements=count, element_dtype=t.dtype
         )
-        terms = {o.name: _sum_of(o.outputs[0], path, body, inner) for o in uses}
-        probes = {key(t): reserved(t) for t in terms.values()}
+        sums = [_sum_of(o.outputs[0], path, body, inner) for o in uses]
+        probes = {key(t): reserved(t) for t in sums}
         kept = [reserved(t) for t in fed.values()]
 
         def known(graph: tf.Graph, values: list[tf.Tensor]) -> dict:
@@ -274,10 +274,10 @@ class Opened:
             self.a.ops[v.op.name] = v.op
             self.loops.add(v.op.name)
         at = dict(zip(fed, lists, strict=True))
-        for o in uses:
+        for o, total in zip(uses, sums, strict=True):
             inputs = [at[key(t)] if key(t) in at else outside[key(t)] for t in o.inputs]
-            probe, states = probes[key(terms[o.name])], [inner[t] for t in o.inputs]
-            self.turns.append(Turns(o, inputs, states, probe, constant(count), self.batch_size))
+            states = [inner[t] for t in o.inputs]
+            self.turns.append(Turns(o, inputs, states, probes[key(total)], constant(count), self.batch_size))
         return made
 
 

@@ -761,12 +761,10 @@ class Window:
         faster, but 1.3 x plain's peak in a ResNet), or more of a large window."""
         if max(self.size) == max(self.strides) == 1 and not self.explicit:
             return [lambda: x]
-        entries = math.prod(self.size) * x.shape[-1]
-        if len(self.size) == 2 and entries <= IDENTITY_ENTRIES:
-            pads = [[0, 0], *self.pads(x, out), [0, 0]]
-            if all_known(*pads):
-                return [lambda: laid_out(x, self.size, self.strides, self.rates, pads)]
-        x, window = self.beside(self.fitted(x, out))
+        entries, pads = math.prod(self.size) * x.shape[-1], self.pads(x, out)
+        if len(self.size) == 2 and entries <= IDENTITY_ENTRIES and all_known(*pads):
+            return [lambda: laid_out(x, self.size, self.strides, self.rates, [[0, 0], *pads, [0, 0]])]
+        x, window = self.beside(filled(x, pads))
         x, window = window.in_rows(x)
         met = window.meets(places_of(x), out)
         at_once = at_once or max(2 * math.prod(window.strides), met.shape[1] // 8, IDENTITY_ENTRIES // x.shape[-1])
