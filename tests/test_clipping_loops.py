@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    KERAS_3,
     K,
     L,
     assert_close,
@@ -174,17 +175,7 @@ def variable_looked_up(x):
     return over_time(x, lambda t, step, h: tf.tanh(h @ R) + tf.gather(TABLE, ids(step)), zeros(x))
 
 
-def counted(x):
-    """A loop that writes may not be built a second time."""
-
-    def turn(t, step, h):
-        with tf.control_dependencies([COUNTER.assign_add(1.0)]):
-            return tf.tanh(step @ A + h @ R)
-
-    return over_time(x, turn, zeros(x))
-
-
-CLOSED = {f.__name__: f for f in (without_a_limit, weights_that_change, variable_looked_up, counted)}
+CLOSED = {f.__name__: f for f in (without_a_limit, weights_that_change, variable_looked_up)}
 REFUSED = {f.__name__: f for f in (loop_in_a_loop, branch_in_a_loop)}
 
 
@@ -262,14 +253,68 @@ def test_what_a_loop_or_a_call_draws_is_the_same_in_the_loss_and_in_its_gradient
 
 
 def random_weight(x):
+    """Weights drawn anew at each turn are not made outside of the loop."""
     return over_time(x, lambda t, step, h: tf.tanh(step @ A + h @ tf.nn.dropout(R, 0.5)), zeros(x))
 
 
-@pytest.mark.slow
-def test_draws_that_neither_way_can_keep_are_refused():
-    """Weights drawn anew at each turn are not made outside of the loop, and the fallback would draw once more."""
-    with pytest.raises(PrivacyError, match="would draw other random numbers than the loss saw"):
-        falls_back(random_weight, [A, R])
+def counted(x):
+    """A loop that writes is not built a second time."""
+
+    def turn(t, step, h):
+        with tf.control_dependencies([COUNTER.assign_add(1.0)]):
+            return tf.tanh(step @ A + h @ R)
+
+    return over_time(x, turn, zeros(x))
+
+
+def counted_in_a_call(x):
+    return tf.function(lambda x: tf.tanh(x[:, 0] @ A) @ R + COUNTER.assign_add(1.0))(x)
+
+
+def drawn_from_a_seed(x):
+    """For an example alone the numbers are other ones than in its place of the batch."""
+    y = tf.tanh(x[:, 0] @ A)
+    drop = lambda: tf.random.stateless_uniform(tf.shape(y), [1, 2]) * y @ R
+    return tf.cond(tf.random.uniform([]) < 2, drop, lambda: y)
+
+
+def drawn_from_a_kept_seed(x):
+    """As Keras 3's Dropout: where it goes on from is a variable."""
+
+    def dropped(x):
+        seed = tf.stack([tf.cast(COUNTER, tf.int32), 0])
+        COUNTER.assign_add(1.0)
+        y = tf.tanh(x[:, 0] @ A)
+        return tf.random.stateless_uniform(tf.shape(y), seed) * y @ R
+
+    return tf.function(dropped)(x)
+
+
+@pytest.mark.parametrize("f", [
+    random_weight, counted, counted_in_a_call, drawn_from_a_seed, drawn_from_a_kept_seed])  # fmt: skip
+def test_draws_and_writes_that_neither_way_can_keep_are_refused(f):
+    """The fallback would draw other numbers than the loss saw, and write once more."""
+    with pytest.raises(PrivacyError, match=r"would draw or write \(\w+.*otherwise than it did for the loss"):
+        falls_back(f, [A, R])
+
+
+def test_keras_dropout_in_a_call_is_exact_on_keras_2_and_refused_on_3():
+    dropout = L.Dropout(0.5, seed=3)
+    f = lambda x: tf.function(lambda x: dropout(tf.tanh(x[:, 0] @ A), training=True) @ R)(x)
+    dropout.build((None, U))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
+    def step(x):
+        losses = example_losses(f(x))
+        norms = clipped_gradients(tf.reduce_mean(losses), [A, R], 0.3).norms
+        return norms, [tf.linalg.global_norm(tf.gradients(losses[i], [A, R])) for i in range(B)]
+
+    if KERAS_3:  # its seed is a variable
+        with pytest.raises(PrivacyError, match="Keras 3's random layers write to their seeds"):
+            step(tf.constant(X))
+    else:
+        norms, want = step(tf.constant(X))
+        assert_close(norms.numpy(), tf.stack(want).numpy())
 
 
 @pytest.mark.slow
@@ -338,7 +383,7 @@ def test_what_is_taken_of_a_loop_after_the_step_is_right(jit):
         with tf.GradientTape() as tape:
             tape.watch(x)
             value, h = loss(x)
-        S.assign(1.0 * S)
+        tf.function(lambda: S.assign(S + 0 * R[0]))()  # a variable of which the loop knows nothing
         clipped_gradients(value, [A, R], 0.3)
         return tf.tanh(h), *tape.gradient(value, [x, A, R])
 
@@ -348,6 +393,76 @@ def test_what_is_taken_of_a_loop_after_the_step_is_right(jit):
         value, h = loss(x)
     want = [tf.tanh(h), *tape.gradient(value, [x, A, R])]
     assert_close([t.numpy() for t in step(x)], [t.numpy() for t in want])
+
+
+def reading(x):
+    """A loop that reads variables by itself."""
+    turn = lambda t, h: (t + 1, tf.tanh(x[:, t] @ A + h @ R))
+    return tf.while_loop(lambda t, h: t < T, turn, (tf.constant(0), zeros(x)))[1]
+
+
+def reading_by_the_fallback(x):
+    turn = lambda t, h: (t + 1, tf.tanh(x[:, t] @ A + h @ R))
+    most = tf.cast(T, tf.float32)
+    return tf.while_loop(lambda t, h: tf.cast(t, tf.float32) < most, turn, (tf.constant(0), zeros(x)))[1]
+
+
+def reading_in_a_call(x):
+    return tf.function(lambda x: tf.tanh(x[:, 0] @ A) @ R)(x)
+
+
+def reading_in_a_branch(x):
+    return tf.cond(tf.random.uniform([]) < 2, lambda: tf.tanh(x[:, 0] @ A) @ R, lambda: x[:, 0] @ A)
+
+
+def but_the_first_slow(first, *others):
+    return [first, *[pytest.param(f, marks=pytest.mark.slow) for f in others]]
+
+
+def halved():
+    R.assign(R / 2)
+
+
+def halved_in_a_call():
+    tf.function(halved)()
+
+
+def halved_in_a_branch():
+    tf.cond(tf.random.uniform([]) < 2, halved, lambda: None)
+
+
+@pytest.mark.parametrize("write", but_the_first_slow(halved, halved_in_a_call, halved_in_a_branch))
+@pytest.mark.parametrize(
+    "f", but_the_first_slow(reading, reading_by_the_fallback, reading_in_a_call, reading_in_a_branch)
+)
+def test_what_a_loop_or_a_call_reads_must_not_be_written_between_loss_and_step(f, write):
+    """The copy would read the new value: norms of another model than the one whose gradients are clipped."""
+
+    def sums(when):
+        @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
+        def step(x):
+            if when == "before":
+                write()
+            loss = tf.reduce_mean(example_losses(f(x)))
+            if when == "between":
+                write()
+            result = clipped_gradients(loss, [A, R], 0.3).sum
+            if when == "after":
+                write()
+            return result
+
+        return [s.numpy() for s in step(tf.constant(X))]
+
+    with pytest.raises(PrivacyError, match=r"writes to a variable that.*before the loss is computed, or after the"):
+        sums("between")
+    held = R.numpy()
+    for when, scale in ("before", 0.5), ("after", 1.0):
+        R.assign(scale * held)
+        want = clipped_sums(per_example_gradients(lambda x: example_losses(f(x)), X, [A, R]), 0.3)
+        R.assign(held)
+        assert_close(sums(when), want)
+        assert_close(R.numpy(), held / 2)
+        R.assign(held)
 
 
 def test_two_plans_may_open_loops_of_which_one_starts_where_the_other_ends():

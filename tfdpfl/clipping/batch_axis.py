@@ -134,6 +134,20 @@ _FOLDED: dict[str, Callable] = {
 _FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
 
 
+def assigns(op: tf.Operation, at: int) -> bool:
+    """Whether an op, or what it runs, writes to the variable that is its input number ``at``."""
+    if op.type not in BODIES:
+        return bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
+    inside = [body.inputs[at - op.type.endswith("If")] for body in body_graphs(op)]
+    return any(
+        assigns(user, i)
+        for t in inside
+        for user in t.consumers()
+        for i, each in enumerate(user.inputs)
+        if key(each) == key(t)
+    )
+
+
 def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:
     """The body of a function that an op of ``graph`` calls."""
     function, g = None, graph
@@ -427,6 +441,15 @@ class BatchAxis:
             mine = handles.intersection(map(self._handle, resources))
             if mine:
                 yield op, mine
+
+    def written_since(self, op: tf.Operation) -> tf.Operation | None:
+        """What was made after a loop or a call, and writes to a variable that it takes in."""
+        handles = {self._handle(t) for t in op.inputs if t.dtype == tf.resource}
+        for later, mine in self._writes(handles):
+            at = [i for i, t in enumerate(later.inputs) if t.dtype == tf.resource and self._handle(t) in mine]
+            if later._id > op._id and any(assigns(later, i) for i in at):
+                return later
+        return None
 
     def _written(self, handles: set[Handle]) -> Iterable[Handle]:
         """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""

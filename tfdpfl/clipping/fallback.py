@@ -5,12 +5,14 @@ The cost is that of the ops themselves, run once more on slices: O(B), not the O
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BODIES, CALLS, RANDOM, Batch, BatchAxis, Public, Size, key, weighs
+from tfdpfl.clipping.batch_axis import BODIES, CALLS, RANDOM, Batch, BatchAxis, Public, Size, body_graphs, key, weighs
 from tfdpfl.clipping.loss import LossOfOne
-from tfdpfl.clipping.opening import effects
+from tfdpfl.clipping.opening import check_unwritten, effects
 from tfdpfl.clipping.rules import Formed, Units
 from tfdpfl.errors import PrivacyError
 
@@ -18,7 +20,8 @@ _MEND = (
     "Leave the batch size free (tf.data's batch without drop_remainder, no fixed batch_size in an Input, for arrays in "
     "fit a batch_size that does not divide their number), or write the layer with operations that have a rule."
 )
-DRAWS_ANEW = RANDOM | {"RandomShuffle", "RngReadAndSkip"}
+# Stateful ops that may be run as often as one likes.
+_REPEATABLE = frozenset("Assert LookupTableFindV2 Print PrintV2 ResourceGatherNd VariableShape".split())
 
 
 class Replay:
@@ -32,10 +35,16 @@ class Replay:
 
     def __init__(self, ops: list[tf.Operation], weights: list[tf.Tensor], shapes: list, analysis: BatchAxis):
         self.ops, self.weights, self.shapes, self.a = ops, weights, shapes, analysis
+        for op in ops:
+            check_unwritten(op, analysis)
         if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
             raise self._refusal("it holds a loop or a branch that uses weights, too")
-        if effects(self.ops) & DRAWS_ANEW:
-            raise self._refusal("it would draw other random numbers than the loss saw (draw them before it)")
+        # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
+        if again := effects(ops) - _REPEATABLE | RANDOM.intersection(_types(ops)):
+            raise self._refusal(
+                f"it would draw or write ({', '.join(sorted(again))}) otherwise than it did for the loss (do that "
+                "outside of it; Keras 3's random layers write to their seeds)"
+            )
         # Taken now: building a gradient may rewrite loops and calls.
         self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
         made = {key(t) for op in ops for t in op.outputs}
@@ -128,6 +137,14 @@ class Replay:
         count = units.count
         per = state.rows if units.single and state.rows is not None else dims[0] // tf.maximum(count, 1)
         return tf.reshape(t, tf.concat([[count, per], dims[1:]], 0))
+
+
+def _types(ops: Iterable[tf.Operation]) -> Iterable[str]:
+    """Of the ops, and of those in their bodies."""
+    for op in ops:
+        yield op.type
+        for body in body_graphs(op):
+            yield from _types(body.get_operations())
 
 
 def _nests(op: tf.Operation, a: BatchAxis, looping: bool = False) -> bool:

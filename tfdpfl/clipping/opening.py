@@ -32,6 +32,7 @@ from tfdpfl.clipping.batch_axis import (
     weighs,
 )
 from tfdpfl.clipping.rules import RULES, inner_use
+from tfdpfl.errors import PrivacyError
 
 
 class Closed(Exception):
@@ -110,6 +111,17 @@ def close(graph: tf.Graph) -> None:
     graph._tfdpfl_opened = []
 
 
+def check_unwritten(op: tf.Operation, analysis: BatchAxis) -> None:
+    """That a loop or a call may be run once more: it then reads its variables anew."""
+    write = analysis.written_since(op)
+    if write is not None:
+        raise PrivacyError(
+            f"{write.type} ({write.name!r}) writes to a variable that {op.type} ({op.name!r}) takes in, after it was "
+            "run for the loss. The private step runs it once more, and would find what was written: write to the "
+            "variable before the loss is computed, or after the private step."
+        )
+
+
 class Opened:
     """All loops and calls on the way to ``targets`` that use weights and can be opened, opened.
 
@@ -127,6 +139,7 @@ class Opened:
         for op in graph_tools.ancestors(targets).values():
             if op.name not in analysis.ops or not self._to_open(op, analysis):
                 continue
+            check_unwritten(op, analysis)
             kept = len(self.turns)
             try:
                 made = self._opened(op, analysis, {})
