@@ -131,7 +131,7 @@ def test_steps_of_a_training_before_are_supposed_aloud():
     assert budget.report.epsilon == pytest.approx(uses(2))
 
 
-@pytest.mark.parametrize("poisson", [False, True])
+@pytest.mark.parametrize("poisson", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_that_no_fit_took_count_as_steps_of_every_example(poisson):
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA)
     batches = poisson_batches((X, Y), expected_batch_size=20, steps=3)
@@ -149,6 +149,7 @@ def test_steps_that_no_fit_took_count_as_steps_of_every_example(poisson):
     assert budget.report.epsilon > after
 
 
+@pytest.mark.slow
 def test_epsilon_never_falls_when_the_sampling_or_the_optimizer_changes():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA)
     found = []

@@ -535,8 +535,10 @@ def test_in_low_precision_an_example_moves_a_convolutions_sum_by_the_clip(policy
 
 
 @pytest.mark.parametrize("softmax", [
-    lambda s: tf.nn.softmax(s, axis=1), lambda s: tf.nn.softmax(s, axis=-2), lambda s: tf.nn.log_softmax(s, axis=1),
-    lambda s: L.Softmax(axis=1)(s)], ids=["softmax 1", "softmax -2", "log 1", "layer"])  # fmt: skip
+    lambda s: tf.nn.softmax(s, axis=1),
+    *[pytest.param(f, marks=pytest.mark.slow) for f in (
+        lambda s: tf.nn.softmax(s, axis=-2), lambda s: tf.nn.log_softmax(s, axis=1), lambda s: L.Softmax(axis=1)(s))],
+], ids=["softmax 1", "softmax -2", "log 1", "layer"])  # fmt: skip
 def test_softmax_along_any_axis_agrees(softmax):
     """As of attention pooling."""
     score = L.Dense(3)

@@ -234,7 +234,7 @@ def dropped_in_a_call(x):
     return tf.function(lambda x: tf.nn.dropout(tf.tanh(x[:, 0] @ A), 0.5) @ R)(x)
 
 
-@pytest.mark.parametrize("batch", [None, B], ids=["free", "static"])
+@pytest.mark.parametrize("batch", [pytest.param(None, marks=pytest.mark.slow), B], ids=["free", "static"])
 @pytest.mark.parametrize("f", [dropped, pytest.param(dropped_in_a_call, marks=pytest.mark.slow)])
 def test_what_a_loop_or_a_call_draws_is_the_same_in_the_loss_and_in_its_gradients(f, batch):
     """TensorFlow's gradients of the one forward pass there is, not those of another draw."""
@@ -465,6 +465,7 @@ def test_what_a_loop_or_a_call_reads_must_not_be_written_between_loss_and_step(f
         R.assign(held)
 
 
+@pytest.mark.slow
 def test_two_plans_may_open_loops_of_which_one_starts_where_the_other_ends():
     variables = used(two_loops)
 
@@ -480,7 +481,7 @@ def test_two_plans_may_open_loops_of_which_one_starts_where_the_other_ends():
     assert_close([s.numpy() for s in sums], clipped_sums(each, 0.5))
 
 
-@pytest.mark.parametrize("kind", ["dropout", "recurrent_dropout"])
+@pytest.mark.parametrize("kind", [pytest.param("dropout", marks=pytest.mark.slow), "recurrent_dropout"])
 def test_fit_takes_layers_that_drop_out_over_time(kind):
     """Keras 2's hold what cannot be walked through as modules are."""
     model = K.Sequential([K.Input((T, D)), L.LSTM(U, **{kind: 0.5}), L.Dense(2)])

@@ -360,9 +360,9 @@ STATIC = ["constant for each place", "sums of constants by place", "computed con
           *[name for name in MIXING if name.startswith("places ")]]  # fmt: skip
 
 
-@pytest.mark.parametrize("losses", [  # what other tests look at more closely is slow here
-    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in TOLD or name in STATIC))
-    for name, f in MIXING.items()
+@pytest.mark.parametrize("losses", [  # what other tests look at more closely is slow here, and of the rest two thirds
+    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in TOLD or name in STATIC or i % 3 > 0))
+    for i, (name, f) in enumerate(MIXING.items())
 ])
 def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
     """Refused while tracing, or by a check as the step runs; else another example's norm may not move."""
@@ -382,8 +382,7 @@ def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    pytest.param(n, m, id=n, marks=[pytest.mark.slow] * n.startswith(("mean written", "half", "tiled", "rolled")))
-    for n, m in TOLD.items()
+    pytest.param(n, m, id=n, marks=[pytest.mark.slow] * (i % 2)) for i, (n, m) in enumerate(TOLD.items())
 ])  # fmt: skip
 def test_a_refusal_names_the_op_and_the_reason(name, message):
     with pytest.raises(PrivacyError, match=message):
