@@ -19,7 +19,7 @@ from helpers import (
 )
 
 import tfdpfl
-from tfdpfl.clipping import clipped_gradients
+from tfdpfl.clipping import clipped_gradients, per_example_norms
 from tfdpfl.clipping.engine import Plan
 from tfdpfl.errors import PrivacyError
 
@@ -250,6 +250,64 @@ def test_what_a_loop_or_a_call_draws_is_the_same_in_the_loss_and_in_its_gradient
     assert_close(norms.numpy(), np.sqrt(sum((w**2).sum((1, 2)) for w in want)))
     assert_close([s.numpy() for s in sums], clipped_sums(want, 0.3))
     assert not falls_back(f, [A, R])
+
+
+def all_or_none(x):
+    return 20.0 * tf.cast(tf.random.uniform(tf.shape(x)) < 0.5, tf.float32) * x
+
+
+def drawn_in_a_call(x, w):
+    return tf.function(lambda x: all_or_none(x @ w))(x)
+
+
+def drawn_in_a_loop(x, w):
+    return over_time(x[:, None], lambda t, step, h: h + all_or_none(step @ w), tf.zeros_like(x))
+
+
+@pytest.mark.parametrize("second", [clipped_gradients, per_example_norms])
+@pytest.mark.parametrize("f", [drawn_in_a_call, drawn_in_a_loop])
+def test_a_second_plan_sees_what_the_first_drew_or_is_refused(f, second):
+    """Of one draw, 0 or 20 of w, tanh's gradient is 0: of two it is up to 20."""
+    w, v = tf.Variable([[1.0]]), tf.Variable([[1.0]])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 1])])
+    def step(x):
+        loss = tf.reduce_mean(tf.tanh(f(x, w) @ v))
+        first = clipped_gradients(loss, [w], 100.0).norms
+        second(loss, [v], *[100.0] * (second is clipped_gradients))
+        return first, clipped_gradients(tf.reduce_mean(tf.tanh(x @ v)), [v], 100.0).norms
+
+    if f is drawn_in_a_loop:
+        with pytest.raises(PrivacyError, match=r"draws random numbers.*Let one optimizer train all"):
+            step(tf.ones([64, 1]))
+    else:
+        first, other = step(tf.ones([64, 1]))
+        assert abs(first.numpy()).max() < 1e-6
+        assert_close(other.numpy(), np.full(64, 1 - np.tanh(1.0) ** 2))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_rows_from_outside_of_a_loop_are_each_examples_own(drawn):
+    """Drawn rows are not alike: the first may not stand for all."""
+    variables = [R, C]
+
+    def losses(x):
+        scale = tf.random.normal([len(x), U]) if drawn else tf.fill([len(x), U], 2.0)
+        states = tf.constant([3]), scale, x[:, 0]
+        free = tf.TensorShape([1]), tf.TensorShape([None, U]), tf.TensorShape([None, U])
+        h = tf.while_loop(
+            lambda n, m, h: tf.reduce_sum(n) > 0,
+            lambda n, m, h: (n - 1, m, tf.tanh((h @ R + C) * m)),
+            states,
+            shape_invariants=free,
+        )[2]
+        return example_losses(tf.ensure_shape(h, [len(x), U]))
+
+    if drawn:
+        with pytest.raises(PrivacyError, match=r"whether the random numbers in .* are each example's is not known"):
+            check(losses, X, variables, batch=B)
+    else:
+        check(losses, X, variables, batch=B)
 
 
 def random_weight(x):

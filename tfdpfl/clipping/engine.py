@@ -231,7 +231,7 @@ class Plan:
         self.reads: dict[int, tf.Tensor] = {}
         self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
         self.replayed: set[int] = set()
-        close(self.graph)
+        close(self.graph, loss)
         self.analysis = self._analyse(loss)
         size, unsure = self._batch_size()
         self.opened = Opened(self.analysis, [loss], size)

@@ -42,8 +42,9 @@ class Replay:
         # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
         if again := effects(ops) - _REPEATABLE | RANDOM.intersection(_types(ops)):
             raise self._refusal(
-                f"it would draw or write ({', '.join(sorted(again))}) otherwise than it did for the loss (do that "
-                "outside of it; Keras 3's random layers write to their seeds)"
+                f"it would draw or write ({', '.join(sorted(again))}) otherwise than it did for the loss",
+                "Do that outside of it; layers that do (Keras 3's random layers write to their seeds) are to be called "
+                "as they are, not in a tf.function, a loop or a branch.",
             )
         # Taken now: building a gradient may rewrite loops and calls.
         self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
@@ -55,16 +56,11 @@ class Replay:
 
     def gradients(self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: LossOfOne) -> list[Formed]:
         """[units, *shape] for each weight."""
-        sliced = [t for t in self.inputs if isinstance(self.a[t], Batch)]
-        public = [t for t in self.inputs if not isinstance(self.a[t], Batch)]
+        found = {key(t): self._rows_of(t, sizes.static or 1) for t in self.inputs}
+        sliced = [t for t in self.inputs if found[key(t)] is not None]
+        public = [t for t in self.inputs if found[key(t)] is None]
         replaced = {key(t): self._own_size(t, sizes) for t in public}
-        for t in public:
-            s = self.a[t]
-            if isinstance(s, Public) and not s.deps and s.alike and sizes.static and sizes.static > 1:
-                axis = self._axis_of_rows(t, sizes.static)
-                if axis is not None:
-                    replaced[key(t)] = tf.gather(t, [0], axis=axis)
-        states = [self.a[t] for t in sliced]
+        states = [found[key(t)] for t in sliced]
         rows = [self._rows(t, s, units) for t, s in zip(sliced, states, strict=True)]
         g_states = [self.a[t] for t in outputs]
         g_rows = [self._rows(t, s, units) for t, s in zip(gs, g_states, strict=True)]
@@ -108,8 +104,13 @@ class Replay:
             raise self._refusal(error) from error
         return [Formed([f]) for f in formed]
 
-    def _axis_of_rows(self, t: tf.Tensor, batch_size: int) -> int | None:
-        """Where values that are all alike have a row for each example of a batch of static size."""
+    def _rows_of(self, t: tf.Tensor, batch_size: int) -> Batch | None:
+        """Where an input has examples' rows; in a batch of static size they may also be alike, or drawn alike."""
+        state = self.a[t]
+        if isinstance(state, Batch):
+            return state
+        if not isinstance(state, Public) or state.deps or not state.alike or batch_size == 1:
+            return None
         carried = [
             self.a[out]
             for op in self.ops
@@ -118,12 +119,19 @@ class Replay:
             if given is t
         ]
         axes = {s.axis for s in carried if isinstance(s, Batch)}
-        axes = axes or {i for i, d in enumerate(t.shape) if d == batch_size}
-        return axes.pop() if len(axes) == 1 else None
+        if not axes:
+            axes = {i for i, d in enumerate(t.shape) if d == batch_size}
+            if axes and RANDOM.intersection(_types(graph_tools.ancestors([t]).values())):
+                raise self._refusal(f"whether the random numbers in {t.name!r} are each example's is not known")
+        if len(axes) != 1:
+            return None
+        (axis,) = axes
+        length = t.shape[axis] or batch_size
+        return None if length % batch_size else Batch(axis, length // batch_size)
 
-    def _refusal(self, why) -> PrivacyError:
+    def _refusal(self, why, mend: str = _MEND) -> PrivacyError:
         kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)
-        return PrivacyError(f"{kinds} uses weights and cannot be run on one example alone: {why}. {_MEND}")
+        return PrivacyError(f"{kinds} uses weights and cannot be run on one example alone: {why}. {mend}")
 
     def _own_size(self, t: tf.Tensor, sizes: LossOfOne) -> tf.Tensor:
         return sizes.size_of_one(t) if isinstance(self.a[t], Size) else t

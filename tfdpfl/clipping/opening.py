@@ -104,11 +104,24 @@ def _element(like: tf.Tensor, each: int, batch_size: tf.Tensor) -> tf.Tensor:
     return tf.constant(-1) if None in rest else tf.stack([rows, *rest])
 
 
-def close(graph: tf.Graph) -> None:
-    """Hands back what `Opened` replaced: another plan for the same graph is to find it as it was."""
+def close(graph: tf.Graph, loss: tf.Tensor) -> None:
+    """Hands back what `Opened` replaced: another plan for the same graph is to find it as it was.
+
+    What drew random numbers stays, as the earlier plan's gradients are of these: a call's ops are read like others, and
+    a loop is refused, since it would be opened, and draw, once more.
+    """
     for consumer, i, old in getattr(graph, "_tfdpfl_opened", ()):
         consumer._update_input(i, old)
     graph._tfdpfl_opened = []
+    drawn = getattr(graph, "_tfdpfl_drawn", set())
+    graph._tfdpfl_drawn = drawn
+    for op in graph_tools.ancestors([loss]).values() if drawn else ():
+        if op.name in drawn:
+            raise PrivacyError(
+                f"{op.type} ({op.name!r}) draws random numbers, and was read for another private update of this "
+                "tf.function: a second one would see others. Let one optimizer train all of the variables, or compute "
+                "the loss anew for each update."
+            )
 
 
 def check_unwritten(op: tf.Operation, analysis: BatchAxis) -> None:
@@ -140,18 +153,22 @@ class Opened:
             if op.name not in analysis.ops or not self._to_open(op, analysis):
                 continue
             check_unwritten(op, analysis)
-            kept = len(self.turns)
+            kept, before = len(self.turns), set(self.loops)
             try:
                 made = self._opened(op, analysis, {})
             except Closed:
                 del self.turns[kept:]
                 continue
+            draws = bool(effects([op]))
+            if draws:
+                analysis.graph._tfdpfl_drawn |= self.loops - before
             for old, new in zip(op.outputs, made, strict=True):
                 for consumer in old.consumers():
                     for i, t in enumerate(consumer.inputs):
                         if key(t) == key(old):
                             consumer._update_input(i, new)
-                            analysis.graph._tfdpfl_opened.append((consumer, i, old))
+                            if not draws:
+                                analysis.graph._tfdpfl_opened.append((consumer, i, old))
                 self.now[key(old)] = new
             # A loop that reads variables runs beside its copy though nobody uses it. It is left whole: gradients may be
             # taken of it yet, and what it reads may be written before its copy is made.
