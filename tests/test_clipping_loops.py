@@ -473,10 +473,6 @@ def reading_in_a_branch(x):
     return tf.cond(tf.random.uniform([]) < 2, lambda: tf.tanh(x[:, 0] @ A) @ R, lambda: x[:, 0] @ A)
 
 
-def but_the_first_slow(first, *others):
-    return [first, *[pytest.param(f, marks=pytest.mark.slow) for f in others]]
-
-
 def halved():
     R.assign(R / 2)
 
@@ -489,10 +485,12 @@ def halved_in_a_branch():
     tf.cond(tf.random.uniform([]) < 2, halved, lambda: None)
 
 
-@pytest.mark.parametrize("write", but_the_first_slow(halved, halved_in_a_call, halved_in_a_branch))
-@pytest.mark.parametrize(
-    "f", but_the_first_slow(reading, reading_by_the_fallback, reading_in_a_call, reading_in_a_branch)
-)
+@pytest.mark.parametrize(("f", "write"), [
+    (reading, halved),
+    *[pytest.param(reading, write, marks=pytest.mark.slow) for write in (halved_in_a_call, halved_in_a_branch)],
+    *[pytest.param(f, halved, marks=pytest.mark.slow) for f in (
+        reading_by_the_fallback, reading_in_a_call, reading_in_a_branch)],
+])  # fmt: skip
 def test_what_a_loop_or_a_call_reads_must_not_be_written_between_loss_and_step(f, write):
     """The copy would read the new value: norms of another model than the one whose gradients are clipped."""
 
