@@ -492,7 +492,7 @@ def halved_in_a_branch():
         reading_by_the_fallback, reading_in_a_call, reading_in_a_branch)],
 ])  # fmt: skip
 def test_what_a_loop_or_a_call_reads_must_not_be_written_between_loss_and_step(f, write):
-    """The copy would read the new value: norms of another model than the one whose gradients are clipped."""
+    """The copy would read the new value: gradients of another model than the loss is of."""
 
     def sums(when):
         @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
