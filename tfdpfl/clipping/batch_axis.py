@@ -134,10 +134,15 @@ _FOLDED: dict[str, Callable] = {
 _FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
 
 
+def may_write(op: tf.Operation) -> bool:
+    """Whether an op that takes in a variable may write to it, as far as its type tells."""
+    return op.type in BODIES or bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
+
+
 def assigns(op: tf.Operation, at: int) -> bool:
     """Whether an op, or what it runs, writes to the variable that is its input number ``at``."""
     if op.type not in BODIES:
-        return bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
+        return may_write(op)
     inside = [body.inputs[at - op.type.endswith("If")] for body in body_graphs(op)]
     return any(
         assigns(user, i)
@@ -174,6 +179,14 @@ def body_graphs(op: tf.Operation) -> Iterable[tf.Graph]:
     for attribute in BODIES.get(op.type, ()):
         inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
         yield function_graph(op.graph, op.get_attr(attribute).name, inputs)
+
+
+def within(ops: Iterable[tf.Operation]) -> Iterable[tf.Operation]:
+    """The ops, and those in their bodies."""
+    for op in ops:
+        yield op
+        for body in body_graphs(op):
+            yield from within(body.get_operations())
 
 
 ELEMENTWISE = frozenset(
@@ -435,7 +448,7 @@ class BatchAxis:
                 resources = [t for t in op.inputs if t.dtype == tf.resource]
                 if not resources or op.type in ("ReadVariableOp", "ResourceGather") or op.name in self.passed:
                     continue
-                if op.type in BODIES or WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr):
+                if may_write(op):
                     self._writers.append((op, resources))
         for op, resources in self._writers:
             mine = handles.intersection(map(self._handle, resources))
@@ -446,8 +459,11 @@ class BatchAxis:
         """What was made after a loop or a call, and writes to a variable that it takes in."""
         handles = {self._handle(t) for t in op.inputs if t.dtype == tf.resource}
         for later, mine in self._writes(handles):
-            at = [i for i, t in enumerate(later.inputs) if t.dtype == tf.resource and self._handle(t) in mine]
-            if later._id > op._id and any(assigns(later, i) for i in at):
+            if later._id > op._id and any(
+                assigns(later, i)
+                for i, t in enumerate(later.inputs)
+                if t.dtype == tf.resource and self._handle(t) in mine
+            ):
                 return later
         return None
 

@@ -5,12 +5,10 @@ The cost is that of the ops themselves, run once more on slices: O(B), not the O
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BODIES, CALLS, RANDOM, Batch, BatchAxis, Public, Size, body_graphs, key, weighs
+from tfdpfl.clipping.batch_axis import BODIES, CALLS, RANDOM, Batch, BatchAxis, Public, Size, key, weighs, within
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import check_unwritten, effects
 from tfdpfl.clipping.rules import Formed, Units
@@ -40,7 +38,7 @@ class Replay:
         if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
             raise self._refusal("it holds a loop or a branch that uses weights, too")
         # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
-        if again := effects(ops) - _REPEATABLE | RANDOM.intersection(_types(ops)):
+        if again := effects(ops) - _REPEATABLE | RANDOM.intersection(op.type for op in within(ops)):
             raise self._refusal(
                 f"it would draw or write ({', '.join(sorted(again))}) otherwise than it did for the loss",
                 "Do that outside of it; layers that do (Keras 3's random layers write to their seeds) are to be called "
@@ -121,7 +119,7 @@ class Replay:
         axes = {s.axis for s in carried if isinstance(s, Batch)}
         if not axes:
             axes = {i for i, d in enumerate(t.shape) if d == batch_size}
-            if axes and RANDOM.intersection(_types(graph_tools.ancestors([t]).values())):
+            if axes and any(op.type in RANDOM for op in within(graph_tools.ancestors([t]).values())):
                 raise self._refusal(f"whether the random numbers in {t.name!r} are each example's is not known")
         if len(axes) != 1:
             return None
@@ -145,14 +143,6 @@ class Replay:
         count = units.count
         per = state.rows if units.single and state.rows is not None else dims[0] // tf.maximum(count, 1)
         return tf.reshape(t, tf.concat([[count, per], dims[1:]], 0))
-
-
-def _types(ops: Iterable[tf.Operation]) -> Iterable[str]:
-    """Of the ops, and of those in their bodies."""
-    for op in ops:
-        yield op.type
-        for body in body_graphs(op):
-            yield from _types(body.get_operations())
 
 
 def _nests(op: tf.Operation, a: BatchAxis, looping: bool = False) -> bool:

@@ -25,11 +25,11 @@ from tfdpfl.clipping.batch_axis import (
     BatchAxis,
     Items,
     Public,
-    body_graphs,
     constant,
     gradient_function,
     key,
     weighs,
+    within,
 )
 from tfdpfl.clipping.rules import RULES, inner_use
 from tfdpfl.errors import PrivacyError
@@ -344,15 +344,8 @@ def _sum_of(t: tf.Tensor, path: list[tf.Operation], body: tf.Graph, a: BatchAxis
 def effects(ops: Iterable[tf.Operation]) -> set[str]:
     """Types of the ops, and of those in their bodies, that write, draw or complain: run elsewhere or once more, they
     may do or give something else."""
-    found = set()
-    for op in ops:
-        if op.type not in BODIES:
-            if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
-                found.add(op.type)
-            continue
-        for body in body_graphs(op):
-            found |= effects(body.get_operations())
-    return found
+    reads = ("ReadVariableOp", "ResourceGather")
+    return {op.type for op in within(ops) if op._is_stateful and op.type not in BODIES and op.type not in reads}
 
 
 def _plain_derivative(op: tf.Operation) -> bool:
