@@ -100,8 +100,3 @@ def update_of(model, step):
 
 def flat(arrays):
     return np.concatenate([np.ravel(a) for a in arrays])
-
-
-def state_of(optimizer, name):
-    value = optimizer._dp_state[name]
-    return np.asarray(value)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import copy
-import dataclasses
 import math
 import warnings
-from collections import Counter
+import weakref
+import zlib
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import callers
@@ -18,8 +19,15 @@ from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.run import ADJACENCIES_OF, SAMPLINGS
 from tfdpfl.clipping.models import saved_weights
-from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from
+from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, repeats
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers import _counts
+
+_GENERATOR = (
+    "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
+    "attacker who sees every digit of the weights may use (Mironov 2012)."
+)
+_START = "The weights that training began with are taken to be public."
 
 
 class PrivacyBudget(tf.keras.callbacks.Callback):
@@ -27,16 +35,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
         model.fit(x, y, callbacks=[tfdpfl.callbacks.PrivacyBudget(num_examples=len(x), delta=1e-5)])
 
-    What is priced is what ran: the steps and noise multipliers that the optimizer counted (restarts included), under
-    the sampling that the data source declares. Batches of `tfdpfl.data.poisson_batches` are Poisson samples; arrays
-    given to `fit` are shuffled, each example used once an epoch, and priced without amplification; for other data
-    sets and generators say ``sampling`` and ``batch_size``.
+    What is priced is what ran. Before each batch the callback tells the optimizer how the batch was drawn, and the
+    optimizer counts its step so, in a variable that is saved with it. Batches of `tfdpfl.data.poisson_batches` are
+    Poisson samples; arrays given to `fit` are shuffled, each example used once an epoch, and priced without
+    amplification; for other data sets and generators say ``sampling`` and ``batch_size``. Steps that the callback did
+    not announce (`train_on_batch`, a `fit` without it, a second update on one batch) are priced as if every example
+    took part in each.
 
-    One callback serves one data set: every `fit` it sees adds to its ε, also with another optimizer or sampling. Steps
-    between or after them that it did not see (`train_on_batch`, a `fit` without it, several updates on one batch) are
-    priced as if every example took part in each. Of steps that the optimizer took before its first `fit` (a resumed
-    training) it knows no more than their number and noise: they are priced as if sampled as in that `fit`, with a
-    warning, unless ``ledger`` has them.
+    One callback serves one data set: all steps count that were taken by the optimizers of the models it sees, restarts
+    included.
 
     Args:
       num_examples: size of the training data; None takes it from the data. The size counts as public.
@@ -45,7 +52,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
       sampling: "poisson", "shuffle", "fixed_size" or "none", for data that do not say themselves.
       batch_size: (expected) batch size, likewise.
       accountant: "pld" or "rdp".
-      ledger: what ran before on the same data: the `ledger` of the callback that saw it.
+      ledger: what other optimizers did on the same data: the `ledger` of a callback, or of an optimizer. Steps that
+        this one sees as well count once.
+      dataset_name: a name for the data set. Steps on data sets of other names do not count: give two names only to
+        data sets that have no example, and no person, in common.
 
     Attributes:
       report: a `PrivacyReport` of what ran so far.
@@ -69,6 +79,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         batch_size: int | None = None,
         accountant: str = "pld",
         ledger: PrivacyLedger | None = None,
+        dataset_name: str | None = None,
     ):
         super().__init__()
         if delta is None:
@@ -90,77 +101,72 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
         if ledger is not None and not isinstance(ledger, PrivacyLedger):
             raise ValueError(f"ledger={ledger!r:.99} must be a PrivacyLedger: PrivacyLedger.from_dict makes one.")
+        if dataset_name is not None and (not isinstance(dataset_name, str) or not dataset_name):
+            raise ValueError(f"dataset_name={dataset_name!r} must be a name, or None.")
+        self.dataset_name = dataset_name
+        self._data_number = _counts.number_of(dataset_name)
         self._given = PrivacyLedger() if ledger is None else ledger
-        self._fits: list[_Fit] = []
+        if len(self._given) and not len(self._given.of_dataset(self._dataset)):
+            raise ValueError(
+                f"ledger={ledger!r} is about other data sets than dataset_name={dataset_name!r}. Give the ledger of "
+                "this one, or the name that it was made with."
+            )
+        self._optimizers: dict[int, Any] = {}  # kept, so that their steps count when their model is gone
+        self._fit: _Fit | None = None
+        self._notes: dict[str, None] = {}  # what is to be said of the trainings so far, each once
 
     # -- Keras's hooks ---------------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self._optimizer = private_optimizer(self.model)
-        for earlier in self._fits:
-            earlier.ends()  # an interrupted one has not ended
+        if self._fit is not None and self._fit.model in _running_fits()[1:]:
+            raise PrivacyError(
+                "This PrivacyBudget watches a fit that is still running, and was given to another inside of it. Give "
+                "the inner one a PrivacyBudget of its own, or train after the outer one has ended."
+            )
+        self._optimizer = optimizer = private_optimizer(self.model)
         # Keras 3 has the number itself, Keras 2 a variable under another name.
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
-        self._begin(self._describe(_fit_arguments(self.model)), int(per_call))
+        data = self._describe(_fit_arguments(self.model))
+        self._fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call))
+        self._optimizers[id(optimizer)] = optimizer
+        self._limit: int | None = None
 
-    def _begin(self, data: dict[str, Any], stride: int) -> None:
-        """A fit that starts from the optimizer's state as it is now."""
-        optimizer = self._optimizer
-        fit = _Fit(optimizer, data, stride)
-        known = [earlier for earlier in self._fits if earlier.optimizer is optimizer]
-        if known:
-            fit.unseen = known[-1].since()
-        elif sum(fit.start.values()) > self._given.steps:
-            fit.before = fit.start
-            warnings.warn(
-                f"PrivacyBudget did not see the {sum(fit.start.values())} steps that the optimizer has taken before "
-                f"and prices them as if sampled like this fit's ({data['sampling']}, batch_size={data['batch_size']}). "
-                "If they were not, give it ledger= of the callback that saw them.",
-                stacklevel=3,
-            )
-        self._fits.append(fit)
-        steps = self.params.get("steps")
-        self._passes_per_epoch = fit.passes_in(steps) if steps else None
-        try:
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        fit = self._running()
+        if fit.passes == 0:  # by now all callbacks have begun, one of which may have loaded a state
+            self._say_what_is_odd()
+            fit.begin()
+            steps = self.params.get("steps")
+            self._passes_per_epoch = fit.passes_in(steps) if steps else None
             self._limit = self._allowed()
             if self._is_full(0):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
-                    f"{'epoch' if data['sampling'] == 'shuffle' else 'step'}. Raise noise_multiplier "
-                    f"(tfdpfl.compute_noise_multiplier(..., sampling={data['sampling']!r}) finds the smallest one that "
-                    "does) or the target."
+                    f"{'epoch' if fit.shuffled else 'step'}. Raise noise_multiplier "
+                    f"(tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}) finds the smallest one "
+                    "that does) or the target."
                 )
-        except PrivacyError:
-            self._fits.pop()
-            raise
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        fit = self._fits[-1]
-        if not fit.passes and fit.steps:  # a callback that came after this one has loaded a state
-            self._begin(self._fits.pop().data, fit.stride)
-            fit = self._fits[-1]
         self._epoch = epoch
-        self._steps_before_epoch = fit.steps
-        self._passes_here = self._passes_per_epoch or 1
-        fit.passes += self._passes_here
+        fit.passes += self._passes_per_epoch or 1
+        self._passes_before = fit.passes - (self._passes_per_epoch or 1)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self._fits[-1].announced += self._fits[-1].stride
+        fit = self._running()
+        if self._passes_per_epoch is None:  # how long an epoch is turns out as it runs
+            fit.passes = max(fit.passes, self._passes_before + fit.passes_in(batch + fit.stride))
+        fit.announce()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        fit = self._fits[-1]
+        fit = self._running()
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
-            self._optimizer._dp.check_finished(saved_weights(self.model))
-        grows = self._passes_per_epoch is None and fit.shuffled  # how long an epoch is turns out as it runs
-        if self._limit is None and not grows:
+            fit.optimizer._dp.check_finished(saved_weights(self.model))
+        if fit.stride > 1:
+            fit.silence()  # the data may have ended in the middle of an execution
+        if self._limit is None:
             return
         steps = fit.steps
-        if grows:
-            passes = fit.passes_in(min(batch + 1, steps - self._steps_before_epoch))
-            fit.passes += max(passes - self._passes_here, 0)
-            self._passes_here = max(passes, self._passes_here)
-        if self._limit is not None and steps > fit.announced:
+        if steps > fit.announced:
             raise PrivacyError(
                 f"The model took {steps} steps on {fit.announced} batches, so target_epsilon="
                 f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
@@ -170,10 +176,20 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._stop()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        fit = self._running()
+        fit.silence()
+        _LEFT[fit.optimizer] = (fit.optimizer._dp.counter.steps, _fingerprint(fit.model))
         if logs is not None:
-            logs["epsilon"] = self.report.epsilon
-        if self._is_full(self._fits[-1].steps):
+            logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
+        if self._is_full(fit.steps):
             self._stop()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        self._running().silence()
+
+    def _running(self) -> _Fit:
+        assert self._fit is not None
+        return self._fit
 
     def _stop(self) -> None:
         planned = self.params.get("epochs")
@@ -181,43 +197,111 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             print(f"\nPrivacyBudget stops the training in epoch {self._epoch + 1}, before target_epsilon is passed.")
         self.model.stop_training = True
 
-    def on_train_end(self, logs: dict | None = None) -> None:
-        self._fits[-1].ends()
+    # -- what is to be said --------------------------------------------------------------------------------------
+
+    def _say_what_is_odd(self) -> None:
+        fit = self._running()
+        optimizer, counter, ledger = fit.optimizer, fit.optimizer._dp.counter, self.ledger
+        taken_back = counter.taken_back(optimizer._dp_ledger)
+        if taken_back:
+            self._say(
+                f"A state was loaded that knows of {taken_back} steps less than this optimizer has taken. They stay "
+                "counted: what ran, ran."
+            )
+        if ledger.unknown_steps:
+            warnings.warn(
+                f"{ledger.unknown_steps} steps ran of which only the noise is known, and are priced as if every "
+                "example took part in each. Give every fit on these data a PrivacyBudget.",
+                stacklevel=4,
+            )
+        weights, seen = _fingerprint(fit.model), self._seen()
+        steps, left = _LEFT.get(optimizer, (None, None))
+        if steps == counter.steps and left != weights:
+            self._say(
+                "The weights are not those that the optimizer's last step left: something else changed them "
+                "(load_weights, set_weights). What was spent on the new ones is in this ε only if this ledger has it."
+            )
+        for other, (_, left) in list(_LEFT.items()):
+            if left == weights and other not in seen:
+                self._say(
+                    f"The weights are those that {other.num_dp_steps} steps of another private optimizer left, which "
+                    "are not in this ε. If they were on these data, too, give PrivacyBudget that training's ledger=."
+                )
+        expected, batch = optimizer.expected_batch_size, fit.data["batch_size"]
+        if expected is not None and not 0.5 <= batch / expected <= 2:
+            self._say(
+                f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
+                f"steps are {batch / expected:.3g} times what the learning rate says. ε is as it would be."
+            )
+        if optimizer._dp.seed is not None:
+            self._notes[
+                f"The noise comes from seed={optimizer._dp.seed}: who knows it can take the noise off. For a model to "
+                "publish train with seed=None."
+            ] = None
+
+    def _say(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes[text] = None
+            warnings.warn(text, stacklevel=4)
 
     # -- prices ----------------------------------------------------------------------------------------------
 
     @property
+    def _dataset(self) -> str | None:
+        return None if self.dataset_name is None else f"{int(self._data_number):x}"
+
+    @property
     def ledger(self) -> PrivacyLedger:
         """All that ran on the data, this far."""
-        ledger = copy.deepcopy(self._given)
-        for fit in self._fits:
-            fit.record(ledger)
-        latest = {id(fit.optimizer): fit for fit in self._fits}
-        for fit in latest.values():
-            fit.record_without_sampling(ledger, fit.since())
-        return ledger
+        if self._fit is not None and self._fit.model not in _running_fits():
+            self._fit.silence()  # it may have been interrupted, and a batch announced that never came
+        ledger = PrivacyLedger().merge(self._given)
+        for optimizer in self._seen():
+            ledger.merge(_counts.ledger_of(optimizer._rows()))
+        return ledger.of_dataset(self._dataset)
+
+    def _seen(self) -> list[Any]:
+        """The optimizers that were watched, and others that trained the model before or since."""
+        from tfdpfl.optimizers import trained_by
+
+        seen = dict(self._optimizers)
+        if self._fit is not None:
+            seen |= {id(optimizer): optimizer for optimizer in trained_by(self._fit.model)}
+        self._optimizers = seen
+        return list(seen.values())
 
     @property
     def report(self) -> PrivacyReport:
         """The price of all that ran on the data, this far.
 
         Raises:
-          PrivacyError: the callback was given to no `fit`, so that it does not know what ran.
+          PrivacyError: the callback was given to no `fit`, so that it does not know what ran; or the model was trained
+            without privacy since.
         """
-        if not self._fits and not len(self._given):
+        if self._fit is None and not len(self._given):
             raise PrivacyError("PrivacyBudget saw no training. Give it to fit: model.fit(..., callbacks=[budget]).")
-        report = self.ledger.report(self.delta, self.accountant)
-        supposed = sum(sum(fit.before.values()) for fit in self._fits)
-        if supposed:
-            note = f"{supposed} steps ran unseen before, and are taken to have been sampled like those after them."
-            report = dataclasses.replace(report, notes=(note, *report.notes))
-        return report
+        if self._fit is not None:
+            since = getattr(self._fit.model, "optimizer", None)
+            since = getattr(since, "inner_optimizer", since)
+            if not hasattr(since, "_dp") and int(getattr(since, "iterations", 0)) > 0:
+                raise PrivacyError(
+                    f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
+                    "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
+                )
+        generators = dict.fromkeys(optimizer._dp.source.generator for optimizer in self._seen())
+        notes = [
+            *self._notes,
+            *(_GENERATOR.format(generator) for generator in generators if generator is not None),
+            _START,
+        ]
+        return self.ledger.report(self.delta, self.accountant, notes)
 
     def _allowed(self) -> int | None:
         """How many steps (passes, if shuffled) of this fit the target allows."""
-        fit, past = self._fits[-1], self.ledger
-        halved = self._optimizer.num_microbatches not in (None, fit.data["batch_size"])
-        multiplier = self._optimizer.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
+        fit, past = self._running(), self.ledger
+        dp = fit.optimizer
+        halved = dp.num_microbatches not in (None, fit.data["batch_size"])
+        multiplier = dp.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
 
         def priced(number: int) -> float:
             ledger = copy.deepcopy(past)
@@ -250,7 +334,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def _planned(self) -> int:
         """How many steps (passes, if shuffled) Keras says it will take, and an execution (epoch) more; where it does
         not say, more than any training takes."""
-        epochs, fit = self.params.get("epochs"), self._fits[-1]
+        epochs, fit = self.params.get("epochs"), self._running()
         if not epochs or not self.params.get("steps"):
             return MOST_STEPS
         return (epochs + 1) * self._passes_per_epoch if fit.shuffled else epochs * self.params["steps"] + fit.stride
@@ -260,13 +344,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         within the epoch."""
         if self._limit is None:
             return False
-        fit = self._fits[-1]
+        fit = self._running()
         if not fit.shuffled:
             return steps + fit.stride > self._limit
         if steps_of_epoch is None:
             return fit.passes + (self._passes_per_epoch or 1) > self._limit
-        more = fit.passes_in(steps_of_epoch + fit.stride) - self._passes_here
-        return self._passes_per_epoch is None and fit.passes + more > self._limit
+        after = self._passes_before + fit.passes_in(steps_of_epoch + fit.stride)
+        return self._passes_per_epoch is None and after > self._limit
 
     # -- the data --------------------------------------------------------------------------------------------
 
@@ -296,13 +380,20 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     "num_microbatches=None."
                 )
             return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
-        if made_from(x) is not None and self.sampling != "poisson":
-            raise PrivacyError(
-                f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
-                "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data before "
-                "it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', num_examples and "
-                "batch_size (the expected one)."
-            )
+        if made_from(x) is not None:
+            again = repeats(x)
+            if again is not None:
+                raise PrivacyError(
+                    f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
+                    "which are not drawn anew. Leave it out: poisson_batches prefetches, and keeps the data in memory."
+                )
+            if self.sampling != "poisson":
+                raise PrivacyError(
+                    f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
+                    "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data "
+                    "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
+                    "num_examples and batch_size (the expected one)."
+                )
         missing = [
             said
             for said, given in (
@@ -319,10 +410,36 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         if self.sampling == "poisson":
             self._check_poisson()
+        if made_from(x) is None:
+            self._check_against(x)
         data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": self.sampling}
         if self.sampling == "none" and self._optimizer.expected_batch_size is None:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
+
+    def _check_against(self, x: Any) -> None:
+        """That what TensorFlow tells of a data set does not contradict what is said of it."""
+        assert self.num_examples is not None and self.batch_size is not None
+        shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(getattr(x, "element_spec", ()))]
+        sizes = {shape[0] for shape in shapes if shape is not None and shape.rank} - {None}
+        if self.sampling == "poisson" and sizes:
+            raise PrivacyError(
+                f"sampling='poisson', but all batches of the data set hold {min(sizes)} examples (its element_spec "
+                "says so). Under Poisson sampling the size varies: use tfdpfl.data.poisson_batches, or say "
+                "sampling='shuffle'."
+            )
+        if sizes - {self.batch_size}:
+            raise PrivacyError(
+                f"batch_size={self.batch_size}, but batches of the data set hold {min(sizes - {self.batch_size})} "
+                "examples (its element_spec says so); give that number."
+            )
+        batches = int(x.cardinality()) if hasattr(x, "element_spec") and hasattr(x, "cardinality") else -1
+        if self.sampling in ("poisson", "fixed_size") and 0 <= batches * self.batch_size < self.num_examples:
+            raise PrivacyError(
+                f"sampling={self.sampling!r} from num_examples={self.num_examples}, but the data set ends after "
+                f"{batches} batches, {batches * self.batch_size} examples at batch_size={self.batch_size}, and begins "
+                "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
+            )
 
     def _poisson(self, declared: SamplingDeclaration) -> dict[str, Any]:
         if self.sampling not in (None, "poisson"):
@@ -356,26 +473,27 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
 
 class _Fit:
-    """What one call of `fit` did.
+    """One call of `fit`.
 
     Attributes:
-      optimizer: kept, so that steps it takes after the fit are counted when its model is gone.
       data: num_examples, batch_size and sampling, and the adjacency where it is not the sampling's own.
       stride: steps of an execution.
-      start, end: what the optimizer had executed then, steps by noise multiplier; the end is None while it runs.
-      before: what it had executed earlier, of which no more is known, if it has to be priced here.
-      unseen: what it executed since the last fit that the callback saw.
       passes: passes over the data that were begun.
-      announced: the steps that Keras announced.
+      announced: steps that the optimizer was told of.
     """
 
-    def __init__(self, optimizer: Any, data: dict[str, Any], stride: int):
-        self.optimizer, self.data, self.stride = optimizer, data, stride
-        self.start: Counter[float] = self.now()
-        self.end: Counter[float] | None = None
-        self.before: Counter[float] = Counter()
-        self.unseen: Counter[float] = Counter()
-        self.passes = self.announced = 0
+    def __init__(self, model: Any, optimizer: Any, data: dict[str, Any], data_number: float, stride: int):
+        self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride
+        self._counter = optimizer._dp.counter
+        known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
+        sampling = _counts.SAMPLINGS.index(known_as, 1)
+        self._batches = (data_number, sampling, data["num_examples"], data["batch_size"])
+        self.passes = self.announced = self._steps_before = self._passes_before = 0
+
+    def begin(self) -> None:
+        self._counter.settle(self.optimizer._dp_ledger)
+        self._steps_before = self._counter.steps
+        self._passes_before = self._counter.passes(self._batches)
 
     @property
     def shuffled(self) -> bool:
@@ -386,47 +504,28 @@ class _Fit:
         n, b = self.data["num_examples"], self.data["batch_size"]
         return 1 if steps <= math.ceil(n / b) else math.ceil(steps / max(n // b, 1))
 
-    def now(self) -> Counter[float]:
-        return Counter(dict(self.optimizer.executed))
+    def announce(self) -> None:
+        """Tells the optimizer of the next execution's batches."""
+        self.announced += self.stride
+        self._counter.announce(self._batches, self._passes_before + self.passes, self.stride)
 
-    def ends(self) -> None:
-        if self.end is None:
-            self.end = self.now()
-
-    def since(self) -> Counter[float]:
-        """What the optimizer executed after the end."""
-        return self.now() - self.end if self.end is not None else Counter()
-
-    def ran(self) -> Counter[float]:
-        return (self.now() if self.end is None else self.end) - self.start
+    def silence(self) -> None:
+        """Nothing is known of steps from here on."""
+        self._counter.announce(self._batches, 0, 0)
 
     @property
     def steps(self) -> int:
-        return sum(self.ran().values())
+        """What the optimizer has taken since the fit began."""
+        return self._counter.steps - self._steps_before
 
-    def record(self, ledger: PrivacyLedger) -> None:
-        for z, steps in self.before.items():
-            ledger.record(z, steps, **self.data, new_pass=True)
-        self.record_without_sampling(ledger, self.unseen)
-        ran = self.ran()
-        beyond = max(sum(ran.values()) - self.announced, 0)  # steps that had no batch of their own
-        for z in sorted(ran):  # which ones is not known: those of the least noise cost most
-            steps = min(ran[z], beyond)
-            beyond -= steps
-            self.record_without_sampling(ledger, {z: steps})
-            ran[z] -= steps
-            if not self.shuffled:
-                ledger.record(z, ran[z], **self.data)
-        if self.shuffled and ran:
-            steps = sum(ran.values())
-            per_pass = math.ceil(self.data["num_examples"] / self.data["batch_size"])
-            ledger.record(min(ran), steps, epochs=max(self.passes, math.ceil(steps / per_pass)), **self.data)
 
-    def record_without_sampling(self, ledger: PrivacyLedger, steps: dict[float, int]) -> None:
-        """Every example takes part in each of these."""
-        for z, number in steps.items():
-            data = {"adjacency": ADJACENCIES_OF[self.data["sampling"]][0], **self.data, "sampling": "none"}
-            ledger.record(z, number, **data)
+# By optimizer: how many steps it had taken in this process when an epoch ended, and the weights' fingerprint then.
+_LEFT: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _fingerprint(model: Any) -> int:
+    """A number that tells weights apart, whichever of them are trainable."""
+    return sum(zlib.crc32(np.asarray(v).tobytes()) for v in model.weights)
 
 
 def private_optimizer(model: Any) -> Any:
@@ -447,6 +546,11 @@ def private_optimizer(model: Any) -> Any:
             "together with PrivacyLedger.add and each optimizer's ledger, without PrivacyBudget."
         )
     return optimizer
+
+
+def _running_fits() -> list[Any]:
+    """The models whose `fit` is running, the innermost first."""
+    return [frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "fit"]
 
 
 def _fit_arguments(model: Any) -> dict[str, Any]:

@@ -62,6 +62,14 @@ def made_from(dataset: Any) -> SamplingDeclaration | None:
     return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
 
 
+def repeats(dataset: Any) -> str | None:
+    """The name of a transformation behind the Poisson batches that gives out the first pass again, or None."""
+    kind = type(dataset).__name__.lower()
+    found = next((name for name in ("cache", "snapshot", "save") if name in kind), None)
+    inputs = dataset._inputs() if hasattr(dataset, "_inputs") and declared_sampling(dataset) is None else []
+    return found or next(filter(None, map(repeats, inputs)), None)
+
+
 def poisson_batches(
     arrays_or_dataset: Any,
     sampling_rate: float | None = None,

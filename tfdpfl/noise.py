@@ -75,3 +75,25 @@ def _pairs(half: tf.Tensor, stddev: tf.Tensor, key: tf.Tensor, counter: tf.Tenso
     radius = (math.sqrt(2) * stddev) * tf.sqrt(tf.math.log(inverse))  # here it scales half as many numbers
     angle = tf.cast(tf.bitcast(words[half:], tf.int32), tf.float32) * (math.pi * 2.0**-31)
     return tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
+
+
+class Source:
+    """Noise for one object in one process: its key and its place in the stream are in no file."""
+
+    generator = None
+
+    def __init__(self, seed=None):
+        self.seed = seed
+        with tf.init_scope():
+            self._key = tf.Variable(new_key(seed), trainable=False)
+            self._draws = tf.Variable(np.int64(0), trainable=False)
+
+    def __reduce__(self):
+        return Source, (self.seed,)
+
+    def gaussian(self, shapes, stddev):
+        self.generator = "philox-4x32-10"
+        at = tf.convert_to_tensor(self._draws)
+        normals = gaussian(shapes, stddev, tf.convert_to_tensor(self._key), at)
+        self._draws.assign(at + 1)
+        return normals

@@ -1,13 +1,14 @@
 """What ran, row by row, so that ε can be asked of it at any time, and saved next to the model."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.report import PrivacyReport, report_of
-from tfdpfl.accounting.run import ADJACENCIES, Run
+from tfdpfl.accounting.run import ADJACENCIES, ADJACENCIES_OF, Run
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -19,6 +20,59 @@ class _Applied:
     event: "DpEvent"
     count: int
     adjacency: str
+
+    @property
+    def steps(self) -> int:
+        return self.count
+
+    def stated_for(self, adjacency: str) -> "DpEvent | None":
+        from dp_accounting import dp_event
+
+        return dp_event.SelfComposedDpEvent(self.event, self.count) if adjacency == self.adjacency else None
+
+    def text(self) -> str:
+        return f"{self.count} x {type(self.event).__name__.removesuffix('DpEvent')}, adjacency {self.adjacency}"
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The first steps that one optimizer object took: `run` has their number, and what is known of them."""
+
+    origin: str
+    dataset: str | None
+    run: Run
+    unknown: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.origin, self.dataset, self.unknown, _mechanism(self.run)
+
+    @property
+    def adjacency(self) -> str | None:
+        return self.run.adjacency
+
+    @property
+    def steps(self) -> int:
+        return self.run.steps
+
+    def stated_for(self, adjacency: str) -> "DpEvent | None":
+        return _stated_for(self.run, adjacency)
+
+    def text(self) -> str:
+        return (
+            f"{self.steps} steps of which only the noise multiplier {self.run.noise_multiplier:g} is known: "
+            "priced as if every example took part in each"
+        )
+
+
+_Row = Run | _Applied | _Counted
+
+
+def _stated_for(run: Run, adjacency: str) -> "DpEvent | None":
+    """The event of a run for other neighbours than it was recorded for; None where it has none."""
+    if adjacency not in ADJACENCIES_OF[run.sampling]:
+        return None
+    return dataclasses.replace(run, adjacency=adjacency).dp_event
 
 
 class PrivacyLedger:
@@ -33,7 +87,7 @@ class PrivacyLedger:
     """
 
     def __init__(self) -> None:
-        self._rows: list[Run | _Applied] = []
+        self._rows: list[_Row] = []
 
     def record(
         self,
@@ -93,7 +147,7 @@ class PrivacyLedger:
             if row.num_epochs is None and run.num_epochs is None and not (shuffled and new_pass):
                 self._rows[i] = dataclasses.replace(row, num_steps=row.steps + run.steps)
                 return self
-        begun = any(isinstance(row, Run) and row.sampling == "shuffle" for row in self._rows)
+        begun = any(row.sampling == "shuffle" for row in self._rows if isinstance(row, Run))
         if shuffled and begun and not new_pass:
             run = dataclasses.replace(run, starts_mid_epoch=True)
         self._rows.append(run)
@@ -123,6 +177,82 @@ class PrivacyLedger:
             self._rows.append(_Applied(event, count, adjacency))
         return self
 
+    def count(
+        self,
+        origin: str,
+        noise_multiplier: float,
+        steps: int,
+        *,
+        num_examples: int | None = None,
+        batch_size: int | None = None,
+        sampling: str = "none",
+        epochs: int | None = None,
+        adjacency: str | None = None,
+        dataset: str | None = None,
+    ) -> "PrivacyLedger":
+        """Notes that `origin` has taken `steps` such steps in all, and returns the ledger.
+
+        What `record` is told adds up; this does not: of two notes on the same steps of the same origin the higher
+        number stands. So the ledgers of one training, taken at different times, `merge` without counting a step twice.
+
+        Args:
+            origin: Names one optimizer object in one process. Another process, or a copy, has another.
+            noise_multiplier: As those that follow, see `record`.
+            num_examples: None if nothing is known of the batches: every example is then taken to be in each.
+            dataset: A name for the data set, if it has one.
+        """
+        known = num_examples is not None
+        run = Run(
+            num_examples=num_examples if known else 1,  # type: ignore[arg-type]
+            batch_size=batch_size if known else 1,  # type: ignore[arg-type]
+            noise_multiplier=noise_multiplier,
+            num_steps=steps,
+            num_epochs=epochs,
+            sampling=sampling if known else "none",
+            adjacency=adjacency if known else "zero_out",
+        )
+        if run.steps:
+            self._unite(_Counted(origin, dataset, run, not known))
+        return self
+
+    def merge(self, other: "PrivacyLedger") -> "PrivacyLedger":
+        """Adds what another ledger holds, and returns this one. Steps that optimizers counted are known by their
+        origin, so those that both ledgers hold count once; all else adds up.
+        """
+        for row in other._rows:
+            if isinstance(row, _Counted):
+                self._unite(row)
+            elif isinstance(row, _Applied):
+                self.add(row.event, row.count, adjacency=row.adjacency)
+            else:
+                self._rows.append(row)
+        return self
+
+    def _unite(self, new: _Counted) -> None:
+        for i, row in enumerate(self._rows):
+            if isinstance(row, _Counted) and row.key == new.key:
+                steps = max(row.run.steps, new.run.steps)
+                if new.run.num_epochs is not None and row.run.num_epochs is not None:
+                    epochs: float | None = max(row.run.num_epochs, new.run.num_epochs)
+                else:
+                    epochs = None
+                run = dataclasses.replace(row.run, num_steps=steps, num_epochs=epochs)
+                self._rows[i] = dataclasses.replace(row, run=run)
+                return
+        self._rows.append(new)
+
+    def of_dataset(self, dataset: str | None) -> "PrivacyLedger":
+        """The rows that may be about this data set: those with its name, and those with none. Of a data set without a
+        name all rows may be.
+        """
+        ledger = PrivacyLedger()
+        ledger._rows = [
+            row
+            for row in self._rows
+            if dataset is None or getattr(row, "dataset", None) in (None, dataset)
+        ]
+        return ledger
+
     def __len__(self) -> int:
         """The number of rows."""
         return len(self._rows)
@@ -130,24 +260,32 @@ class PrivacyLedger:
     @property
     def steps(self) -> int:
         """Noisy updates and applications of events, all rows together."""
-        return sum(row.steps if isinstance(row, Run) else row.count for row in self._rows)
+        return sum(row.steps for row in self._rows)
+
+    @property
+    def unknown_steps(self) -> int:
+        """Steps of which nothing is known but their noise."""
+        return sum(row.steps for row in self._rows if isinstance(row, _Counted) and row.unknown)
 
     @property
     def dp_event(self) -> "DpEvent":
         """All that ran, as one dp-accounting event for `adjacency`."""
         from dp_accounting import dp_event
 
-        events = [
-            row.dp_event if isinstance(row, Run) else dp_event.SelfComposedDpEvent(row.event, row.count)
-            for row in self._rows
-        ]
+        adjacency = self.adjacency
+        events = [event for row in self._rows if (event := self._event(row, adjacency)) is not None]
         if not events:
             return dp_event.NoOpDpEvent()
         return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
 
+    @staticmethod
+    def _event(row: _Row, adjacency: str) -> "DpEvent | None":
+        return _stated_for(row, adjacency) if isinstance(row, Run) else row.stated_for(adjacency)
+
     @property
     def adjacency(self) -> str:
-        """The neighbouring relation that all rows are stated for.
+        """The neighbouring relation that all rows hold for: the one that they were recorded for, or where these
+        differ, `"replace_one"` if some are for that and all can be, else `"zero_out"`.
 
         Raises:
             PrivacyError: There is none.
@@ -155,12 +293,11 @@ class PrivacyLedger:
         stated = {str(row.adjacency) for row in self._rows} or {"add_or_remove_one"}
         if len(stated) == 1:
             return stated.pop()
-        # A DP-SGD step with an example blanked is the step without it, so such a row holds for both
-        # relations.
-        if "replace_one" not in stated and all(
-            isinstance(row, Run) or row.adjacency == "zero_out" for row in self._rows
-        ):
-            return "zero_out"
+        # A DP-SGD step with an example blanked is the step without it. Of a row that replaces one, fewer neighbours
+        # than it was recorded for would be less than was asked.
+        common = "replace_one" if "replace_one" in stated else "zero_out"
+        if all(self._event(row, common) is not None for row in self._rows):
+            return common
         raise PrivacyError(
             f"the ledger's rows are stated for different neighbours ({', '.join(sorted(stated))}), "
             "which do not add up: record them with the same adjacency"
@@ -172,13 +309,18 @@ class PrivacyLedger:
         """
         return price(self.dp_event, delta, accountant, self.adjacency).epsilon
 
-    def report(self, delta: float, accountant: str = "pld") -> PrivacyReport:
-        """Returns the ε of all that ran, with all that it depends on."""
-        runs = [row for row in self._rows if isinstance(row, Run)]
-        report = report_of(runs, self.dp_event, delta, accountant, self.adjacency)
-        if len(runs) == len(self._rows):
+    def report(self, delta: float, accountant: str = "pld", notes: Sequence[str] = ()) -> PrivacyReport:
+        """Returns the ε of all that ran, with all that it depends on; `notes` are sentences to put beside it."""
+        adjacency = self.adjacency
+        recorded = [row for row in self._rows if isinstance(row, Run)]
+        counted = [row.run for row in self._rows if isinstance(row, _Counted) and not row.unknown]
+        others = [row for row in self._rows if isinstance(row, _Applied) or (isinstance(row, _Counted) and row.unknown)]
+        runs = [dataclasses.replace(run, adjacency=adjacency) for run in [*recorded, *_added_up(counted)]]
+        texts = [row.text() for row in others]
+        report = report_of(runs, self.dp_event, delta, accountant, adjacency, others=texts, notes=tuple(notes))
+        if not others:
             return report
-        applied = sum(row.count for row in self._rows if isinstance(row, _Applied))
+        applied = sum(row.steps for row in others)
         # What only some of the rows have is not the whole ledger's.
         of_runs = "sampling noise_multiplier num_examples batch_size num_microbatches sampling_rate"
         unknown: dict[str, Any] = dict.fromkeys(of_runs.split())
@@ -190,10 +332,16 @@ class PrivacyLedger:
         """The ledger as values that JSON can hold."""
         rows: list[dict[str, Any]] = []
         for row in self._rows:
-            if isinstance(row, Run):
-                rows.append({"run": {k: v for k, v in dataclasses.asdict(row).items() if v is not None}})
-            else:
+            if isinstance(row, _Applied):
                 rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency})
+                continue
+            run = row if isinstance(row, Run) else row.run
+            saved: dict[str, Any] = {
+                "run": {k: v for k, v in dataclasses.asdict(run).items() if v is not None}
+            }
+            if isinstance(row, _Counted):
+                saved |= {"origin": row.origin, "dataset": row.dataset, "unknown": row.unknown}
+            rows.append(saved)
         return {"version": 1, "rows": rows}
 
     @classmethod
@@ -211,7 +359,11 @@ class PrivacyLedger:
         try:
             for row in saved["rows"]:
                 if "run" in row:
-                    ledger._rows.append(Run(**row["run"]))
+                    run = Run(**row["run"])
+                    if "origin" in row:
+                        ledger._unite(_Counted(row["origin"], row["dataset"], run, row["unknown"]))
+                    else:
+                        ledger._rows.append(run)
                 else:
                     ledger.add(_decode(row["event"]), row["count"], adjacency=row["adjacency"])
         except (KeyError, TypeError) as error:
@@ -227,9 +379,26 @@ class PrivacyLedger:
         return f"PrivacyLedger({len(self)} rows, {self.steps} steps)"
 
 
+def _mechanism(run: Run) -> Run:
+    """A run without its length."""
+    return dataclasses.replace(run, num_steps=0, num_epochs=None, starts_mid_epoch=False)
+
+
 def _same_mechanism(a: Run, b: Run) -> bool:
-    alike: dict[str, Any] = {"num_steps": 0, "num_epochs": None}
-    return dataclasses.replace(a, **alike, starts_mid_epoch=False) == dataclasses.replace(b, **alike)
+    return _mechanism(a) == dataclasses.replace(b, num_steps=0, num_epochs=None)
+
+
+def _added_up(runs: list[Run]) -> list[Run]:
+    """Runs of the same mechanism as one, for a report: those of many restarts are many."""
+    sums: dict[tuple[Run, bool], Run] = {}
+    for run in runs:
+        key = (_mechanism(run), run.num_epochs is None)
+        if key in sums:
+            so_far = sums[key]
+            epochs = None if run.num_epochs is None else run.num_epochs + (so_far.num_epochs or 0)
+            run = dataclasses.replace(run, num_steps=run.steps + so_far.steps, num_epochs=epochs)
+        sums[key] = run
+    return list(sums.values())
 
 
 def _encode(value: Any) -> Any:

@@ -189,12 +189,14 @@ def report_of(
     accountant: str,
     adjacency: str,
     shuffled: Run | None = None,
+    others=(),
+    notes=(),
 ) -> PrivacyReport:
     """The report of an event that `runs` make up; `shuffled` is the run to price beside it."""
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     paid = price(event, delta, accountant, adjacency)
     only: Callable[[str], Any] = lambda name: _only({getattr(run, name) for run in runs})  # noqa: E731
-    notes = []
+    notes = [*others, *notes]
     if paid.epsilon == math.inf:
         notes.append("An infinite epsilon is no privacy at all: raise noise_multiplier.")
     if paid.accountant != accountant:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
+import weakref
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +20,7 @@ from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers import _counts
 from tfdpfl.optimizers._mechanism import Mechanism
 
 _DOC = """{base} with differential privacy: every example's gradient is clipped, and Gaussian noise is added.
@@ -26,9 +31,12 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
 
         model.compile(optimizer={name}(l2_norm_clip=1.0, noise_multiplier=1.1), loss=..., metrics=...)
 
-    What is private: the weights, and whatever is computed from them. What is not: the loss and metrics that Keras
-    shows for training batches, and the optimizer's own state on disk, which holds the key of the noise: ``model.save``
-    and ``save_weights`` write it. Publish ``model.export(...)``, or ``clone_model`` with ``set_weights``, saved.
+    What is private: the weights and the optimizer's state, in whatever way they are saved, and all that is computed
+    from them. What is not: the loss and metrics that Keras shows for training batches, and ``num_nonfinite``.
+
+    The noise's key is drawn from the operating system for each optimizer object in each process, and is in no file: a
+    copy, a loaded model or a restarted process draws other noise. What ran is counted in a variable that is saved with
+    the optimizer, with the sampling of the batches where `PrivacyBudget` knows it.
 
     Args:
       l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together.
@@ -38,7 +46,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
       gradient_accumulation_steps: 1 (or None); larger values are refused for now.
       expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
         divides by the number of examples (or microbatches) in the batch.
-      seed: None takes the operating system's entropy. Anyone who knows the seed can take the noise off: for tests.
+      seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
+        every process that begins with it draws the same noise.
       **kwargs: every argument of {base}.
 
     Raises:
@@ -64,7 +73,7 @@ class DPOptimizer:
     """What all DP optimizers have in common; see `DPSGD`. Not to be used by itself."""
 
     _dp: Mechanism
-    _dp_state: dict
+    _dp_ledger: tf.Variable  # Keras 3: keras.Variable; the saved table of what ran
     _dp_base: type
     _dp_model: type  # of the Keras that the base belongs to
 
@@ -88,7 +97,7 @@ class DPOptimizer:
         dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed)
         super().__init__(**kwargs)
         self._dp = dp
-        self._add_state()
+        self._dp_ledger = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
 
     @staticmethod
     def _check_graph(loss) -> None:
@@ -98,13 +107,14 @@ class DPOptimizer:
                 "run_eagerly=True (and without tf.config.run_functions_eagerly), or wrap a custom step in tf.function."
             )
 
-    def _update(self, loss, variables: list, state: dict) -> list[tf.Tensor | None]:
+    def _update(self, loss, variables: list, table) -> list[tf.Tensor | None]:
         """The private gradients, unless the model that trains has by now written batch data to what is saved."""
-        private = self._dp.update(loss, variables, state)
+        private = self._dp.update(loss, variables, table)
         for frame in callers():
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
                 optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
                 if self is getattr(optimizer, "inner_optimizer", optimizer):
+                    _TRAINED_BY.setdefault(model, []).append(self)
                     self._dp.check_finished(saved_weights(model))
                     return private
         return private
@@ -119,12 +129,13 @@ class DPOptimizer:
     @property
     def num_dp_steps(self) -> int:
         """How many noisy updates have been computed, restarts included."""
-        return sum(int(n) for _, n in self._dp.ledger(self._dp_state))
+        return sum(n for _, n in self._executed())
 
     @property
     def num_nonfinite(self) -> int:
-        """How many per-example gradients were NaN or infinite, and so contributed nothing."""
-        return int(np.asarray(self._dp_state["dp_nonfinite"]))
+        """How many per-example gradients were NaN or infinite in this process, and so contributed nothing. It is a
+        count of examples without noise: not private, and not saved."""
+        return int(self._dp.counter.nonfinite.numpy())
 
     @property
     def executed(self) -> list[tuple[float, int]]:
@@ -134,17 +145,25 @@ class DPOptimizer:
           PrivacyError: a step that was traced here writes batch data to a variable that its loss reads the next time.
         """
         self._dp.check_finished()
-        return [(float(z), int(n)) for z, n in self._dp.ledger(self._dp_state) if n > 0]
+        return self._executed()
+
+    def _executed(self) -> list[tuple[float, int]]:
+        steps: Counter[float] = Counter()
+        for row in self._rows():
+            steps[float(row[_counts.MULTIPLIER])] += int(row[_counts.STEPS])
+        return list(steps.items())
+
+    def _rows(self) -> np.ndarray:
+        if not tf.executing_eagerly():
+            raise RuntimeError("What ran can be read between steps, not in a function that is being traced.")
+        return self._dp.counter.rows(self._dp_ledger)
 
     @property
     def ledger(self) -> PrivacyLedger:
-        """What ran, priced without any amplification by sampling; `PrivacyBudget` prices sampled training."""
-        from dp_accounting import dp_event
-
-        ledger = PrivacyLedger()
-        for z, n in self.executed:
-            ledger.add(dp_event.GaussianDpEvent(z) if z else dp_event.NonPrivateDpEvent(), n, adjacency="zero_out")
-        return ledger
+        """What ran: each step as its batch was drawn, where `PrivacyBudget` (or what else knew) said so before it; else
+        as if every example took part."""
+        self._dp.check_finished()
+        return _counts.ledger_of(self._rows())
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -156,28 +175,43 @@ class DPOptimizer:
 
     def load_own_variables(self, store):
         """Loads what Keras saved. Where Keras leaves all of it out, because layers were frozen or thawed since, the
-        key and the ledger are loaded nevertheless: steps that ran stay counted."""
+        ledger is loaded nevertheless: steps that ran stay counted."""
         super().load_own_variables(store)
-        places, held = {id(v): str(i) for i, v in enumerate(self.variables)}, set(store.keys())
-        saved = [(v, store[places[id(v)]]) for v in self._dp_state.values() if places[id(v)] in held]
-        if len(saved) == len(self._dp_state) and all(tuple(v.shape) == np.shape(value) for v, value in saved):
-            for v, value in saved:
-                v.assign(value)
-        self._dp.settle(self._dp_state)
+        place = str(next(i for i, v in enumerate(self.variables) if v is self._dp_ledger))
+        saved = store[place] if place in store.keys() else None  # noqa: SIM118
+        if saved is None or tuple(saved.shape) != tuple(self._dp_ledger.shape):
+            warnings.warn(
+                "The file holds no ledger of a DP optimizer. What was spent on the weights in it is not known, and in "
+                "no ε from here on. If they were trained on private data, give PrivacyBudget that training's ledger=.",
+                stacklevel=2,
+            )
+        else:
+            self._dp_ledger.assign(saved)
+        self._dp.counter.settle(self._dp_ledger)
 
     def save_own_variables(self, store):
-        self._dp.settle(self._dp_state)
+        self._dp.counter.settle(self._dp_ledger)
         super().save_own_variables(store)
 
     def __reduce__(self):
-        return _rebuild, (self._dp_base, self.get_config(), self._dp.ledger(self._dp_state))
+        return _rebuild, (self._dp_base, self.get_config(), self._rows())
 
 
-def _rebuild(base, config, ledger):
-    """A pickled optimizer: the same settings and ledger, and a key of its own, so that no noise is used twice."""
+# By model: the DP optimizers whose steps on it were traced here. It may have been compiled anew since.
+_TRAINED_BY: weakref.WeakKeyDictionary[Any, list[DPOptimizer]] = weakref.WeakKeyDictionary()
+
+
+def trained_by(model: Any) -> list[DPOptimizer]:
+    """The DP optimizers that took steps on a model in this process, each once."""
+    return list({id(optimizer): optimizer for optimizer in _TRAINED_BY.get(model, ())}.values())
+
+
+def _rebuild(base, config, rows):
+    """A pickled or copied optimizer: the same settings and ledger, and a key of its own, so that no noise is used
+    twice."""
     optimizer = make_dp_optimizer_class(base).from_config(config)
-    optimizer._dp_state["dp_ledger"].assign(ledger)
-    optimizer._dp_state["dp_steps"].assign(int(ledger[:, 1].sum()))
+    optimizer._dp.counter.met = rows
+    optimizer._dp.counter.settle(optimizer._dp_ledger)
     return optimizer
 
 

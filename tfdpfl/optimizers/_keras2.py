@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
@@ -23,14 +24,15 @@ class Keras2Adapter:
     what follows from the first.
     """
 
-    def _add_state(self) -> None:
-        self._dp_state = {}
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
         self._dp_released = weakref.WeakKeyDictionary()
+
+    def _add_state(self, name: str, value: np.ndarray) -> tf.Variable:
         with tf.init_scope():
-            for name, value in self._dp.initial_state().items():
-                variable = tf.Variable(value, trainable=False, name=name)
-                self._variables.append(variable)
-                self._dp_state[name] = variable
+            variable = tf.Variable(value, trainable=False, name=name)
+        self._variables.append(variable)
+        return variable
 
     def build(self, var_list):
         """As Keras does, but as if before the step: TensorFlow traces a function twice that makes variables."""
@@ -47,7 +49,7 @@ class Keras2Adapter:
         variables = list(var_list() if callable(var_list) else var_list)
         self._check_graph(loss)
         loss, scale = self._without_fixed_scale(loss)
-        private = self._update(loss, variables, self._dp_state)
+        private = self._update(loss, variables, self._dp_ledger)
         if scale is not None:
             private = [g if g is None else g * tf.cast(scale, g.dtype) for g in private]
         # By name: a tensor would keep its graph alive.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl.errors import PrivacyError
@@ -18,17 +19,15 @@ class Keras3Adapter:
 
     _pending: tf.Tensor | None = None
 
-    def _add_state(self) -> None:
+    def _add_state(self, name: str, value: np.ndarray):
         import keras
 
-        self._dp_state = {}
-        for name, value in self._dp.initial_state().items():
-            variable = keras.Variable(
-                lambda shape, dtype, value=value: tf.constant(value, dtype),
-                shape=value.shape, dtype=str(value.dtype), trainable=False, name=name,
-            )  # fmt: skip
-            self._track_variable(variable)
-            self._dp_state[name] = variable
+        variable = keras.Variable(
+            lambda shape, dtype: tf.constant(value, dtype),
+            shape=value.shape, dtype=str(value.dtype), trainable=False, name=name,
+        )  # fmt: skip
+        self._track_variable(variable)
+        return variable
 
     def scale_loss(self, loss):
         self._check_graph(loss)
@@ -46,7 +45,7 @@ class Keras3Adapter:
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         variables = list(trainable_variables)
-        private = self._update(loss, variables, {k: v.value for k, v in self._dp_state.items()})
+        private = self._update(loss, variables, self._dp_ledger.value)
         if self.loss_scale_factor is not None:  # the base class divides by it
             private = [g if g is None else g * self.loss_scale_factor for g in private]
         return super().apply(private, variables)

@@ -1,0 +1,460 @@
+"""What ran is what is priced: whose steps they were and how batches were drawn, through copies, files and restarts."""
+
+import copy
+import json
+import pickle
+
+import conftest as c
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdpfl
+from tfdpfl import callbacks
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.data import poisson_batches
+from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers import _counts
+
+keras = tf.keras
+KERAS3 = c.keras3()
+N, DELTA, Z = 200, 1e-4, 2.0
+X, Y = c.examples(N)
+
+
+def compiled(z=Z, **kwargs):
+    return c.compiled(tfdpfl.DPSGD(1.0, z, learning_rate=0.1, **kwargs))
+
+
+def budget(*args, **kwargs):
+    return callbacks.PrivacyBudget(*args, **{"delta": DELTA, "accountant": "rdp", **kwargs})  # the quick accountant
+
+
+def fit(model, *watching, batch_size=20, **kwargs):
+    return model.fit(X, Y, batch_size=batch_size, callbacks=list(watching), verbose=0, **kwargs)
+
+
+def uses(count, z=Z):
+    """The price of so many steps with every example in each."""
+    said = {"num_examples": N, "batch_size": N, "sampling": "none", "delta": DELTA, "accountant": "rdp"}
+    return tfdpfl.compute_epsilon(noise_multiplier=z, num_steps=count, **said)
+
+
+def everyone(model, steps):
+    for _ in range(steps):
+        model.train_on_batch(X, Y)
+
+
+def draws(steps=3, **kwargs):
+    return poisson_batches((X, Y), sampling_rate=0.01, steps=steps, **kwargs)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """An optimizer's counter and its saved table, without a model."""
+
+    def __init__(self):
+        self.counter, self.saved = _counts.Counter(), tf.Variable(np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
+        count = tf.function(lambda z: self.counter.count(z, self.saved))
+        self.take = lambda z=1.0: count(tf.constant(z, tf.float64))
+
+    def announce(self, steps, passes=0, sampling=1, n=100, batch=10, data=0.0):
+        self.counter.announce((data, sampling, n, batch), passes, steps)
+
+    @property
+    def ledger(self):
+        return _counts.ledger_of(self.counter.rows(self.saved))
+
+    @property
+    def rows(self):
+        return [(z, n) for *_, z, n, _ in self.counter.rows(self.saved).tolist()]
+
+
+def test_every_step_is_in_the_table_once():
+    steps = Steps()
+    for z in (1.0, 1.0, 2.0, 1.0, 0.0, 2.0):
+        steps.take(z)
+    assert sorted(steps.rows) == [(0.0, 1), (1.0, 3), (2.0, 2)]
+    assert steps.counter.steps == 6 and steps.ledger.steps == steps.ledger.unknown_steps == 6
+
+
+def test_what_is_announced_holds_for_so_many_steps_and_no_more():
+    steps = Steps()
+    steps.announce(2)
+    for _ in range(3):
+        steps.take()
+    assert steps.ledger.unknown_steps == 1 and steps.ledger.steps == 3
+    poisson, unknown = (row["run"] for row in steps.ledger.to_dict()["rows"])
+    assert (poisson["sampling"], poisson["num_steps"], poisson["batch_size"]) == ("poisson", 2, 10)
+    assert (unknown["sampling"], unknown["num_steps"]) == ("none", 1)
+
+
+def test_passes_are_counted_as_they_begin():
+    steps = Steps()
+    for passes in (1, 1, 2):
+        steps.announce(1, passes, sampling=2)
+        steps.take()
+    (row,) = steps.ledger.to_dict()["rows"]
+    assert row["run"]["num_epochs"] == 2 and row["run"]["num_steps"] == 3
+    assert steps.counter.passes((0.0, 2, 100, 10)) == 2 and steps.counter.passes((0.0, 2, 100, 20)) == 0
+
+
+def test_a_pass_with_two_noises_is_one_use_at_the_lesser():
+    steps = Steps()
+    for z in (1.0, 0.5):
+        steps.announce(1, 1, sampling=2)
+        steps.take(z)
+    (row,) = steps.ledger.to_dict()["rows"]
+    assert row["run"]["noise_multiplier"] == 0.5 and row["run"]["num_epochs"] == 1
+
+
+def test_a_full_table_merges_at_the_least_noise_and_loses_no_step():
+    steps = Steps()
+    noises = [1.0 + i / 10 for i in range(_counts.ROWS + 4)]
+    noises += [0.5, 3.0, 0.5]
+    for z in noises:
+        steps.take(z)
+    saved = [(z, n) for *_, z, n, _ in steps.saved.numpy().tolist() if n]
+    for rows in (saved, steps.rows):
+        assert sum(n for _, n in rows) >= len(noises)
+        for z in noises:  # at least as many steps at this noise or less as there were
+            assert sum(n for m, n in rows if m <= z) >= sum(m <= z for m in noises)
+
+
+def test_a_table_that_is_taken_back_takes_back_no_step():
+    steps = Steps()
+    steps.take(), steps.take()
+    early = steps.saved.numpy()
+    steps.take(), steps.take()
+    steps.saved.assign(early)
+    assert steps.counter.taken_back(steps.saved) == 2 and steps.rows == [(1.0, 4)]
+    steps.take()
+    assert steps.rows == [(1.0, 5)] and steps.saved.numpy()[:, _counts.STEPS].sum() == 5
+    steps.saved.assign(0 * early)
+    assert steps.rows == [(1.0, 5)]
+
+
+TABLES = st.lists(
+    st.tuples(
+        st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([0.0, 7.0]), st.sampled_from([0.0, 1.0, 2.0]),
+        st.just(100.0), st.sampled_from([10.0, 20.0]), st.sampled_from([0.5, 1.0]), st.integers(1, 9).map(float),
+        st.integers(1, 9).map(float),
+    ),
+    max_size=8, unique_by=lambda row: row[: _counts.STEPS],
+).map(lambda rows: np.array(rows, float).reshape(-1, len(_counts.COLUMNS)))  # fmt: skip
+
+
+@hypothesis.given(TABLES, TABLES, TABLES)
+def test_tables_unite_in_any_order_and_none_counts_twice(a, b, d):
+    as_set = lambda rows: {tuple(row) for row in rows}
+    assert as_set(_counts.united(a, a)) == as_set(a)
+    assert as_set(_counts.united(a, b)) == as_set(_counts.united(b, a))
+    assert as_set(_counts.united(_counts.united(a, b), d)) == as_set(_counts.united(a, _counts.united(b, d)))
+    both = _counts.united(a, b)
+    for rows in (a, b):
+        for row in rows:
+            same = both[(both[:, _counts.KEY] == row[_counts.KEY]).all(1)]
+            assert len(same) == 1 and (same[0] >= row).all()
+
+
+@hypothesis.given(TABLES)
+def test_folding_keeps_every_step_and_the_rows_of_its_own(rows):
+    folded = _counts.folded(rows, 1.0)
+    for column in (_counts.STEPS, _counts.PASSES):
+        assert folded[:, column].sum() == rows[:, column].sum()
+    own = lambda rows: {tuple(row) for row in rows if row[_counts.ORIGIN] == 1.0}
+    assert own(folded) == own(rows)
+    assert len({tuple(row[_counts.DATA : _counts.STEPS]) for row in folded if row[0] != 1.0}) == len(
+        [row for row in folded if row[0] != 1.0]
+    )
+
+
+@hypothesis.given(TABLES, TABLES)
+def test_ledgers_of_tables_merge_as_the_tables_do(a, b):
+    of = _counts.ledger_of
+    merged = of(a).merge(of(b))
+    assert merged.steps >= of(_counts.united(a, b)).steps
+    again = PrivacyLedger.from_dict(json.loads(json.dumps(merged.to_dict())))
+    assert again == merged and again.merge(of(a)) == merged
+
+
+def test_microbatches_halve_the_multiplier_unless_each_is_one_example():
+    for microbatches, want in ((4, 1.0), (2, 0.5), (None, 1.0)):
+        model = compiled(1.0, num_microbatches=microbatches)
+        model.train_on_batch(X[:4], Y[:4])
+        assert model.optimizer.executed == [(want, 1)]
+
+
+def test_what_was_not_finite_is_counted_and_not_saved(tmp_path):
+    model = compiled()
+    x = X[:8].copy()
+    x[2], x[5] = np.nan, np.inf
+    for _ in range(2):
+        model.train_on_batch(x, Y[:8])
+    assert model.optimizer.num_nonfinite == 4
+    names = [v.name for v in (model.optimizer.variables if KERAS3 else model.optimizer.variables())]
+    assert not any("nonfinite" in name for name in names)
+
+
+# -- whose steps they were ---------------------------------------------------------------------------------------
+
+
+def test_a_ledger_and_an_optimizer_with_as_many_steps_are_not_taken_for_the_same():
+    """Step totals were compared, so that ten steps of one hid ten steps of the other."""
+    other = budget(N)
+    fit(compiled(), other)  # 10 steps, one use of each example
+    model, watched = compiled(), budget(N, ledger=other.ledger)
+    everyone(model, 10)
+    with pytest.warns(UserWarning, match="10 steps ran of which only the noise is known"):
+        fit(model, watched)
+    assert watched.report.epsilon == pytest.approx(uses(1 + 10 + 1))
+
+
+def test_steps_that_a_ledger_and_the_optimizer_both_know_count_once():
+    model, first = compiled(), budget(N)
+    fit(model, first)
+    saved = PrivacyLedger.from_dict(json.loads(json.dumps(first.ledger.to_dict())))
+    second = budget(N, ledger=saved)
+    fit(model, second)
+    assert second.report.epsilon == pytest.approx(uses(2)) and second.ledger.steps == 20
+    assert PrivacyLedger().merge(first.ledger).merge(second.ledger).merge(saved).epsilon(DELTA, "rdp") == (
+        pytest.approx(uses(2))
+    )
+
+
+def test_steps_before_do_not_take_the_next_fits_sampling():
+    model, watched = compiled(expected_batch_size=2.0), budget(N)
+    everyone(model, 5)
+    with pytest.warns(UserWarning, match="5 steps ran of which only the noise"):
+        model.fit(draws(), callbacks=[watched], verbose=0)
+    assert uses(5) <= watched.report.epsilon <= uses(8)
+    assert watched.report.sampling is None and "5 steps of which only the noise multiplier 2" in str(watched.report)
+
+
+def test_the_sampling_of_a_fit_without_the_callback_is_not_known():
+    model, watched = compiled(), budget(N)
+    fit(model)
+    with pytest.warns(UserWarning, match="10 steps"):
+        fit(model, watched)
+    assert watched.report.epsilon == pytest.approx(uses(11))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_fit_without_the_callback_after_recompiling_is_not_forgotten(again):
+    model, watched = compiled(), budget(N)
+    fit(model, watched)
+    model.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
+    fit(model)
+    if again:
+        model.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
+        with pytest.warns(UserWarning, match="10 steps"):
+            fit(model, watched)
+    assert watched.report.epsilon == pytest.approx(uses(12 if again else 11))
+
+
+def test_a_model_that_was_trained_without_privacy_since_has_no_report():
+    model, watched = compiled(), budget(N)
+    fit(model, watched)
+    model.compile("adam", loss=model.loss)
+    assert watched.report.epsilon == pytest.approx(uses(1))
+    fit(model)
+    with pytest.raises(PrivacyError, match="compiled with Adam since and trained"):
+        watched.report  # noqa: B018
+
+
+class Also(keras.callbacks.Callback):
+    """Does something in the middle of a training."""
+
+    def __init__(self, **hooks):
+        super().__init__()
+        for name, hook in hooks.items():
+            setattr(self, name, lambda *args, hook=hook, **kwargs: hook())
+
+
+def test_steps_that_another_callback_takes_are_not_of_the_fits_batches():
+    model, watched = compiled(expected_batch_size=2.0), budget(N)
+    extra = Also(on_train_batch_end=lambda: everyone(model, 1), on_epoch_end=lambda: everyone(model, 1))
+    model.fit(draws(3), callbacks=[watched, extra], verbose=0)
+    assert watched.ledger.steps == 3 + 3 + 1 and watched.ledger.unknown_steps == 4
+    assert watched.report.epsilon >= uses(4)
+
+
+def test_a_training_that_was_interrupted_leaves_nothing_announced_for_later_steps():
+    model, watched = compiled(expected_batch_size=2.0), budget(N)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(draws(3), callbacks=[watched, Also(on_train_batch_begin=stop)], verbose=0)
+    assert watched.report.epsilon == 0
+    everyone(model, 1)
+    assert watched.ledger.unknown_steps == 1
+
+
+def test_a_fit_inside_of_a_watched_fit_needs_a_callback_of_its_own():
+    model, watched, other = compiled(), budget(N, target_epsilon=uses(2)), compiled()
+    with pytest.raises(PrivacyError, match="fit that is still running"):
+        fit(model, watched, Also(on_epoch_end=lambda: fit(other, watched)), epochs=2)
+    apart = budget(N, target_epsilon=uses(2))
+    model = compiled()
+    log = fit(model, apart, Also(on_epoch_end=lambda: fit(compiled(), budget(N))), epochs=5)
+    assert len(log.history["epsilon"]) == 2 and log.history["epsilon"][-1] <= uses(2)
+
+
+def test_copies_share_what_ran_before_and_add_what_each_runs(tmp_path):
+    """K-fold, or one template for three hospitals."""
+    model = compiled()
+    fit(model, budget(N))
+    model.save(tmp_path / "template.keras")
+    watched = budget(N)
+    for _ in range(3):
+        fit(keras.models.load_model(tmp_path / "template.keras"), watched)
+    assert watched.ledger.steps == 10 + 3 * 10
+    assert watched.report.epsilon == pytest.approx(uses(1 + 3))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "copy"])
+def test_a_copied_optimizer_knows_what_ran_and_is_another_from_then_on(way):
+    model = compiled()
+    fit(model, budget(N))
+    how = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}[way]
+    copied = c.classifier()
+    copied.compile(how(model.optimizer), loss=model.loss)
+    assert copied.optimizer.ledger == model.optimizer.ledger
+    watched = budget(N)
+    fit(model, watched), fit(copied, watched)
+    assert watched.report.epsilon == pytest.approx(uses(3)) and watched.ledger.steps == 30
+
+
+def test_a_state_that_is_loaded_in_mid_run_is_said_and_takes_nothing_back():
+    model, watched = compiled(), budget(N)
+    fit(model, watched)
+    early = np.asarray(model.optimizer._dp_ledger)
+    fit(model, watched)
+    model.optimizer._dp_ledger.assign(early)
+    assert watched.report.epsilon == pytest.approx(uses(2))
+    with pytest.warns(UserWarning, match="knows of 10 steps less"):
+        fit(model, watched)
+    assert watched.report.epsilon == pytest.approx(uses(3)) and "stay counted" in str(watched.report)
+
+
+def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step(tmp_path):
+    restarts, path = _counts.ROWS // 2 + 3, str(tmp_path / "state")
+    for restart in range(restarts):
+        model, watched = compiled(), budget(40)
+        checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
+        if restart:
+            checkpoint.read(path).expect_partial()
+        model.fit(X[:40], Y[:40], batch_size=40, callbacks=[watched], verbose=0)
+        checkpoint.write(path)
+    assert watched.ledger.steps == model.optimizer.num_dp_steps == restarts
+    assert watched.report.epsilon == pytest.approx(uses(restarts))
+    assert (np.asarray(model.optimizer._dp_ledger)[:, _counts.STEPS] > 0).sum() < _counts.ROWS // 2 + 2
+
+
+# -- weights that come from elsewhere ----------------------------------------------------------------------------
+
+
+def test_weights_that_something_else_changed_are_said():
+    model, watched = compiled(), budget(N)
+    fit(model, watched)
+    model.set_weights(c.weights(3))
+    with pytest.warns(UserWarning, match="not those that the optimizer's last step left"):
+        fit(model, watched)
+    assert "something else changed them" in str(watched.report)
+
+
+def test_weights_that_another_optimizer_left_are_said(tmp_path):
+    """Keras 2's h5 brings weights without their ledger."""
+    model = compiled()
+    fit(model, budget(N))
+    model.save_weights(tmp_path / "some.weights.h5")
+    other, watched = c.classifier(seed=2), budget(N)
+    other.load_weights(tmp_path / "some.weights.h5")
+    other.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
+    with pytest.warns(UserWarning, match="those that 10 steps of another private optimizer left"):
+        fit(other, watched)
+    known = budget(N, ledger=model.optimizer.ledger)
+    fit(other, known)
+    assert known.report.epsilon == pytest.approx(uses(3))
+
+
+def test_a_file_without_a_ledger_is_said(tmp_path):
+    plain = c.compiled(keras.optimizers.SGD(0.1, momentum=0.9))
+    plain.fit(X, Y, verbose=0)
+    plain.save(tmp_path / "plain.keras")
+    with __import__("zipfile").ZipFile(tmp_path / "plain.keras") as archive:
+        archive.extract("model.weights.h5", tmp_path)
+    model = compiled(momentum=0.9)
+    model.optimizer.build(model.trainable_variables)
+    before = copy.deepcopy(model.optimizer.ledger)
+    if KERAS3:
+        with pytest.warns(UserWarning, match="no ledger of a DP optimizer"):
+            model.load_weights(tmp_path / "model.weights.h5")
+    assert model.optimizer.ledger == before
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_on_a_data_set_of_another_name_are_not_in_this_ones_epsilon():
+    model, first, second = compiled(), budget(N, dataset_name="north"), budget(N, dataset_name="south")
+    fit(model, first, epochs=3)
+    fit(model, second)
+    assert second.report.epsilon == pytest.approx(uses(1)) and first.report.epsilon == pytest.approx(uses(3))
+    all_of_it = budget(N, ledger=model.optimizer.ledger)
+    assert all_of_it.report.epsilon == pytest.approx(uses(4))
+    with pytest.raises(ValueError, match="other data sets than dataset_name='east'"):
+        budget(N, dataset_name="east", ledger=first.ledger)
+    everyone(model, 2)  # on which data is not known: they count for both
+    assert second.report.epsilon == pytest.approx(uses(3)) and first.report.epsilon == pytest.approx(uses(5))
+
+
+def slices(batch, drop=False):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch, drop_remainder=drop)
+
+
+@pytest.mark.parametrize(
+    ("data", "said", "message"),
+    [
+        (lambda: slices(100, drop=True), {"sampling": "shuffle", "batch_size": 10}, "batches of the data set hold 100"),
+        (lambda: slices(20, drop=True), {"sampling": "poisson", "batch_size": 20}, "hold 20 examples"),
+        (
+            lambda: slices(20), {"sampling": "poisson", "batch_size": 20, "num_examples": 60_000},
+            "ends after 10 batches, 200 examples",
+        ),
+        (
+            lambda: slices(20), {"sampling": "fixed_size", "batch_size": 20, "num_examples": 60_000},
+            "ends after 10 batches",
+        ),
+        (lambda: draws().cache(), {"sampling": "poisson", "batch_size": 2}, r"cache\(\) stands behind Poisson"),
+        (lambda: draws().cache().prefetch(1), {}, r"cache\(\) stands behind Poisson"),
+    ],
+)  # fmt: skip
+def test_data_that_contradict_what_is_said_of_them_are_refused(data, said, message):
+    model = compiled(expected_batch_size=2.0)
+    before = model.get_weights()
+    with pytest.raises(PrivacyError, match=message) as raised:
+        model.fit(data(), callbacks=[budget(**{"num_examples": N, **said})], verbose=0)
+    if "cache" in message:
+        assert "sampling=" not in str(raised.value)
+    np.testing.assert_array_equal(before[0], model.get_weights()[0])
+
+
+def test_an_expected_batch_size_far_from_the_batches_is_said():
+    model, watched = compiled(expected_batch_size=200.0), budget(N)
+    with pytest.warns(UserWarning, match=r"expected_batch_size=200, but batches hold 20 .* 0.1 times"):
+        fit(model, watched)
+    assert "expected_batch_size=200" in str(watched.report)
+
+
+def test_a_seed_and_the_generator_are_in_the_statement():
+    model, watched = compiled(seed=7), budget(N)
+    fit(model, watched)
+    assert "seed=7: who knows it can take the noise off" in str(watched.report)
+    assert model.optimizer._dp.source.generator in str(watched.report)

@@ -1,0 +1,197 @@
+"""What a DP optimizer writes down of its steps, in a table that is saved with it, and how such tables become a ledger.
+
+A row says: the optimizer object ``origin`` took its first ``steps`` steps at this noise, their batches drawn this way
+from this data set. Each object in each process has an origin of its own, so a copy, a loaded model or a restarted
+process never continues a row of another: rows of one origin are the same steps (the longer one holds the other), rows
+of two origins are different steps (they add up). So tables that met on different ways can always be united.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl._process import renew_after_fork
+from tfdpfl.accounting import PrivacyLedger
+
+ROWS = 64
+COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "multiplier", "steps", "passes")
+ORIGIN, DATA, SAMPLING, NUM_EXAMPLES, BATCH_SIZE, MULTIPLIER, STEPS, PASSES = range(len(COLUMNS))
+KEY = slice(0, STEPS)  # what tells rows apart
+
+# How batches were drawn, and for which neighbours that is priced; by the number that stands in the table. Of 0 nothing
+# is known: every example is taken to be in every batch, and the batch's size to be public.
+SAMPLINGS = (
+    ("none", "zero_out"),
+    ("poisson", "add_or_remove_one"),
+    ("shuffle", "zero_out"),
+    ("fixed_size", "replace_one"),
+    ("none", "add_or_remove_one"),
+    ("none", "zero_out"),
+)
+UNKNOWN = 0
+SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
+_EXACT = 1 << 52  # float64 holds every whole number up to it
+
+
+def new_origin() -> float:
+    return float(1 + secrets.randbelow(_EXACT - 1))
+
+
+def number_of(name: str | None) -> float:
+    """A data set's name as it stands in the table; 0 for none."""
+    if name is None:
+        return 0.0
+    return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (_EXACT - 1))
+
+
+class Counter:
+    """Counts the steps of one optimizer object in one process, and knows how their batches are drawn.
+
+    It is in no file: nothing that is loaded takes back what it counted. (No tf.Module, which would be saved.)
+    """
+
+    def __init__(self):
+        with tf.init_scope():
+            make = lambda value: tf.Variable(value, trainable=False)  # noqa: E731
+            self.origin = make(np.float64(new_origin()))
+            self.table = make(np.zeros([ROWS, len(COLUMNS)]))
+            # Data set, sampling, examples, batch size; passes begun; for how many more steps that is known.
+            self.batches = make(np.zeros(6))
+            self.nonfinite = make(np.int64(0))
+        self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
+        renew_after_fork(self)
+
+    def _renew(self) -> None:
+        self.origin.assign(new_origin())
+
+    def announce(self, data: tuple[float, int, int, int], passes: int, steps: int) -> None:
+        """Says how the next ``steps`` steps get their batches: (data set's number, sampling's, examples, batch size).
+        Of steps after these nothing is known."""
+        self.batches.assign([*data, passes, steps])
+
+    def passes(self, data: tuple[float, int, int, int]) -> int:
+        """How many passes over the data the steps counted here have begun, with batches drawn this way."""
+        rows = self.table.numpy()
+        mine = (rows[:, DATA:MULTIPLIER] == data).all(1) & (rows[:, STEPS] > 0) & (rows[:, ORIGIN] == self.origin)
+        return int(rows[mine, PASSES].max(initial=0))
+
+    @property
+    def steps(self) -> int:
+        """How many steps this object took in this process."""
+        return int(self.table.numpy()[:, STEPS].sum())
+
+    def taken_back(self, saved: tf.Variable) -> int:
+        """How many of this object's steps the saved table does not know of: it was loaded since."""
+        rows = np.asarray(saved)
+        return max(self.steps - int(rows[rows[:, ORIGIN] == self.origin.numpy(), STEPS].sum()), 0)
+
+    def count(self, multiplier: tf.Tensor, saved: tf.Variable) -> None:
+        """Counts a step that is traced, here and in the table that is saved."""
+        batches = tf.convert_to_tensor(self.batches)
+        known = tf.where(batches[-1] > 0, batches[:-1], tf.zeros_like(batches[:-1]))
+        self.batches.assign(tf.concat([batches[:-1], tf.maximum(batches[-1:] - 1, 0)], 0))
+        key = tf.concat([[self.origin], known[:-1], [multiplier]], 0)
+        tables = tf.stack([tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)])
+        used = tables[:, :, STEPS] > 0
+        same = tf.reduce_all(tf.equal(tables[:, :, KEY], key), 2) & used
+        # The row of this key; else the first that is free; else the first of all.
+        place = tf.argmax(tf.where(same, 2, tf.where(used, 0, 1)), 1)
+        here = tf.one_hot(place, ROWS, True, False)
+        old = tf.gather(tables, place, batch_dims=1)
+        full = tf.reduce_all(used, 1) & ~tf.reduce_any(same, 1)
+        steps = old[:, STEPS] + 1
+        # A table that was loaded may know of fewer steps of this object than it took.
+        steps = tf.maximum(steps, tf.where(full[0], tf.zeros_like(steps), steps[0]))
+        passes = tf.maximum(old[:, PASSES], known[-1])
+        row = tf.concat([tf.stack([key, key]), tf.stack([steps, passes], 1)], 1)
+        # Where there is no row left, the first holds what would need more: at the least noise, of unknown batches.
+        least = tf.minimum(old[:, MULTIPLIER], multiplier)
+        zero = tf.zeros_like(least)
+        shared = tf.stack([zero + self.origin, zero + SHARED, zero, zero, zero, least, old[:, STEPS] + 1, zero], 1)
+        row = tf.where(full[:, None], shared, row)
+        tables = tf.where(here[:, :, None], row[:, None], tables)
+        self.table.assign(tables[0])
+        saved.assign(tables[1])
+
+    def rows(self, saved: tf.Variable) -> np.ndarray:
+        """All that is known to have run: counted here, or in a table that was loaded."""
+        self.met = united(self.met, np.asarray(saved), self.table.numpy())
+        return self.met
+
+    def settle(self, saved: tf.Variable) -> None:
+        """Writes all that is known to have run into the table that is saved, in fewer rows where it is half full."""
+        rows = self.rows(saved)
+        if len(rows) > ROWS // 2:
+            rows = self.met = folded(rows, float(self.origin))
+        if len(rows) > ROWS:
+            return  # more kinds of steps than a table has room for: it goes on as it is
+        table = np.zeros([ROWS, len(COLUMNS)])
+        table[: len(rows)] = rows
+        if not np.array_equal(table, np.asarray(saved)):
+            saved.assign(table)
+
+
+def united(*tables: np.ndarray) -> np.ndarray:
+    """The rows of all tables: of the same key the one with the most steps. None is lost, none counts twice."""
+    found: dict[bytes, np.ndarray] = {}
+    for row in np.concatenate(tables):
+        if row[STEPS] > 0:
+            key = row[KEY].tobytes()
+            found[key] = np.maximum(found[key], row) if key in found else row
+    return np.array(list(found.values())).reshape(-1, len(COLUMNS))
+
+
+def folded(rows: np.ndarray, origin: float) -> np.ndarray:
+    """The rows with those of other origins added up where all else is the same. They have an origin of their own then,
+    so that with the rows that went into it they count twice: more than what ran, never less."""
+    sums: dict[bytes, np.ndarray] = {}
+    for row in rows[rows[:, ORIGIN] != origin]:
+        key = row[DATA:STEPS].tobytes()
+        if key in sums:
+            sums[key][[STEPS, PASSES]] += row[[STEPS, PASSES]]
+            sums[key][ORIGIN] = new_origin()
+        else:
+            sums[key] = row.copy()
+    return np.array([*rows[rows[:, ORIGIN] == origin], *sums.values()]).reshape(-1, len(COLUMNS))
+
+
+def ledger_of(rows: np.ndarray) -> PrivacyLedger:
+    """A table's rows as a `PrivacyLedger`."""
+    ledger = PrivacyLedger()
+    shuffled: dict[bytes, np.ndarray] = {}
+    for row in rows:
+        sampling, adjacency = SAMPLINGS[int(row[SAMPLING])]
+        if sampling != "shuffle":
+            _count(ledger, row, sampling, adjacency)
+        # A pass may have steps of more and of less noise; an example is in one of them.
+        elif (key := row[:MULTIPLIER].tobytes()) in shuffled:
+            other = shuffled[key]
+            least, most = min(row[MULTIPLIER], other[MULTIPLIER]), max(row[PASSES], other[PASSES])
+            shuffled[key] = np.array([*row[:MULTIPLIER], least, row[STEPS] + other[STEPS], most])
+        else:
+            shuffled[key] = row
+    for row in shuffled.values():
+        _count(ledger, row, "shuffle", "zero_out")
+    return ledger
+
+
+def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str) -> None:
+    origin, steps, data = f"{int(row[ORIGIN]):x}", int(row[STEPS]), float(row[DATA])
+    dataset = f"{int(data):x}" if data > 0 else None
+    if int(row[SAMPLING]) == UNKNOWN:
+        # Rows that were shared may be of the same multiplier as steps of their origin, and are not the same steps.
+        origin += "+" if data == SHARED else ""
+        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset)
+        return
+    n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
+    epochs = None
+    if sampling == "shuffle":
+        epochs = max(int(row[PASSES]), -(-steps // -(-n // batch)))
+    ledger.count(
+        origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
+        adjacency=adjacency, dataset=dataset,
+    )  # fmt: skip
