@@ -63,6 +63,7 @@ class Counter:
             self.batches = make(np.zeros(6))
             self.nonfinite = make(np.int64(0))
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
+        self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
         renew_after_fork(self)
 
     def _renew(self) -> None:
@@ -71,7 +72,10 @@ class Counter:
     def announce(self, data: tuple[float, int, int, int], passes: int, steps: int) -> None:
         """Says how the next ``steps`` steps get their batches: (data set's number, sampling's, examples, batch size).
         Of steps after these nothing is known."""
-        self.batches.assign([*data, passes, steps])
+        said = (*data, passes, steps)
+        if said != self._announced[0]:  # for most batches it is the same: to make a tensor costs more than to assign it
+            self._announced = (said, tf.constant(said, tf.float64))
+        self.batches.assign(self._announced[1], read_value=False)
 
     def passes(self, data: tuple[float, int, int, int]) -> int:
         """How many passes over the data the steps counted here have begun, with batches drawn this way."""
