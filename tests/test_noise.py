@@ -283,10 +283,10 @@ def normals_of(generator, high, fine, angle):
     angle."""
     if generator == noise.PHILOX:
         low = (fine >> np.uint64(32)).astype(np.uint32)
-        return noise._box_muller(*map(tf.constant, (high, low, angle)), tf.constant(1.0)).numpy()
+        return noise._normals_in_graph(*map(tf.constant, (high, low, angle)), tf.constant(1.0)).numpy()
     out, scratch = np.empty(2 * high.size, np.float32), np.empty((2, high.size), np.float32)
     near = high + np.uint32(1 << 20) < 2 << 20
-    noise.box_muller(np.concatenate([high, angle]), lambda count: fine[near], np.float32(1), out, scratch)
+    noise._normals_in_numpy(np.concatenate([high, angle]), lambda count: fine[near], np.float32(1), out, scratch)
     return out
 
 
