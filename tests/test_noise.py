@@ -326,6 +326,14 @@ def test_words_of_zeros_and_ones_give_finite_noise_and_the_support_is_wide(gener
     assert 0 < radius.min() < 1e-4
 
 
+def test_philox_gives_the_two_words_of_a_radius_and_the_angle_apart():
+    with mock.patch.object(noise, "_normals_in_graph", lambda *words: tf.concat(words[:3], 0)):
+        drawn = noise._pairs.python_function(
+            tf.constant(1000, tf.int64), 1.0, tf.ones([1], tf.uint64), tf.zeros([2], tf.uint64)
+        )
+    assert drawn.shape == [3000] and np.unique(drawn).size > 2990
+
+
 @both_generators
 @pytest.mark.parametrize("sigmas", [3, 4, 5, 6, 7, 8])
 def test_the_tails_are_normal(generator, sigmas):
