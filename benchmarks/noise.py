@@ -1,0 +1,108 @@
+"""What a normal costs: each generator of tfdpfl.noise beside TensorFlow's, numpy's, and Philox's words alone.
+
+    python benchmarks/noise.py [--sizes 1e4 1e6 3e6 2e7] [--rounds 15]
+
+CPU time is that of the whole process (median over rounds that alternate between the competitors), wall time the least
+of the rounds. The table takes the place of the same stack's in benchmarks/results/noise.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import cryptography
+import numpy as np
+import tensorflow as tf
+from tqdm import tqdm
+
+from tfdpfl import noise
+
+RESULTS = Path(__file__).parent / "results" / "noise.md"
+BASELINE = "tf.random.stateless_normal"
+COMMAND = "python benchmarks/noise.py"
+
+
+def competitors(n: int) -> dict[str, Callable[[], object]]:
+    """By name, what makes n numbers; those of TensorFlow traced and compiled."""
+    rng, seed = np.random.Generator(np.random.SFC64()), tf.constant([1, 2])
+    source, on_host = noise.Source(), noise._on_host
+    counter, key = tf.zeros([2], tf.uint64), tf.ones([1], tf.uint64)
+
+    def words():
+        return tf.raw_ops.StatelessRandomUniformFullIntV2(shape=[n], key=key, counter=counter, alg=1, dtype=tf.uint32)
+
+    def normal():
+        return tf.random.stateless_normal([n], seed)
+
+    def ours():
+        return source.gaussian([[n]], 1.0)[0]
+
+    made = {
+        BASELINE: tf.function(normal),
+        "Philox words alone": tf.function(words),
+        "numpy SFC64": lambda: rng.standard_normal(n, np.float32),
+        "tfdpfl AES": tf.function(ours),
+    }
+    made["tfdpfl AES"]()
+    assert source.generator == noise.AES
+    try:
+        noise._on_host = lambda: False
+        for name, jit in (("tfdpfl Philox", False), ("tfdpfl Philox, XLA", True)):
+            made[name] = tf.function(lambda: ours(), jit_compile=jit)
+            made[name]()
+    finally:
+        noise._on_host = on_host
+    return made
+
+
+def measure(n: int, rounds: int) -> list[list[str]]:
+    made = competitors(n)
+    calls = max(1, min(200, 1_000_000 // n))
+    cpu: dict[str, list[float]] = {name: [] for name in made}
+    wall: dict[str, list[float]] = {name: [] for name in made}
+    for turn in range(rounds + 1):
+        for name, make in made.items():
+            began = time.process_time(), time.perf_counter()
+            for _ in range(calls):
+                make()
+            if turn:  # the first warms up
+                cpu[name].append((time.process_time() - began[0]) / calls)
+                wall[name].append((time.perf_counter() - began[1]) / calls)
+    base = statistics.median(cpu[BASELINE])
+    rows = []
+    for name in made:
+        middle, least = statistics.median(cpu[name]), min(wall[name])
+        cells = [middle * 1e6, middle / n * 1e9, middle / base, least * 1e6, least / n * 1e9]
+        rows.append([f"{n:,}", name, *(f"{x:.{digits}f}" for x, digits in zip(cells, (0, 2, 2, 0, 2), strict=True))])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 3e6, 2e7])
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    rows = [row for n in tqdm(args.sizes) for row in measure(int(n), args.rounds)]
+    stack = f"TensorFlow {tf.__version__}, numpy {np.__version__}"
+    head = ["numbers", "generator", "CPU µs", "CPU ns a number", "× stateless_normal", "wall µs", "wall ns a number"]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    section = f"## {stack}\n\n{os.cpu_count()} cores; cryptography {cryptography.__version__}\n\n{table}\n"
+    print(section)
+    sections = {}
+    if RESULTS.exists():
+        for part in RESULTS.read_text().split("## ")[1:]:
+            sections[part.split("\n")[0]] = f"## {part.strip()}\n"
+    sections[stack] = section
+    note = f"Made by `{COMMAND}` in each stack's environment; see its docstring for what the columns are.\n"
+    RESULTS.write_text("\n".join(["# What a normal costs\n", note, *(sections[name] for name in sorted(sections))]))
+
+
+if __name__ == "__main__":
+    main()
