@@ -40,6 +40,24 @@ def test_text_carries_delta_adjacency_sampling_and_accountant():
         assert part in text
 
 
+def test_text_says_what_a_large_delta_and_shuffled_batches_change():
+    text = ok("epsilon", *RUN, *RDP, "--num-steps", "3", "--delta", "1e-3")
+    assert "Note: delta = 0.001 is not below 1 / num_examples" in text
+    shuffled = compute_epsilon(
+        **{**KEYWORDS, "delta": 1e-3}, noise_multiplier=2.0, num_steps=3, sampling="shuffle", accountant="rdp"
+    )
+    assert f"Note: fit shuffles its batches, at epsilon {shuffled:.3f}"[:45] in text and "poisson_batches" in text
+    assert "Note" not in ok("epsilon", *RUN, *RDP, "--num-steps", "3", "--sampling", "shuffle")
+
+
+def test_a_users_examples_are_an_option():
+    args = ("epsilon", *RUN, "--num-steps", "300", "--sampling", "shuffle", "--max-examples-per-user", "3")
+    printed = json.loads(ok(*args, "--json"))
+    how = dict(noise_multiplier=2.0, num_steps=300, sampling="shuffle", max_examples_per_user=3)
+    assert printed["epsilon"] == compute_epsilon(**KEYWORDS, **how) and printed["max_examples_per_user"] == 3
+    assert "for a user of at most 3 examples" in ok(*args)
+
+
 @pytest.mark.slow
 def test_noise_is_the_functions():
     args = ("noise", *DATA, *RDP, "--num-epochs", "2", "--target-epsilon", "1")
@@ -78,7 +96,11 @@ def test_an_infinite_epsilon_is_strict_json():
         ),
         (["epsilon", *RUN], "exactly one of num_epochs and num_steps"),
         (["epsilon", *RUN, "--num-steps", "1", "--batch-size", "7000"], "batch_size must be at most"),
-        (["epsilon", *RUN, "--num-steps", "1", "--adjacency", "replace_one"], "no price for adjacency"),
+        (
+            ["epsilon", *RUN, "--num-steps", "1", "--sampling", "shuffle", "--adjacency", "add_or_remove_one"],
+            "no price for adjacency",
+        ),
+        (["epsilon", *RUN, "--num-steps", "1", "--max-examples-per-user", "0"], "max_examples_per_user must be"),
         (["noise", *DATA, "--num-steps", "1", "--target-epsilon", "0"], "target_epsilon must be"),
         (["steps", *RUN, *RDP, "--target-epsilon", "0.001"], "passed by a single use"),
         (["statement", *DATA, "--num-steps", "1", "--noise-multiplier", "-1"], "noise_multiplier must be"),

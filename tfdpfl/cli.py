@@ -4,6 +4,7 @@ Only `demo` needs TensorFlow. Everything but click is imported by the command th
 comes at once.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,13 @@ _HOW = (
         "--adjacency",
         type=click.Choice(ADJACENCIES, case_sensitive=False),
         help="Which data sets are neighbours; the sampling's own if left out.",
+    ),
+    click.option(
+        "--max-examples-per-user",
+        type=int,
+        default=1,
+        show_default=True,
+        help="How many examples neighbours may differ in: a user's.",
     ),
     click.option(
         "--accountant",
@@ -154,7 +162,27 @@ def _print(report: Any, as_json: bool, headline: Callable[[Any], str]) -> None:
             f"(epsilon {_up(report.epsilon)}, delta {report.delta:g}, adjacency {report.adjacency}, "
             f"sampling {report.sampling}, accountant {report.accountant}, "
             f"noise multiplier {report.noise_multiplier:g}, {report.steps} steps, "
-            f"batch {report.batch_size} of {report.num_examples})"
+            f"batch {report.batch_size} of {report.num_examples}{_of_a_user(report)})"
+        )
+        for caveat in _caveats(report):
+            click.echo(caveat)
+
+
+def _of_a_user(report: Any) -> str:
+    k = report.max_examples_per_user
+    return "" if k == 1 else f", for a user of at most {k} examples"
+
+
+def _caveats(report: Any) -> Iterator[str]:
+    from tfdpfl.accounting.pricing import large
+
+    too_large = large(report.delta, report.num_examples)
+    if too_large:
+        yield f"Note: {too_large}"
+    if report.shuffled_epsilon is not None:
+        yield (
+            f"Note: fit shuffles its batches, at epsilon {_up(report.shuffled_epsilon)}; "
+            "the figure above is for tfdpfl.data.poisson_batches."
         )
 
 
@@ -168,6 +196,8 @@ def _up(number: float) -> str:
 def _clean_errors() -> Iterator[None]:
     """A refused argument names its mend; a traceback would say no more."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the report says it
+            yield
     except ValueError as error:
         raise BadArgument(str(error)) from error

@@ -29,6 +29,7 @@ def compute_epsilon(
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
+    max_examples_per_user: int = 1,
 ) -> float:
     """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
     never NaN.
@@ -50,6 +51,7 @@ def compute_epsilon(
             given; `privacy_report` names the accountant that was used.
         adjacency: Which data sets are neighbours; None takes the sampling's own: `"add_or_remove_one"` for
             poisson and none, `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
+        max_examples_per_user: How many examples neighbours may differ in: the ε of a user who has no more.
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -64,6 +66,7 @@ def compute_epsilon(
         sampling=sampling,
         num_microbatches=num_microbatches,
         adjacency=adjacency,
+        max_examples_per_user=max_examples_per_user,
     )
     return _pricer(delta, accountant, run)(run)
 
@@ -80,6 +83,7 @@ def compute_noise_multiplier(
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
+    max_examples_per_user: int = 1,
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most `target_epsilon`, to 0.1 %; never 0, never
     over the target.
@@ -102,6 +106,7 @@ def compute_noise_multiplier(
         sampling=sampling,
         num_microbatches=num_microbatches,
         adjacency=adjacency,
+        max_examples_per_user=max_examples_per_user,
     )
     if run.participations == 0:
         raise ValueError(
@@ -144,6 +149,7 @@ def compute_num_steps(
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
+    max_examples_per_user: int = 1,
 ) -> int:
     """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many as
     whole epochs hold.
@@ -165,6 +171,7 @@ def compute_num_steps(
         sampling=sampling,
         num_microbatches=num_microbatches,
         adjacency=adjacency,
+        max_examples_per_user=max_examples_per_user,
     )
     unit = run.steps_per_participation
     with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * unit)  # noqa: E731

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdpfl.accounting import _checks
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 ACCOUNTANTS = ("pld", "rdp")
+Leaves = Sequence[tuple["DpEvent", int]]
 
 # dp-accounting's own orders are doubled from 64 to 1024; with these, large σ and small ε are not overpriced.
 # Every order is a valid bound, so more of them only lower ε.
@@ -26,11 +28,19 @@ _SMALLEST_PLD_DELTA = 1e-12
 _ROUNDING_OF_A_STEP = 2.0**-52
 # Of 10^7 sampled steps PLD's price takes half a minute and is 0.3 % below RDP's.
 _MOST_SAMPLED_STEPS = 3_000_000
-# As many are unrolled for PLD; of more, RDP's price is taken.
+# Of more, RDP's price is taken.
 _MOST_RANDOMIZED_RESPONSES = 1000
 # What rounding may take off a sampled step's Rényi divergence, times (order - 1) / order. As measured where the
 # divergence itself is far below that: 1.5 of 2^-52 at whole orders, 13 at others (dp-accounting 0.4); this is 64.
 _ROUNDING_OF_A_DIVERGENCE = 2.0**-46
+# Where the noise of our generators ends, in standard deviations: a radius is made from a word of 64 bits, and
+# sqrt(2 log 2^64) is 9.42. Noise that lies further out for one data set than it can for the other gives it away.
+SUPPORT = 9.4
+# A point of the grid takes dp-accounting as long for a mixture of Gaussians as 25 do for a sampled one: 8000 points at
+# most, 2 seconds.
+_MIXTURE_POINT = 25
+# One example is in as many nodes of a tree, at most.
+_NOISES_OF_A_TREE = 64
 _NUMERICAL = (ValueError, ArithmeticError, MemoryError, IndexError)
 
 
@@ -61,7 +71,10 @@ def price(
 ) -> Price:
     """Returns the smallest ε that is proven for `event` at `delta`.
 
-    ε is an upper bound, never NaN, and infinite where nothing is promised.
+    ε is an upper bound, never NaN, and infinite where nothing is promised. Noise that a computer draws ends at
+    `SUPPORT` standard deviations; what that loses is taken from δ, and where nothing of it is left, ε is infinite.
+
+    The price of the same steps in another number is cheap, since a step's privacy losses are remembered.
 
     Args:
         event: What ran. Noise multipliers in it are relative to the sensitivity under `adjacency`: a clipped
@@ -81,36 +94,99 @@ def price(
     delta = check_delta(delta)
     accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
     adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
-    rdp = _rdp_epsilon(event, delta, adjacency)
-    pld = None if accountant == "rdp" else _pld_epsilon(event, delta, adjacency, guide=rdp)
-    if pld is not None and (rdp is None or pld <= rdp):
+    leaves = tuple(_leaves(event))
+    try:
+        return _price(leaves, delta, accountant, adjacency)
+    except TypeError:  # an event that holds a list is no key of a cache
+        return _price.__wrapped__(leaves, delta, accountant, adjacency)
+
+
+@functools.lru_cache(maxsize=256)
+def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: str, adjacency: str) -> Price:
+    sizes = {leaf.size for leaf, _ in leaves if _is_group(leaf)}
+    if sizes:
+        bound = _price(tuple((_dominating(leaf), n) for leaf, n in leaves), delta, accountant, adjacency)
+        if len(sizes) == 1 and all(_is_group(leaf) for leaf, _ in leaves):
+            ones = tuple((leaf.step, n) for leaf, n in leaves)
+            bound = min(bound, _converted(ones, delta, accountant, adjacency, *sizes))
+        return bound
+    kept = delta - sum(n * _beyond_support(leaf) for leaf, n in leaves)
+    rdp = _rdp_epsilon(leaves, kept if kept > 0 else delta, adjacency)
+    pld = None
+    if accountant == "pld":
+        pld = _pld_epsilon(leaves, kept if kept > 0 else delta, adjacency, guide=rdp)
+    if pld is None and rdp is None:
+        raise PrivacyError(_no_price(leaves, adjacency))
+    if kept <= 0:
+        return Price(math.inf, accountant)
+    if rdp is None or (pld is not None and pld <= rdp):
+        assert pld is not None
         return Price(pld, "pld")
-    if rdp is None:
-        raise PrivacyError(
-            f"no accountant prices {event} for adjacency={adjacency!r}: "
-            "give the adjacency that its mechanism is stated for"
-        )
     return Price(rdp, "rdp")
 
 
-def _rdp_epsilon(event: "DpEvent", delta: float, adjacency: str) -> float | None:
-    """ε by Rényi DP; None if the event is not supported."""
+def _no_price(leaves: Leaves, adjacency: str) -> str:
+    from dp_accounting import dp_event
+
+    poisson = any(isinstance(leaf, dp_event.PoissonSampledDpEvent) for leaf, _ in leaves)
+    if adjacency == "replace_one" and poisson and not _pld_replaces():
+        return (
+            "sampling='poisson' under adjacency='replace_one' is priced by dp-accounting 0.6, and an older one is "
+            "installed: upgrade dp-accounting, or take adjacency='add_or_remove_one'"
+        )
+    events = ", ".join(sorted({str(leaf) for leaf, _ in leaves}))
+    return (
+        f"no accountant prices {events} for adjacency={adjacency!r}: "
+        "give the adjacency that its mechanism is stated for, or the other accountant"
+    )
+
+
+def _beyond_support(leaf: "DpEvent") -> float:
+    """The δ that a use of the event loses where its noise ends.
+
+    Shifted noise is where the other noise cannot be with the probability that noise passes SUPPORT minus the shift,
+    in standard deviations. A generator's normals come in pairs of one radius, whose tail is exp(-r²/2).
+    """
+    from dp_accounting import dp_event
+
+    def tail(shift: float) -> float:
+        return math.exp(-((SUPPORT - shift) ** 2) / 2) if shift < SUPPORT else 1.0
+
+    if hasattr(leaf, "sensitivities"):
+        shifts = [abs(s) / leaf.standard_deviation if leaf.standard_deviation else math.inf for s in leaf.sensitivities]
+        return sum(p * tail(s) for s, p in zip(shifts, leaf.sampling_probs, strict=True) if s)
+    if hasattr(leaf, "event"):
+        chance = getattr(leaf, "sampling_probability", 1.0)
+        return chance * sum(n * _beyond_support(inner) for inner, n in _leaves(leaf.event))
+    laplace = tuple(getattr(dp_event, name, ()) for name in ("LaplaceDpEvent", "DiscreteLaplaceDpEvent"))
+    sigma = None if isinstance(leaf, laplace) else getattr(leaf, "noise_multiplier", None)
+    if sigma is None:
+        return 0.0
+    uses = _NOISES_OF_A_TREE if "Tree" in type(leaf).__name__ else 1
+    return uses * tail(1 / sigma if sigma > 1e-300 else math.inf)
+
+
+def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str) -> float | None:
+    """ε by Rényi DP; None if an event is not supported."""
     import numpy as np
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
-    every_order = [*rdp.DEFAULT_RDP_ORDERS, *_MORE_ORDERS]
-    for orders in (every_order, [order for order in every_order if order == int(order)]):
-        make_ledger = functools.partial(rdp.RdpAccountant, orders)
-        ledger = _supporting(make_ledger, event, _relations(adjacency))
-        if ledger is None:
+    leaves = [(_dominating(leaf), n) for leaf, n in leaves]
+    every_order = (*rdp.DEFAULT_RDP_ORDERS, *_MORE_ORDERS)
+    for orders in (every_order, tuple(order for order in every_order if order == int(order))):
+        for relation in _relations(adjacency):
+            if all(rdp.RdpAccountant(orders, relation).supports(leaf) for leaf, _ in leaves):
+                break
+        else:
             return None
         try:
-            with _numerics():
-                divergences = ledger.compose(event).rdp
+            divergences = np.zeros(len(orders))
+            for leaf, n in leaves:
+                divergences = divergences + n * _cached(_divergences, leaf, orders, relation)
         except _NUMERICAL:  # the series of a fractional order failed: integer orders are finite sums
             continue
         # A sampled step's divergence may be below what a float resolves, and there may be 10^12 steps.
-        sampled = _sampled_steps(_leaves(event))
+        sampled = _sampled_steps(leaves)
         if sampled:
             by_order = np.asarray(orders) / (np.asarray(orders) - 1)
             divergences = divergences + sampled * _ROUNDING_OF_A_DIVERGENCE * by_order
@@ -123,58 +199,152 @@ def _rdp_epsilon(event: "DpEvent", delta: float, adjacency: str) -> float | None
     return math.inf
 
 
-def _pld_epsilon(event: "DpEvent", delta: float, adjacency: str, guide: float | None) -> float | None:
-    """ε by privacy loss distributions; None if the event is not supported or the numbers fail."""
+def _dominating(leaf: "DpEvent") -> "DpEvent":
+    """A sum that several examples may join, where the accountant does not know it, as one that all of them join once
+    one does: more of them move it no less."""
+    from dp_accounting import dp_event
+
+    if _is_group(leaf):
+        chance = -math.expm1(leaf.size * math.log1p(-leaf.step.sampling_probability))
+        step = dp_event.GaussianDpEvent(leaf.step.event.noise_multiplier / leaf.size)
+    elif hasattr(leaf, "sensitivities"):
+        chance = min(sum(p for s, p in zip(leaf.sensitivities, leaf.sampling_probs, strict=True) if s), 1.0)
+        step = dp_event.GaussianDpEvent(leaf.standard_deviation / max(leaf.sensitivities))
+    else:
+        return leaf
+    return dp_event.PoissonSampledDpEvent(chance, step)
+
+
+def _is_group(leaf: "DpEvent") -> bool:
+    return hasattr(leaf, "step") and hasattr(leaf, "size")
+
+
+def _converted(leaves: Leaves, delta: float, accountant: str, adjacency: str, size: int) -> Price:
+    """The ε of `size` examples from that of one: with (ε, δ) for one, size · ε holds for all of them at
+    δ (e^(size ε) - 1) / (e^ε - 1) (Vadhan 2017, "The Complexity of Differential Privacy", Lemma 2.2)."""
+    tried = math.log(delta / size)
+    while tried > -60:  # below, nothing is left of δ where noise ends; the first δ that does is the best
+        e, proven_by = _price(leaves, math.exp(tried), accountant, adjacency)
+        if e == math.inf:
+            break
+        grown = math.log(size) if e == 0 else (size - 1) * e + math.log(math.expm1(-size * e) / math.expm1(-e))
+        if tried + grown <= math.log(delta):
+            return Price(size * e, proven_by)
+        tried -= max(0.1, (tried + grown - math.log(delta)) / 8)
+    return Price(math.inf, accountant)
+
+
+@functools.lru_cache(maxsize=64)
+def _divergences(leaf: "DpEvent", orders: tuple[float, ...], relation: Any) -> Any:
+    """The Rényi divergences of one use of an event."""
+    from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+    with _numerics():
+        return rdp.RdpAccountant(orders, relation).compose(leaf).rdp
+
+
+def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | None) -> float | None:
+    """ε by privacy loss distributions; None if an event is not supported or the numbers fail."""
     from dp_accounting import dp_event, pld
 
-    leaves = list(_leaves(event))
     if not leaves or guide == 0:
         return 0.0
-    relations = _relations(adjacency)
-    if adjacency == "replace_one":
-        # Under REPLACE_ONE, PLD doubles a Gaussian's sensitivity in 0.6 and does not in 0.4. Our σ has it
-        # already, and a plain Gaussian is the same pair of distributions whatever the adjacency; mixtures of
-        # the two readings go to RDP.
-        gaussian = [isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves]
-        if all(gaussian):
-            relations = _relations("add_or_remove_one")
-        elif any(gaussian) or any(hasattr(leaf, "event") for leaf, _ in leaves):
-            return None
-    unrolled = _unrolled(event, leaves)
-    if unrolled is None:
+    if any(isinstance(leaf, dp_event.NonPrivateDpEvent) for leaf, _ in leaves):
+        return math.inf
+    gaussians = [(leaf, n) for leaf, n in leaves if isinstance(leaf, dp_event.GaussianDpEvent)]
+    if any(leaf.noise_multiplier == 0 for leaf, _ in gaussians):
+        return math.inf
+    others = [(leaf, n) for leaf, n in leaves if not isinstance(leaf, dp_event.GaussianDpEvent)]
+    response = getattr(dp_event, "RandomizedResponseDpEvent", ())
+    if sum(n for leaf, n in others if isinstance(leaf, response)) > _MOST_RANDOMIZED_RESPONSES:
         return None
-    event = unrolled
-    sampled = _sampled_steps(leaves)
-    given, delta = delta, delta - _ROUNDING_OF_A_STEP * sampled
+    # Gaussians are together one, whatever the adjacency.
+    mu = math.hypot(*(math.sqrt(n) / max(leaf.noise_multiplier, 1e-100) for leaf, n in gaussians))
+    if not others:
+        return _gaussian_epsilon(mu, delta)
+    given, delta = delta, delta - _ROUNDING_OF_A_STEP * sum(n for _, n in others)
     if given < _SMALLEST_PLD_DELTA or delta < given / 2:
         return None
-    if sampled > _MOST_SAMPLED_STEPS and guide is not None:
+    if sum(n for _, n in others) > _MOST_SAMPLED_STEPS and guide is not None:
         return None
     interval = _discretization(leaves, guide)
-    ledger = _supporting(lambda relation: pld.PLDAccountant(relation, interval), event, relations)
-    if ledger is None:
+    if gaussians:
+        others.append((dp_event.GaussianDpEvent(1 / mu), 1))
+    if adjacency == "replace_one":
+        # PLD's REPLACE_ONE doubles the sensitivity of a Gaussian, sampled or not, in 0.6; our σ has it already. In 0.4
+        # it does not, and no sampled one is known.
+        doubled = [_doubled(leaf) for leaf, _ in others]
+        if not _pld_replaces() or None in doubled:
+            return None
+        others = [(leaf, n) for leaf, (_, n) in zip(doubled, others, strict=True)]
+    relations = _relations(adjacency)
+    for relation in relations:
+        if all(pld.PLDAccountant(relation, interval).supports(leaf) for leaf, _ in others):
+            break
+    else:
         return None
     try:
         with _numerics():
-            epsilon = float(ledger.compose(event).get_epsilon(delta))
+            steps = [_cached(_losses, leaf, interval, relation).self_compose(n) for leaf, n in others]
+            epsilon = float(functools.reduce(lambda a, b: a.compose(b), steps).get_epsilon_for_delta(delta))
     except _NUMERICAL:
         return None
     return None if math.isnan(epsilon) else max(0.0, epsilon)
 
 
-def _unrolled(event: "DpEvent", leaves: list[tuple["DpEvent", int]]) -> "DpEvent | None":
-    """The event without repeated randomized responses, each of which dp-accounting 0.6's PLD prices as a single
-    one; None if they are too many."""
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """The ε of Gaussians that are together one of σ = 1/mu (Balle & Wang 2018, arXiv:1805.06530, Theorem 8)."""
+    from scipy.special import log_ndtr, ndtr
+
+    def priced(epsilon: float) -> float:  # each rounding is taken for the worst
+        a, b = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
+        exceeded = ndtr(a + 1e-15 * mu) * (1 + 1e-15)
+        return exceeded - math.exp(min(epsilon + log_ndtr(b), 0)) * max(1 - 1e-15 * (1 + epsilon), 0)
+
+    if priced(0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while priced(high) > delta:
+        low, high = high, 2 * high
+        if high > 1e18:
+            return math.inf
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (low, middle) if priced(middle) <= delta else (middle, high)
+    return high
+
+
+@functools.lru_cache(maxsize=16)  # of at most some MB each
+def _losses(leaf: "DpEvent", interval: float, relation: Any) -> Any:
+    """The privacy loss distribution of one use of an event."""
+    from dp_accounting import pld
+
+    return pld.PLDAccountant(relation, interval).compose(leaf)._pld
+
+
+def _cached(function: Any, leaf: "DpEvent", *how: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:  # an event that holds a list is no key of a cache
+        return function.__wrapped__(leaf, *how)
+    return function(leaf, *how)
+
+
+def _doubled(leaf: "DpEvent") -> "DpEvent | None":
+    """The event as PLD of dp-accounting 0.6 reads σ under REPLACE_ONE: relative to half of what an example moves."""
     from dp_accounting import dp_event
 
-    response = getattr(dp_event, "RandomizedResponseDpEvent", ())
-    responses = [(leaf, n) for leaf, n in leaves if isinstance(leaf, response)]
-    if sum(n for _, n in responses) > _MOST_RANDOMIZED_RESPONSES:
-        return None
-    if all(n == 1 for _, n in responses):
-        return event
-    others = [dp_event.SelfComposedDpEvent(leaf, n) for leaf, n in leaves if not isinstance(leaf, response)]
-    return dp_event.ComposedDpEvent([*others, *(leaf for leaf, n in responses for _ in range(n))])
+    if isinstance(leaf, dp_event.GaussianDpEvent):
+        return dp_event.GaussianDpEvent(2 * leaf.noise_multiplier)
+    if isinstance(leaf, dp_event.PoissonSampledDpEvent) and isinstance(leaf.event, dp_event.GaussianDpEvent):
+        return dp_event.PoissonSampledDpEvent(leaf.sampling_probability, _doubled(leaf.event))
+    return None if hasattr(leaf, "event") or hasattr(leaf, "noise_multiplier") else leaf
+
+
+def _pld_replaces() -> bool:
+    """Whether dp-accounting's PLD knows a sampled Gaussian under REPLACE_ONE."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    return "neighboring_relation" in inspect.signature(privacy_loss_distribution.from_gaussian_mechanism).parameters
 
 
 def _relations(adjacency: str) -> list[Any]:
@@ -187,12 +357,6 @@ def _relations(adjacency: str) -> list[Any]:
         # aggregation asks for the third relation by name.
         return [Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_SPECIAL]
     return [Relation.ADD_OR_REMOVE_ONE]
-
-
-def _supporting(make_ledger: Any, event: "DpEvent", relations: list[Any]) -> Any:
-    """The first accountant, over `relations`, that knows the event; None if there is none."""
-    ledgers = (make_ledger(relation) for relation in relations)
-    return next((ledger for ledger in ledgers if ledger.supports(event)), None)
 
 
 def _leaves(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]:
@@ -208,27 +372,46 @@ def _leaves(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]
         yield event, count
 
 
-def _sampled_steps(leaves: Iterable[tuple["DpEvent", int]]) -> int:
+def _sampled_steps(leaves: Leaves) -> int:
     return sum(n for leaf, n in leaves if hasattr(leaf, "event"))
 
 
-def _discretization(leaves: list[tuple["DpEvent", int]], guide: float | None) -> float:
+def _mixture_losses(leaf: "DpEvent") -> tuple[float, float]:
+    """The range of a mixture's losses, as far as PLD goes (a mass of e^-50), and less than their deviation."""
+    sigma, parts = leaf.standard_deviation, list(zip(leaf.sensitivities, leaf.sampling_probs, strict=True))
+    if not sigma:
+        return 0.0, 0.0
+    parts = [(s / sigma, math.log(p)) for s, p in parts if p > math.exp(-50)]
+    x = max(s + math.sqrt(2 * (50 + log_p)) for s, log_p in parts)
+    return max(log_p + s * x - s * s / 2 for s, log_p in parts), sum(math.exp(log_p) * s for s, log_p in parts)
+
+
+def _discretization(leaves: Leaves, guide: float | None) -> float:
     """The grid of privacy losses: dp-accounting's 1e-4 where that fits. Any grid gives an upper bound.
 
     Finer where ε is small, since the rounding of a tiny loss adds up over the steps; coarser where 1e-4 would
-    take over 2e5 points a step, or as many over the range of ε.
+    take over 2e5 points a step, or as many over the range of ε, or is far finer than the losses are spread. Always
+    1e-4 times a power of 2, so that a run keeps its grid as it goes on.
     """
-    widest = 0.0
+    widest, spread = 0.0, math.inf
     for leaf, count in leaves:
         sampled = hasattr(leaf, "event")
         sigma = getattr(leaf.event if sampled else leaf, "noise_multiplier", None)
-        if sigma:
+        if hasattr(leaf, "sensitivities"):
+            range_, scale = _mixture_losses(leaf)
+            widest, spread = max(widest, _MIXTURE_POINT * range_), min(spread, scale)
+        elif sigma:
             # Plain Gaussians are composed into one before they meet the grid, whose error then is no sum.
             sigma = max(sigma / (1 if sampled else math.sqrt(count)), 1e-100)  # its square must not be 0
             widest = max(widest, (0.5 / sigma**2 + 10 / sigma) * (1 if sampled else 4))
+        if sampled:
+            rate = getattr(leaf, "sampling_probability", 0.0)
+            spread = min(spread, rate * math.sqrt(math.expm1(min(1 / sigma**2, 700))) if sigma else 0.0)
     if guide is None or not math.isfinite(guide):
-        return max(1e-4, 5e-6 * widest)
-    return max(min(1e-4, 1e-3 * guide), 5e-6 * widest, 5e-6 * guide)
+        grid = max(1e-4, 5e-6 * widest)
+    else:
+        grid = max(min(1e-4, 1e-3 * guide), 5e-6 * widest, 5e-6 * guide, min(0.05 * spread, 1e-3 * guide))
+    return 1e-4 * 2.0 ** math.floor(math.log2(grid / 1e-4) + 1e-9)
 
 
 @contextlib.contextmanager

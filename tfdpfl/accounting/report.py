@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
+from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -32,6 +33,10 @@ _SAMPLING_NOTES = {
     "shuffle": "No batch may span two epochs (batch, then repeat): it could hold one example twice.",
     "fixed_size": "Every batch must be a fresh uniform draw without replacement, independent of all others.",
 }
+_USER = (
+    "No user may have more than {k} examples, which is taken for granted. Each of them is clipped by itself, and all "
+    "may be in one batch."
+)
 _ACCOUNTANT_TEXT = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi differential privacy (RDP)"}
 _GROUPED = (
     "Microbatches clip group means, so one example can move the clipped sum by twice the clip: "
@@ -64,7 +69,9 @@ class PrivacyReport:
         num_examples, batch_size, num_microbatches: None if several, or not known.
         sampling_rate: `batch_size / num_examples`.
         shuffled_epsilon: For Poisson sampling, what the same run costs if batches were only shuffled
-            (zero-out adjacency).
+            (zero-out adjacency, or replace-one where that is the run's).
+        max_examples_per_user: How many examples neighbours may differ in.
+        rows: What ran, a line for each mechanism.
         notes: What the figure takes for granted, in sentences.
     """
 
@@ -81,21 +88,24 @@ class PrivacyReport:
     num_microbatches: int | None = None
     sampling_rate: float | None = None
     shuffled_epsilon: float | None = None
+    max_examples_per_user: int = 1
+    rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def statement(self) -> str:
         """The report in English, several lines. ε is rounded up."""
         lines = ["Differential privacy statement"]
         lines.append(f"  epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g}")
-        lines.append(f"  adjacency: {self.adjacency} ({_ADJACENCY_TEXT[self.adjacency]})")
+        lines.append(f"  adjacency: {self.adjacency} ({self._neighbours()})")
         if self.sampling is not None:
             lines.append(f"  sampling: {self.sampling} ({_SAMPLING_TEXT[self.sampling]})")
         lines.append(f"  accountant: {self.accountant} ({_ACCOUNTANT_TEXT[self.accountant]})")
         lines.append(f"  mechanism: {self._mechanism()}")
+        lines += [f"    {row}" for row in self.rows if len(self.rows) > 1]
         if self.shuffled_epsilon is not None:
             lines.append(
                 f"  if the batches were only shuffled: epsilon = {rounded_up(self.shuffled_epsilon)} "
-                f"at delta = {self.delta:g} (adjacency zero_out, sampling shuffle)"
+                f"at delta = {self.delta:g} (adjacency {_shuffled_adjacency(self.adjacency)}, sampling shuffle)"
             )
         return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
 
@@ -103,8 +113,12 @@ class PrivacyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as values that strict JSON can hold: an infinite ε is the string "inf"."""
-        fields = {**dataclasses.asdict(self), "notes": list(self.notes)}
+        fields = {**dataclasses.asdict(self), "rows": list(self.rows), "notes": list(self.notes)}
         return {name: "inf" if value == math.inf else value for name, value in fields.items()}
+
+    def _neighbours(self) -> str:
+        text, k = _ADJACENCY_TEXT[self.adjacency], self.max_examples_per_user
+        return text if k == 1 else text.replace("one example", f"one user's examples, at most {k}")
 
     def _mechanism(self) -> str:
         if self.sampling is None or self.noise_multiplier is None or self.num_examples is None:
@@ -130,6 +144,7 @@ def privacy_report(
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
+    max_examples_per_user: int = 1,
 ) -> PrivacyReport:
     """Returns `compute_epsilon` of the same arguments, with all that it depends on. Raises as that does."""
     run = Run(
@@ -141,11 +156,12 @@ def privacy_report(
         sampling=sampling,
         num_microbatches=num_microbatches,
         adjacency=adjacency,
+        max_examples_per_user=max_examples_per_user,
     )
     assert run.adjacency is not None
     shuffled = None
     if run.sampling == "poisson" and run.batch_size < run.num_examples:
-        shuffled = dataclasses.replace(run, sampling="shuffle", adjacency="zero_out")
+        shuffled = dataclasses.replace(run, sampling="shuffle", adjacency=_shuffled_adjacency(run.adjacency))
     return report_of([run], run.dp_event, delta, accountant, run.adjacency, shuffled)
 
 
@@ -161,6 +177,7 @@ def privacy_statement(
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
+    max_examples_per_user: int = 1,
 ) -> str:
     """Returns what a DP-SGD run promises, in English: ε with its δ, adjacency, sampling and accountant, and
     what is assumed.
@@ -179,6 +196,7 @@ def privacy_statement(
         num_microbatches=num_microbatches,
         accountant=accountant,
         adjacency=adjacency,
+        max_examples_per_user=max_examples_per_user,
     ).statement()
 
 
@@ -189,14 +207,32 @@ def report_of(
     accountant: str,
     adjacency: str,
     shuffled: Run | None = None,
-    others=(),
-    notes=(),
+    others: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> PrivacyReport:
-    """The report of an event that `runs` make up; `shuffled` is the run to price beside it."""
+    """The report of an event that `runs` make up.
+
+    Args:
+        runs: The rows that are runs, for neighbours of the same `max_examples_per_user`.
+        event: All rows as one event.
+        delta: As those that follow, see `tfdpfl.accounting.price`.
+        shuffled: The run to price beside it.
+        others: The rows that are no runs, a text for each.
+        notes: Sentences to put before the report's own.
+
+    Raises:
+        PrivacyError: The runs are for users of different numbers of examples.
+    """
+    users = sorted({run.max_examples_per_user for run in runs}) or [1]
+    if users[1:]:
+        raise PrivacyError(
+            f"max_examples_per_user differs between the rows ({', '.join(map(str, users))}), which do not add up: "
+            "record them with the same one"
+        )
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     paid = price(event, delta, accountant, adjacency)
     only: Callable[[str], Any] = lambda name: _only({getattr(run, name) for run in runs})  # noqa: E731
-    notes = [*others, *notes]
+    notes = list(notes)
     if paid.epsilon == math.inf:
         notes.append("An infinite epsilon is no privacy at all: raise noise_multiplier.")
     if paid.accountant != accountant:
@@ -206,6 +242,8 @@ def report_of(
     notes += [_SAMPLING_NOTES[s] for s in dict.fromkeys(run.sampling for run in runs) if s in _SAMPLING_NOTES]
     if any(run.grouped for run in runs):
         notes.append(_GROUPED)
+    if users[0] > 1:
+        notes.append(_USER.format(k=users[0]))
     n = only("num_examples")
     too_large = large(delta, n)
     if too_large:
@@ -225,7 +263,9 @@ def report_of(
         sampling_rate=only("sampling_rate"),
         shuffled_epsilon=None
         if shuffled is None
-        else price(shuffled.dp_event, delta, accountant, "zero_out").epsilon,
+        else price(shuffled.dp_event, delta, accountant, str(shuffled.adjacency)).epsilon,
+        max_examples_per_user=users[0],
+        rows=(*map(_row, runs), *others),
         notes=(*notes, _COVERED, _NOT_COVERED, _SEED),
     )
 
@@ -238,6 +278,17 @@ def rounded_up(epsilon: float, digits: int = 5) -> str:
     if float(text) < epsilon:
         text = f"{epsilon + 10.0 ** (math.floor(math.log10(epsilon)) - digits + 1):.{digits}g}"
     return text
+
+
+def _row(run: Run) -> str:
+    return (
+        f"{run.sampling}, batch {run.batch_size} of {run.num_examples}, noise multiplier {run.noise_multiplier:g}, "
+        f"{run.steps} steps, {run.participations} participations"
+    )
+
+
+def _shuffled_adjacency(adjacency: str | None) -> str:
+    return "replace_one" if adjacency == "replace_one" else "zero_out"
 
 
 def _only(values: set[Any]) -> Any:

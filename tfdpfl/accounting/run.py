@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Each sampling, with the adjacencies that its argument holds for; the first is the default.
 ADJACENCIES_OF = {
-    "poisson": ("add_or_remove_one", "zero_out"),
+    "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
     "shuffle": ("zero_out", "replace_one"),
     "fixed_size": ("replace_one",),
     "none": ("add_or_remove_one", "zero_out", "replace_one"),
@@ -53,7 +53,12 @@ class Run:
             - `"add_or_remove_one"` (poisson, none): with or without one example.
             - `"zero_out"` (shuffle, poisson, none): one example's contribution is blanked, all batch sizes
               stay as they are.
-            - `"replace_one"` (fixed_size, shuffle, none): one example is any other; the sensitivity is 2C.
+            - `"replace_one"` (fixed_size, shuffle, none, and with dp-accounting 0.6 poisson): one example is any
+              other; the sensitivity is 2C.
+        max_examples_per_user: How many examples neighbours may differ in: the ε then is that of a user who has no
+            more of them. They may all be in one batch, whose noise counts as σ over their number; under Poisson
+            sampling each comes by a coin of its own (Choquette-Choo et al. 2024, arXiv:2401.10294), which
+            dp-accounting 0.6 prices closely; an older one has only looser bounds.
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -69,6 +74,7 @@ class Run:
     num_microbatches: int | None = None
     adjacency: str | None = None
     starts_mid_epoch: bool = False
+    max_examples_per_user: int = 1
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
@@ -102,6 +108,7 @@ class Run:
             )
         self._check_microbatches(put)
         self._check_adjacency(put)
+        self._check_group(put)
 
     def _check_microbatches(self, put: Callable[[str, Any], None]) -> None:
         if self.num_microbatches is None:
@@ -125,6 +132,25 @@ class Run:
                 f"take {' or '.join(map(repr, offered))}, or another sampling"
             )
 
+    def _check_group(self, put: Callable[[str, Any], None]) -> None:
+        mend = "count the examples of the user who has most, or leave it out"
+        put(
+            "max_examples_per_user",
+            _checks.whole("max_examples_per_user", self.max_examples_per_user, 1, mend),
+        )
+        if self.max_examples_per_user > self.num_examples:
+            raise ValueError(
+                f"max_examples_per_user must be at most num_examples={self.num_examples}, "
+                f"got {self.max_examples_per_user}: {mend}"
+            )
+        drawn = self.sampling == "fixed_size" or (self.sampling, self.adjacency) == ("poisson", "replace_one")
+        if self.max_examples_per_user > 1 and drawn:
+            raise PrivacyError(
+                f"sampling={self.sampling!r} under adjacency={self.adjacency!r} has no price for "
+                f"max_examples_per_user={self.max_examples_per_user}: take sampling='poisson' with "
+                "adjacency='add_or_remove_one', or sampling='shuffle'"
+            )
+
     @property
     def sampling_rate(self) -> float:
         """The (expected) batch size over the number of examples."""
@@ -137,7 +163,14 @@ class Run:
 
     @property
     def sensitivity(self) -> int:
-        """How far one example moves the clipped sum, in clips C: 2 if a clipped vector turns into another."""
+        """How far `max_examples_per_user` examples in a batch move the clipped sum, in clips C: each by 2 if a clipped
+        vector turns into another."""
+        return self._sensitivity_to_one * self.max_examples_per_user
+
+    @property
+    def _sensitivity_to_one(self) -> int:
+        if self.grouped and self.adjacency == "replace_one" and self.sampling == "poisson":
+            return 4  # both examples are compared with none, from which either moves its group's mean by 2C
         return 2 if self.grouped or self.adjacency == "replace_one" else 1
 
     @property
@@ -178,11 +211,52 @@ class Run:
             return dp_event.NonPrivateDpEvent()
         step = dp_event.GaussianDpEvent(self.noise_multiplier / self.sensitivity)
         if self.batch_size < self.num_examples:
-            if self.sampling == "poisson":
+            if self.sampling == "poisson" and self.max_examples_per_user > 1:
+                sigma = self.noise_multiplier / self._sensitivity_to_one
+                step = _sampled_group(self.sampling_rate, sigma, self.max_examples_per_user)
+            elif self.sampling == "poisson":
                 step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
             elif self.sampling == "fixed_size":
                 step = dp_event.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, step)
         return dp_event.SelfComposedDpEvent(step, self.participations)
+
+
+@functools.cache
+def _group_type() -> Any:
+    import attr
+    from dp_accounting import dp_event
+
+    @attr.s(frozen=True, auto_attribs=True)
+    class GroupDpEvent(dp_event.DpEvent):
+        """A Poisson-sampled Gaussian as seen by neighbours that differ in up to `size` examples."""
+
+        step: dp_event.DpEvent
+        size: int
+
+    return GroupDpEvent
+
+
+def group_of(step: "DpEvent", size: int) -> "DpEvent":
+    """An event as neighbours see it that differ in up to `size` examples, where dp-accounting 0.4 has none for them."""
+    return _group_type()(step, size)
+
+
+def _sampled_group(rate: float, sigma: float, size: int) -> "DpEvent":
+    """A Gaussian sum that each of `size` examples joins by a coin of its own."""
+    from dp_accounting import dp_event
+
+    mixture = getattr(dp_event, "MixtureOfGaussiansDpEvent", None)
+    if mixture is None:
+        return group_of(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), size)
+    from scipy.stats import binom
+
+    # More than `most` come with a chance that PLD itself cuts off; then all are taken to come.
+    most = int(binom.isf(1e-23, size, rate))
+    chances = {float(j): float(binom.pmf(j, size, rate)) for j in range(most + 1)}
+    if most < size:
+        chances[float(size)] = float(binom.sf(most, size, rate))
+    chances = {j: chance for j, chance in chances.items() if chance > 0}
+    return mixture(sigma, tuple(chances), tuple(chances.values()))
 
 
 def _ceil(number: float) -> int:
