@@ -423,6 +423,10 @@ def test_a_price_does_not_depend_on_those_asked_before():
         for cached in (pricing._price, pricing._losses, pricing._divergences):
             cached.cache_clear()
         assert price_(*what) == epsilon
+        rate, sigma, steps = what
+        step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+        theirs = dp_accounting.pld.PLDAccountant().compose(step, steps).get_epsilon(1e-6)
+        assert epsilon == pytest.approx(theirs, rel=2e-3)
     assert len(set(together)) == len(asked)
 
 
