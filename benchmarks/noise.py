@@ -3,7 +3,7 @@
     python benchmarks/noise.py [--sizes 1e4 1e6 3e6 2e7] [--rounds 15]
 
 CPU time is that of the whole process (median over rounds that alternate between the competitors), wall time the least
-of the rounds. The table takes the place of the same stack's in benchmarks/results/noise.md.
+of the rounds; it says little where the load, which stands above the table, is more than the cores. The table takes the place of the same stack's in benchmarks/results/noise.md.
 """
 
 from __future__ import annotations
@@ -89,11 +89,16 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 3e6, 2e7])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    load = [os.getloadavg()[0]]
     rows = [row for n in tqdm(args.sizes) for row in measure(int(n), args.rounds)]
     stack = f"TensorFlow {tf.__version__}, numpy {np.__version__}"
     head = ["numbers", "generator", "CPU µs", "CPU ns a number", "× stateless_normal", "wall µs", "wall ns a number"]
     table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-    section = f"## {stack}\n\n{os.cpu_count()} cores; cryptography {cryptography.__version__}\n\n{table}\n"
+    load.append(os.getloadavg()[0])
+    machine = (
+        f"{os.cpu_count()} cores; load {min(load):.1f} to {max(load):.1f}; cryptography {cryptography.__version__}"
+    )
+    section = f"## {stack}\n\n{machine}\n\n{table}\n"
     print(section)
     sections = {}
     if RESULTS.exists():
