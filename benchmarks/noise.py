@@ -97,7 +97,9 @@ def main() -> None:
     table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
     load.append(os.getloadavg()[0])
     command = " ".join(["python benchmarks/noise.py", *sys.argv[1:]])
-    machine = f"{os.cpu_count()} cores, load {min(load):.1f} to {max(load):.1f}; cryptography {cryptography.__version__}"
+    machine = (
+        f"{os.cpu_count()} cores, load {min(load):.1f} to {max(load):.1f}; cryptography {cryptography.__version__}"
+    )
     section = f"## {stack}\n\n`{command}`; {machine}\n\n{table}\n"
     print(section)
     sections = {}
@@ -105,7 +107,9 @@ def main() -> None:
         for part in RESULTS.read_text().split("## ")[1:]:
             sections[part.split("\n")[0]] = f"## {part.strip()}\n"
     sections[stack] = section
-    note = "Made in each stack's environment by the command above its table, whose docstring says what the columns are.\n"
+    note = (
+        "Made in each stack's environment by the command above its table, whose docstring says what the columns are.\n"
+    )
     RESULTS.write_text("\n".join(["# What a normal costs\n", note, *(sections[name] for name in sorted(sections))]))
 
 
