@@ -3,7 +3,8 @@
     python benchmarks/noise.py [--sizes 1e4 1e6 3e6 2e7] [--rounds 15]
 
 CPU time is that of the whole process (median over rounds that alternate between the competitors), wall time the least
-of the rounds. The table takes the place of the same stack's in benchmarks/results/noise.md.
+of the rounds; it says little where the load, which stands above the table, is more than the cores. The table takes the
+place of the same stack's in benchmarks/results/noise.md.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,6 @@ from tfdpfl import noise
 
 RESULTS = Path(__file__).parent / "results" / "noise.md"
 BASELINE = "tf.random.stateless_normal"
-COMMAND = "python benchmarks/noise.py"
 
 
 def competitors(n: int) -> dict[str, Callable[[], object]]:
@@ -89,18 +90,26 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 3e6, 2e7])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    load = [os.getloadavg()[0]]
     rows = [row for n in tqdm(args.sizes) for row in measure(int(n), args.rounds)]
     stack = f"TensorFlow {tf.__version__}, numpy {np.__version__}"
     head = ["numbers", "generator", "CPU µs", "CPU ns a number", "× stateless_normal", "wall µs", "wall ns a number"]
     table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-    section = f"## {stack}\n\n{os.cpu_count()} cores; cryptography {cryptography.__version__}\n\n{table}\n"
+    load.append(os.getloadavg()[0])
+    command = " ".join(["python benchmarks/noise.py", *sys.argv[1:]])
+    machine = (
+        f"{os.cpu_count()} cores, load {min(load):.1f} to {max(load):.1f}; cryptography {cryptography.__version__}"
+    )
+    section = f"## {stack}\n\n`{command}`; {machine}\n\n{table}\n"
     print(section)
     sections = {}
     if RESULTS.exists():
         for part in RESULTS.read_text().split("## ")[1:]:
             sections[part.split("\n")[0]] = f"## {part.strip()}\n"
     sections[stack] = section
-    note = f"Made by `{COMMAND}` in each stack's environment; see its docstring for what the columns are.\n"
+    note = (
+        "Made in each stack's environment by the command above its table, whose docstring says what the columns are.\n"
+    )
     RESULTS.write_text("\n".join(["# What a normal costs\n", note, *(sections[name] for name in sorted(sections))]))
 
 
