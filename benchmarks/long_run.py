@@ -79,8 +79,9 @@ def overhead(kind: str, width: int, rounds: int) -> None:
                 budget.ledger.epsilon(budget.delta, budget.accountant)
                 took[i][-1] += time.process_time() - at
     without, with_it = map(statistics.median, took)
+    share = 100 * (with_it / without - 1)
     print(f"{kind}, hidden width {width}: an epoch of 20 steps takes {without * 1e3:.1f} ms of CPU time, "
-          f"with PrivacyBudget {with_it * 1e3:.1f} ms: + {100 * (with_it / without - 1):.1f} %", flush=True)  # fmt: skip
+          f"with PrivacyBudget {with_it * 1e3:.1f} ms: + {share:.1f} %", flush=True)  # fmt: skip
 
 
 def long(kind: str, epochs: int, steps: int) -> None:
@@ -93,7 +94,8 @@ def long(kind: str, epochs: int, steps: int) -> None:
     tenth = max(epochs // 10, 2)
     for at in range(0, epochs, tenth):
         part = clock.seconds[max(at, 1) : at + tenth]
-        print(f"| {at + 1} to {at + tenth} | {clock.memory[at + tenth - 1]:.0f} | {statistics.median(part) * 1e3:.1f} |")
+        used, took = clock.memory[at + tenth - 1], statistics.median(part) * 1e3
+        print(f"| {at + 1} to {at + tenth} | {used:.0f} | {took:.1f} |")
 
 
 def main() -> None:

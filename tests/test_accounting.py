@@ -834,8 +834,15 @@ def test_rows_for_different_neighbours_do_not_add_up():
     ledger = PrivacyLedger().record(1.1, **DATA).record(1.1, sampling="shuffle", **DATA)
     assert ledger.adjacency == "zero_out"
     ledger.record(1.1, sampling="fixed_size", **DATA)
+    assert ledger.adjacency == "replace_one"  # which all three can be stated for, if not priced
+    with pytest.raises(PrivacyError, match="no accountant prices|priced by dp-accounting 0.6"):
+        ledger.epsilon(1e-5)
+    ledger.add(dp_accounting.GaussianDpEvent(1.0), adjacency="add_or_remove_one")
     with pytest.raises(PrivacyError, match="different neighbours"):
         ledger.epsilon(1e-5)
+    users = PrivacyLedger().record(3.0, 10, **DATA).record(3.0, 10, max_examples_per_user=4, **DATA)
+    with pytest.raises(PrivacyError, match="users of up to 1 and 4 examples"):
+        users.epsilon(1e-5)
     with pytest.raises(PrivacyError, match="no accountant prices"):
         fixed = dp_accounting.SampledWithoutReplacementDpEvent(100, 10, dp_accounting.GaussianDpEvent(1.0))
         PrivacyLedger().add(fixed).epsilon(1e-5)

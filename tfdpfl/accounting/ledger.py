@@ -100,6 +100,7 @@ class PrivacyLedger:
         sampling: str = "poisson",
         num_microbatches: int | None = None,
         adjacency: str | None = None,
+        max_examples_per_user: int = 1,
         new_pass: bool = False,
     ) -> "PrivacyLedger":
         """Adds DP-SGD steps that ran, in their order, and returns the ledger. Arguments are those of
@@ -124,6 +125,7 @@ class PrivacyLedger:
             sampling=sampling,
             num_microbatches=num_microbatches,
             adjacency=adjacency,
+            max_examples_per_user=max_examples_per_user,
         )
         if run.steps == 0:
             return self
@@ -273,6 +275,12 @@ class PrivacyLedger:
         from dp_accounting import dp_event
 
         adjacency = self.adjacency
+        users = sorted({getattr(row, "max_examples_per_user", 1) for row in self._rows})
+        if users[1:]:
+            raise PrivacyError(
+                f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not add up: "
+                "record them with the same max_examples_per_user"
+            )
         events = [event for row in self._rows if (event := self._event(row, adjacency)) is not None]
         if not events:
             return dp_event.NoOpDpEvent()
