@@ -278,8 +278,8 @@ class PrivacyLedger:
         users = sorted({getattr(row, "max_examples_per_user", 1) for row in self._rows})
         if users[1:]:
             raise PrivacyError(
-                f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not add up: "
-                "record them with the same max_examples_per_user"
+                f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not "
+                "add up: record them with the same max_examples_per_user"
             )
         events = [event for row in self._rows if (event := self._event(row, adjacency)) is not None]
         if not events:
