@@ -309,6 +309,16 @@ def test_a_fit_inside_of_a_watched_fit_needs_a_callback_of_its_own():
     assert len(log.history["epsilon"]) == 2 and log.history["epsilon"][-1] <= uses(2)
 
 
+def test_two_callbacks_of_one_fit_agree_or_are_refused():
+    model, first, second = compiled(), budget(N), budget(N, accountant="pld")
+    fit(model, first, second)
+    assert first.ledger == second.ledger and first.ledger.unknown_steps == 0
+    with pytest.raises(PrivacyError, match="say different things"):
+        fit(model, budget(N, dataset_name="north"), budget(N, dataset_name="south"))
+    fit(model, first, second, batch_size=50)
+    assert first.report.epsilon == pytest.approx(uses(2))
+
+
 def test_copies_share_what_ran_before_and_add_what_each_runs(tmp_path):
     """K-fold, or one template for three hospitals."""
     model = compiled()

@@ -111,6 +111,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"ledger={ledger!r} is about other data sets than dataset_name={dataset_name!r}. Give the ledger of "
                 "this one, or the name that it was made with."
             )
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizers: dict[int, Any] = {}  # kept, so that their steps count when their model is gone
         self._fit: _Fit | None = None
         self._notes: dict[str, None] = {}  # what is to be said of the trainings so far, each once
@@ -128,7 +129,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         data = self._describe(_fit_arguments(self.model))
-        self._fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call))
+        fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call))
+        for other in self._before_me():
+            if other._fit is not None and other._fit.batches != fit.batches:
+                raise PrivacyError(
+                    "Two PrivacyBudgets of one fit say different things of its data (dataset_name, sampling, "
+                    "num_examples or batch_size), and a step is counted once. Give the fit one of them."
+                )
+        self._fit = fit
+        self._models.add(self.model)
         self._optimizers[id(optimizer)] = optimizer
         self._limit: int | None = None
 
@@ -186,6 +195,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._running().silence()
+
+    def _before_me(self) -> list[PrivacyBudget]:
+        """The other PrivacyBudgets of the fit that have begun already."""
+        given = getattr(_fit_arguments(self.model).get("callbacks"), "callbacks", [])
+        return [c for c in given[: given.index(self) if self in given else 0] if isinstance(c, PrivacyBudget)]
 
     def _running(self) -> _Fit:
         assert self._fit is not None
@@ -261,14 +275,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         return ledger.of_dataset(self._dataset)
 
     def _seen(self) -> list[Any]:
-        """The optimizers that were watched, and others that trained the model before or since."""
+        """The optimizers that were watched, and others that trained the models before or since."""
         from tfdpfl.optimizers import trained_by
 
-        seen = dict(self._optimizers)
-        if self._fit is not None:
-            seen |= {id(optimizer): optimizer for optimizer in trained_by(self._fit.model)}
-        self._optimizers = seen
-        return list(seen.values())
+        for model in self._models:
+            self._optimizers |= trained_by(model)
+        return list(self._optimizers.values())
 
     @property
     def report(self) -> PrivacyReport:
@@ -477,6 +489,7 @@ class _Fit:
 
     Attributes:
       data: num_examples, batch_size and sampling, and the adjacency where it is not the sampling's own.
+      batches: the same as the optimizer counts it.
       stride: steps of an execution.
       passes: passes over the data that were begun.
       announced: steps that the optimizer was told of.
@@ -487,13 +500,13 @@ class _Fit:
         self._counter = optimizer._dp.counter
         known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
         sampling = _counts.SAMPLINGS.index(known_as, 1)
-        self._batches = (data_number, sampling, data["num_examples"], data["batch_size"])
+        self.batches = (data_number, sampling, data["num_examples"], data["batch_size"])
         self.passes = self.announced = self._steps_before = self._passes_before = 0
 
     def begin(self) -> None:
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
-        self._passes_before = self._counter.passes(self._batches)
+        self._passes_before = self._counter.passes(self.batches)
 
     @property
     def shuffled(self) -> bool:
@@ -507,11 +520,11 @@ class _Fit:
     def announce(self) -> None:
         """Tells the optimizer of the next execution's batches."""
         self.announced += self.stride
-        self._counter.announce(self._batches, self._passes_before + self.passes, self.stride)
+        self._counter.announce(self.batches, self._passes_before + self.passes, self.stride)
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
-        self._counter.announce(self._batches, 0, 0)
+        self._counter.announce(self.batches, 0, 0)
 
     @property
     def steps(self) -> int:

@@ -114,7 +114,7 @@ class DPOptimizer:
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
                 optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
                 if self is getattr(optimizer, "inner_optimizer", optimizer):
-                    _TRAINED_BY.setdefault(model, []).append(self)
+                    _TRAINED_BY.setdefault(model, {})[id(self)] = self
                     self._dp.check_finished(saved_weights(model))
                     return private
         return private
@@ -198,12 +198,12 @@ class DPOptimizer:
 
 
 # By model: the DP optimizers whose steps on it were traced here. It may have been compiled anew since.
-_TRAINED_BY: weakref.WeakKeyDictionary[Any, list[DPOptimizer]] = weakref.WeakKeyDictionary()
+_TRAINED_BY: weakref.WeakKeyDictionary[Any, dict[int, DPOptimizer]] = weakref.WeakKeyDictionary()
 
 
-def trained_by(model: Any) -> list[DPOptimizer]:
-    """The DP optimizers that took steps on a model in this process, each once."""
-    return list({id(optimizer): optimizer for optimizer in _TRAINED_BY.get(model, ())}.values())
+def trained_by(model: Any) -> dict[int, DPOptimizer]:
+    """The DP optimizers that took steps on a model in this process, by id."""
+    return _TRAINED_BY.get(model, {})
 
 
 def _rebuild(base, config, rows):
