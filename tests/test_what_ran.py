@@ -6,6 +6,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import warnings
 
 import conftest as c
 import hypothesis
@@ -377,9 +378,30 @@ def test_weights_that_something_else_changed_are_said():
     model, watched = compiled(), budget(N)
     fit(model, watched)
     model.set_weights(c.weights(3))
-    with pytest.warns(UserWarning, match="not those that the optimizer's last step left"):
+    with pytest.warns(UserWarning, match="not those that private steps left"):
         fit(model, watched)
     assert "something else changed them" in str(watched.report)
+
+
+def test_a_training_without_privacy_between_two_private_ones_is_said():
+    model, watched, private = compiled(), budget(N), lambda: tfdpfl.DPSGD(1.0, Z)
+    for optimizer in (private(), "sgd", private()):
+        model.compile(optimizer, loss=model.loss)
+        if optimizer == "sgd":
+            fit(model)
+            continue
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fit(model, watched)
+    assert any("training with another optimizer" in str(w.message) for w in said)
+
+
+def test_weights_that_early_stopping_goes_back_to_are_known(recwarn):
+    model, watched = compiled(), budget(N)
+    stops = keras.callbacks.EarlyStopping(monitor="loss", mode="max", patience=1, restore_best_weights=True)
+    for _ in range(2):
+        fit(model, watched, stops, epochs=4)
+    assert not [w for w in recwarn if "something else changed" in str(w.message)]
 
 
 def test_weights_that_another_optimizer_left_are_said(tmp_path):
@@ -390,7 +412,7 @@ def test_weights_that_another_optimizer_left_are_said(tmp_path):
     other, watched = c.classifier(seed=2), budget(N)
     other.load_weights(tmp_path / "some.weights.h5")
     other.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
-    with pytest.warns(UserWarning, match="those that 10 steps of another private optimizer left"):
+    with pytest.warns(UserWarning, match="those that 10 private steps on another model left"):
         fit(other, watched)
     known = budget(N, ledger=model.optimizer.ledger)
     fit(other, known)

@@ -187,7 +187,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         fit = self._running()
         fit.silence()
-        _LEFT[fit.optimizer] = (fit.optimizer._dp.counter.steps, _fingerprint(fit.model))
+        _, left = _LEFT.get(fit.model, (0, set()))
+        _LEFT[fit.model] = (_steps_on(fit.model), left | {_fingerprint(fit.model)})
         if logs is not None:
             logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
         if self._is_full(fit.steps):
@@ -228,18 +229,19 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "example took part in each. Give every fit on these data a PrivacyBudget.",
                 stacklevel=4,
             )
-        weights, seen = _fingerprint(fit.model), self._seen()
-        steps, left = _LEFT.get(optimizer, (None, None))
-        if steps == counter.steps and left != weights:
+        weights = _fingerprint(fit.model)
+        steps, left = _LEFT.get(fit.model, (None, ()))
+        if steps == _steps_on(fit.model) and weights not in left:
             self._say(
-                "The weights are not those that the optimizer's last step left: something else changed them "
-                "(load_weights, set_weights). What was spent on the new ones is in this ε only if this ledger has it."
+                "The weights are not those that private steps left: something else changed them (load_weights, "
+                "set_weights, training with another optimizer). What was spent on the new ones is in this ε only if "
+                "this ledger has it."
             )
-        for other, (_, left) in list(_LEFT.items()):
-            if left == weights and other not in seen:
+        for model, (steps, left) in list(_LEFT.items()):
+            if weights in left and model not in self._models:
                 self._say(
-                    f"The weights are those that {other.num_dp_steps} steps of another private optimizer left, which "
-                    "are not in this ε. If they were on these data, too, give PrivacyBudget that training's ledger=."
+                    f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
+                    "If they were on these data, too, give PrivacyBudget that training's ledger=."
                 )
         expected, batch = optimizer.expected_batch_size, fit.data["batch_size"]
         if expected is not None and not 0.5 <= batch / expected <= 2:
@@ -532,8 +534,15 @@ class _Fit:
         return self._counter.steps - self._steps_before
 
 
-# By optimizer: how many steps it had taken in this process when an epoch ended, and the weights' fingerprint then.
-_LEFT: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+# By model: how many private steps it had seen in this process when an epoch last ended, and the fingerprints of the
+# weights at all those ends (which EarlyStopping may go back to).
+_LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
+
+
+def _steps_on(model: Any) -> int:
+    from tfdpfl.optimizers import trained_by
+
+    return sum(optimizer._dp.counter.steps for optimizer in trained_by(model).values())
 
 
 def _fingerprint(model: Any) -> int:
