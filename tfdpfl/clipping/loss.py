@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BY_POSITION, Batch, BatchAxis, Mixed, Public, Size, constant, key
+from tfdpfl.clipping.batch_axis import BY_POSITION, TAINTED, Batch, BatchAxis, Mixed, Public, Size, constant, key
 from tfdpfl.errors import PrivacyError
 
 _SAME = frozenset("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split())
@@ -465,6 +465,8 @@ def _mend(origin: Mixed) -> str:
         )
     if origin.op.endswith("GatherNd"):
         return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."
+    if origin.why.startswith(TAINTED):
+        return "Train weights by the private optimizer alone, and write to others what is public, or nothing."
     if origin.why in _MENDS:
         return _MENDS[origin.why]
     if "not known" in origin.why:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.clipping.engine import before_it_runs
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import Mechanism
@@ -99,15 +101,29 @@ class DPOptimizer:
             )
 
     def _update(self, loss, variables: list, state: dict) -> list[tf.Tensor | None]:
-        """The private gradients, unless the model that trains has by now written batch data to what is saved."""
+        """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
         private = self._dp.update(loss, variables, state)
+        model, own = self._model_that_trains(), weakref.ref(self)
+        trained = [weakref.ref(v) for v in variables]
+
+        def ask():
+            optimizer, trains = own(), model and model()
+            if optimizer is not None:
+                held = {id(v) for v in optimizer._dp_state.values()}
+                kept = [v for v in _variables_of(optimizer) if id(v) not in held]
+                kept += [v for v in (ref() for ref in trained) if v is not None]
+                optimizer._dp.check_finished(kept + (saved_weights(trains) if trains is not None else []))
+
+        before_it_runs(loss.graph, ask)
+        return private
+
+    def _model_that_trains(self) -> weakref.ref | None:
         for frame in callers():
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
                 optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
                 if self is getattr(optimizer, "inner_optimizer", optimizer):
-                    self._dp.check_finished(saved_weights(model))
-                    return private
-        return private
+                    return weakref.ref(model)
+        return None
 
     # -- what a user may read --------------------------------------------------------------------------------
 
@@ -179,6 +195,14 @@ def _rebuild(base, config, ledger):
     optimizer._dp_state["dp_ledger"].assign(ledger)
     optimizer._dp_state["dp_steps"].assign(int(ledger[:, 1].sum()))
     return optimizer
+
+
+def _variables_of(optimizer) -> list:
+    """The optimizer's own, the learning rate first: what follows from it is not what an error is to name. On Keras 2
+    it is an attribute."""
+    found = optimizer.variables
+    rate = getattr(optimizer, "_learning_rate", None)
+    return [*([rate] if hasattr(rate, "assign") else []), *(found() if callable(found) else found)]
 
 
 def _check_backend() -> None:

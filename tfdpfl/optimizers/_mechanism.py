@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import Plan, check_clip, check_finished, raw_variable
+from tfdpfl.clipping.engine import Plan, check_clip, check_finished, raw_variable, versions
 from tfdpfl.errors import PrivacyError
 
 LEDGER_ROWS = 8
@@ -20,7 +20,7 @@ LEDGER_ROWS = 8
 LEAST_STDDEV = 1e-20
 # The graphs of each mechanism's steps, and at what version they were found in order, by ids of the variables kept; not
 # among its attributes, which are saved.
-_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, dict[tuple[int, ...], int]]] = (
+_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, dict[tuple[int, ...], tuple[int, ...]]]] = (
     weakref.WeakKeyDictionary())  # fmt: skip
 
 NO_LOSS = (
@@ -195,9 +195,9 @@ class Mechanism(tf.Module):
         """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
         variables = tuple(map(id, kept))
         for graph, checked in list(_GRAPHS.get(self, {}).items()):
-            if graph.version > checked.get(variables, -1):
+            if checked.get(variables) != versions(graph):
                 check_finished(graph, kept)
-                checked[variables] = graph.version
+                checked[variables] = versions(graph)
 
     def _record(self, state: dict[str, tf.Variable], clipped, key, steps_before, ledger) -> None:
         """Counts the step in the ledger's row for the noise multiplier that ran."""

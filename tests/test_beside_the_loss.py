@@ -1,0 +1,259 @@
+"""What a train step does beside its private update, in plain `fit` and in loops of one's own: without any callback."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import K, L, normal
+
+import tfdpfl
+from tfdpfl.errors import PrivacyError
+
+X = normal(12, 4)
+Y = X[:, :1]
+
+
+class Beside(K.Model):
+    """Its train_step does ``before`` and ``after`` the private update; ``around`` takes it."""
+
+    def __init__(self, before=None, after=None, around=lambda self, x, step: step()):
+        super().__init__()
+        self.dense, self.plain = L.Dense(1), K.optimizers.SGD(0.1)
+        self.before, self.after, self.around = before, after, around
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        if self.before:
+            self.before(self, x)
+        step = lambda: self.optimizer.minimize(lambda: tf.reduce_mean((self(x) - y) ** 2), self.trainable_variables)
+        self.around(self, x, lambda: (step(), 0)[1])
+        if self.after:
+            self.after(self, x)
+        return {"loss": 0.0}
+
+
+def raw(v):
+    return getattr(v, "_value", v)
+
+
+def learning_rate(optimizer):
+    return raw(getattr(optimizer, "_learning_rate", optimizer.learning_rate))
+
+
+def of(x):
+    return tf.reduce_mean(x)
+
+
+def plain_step(self, x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(self(x) ** 2)
+    variables = self.trainable_variables
+    self.plain.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
+def now_and_then(self, x, step):
+    tf.cond(of(x) > 0.0, step, lambda: 0)
+
+
+def as_often_as(self, x, step):
+    tf.while_loop(lambda i: i < tf.reduce_sum(tf.cast(x[:, 0] > 0.0, tf.int32)), lambda i: [i + 1 + step()], [0])
+
+
+FLAG = tf.Variable(True, trainable=False)
+
+
+def by_a_flag(self, x, step):
+    tf.cond(FLAG, step, lambda: 0)
+    FLAG.assign(of(x) > 0.0)
+
+
+def on_and_on(self, x, step):
+    FLAG.assign(of(x) > 0.0)
+    tf.while_loop(lambda go: go, lambda go: [(step(), FLAG.read_value())[1]], [True])
+
+
+LEAKS = {
+    "learning rate before": (dict(before=lambda self, x: learning_rate(self.optimizer).assign(of(x))), "learning_rate"),
+    "learning rate after": (dict(after=lambda self, x: learning_rate(self.optimizer).assign_add(of(x))), "learning_rate"),
+    "weight before": (dict(before=lambda self, x: raw(self.dense.bias).assign_add([of(x)])), "bias"),
+    "in the other branch": (dict(around=lambda self, x, step: tf.cond(
+        self.optimizer.iterations < 9, step, lambda: (raw(self.dense.bias).assign_add([of(x)]), 0)[1])), "bias"),
+    "by a flag": (dict(around=by_a_flag), "leaves it out"),
+    "by a flag from turn to turn": (dict(around=on_and_on), "as often"),
+    "weight after": (dict(after=lambda self, x: raw(self.dense.bias).assign_add([of(x)])), "bias"),
+    "another optimizer": (dict(after=plain_step), "kernel|bias"),
+    "another optimizer before": (dict(before=plain_step), "kernel|bias"),
+    "another function": (dict(after=lambda self, x: tf.function(plain_step)(self, x)), "kernel|bias"),
+    "in a branch": (dict(after=lambda self, x: tf.cond(
+        of(x) > 0.0, lambda: raw(self.dense.bias).assign([1.0]), lambda: raw(self.dense.bias).read_value())), "bias"),
+    "a step now and then": (dict(around=now_and_then), "leaves it out|bias|kernel"),
+    "steps as often as": (dict(around=as_often_as), "as often|bias|kernel"),
+    "iterations": (dict(after=lambda self, x: raw(self.optimizer.iterations).assign_add(
+        tf.cast(of(x) > 0.0, self.optimizer.iterations.dtype))), "iteration"),
+}  # fmt: skip
+
+
+def fit(model, **kwargs):
+    return model.fit(X, Y, batch_size=3, verbose=0, **kwargs)
+
+
+def made(optimizer=None, how=None, **compiled):
+    model = Beside(**(how or {}))
+    model(X)
+    model.plain.build(model.trainable_variables)
+    model.compile(optimizer or tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), "mse", **compiled)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+AT_ONCE = {"steps_per_execution": 2}
+ON_A_BATCH = lambda model: model.train_on_batch(X[:3], Y[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, compiled, train", [
+    *((name, {}, fit) for name in LEAKS),
+    *((name, AT_ONCE, fit) for name in ("learning rate after", "another function", "a step now and then")),
+    *((name, {"jit_compile": True}, fit) for name in ("learning rate before", "weight after")),
+    *((name, {}, ON_A_BATCH) for name in ("learning rate after", "steps as often as")),
+])  # fmt: skip
+def test_a_leak_beside_the_loss_is_refused_before_the_first_update(name, compiled, train):
+    how, said = LEAKS[name]
+    model = made(how=how, **compiled)
+    before = model.get_weights()
+    with pytest.raises(PrivacyError, match=said):
+        train(model)
+    assert model.optimizer.iterations == 0
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+PUBLIC = {
+    "nothing": {},
+    "a schedule": dict(before=lambda self, x: learning_rate(self.optimizer).assign(
+        0.1 / (1.0 + tf.cast(self.optimizer.iterations, tf.float32)))),
+    "a projection": dict(after=lambda self, x: raw(self.dense.kernel).assign(
+        tf.clip_by_norm(tf.convert_to_tensor(self.dense.kernel), 1.0))),
+    "a step every second time": dict(around=lambda self, x, step: tf.cond(
+        self.optimizer.iterations < 9, step, lambda: 0)),
+    "two steps": dict(around=lambda self, x, step: tf.while_loop(lambda i: i < 2, lambda i: [i + 1 + step()], [0])),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [{}, {"steps_per_execution": 2}], ids=["", "steps_per_execution"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_public_beside_the_loss_trains(name, compiled):
+    model = made(how=PUBLIC[name], **compiled)
+    fit(model)
+    assert model.optimizer.num_dp_steps == (8 if name == "two steps" else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [
+    lambda: tfdpfl.DPAdam(1.0, 1.0, use_ema=True), lambda: tfdpfl.DPRMSprop(1.0, 1.0, momentum=0.9),
+    lambda: tfdpfl.DPAdam(1.0, 1.0, learning_rate=K.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
+    lambda: tfdpfl.DPAdamW(1.0, 1.0, global_clipnorm=1.0),
+])  # fmt: skip
+def test_what_optimizers_write_of_their_own_is_no_leak(optimizer):
+    model = made(optimizer())
+    fit(model)
+    assert model.optimizer.num_dp_steps == 4
+
+
+def loop(optimizer, w, beside, factor=1.0):
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        optimizer.minimize(lambda: tf.reduce_mean(tf.reduce_sum(tf.tanh(x * w * factor), 1)), [w])
+        beside(x)
+
+    return step
+
+
+@pytest.mark.parametrize("beside, said", [
+    (lambda x, w, read, optimizer: w.assign_add(tf.reduce_mean(x, 0)), "weight"),
+    (lambda x, w, read, optimizer: learning_rate(optimizer).assign(of(x)), "learning_rate"),
+    (lambda x, w, read, optimizer: read.assign(of(x)), "reads a variable that the step itself writes"),
+])  # fmt: skip
+def test_a_leak_in_a_loop_of_ones_own_is_refused_before_the_first_update(beside, said):
+    w, read = tf.Variable(normal(4), name="weight"), tf.Variable(1.0, trainable=False)
+    optimizer = tfdpfl.DPSGD(1.0, 1.0)
+    optimizer.build([w])
+    step = loop(optimizer, w, lambda x: beside(x, w, read, optimizer), read)
+    with pytest.raises(PrivacyError, match=said):
+        step(X)
+    assert optimizer.iterations == 0
+    assert optimizer.executed == []  # nor does what did not run stand in the way of what does
+    loop(optimizer, w, lambda x: None)(X)
+    assert optimizer.executed == [(1.0, 1)]
+
+
+def test_a_step_that_was_traced_by_itself_is_looked_at_again_in_a_function_around_it():
+    w = tf.Variable(normal(4), name="weight")
+    optimizer = tfdpfl.DPSGD(1.0, 1.0)
+    optimizer.build([w])
+    step = loop(optimizer, w, lambda x: None)
+    step(X)
+
+    @tf.function
+    def fine(x):
+        step(x)
+
+    fine(X)
+
+    @tf.function
+    def around(x):
+        step(x)
+        w.assign_add(tf.reduce_mean(x, 0))
+
+    @tf.function
+    def chosen(x):
+        if of(x) > 0.0:
+            step(x)
+
+    before = w.numpy()
+    with pytest.raises(PrivacyError, match="weight"):
+        around(X)
+    with pytest.raises(PrivacyError, match="leaves it out"):
+        chosen(X)
+    assert optimizer.num_dp_steps == 2
+    np.testing.assert_array_equal(before, w)
+
+
+def test_a_schedule_that_takes_its_rate_from_the_batch_is_refused():
+    class FromTheBatch(K.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return of(self.x)
+
+        def get_config(self):
+            return {}
+
+    schedule = FromTheBatch()
+    schedule.x = tf.constant(X)
+    model = made(tfdpfl.DPSGD(1.0, 1.0, learning_rate=schedule), dict(before=lambda self, x: setattr(schedule, "x", x)))
+    with pytest.raises(PrivacyError, match="kernel|bias"):
+        fit(model)
+    assert model.optimizer.iterations == 0
+
+
+@pytest.mark.skipif(not hasattr(K.optimizers.Optimizer, "compute_gradients"), reason="Keras 3 takes no gradients")
+def test_a_gradient_times_a_number_that_the_step_writes_is_refused():
+    w, factor = tf.Variable(normal(4), name="weight"), tf.Variable(1.0, trainable=False, name="factor")
+    optimizer = tfdpfl.DPSGD(1.0, 1.0)
+    optimizer.build([w])
+
+    @tf.function
+    def step(x, leak):
+        loss = tf.reduce_mean(tf.reduce_sum(tf.tanh(x * w), 1))
+        if leak:
+            factor.assign(of(x))
+        (g, _), = optimizer.compute_gradients(loss, [w])
+        optimizer.apply_gradients([(g * factor, w)])
+
+    step(X, False)
+    assert optimizer.num_dp_steps == 1
+    with pytest.raises(PrivacyError, match="weight|factor"):
+        step(X, True)
+    assert optimizer.num_dp_steps == 1
