@@ -1,11 +1,13 @@
 """What a train step does beside its private update, in plain `fit` and in loops of one's own: without any callback."""
 
+import helpers
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import K, L, normal
 
 import tfdpfl
+from tfdpfl.clipping import clipped_gradients
 from tfdpfl.errors import PrivacyError
 
 X = normal(12, 4)
@@ -257,3 +259,110 @@ def test_a_gradient_times_a_number_that_the_step_writes_is_refused():
     with pytest.raises(PrivacyError, match="weight|factor"):
         step(X, True)
     assert optimizer.num_dp_steps == 1
+
+
+# -- weights, factors and rounding in the loss itself -------------------------------------------------------------
+
+W = tf.Variable(normal(4, 3, seed=1))
+MEAN = tf.Variable(normal(4, 3, seed=2), trainable=False)
+losses = lambda x, w: tf.reduce_sum(tf.tanh(x @ w), 1)
+
+
+def inner_step(x):
+    return W - 0.5 * tf.gradients(tf.reduce_mean(losses(x, tf.convert_to_tensor(W))), [W])[0]
+
+
+DEPENDENT = {
+    "an inner step on the batch": inner_step,
+    "the batch's mean": lambda x: W + tf.reduce_mean(x, 0)[:, None],
+    "how many there are": lambda x: W / tf.cast(tf.shape(x)[0], tf.float32),
+    "one example": lambda x: W + x[:1, :3],
+    "rows of examples": lambda x: tf.concat([x, x], 0)[:4, :3],
+}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_weights_that_are_computed_from_the_batch_are_refused(name, within):
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        w = DEPENDENT[name](x)
+        sums = lambda: clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).sum[0]
+        return tf.function(sums)() if within else sums()
+
+    with pytest.raises(PrivacyError, match=r"variables\[0\] \(.*is computed from the batch"):
+        step.get_concrete_function()
+
+
+@pytest.mark.parametrize("weights", [
+    lambda x: tf.convert_to_tensor(W), lambda x: 2.0 * W - MEAN, lambda x: tf.constant(normal(4, 3, seed=3)),
+    lambda x: 0.1 * tf.ones([4, 3]) * tf.cast(tf.shape(x)[1], tf.float32),
+], ids=["read", "made of variables", "constant", "made of a public length"])  # fmt: skip
+def test_weights_that_are_public_tensors_are_exact(weights):
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def norms(x):
+        w = weights(x)
+        return clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).norms, w
+
+    got, w = norms(X)
+    want = helpers.norms_of(helpers.per_example_gradients(lambda x: losses(x, v), X, [v := tf.Variable(w)]))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [
+    lambda: tf.Variable(10.0, trainable=False), lambda: tf.Variable(10.0), lambda: tf.constant(10.0),
+], ids=["variable", "trainable", "constant"])  # fmt: skip
+def test_a_factor_of_the_loss_is_a_factor_of_the_gradient(factor):
+    factor = factor()
+    weighted = lambda x: losses(x, W) * factor
+    engine = lambda reduce: helpers.engine(lambda x: losses(x, W), X, [W], 5.0, reduce=reduce)[:2]
+    sums, norms = engine(lambda each: tf.reduce_mean(each) * factor)
+    gradients = helpers.per_example_gradients(weighted, X, [W])
+    np.testing.assert_allclose(norms, helpers.norms_of(gradients), rtol=1e-5)
+    helpers.assert_close(sums, helpers.clipped_sums(gradients, 5.0))
+
+
+def test_what_is_rounded_has_no_gradient():
+    rounded = lambda x: losses(x, W) + losses(x, tf.cast(tf.cast(3.0 * W, tf.int32), tf.float32))
+    again = lambda x: losses(x, W) + losses(x, tf.cast(tf.cast(W, tf.int32), tf.float32))
+    for f in (rounded, again):
+        helpers.check(f, X, [W])
+
+
+def test_a_variable_that_is_given_twice_is_refused():
+    with pytest.raises(ValueError, match=r"variables\[1\] is variables\[0\] again"):
+        helpers.engine(lambda x: losses(x, W), X, [W, W], 1.0)
+
+
+@pytest.mark.skipif(not helpers.KERAS_3, reason="Keras 2 hands the loss and takes the gradients in one call")
+def test_two_losses_that_are_handed_over_before_one_update_are_refused():
+    optimizer = tfdpfl.DPSGD(1.0, 0.0)
+    optimizer.build([W])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        for factor in (1.0, 2.0):
+            optimizer.scale_loss(tf.reduce_mean(factor * losses(x, W)))
+        optimizer.apply([None], [W])
+
+    with pytest.raises(PrivacyError, match="Add the losses up"):
+        step(X)
+
+
+@pytest.mark.skipif(helpers.KERAS_3, reason="Keras 3 refuses the wrapper")
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_factor_under_a_loss_scale_is_a_factor(dynamic):
+    w, factor = tf.Variable(normal(4, 3, seed=1)), tf.Variable(10.0, trainable=False)
+    inner = tfdpfl.DPSGD(5.0, 0.0, learning_rate=1.0, expected_batch_size=1)
+    scale = {"dynamic": dynamic, "initial_scale": 64.0}
+    optimizer = K.mixed_precision.LossScaleOptimizer(inner, **scale)
+    optimizer.build([w])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        optimizer.minimize(lambda: tf.reduce_mean(losses(x, w)) * factor, [w])
+
+    want = helpers.clipped_sums(helpers.per_example_gradients(lambda x: 10.0 * losses(x, w), X, [w]), 5.0)
+    before = w.numpy()
+    step(X)
+    helpers.assert_close([before - w.numpy()], want, 1e-4)

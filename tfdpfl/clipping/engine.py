@@ -54,7 +54,6 @@ class ClippedGradients:
       num_units: scalar int32, how many units there were.
       batch_size: scalar int32, how many examples there were.
       num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
-      loss_scale: a public factor the loss had been multiplied by (a loss scale) and that was taken off, or None.
     """
 
     sum: list[tf.Tensor | None]
@@ -63,7 +62,6 @@ class ClippedGradients:
     num_units: tf.Tensor
     batch_size: tf.Tensor
     num_nonfinite: tf.Tensor
-    loss_scale: tf.Tensor | None
 
 
 # Of 1e11 entries whose squares are below float32's least normal number the norm is 3e-14.
@@ -93,7 +91,8 @@ def clipped_gradients(
 
     Args:
       loss: a scalar, or a tensor with the examples along its first axis, in a graph (not eager).
-      variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights.
+      variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights. What a tensor is
+        computed from must be public; an argument of the function that is given here is taken to be.
       l2_norm_clip: C, at least 1e-10.
       num_microbatches: None to clip every example; or M, to clip the mean gradient of M groups of consecutive
         examples, as TensorFlow Privacy does. The batch must be divisible by M.
@@ -316,6 +315,10 @@ class Plan:
             raise PrivacyError("variables is empty: there is no weight to find gradients for.")
         self.graph: tf.Graph = loss.graph
         self.variables = [raw_variable(v) for v in variables]
+        for i, v in enumerate(self.variables):
+            for j, other in enumerate(self.variables[:i]):
+                if v is other:
+                    raise ValueError(f"variables[{i}] is variables[{j}] again. Give each variable once.")
         self.reads: dict[int, tf.Tensor] = {}
         self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
         self.replayed: set[int] = set()
@@ -327,7 +330,7 @@ class Plan:
         loss = self.opened.now.get(key(loss), loss)
         split = LossOfOne(self.analysis, self.batch_size)
         self.sizes = split
-        losses, self.public_loss, self.loss_scale = split(loss)
+        losses, self.public_loss = split(loss)
         tainted = self.analysis.tainted_read()
         if tainted is not None:
             origin, handle = tainted
@@ -365,10 +368,23 @@ class Plan:
                 self.variables[i] = v = self.graph.capture(v)
             if isinstance(v.op.type, str) and v.op.type not in ("Placeholder", "PlaceholderV2"):
                 analysis.run([v])
+            if v.op.name in analysis.ops or graph_tools.captured(v) is not None:
+                self._check_public(i, v, analysis[v])
             analysis.ops[v.op.name] = v.op
             analysis.states[key(v)] = Public(frozenset([i]))
         analysis.run([loss])
         return analysis
+
+    @staticmethod
+    def _check_public(i: int, v: tf.Tensor, state) -> None:
+        """That no example has a part in what the weights are: what moves them, moves the others' gradients."""
+        if not is_batch_free(state):
+            why = state.describe() if isinstance(state, Mixed) else "it holds rows of examples, or how many there are"
+            raise PrivacyError(
+                f"variables[{i}] ({v.op.type} {v.op.name!r}) is computed from the batch: {why}. One example would "
+                "change the gradients of all. Compute weights from variables and from what is public, with noise on "
+                "what comes from examples; or give the argument of the function itself, if it holds weights."
+            )
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """How long the first input is, and the inputs that may be of another length."""
@@ -685,7 +701,6 @@ class Plan:
             num_units=units.count,
             batch_size=self.batch_size,
             num_nonfinite=tf.reduce_sum(tf.cast(tf.logical_not(good), tf.int32)),
-            loss_scale=self.loss_scale,
         )
 
     def _regularization(self) -> list[tf.Tensor | None]:
@@ -712,11 +727,16 @@ _UNMOVED = frozenset("Identity Cast Snapshot".split())
 _ISOMETRIC = _UNMOVED | frozenset("Reshape ExpandDims Squeeze Transpose Neg".split())
 
 
+def _rounds(op: tf.Operation) -> bool:
+    """Whether a Cast goes to or from what has no gradient."""
+    return not (op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_floating)
+
+
 def isometric(weight: tf.Tensor, root: tf.Tensor) -> bool:
     """Whether the weight is the root's entries moved about (or negated), so that gradients keep their norm."""
     t = weight
     while t is not root:
-        if t.op.type not in _ISOMETRIC:
+        if t.op.type not in _ISOMETRIC or (t.op.type == "Cast" and _rounds(t.op)):
             return False
         t = t.op.inputs[0]
     return True

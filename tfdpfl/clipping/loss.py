@@ -66,9 +66,8 @@ class LossOfOne:
             self.a.states[(t.op.name, i)] = Size(((None, 0),) * n)
         return t
 
-    def __call__(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
-        """Returns (losses [B], data-independent part or None, public factor that the loss was scaled by or None)."""
-        loss, scale = self._unscaled(loss)
+    def __call__(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Returns (losses [B], data-independent part or None)."""
         term = self._term(loss)
         if term.kind not in ("batch", "total"):
             raise PrivacyError(
@@ -77,27 +76,11 @@ class LossOfOne:
             )
         losses = self._flat_mean(tf.cast(term.value, tf.float32) if term.value.dtype != tf.float64 else term.value)
         public = None if term.public is None else tf.reduce_mean(term.public)
-        return losses, public, scale
+        return losses, public
 
     def _flat_mean(self, value: tf.Tensor) -> tf.Tensor:
         axes = list(range(1, value.shape.rank))
         return tf.reduce_mean(value, axes) if axes else value
-
-    def _unscaled(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Peels off factors that change from step to step but hold no data: a loss scale."""
-        scale = None
-        while loss.op.type == "Mul":
-            parts = [(t, self.a[t]) for t in loss.op.inputs]
-            factors = [
-                t
-                for t, s in parts
-                if isinstance(s, Public) and not s.deps and t.shape.rank == 0 and constant(t) is None
-            ]
-            if len(factors) != 1:
-                break
-            scale = factors[0] if scale is None else scale * tf.cast(factors[0], scale.dtype)
-            loss = next(t for t in loss.op.inputs if t is not factors[0])
-        return loss, scale
 
     # -- terms -----------------------------------------------------------------------------------------------
 

@@ -172,8 +172,6 @@ class Mechanism(tf.Module):
                 g = r if g is None else g + r
             if g is not None:
                 g = tf.cast(g, raw_variable(v).dtype)
-                if clipped.loss_scale is not None:
-                    g *= tf.cast(clipped.loss_scale, g.dtype)
                 g = graph_tools.released(g)
             result.append(g)
         with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
