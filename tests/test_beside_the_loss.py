@@ -1,5 +1,8 @@
 """What a train step does beside its private update, in plain `fit` and in loops of one's own: without any callback."""
 
+import re
+import traceback
+
 import helpers
 import numpy as np
 import pytest
@@ -78,7 +81,7 @@ def on_and_on(self, x, step):
 
 LEAKS = {
     "learning rate before": (dict(before=lambda self, x: learning_rate(self.optimizer).assign(of(x))), "learning_rate"),
-    "learning rate after": (dict(after=lambda self, x: learning_rate(self.optimizer).assign_add(of(x))), "learning_rate"),
+    "learning rate after": (dict(after=lambda self, x: learning_rate(self.optimizer).assign_add(of(x))), "_rate"),
     "weight before": (dict(before=lambda self, x: raw(self.dense.bias).assign_add([of(x)])), "bias"),
     "in the other branch": (dict(around=lambda self, x, step: tf.cond(
         self.optimizer.iterations < 9, step, lambda: (raw(self.dense.bias).assign_add([of(x)]), 0)[1])), "bias"),
@@ -235,7 +238,7 @@ def test_a_schedule_that_takes_its_rate_from_the_batch_is_refused():
     schedule = FromTheBatch()
     schedule.x = tf.constant(X)
     model = made(tfdpfl.DPSGD(1.0, 1.0, learning_rate=schedule), dict(before=lambda self, x: setattr(schedule, "x", x)))
-    with pytest.raises(PrivacyError, match="kernel|bias"):
+    with pytest.raises(PrivacyError, match=r"kernel|bias"):
         fit(model)
     assert model.optimizer.iterations == 0
 
@@ -256,7 +259,7 @@ def test_a_gradient_times_a_number_that_the_step_writes_is_refused():
 
     step(X, False)
     assert optimizer.num_dp_steps == 1
-    with pytest.raises(PrivacyError, match="weight|factor"):
+    with pytest.raises(PrivacyError, match=r"weight|factor"):
         step(X, True)
     assert optimizer.num_dp_steps == 1
 
@@ -366,3 +369,39 @@ def test_a_factor_under_a_loss_scale_is_a_factor(dynamic):
     before = w.numpy()
     step(X)
     helpers.assert_close([before - w.numpy()], want, 1e-4)
+
+
+@pytest.mark.parametrize("layer, beside", [
+    (lambda x: x - tf.reduce_mean(x, 0), None), (lambda x: x, LEAKS["weight after"][0]["after"]),
+])  # fmt: skip
+def test_the_sentence_ends_a_short_traceback(layer, beside):
+    """Of our own lines there is where the loss was handed over, not the walk through the graph."""
+
+    class Model(Beside):
+        def call(self, x):
+            return self.dense(layer(x))
+
+    model = Model(after=beside)
+    model(X)
+    model.compile(tfdpfl.DPSGD(1.0, 1.0), "mse")
+    with pytest.raises(PrivacyError) as refused:
+        fit(model)
+    said = "".join(traceback.format_exception(refused.value))
+    assert "batch_axis.py" not in said
+    assert said.count("tfdpfl/") <= 4
+    assert len(said.splitlines()) < 60
+    assert re.search(r"so that each example|writes batch data to .*bias", said.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("batch", [None, 12])
+@pytest.mark.parametrize("divisor, of_one", [
+    (lambda x: 12.0, 12.0), (lambda x: 7.0, 7.0), (lambda x: tf.cast(tf.shape(x)[0], tf.float32), 1.0),
+    (lambda x: tf.cast(tf.size(x), tf.float32), 4.0),
+], ids=["the batch's number", "another", "the batch size", "all entries"])  # fmt: skip
+def test_what_a_loss_is_divided_by_is_the_same_for_static_batches(batch, divisor, of_one):
+    @tf.function(input_signature=[tf.TensorSpec([batch, 4])])
+    def norms(x):
+        return clipped_gradients(tf.reduce_sum(losses(x, W)) / divisor(x), [W], 1.0).norms
+
+    want = helpers.norms_of(helpers.per_example_gradients(lambda x: losses(x, W) / of_one, X, [W]))
+    np.testing.assert_allclose(norms(X), want, rtol=1e-5)

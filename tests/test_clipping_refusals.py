@@ -1011,7 +1011,7 @@ def test_what_is_left_around_a_private_step_for_its_next_loss_is_refused():
     model(x)
     model.compile(tfdpfl.DPSGD(1.0, 1.0))
     model.optimizer.build(model.dense.trainable_variables)
-    with pytest.raises(PrivacyError, match="writes batch data to '.*state"):
+    with pytest.raises(PrivacyError, match=r"writes batch data to '.*state"):
         model.fit(x, x[:, :1], batch_size=3, steps_per_epoch=1, verbose=0)
     assert model.optimizer.num_dp_steps == 0
 

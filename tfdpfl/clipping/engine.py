@@ -142,11 +142,11 @@ def _ask(finished: tf.Graph) -> None:
         try:
             for ask in _ASKED[graph]:
                 ask()
-        except PrivacyError:  # it will not run
+        except PrivacyError as error:  # it will not run
             around[:] = [g for g in around if g is not finished]
             if own:
                 _READ.pop(graph, None)
-            raise
+            raise error.with_traceback(None) from None
 
 
 graph_tools.when_traced(_ask)
@@ -202,9 +202,9 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
     for handle, v in handles.items():
         if handle in found:
             raise PrivacyError(
-                f"The step writes batch data to {name_of(v)!r}, which is saved with the model and has no noise. Keep such "
-                "statistics out of the model, or fix them before training; train weights by the private optimizer, or "
-                "from what is public (numbers drawn by the batch's size are not: draw a fixed number)."
+                f"The step writes batch data to {name_of(v)!r}, which is saved with the model and has no noise. Keep "
+                "such statistics out of the model, or fix them before training; train weights by the private "
+                "optimizer, or from what is public (numbers drawn by the batch's size are not: draw a fixed number)."
             )
     for handle, (kind, name) in read.items():
         if handle in found:

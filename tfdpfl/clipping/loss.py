@@ -9,6 +9,7 @@ loss divided by the sum of the batch's sample weights, is refused.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import tensorflow as tf
@@ -272,10 +273,12 @@ class LossOfOne:
         return Term(x.kind if x.kind == "total" else "batch", self._apply(op, [self._absorb(x), y]), rank)
 
     def _static_size(self, x: Term, elements: int | None) -> Term:
-        """A constant that is a static batch size, or the number of elements of the batch, counts as a size."""
-        if x.kind == "public" and elements and self.static and x.rank == 0:
+        """An integer that is a static batch size, or the number of elements of the batch, counts as a size: lengths
+        are integers first. A number that was written down as one with a fraction is what it says for any batch."""
+        if x.kind == "public" and elements and self.static and x.rank == 0 and was_integer(x.value):
             value = folded(x.value)
-            if value is not None and value in (elements, self.static):
+            if value is not None and (value in (elements, self.static) or (
+                value % self.static == 0 and is_length(x.value))):  # fmt: skip
                 return Term("size", tf.constant(value / self.static, x.value.dtype), 0)
         return x
 
@@ -366,6 +369,20 @@ def folded(t: tf.Tensor) -> np.ndarray | None:
         whole, begin = constant(t.op.inputs[0]), constant(t.op.inputs[1])
         return None if whole is None or begin is None else whole[int(begin[0])]
     return value
+
+
+def was_integer(t: tf.Tensor) -> bool:
+    while t.op.type in ("Identity", "Cast") and not t.dtype.is_integer:
+        t = t.op.inputs[0]
+    return t.dtype.is_integer
+
+
+def is_length(t: tf.Tensor) -> bool:
+    """Whether TensorFlow made the number from a static shape, by the names that it gives those."""
+    return any(
+        op.type == "Const" and re.fullmatch(r"(Size|Shape|num_elements)(_\d+)?", op.name.split("/")[-1])
+        for op in graph_tools.ancestors([t]).values()
+    )
 
 
 def is_mask(t: tf.Tensor) -> bool:

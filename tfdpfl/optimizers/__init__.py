@@ -45,7 +45,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
 
     Raises:
       PrivacyError: before the first update, where the model or the call cannot be made private; it names the op or
-        layer and the mend.
+        layer and the mend. What is written beside the loss is looked at when TensorFlow has traced the function that
+        is called, and every function around it; what Python does between two calls is not seen.
       ValueError: for arguments out of range.
     """
 
@@ -102,7 +103,10 @@ class DPOptimizer:
 
     def _update(self, loss, variables: list, state: dict) -> list[tf.Tensor | None]:
         """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
-        private = self._dp.update(loss, variables, state)
+        try:
+            private = self._dp.update(loss, variables, state)
+        except PrivacyError as error:  # without the walk through the graph, of which Keras 2 prints every line
+            raise error.with_traceback(None) from None
         model, own = self._model_that_trains(), weakref.ref(self)
         trained = [weakref.ref(v) for v in variables]
 

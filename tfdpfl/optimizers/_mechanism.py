@@ -20,7 +20,8 @@ LEDGER_ROWS = 8
 LEAST_STDDEV = 1e-20
 # The graphs of each mechanism's steps, and at what version they were found in order, by ids of the variables kept; not
 # among its attributes, which are saved.
-_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, dict[tuple[int, ...], tuple[int, ...]]]] = (
+_Checked = dict[tuple[int, ...], tuple[int, ...]]
+_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, _Checked]] = (
     weakref.WeakKeyDictionary())  # fmt: skip
 
 NO_LOSS = (
