@@ -178,6 +178,12 @@ def test_folding_keeps_every_step_and_the_rows_of_its_own(rows):
 
 
 @hypothesis.given(TABLES, TABLES)
+def test_folded_rows_beside_those_that_went_into_them_count_no_less(a, b):
+    steps = lambda rows: rows[:, _counts.STEPS].sum()
+    assert steps(_counts.united(_counts.folded(a, 1.0), b)) >= steps(_counts.united(a, b))
+
+
+@hypothesis.given(TABLES, TABLES)
 def test_ledgers_of_tables_merge_as_the_tables_do(a, b):
     of = _counts.ledger_of
     merged = of(a).merge(of(b))
