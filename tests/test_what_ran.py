@@ -293,6 +293,15 @@ def test_steps_that_another_callback_takes_are_not_of_the_fits_batches():
     assert watched.report.epsilon >= uses(4)
 
 
+def test_a_batch_that_never_came_announces_no_step_after_the_epoch():
+    """Where the data's length is not known, Keras begins a batch, and then finds that there is none."""
+    signature = (tf.TensorSpec((None, c.WIDTH)), tf.TensorSpec((None,), tf.int32))
+    data = tf.data.Dataset.from_generator(lambda: iter([(X[:2], Y[:2])] * 3), output_signature=signature)
+    model, watched = compiled(expected_batch_size=2.0), budget(N, sampling="poisson", batch_size=2)
+    model.fit(data, callbacks=[watched, Also(on_epoch_end=lambda: everyone(model, 1))], verbose=0)
+    assert watched.ledger.steps == 4 and watched.ledger.unknown_steps == 1
+
+
 def test_a_training_that_was_interrupted_leaves_nothing_announced_for_later_steps():
     model, watched = compiled(expected_batch_size=2.0), budget(N)
 
@@ -365,7 +374,7 @@ def test_a_state_that_is_loaded_in_mid_run_is_said_and_takes_nothing_back():
 
 def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
     restarts, table = 3 * _counts.ROWS, None
-    for restart in range(restarts):
+    for _ in range(restarts):
         steps = Steps()
         if table is not None:
             steps.saved.assign(table)
