@@ -1,5 +1,6 @@
 """What ran is what is priced: whose steps they were and how batches were drawn, through copies, files and restarts."""
 
+import contextlib
 import copy
 import json
 import pathlib
@@ -67,7 +68,8 @@ class Steps:
         self.take = lambda z=1.0: count(tf.constant(z, tf.float64))
 
     def announce(self, steps, passes=0, sampling=1, n=100, batch=10, data=0.0):
-        self.counter.announce((data, sampling, n, batch), passes, steps)
+        self.counter.passes[(data, sampling, n, batch)] = passes
+        self.counter.announce((data, sampling, n, batch), steps)
 
     @property
     def ledger(self):
@@ -104,7 +106,6 @@ def test_passes_are_counted_as_they_begin():
         steps.take()
     (row,) = steps.ledger.to_dict()["rows"]
     assert row["run"]["num_epochs"] == 2 and row["run"]["num_steps"] == 3
-    assert steps.counter.passes((0.0, 2, 100, 10)) == 2 and steps.counter.passes((0.0, 2, 100, 20)) == 0
 
 
 def test_a_pass_with_two_noises_is_one_use_at_the_lesser():
@@ -315,6 +316,24 @@ def test_a_training_that_was_interrupted_leaves_nothing_announced_for_later_step
     assert watched.ledger.unknown_steps == 1
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_steps_taken_for_a_batch_that_was_cut_off_are_steps_of_every_example(held):
+    model, watched, caught = compiled(), budget(N), []
+
+    def stop():
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        try:
+            fit(model, watched, Also(on_train_batch_begin=stop), batch_size=N)
+        except KeyboardInterrupt as error:
+            if held:
+                caught.append(error)
+        everyone(model, 1)
+    assert watched.report.epsilon >= uses(3)
+    assert watched.ledger.unknown_steps == 3
+
+
 def test_a_fit_inside_of_a_watched_fit_needs_a_callback_of_its_own():
     model, watched, other = compiled(), budget(N, target_epsilon=uses(2)), compiled()
     with pytest.raises(PrivacyError, match="fit that is still running"):
@@ -333,6 +352,102 @@ def test_two_callbacks_of_one_fit_agree_or_are_refused():
         fit(model, budget(N, dataset_name="north"), budget(N, dataset_name="south"))
     fit(model, first, second, batch_size=50)
     assert first.report.epsilon == pytest.approx(uses(2))
+
+
+def test_passes_of_a_fit_inside_of_another_add_up():
+    model = compiled()
+    data = slices(20)
+    said = {"sampling": "shuffle", "batch_size": 20}
+    outer, extra = budget(N, **said), []
+
+    def inner():
+        if not extra:
+            extra.append(budget(N, **said))
+            model.fit(data, callbacks=extra, epochs=2, verbose=0)
+
+    model.fit(data, epochs=3, callbacks=[outer, Also(on_epoch_end=inner)], verbose=0)
+    assert outer.report.epsilon == pytest.approx(uses(5)) == pytest.approx(extra[0].report.epsilon)
+
+
+def test_batches_that_cross_the_border_of_two_passes_are_a_use_in_each():
+    """shuffle, repeat, batch: with 200 examples two batches of 120 are 240 uses."""
+    model, watched = compiled(), budget(N, sampling="shuffle", batch_size=120)
+    stream = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(N).repeat().batch(120)
+    model.fit(stream, steps_per_epoch=2, epochs=5, callbacks=[watched], verbose=0)
+    assert watched.report.epsilon >= uses(6)
+    arrays = budget(N)
+    fit(compiled(), arrays, batch_size=120, epochs=5)
+    assert arrays.report.epsilon == pytest.approx(uses(5))
+
+
+def test_an_example_is_used_no_more_often_than_there_were_steps():
+    model, watched = compiled(), budget(N)
+    fit(model, watched, batch_size=N, epochs=2)
+    assert watched.report.participations == 2
+    rows = np.array([[1.0, 0, 2, N, 50, Z, 3, 9]])
+    assert _counts.ledger_of(rows).report(DELTA, "rdp").participations == 3
+
+
+def test_an_execution_that_the_data_end_in_announces_no_more_than_it_takes():
+    model, watched = c.compiled(tfdpfl.DPSGD(1.0, Z, expected_batch_size=2.0), steps_per_execution=8), budget(N)
+    extra = Also(on_train_batch_end=lambda: everyone(model, 8))
+    with contextlib.suppress(tf.errors.OutOfRangeError):  # Keras 2, after its own end of the data
+        model.fit(draws(10), callbacks=[extra, watched], verbose=0)
+    assert watched.ledger.unknown_steps >= watched.ledger.steps - 10
+
+
+@pytest.mark.parametrize("way", ["shared layer", "custom loop", "other model"])
+def test_steps_on_the_same_weights_count_whoever_took_them(way):
+    model, watched = compiled(), budget(N)
+    if way == "shared layer":
+        other = keras.Sequential([keras.Input((c.WIDTH,)), model.layers[0], keras.layers.Dense(c.CLASSES)])
+        other.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
+        everyone(other, 4)
+        fit(model, watched)
+    elif way == "custom loop":
+        optimizer = tfdpfl.DPSGD(1.0, Z)
+        optimizer.build(model.trainable_variables)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, c.WIDTH])])
+        def step(x):
+            optimizer.minimize(lambda: tf.reduce_mean(model(x) ** 2), model.trainable_variables)
+
+        for _ in range(4):
+            step(X)
+        fit(model, watched)
+    else:
+        fit(model, watched)
+        model.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
+        everyone(model, 3)
+        del model
+        fit(compiled(), watched)
+    assert watched.report.epsilon == pytest.approx(uses(5))
+
+
+def test_a_target_that_another_callback_passed_is_said():
+    model, watched = compiled(), budget(N, target_epsilon=uses(3))
+    with pytest.raises(PrivacyError, match="leave train_on_batch out of callbacks"):
+        fit(model, watched, Also(on_epoch_end=lambda: everyone(model, 9)))
+
+
+def test_batches_from_a_seed_are_said():
+    model, watched = compiled(expected_batch_size=2.0), budget(N)
+    model.fit(draws(seed=5), callbacks=[watched], verbose=0)
+    assert "Poisson batches come from seed=5" in str(watched.report)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(KERAS3, reason="Keras 3 loads no SavedModel as a model")
+@pytest.mark.parametrize("name", ["savedmodel", "model.h5"])
+def test_a_whole_model_of_keras_2_brings_its_ledger(name, tmp_path):
+    model, watched = compiled(), budget(N)
+    fit(model, budget(N), epochs=3)
+    model.save(tmp_path / name)
+    loaded = keras.models.load_model(tmp_path / name)
+    assert loaded.optimizer.num_dp_steps == 30
+    fit(loaded, watched)
+    assert watched.report.epsilon == pytest.approx(uses(4))
+    assert "rows" not in str(model.optimizer.get_config())
 
 
 def test_copies_share_what_ran_before_and_add_what_each_runs(tmp_path):
@@ -379,7 +494,7 @@ def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
         if table is not None:
             steps.saved.assign(table)
         steps.counter.settle(steps.saved)
-        steps.counter.announce((0.0, 2, 100, 10), 1, 1)
+        steps.announce(1, passes=1, sampling=2)
         steps.counter.count(tf.constant(1.0, tf.float64), steps.saved)
         table = steps.saved.numpy()
     assert steps.ledger.steps == restarts and steps.ledger.unknown_steps == 0

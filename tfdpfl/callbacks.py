@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import math
 import warnings
@@ -19,9 +20,9 @@ from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.run import ADJACENCIES_OF, SAMPLINGS
 from tfdpfl.clipping.models import saved_weights
-from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, repeats
+from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers import DPOptimizer, _counts, stepped_on
 
 _GENERATOR = (
     "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
@@ -111,8 +112,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"ledger={ledger!r} is about other data sets than dataset_name={dataset_name!r}. Give the ledger of "
                 "this one, or the name that it was made with."
             )
-        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._optimizers: dict[int, Any] = {}  # kept, so that their steps count when their model is gone
+        # By weight of the models seen, the optimizers that step on it: they count when their model is gone, too.
+        self._stepped: dict[int, dict[int, Any]] = {}
         self._fit: _Fit | None = None
         self._notes: dict[str, None] = {}  # what is to be said of the trainings so far, each once
 
@@ -128,17 +129,20 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         # Keras 3 has the number itself, Keras 2 a variable under another name.
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
-        data = self._describe(_fit_arguments(self.model))
-        fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call))
+        call = _fit_arguments(self.model)
+        data = self._describe(call)
+        fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call), call)
         for other in self._before_me():
+            fit.counts_passes = False
             if other._fit is not None and other._fit.batches != fit.batches:
                 raise PrivacyError(
                     "Two PrivacyBudgets of one fit say different things of its data (dataset_name, sampling, "
                     "num_examples or batch_size), and a step is counted once. Give the fit one of them."
                 )
+        if self._fit is not None:
+            self._fit.cut_off()
         self._fit = fit
-        self._models.add(self.model)
-        self._optimizers[id(optimizer)] = optimizer
+        self._stepped |= {id(d): d for d in [{id(optimizer): optimizer}, *map(stepped_on, self.model.weights)]}
         self._limit: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -157,14 +161,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     "that does) or the target."
                 )
         self._epoch = epoch
-        fit.passes += self._passes_per_epoch or 1
-        self._passes_before = fit.passes - (self._passes_per_epoch or 1)
+        self._passes_before = fit.passes
+        fit.begin_passes(self._passes_per_epoch or 1)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
         if self._passes_per_epoch is None:  # how long an epoch is turns out as it runs
-            fit.passes = max(fit.passes, self._passes_before + fit.passes_in(batch + fit.stride))
-        fit.announce()
+            fit.begin_passes(self._passes_before + fit.passes_in(batch + fit.stride) - fit.passes)
+        steps = self.params.get("steps")
+        fit.announce(fit.stride if steps is None else min(fit.stride, steps - batch))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
@@ -174,15 +179,20 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             fit.silence()  # the data may have ended in the middle of an execution
         if self._limit is None:
             return
-        steps = fit.steps
-        if steps > fit.announced:
-            raise PrivacyError(
-                f"The model took {steps} steps on {fit.announced} batches, so target_epsilon="
-                f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
-                "Make one update a batch in train_step, or train without target_epsilon."
-            )
-        if self._is_full(steps, batch + 1):
+        self._check_announced()
+        if self._is_full(fit.steps, batch + 1):
             self._stop()
+
+    def _check_announced(self) -> None:
+        """That a training with a target took no step that was not in the plan."""
+        fit = self._running()
+        if self._limit is not None and fit.steps > fit.announced:
+            raise PrivacyError(
+                f"The model took {fit.steps} steps on {fit.announced} batches, so target_epsilon="
+                f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
+                "Make one update a batch in train_step, leave train_on_batch out of callbacks, or train without "
+                "target_epsilon."
+            )
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         fit = self._running()
@@ -191,11 +201,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         _LEFT[fit.model] = (_steps_on(fit.model), left | {_fingerprint(fit.model)})
         if logs is not None:
             logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
+        self._check_announced()
         if self._is_full(fit.steps):
             self._stop()
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._running().silence()
+        self._running().end()
+        self._check_announced()
 
     def _before_me(self) -> list[PrivacyBudget]:
         """The other PrivacyBudgets of the fit that have begun already."""
@@ -238,7 +250,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "this ledger has it."
             )
         for model, (steps, left) in list(_LEFT.items()):
-            if weights in left and model not in self._models:
+            theirs = [_counts.ledger_of(o._rows()) for o in _optimizers_of(model).values()] if weights in left else []
+            if any(not other.origins <= ledger.origins for other in theirs):
                 self._say(
                     f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
                     "If they were on these data, too, give PrivacyBudget that training's ledger=."
@@ -249,6 +262,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
                 f"steps are {batch / expected:.3g} times what the learning rate says. ε is as it would be."
             )
+        declared = declared_sampling(_fit_arguments(self.model).get("x"))
+        if declared is not None and declared.seed is not None:
+            self._notes[
+                f"The Poisson batches come from seed={declared.seed}: who knows it knows the batches, and the same "
+                "seed gives the same ones again. For a model to publish draw them with seed=None."
+            ] = None
         if optimizer._dp.seed is not None:
             self._notes[
                 f"The noise comes from seed={optimizer._dp.seed}: who knows it can take the noise off. For a model to "
@@ -270,19 +289,18 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def ledger(self) -> PrivacyLedger:
         """All that ran on the data, this far."""
         if self._fit is not None and self._fit.model not in _running_fits():
-            self._fit.silence()  # it may have been interrupted, and a batch announced that never came
+            self._fit.cut_off()
         ledger = PrivacyLedger().merge(self._given)
         for optimizer in self._seen():
             ledger.merge(_counts.ledger_of(optimizer._rows()))
         return ledger.of_dataset(self._dataset)
 
     def _seen(self) -> list[Any]:
-        """The optimizers that were watched, and others that trained the models before or since."""
-        from tfdpfl.optimizers import trained_by
-
-        for model in self._models:
-            self._optimizers |= trained_by(model)
-        return list(self._optimizers.values())
+        """The optimizers that were watched, and others that stepped on the same weights before or since."""
+        seen: dict[int, Any] = {}
+        for stepped in self._stepped.values():
+            seen |= stepped
+        return list(seen.values())
 
     @property
     def report(self) -> PrivacyReport:
@@ -395,7 +413,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 )
             return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
         if made_from(x) is not None:
-            again = repeats(x)
+            again = passed_through(x, ("cache", "snapshot", "save"))
             if again is not None:
                 raise PrivacyError(
                     f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
@@ -493,40 +511,80 @@ class _Fit:
       data: num_examples, batch_size and sampling, and the adjacency where it is not the sampling's own.
       batches: the same as the optimizer counts it.
       stride: steps of an execution.
+      whole: whether a pass may end with a smaller batch, after which the next one begins a batch of its own.
       passes: passes over the data that were begun.
+      counts_passes: whether no other callback of the same call does.
       announced: steps that the optimizer was told of.
     """
 
-    def __init__(self, model: Any, optimizer: Any, data: dict[str, Any], data_number: float, stride: int):
+    def __init__(
+        self, model: Any, optimizer: Any, data: dict[str, Any], data_number: float, stride: int, call: dict[str, Any]
+    ):
         self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride
         self._counter = optimizer._dp.counter
         known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
         sampling = _counts.SAMPLINGS.index(known_as, 1)
         self.batches = (data_number, sampling, data["num_examples"], data["batch_size"])
-        self.passes = self.announced = self._steps_before = self._passes_before = 0
+        self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
+        self.whole |= _length(call.get("x")) is not None
+        self.passes = self.announced = self._steps_before = 0
+        self._ended, self.counts_passes = False, True
+        guard = _Guard(self.end)
+        self._guard = weakref.ref(guard)
+        keeps: Any = call.get("callbacks")  # it dies with the call, however that ends
+        if hasattr(keeps, "callbacks"):
+            keeps._tfdpfl_guards = [*getattr(keeps, "_tfdpfl_guards", []), guard]
 
     def begin(self) -> None:
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
-        self._passes_before = self._counter.passes(self.batches)
 
     @property
     def shuffled(self) -> bool:
         return self.data["sampling"] == "shuffle"
 
     def passes_in(self, steps: int) -> int:
-        """How many passes over the data so many steps in a row begin; the last step of a pass may be partial."""
+        """How many passes over the data so many steps in a row begin."""
         n, b = self.data["num_examples"], self.data["batch_size"]
+        if not self.whole:  # batches may go across the border of two passes
+            return math.ceil(steps * b / n)
         return 1 if steps <= math.ceil(n / b) else math.ceil(steps / max(n // b, 1))
 
-    def announce(self) -> None:
+    def begin_passes(self, number: int) -> None:
+        """Counted for the optimizer, of which another fit may count some, too."""
+        if number <= 0:
+            return
+        self.passes += number
+        if self.counts_passes:
+            self._counter.passes[self.batches] = self._counter.passes.get(self.batches, 0) + number
+
+    def announce(self, steps: int) -> None:
         """Tells the optimizer of the next execution's batches."""
-        self.announced += self.stride
-        self._counter.announce(self.batches, self._passes_before + self.passes, self.stride)
+        self.announced += steps
+        self._counter.announce(self.batches, steps)
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
-        self._counter.announce(self.batches, 0, 0)
+        self._counter.announce(self.batches, 0)
+
+    def end(self) -> None:
+        """The fit is over, and was not interrupted."""
+        if not self._ended:
+            self._ended = True
+            self.silence()
+
+    def cut_off(self) -> None:
+        """The fit is over, and may have been interrupted.
+
+        If what it left is still held by somebody (a traceback), other steps may have been taken for the batch that was
+        announced and never came. As many are counted once more, as steps of which nothing is known.
+        """
+        taken = self.stride - int(self._counter.batches.numpy()[-1])
+        if not self._ended and self._guard() is not None and self.announced and taken > 0:
+            multiplier = self.optimizer.noise_multiplier / (1 if self.optimizer.num_microbatches is None else 2)
+            row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, multiplier, taken, 0]
+            self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
+        self.end()
 
     @property
     def steps(self) -> int:
@@ -534,15 +592,32 @@ class _Fit:
         return self._counter.steps - self._steps_before
 
 
+class _Guard:
+    """Calls a function when it is no longer held."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the process TensorFlow may be gone
+            self._function()
+
+
 # By model: how many private steps it had seen in this process when an epoch last ended, and the fingerprints of the
 # weights at all those ends (which EarlyStopping may go back to).
 _LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
 
 
-def _steps_on(model: Any) -> int:
-    from tfdpfl.optimizers import trained_by
+def _optimizers_of(model: Any) -> dict[int, Any]:
+    """The DP optimizers that stepped on a model's weights, by id."""
+    found: dict[int, Any] = {}
+    for v in model.weights:
+        found |= stepped_on(v)
+    return found
 
-    return sum(optimizer._dp.counter.steps for optimizer in trained_by(model).values())
+
+def _steps_on(model: Any) -> int:
+    return sum(optimizer._dp.counter.steps for optimizer in _optimizers_of(model).values())
 
 
 def _fingerprint(model: Any) -> int:
@@ -552,8 +627,6 @@ def _fingerprint(model: Any) -> int:
 
 def private_optimizer(model: Any) -> Any:
     """The DP optimizer that a compiled model trains with, out of its loss-scaling wrapper if there is one."""
-    from tfdpfl.optimizers import DPOptimizer
-
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(optimizer, DPOptimizer):

@@ -34,12 +34,14 @@ class SamplingDeclaration:
         sampling_rate: that probability.
         num_examples: size of the data set that is sampled.
         steps: batches in one pass over the dataset (one epoch of `fit`).
+        seed: the public seed that the batches come from; None if they come from the system's entropy.
     """
 
     kind: str
     sampling_rate: float
     num_examples: int
     steps: int
+    seed: int | None = None
 
     @property
     def expected_batch_size(self) -> float:
@@ -62,12 +64,13 @@ def made_from(dataset: Any) -> SamplingDeclaration | None:
     return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
 
 
-def repeats(dataset: Any) -> str | None:
-    """The name of a transformation behind the Poisson batches that gives out the first pass again, or None."""
+def passed_through(dataset: Any, names: tuple[str, ...]) -> str | None:
+    """Which of the named transformations (as in "cache") made a data set, however many steps ago; of Poisson batches
+    those behind the draw."""
     kind = type(dataset).__name__.lower()
-    found = next((name for name in ("cache", "snapshot", "save") if name in kind), None)
+    found = next((name for name in names if name in kind), None)
     inputs = dataset._inputs() if hasattr(dataset, "_inputs") and declared_sampling(dataset) is None else []
-    return found or next(filter(None, map(repeats, inputs)), None)
+    return found or next(filter(None, (passed_through(i, names) for i in inputs)), None)
 
 
 def poisson_batches(
@@ -166,7 +169,7 @@ def poisson_batches(
         .with_options(options)
         .prefetch(2)
     )
-    setattr(dataset, _ATTRIBUTE, SamplingDeclaration("poisson", rate, num_examples, steps))
+    setattr(dataset, _ATTRIBUTE, SamplingDeclaration("poisson", rate, num_examples, steps, seed))
     return dataset
 
 
@@ -175,12 +178,13 @@ class _IndexDraws:
 
     def __init__(self, num_examples: int, rate: float, steps: int, seed: int | None):
         self._num_examples, self._rate, self._steps = num_examples, rate, steps
-        self._entropy = np.random.SeedSequence(seed).entropy
+        self._seed = seed
         self._passes = itertools.count()
 
     def __call__(self) -> Iterator[np.ndarray]:
-        stream = np.random.SeedSequence(self._entropy, spawn_key=(next(self._passes),))
-        rng = np.random.default_rng(stream)
+        # Without a seed each pass asks the system anew: in a forked process, too, it is another stream.
+        key = (next(self._passes),)
+        rng = np.random.default_rng(None if self._seed is None else np.random.SeedSequence(self._seed, spawn_key=key))
         for _ in range(self._steps):
             size = rng.binomial(self._num_examples, self._rate)
             yield rng.choice(self._num_examples, size, replace=False)

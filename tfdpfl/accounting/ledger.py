@@ -265,6 +265,11 @@ class PrivacyLedger:
         return sum(row.steps for row in self._rows)
 
     @property
+    def origins(self) -> set[str]:
+        """Whose counted steps the ledger holds."""
+        return {row.origin for row in self._rows if isinstance(row, _Counted)}
+
+    @property
     def unknown_steps(self) -> int:
         """Steps of which nothing is known but their noise."""
         return sum(row.steps for row in self._rows if isinstance(row, _Counted) and row.unknown)

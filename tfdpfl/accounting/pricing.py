@@ -410,7 +410,8 @@ def _discretization(leaves: Leaves, guide: float | None) -> float:
     if guide is None or not math.isfinite(guide):
         grid = max(1e-4, 5e-6 * widest)
     else:
-        grid = max(min(1e-4, 1e-3 * guide), 5e-6 * widest, 5e-6 * guide, min(0.05 * spread, 1e-3 * guide))
+        far_finer = min(0.05 * spread, 1e-3 * guide) if math.isfinite(spread) else 0.0
+        grid = max(min(1e-4, 1e-3 * guide), 5e-6 * widest, 5e-6 * guide, far_finer)
     return 1e-4 * 2.0 ** math.floor(math.log2(grid / 1e-4) + 1e-9)
 
 

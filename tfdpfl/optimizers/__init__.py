@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.clipping.engine import before_it_runs
+from tfdpfl.clipping.engine import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
@@ -126,6 +126,8 @@ class DPOptimizer:
                 optimizer._dp.check_finished(kept + (saved_weights(trains) if trains is not None else []))
 
         before_it_runs(loss.graph, ask)
+        for v in variables:
+            stepped_on(v)[id(self)] = self
         return private
 
     def _model_that_trains(self) -> weakref.ref | None:
@@ -133,7 +135,6 @@ class DPOptimizer:
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
                 optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
                 if self is getattr(optimizer, "inner_optimizer", optimizer):
-                    _TRAINED_BY.setdefault(model, {})[id(self)] = self
                     return weakref.ref(model)
         return None
 
@@ -215,21 +216,20 @@ class DPOptimizer:
         return _rebuild, (self._dp_base, self.get_config(), self._rows())
 
 
-# By model: the DP optimizers whose steps on it were traced here. It may have been compiled anew since.
-_TRAINED_BY: weakref.WeakKeyDictionary[Any, dict[int, DPOptimizer]] = weakref.WeakKeyDictionary()
-
-
-def trained_by(model: Any) -> dict[int, DPOptimizer]:
-    """The DP optimizers that took steps on a model in this process, by id."""
-    return _TRAINED_BY.get(model, {})
+def stepped_on(variable: Any) -> dict[int, DPOptimizer]:
+    """The DP optimizers whose steps on a variable were traced in this process, by id: other models may share it, and
+    its own may have been compiled anew. It is kept with the variable, and later ones come into the same dictionary."""
+    variable = raw_variable(variable)
+    if not hasattr(variable, "_tfdpfl_stepped"):
+        variable._tfdpfl_stepped = {}
+    return variable._tfdpfl_stepped
 
 
 def _rebuild(base, config, rows):
     """A pickled or copied optimizer: the same settings and ledger, and a key of its own, so that no noise is used
     twice."""
     optimizer = make_dp_optimizer_class(base).from_config(config)
-    optimizer._dp.counter.met = rows
-    optimizer._dp.counter.settle(optimizer._dp_ledger)
+    optimizer._dp.counter.meet(rows, optimizer._dp_ledger)
     return optimizer
 
 

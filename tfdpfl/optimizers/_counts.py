@@ -63,25 +63,20 @@ class Counter:
             self.batches = make(np.zeros(6))
             self.nonfinite = make(np.int64(0))
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
+        self.passes: dict[tuple[float, int, int, int], int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
         renew_after_fork(self)
 
     def _renew(self) -> None:
         self.origin.assign(new_origin())
 
-    def announce(self, data: tuple[float, int, int, int], passes: int, steps: int) -> None:
+    def announce(self, data: tuple[float, int, int, int], steps: int) -> None:
         """Says how the next ``steps`` steps get their batches: (data set's number, sampling's, examples, batch size).
         Of steps after these nothing is known."""
-        said = (*data, passes, steps)
+        said = (*data, self.passes.get(data, 0), steps)
         if said != self._announced[0]:  # for most batches it is the same: to make a tensor costs more than to assign it
             self._announced = (said, tf.constant(said, tf.float64))
         self.batches.assign(self._announced[1], read_value=False)
-
-    def passes(self, data: tuple[float, int, int, int]) -> int:
-        """How many passes over the data the steps counted here have begun, with batches drawn this way."""
-        rows = self.table.numpy()
-        mine = (rows[:, DATA:MULTIPLIER] == data).all(1) & (rows[:, STEPS] > 0) & (rows[:, ORIGIN] == self.origin)
-        return int(rows[mine, PASSES].max(initial=0))
 
     @property
     def steps(self) -> int:
@@ -125,6 +120,11 @@ class Counter:
         """All that is known to have run: counted here, or in a table that was loaded."""
         self.met = united(self.met, np.asarray(saved), self.table.numpy())
         return self.met
+
+    def meet(self, rows: np.ndarray, saved: tf.Variable) -> None:
+        """Takes in rows that came another way than in the saved table."""
+        self.met = united(self.met, rows)
+        self.settle(saved)
 
     def settle(self, saved: tf.Variable) -> None:
         """Writes all that is known to have run into the table that is saved, in fewer rows where it is half full."""
@@ -194,7 +194,8 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
     epochs = None
     if sampling == "shuffle":
-        epochs = max(int(row[PASSES]), -(-steps // -(-n // batch)))
+        # No pass has more steps than this; and no example more uses than there were steps.
+        epochs = min(max(int(row[PASSES]), -(-steps // -(-n // batch))), steps)
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
         adjacency=adjacency, dataset=dataset,

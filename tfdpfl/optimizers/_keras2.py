@@ -15,6 +15,7 @@ from tfdpfl.clipping.engine import handles_of
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
+_ROWS = "tfdpfl_rows"
 _FROM_PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
 
@@ -34,6 +35,23 @@ class Keras2Adapter:
             variable = tf.Variable(value, trainable=False, name=name)
         self._variables.append(variable)
         return variable
+
+    def get_config(self):
+        """As Keras does; for a whole model's file with the rows of the ledger, since what Keras 2 loads from a
+        SavedModel is an optimizer made of its config alone."""
+        config = super().get_config()
+        if any(frame.f_code.co_name == "model_metadata" for frame in callers()):
+            config[_ROWS] = self._rows().tolist()
+        return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        rows = config.pop(_ROWS, [])
+        optimizer = super().from_config(config, custom_objects)
+        if rows:
+            optimizer._dp.counter.meet(np.array(rows), optimizer._dp_ledger)
+        return optimizer
 
     def build(self, var_list):
         """As Keras does, but as if before the step: TensorFlow traces a function twice that makes variables."""
