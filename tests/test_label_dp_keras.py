@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from sklearn.base import clone
 
-from tfdpfl import _datasets
+from tfdpfl import datasets
 from tfdpfl.accounting import price
 from tfdpfl.label_dp import (
     BackwardCorrectedLoss,
@@ -434,7 +434,7 @@ def test_a_transformer_survives_pickling_with_its_record():
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TFDPFL_DATA_DIR"), reason="needs MNIST: set TFDPFL_DATA_DIR")
 def test_a_kmeans_prior_helps_on_mnist():
-    data = _datasets.load_mnist()
+    data = datasets.load_mnist()
     x, y = data.x_train[:20_000], data.y_train[:20_000]
     mechanism = RandomizedResponseWithPrior(0.5, KMeansPrior(0.1, 200, num_classes=10), 10)
     noisy = mechanism.fit_transform(x, y)
