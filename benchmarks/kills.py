@@ -108,12 +108,17 @@ def train(way: str, folder: Path, told: int) -> None:
                 manager.save()
 
 
+def drawn(folder: Path) -> bytes:
+    path = folder / "noise"
+    return path.read_bytes() if path.exists() else b""
+
+
 def run(way: str, kills: int, rng: random.Random) -> dict:
     found, broken, noise = [], [], []
     folder, failures = Path(tempfile.mkdtemp(prefix="kills-")), 0
     for kill in range(kills + 1):
         if kill and kill % LINEAGE == 0:
-            noise.append((folder / "noise").read_bytes())
+            noise.append(drawn(folder))
             shutil.rmtree(folder)
             folder = Path(tempfile.mkdtemp(prefix="kills-"))
         hears, told = os.pipe()
@@ -137,12 +142,12 @@ def run(way: str, kills: int, rng: random.Random) -> dict:
             time.sleep(rng.uniform(0.0, 0.8))
         else:  # it ended by itself: what was saved could not be read
             failures += 1
-            noise.append((folder / "noise").read_bytes() if (folder / "noise").exists() else b"")
+            noise.append(drawn(folder))
             shutil.rmtree(folder)
             folder.mkdir()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    noise.append((folder / "noise").read_bytes())
+    noise.append(drawn(folder))
     shutil.rmtree(folder)
     draws = np.concatenate([np.frombuffer(part[: len(part) // 12 * 12], np.float32) for part in noise]).reshape(-1, 3)
     beyond = max(said["ledger"] - said["updates"] for said in found)
@@ -169,11 +174,13 @@ def main() -> None:
     tfdpfl.DPSGD, tfdpfl.callbacks  # noqa: B018
     tfdpfl.compute_epsilon(num_examples=9, batch_size=9, noise_multiplier=1, delta=1e-5, num_steps=1, sampling="none")
     ways = given.ways.split(",")
-    rows = [run(way, given.kills // len(ways), random.Random(f"{given.seed} {way}")) for way in ways]
-    columns = [name for name in rows[0] if name != "broken"]
-    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(str(row[name]) for name in columns) + " |", flush=True)
+    rows: list[dict] = []
+    for way in ways:
+        rows.append(run(way, given.kills // len(ways), random.Random(f"{given.seed} {way}")))
+        columns = [name for name in rows[0] if name != "broken"]
+        if len(rows) == 1:
+            print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+        print("| " + " | ".join(str(rows[-1][name]) for name in columns) + " |", flush=True)
     bad = [row for row in rows if row["below"] or row["repeated"] or not row["resumed"]]
     for row in bad:
         print("BROKEN:", row)

@@ -6,6 +6,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import warnings
 
 import conftest as c
 import hypothesis
@@ -177,6 +178,12 @@ def test_folding_keeps_every_step_and_the_rows_of_its_own(rows):
 
 
 @hypothesis.given(TABLES, TABLES)
+def test_folded_rows_beside_those_that_went_into_them_count_no_less(a, b):
+    steps = lambda rows: rows[:, _counts.STEPS].sum()
+    assert steps(_counts.united(_counts.folded(a, 1.0), b)) >= steps(_counts.united(a, b))
+
+
+@hypothesis.given(TABLES, TABLES)
 def test_ledgers_of_tables_merge_as_the_tables_do(a, b):
     of = _counts.ledger_of
     merged = of(a).merge(of(b))
@@ -286,6 +293,15 @@ def test_steps_that_another_callback_takes_are_not_of_the_fits_batches():
     assert watched.report.epsilon >= uses(4)
 
 
+def test_a_batch_that_never_came_announces_no_step_after_the_epoch():
+    """Where the data's length is not known, Keras begins a batch, and then finds that there is none."""
+    signature = (tf.TensorSpec((None, c.WIDTH)), tf.TensorSpec((None,), tf.int32))
+    data = tf.data.Dataset.from_generator(lambda: iter([(X[:2], Y[:2])] * 3), output_signature=signature)
+    model, watched = compiled(expected_batch_size=2.0), budget(N, sampling="poisson", batch_size=2)
+    model.fit(data, callbacks=[watched, Also(on_epoch_end=lambda: everyone(model, 1))], verbose=0)
+    assert watched.ledger.steps == 4 and watched.ledger.unknown_steps == 1
+
+
 def test_a_training_that_was_interrupted_leaves_nothing_announced_for_later_steps():
     model, watched = compiled(expected_batch_size=2.0), budget(N)
 
@@ -307,6 +323,16 @@ def test_a_fit_inside_of_a_watched_fit_needs_a_callback_of_its_own():
     model = compiled()
     log = fit(model, apart, Also(on_epoch_end=lambda: fit(compiled(), budget(N))), epochs=5)
     assert len(log.history["epsilon"]) == 2 and log.history["epsilon"][-1] <= uses(2)
+
+
+def test_two_callbacks_of_one_fit_agree_or_are_refused():
+    model, first, second = compiled(), budget(N), budget(N, accountant="pld")
+    fit(model, first, second)
+    assert first.ledger == second.ledger and first.ledger.unknown_steps == 0
+    with pytest.raises(PrivacyError, match="say different things"):
+        fit(model, budget(N, dataset_name="north"), budget(N, dataset_name="south"))
+    fit(model, first, second, batch_size=50)
+    assert first.report.epsilon == pytest.approx(uses(2))
 
 
 def test_copies_share_what_ran_before_and_add_what_each_runs(tmp_path):
@@ -346,18 +372,19 @@ def test_a_state_that_is_loaded_in_mid_run_is_said_and_takes_nothing_back():
     assert watched.report.epsilon == pytest.approx(uses(3)) and "stay counted" in str(watched.report)
 
 
-def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step(tmp_path):
-    restarts, path = _counts.ROWS // 2 + 3, str(tmp_path / "state")
-    for restart in range(restarts):
-        model, watched = compiled(), budget(40)
-        checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
-        if restart:
-            checkpoint.read(path).expect_partial()
-        model.fit(X[:40], Y[:40], batch_size=40, callbacks=[watched], verbose=0)
-        checkpoint.write(path)
-    assert watched.ledger.steps == model.optimizer.num_dp_steps == restarts
-    assert watched.report.epsilon == pytest.approx(uses(restarts))
-    assert (np.asarray(model.optimizer._dp_ledger)[:, _counts.STEPS] > 0).sum() < _counts.ROWS // 2 + 2
+def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
+    restarts, table = 3 * _counts.ROWS, None
+    for _ in range(restarts):
+        steps = Steps()
+        if table is not None:
+            steps.saved.assign(table)
+        steps.counter.settle(steps.saved)
+        steps.counter.announce((0.0, 2, 100, 10), 1, 1)
+        steps.counter.count(tf.constant(1.0, tf.float64), steps.saved)
+        table = steps.saved.numpy()
+    assert steps.ledger.steps == restarts and steps.ledger.unknown_steps == 0
+    assert steps.ledger.report(DELTA, "rdp").participations == restarts
+    assert (table[:, _counts.STEPS] > 0).sum() < _counts.ROWS // 2 + 2
 
 
 # -- weights that come from elsewhere ----------------------------------------------------------------------------
@@ -367,9 +394,30 @@ def test_weights_that_something_else_changed_are_said():
     model, watched = compiled(), budget(N)
     fit(model, watched)
     model.set_weights(c.weights(3))
-    with pytest.warns(UserWarning, match="not those that the optimizer's last step left"):
+    with pytest.warns(UserWarning, match="not those that private steps left"):
         fit(model, watched)
     assert "something else changed them" in str(watched.report)
+
+
+def test_a_training_without_privacy_between_two_private_ones_is_said():
+    model, watched, private = compiled(), budget(N), lambda: tfdpfl.DPSGD(1.0, Z)
+    for optimizer in (private(), "sgd", private()):
+        model.compile(optimizer, loss=model.loss)
+        if optimizer == "sgd":
+            fit(model)
+            continue
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fit(model, watched)
+    assert any("training with another optimizer" in str(w.message) for w in said)
+
+
+def test_weights_that_early_stopping_goes_back_to_are_known(recwarn):
+    model, watched = compiled(), budget(N)
+    stops = keras.callbacks.EarlyStopping(monitor="loss", mode="max", patience=1, restore_best_weights=True)
+    for _ in range(2):
+        fit(model, watched, stops, epochs=4)
+    assert not [w for w in recwarn if "something else changed" in str(w.message)]
 
 
 def test_weights_that_another_optimizer_left_are_said(tmp_path):
@@ -380,7 +428,7 @@ def test_weights_that_another_optimizer_left_are_said(tmp_path):
     other, watched = c.classifier(seed=2), budget(N)
     other.load_weights(tmp_path / "some.weights.h5")
     other.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
-    with pytest.warns(UserWarning, match="those that 10 steps of another private optimizer left"):
+    with pytest.warns(UserWarning, match="those that 10 private steps on another model left"):
         fit(other, watched)
     known = budget(N, ledger=model.optimizer.ledger)
     fit(other, known)

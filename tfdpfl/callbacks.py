@@ -111,6 +111,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"ledger={ledger!r} is about other data sets than dataset_name={dataset_name!r}. Give the ledger of "
                 "this one, or the name that it was made with."
             )
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizers: dict[int, Any] = {}  # kept, so that their steps count when their model is gone
         self._fit: _Fit | None = None
         self._notes: dict[str, None] = {}  # what is to be said of the trainings so far, each once
@@ -128,7 +129,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         data = self._describe(_fit_arguments(self.model))
-        self._fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call))
+        fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call))
+        for other in self._before_me():
+            if other._fit is not None and other._fit.batches != fit.batches:
+                raise PrivacyError(
+                    "Two PrivacyBudgets of one fit say different things of its data (dataset_name, sampling, "
+                    "num_examples or batch_size), and a step is counted once. Give the fit one of them."
+                )
+        self._fit = fit
+        self._models.add(self.model)
         self._optimizers[id(optimizer)] = optimizer
         self._limit: int | None = None
 
@@ -178,7 +187,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         fit = self._running()
         fit.silence()
-        _LEFT[fit.optimizer] = (fit.optimizer._dp.counter.steps, _fingerprint(fit.model))
+        _, left = _LEFT.get(fit.model, (0, set()))
+        _LEFT[fit.model] = (_steps_on(fit.model), left | {_fingerprint(fit.model)})
         if logs is not None:
             logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
         if self._is_full(fit.steps):
@@ -186,6 +196,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._running().silence()
+
+    def _before_me(self) -> list[PrivacyBudget]:
+        """The other PrivacyBudgets of the fit that have begun already."""
+        given = getattr(_fit_arguments(self.model).get("callbacks"), "callbacks", [])
+        return [c for c in given[: given.index(self) if self in given else 0] if isinstance(c, PrivacyBudget)]
 
     def _running(self) -> _Fit:
         assert self._fit is not None
@@ -214,18 +229,19 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "example took part in each. Give every fit on these data a PrivacyBudget.",
                 stacklevel=4,
             )
-        weights, seen = _fingerprint(fit.model), self._seen()
-        steps, left = _LEFT.get(optimizer, (None, None))
-        if steps == counter.steps and left != weights:
+        weights = _fingerprint(fit.model)
+        steps, left = _LEFT.get(fit.model, (None, ()))
+        if steps == _steps_on(fit.model) and weights not in left:
             self._say(
-                "The weights are not those that the optimizer's last step left: something else changed them "
-                "(load_weights, set_weights). What was spent on the new ones is in this ε only if this ledger has it."
+                "The weights are not those that private steps left: something else changed them (load_weights, "
+                "set_weights, training with another optimizer). What was spent on the new ones is in this ε only if "
+                "this ledger has it."
             )
-        for other, (_, left) in list(_LEFT.items()):
-            if left == weights and other not in seen:
+        for model, (steps, left) in list(_LEFT.items()):
+            if weights in left and model not in self._models:
                 self._say(
-                    f"The weights are those that {other.num_dp_steps} steps of another private optimizer left, which "
-                    "are not in this ε. If they were on these data, too, give PrivacyBudget that training's ledger=."
+                    f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
+                    "If they were on these data, too, give PrivacyBudget that training's ledger=."
                 )
         expected, batch = optimizer.expected_batch_size, fit.data["batch_size"]
         if expected is not None and not 0.5 <= batch / expected <= 2:
@@ -261,14 +277,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         return ledger.of_dataset(self._dataset)
 
     def _seen(self) -> list[Any]:
-        """The optimizers that were watched, and others that trained the model before or since."""
+        """The optimizers that were watched, and others that trained the models before or since."""
         from tfdpfl.optimizers import trained_by
 
-        seen = dict(self._optimizers)
-        if self._fit is not None:
-            seen |= {id(optimizer): optimizer for optimizer in trained_by(self._fit.model)}
-        self._optimizers = seen
-        return list(seen.values())
+        for model in self._models:
+            self._optimizers |= trained_by(model)
+        return list(self._optimizers.values())
 
     @property
     def report(self) -> PrivacyReport:
@@ -477,6 +491,7 @@ class _Fit:
 
     Attributes:
       data: num_examples, batch_size and sampling, and the adjacency where it is not the sampling's own.
+      batches: the same as the optimizer counts it.
       stride: steps of an execution.
       passes: passes over the data that were begun.
       announced: steps that the optimizer was told of.
@@ -487,13 +502,13 @@ class _Fit:
         self._counter = optimizer._dp.counter
         known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
         sampling = _counts.SAMPLINGS.index(known_as, 1)
-        self._batches = (data_number, sampling, data["num_examples"], data["batch_size"])
+        self.batches = (data_number, sampling, data["num_examples"], data["batch_size"])
         self.passes = self.announced = self._steps_before = self._passes_before = 0
 
     def begin(self) -> None:
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
-        self._passes_before = self._counter.passes(self._batches)
+        self._passes_before = self._counter.passes(self.batches)
 
     @property
     def shuffled(self) -> bool:
@@ -507,11 +522,11 @@ class _Fit:
     def announce(self) -> None:
         """Tells the optimizer of the next execution's batches."""
         self.announced += self.stride
-        self._counter.announce(self._batches, self._passes_before + self.passes, self.stride)
+        self._counter.announce(self.batches, self._passes_before + self.passes, self.stride)
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
-        self._counter.announce(self._batches, 0, 0)
+        self._counter.announce(self.batches, 0, 0)
 
     @property
     def steps(self) -> int:
@@ -519,8 +534,15 @@ class _Fit:
         return self._counter.steps - self._steps_before
 
 
-# By optimizer: how many steps it had taken in this process when an epoch ended, and the weights' fingerprint then.
-_LEFT: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+# By model: how many private steps it had seen in this process when an epoch last ended, and the fingerprints of the
+# weights at all those ends (which EarlyStopping may go back to).
+_LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
+
+
+def _steps_on(model: Any) -> int:
+    from tfdpfl.optimizers import trained_by
+
+    return sum(optimizer._dp.counter.steps for optimizer in trained_by(model).values())
 
 
 def _fingerprint(model: Any) -> int:

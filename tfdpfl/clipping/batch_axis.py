@@ -348,7 +348,7 @@ class BatchAxis:
         self._outer: BatchAxis | None = None
         self.reads: list[tuple[Handle, tf.Operation]] = []
         self.static: set[int] = set()  # batch sizes that a caller's inputs have
-        self.passed: frozenset[str] = frozenset()  # ops that are looked at elsewhere, for what they write
+        self.vouched: Callable[[tf.Operation], bool] = lambda op: False  # who chooses what it runs was looked at
         self._tainted: frozenset[Handle] = frozenset()  # variables known to hold batch data
         self._writers: list[tuple[tf.Operation, list[tf.Tensor]]] | None = None  # what may write to a variable
         for name in graph_tools.RELEASED.get(graph, ()):
@@ -387,15 +387,15 @@ class BatchAxis:
         n = t.shape.num_elements()
         return tuple([UNKNOWN] * (1 if n is None else n))
 
-    def tainted_read(self) -> Mixed | None:
-        """A read of a variable that this same graph writes batch data to, if there is one."""
+    def tainted_read(self) -> tuple[Mixed, Handle] | None:
+        """A read of a variable that this same graph writes batch data to, and the variable, if there is one."""
         if self._outer is not None:
             found = self._outer.tainted_read()
             if found is not None:
                 return found
         read = {handle: op for handle, op in self.reads}
         for handle in self.tainted(set(read)) & set(read):
-            return self._mix(read[handle], TAINTED)
+            return self._mix(read[handle], TAINTED), handle
         return None
 
     def tainted(self, handles: set[Handle]) -> set[Handle]:
@@ -410,7 +410,7 @@ class BatchAxis:
                 return found
             found |= more
             look = BatchAxis(self.graph, self.source)
-            look.static, look.passed, look._tainted = self.static, self.passed, frozenset(found)
+            look.static, look.vouched, look._tainted = self.static, self.vouched, frozenset(found)
         return found
 
     def _written_from(self, handles: set[Handle]) -> tuple[set[Handle], bool]:
@@ -446,7 +446,7 @@ class BatchAxis:
             self._writers = []
             for op in self.graph.get_operations():
                 resources = [t for t in op.inputs if t.dtype == tf.resource]
-                if not resources or op.type in ("ReadVariableOp", "ResourceGather") or op.name in self.passed:
+                if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
                     continue
                 if may_write(op):
                     self._writers.append((op, resources))
@@ -482,6 +482,8 @@ class BatchAxis:
 
     def _flows_by_public_values(self, op: tf.Operation, states: list[State]) -> bool:
         """Whether no example has a say in which branch is taken, or how often a loop turns."""
+        if self.vouched(op):
+            return True
         if op.type.endswith("If"):
             return is_batch_free(states[0])
         if op.type.endswith("While"):
@@ -1492,7 +1494,7 @@ class BatchAxis:
         graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
-        inner.static, inner._tainted = self._batch_sizes(), self._tainted
+        inner.static, inner.vouched, inner._tainted = self._batch_sizes(), self.vouched, self._tainted
         inner.run([*graph.inputs, *graph.outputs])
         self.reads += inner.reads
         if inner.checks:  # a length inside a body cannot be checked from outside

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -54,7 +54,6 @@ class ClippedGradients:
       num_units: scalar int32, how many units there were.
       batch_size: scalar int32, how many examples there were.
       num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
-      loss_scale: a public factor the loss had been multiplied by (a loss scale) and that was taken off, or None.
     """
 
     sum: list[tf.Tensor | None]
@@ -63,7 +62,6 @@ class ClippedGradients:
     num_units: tf.Tensor
     batch_size: tf.Tensor
     num_nonfinite: tf.Tensor
-    loss_scale: tf.Tensor | None
 
 
 # Of 1e11 entries whose squares are below float32's least normal number the norm is 3e-14.
@@ -93,7 +91,8 @@ def clipped_gradients(
 
     Args:
       loss: a scalar, or a tensor with the examples along its first axis, in a graph (not eager).
-      variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights.
+      variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights. What a tensor is
+        computed from must be public; an argument of the function that is given here is taken to be.
       l2_norm_clip: C, at least 1e-10.
       num_microbatches: None to clip every example; or M, to clip the mean gradient of M groups of consecutive
         examples, as TensorFlow Privacy does. The batch must be divisible by M.
@@ -123,9 +122,55 @@ def per_example_norms(loss: tf.Tensor, variables: Sequence) -> tf.Tensor:
 _READ: weakref.WeakKeyDictionary[tf.Graph, dict[Handle, tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
+# By graph of a private update: what to ask of every function that runs it, once it is traced.
+_ASKED: weakref.WeakKeyDictionary[tf.Graph, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+
+
+def before_it_runs(graph: tf.Graph, ask: Callable[[], None]) -> None:
+    """Calls ``ask`` whenever a tf.function was traced that runs ``graph``, also one that was traced earlier and is
+    called in a new function; no such function runs if it raises. It costs nothing afterwards. ``ask`` must hold neither
+    the graph nor the model, or they would never be freed."""
+    _ASKED.setdefault(graph, []).append(ask)
+
+
+def _ask(finished: tf.Graph) -> None:
+    if not _ASKED:
+        return
+    for graph, path, own in list(_steps(finished)):
+        around = graph._tfdpfl_around
+        around += [g for g in path if all(g is not other for other in around)]
+        try:
+            for ask in _ASKED[graph]:
+                ask()
+        except PrivacyError as error:  # it will not run
+            around[:] = [g for g in around if g is not finished]
+            if own:
+                _READ.pop(graph, None)
+            raise error.with_traceback(None) from None
+
+
+graph_tools.when_traced(_ask)
+
+
+def _steps(graph: tf.Graph) -> Iterator[tuple[tf.Graph, list[tf.Graph], bool]]:
+    """The graphs of private updates that a graph runs, the graphs on the way there, and whether none of these is
+    another function, which may be called elsewhere, too."""
+    if graph in _ASKED:
+        yield graph, [], True
+    for op in graph.get_operations():
+        for body in body_graphs(op):
+            for step, path, own in _steps(body):
+                yield step, [*path, graph], own and op.type not in CALLS
+
+
 def _resource(t: tf.Tensor) -> Handle | None:
     """What `BatchAxis` is to know of a tensor from outside, where the variables that are trained are like others."""
     return Handle(None, id(graph_tools.origin(t))) if t.dtype == tf.resource else None
+
+
+def versions(graph: tf.Graph) -> tuple[int, ...]:
+    """What changes when the step, or what is around it, is traced further."""
+    return tuple(g.version for g in (graph, *graph._tfdpfl_around))
 
 
 def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
@@ -133,35 +178,40 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
 
     Args:
       graph: the graph of the losses.
-      kept: variables that are released with the model; those that are trained may be among them.
+      kept: variables that are released with the model, or say how it is trained; those that are trained may be among
+        them.
 
     Raises:
       PrivacyError: after the clip the step writes batch data to a variable that a loss reads (in the next step), or to
-        one of ``kept``; or examples decide whether the step is taken.
+        one of ``kept``; or examples decide whether, or how often, the step is taken.
     """
     read = _READ.get(graph)
     if read is None:
         return
-    _check_branches(graph)
+    inside = [graph, *graph._tfdpfl_around]
+    chosen: dict[Handle, tf.Operation] = {}
+    for outermost in inside:
+        if not isinstance(getattr(outermost, "outer_graph", None), tf.__internal__.FuncGraph):
+            _choices(BatchAxis(outermost, _numbered), chosen)
     handles = {Handle(None, id(handle)): v for v in kept for handle in handles_of(v)}
-    found = BatchAxis(graph, _resource).tainted({*read, *handles})
-    for outer in graph._tfdpfl_around:
-        analysis = BatchAxis(outer, _resource)
-        # A loop or a branch that holds a step was looked at from within.
-        analysis.passed = frozenset(op.name for op in outer.get_operations() if op.type in BODIES and (
-            op.type not in CALLS) and _holds_a_step(op))  # fmt: skip
-        found |= analysis.tainted({*read, *handles})
+    found: set[Handle] = set()
+    for each in inside:
+        analysis = BatchAxis(each, _resource)
+        analysis.vouched = lambda op: op.type not in CALLS and _holds_a_step(op)  # by `_choices`
+        found |= analysis.tainted({*read, *handles, *chosen})
+    for handle, v in handles.items():
+        if handle in found:
+            raise PrivacyError(
+                f"The step writes batch data to {name_of(v)!r}, which is saved with the model and has no noise. Keep "
+                "such statistics out of the model, or fix them before training; train weights by the private "
+                "optimizer, or from what is public (numbers drawn by the batch's size are not: draw a fixed number)."
+            )
     for handle, (kind, name) in read.items():
         if handle in found:
             raise PrivacyError(mixing(Mixed(kind, name, TAINTED)))
-    for handle, v in handles.items():
+    for handle, op in chosen.items():
         if handle in found:
-            name = getattr(v, "path", v.name)
-            raise PrivacyError(
-                f"The step writes batch data to {name!r}, which is saved with the model and has no noise. Keep such "
-                "statistics out of the model, or fix them before training; train weights by the private optimizer, or "
-                "from what is public (numbers drawn by the batch's size are not: draw a fixed number)."
-            )
+            raise _chosen_by_examples(op)
 
 
 def _around(graph: tf.Graph) -> Iterator[tf.Graph]:
@@ -178,33 +228,70 @@ def _holds_a_step(op: tf.Operation) -> bool:
     )
 
 
-def _check_branches(graph: tf.Graph) -> None:
-    """That no branch in which the step is taken, or not, is chosen by examples; by whether the data are at their end,
-    and by a loop's count of its turns, it may be."""
+def _numbered(t: tf.Tensor) -> Handle | None:
+    """As `_resource`, so that what is public says which variables it was read from."""
+    known = _resource(t)
+    return known and Handle(known.name, known.name)
 
-    def known(t: tf.Tensor):
-        counts = t.shape.rank == 0 and (t.dtype.is_integer or t.dtype.is_bool) and t.op.type != "IteratorGetNext"
-        return Public() if counts and graph_tools.captured(t) is None else _resource(t)
 
-    for outer in graph._tfdpfl_around:
-        for op in outer.get_operations():
-            if op.type not in ("If", "StatelessIf") or not _holds_a_step(op):
-                continue
-            terms = [graph_tools.source(op.inputs[0])]
-            if terms[0].op.type == "LogicalAnd":
-                terms = [graph_tools.source(t) for t in terms[0].op.inputs]
-            analysis = BatchAxis(outer, known)
-            if not all(t.op.type == "OptionalHasValue" or is_batch_free(analysis[t]) for t in terms):
-                raise PrivacyError(
-                    f"{op.type} ({op.name!r}) takes a private step or leaves it out, and examples decide which. Take "
-                    "the step on every batch."
-                )
+def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:
+    """Checks that no examples decide whether, or how often, a step is taken; whether the data are at their end may.
+    ``chosen`` comes to hold the variables that decide."""
+    for op in analysis.graph.get_operations():
+        if op.type not in BODIES or not _holds_a_step(op):
+            continue
+        states, inputs, look, chooser = [analysis[t] for t in op.inputs], list(op.inputs), analysis, None
+        if op.type.endswith("If"):
+            chooser = inputs.pop(0)
+            states = states[1:]
+        elif op.type.endswith("While"):
+            states = _turns(analysis, op, states)
+            look, _, condition = analysis.body(op, "cond", inputs, states)
+            chooser = condition.outputs[0]
+        for t in [] if chooser is None else _terms(chooser):
+            state = look[t]
+            if t.op.type != "OptionalHasValue" and not is_batch_free(state):
+                raise _chosen_by_examples(op)
+            chosen.update({Handle(None, i): op for i in getattr(state, "deps", ())})
+        for attribute in BODIES[op.type]:
+            if attribute != "cond":
+                _choices(analysis.body(op, attribute, inputs, states)[0], chosen)
+
+
+def _terms(t: tf.Tensor) -> list[tf.Tensor]:
+    t = graph_tools.source(t)
+    return [each for i in t.op.inputs for each in _terms(i)] if t.op.type == "LogicalAnd" else [t]
+
+
+def _turns(analysis: BatchAxis, op: tf.Operation, states: list) -> list:
+    """The states of what a loop hands from turn to turn, each by itself: what is counted stays public beside a loss."""
+    for _ in range(2 * len(states) + 2):
+        inner, _, graph = analysis.body(op, "body", list(op.inputs), states)
+        joined = [
+            s if isinstance(s, Handle) else analysis._join(op, t, s, inner[o])
+            for t, s, o in zip(op.inputs, states, graph.outputs, strict=True)
+        ]
+        if joined == states:
+            return states
+        states = joined
+    return [s if isinstance(s, Handle) else Mixed(op.type, op.name, "is not known to keep examples apart")
+            for s in states]  # fmt: skip
+
+
+def _chosen_by_examples(op: tf.Operation) -> PrivacyError:
+    how = "takes a private step as often as examples say" if op.type.endswith("While") else (
+        "takes a private step or leaves it out, and examples decide which")  # fmt: skip
+    return PrivacyError(f"{op.type} ({op.name!r}) {how}. Take the step on every batch, once.")
 
 
 def raw_variable(v):
     """The tf.Variable inside a Keras variable, or the thing itself."""
     inner = getattr(v, "_value", None)
     return inner if inner is not None and hasattr(inner, "handle") else v
+
+
+def name_of(v) -> str:
+    return getattr(v, "path", v.name)
 
 
 def handles_of(v) -> list[tf.Tensor]:
@@ -228,6 +315,10 @@ class Plan:
             raise PrivacyError("variables is empty: there is no weight to find gradients for.")
         self.graph: tf.Graph = loss.graph
         self.variables = [raw_variable(v) for v in variables]
+        for i, v in enumerate(self.variables):
+            for j, other in enumerate(self.variables[:i]):
+                if v is other:
+                    raise ValueError(f"variables[{i}] is variables[{j}] again. Give each variable once.")
         self.reads: dict[int, tf.Tensor] = {}
         self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
         self.replayed: set[int] = set()
@@ -239,10 +330,12 @@ class Plan:
         loss = self.opened.now.get(key(loss), loss)
         split = LossOfOne(self.analysis, self.batch_size)
         self.sizes = split
-        losses, self.public_loss, self.loss_scale = split(loss)
+        losses, self.public_loss = split(loss)
         tainted = self.analysis.tainted_read()
         if tainted is not None:
-            raise PrivacyError(mixing(tainted))
+            origin, handle = tainted
+            name = handle.index is not None and name_of(variables[handle.index])
+            raise PrivacyError(mixing(dataclasses.replace(origin, why=f"{TAINTED} ({name})") if name else origin))
         check = self.analysis[losses]
         if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
             origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
@@ -275,10 +368,23 @@ class Plan:
                 self.variables[i] = v = self.graph.capture(v)
             if isinstance(v.op.type, str) and v.op.type not in ("Placeholder", "PlaceholderV2"):
                 analysis.run([v])
+            if v.op.name in analysis.ops or graph_tools.captured(v) is not None:
+                self._check_public(i, v, analysis[v])
             analysis.ops[v.op.name] = v.op
             analysis.states[key(v)] = Public(frozenset([i]))
         analysis.run([loss])
         return analysis
+
+    @staticmethod
+    def _check_public(i: int, v: tf.Tensor, state) -> None:
+        """That no example has a part in what the weights are: what moves them, moves the others' gradients."""
+        if not is_batch_free(state):
+            why = state.describe() if isinstance(state, Mixed) else "it holds rows of examples, or how many there are"
+            raise PrivacyError(
+                f"variables[{i}] ({v.op.type} {v.op.name!r}) is computed from the batch: {why}. One example would "
+                "change the gradients of all. Compute weights from variables and from what is public, with noise on "
+                "what comes from examples; or give the argument of the function itself, if it holds weights."
+            )
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """How long the first input is, and the inputs that may be of another length."""
@@ -595,7 +701,6 @@ class Plan:
             num_units=units.count,
             batch_size=self.batch_size,
             num_nonfinite=tf.reduce_sum(tf.cast(tf.logical_not(good), tf.int32)),
-            loss_scale=self.loss_scale,
         )
 
     def _regularization(self) -> list[tf.Tensor | None]:
@@ -622,11 +727,16 @@ _UNMOVED = frozenset("Identity Cast Snapshot".split())
 _ISOMETRIC = _UNMOVED | frozenset("Reshape ExpandDims Squeeze Transpose Neg".split())
 
 
+def _rounds(op: tf.Operation) -> bool:
+    """Whether a Cast goes to or from what has no gradient."""
+    return not (op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_floating)
+
+
 def isometric(weight: tf.Tensor, root: tf.Tensor) -> bool:
     """Whether the weight is the root's entries moved about (or negated), so that gradients keep their norm."""
     t = weight
     while t is not root:
-        if t.op.type not in _ISOMETRIC:
+        if t.op.type not in _ISOMETRIC or (t.op.type == "Cast" and _rounds(t.op)):
             return False
         t = t.op.inputs[0]
     return True

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import transform
 from tensorflow.python.ops import control_flow_util_v2
 
 _numbers = itertools.count()
@@ -22,6 +23,12 @@ _GRAPHS = {
     "While": {"cond": "_cond_graph", "body": "_body_graph"},
     "If": {"then_branch": "_true_graph", "else_branch": "_false_graph"},
 }
+
+
+def when_traced(look: Callable[[tf.Graph], None]) -> None:
+    """Calls ``look`` on the graph of every tf.function from here on, when it is traced and before it runs. What it
+    raises comes out of the call that was to run it, and TensorFlow does not keep the function."""
+    transform.FUNC_GRAPH_TRANSFORMS.append(look)
 
 
 def released(x: tf.Tensor) -> tf.Tensor:

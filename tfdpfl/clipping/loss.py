@@ -9,12 +9,13 @@ loss divided by the sum of the batch's sample weights, is refused.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BY_POSITION, Batch, BatchAxis, Mixed, Public, Size, constant, key
+from tfdpfl.clipping.batch_axis import BY_POSITION, TAINTED, Batch, BatchAxis, Mixed, Public, Size, constant, key
 from tfdpfl.errors import PrivacyError
 
 _SAME = frozenset("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split())
@@ -66,9 +67,8 @@ class LossOfOne:
             self.a.states[(t.op.name, i)] = Size(((None, 0),) * n)
         return t
 
-    def __call__(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
-        """Returns (losses [B], data-independent part or None, public factor that the loss was scaled by or None)."""
-        loss, scale = self._unscaled(loss)
+    def __call__(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Returns (losses [B], data-independent part or None)."""
         term = self._term(loss)
         if term.kind not in ("batch", "total"):
             raise PrivacyError(
@@ -77,27 +77,11 @@ class LossOfOne:
             )
         losses = self._flat_mean(tf.cast(term.value, tf.float32) if term.value.dtype != tf.float64 else term.value)
         public = None if term.public is None else tf.reduce_mean(term.public)
-        return losses, public, scale
+        return losses, public
 
     def _flat_mean(self, value: tf.Tensor) -> tf.Tensor:
         axes = list(range(1, value.shape.rank))
         return tf.reduce_mean(value, axes) if axes else value
-
-    def _unscaled(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Peels off factors that change from step to step but hold no data: a loss scale."""
-        scale = None
-        while loss.op.type == "Mul":
-            parts = [(t, self.a[t]) for t in loss.op.inputs]
-            factors = [
-                t
-                for t, s in parts
-                if isinstance(s, Public) and not s.deps and t.shape.rank == 0 and constant(t) is None
-            ]
-            if len(factors) != 1:
-                break
-            scale = factors[0] if scale is None else scale * tf.cast(factors[0], scale.dtype)
-            loss = next(t for t in loss.op.inputs if t is not factors[0])
-        return loss, scale
 
     # -- terms -----------------------------------------------------------------------------------------------
 
@@ -289,10 +273,12 @@ class LossOfOne:
         return Term(x.kind if x.kind == "total" else "batch", self._apply(op, [self._absorb(x), y]), rank)
 
     def _static_size(self, x: Term, elements: int | None) -> Term:
-        """A constant that is a static batch size, or the number of elements of the batch, counts as a size."""
-        if x.kind == "public" and elements and self.static and x.rank == 0:
+        """An integer that is a static batch size, or the number of elements of the batch, counts as a size: lengths
+        are integers first. A number that was written down as one with a fraction is what it says for any batch."""
+        if x.kind == "public" and elements and self.static and x.rank == 0 and was_integer(x.value):
             value = folded(x.value)
-            if value is not None and value in (elements, self.static):
+            if value is not None and (value in (elements, self.static) or (
+                value % self.static == 0 and is_length(x.value))):  # fmt: skip
                 return Term("size", tf.constant(value / self.static, x.value.dtype), 0)
         return x
 
@@ -385,6 +371,20 @@ def folded(t: tf.Tensor) -> np.ndarray | None:
     return value
 
 
+def was_integer(t: tf.Tensor) -> bool:
+    while t.op.type in ("Identity", "Cast") and not t.dtype.is_integer:
+        t = t.op.inputs[0]
+    return t.dtype.is_integer
+
+
+def is_length(t: tf.Tensor) -> bool:
+    """Whether TensorFlow made the number from a static shape, by the names that it gives those."""
+    return any(
+        op.type == "Const" and re.fullmatch(r"(Size|Shape|num_elements)(_\d+)?", op.name.split("/")[-1])
+        for op in graph_tools.ancestors([t]).values()
+    )
+
+
 def is_mask(t: tf.Tensor) -> bool:
     """Whether the tensor is made of zeros and ones that came from booleans."""
     while t.op.type in ("Identity", "Reshape", "Squeeze", "ExpandDims", "Cast", "StopGradient"):
@@ -465,6 +465,8 @@ def _mend(origin: Mixed) -> str:
         )
     if origin.op.endswith("GatherNd"):
         return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."
+    if origin.why.startswith(TAINTED):
+        return "Train weights by the private optimizer alone, and write to others what is public, or nothing."
     if origin.why in _MENDS:
         return _MENDS[origin.why]
     if "not known" in origin.why:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.clipping.engine import before_it_runs
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
@@ -52,7 +53,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
 
     Raises:
       PrivacyError: before the first update, where the model or the call cannot be made private; it names the op or
-        layer and the mend.
+        layer and the mend. What is written beside the loss is looked at when TensorFlow has traced the function that
+        is called, and every function around it; what Python does between two calls is not seen.
       ValueError: for arguments out of range.
     """
 
@@ -108,16 +110,32 @@ class DPOptimizer:
             )
 
     def _update(self, loss, variables: list, table) -> list[tf.Tensor | None]:
-        """The private gradients, unless the model that trains has by now written batch data to what is saved."""
-        private = self._dp.update(loss, variables, table)
+        """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
+        try:
+            private = self._dp.update(loss, variables, table)
+        except PrivacyError as error:  # without the walk through the graph, of which Keras 2 prints every line
+            raise error.with_traceback(None) from None
+        model, own = self._model_that_trains(), weakref.ref(self)
+        trained = [weakref.ref(v) for v in variables]
+
+        def ask():
+            optimizer, trains = own(), model and model()
+            if optimizer is not None:
+                kept = [v for v in _variables_of(optimizer) if v is not optimizer._dp_ledger]
+                kept += [v for v in (ref() for ref in trained) if v is not None]
+                optimizer._dp.check_finished(kept + (saved_weights(trains) if trains is not None else []))
+
+        before_it_runs(loss.graph, ask)
+        return private
+
+    def _model_that_trains(self) -> weakref.ref | None:
         for frame in callers():
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
                 optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
                 if self is getattr(optimizer, "inner_optimizer", optimizer):
-                    _TRAINED_BY.setdefault(model, []).append(self)
-                    self._dp.check_finished(saved_weights(model))
-                    return private
-        return private
+                    _TRAINED_BY.setdefault(model, {})[id(self)] = self
+                    return weakref.ref(model)
+        return None
 
     # -- what a user may read --------------------------------------------------------------------------------
 
@@ -198,12 +216,12 @@ class DPOptimizer:
 
 
 # By model: the DP optimizers whose steps on it were traced here. It may have been compiled anew since.
-_TRAINED_BY: weakref.WeakKeyDictionary[Any, list[DPOptimizer]] = weakref.WeakKeyDictionary()
+_TRAINED_BY: weakref.WeakKeyDictionary[Any, dict[int, DPOptimizer]] = weakref.WeakKeyDictionary()
 
 
-def trained_by(model: Any) -> list[DPOptimizer]:
-    """The DP optimizers that took steps on a model in this process, each once."""
-    return list({id(optimizer): optimizer for optimizer in _TRAINED_BY.get(model, ())}.values())
+def trained_by(model: Any) -> dict[int, DPOptimizer]:
+    """The DP optimizers that took steps on a model in this process, by id."""
+    return _TRAINED_BY.get(model, {})
 
 
 def _rebuild(base, config, rows):
@@ -213,6 +231,14 @@ def _rebuild(base, config, rows):
     optimizer._dp.counter.met = rows
     optimizer._dp.counter.settle(optimizer._dp_ledger)
     return optimizer
+
+
+def _variables_of(optimizer) -> list:
+    """The optimizer's own, the learning rate first: what follows from it is not what an error is to name. On Keras 2
+    it is an attribute."""
+    found = optimizer.variables
+    rate = getattr(optimizer, "_learning_rate", None)
+    return [*([rate] if hasattr(rate, "assign") else []), *(found() if callable(found) else found)]
 
 
 def _check_backend() -> None:

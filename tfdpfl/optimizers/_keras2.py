@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from tfdpfl._frames import callers
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import function_graph
 from tfdpfl.clipping.engine import handles_of
@@ -48,7 +49,7 @@ class Keras2Adapter:
                 loss = loss()
         variables = list(var_list() if callable(var_list) else var_list)
         self._check_graph(loss)
-        loss, scale = self._without_fixed_scale(loss)
+        loss, scale = self._without_scale(loss)
         private = self._update(loss, variables, self._dp_ledger)
         if scale is not None:
             private = [g if g is None else g * tf.cast(scale, g.dtype) for g in private]
@@ -57,13 +58,14 @@ class Keras2Adapter:
         released.update(g.name for g in private if g is not None)
         return list(zip(private, variables, strict=True))
 
-    def _without_fixed_scale(self, loss):
-        """The loss as it was before a LossScaleOptimizer with dynamic=False multiplied it, and its scale or None."""
-        if getattr(self, "_is_wrapped_by_loss_scale_optimizer", False) and loss.op.type == "Mul":
+    def _without_scale(self, loss):
+        """The loss as it was before the LossScaleOptimizer that calls multiplied it, and its scale or None. No other
+        factor is one, whatever it is made of."""
+        wrapped = any(getattr(frame.f_locals.get("self"), "inner_optimizer", None) is self for frame in callers())
+        if wrapped and loss.op.type == "Mul":
             unscaled, scale = loss.op.inputs
             scale = scale.op.inputs[0] if scale.op.type == "Cast" else scale  # to float16, where it may overflow
-            if scale.op.type == "Const" and scale.shape.rank == 0:
-                return unscaled, scale
+            return unscaled, scale
         return loss, None
 
     @tf.autograph.experimental.do_not_convert

@@ -31,6 +31,11 @@ class Keras3Adapter:
 
     def scale_loss(self, loss):
         self._check_graph(loss)
+        if self._pending is not None and self._pending.graph is loss.graph:
+            raise PrivacyError(
+                f"scale_loss was handed {loss.op.name!r} when it had {self._pending.op.name!r}, and no update had been "
+                "made from that. Add the losses up, and hand over their sum once."
+            )
         self._pending = loss
         return tf.stop_gradient(loss)
 

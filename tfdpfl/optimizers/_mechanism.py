@@ -11,14 +11,15 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import Plan, check_clip, check_finished, raw_variable
+from tfdpfl.clipping.engine import Plan, check_clip, check_finished, raw_variable, versions
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
 
 # Divided by 2^31 examples, and with all the digits of a small normal, still above float32's least normal number.
 LEAST_STDDEV = 1e-20
 # The graphs of each mechanism's steps, and at what version they were found in order, by ids of the variables kept.
-_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, dict[tuple[int, ...], int]]] = (
+_Checked = dict[tuple[int, ...], tuple[int, ...]]
+_GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph, _Checked]] = (
     weakref.WeakKeyDictionary())  # fmt: skip
 
 NO_LOSS = (
@@ -124,8 +125,6 @@ class Mechanism:
                 g = r if g is None else g + r
             if g is not None:
                 g = tf.cast(g, raw_variable(v).dtype)
-                if clipped.loss_scale is not None:
-                    g *= tf.cast(clipped.loss_scale, g.dtype)
                 g = graph_tools.released(g)
             result.append(g)
         with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
@@ -145,6 +144,6 @@ class Mechanism:
         """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
         variables = tuple(map(id, kept))
         for graph, checked in list(_GRAPHS.get(self, {}).items()):
-            if graph.version > checked.get(variables, -1):
+            if checked.get(variables) != versions(graph):
                 check_finished(graph, kept)
-                checked[variables] = graph.version
+                checked[variables] = versions(graph)
