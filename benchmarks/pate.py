@@ -91,7 +91,7 @@ def training(teachers, alone, data_dir):
 
     rng = np.random.default_rng(0)
     if data_dir:
-        from tfdpfl._datasets import load_mnist
+        from tfdpfl.datasets import load_mnist
 
         data = load_mnist(data_dir)
         x, y = data.x_train[: 600 * teachers], data.y_train[: 600 * teachers]

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdpfl import _datasets, plots
+from tfdpfl import datasets, plots
 from tfdpfl.federated import (
     AdaptiveClip,
     NoisedMetrics,
@@ -81,8 +81,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rounds = 2 if arguments.quick else arguments.rounds
 
-    given = arguments.data_dir or os.environ.get(_datasets.DATA_DIR_VARIABLE)
-    texts = _datasets.load_shakespeare(given) if given else read_docstrings()
+    given = arguments.data_dir or os.environ.get(datasets.DATA_DIR_VARIABLE)
+    texts = datasets.load_shakespeare(given) if given else read_docstrings()
     rows = {who: windows(text, most=30) for who, text in texts.items()}
     rows = {who: part for who, part in rows.items() if len(part)}
     names = sorted(rows)

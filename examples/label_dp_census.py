@@ -20,7 +20,7 @@ import tensorflow as tf
 from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
-from tfdpfl import _datasets
+from tfdpfl import datasets
 from tfdpfl.label_dp import (
     ForwardCorrectedLoss,
     KMeansPrior,
@@ -32,7 +32,7 @@ from tfdpfl.label_dp import (
 
 def load(data_dir: str | None):
     try:
-        return "Adult", *_datasets.load_adult(data_dir)
+        return "Adult", *datasets.load_adult(data_dir)
     except FileNotFoundError as error:
         if data_dir:
             raise

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tqdm import tqdm
 
 import tfdpfl
-from tfdpfl import _datasets
+from tfdpfl import datasets
 from tfdpfl.label_dp import (
     ForwardCorrectedLoss,
     KMeansPrior,
@@ -35,7 +35,7 @@ DELTA = 1e-5
 PLAIN = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def make_model(data: _datasets.ImageData, loss=PLAIN, optimizer=None) -> tf.keras.Model:
+def make_model(data: datasets.ImageData, loss=PLAIN, optimizer=None) -> tf.keras.Model:
     """The notebook's network (with smaller kernels for 8×8 digits)."""
     layers, large = tf.keras.layers, data.x_train.shape[1] > 16
     model = tf.keras.Sequential(
@@ -57,7 +57,7 @@ def make_model(data: _datasets.ImageData, loss=PLAIN, optimizer=None) -> tf.kera
 class Rows:
     """Runs methods at budgets, and keeps (method, ε, accuracy of each run, share of true labels, what was spent)."""
 
-    def __init__(self, data: _datasets.ImageData, epochs: int, batch_size: int, repeats: int, clusters: int):
+    def __init__(self, data: datasets.ImageData, epochs: int, batch_size: int, repeats: int, clusters: int):
         self.data, self.repeats, self.clusters = data, repeats, clusters
         self.fit = dict(epochs=epochs, batch_size=batch_size, verbose=0)
         self.rows: list[tuple[str, float, list[float], float, float]] = []
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs of each row; their mean is reported")
     parser.add_argument("--output", default="label_dp_mnist.png", help="the picture to write")
     arguments = parser.parse_args()
-    data = _datasets.load_digits() if arguments.quick else _datasets.load_image_data(arguments.data_dir)
+    data = datasets.load_digits() if arguments.quick else datasets.load_image_data(arguments.data_dir)
     large = len(data.x_train) > 10_000
     rows = Rows(
         data, arguments.epochs or (10 if large else 40), 250 if large else 32, arguments.repeats, 200 if large else 20

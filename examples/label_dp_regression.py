@@ -16,14 +16,14 @@ from sklearn.linear_model import Ridge
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
-from tfdpfl import _datasets
+from tfdpfl import datasets
 from tfdpfl.label_dp import RROnBins, UnbiasedRandomizer
 
 
 def load(data_dir: str | None):
     """Name, features, labels, and the range that labels can have, which is known beforehand."""
-    if data_dir or os.environ.get(_datasets.DATA_DIR_VARIABLE):
-        x, _, _, _ = _datasets.load_adult(data_dir)
+    if data_dir or os.environ.get(datasets.DATA_DIR_VARIABLE):
+        x, _, _, _ = datasets.load_adult(data_dir)
         age = np.round((x[:, 0] - x[:, 0].min()) * 13.64 + 17)  # the column is standardised; ages are 17 to 90
         return "Adult, age", x[:, 1:], age.astype(float), (17.0, 90.0)
     from sklearn.datasets import load_diabetes

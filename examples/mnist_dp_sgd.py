@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdpfl
-from tfdpfl import _datasets
+from tfdpfl import datasets
 
 
 def build_model(shape, num_classes):
@@ -47,7 +47,7 @@ def build_model(shape, num_classes):
 @click.option("--seeds", default=1, show_default=True, help="How many runs to average.")
 @click.option("--verbose", default=1, show_default=True, help="Keras's verbosity.")
 def main(data_dir, epsilon, delta, batch_size, epochs, learning_rate, clip, seeds, verbose):
-    data = _datasets.load_image_data(data_dir)
+    data = datasets.load_image_data(data_dir)
     n = len(data.x_train)
     batch_size = min(batch_size, n // 4)
     steps = n // batch_size

@@ -17,7 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 
-from tfdpfl._datasets import load_adult
+from tfdpfl.datasets import load_adult
 from tfdpfl.pate import PATE, GNMax, TeacherEnsemble
 
 

@@ -20,7 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np
 from scipy import ndimage
 
-from tfdpfl._datasets import load_digits, load_image_data
+from tfdpfl.datasets import load_digits, load_image_data
 from tfdpfl.pate import PATE, ConfidentGNMax, LNMax, TeacherEnsemble, pysyft_analysis
 
 DELTA = 1e-5

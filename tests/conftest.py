@@ -1,5 +1,7 @@
 """What the tests of the optimizers share: a tiny classifier, its gradients in numpy, and ways to take one step."""
 
+import gc
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -10,6 +12,12 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile("same")
 
 CLASSES, WIDTH, HIDDEN = 3, 6, 5
+
+
+def pytest_collection_finish():
+    """Tracing makes so many objects that the collector, as it comes set, takes a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdpfl import _datasets
+from tfdpfl import datasets
 from tfdpfl.data import SamplingDeclaration, declared_sampling, poisson_batches
 
 DATA_DIR = os.environ.get("TFDPFL_DATA_DIR")
@@ -315,7 +315,7 @@ def test_bad_input_is_refused_in_one_sentence(changes, message):
 
 
 def test_digits_are_the_same_split_every_time():
-    data, again = _datasets.load_digits(), _datasets.load_digits()
+    data, again = datasets.load_digits(), datasets.load_digits()
     assert (data.name, data.num_classes) == ("digits", 10)
     assert data.x_train.shape == (1437, 8, 8, 1) and data.x_test.shape == (360, 8, 8, 1)
     assert data.x_train.dtype == np.float32 and data.x_train.min() == 0 and data.x_train.max() == 1
@@ -327,21 +327,21 @@ def test_without_folder_and_network_the_digits_stand_in_and_one_line_says_so(mon
     def no_network():
         raise Exception("URL fetch failure\nat length")
 
-    monkeypatch.delenv(_datasets.DATA_DIR_VARIABLE, raising=False)
+    monkeypatch.delenv(datasets.DATA_DIR_VARIABLE, raising=False)
     monkeypatch.setattr(tf.keras.datasets.mnist, "load_data", no_network)
-    assert _datasets.load_image_data().name == "digits"
+    assert datasets.load_image_data().name == "digits"
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte\.gz is neither in"):
-        _datasets.load_image_data(tmp_path)
+        datasets.load_image_data(tmp_path)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"something else"))
     with pytest.raises(ValueError, match="not an idx file"):
-        _datasets.load_mnist(tmp_path)
-    monkeypatch.delenv(_datasets.DATA_DIR_VARIABLE, raising=False)
+        datasets.load_mnist(tmp_path)
+    monkeypatch.delenv(datasets.DATA_DIR_VARIABLE, raising=False)
     with pytest.raises(FileNotFoundError, match="set TFDPFL_DATA_DIR"):
-        _datasets.load_adult()
+        datasets.load_adult()
 
 
 needs_data = pytest.mark.skipif(not DATA_DIR, reason="TFDPFL_DATA_DIR names no folder with the data")
@@ -349,7 +349,7 @@ needs_data = pytest.mark.skipif(not DATA_DIR, reason="TFDPFL_DATA_DIR names no f
 
 @needs_data
 def test_mnist_is_read_from_its_files():
-    data = _datasets.load_image_data(DATA_DIR)
+    data = datasets.load_image_data(DATA_DIR)
     assert data.x_train.shape == (60_000, 28, 28, 1) and data.x_test.shape == (10_000, 28, 28, 1)
     assert data.x_train.dtype == np.float32 and data.x_train.max() == 1
     assert list(data.y_train[:5]) == [5, 0, 4, 1, 9]
@@ -357,7 +357,7 @@ def test_mnist_is_read_from_its_files():
 
 @needs_data
 def test_adult_is_numbers_only():
-    x_train, y_train, x_test, y_test = _datasets.load_adult(DATA_DIR)
+    x_train, y_train, x_test, y_test = datasets.load_adult(DATA_DIR)
     assert x_train.shape == (32_561, 108) and x_test.shape == (16_281, 108)
     assert np.isfinite(x_train).all() and np.isfinite(x_test).all()
     assert (y_train.sum(), y_test.sum()) == (7841, 3846)
@@ -366,6 +366,6 @@ def test_adult_is_numbers_only():
 
 @needs_data
 def test_every_speaker_of_shakespeare_says_something():
-    speakers = _datasets.load_shakespeare(DATA_DIR)
+    speakers = datasets.load_shakespeare(DATA_DIR)
     assert len(speakers) > 250 and all(speakers.values())
     assert speakers["First Citizen"].startswith("Before we proceed any further, hear me speak.")

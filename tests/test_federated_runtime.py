@@ -42,8 +42,6 @@ add_one = tff.tensorflow.computation(lambda x: x + 1, np.int32)
 
 def end():
     print("result", add_one(41), flush=True)
-    if "raise" in sys.argv:
-        raise RuntimeError("as asked")
     if "wait" in sys.argv:
         time.sleep(600)
 
@@ -80,13 +78,9 @@ def assert_gone(mark):
 @pytest.mark.parametrize(
     ("arguments", "ended_by"),
     [
-        ([], None),
-        (["raise"], None),
-        (["wait"], signal.SIGINT),
-        (["wait"], signal.SIGTERM),
-        (["wait"], signal.SIGKILL),
-        (["after"], None),
-        (["default"], None),
+        (["wait"], signal.SIGINT),  # an exception that leaves the block
+        (["wait"], signal.SIGKILL),  # SIGTERM is the same to local_runtime, which handles no signal
+        (["after"], None),  # local_runtime's worker, and then that of the default
         (["default", "wait"], signal.SIGTERM),
     ],
 )
@@ -106,9 +100,8 @@ def test_no_process_is_left_and_a_pipe_that_reads_the_output_ends(arguments, end
                 if ended_by is not None:
                     script.send_signal(ended_by)
         assert b"result 42\n" in said  # and the output has come to its end
-        assert (b"done\n" in said) == (arguments in ([], ["after"], ["default"]))
-        code = script.wait(timeout=60)
-        assert code == {None: int("raise" in arguments), signal.SIGINT: -signal.SIGINT}.get(ended_by, -(ended_by or 0))
+        assert (b"done\n" in said) == ("wait" not in arguments)
+        assert script.wait(timeout=60) == -(ended_by or 0)
         assert_gone(mark)
     finally:
         script.kill()
@@ -190,7 +183,8 @@ def test_two_workers_give_one_workers_result():
         assert np.isfinite(weights_after(noisy, 1)).all()
     assert np.abs(together - alone).max() <= 1e-6
     assert np.abs(of_a_tree - alone).max() <= 1e-6
-    assert np.abs(secure - alone).max() <= 1e-4  # its grid
+    # TFF caps the grid at a millionth; rounding is at most one step a client and a round.
+    assert np.abs(secure - alone).max() <= 3 * 1e-5
 
 
 @pytest.mark.slow

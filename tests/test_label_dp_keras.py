@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from sklearn.base import clone
 
-from tfdpfl import _datasets
+from tfdpfl import datasets
 from tfdpfl.accounting import price
 from tfdpfl.label_dp import (
     BackwardCorrectedLoss,
@@ -190,9 +190,8 @@ def test_the_layer_refuses_what_it_cannot_hide():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("how", ["function", "layer", "transformer"])
-def test_a_dataset_has_one_release_however_often_it_is_read(batched, how):
+@pytest.mark.parametrize(("how", "batched"), [("function", False), ("layer", False), ("transformer", True)])
+def test_a_dataset_has_one_release_however_often_it_is_read(how, batched):
     x, y = blobs(100)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(100)
     dataset = dataset.batch(16) if batched else dataset
@@ -434,7 +433,7 @@ def test_a_transformer_survives_pickling_with_its_record():
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TFDPFL_DATA_DIR"), reason="needs MNIST: set TFDPFL_DATA_DIR")
 def test_a_kmeans_prior_helps_on_mnist():
-    data = _datasets.load_mnist()
+    data = datasets.load_mnist()
     x, y = data.x_train[:20_000], data.y_train[:20_000]
     mechanism = RandomizedResponseWithPrior(0.5, KMeansPrior(0.1, 200, num_classes=10), 10)
     noisy = mechanism.fit_transform(x, y)

@@ -22,11 +22,11 @@ from tfdpfl.pate import (
     compose,
     epsilon_of_rdp,
     optimal_order,
+    pricing,
     pysyft_analysis,
     rdp_data_dependent,
     rdp_data_independent,
 )
-from tfdpfl.pate import analysis as analysis_module
 
 PUBLISHED_VOTES = np.array([[240, 4, 1, 0, 0, 1, 0, 2, 1, 1]])
 LABEL = "not to be published"
@@ -180,7 +180,7 @@ def test_the_exact_loss_is_never_above_the_bounds(noise):
         mechanism = make(parameter(scale))
         orders = np.array([order])
         (part,) = mechanism.parts
-        ceiling = analysis_module.rdp_of_event(part.event, orders)[0]
+        ceiling = pricing.rdp_of_event(part.event, orders)[0]
         bound = min(rdp_data_dependent(mechanism, votes, orders)[0, 0], ceiling)
         used += bound < min(rdp_data_independent(mechanism, orders)[0], ceiling)
         log_p = exact_log_probabilities(votes, log_density, log_cdf, scale)
@@ -260,7 +260,7 @@ def test_epsilon_adds_up_and_is_at_most_the_classic_conversion():
 def test_chunks_do_not_change_the_sum(monkeypatch):
     votes = as_counts(random_votes(100), 10)
     whole = GNMax(20).epsilon(votes, 1e-5)
-    monkeypatch.setattr(analysis_module, "_CHUNK", 7)
+    monkeypatch.setattr(pricing, "_CHUNK", 7)
     assert GNMax(20).epsilon(votes, 1e-5) == pytest.approx(whole, rel=1e-12)
 
 

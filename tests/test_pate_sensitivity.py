@@ -11,11 +11,11 @@ from tfdpfl.pate import (
     InteractiveGNMax,
     LNMax,
     epsilon_of_rdp,
+    pricing,
     rdp_data_dependent,
     smooth_sensitivity,
     smooth_sensitivity_release,
 )
-from tfdpfl.pate import analysis as analysis_module
 from tfdpfl.pate.sensitivity import release_cost
 
 TEACHERS, CLASSES = 14, 3
@@ -150,4 +150,4 @@ def test_bad_arguments_are_refused(options, message):
 def test_the_data_independent_ceiling_is_the_events():
     orders = np.array([1.5, 8.0])
     (part,) = GNMax(40).parts
-    assert analysis_module.rdp_of_event(part.event, orders) == pytest.approx(orders / 1600)
+    assert pricing.rdp_of_event(part.event, orders) == pytest.approx(orders / 1600)

@@ -57,12 +57,12 @@ def quick(num_teachers=4, model_fn=dense_model, **options):
 def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
     tf.keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(3, 20, *shape)).astype(np.float32)
-    y = rng.integers(0, CLASSES, (3, 20))
-    models = [model_fn() for _ in range(3)]
+    x = rng.normal(size=(2, 20, *shape)).astype(np.float32)
+    y = rng.integers(0, CLASSES, (2, 20))
+    models = [model_fn() for _ in range(2)]
     assert _stacked.why_not(models[0]) is None
     stack = _stacked.Stack(models[0], [model.get_weights() for model in models])
-    order = rng.permuted(np.tile(np.arange(20), (3, 1)), axis=1)
+    order = rng.permuted(np.tile(np.arange(20), (2, 1)), axis=1)
     stack.train_epoch(tf.constant(x), tf.constant(y), order, 8)
     stack.load([model.get_weights() for model in models])  # as if that had not been
     for _ in range(2):
@@ -79,23 +79,17 @@ def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
 
 
 @pytest.mark.slow
-def test_shards_are_disjoint_and_cover_the_data():
-    X, y = blobs(103)
-    ensemble = quick(5).fit(X, y)
-    assert sorted(np.concatenate(ensemble.shards_)) == list(range(103))
-    assert {len(shard) for shard in ensemble.shards_} == {20, 21}
-    assert ensemble.trained_together_ is True
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
-def test_teachers_learn_and_votes_are_counts_of_predictions(together):
-    X, y = blobs(400)
-    ensemble = quick(4, epochs=8, together=together).fit(X, y)
+def test_teachers_learn_on_disjoint_shards_and_votes_are_counts_of_predictions(together):
+    X, y = blobs(302)
+    ensemble = quick(3, epochs=8, together=together).fit(X, y)
+    assert sorted(np.concatenate(ensemble.shards_)) == list(range(302))
+    assert {len(shard) for shard in ensemble.shards_} == {100, 101}
+    assert (ensemble.trained_together_ is True) == together
     x_test, y_test = blobs(50, seed=1)
     predictions = ensemble.predict(x_test)
     votes = ensemble.votes(x_test, batch_size=7)
-    assert votes.shape == (50, CLASSES) and (votes.sum(axis=1) == 4).all()
+    assert votes.shape == (50, CLASSES) and (votes.sum(axis=1) == 3).all()
     assert all((votes[:, k] == (predictions == k).sum(axis=0)).all() for k in range(CLASSES))
     assert (votes.argmax(axis=1) == y_test).mean() > 0.9
     own = ensemble.model(2).predict(x_test, verbose=0).argmax(axis=1)

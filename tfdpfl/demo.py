@@ -33,9 +33,9 @@ def run(
     import tensorflow as tf
 
     import tfdpfl
-    from tfdpfl import _datasets
+    from tfdpfl import datasets
 
-    data = _datasets.load_mnist(data_dir) if data_dir else _datasets.load_digits()
+    data = datasets.load_mnist(data_dir) if data_dir else datasets.load_digits()
     n = len(data.x_train)
     # A small data set is best served by few, large batches.
     batch, default_epochs, learning_rate = (2000, 10, 4e-3) if n > 10_000 else (n // 2, 40, 2e-2)

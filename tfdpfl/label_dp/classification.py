@@ -13,6 +13,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp._datasets import arrays_of, labels_of, with_labels
 from tfdpfl.label_dp.counts import debiased_label_counts
 from tfdpfl.label_dp.priors import LabelPrior, PublicPrior
 
@@ -77,8 +78,6 @@ class RandomizedResponse(_LabelTransformer):
         """
         self._check()
         if _labels.is_dataset(y):
-            from tfdpfl.label_dp.pipeline import labels_of
-
             y = labels_of(y)
         self.classes_ = _labels.find_classes(_labels.read(y)[0], self.num_classes, self.classes)
         return self
@@ -92,8 +91,6 @@ class RandomizedResponse(_LabelTransformer):
         check_is_fitted(self, "classes_")
         self._check()  # set_params may have been called since
         if _labels.is_dataset(y):
-            from tfdpfl.label_dp.pipeline import with_labels
-
             return with_labels(y, lambda x, labels: self.transform(labels))
         values, rebuild = _labels.read(y)
         uniforms, size = self._uniforms(), len(self.classes_)
@@ -144,8 +141,6 @@ class _PriorTransformer(_LabelTransformer):
         """
         self._check()
         if _labels.is_dataset(X):
-            from tfdpfl.label_dp.pipeline import arrays_of
-
             X, y = arrays_of(X)
         X, y = (None, X) if y is None else (X, y)
         values, _ = _labels.read(y)
@@ -171,8 +166,6 @@ class _PriorTransformer(_LabelTransformer):
         self._check()  # set_params may have been called since
         self._check_k(len(self.classes_))
         if _labels.is_dataset(X):
-            from tfdpfl.label_dp.pipeline import with_labels
-
             return with_labels(X, self.transform)
         X, y = (None, X) if y is None else (X, y)
         values, rebuild = _labels.read(y)
@@ -201,8 +194,6 @@ class _PriorTransformer(_LabelTransformer):
     def fit_transform(self, X: Any, y: Any = None) -> Any:
         """`fit` and `transform` on the same data, for `epsilon` in all."""
         if _labels.is_dataset(X):
-            from tfdpfl.label_dp.pipeline import with_labels
-
             return with_labels(X, self.fit_transform)
         return self.fit(X, y).transform(X, y)
 

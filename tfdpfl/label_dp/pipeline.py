@@ -1,16 +1,17 @@
-"""Label privacy where the data are read: a Keras layer for tf.data maps, and datasets with labels replaced."""
+"""Label privacy where the data are read: a Keras layer for tf.data maps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp._events import composed, pure_event
 from tfdpfl.label_dp._top_k import keep_probability, matrices
+from tfdpfl.label_dp.classification import RandomizedResponse
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -104,8 +105,6 @@ class LabelPrivacy(tf.keras.layers.Layer):
             dataset: Finite; elements are labels, (x, y) or (x, y, sample_weight), batched or not. It and its order are
                 kept in memory: shuffle what comes out.
         """
-        from tfdpfl.label_dp.classification import RandomizedResponse
-
         # One release by the transformer: no ids, so no hash is needed. A second one is another release.
         self._cached += 1
         mechanism = RandomizedResponse(self.epsilon, self.num_classes, self.seed)
@@ -133,60 +132,3 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         return input_shape
-
-
-def labels_of(dataset: tf.data.Dataset) -> np.ndarray:
-    """All labels of a dataset of labels or (x, y), flat."""
-    return _read(dataset)[2]
-
-
-def arrays_of(dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """All features and labels of a dataset of (x, y)."""
-    _, x, labels, _ = _read(dataset)
-    if x is None:
-        raise ValueError("The dataset must have (x, y) elements with one array x, since the prior needs features.")
-    return x, labels
-
-
-def with_labels(dataset: tf.data.Dataset, release: Callable[[Any, np.ndarray], np.ndarray]) -> tf.data.Dataset:
-    """The dataset, read once and kept in memory, with the labels that `release(x, labels)` returns."""
-    kept, x, labels, shapes = _read(dataset)
-    noisy = tf.constant(np.asarray(release(x, labels)))
-    sizes = np.array([int(np.prod(shape)) for shape in shapes])
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    places = tf.data.Dataset.from_tensor_slices((starts.astype(np.int64), sizes.astype(np.int64)))
-
-    def replace(element: Any, place: Any) -> Any:
-        old = element[1] if isinstance(element, tuple) else element
-        new = tf.reshape(noisy[place[0] : place[0] + place[1]], tf.shape(old))
-        new.set_shape(old.shape)
-        return (element[0], new, *element[2:]) if isinstance(element, tuple) else new
-
-    return tf.data.Dataset.zip((kept, places)).map(replace)
-
-
-def _read(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, np.ndarray | None, np.ndarray, list[tuple]]:
-    """The dataset in memory, its features if they are one array, its labels, and each element's shape of labels."""
-    spec = dataset.element_spec
-    if isinstance(spec, dict) or (isinstance(spec, tuple) and len(spec) not in (2, 3)):
-        raise ValueError(
-            f"The dataset must have labels or (x, y) or (x, y, sample_weight) as elements, got {spec}: map it to that."
-        )
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError("The dataset must be finite, got an infinite one; remove .repeat() or bound it with .take(n).")
-    # One whole pass fills the cache; from then on its order is fixed, and the labels line up.
-    kept = dataset.cache()
-    features, labels, shapes = [], [], []
-    for element in kept:
-        label = np.asarray((element[1] if isinstance(element, tuple) else element).numpy())
-        shapes.append(label.shape)
-        labels.append(label.ravel())
-        if isinstance(element, tuple) and tf.is_tensor(element[0]):
-            x = element[0].numpy()
-            features.append(x if label.ndim else x[None])
-    if not labels:
-        raise ValueError("The dataset must hold at least one example, got none.")
-    flat = np.concatenate(labels)
-    if flat.dtype == object:
-        flat = np.char.decode(flat.astype(bytes), "utf-8")
-    return kept, np.concatenate(features) if features else None, flat, shapes

@@ -15,6 +15,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp._datasets import labels_of, with_labels
 from tfdpfl.label_dp.priors import check_probabilities
 
 _LOSSES = ("squared", "absolute", "poisson")
@@ -49,8 +50,6 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
         """
         self._check()
         if _labels.is_dataset(y):
-            from tfdpfl.label_dp.pipeline import labels_of
-
             y = labels_of(y)
         numbers, _ = _numbers(y)
         if self.prior is not None:
@@ -75,8 +74,6 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
                 f"mechanism for ε={self._made_for:g}: call fit again"
             )
         if _labels.is_dataset(y):
-            from tfdpfl.label_dp.pipeline import with_labels
-
             return with_labels(y, lambda x, labels: self.transform(labels))
         numbers, rebuild = _numbers(y)
         self._spend((self._response_epsilon, 2))

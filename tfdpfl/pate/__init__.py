@@ -12,8 +12,6 @@ al. 2017 (arXiv:1610.05755) and 2018 (arXiv:1802.08908). TensorFlow is imported 
 from tfdpfl.pate.aggregators import Aggregator, Answers, ConfidentGNMax, GNMax, InteractiveGNMax, LNMax
 from tfdpfl.pate.analysis import (
     PySyftAnalysis,
-    compose,
-    epsilon_of_rdp,
     optimal_order,
     pysyft_analysis,
     rdp_data_dependent,
@@ -21,6 +19,7 @@ from tfdpfl.pate.analysis import (
 )
 from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.flow import PATE, PATEReport
+from tfdpfl.pate.pricing import compose, epsilon_of_rdp
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity, smooth_sensitivity_release
 from tfdpfl.pate.teachers import TeacherEnsemble
 from tfdpfl.pate.votes import as_counts

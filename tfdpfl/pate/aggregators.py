@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdpfl.accounting import _checks
-from tfdpfl.pate import analysis, bounds
+from tfdpfl.pate import bounds, pricing
 from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.votes import as_counts
 
@@ -193,7 +193,7 @@ class Answers:
 
     def rdp(self, orders: Any) -> np.ndarray:
         """The data-dependent RDP `[queries, orders]`: private, like the votes."""
-        return self.mechanism._rdp(self.counts, self.scores, analysis.check_orders(orders), self.by_teachers)
+        return self.mechanism._rdp(self.counts, self.scores, pricing.check_orders(orders), self.by_teachers)
 
 
 @dataclass(frozen=True)
@@ -318,14 +318,14 @@ class Aggregator(abc.ABC):
         self, counts: np.ndarray, scores: np.ndarray | None, delta: float, data_dependent: bool, answered: Any
     ) -> Epsilon:
         queries = len(counts)
-        delta = analysis.check_delta(delta, queries)
+        delta = pricing.check_delta(delta, queries)
         mask = self._mask(answered, queries)
-        independent = analysis.price_of(self.dp_event(queries, int(mask.sum())), delta)
+        independent = pricing.price_of(self.dp_event(queries, int(mask.sum())), delta)
         if not data_dependent:
             return independent
 
         steps = [(part, part.log_q(seen)) for part, seen, _ in self._seen(counts, scores, mask)]
-        epsilon = analysis.best_epsilon(lambda orders: analysis.composed_rdp(steps, orders), delta)
+        epsilon = pricing.best_epsilon(lambda orders: pricing.composed_rdp(steps, orders), delta)
         # Which of the two is less tells about the votes, so that the label stays.
         return epsilon if epsilon <= independent else Epsilon(independent, delta, data_dependent=True)
 

@@ -1,31 +1,17 @@
-"""What votes cost: Rényi DP for each query, its composition, and its conversion to ε.
-
-`rdp_data_independent` and `rdp_data_dependent` are the papers' bounds. ε is made of them, and of what dp-accounting
-knows about the mechanism's event where that is less.
-"""
+"""What votes cost under an aggregator: the papers' Rényi DP for each query, and what PySyft's analysis was after."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tfdpfl.accounting import _checks, price
+from tfdpfl.accounting import _checks
+from tfdpfl.pate.aggregators import Aggregator, LNMax
 from tfdpfl.pate.epsilon import Epsilon
+from tfdpfl.pate.pricing import best_epsilon, check_delta, check_orders, compose, epsilon_of_rdp, rdp_of_event
 from tfdpfl.pate.votes import as_counts
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-
-    from tfdpfl.pate.aggregators import Aggregator
-
-CONVERSIONS = ("tight", "classic")
-_CHUNK = 20_000  # queries whose [queries, orders] arrays are held at once
-# λ - 1 from 0.02 to 10,000: the least orders serve ε in the hundreds, the greatest ε near 0.
-ORDERS = 1 + np.geomspace(0.02, 1e4, 100)
 
 
 def rdp_data_independent(mechanism: Aggregator, orders: Any, num_queries: int | None = None) -> np.ndarray:
@@ -80,59 +66,6 @@ def rdp_data_dependent(
     return mechanism._rdp(counts, mechanism._scores(counts, student), check_orders(orders), answered)
 
 
-def compose(rdp_of_batches: Iterable[Any]) -> np.ndarray:
-    """Returns the total RDP `[orders]` of batches of queries, each `[queries, orders]`: RDP adds up."""
-    return np.sum([np.sum(batch, axis=0) for batch in rdp_of_batches], axis=0)
-
-
-def epsilon_of_rdp(orders: Any, rdp: Any, delta: float, conversion: str = "tight") -> tuple[float, float]:
-    """Returns the least ε over orders, and the order that gives it.
-
-    Args:
-        orders: λ `[orders]`, above 1.
-        rdp: The total RDP, `[orders]`.
-        delta: δ, strictly between 0 and 1.
-        conversion: `"tight"`: Canonne, Kamath & Steinke 2020 (arXiv:2004.00010), Proposition 12, by dp-accounting.
-            `"classic"`: RDP + ln(1/δ)/(λ-1), Mironov 2017 (arXiv:1702.07476), Proposition 3, which is looser.
-
-    Raises:
-        ValueError: an argument is out of its range, or `orders` and `rdp` differ in shape.
-    """
-    orders, rdp = check_orders(orders), np.atleast_1d(np.asarray(rdp, float))
-    delta = _checks.probability("delta", delta, "take a value well below 1 / the number of private examples")
-    conversion = _checks.choice("conversion", conversion, CONVERSIONS)
-    if rdp.shape != orders.shape or not (rdp >= 0).all():
-        raise ValueError(
-            f"rdp must be one number of at least 0 for each of {len(orders)} orders, got shape {rdp.shape}."
-        )
-    if conversion == "classic":
-        every = rdp + math.log(1 / delta) / (orders - 1)
-        best = int(np.argmin(every))
-        return float(every[best]), float(orders[best])
-    from dp_accounting.rdp import compute_epsilon
-
-    epsilon, order = compute_epsilon(orders, rdp, delta)
-    return float(epsilon), float(order)
-
-
-def best_epsilon(total_rdp: Callable[[np.ndarray], np.ndarray], delta: float, conversion: str = "tight") -> Epsilon:
-    """Returns the data-dependent ε at the best order: found on a grid, then on finer ones around it.
-
-    Args:
-        total_rdp: From orders `[orders]` to the total RDP `[orders]`.
-        delta: δ.
-        conversion: As in `epsilon_of_rdp`.
-    """
-    orders, best = ORDERS, (math.inf, math.nan)
-    for _ in range(3):
-        best = min(best, epsilon_of_rdp(orders, total_rdp(orders), delta, conversion))
-        at = int(np.argmin(np.abs(orders - best[1])))
-        low, high = orders[max(at - 1, 0)], orders[min(at + 1, len(orders) - 1)]
-        orders = 1 + np.geomspace(low - 1, high - 1, 21)
-    epsilon, order = best
-    return Epsilon(epsilon, delta, data_dependent=True, order=order)
-
-
 def optimal_order(
     mechanism: Aggregator, votes: Any, delta: float, *, data_dependent: bool = True, **options: Any
 ) -> float:
@@ -161,52 +94,6 @@ def optimal_order(
         order = best_epsilon(lambda orders: rdp_of_event(event, orders), delta).order
     assert order is not None
     return order
-
-
-def rdp_of_event(event: DpEvent, orders: np.ndarray) -> np.ndarray:
-    """An event's RDP `[orders]` by dp-accounting."""
-    from dp_accounting.rdp import RdpAccountant
-
-    return np.asarray(RdpAccountant(list(orders)).compose(event).rdp)
-
-
-def price_of(event: DpEvent, delta: float) -> Epsilon:
-    """The data-independent ε of an aggregator's event."""
-    # The sensitivity to replacement is in the event, and a plain Gaussian or Laplace is then the same pair of
-    # distributions under either relation. Under replacement dp-accounting would double it again.
-    return Epsilon(price(event, delta, adjacency="add_or_remove_one").epsilon, delta)
-
-
-def composed_rdp(steps: Iterable[tuple[Any, np.ndarray]], orders: np.ndarray) -> np.ndarray:
-    """The total data-dependent RDP `[orders]` of parts of a mechanism, each with ln q `[queries]`.
-
-    The best bound known for each query: the papers', or the RDP of the part's event.
-    """
-    total = np.zeros(len(orders))
-    for part, log_q in steps:
-        ceiling = rdp_of_event(part.event, orders)
-        distinct, repeats = np.unique(log_q, return_counts=True)
-        for start in range(0, len(distinct), _CHUNK):
-            rdp = part.rdp_of_log_q(distinct[start : start + _CHUNK], orders)
-            total += repeats[start : start + _CHUNK] @ np.minimum(rdp, ceiling)
-    return total
-
-
-def check_orders(orders: Any) -> np.ndarray:
-    """Returns the orders as float64 `[orders]`, or raises a `ValueError` with the mend."""
-    array = np.atleast_1d(np.asarray(orders, float))
-    if array.ndim != 1 or not array.size or not (np.isfinite(array) & (array > 1)).all():
-        raise ValueError(f"orders must be finite numbers above 1, got {orders!r}: for moments l take 1 + l.")
-    return array
-
-
-def check_delta(delta: float, queries: int) -> float:
-    """Returns δ as a float, or raises a `ValueError` unless it is above 0 and below 1 / queries."""
-    mend = "take a value well below 1 / the number of private examples, for instance 1e-5"
-    delta = _checks.probability("delta", delta, mend)
-    if queries > 1 and delta * queries >= 1:
-        raise ValueError(f"delta must be below 1 / {queries} queries, got {delta:g}: {mend}, or put fewer queries.")
-    return delta
 
 
 @dataclass(frozen=True)
@@ -252,8 +139,6 @@ def pysyft_analysis(
     Raises:
         ValueError: the predictions are malformed or a number is out of its range.
     """
-    from tfdpfl.pate.aggregators import LNMax
-
     if num_classes is None:
         array = np.asarray(teacher_preds)
         numeric = array.dtype.kind in "iuf" and array.size and np.isfinite(array).all()

@@ -13,8 +13,9 @@ import numpy as np
 
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
-from tfdpfl.pate import analysis
+from tfdpfl.pate import pricing
 from tfdpfl.pate.aggregators import Aggregator, Answers, InteractiveGNMax
+from tfdpfl.pate.analysis import rdp_data_independent
 from tfdpfl.pate.epsilon import WARNING, Epsilon
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity_release
 from tfdpfl.pate.teachers import compiled
@@ -142,7 +143,7 @@ class PATE:
         if not callable(student_fn):
             raise ValueError(f"student_fn must be a function that makes a Keras model, got {student_fn!r}.")
         self.teachers, self.aggregator, self.student_fn = teachers, aggregator, student_fn
-        self.delta = analysis.check_delta(delta, 1)
+        self.delta = pricing.check_delta(delta, 1)
         self.budget = None if budget is None else _checks.real("budget", budget, "the ε to stay within", above=0)
         self.budget_data_dependent = budget_data_dependent
         self.epochs = _checks.whole("epochs", epochs, 1, "the student needs a pass over the answers")
@@ -189,7 +190,7 @@ class PATE:
             )
         X = np.asarray(X)
         self.queries_ = self._choose(len(X), num_queries, queries, seed)
-        analysis.check_delta(self.delta, len(self.queries_))
+        pricing.check_delta(self.delta, len(self.queries_))
         self._sanitized: SanitizedEpsilon | None = None
         counts = self._votes(X)
         self.answers_ = self._answer(counts, X)
@@ -265,7 +266,7 @@ class PATE:
         costs = np.sort(self.answers_.rdp([order])[:, 0])[::-1]
         figure, axes = _figure("queries, the most expensive first", f"RDP at order {order:.3g}")
         axes.plot(np.maximum(costs, 1e-12), label=f"given its votes ({WARNING})")
-        most = analysis.rdp_data_independent(self.aggregator, [order])[0]
+        most = rdp_data_independent(self.aggregator, [order])[0]
         axes.axhline(most, linestyle="--", color="gray", label="whatever its votes, if answered")
         axes.set_yscale("log")
         axes.legend()
@@ -326,12 +327,12 @@ class PATE:
         if budget is None:
             return len(answers)
         if self.budget_data_dependent:
-            orders = analysis.ORDERS
+            orders = pricing.ORDERS
             spent = np.cumsum(answers.rdp(orders), axis=0)
-            epsilon = lambda k: analysis.epsilon_of_rdp(orders, spent[k - 1], self.delta)[0]  # noqa: E731
+            epsilon = lambda k: pricing.epsilon_of_rdp(orders, spent[k - 1], self.delta)[0]  # noqa: E731
             return _largest(len(answers), lambda k: epsilon(k) <= budget)
         if len(self.aggregator.parts) == 1:
-            price = lambda k: analysis.price_of(self.aggregator.dp_event(k), self.delta)  # noqa: E731
+            price = lambda k: pricing.price_of(self.aggregator.dp_event(k), self.delta)  # noqa: E731
             return _largest(len(answers), lambda k: price(k) <= budget)
         return self._filtered(answers, budget)
 
@@ -347,7 +348,7 @@ class PATE:
         if room[best] <= 0:
             return 0
         check, vote = (
-            float(analysis.rdp_of_event(part.event, orders[best : best + 1])[0]) for part in self.aggregator.parts
+            float(pricing.rdp_of_event(part.event, orders[best : best + 1])[0]) for part in self.aggregator.parts
         )
         spent = np.cumsum(check + vote * answers.by_teachers)
         before = np.concatenate([[0.0], spent[:-1]])

@@ -26,7 +26,7 @@ import numpy as np
 from scipy import special
 
 from tfdpfl.accounting import _checks
-from tfdpfl.pate import analysis
+from tfdpfl.pate import pricing
 from tfdpfl.pate.aggregators import Aggregator, Answers, Threshold
 from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.votes import as_counts
@@ -107,7 +107,7 @@ def release_cost(order: float, beta: float, noise: float) -> float:
     Raises:
         ValueError: not 1 < order < 1/(2·beta), or `noise` is not above 0.
     """
-    order = float(analysis.check_orders(order)[0])
+    order = float(pricing.check_orders(order)[0])
     beta = _checks.real("beta", beta, "for instance 0.3 / order", above=0)
     noise = _checks.real("noise", noise, "the standard deviation in sensitivities, for instance 10", above=0)
     if 2 * order * beta >= 1:
@@ -171,14 +171,14 @@ def smooth_sensitivity_release(
         counts = as_counts(votes, num_classes, num_teachers)
         scores = mechanism._scores(counts, student)
     queries = len(counts)
-    delta = analysis.check_delta(delta, queries)
+    delta = pricing.check_delta(delta, queries)
     failure = _checks.probability("failure", failure, "the chance of a figure below the truth, for instance 0.01")
     mask = mechanism._mask(answered, queries)
     event = mechanism.dp_event(queries, int(mask.sum()))
     if order is None:
-        suits = analysis.best_epsilon(lambda orders: analysis.rdp_of_event(event, orders), delta)
+        suits = pricing.best_epsilon(lambda orders: pricing.rdp_of_event(event, orders), delta)
         order = 1.25 * (suits.order or 8.0)
-    orders = analysis.check_orders(order)
+    orders = pricing.check_orders(order)
     order = float(orders[0])
     beta = 0.35 / order if beta is None else beta
     noise = 0.8 * order if noise is None else noise
@@ -192,13 +192,13 @@ def smooth_sensitivity_release(
     quantile = -special.ndtri(failure / 2)
     margin = quantile * noise * math.exp(log_sensitivity + quantile * beta * noise)
 
-    independent = float(analysis.rdp_of_event(event, orders)[0])
+    independent = float(pricing.rdp_of_event(event, orders)[0])
 
     def epsilon(rdp: float) -> Epsilon:
         paid = min(max(rdp, 0.0) + cost, independent + cost)
-        return Epsilon(analysis.epsilon_of_rdp(orders, [paid], delta)[0], delta, order=order)
+        return Epsilon(pricing.epsilon_of_rdp(orders, [paid], delta)[0], delta, order=order)
 
-    release_epsilon = analysis.epsilon_of_rdp(orders, [cost], delta)[0]
+    release_epsilon = pricing.epsilon_of_rdp(orders, [cost], delta)[0]
     return SanitizedEpsilon(
         epsilon(released + margin), epsilon(released), release_epsilon, delta, order, beta, noise, failure, queries
     )
@@ -207,7 +207,7 @@ def smooth_sensitivity_release(
 def _sensitivity(
     mechanism: Aggregator, counts: np.ndarray, scores: np.ndarray | None, order: float, beta: float, answered: Any
 ) -> np.ndarray:
-    order = float(analysis.check_orders(order)[0])
+    order = float(pricing.check_orders(order)[0])
     beta = _checks.real("beta", beta, "for instance 0.3 / order", above=0)
     mask = mechanism._mask(answered, len(counts))
     teachers, classes = int(counts[0].sum()), counts.shape[1]

@@ -1,4 +1,4 @@
-"""The data of the demo, the examples and their tests. Nothing here is needed to use the package."""
+"""Public data sets, as the demo and the examples use them. Nothing else of the package needs them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,90 @@
+"""What CONTRIBUTING.md says of the house: imports go one way, and examples and benchmarks use public names alone."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = sorted([*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/*.py")])
+
+
+def imports(tree, package=""):
+    """(module, name or None, name it is bound to) of every import, also of those in functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None, alias.asname or alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield from ((module, alias.name, alias.asname or alias.name) for alias in node.names)
+
+
+def modules_imported(sources):
+    """Which of these modules imports which of them, from {module: (package, source)}."""
+    found = {}
+    for module, (package, source) in sources.items():
+        named = [(base, f"{base}.{name}") for base, name, _ in imports(ast.parse(source), package)]
+        found[module] = {whole if whole in sources else base for base, whole in named} & set(sources) - {module}
+    return found
+
+
+def circle(graph):
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+
+
+def test_modules_import_each_other_one_way():
+    sources = {}
+    for path in (ROOT / "tfdpfl").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        package = ".".join(parts[:-1])
+        sources[package if parts[-1] == "__init__" else ".".join(parts)] = (package, path.read_text())
+    assert len(sources) > 50
+    assert not (found := circle(modules_imported(sources))), " is imported by ".join(found)
+
+
+@pytest.mark.parametrize(
+    "there", ["from p.a import x", "from p import a", "import p.a", "from . import a", "from .a import x"]
+)
+def test_a_circle_is_found_however_it_is_written(there):
+    sources = {"p": ("p", ""), "p.a": ("p", "from p.b import y"), "p.b": ("p", f"def f():\n    {there}")}
+    assert set(circle(modules_imported(sources))) == {"p.a", "p.b"}
+
+
+def private_names(tree):
+    """Names of the package that begin with one underscore: imported, or looked up in what was imported."""
+    ours = set()
+    for module, name, bound in imports(tree):
+        if module.split(".")[0] == "tfdpfl":
+            ours.add(bound)
+            yield from (part for part in [*module.split("."), name or ""] if _private(part))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _private(node.attr):
+            at = node.value
+            while isinstance(at, ast.Attribute):
+                at = at.value
+            if isinstance(at, ast.Name) and at.id in ours:
+                yield node.attr
+
+
+def _private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_examples_and_benchmarks_use_public_names_alone(path):
+    assert not list(private_names(ast.parse(path.read_text())))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from tfdpfl import _x", "import tfdpfl._x", "from tfdpfl._x import y", "from tfdpfl import noise\nnoise._x()",
+     "import tfdpfl\ntfdpfl.noise._x = 1", "def f():\n    from tfdpfl.noise import _x as y"],
+)  # fmt: skip
+def test_a_private_name_is_found_however_it_is_used(source):
+    assert list(private_names(ast.parse(source))) == ["_x"]
+    assert not list(private_names(ast.parse(source.replace("_x", "x"))))
