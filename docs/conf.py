@@ -40,18 +40,21 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 default_role = "literal"  # what stands between `single` marks in docstrings is code
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
-napoleon_use_rtype = False
-napoleon_use_ivar = True
-napoleon_custom_sections = [("Call arguments", "params_style"), ("Promise", "notes_style"), ("Source", "notes_style")]
+napoleon_use_rtype = napoleon_use_param = False  # one line may be about several names
+napoleon_custom_sections = [("Attributes", "params_style"), ("Call arguments", "params_style")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"tfdpfl {release}"
 html_show_sourcelink = False
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["tfdpfl.css"]
+html_sidebars = {"**": ["globaltoc.html"]}
 html_theme_options = {
+    "navbar_center": [],
     "navigation_with_keys": False,
     "show_prev_next": False,
     "secondary_sidebar_items": ["page-toc"],

@@ -70,6 +70,24 @@ def test_every_page_is_in_the_table_of_contents():
     assert listed == pages
 
 
+def sentences(folder):
+    """All strings of the code, with … where a value stands."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_errors_that_are_explained_are_those_of_the_code():
+    rows = re.findall(r"^\| ([^|]*) \|", (DOCS / "errors.md").read_text("utf-8"), re.M)
+    rows = [row for row in rows if row != "sentence" and set(row) != {"-"}]
+    said = "\n".join(sentences(ROOT / "tfdpfl"))
+    unknown = [row for row in rows if re.sub(r" \([a-z][^()]*\)$", "", row).replace("`…`", "…") not in said]
+    assert len(rows) > 30 and unknown == []
+
+
 def namespace(tf):
     """What a page's snippets may take for given; docs/index.md says so."""
     rng = np.random.default_rng(0)
