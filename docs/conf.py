@@ -1,6 +1,7 @@
 """Sphinx's settings: make docs."""
 
 import os
+import re
 import sys
 import types
 
@@ -87,6 +88,13 @@ def _skip(app, what, name, obj, skip, options):
     return True if name.startswith("set_") and name.endswith("_request") else None
 
 
+def _outside(app, docname, source):
+    """Links to Markdown outside of these pages, which work where the repository is read, become downloads."""
+    if "/" not in docname:
+        source[0] = re.sub(r"\]\((\.\./[^)]*\.md)\)", r"](path:\1)", source[0])
+
+
 def setup(app):
+    app.connect("source-read", _outside)
     app.connect("autodoc-process-docstring", _as_rest, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", _skip)

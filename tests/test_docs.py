@@ -88,6 +88,21 @@ def test_the_errors_that_are_explained_are_those_of_the_code():
     assert len(rows) > 30 and unknown == []
 
 
+@pytest.mark.slow
+def test_the_command_line_prints_what_is_shown():
+    from click.testing import CliRunner
+
+    from tfdpfl.cli import main
+
+    shown = re.findall(r"^    \$ tfdpfl (.*)\n    (.*) = (.*)$", (DOCS / "accounting.md").read_text("utf-8"), re.M)
+    assert len(shown) == 3
+    for command, what, figure in shown:
+        done = CliRunner().invoke(main, command.split())
+        said, _, number = done.output.partition("\n")[0].partition(" = ")
+        assert (done.exit_code, said) == (0, what)
+        assert float(number) == pytest.approx(float(figure), rel=2e-3)  # stacks differ in dp-accounting
+
+
 def namespace(tf):
     """What a page's snippets may take for given; docs/index.md says so."""
     rng = np.random.default_rng(0)
