@@ -9,7 +9,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Where this is set, each of the tests' processes compiles TensorFlow's Python anew: 12 s of CPU time instead of 4.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast lint bench lock clean
+.PHONY: demo test test-fast lint docs bench lock clean
 
 demo: .venv/keras3.installed
 	$(KERAS3) -m tfdpfl demo $(ARGS)
@@ -28,6 +28,10 @@ test-fast: .venv/keras3.installed .venv/tff.installed
 lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .
 	.venv/keras3/bin/mypy
+
+# The pages and the API reference, under docs/_build/html.
+docs: .venv/docs.installed
+	.venv/docs/bin/python -m sphinx -q -W -b html docs docs/_build/html
 
 # The peers have environments of their own (PyTorch's wheel is large). A subset: ARGS="--models mlp --batches 256".
 bench: .venv/keras3.installed .venv/tff.installed .venv/opacus.installed .venv/jax.installed
@@ -52,9 +56,10 @@ $(UV):
 lock: | $(UV)
 	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 --override requirements/tff-overrides.txt requirements/tff.in requirements/dev.in -o requirements/tff.txt
 	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 requirements/keras3.in requirements/dev.in -o requirements/keras3.txt
+	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 -c requirements/keras3.txt requirements/docs.in -o requirements/docs.txt
 	for peer in opacus jax; do \
 		$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 requirements/$$peer.in -o requirements/$$peer.txt; \
 	done
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build docs/_build *.egg-info

@@ -1,0 +1,137 @@
+"""The README and the pages say what is there: their snippets run, their links lead somewhere, each page is found."""
+
+import ast
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)]
+NEEDS_TFF = {"docs/federated.md"}
+
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+N, FEATURES, CLASSES = 512, 6, 3
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def snippets(page):
+    """(line, source) of each fenced block of Python."""
+    text = page.read_text("utf-8")
+    return [(text[: m.start(2)].count("\n"), m[2]) for m in FENCE.finditer(text) if m[1] == "python"]
+
+
+def prose(page):
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text("utf-8")))
+
+
+def anchors(page):
+    """As GitHub and MyST make them of headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_the_readme_has_its_two_commands():
+    section = (ROOT / "README.md").read_text("utf-8").split("## Two commands")[1].split("\n## ")[0]
+    assert re.findall(r"^    (make \S+)", section, re.M) == ["make demo", "make test"]
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)[1].split()
+    assert {"demo", "test", "docs"} <= set(targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_to_what_is_there(page):
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name_of(page)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{name_of(page)}: no heading {anchor!r} in {name_of(target)}"
+
+
+def test_every_page_is_in_the_table_of_contents():
+    listed = set()
+    for page in PAGES:
+        for kind, body in FENCE.findall(page.read_text("utf-8")):
+            if kind == "{toctree}":
+                entries = [line for line in body.splitlines() if line.strip() and not line.startswith(":")]
+                listed |= {(page.parent / f"{entry}.md").resolve() for entry in entries}
+    pages = {page.resolve() for page in PAGES if page.is_relative_to(DOCS)} - {(DOCS / "index.md").resolve()}
+    assert listed == pages
+
+
+def sentences(folder):
+    """All strings of the code, with … where a value stands."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_errors_that_are_explained_are_those_of_the_code():
+    rows = re.findall(r"^\| ([^|]*) \|", (DOCS / "errors.md").read_text("utf-8"), re.M)
+    rows = [row for row in rows if row != "sentence" and set(row) != {"-"}]
+    said = "\n".join(sentences(ROOT / "tfdpfl"))
+    unknown = [row for row in rows if re.sub(r" \([a-z][^()]*\)$", "", row).replace("`…`", "…") not in said]
+    assert len(rows) > 30 and unknown == []
+
+
+@pytest.mark.slow
+def test_the_command_line_prints_what_is_shown():
+    from click.testing import CliRunner
+
+    from tfdpfl.cli import main
+
+    shown = re.findall(r"^    \$ tfdpfl (.*)\n    (.*) = (.*)$", (DOCS / "accounting.md").read_text("utf-8"), re.M)
+    assert len(shown) == 3
+    for command, what, figure in shown:
+        done = CliRunner().invoke(main, command.split())
+        said, _, number = done.output.partition("\n")[0].partition(" = ")
+        assert (done.exit_code, said) == (0, what)
+        assert float(number) == pytest.approx(float(figure), rel=2e-3)  # stacks differ in dp-accounting
+
+
+def namespace(tf):
+    """What a page's snippets may take for given; docs/index.md says so."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(N, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, N)
+
+    def make_model():
+        layers = tf.keras.layers
+        return tf.keras.Sequential(
+            [tf.keras.Input((FEATURES,)), layers.Dense(8, activation="tanh"), layers.Dense(CLASSES, "softmax")]
+        )
+
+    import tfdpfl
+
+    model = make_model()
+    model.compile("sgd", loss="sparse_categorical_crossentropy")
+    return {"__name__": "page", "np": np, "tf": tf, "tfdpfl": tfdpfl, "x": x, "y": y, "model": model,
+            "make_model": make_model}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
+def test_every_snippet_runs(page, tmp_path, monkeypatch):
+    if name_of(page) in NEEDS_TFF:
+        pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
+    import tensorflow as tf
+
+    monkeypatch.chdir(tmp_path)
+    names = namespace(tf)
+    for line, source in snippets(page):
+        tree = ast.parse(source)
+        ast.increment_lineno(tree, line)
+        exec(compile(tree, str(page), "exec"), names)
