@@ -297,6 +297,48 @@ def test_weights_that_are_computed_from_the_batch_are_refused(name, within):
         step.get_concrete_function()
 
 
+@tf.function
+def sums_of(x, w):
+    return clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).sum[0]
+
+
+@tf.autograph.experimental.do_not_convert
+def turns(x, w, step):
+    """``w`` goes from turn to turn."""
+    once = lambda w: step(w, clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).sum[0])
+    return tf.while_loop(lambda i, w: i < 2, lambda i, w: (i + 1, once(w)), (0, w))[1]
+
+
+HANDED_IN = {
+    "to a function": sums_of,
+    "by way of another": lambda x, w: tf.function(lambda x, w: sums_of(x, tf.identity(w)))(x, w),
+    "captured on the way": lambda x, w: tf.function(lambda: sums_of(x, w))(),
+    "after one that is public": lambda x, w: sums_of(x, tf.convert_to_tensor(W)) + sums_of(x, w),
+    "to a loop": lambda x, w: turns(x, w, lambda w, s: w),
+    "in a branch": lambda x, w: tf.cond(W[0, 0] > 9.0, lambda: sums_of(x, w), lambda: tf.zeros([4, 3])),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_IN)
+def test_weights_from_the_batch_that_are_handed_to_another_function_are_refused(name):
+    f = tf.function(lambda x: HANDED_IN[name](x, inner_step(x)), input_signature=[tf.TensorSpec([None, 4])])
+    with pytest.raises(PrivacyError, match=r"variables\[0\] \(.*is computed from the batch"):
+        f(X)
+    public = lambda x: HANDED_IN[name](x, 2.0 * W)
+    tf.function(public, input_signature=[tf.TensorSpec([None, 4])])(X)
+
+
+def test_weights_that_a_turn_of_a_loop_takes_from_the_batch_are_refused():
+    f = tf.function(lambda x: turns(x, 2.0 * W, lambda w, s: w - s), input_signature=[tf.TensorSpec([None, 4])])
+    with pytest.raises(PrivacyError, match=r"variables\[0\] \(.*is computed from the batch"):
+        f(X)
+
+
+def test_weights_that_the_outermost_function_is_given_are_public():
+    outer = tf.function(lambda x, w: HANDED_IN["by way of another"](x, w))
+    np.testing.assert_allclose(outer(X, tf.constant(W)), sums_of(X, tf.constant(W)), rtol=1e-6)
+
+
 @pytest.mark.parametrize("weights", [
     lambda x: tf.convert_to_tensor(W), lambda x: 2.0 * W - MEAN, lambda x: tf.constant(normal(4, 3, seed=3)),
     lambda x: 0.1 * tf.ones([4, 3]) * tf.cast(tf.shape(x)[1], tf.float32),

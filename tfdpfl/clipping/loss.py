@@ -139,7 +139,7 @@ class LossOfOne:
     def _refusal(self, state, op: tf.Operation) -> PrivacyError:
         origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
         through = f"{op.type} {op.name!r}" if op.name != origin.name else None
-        return PrivacyError(mixing(origin, through))
+        return PrivacyError(mixing(origin, through) + (_ALONE if self.static == 1 else ""))
 
     def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
         """[B, ..., rows at the batch axis, ...]."""
@@ -394,6 +394,10 @@ def is_mask(t: tf.Tensor) -> bool:
     return False
 
 
+_ALONE = (
+    " The batch is known to be one example, whose axis cannot always be told from others of length 1: if the model "
+    "trains on larger batches, leave the size free, as tf.data.Dataset's batch(1) without drop_remainder does."
+)
 _NORMALISED = (
     "Replace BatchNormalization by GroupNormalization or LayerNormalization (tfdpfl.clipping.fix(model).model does), "
     "or freeze it: layer.trainable = False makes it use the statistics that it has."
