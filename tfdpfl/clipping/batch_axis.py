@@ -656,6 +656,9 @@ class BatchAxis:
         rows = {s.rows for _, s in batches} - {None}
         if len(rows) > 1:
             return self._mix(op, "combines rows of different examples")
+        lengths = {batches[0][0].shape[axis], op.outputs[0].shape[axis]}
+        if len(lengths - {None}) > 1:  # the only example is repeated
+            return self._mix(op, BY_POSITION)
         for t, s in zip(op.inputs, states, strict=True):
             if isinstance(s, Size) and not s.batch_free:
                 return self._mix(op, "makes an example's result depend on the batch size")
