@@ -268,6 +268,7 @@ def test_a_gradient_times_a_number_that_the_step_writes_is_refused():
 
 W = tf.Variable(normal(4, 3, seed=1))
 MEAN = tf.Variable(normal(4, 3, seed=2), trainable=False)
+EAGER = tf.constant(normal(4, 3, seed=4))
 losses = lambda x, w: tf.reduce_sum(tf.tanh(x @ w), 1)
 
 
@@ -314,7 +315,7 @@ HANDED_IN = {
     "by way of another": lambda x, w: tf.function(lambda x, w: sums_of(x, tf.identity(w)))(x, w),
     "captured on the way": lambda x, w: tf.function(lambda: sums_of(x, w))(),
     "after one that is public": lambda x, w: sums_of(x, tf.convert_to_tensor(W)) + sums_of(x, w),
-    "to a loop": lambda x, w: turns(x, w, lambda w, s: w),
+    "to a loop": lambda x, w: turns(x, w, lambda w, s: 0.5 * w),
     "in a branch": lambda x, w: tf.cond(W[0, 0] > 9.0, lambda: sums_of(x, w), lambda: tf.zeros([4, 3])),
 }
 
@@ -341,13 +342,15 @@ def test_weights_that_the_outermost_function_is_given_are_public():
 
 @pytest.mark.parametrize("weights", [
     lambda x: tf.convert_to_tensor(W), lambda x: 2.0 * W - MEAN, lambda x: tf.constant(normal(4, 3, seed=3)),
-    lambda x: 0.1 * tf.ones([4, 3]) * tf.cast(tf.shape(x)[1], tf.float32),
-], ids=["read", "made of variables", "constant", "made of a public length"])  # fmt: skip
-def test_weights_that_are_public_tensors_are_exact(weights):
+    lambda x: 0.1 * tf.ones([4, 3]) * tf.cast(tf.shape(x)[1], tf.float32), lambda x: EAGER,
+], ids=["read", "made of variables", "constant", "made of a public length", "eager"])  # fmt: skip
+@pytest.mark.parametrize("within", [False, True])
+def test_weights_that_are_public_tensors_are_exact(weights, within):
     @tf.function(input_signature=[tf.TensorSpec([None, 4])])
     def norms(x):
         w = weights(x)
-        return clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).norms, w
+        found = lambda: clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).norms
+        return tf.function(found)() if within else found(), w
 
     got, w = norms(X)
     want = helpers.norms_of(helpers.per_example_gradients(lambda x: losses(x, v), X, [v := tf.Variable(w)]))
@@ -372,6 +375,11 @@ def test_what_is_rounded_has_no_gradient():
     again = lambda x: losses(x, W) + losses(x, tf.cast(tf.cast(W, tf.int32), tf.float32))
     for f in (rounded, again):
         helpers.check(f, X, [W])
+
+
+def test_weights_that_are_no_tensors_are_refused():
+    with pytest.raises(PrivacyError, match=r"variables\[0\] is ndarray, not a variable or a tensor"):
+        tf.function(lambda x: sums_of.python_function(x, normal(4, 3)))(X)
 
 
 def test_a_variable_that_is_given_twice_is_refused():
