@@ -421,6 +421,21 @@ def test_a_factor_under_a_loss_scale_is_a_factor(dynamic):
     helpers.assert_close([before - w.numpy()], want, 1e-4)
 
 
+def test_a_factor_without_a_loss_scale_is_clipped():
+    w, factor = tf.Variable(normal(4, 3, seed=1)), tf.Variable(10.0, trainable=False)
+    optimizer = tfdpfl.DPSGD(5.0, 0.0, learning_rate=1.0, expected_batch_size=1)
+    optimizer.build([w])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        optimizer.minimize(lambda: tf.reduce_mean(losses(x, w)) * factor, [w])
+
+    want = helpers.clipped_sums(helpers.per_example_gradients(lambda x: 10.0 * losses(x, w), X, [w]), 5.0)
+    before = w.numpy()
+    step(X)
+    helpers.assert_close([before - w.numpy()], want, 1e-4)
+
+
 @pytest.mark.parametrize("layer, beside", [
     (lambda x: x - tf.reduce_mean(x, 0), None), (lambda x: x, LEAKS["weight after"][0]["after"]),
 ])  # fmt: skip
