@@ -268,6 +268,7 @@ def test_a_gradient_times_a_number_that_the_step_writes_is_refused():
 
 W = tf.Variable(normal(4, 3, seed=1))
 MEAN = tf.Variable(normal(4, 3, seed=2), trainable=False)
+EAGER = tf.constant(normal(4, 3, seed=4))
 losses = lambda x, w: tf.reduce_sum(tf.tanh(x @ w), 1)
 
 
@@ -297,15 +298,59 @@ def test_weights_that_are_computed_from_the_batch_are_refused(name, within):
         step.get_concrete_function()
 
 
+@tf.function
+def sums_of(x, w):
+    return clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).sum[0]
+
+
+@tf.autograph.experimental.do_not_convert
+def turns(x, w, step):
+    """``w`` goes from turn to turn."""
+    once = lambda w: step(w, clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).sum[0])
+    return tf.while_loop(lambda i, w: i < 2, lambda i, w: (i + 1, once(w)), (0, w))[1]
+
+
+HANDED_IN = {
+    "to a function": sums_of,
+    "by way of another": lambda x, w: tf.function(lambda x, w: sums_of(x, tf.identity(w)))(x, w),
+    "captured on the way": lambda x, w: tf.function(lambda: sums_of(x, w))(),
+    "after one that is public": lambda x, w: sums_of(x, tf.convert_to_tensor(W)) + sums_of(x, w),
+    "to a loop": lambda x, w: turns(x, w, lambda w, s: 0.5 * w),
+    "in a branch": lambda x, w: tf.cond(W[0, 0] > 9.0, lambda: sums_of(x, w), lambda: tf.zeros([4, 3])),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_IN)
+def test_weights_from_the_batch_that_are_handed_to_another_function_are_refused(name):
+    f = tf.function(lambda x: HANDED_IN[name](x, inner_step(x)), input_signature=[tf.TensorSpec([None, 4])])
+    with pytest.raises(PrivacyError, match=r"variables\[0\] \(.*is computed from the batch"):
+        f(X)
+    public = lambda x: HANDED_IN[name](x, 2.0 * W)
+    tf.function(public, input_signature=[tf.TensorSpec([None, 4])])(X)
+
+
+def test_weights_that_a_turn_of_a_loop_takes_from_the_batch_are_refused():
+    f = tf.function(lambda x: turns(x, 2.0 * W, lambda w, s: w - s), input_signature=[tf.TensorSpec([None, 4])])
+    with pytest.raises(PrivacyError, match=r"variables\[0\] \(.*is computed from the batch"):
+        f(X)
+
+
+def test_weights_that_the_outermost_function_is_given_are_public():
+    outer = tf.function(lambda x, w: HANDED_IN["by way of another"](x, w))
+    np.testing.assert_allclose(outer(X, tf.constant(W)), sums_of(X, tf.constant(W)), rtol=1e-6)
+
+
 @pytest.mark.parametrize("weights", [
     lambda x: tf.convert_to_tensor(W), lambda x: 2.0 * W - MEAN, lambda x: tf.constant(normal(4, 3, seed=3)),
-    lambda x: 0.1 * tf.ones([4, 3]) * tf.cast(tf.shape(x)[1], tf.float32),
-], ids=["read", "made of variables", "constant", "made of a public length"])  # fmt: skip
-def test_weights_that_are_public_tensors_are_exact(weights):
+    lambda x: 0.1 * tf.ones([4, 3]) * tf.cast(tf.shape(x)[1], tf.float32), lambda x: EAGER,
+], ids=["read", "made of variables", "constant", "made of a public length", "eager"])  # fmt: skip
+@pytest.mark.parametrize("within", [False, True])
+def test_weights_that_are_public_tensors_are_exact(weights, within):
     @tf.function(input_signature=[tf.TensorSpec([None, 4])])
     def norms(x):
         w = weights(x)
-        return clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).norms, w
+        found = lambda: clipped_gradients(tf.reduce_mean(losses(x, w)), [w], 1.0).norms
+        return tf.function(found)() if within else found(), w
 
     got, w = norms(X)
     want = helpers.norms_of(helpers.per_example_gradients(lambda x: losses(x, v), X, [v := tf.Variable(w)]))
@@ -330,6 +375,11 @@ def test_what_is_rounded_has_no_gradient():
     again = lambda x: losses(x, W) + losses(x, tf.cast(tf.cast(W, tf.int32), tf.float32))
     for f in (rounded, again):
         helpers.check(f, X, [W])
+
+
+def test_weights_that_are_no_tensors_are_refused():
+    with pytest.raises(PrivacyError, match=r"variables\[0\] is ndarray, not a variable or a tensor"):
+        tf.function(lambda x: sums_of.python_function(x, normal(4, 3)))(X)
 
 
 def test_a_variable_that_is_given_twice_is_refused():
@@ -359,6 +409,21 @@ def test_a_factor_under_a_loss_scale_is_a_factor(dynamic):
     inner = tfdpfl.DPSGD(5.0, 0.0, learning_rate=1.0, expected_batch_size=1)
     scale = {"dynamic": dynamic, "initial_scale": 64.0}
     optimizer = K.mixed_precision.LossScaleOptimizer(inner, **scale)
+    optimizer.build([w])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        optimizer.minimize(lambda: tf.reduce_mean(losses(x, w)) * factor, [w])
+
+    want = helpers.clipped_sums(helpers.per_example_gradients(lambda x: 10.0 * losses(x, w), X, [w]), 5.0)
+    before = w.numpy()
+    step(X)
+    helpers.assert_close([before - w.numpy()], want, 1e-4)
+
+
+def test_a_factor_without_a_loss_scale_is_clipped():
+    w, factor = tf.Variable(normal(4, 3, seed=1)), tf.Variable(10.0, trainable=False)
+    optimizer = tfdpfl.DPSGD(5.0, 0.0, learning_rate=1.0, expected_batch_size=1)
     optimizer.build([w])
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4])])
@@ -405,3 +470,16 @@ def test_what_a_loss_is_divided_by_is_the_same_for_static_batches(batch, divisor
 
     want = helpers.norms_of(helpers.per_example_gradients(lambda x: losses(x, W) / of_one, X, [W]))
     np.testing.assert_allclose(norms(X), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("divided", [
+    lambda each: tf.reduce_sum(each) / tf.cast(12, tf.float32),
+    lambda each: tf.nn.compute_average_loss(each, global_batch_size=12),
+], ids=["cast", "compute_average_loss"])  # fmt: skip
+def test_an_integer_that_may_be_the_static_batch_size_is_refused(divided):
+    """Of any size it is a number; of this one it may have been written for either."""
+    engine = lambda batch: helpers.engine(lambda x: losses(x, W), X, [W], 5.0, reduce=divided, batch=batch)
+    want = helpers.norms_of(helpers.per_example_gradients(lambda x: losses(x, W) / 12, X, [W]))
+    np.testing.assert_allclose(engine(None)[1], want, rtol=1e-5)
+    with pytest.raises(PrivacyError, match=r"integer 12.*write 12\.0; .*or leave the batch size free"):
+        engine(12)

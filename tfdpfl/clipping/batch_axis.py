@@ -507,6 +507,8 @@ class BatchAxis:
             return [Mixed(op.type, op.name, "has a gradient of its own (tf.custom_gradient), which is not known")] * n
         if op.type == "Minimum" and constant(op.outputs[0]) is not None:
             return [Public()]
+        if op.type == "BiasAdd" and self._adds_only_row(op, states):
+            return [states[0]]
         for state in states:
             if isinstance(state, Mixed) and op.type not in ("Shape", "Size", "Rank", "ShapeN"):
                 return [state] * n
@@ -654,6 +656,9 @@ class BatchAxis:
         rows = {s.rows for _, s in batches} - {None}
         if len(rows) > 1:
             return self._mix(op, "combines rows of different examples")
+        lengths = {batches[0][0].shape[axis], op.outputs[0].shape[axis]}
+        if len(lengths - {None}) > 1:  # the only example is repeated
+            return self._mix(op, BY_POSITION)
         for t, s in zip(op.inputs, states, strict=True):
             if isinstance(s, Size) and not s.batch_free:
                 return self._mix(op, "makes an example's result depend on the batch size")
@@ -974,8 +979,9 @@ class BatchAxis:
             free = [i for i in range(y.shape.rank) if y.shape[i] != 1]
             if marked:
                 out_axis = marked[0]
-            elif x.shape[a] == 1 and y.shape.rank > a and y.shape[a] == 1:
-                out_axis = a
+            elif 1 in self._batch_sizes():  # any axis would be true; this one it has for other batches
+                ones = next((i for i, d in enumerate(y.shape) if d != 1), y.shape.rank)
+                out_axis = max(min(a, ones - 1), 0)
             else:
                 out_axis = free[0] if free else 0
             if any(d != 1 for d in y.shape[:out_axis]):
@@ -1378,6 +1384,12 @@ class BatchAxis:
                 return self._mix(op, BY_POSITION)
             return x
         return None
+
+    def _adds_only_row(self, op, states) -> bool:
+        """Whether Keras 3 took the only example's row for a bias, for being [1, channels]."""
+        row = op.inputs[1].op
+        return 1 in self._batch_sizes() and row.type == "Squeeze" and isinstance(self[row.inputs[0]], Batch) and (
+            isinstance(states[0], Batch) and states[0].axis == 0)  # fmt: skip
 
     def _rowwise(self, op, states):
         """Works row by row on as many inputs as there are states, with the examples along their first axis."""

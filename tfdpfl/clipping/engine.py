@@ -92,7 +92,8 @@ def clipped_gradients(
     Args:
       loss: a scalar, or a tensor with the examples along its first axis, in a graph (not eager).
       variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights. What a tensor is
-        computed from must be public; an argument of the function that is given here is taken to be.
+        computed from must be public, also where it is handed in by another function; what is given to the outermost
+        one is taken to be.
       l2_norm_clip: C, at least 1e-10.
       num_microbatches: None to clip every example; or M, to clip the mean gradient of M groups of consecutive
         examples, as TensorFlow Privacy does. The batch must be divisible by M.
@@ -284,6 +285,48 @@ def _chosen_by_examples(op: tf.Operation) -> PrivacyError:
     return PrivacyError(f"{op.type} ({op.name!r}) {how}. Take the step on every batch, once.")
 
 
+def _check_public(i: int, v: tf.Tensor, state) -> None:
+    """That no example has a part in what the weights are: what moves them, moves the others' gradients."""
+    if not is_batch_free(state):
+        why = state.describe() if isinstance(state, Mixed) else "it holds rows of examples, or how many there are"
+        raise PrivacyError(
+            f"variables[{i}] ({v.op.type} {v.op.name!r}) is computed from the batch: {why}. One example would "
+            "change the gradients of all. Compute weights from variables and from what is public, with noise on "
+            "what comes from examples; or give the argument of the function itself, if it holds weights."
+        )
+
+
+def _check_arguments(graph: tf.Graph, arguments: dict[str, int]) -> None:
+    """That what calls and loops hand in for weights is public; what the outermost function is given is taken to be."""
+    assumed = {(id(graph), name) for name in arguments}  # the others' checks make it so
+    source = lambda t: Public() if (id(t.graph), t.op.name) in assumed else _resource(t)  # noqa: E731
+    todo = [(graph, name, i) for name, i in arguments.items()]
+    given: list[tuple[int, tf.Tensor]] = []
+    while todo:
+        inside, name, i = todo.pop()
+        at = [t.op.name for t in inside.inputs].index(name)
+        for t in _handed_in(inside, at, graph._tfdpfl_around):
+            while t.op.type == "Identity" or isinstance(getattr(graph_tools.captured(t), "graph", None), tf.Graph):
+                t = t.op.inputs[0] if t.op.inputs else graph_tools.captured(t)
+            if t.op.type != "Placeholder" or graph_tools.captured(t) is not None:
+                given.append((i, t))
+            elif (id(t.graph), t.op.name) not in assumed:
+                assumed.add((id(t.graph), t.op.name))
+                todo.append((t.graph, t.op.name, i))
+    for i, t in given:
+        _check_public(i, t, BatchAxis(t.graph, source)[t])
+
+
+def _handed_in(graph: tf.Graph, at: int, around: list[tf.Graph]) -> Iterator[tf.Tensor]:
+    """What a function, or a loop at each of its turns, gets as argument number ``at``."""
+    for caller in around:
+        for op in caller.get_operations():
+            if any(body is graph for body in body_graphs(op)):
+                yield op.inputs[at + op.type.endswith("If")]
+                if op.type.endswith("While"):
+                    yield graph.outputs[at]
+
+
 def raw_variable(v):
     """The tf.Variable inside a Keras variable, or the thing itself."""
     inner = getattr(v, "_value", None)
@@ -322,6 +365,7 @@ class Plan:
         self.reads: dict[int, tf.Tensor] = {}
         self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
         self.replayed: set[int] = set()
+        self.arguments: dict[str, int] = {}  # of the graph's function, that are given as weights
         close(self.graph, loss)
         self.analysis = self._analyse(loss)
         size, unsure = self._batch_size()
@@ -343,6 +387,9 @@ class Plan:
         read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
         _READ.setdefault(self.graph, {}).update(read)
         self.graph._tfdpfl_around = list(_around(self.graph))  # else TensorFlow drops some before `check_finished`
+        if arguments := self.arguments:
+            graph = weakref.ref(self.graph)
+            before_it_runs(self.graph, lambda: _check_arguments(graph(), arguments))
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
         self.losses = losses
         losses, count = self._grouped(losses, num_microbatches)
@@ -369,22 +416,13 @@ class Plan:
             if isinstance(v.op.type, str) and v.op.type not in ("Placeholder", "PlaceholderV2"):
                 analysis.run([v])
             if v.op.name in analysis.ops or graph_tools.captured(v) is not None:
-                self._check_public(i, v, analysis[v])
+                _check_public(i, v, analysis[v])
+            else:
+                self.arguments[v.op.name] = i
             analysis.ops[v.op.name] = v.op
             analysis.states[key(v)] = Public(frozenset([i]))
         analysis.run([loss])
         return analysis
-
-    @staticmethod
-    def _check_public(i: int, v: tf.Tensor, state) -> None:
-        """That no example has a part in what the weights are: what moves them, moves the others' gradients."""
-        if not is_batch_free(state):
-            why = state.describe() if isinstance(state, Mixed) else "it holds rows of examples, or how many there are"
-            raise PrivacyError(
-                f"variables[{i}] ({v.op.type} {v.op.name!r}) is computed from the batch: {why}. One example would "
-                "change the gradients of all. Compute weights from variables and from what is public, with noise on "
-                "what comes from examples; or give the argument of the function itself, if it holds weights."
-            )
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """How long the first input is, and the inputs that may be of another length."""

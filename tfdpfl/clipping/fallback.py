@@ -54,7 +54,8 @@ class Replay:
 
     def gradients(self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: LossOfOne) -> list[Formed]:
         """[units, *shape] for each weight."""
-        found = {key(t): self._rows_of(t, sizes.static or 1) for t in self.inputs}
+        static = sizes.static or 1
+        found = {key(t): self._rows_of(t, static) for t in self.inputs}
         sliced = [t for t in self.inputs if found[key(t)] is not None]
         public = [t for t in self.inputs if found[key(t)] is None]
         replaced = {key(t): self._own_size(t, sizes) for t in public}
@@ -77,7 +78,7 @@ class Replay:
                 attrs = _loose(attrs)
                 try:
                     made = graph_tools.copy_op(
-                        op, [now[key(t)] for t in self.fed[op.name]], attrs, self.dtypes[op.name]
+                        op, [now[key(t)] for t in self.fed[op.name]], attrs, self.dtypes[op.name], static > 1
                     )
                 except (ValueError, TypeError) as error:
                     raise self._refusal(error) from error
@@ -85,6 +86,8 @@ class Replay:
             ys = [now[key(t)] for t in outputs]
             own = [tf.cast(back(gu, s), y.dtype) for gu, s, y in zip(g, g_states, ys, strict=True)]
             try:
+                if static > 1:  # what was as long as the batch, inside, would be taken for more rows of one example
+                    ys = [tf.ensure_shape(y, g.shape) for y, g in zip(ys, own, strict=True)]
                 grads = tf.gradients(ys, held, own)
             except ValueError as error:
                 raise self._refusal(error) from error

@@ -139,7 +139,7 @@ class LossOfOne:
     def _refusal(self, state, op: tf.Operation) -> PrivacyError:
         origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
         through = f"{op.type} {op.name!r}" if op.name != origin.name else None
-        return PrivacyError(mixing(origin, through))
+        return PrivacyError(mixing(origin, through) + (_ALONE if self.static == 1 else ""))
 
     def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
         """[B, ..., rows at the batch axis, ...]."""
@@ -279,6 +279,12 @@ class LossOfOne:
             value = folded(x.value)
             if value is not None and (value in (elements, self.static) or (
                 value % self.static == 0 and is_length(x.value))):  # fmt: skip
+                if is_written(x.value):
+                    raise PrivacyError(
+                        f"The loss is divided by the integer {int(value)}, which is how long all batches are known to "
+                        f"be, or how many entries they have. If it is a number, write {int(value)}.0; if it is the "
+                        "batch's, tf.shape or tf.size; or leave the batch size free."
+                    )
                 return Term("size", tf.constant(value / self.static, x.value.dtype), 0)
         return x
 
@@ -385,6 +391,13 @@ def is_length(t: tf.Tensor) -> bool:
     )
 
 
+def is_written(t: tf.Tensor) -> bool:
+    """Whether an integer was handed to TensorFlow as one number: by hand, or from a static shape in Python."""
+    while t.op.type in ("Identity", "Cast"):
+        t = t.op.inputs[0]
+    return t.op.type == "Const" and not is_length(t)
+
+
 def is_mask(t: tf.Tensor) -> bool:
     """Whether the tensor is made of zeros and ones that came from booleans."""
     while t.op.type in ("Identity", "Reshape", "Squeeze", "ExpandDims", "Cast", "StopGradient"):
@@ -394,6 +407,10 @@ def is_mask(t: tf.Tensor) -> bool:
     return False
 
 
+_ALONE = (
+    " The batch is known to be one example, whose axis cannot always be told from others of length 1: if the model "
+    "trains on larger batches, leave the size free, as tf.data.Dataset's batch(1) without drop_remainder does."
+)
 _NORMALISED = (
     "Replace BatchNormalization by GroupNormalization or LayerNormalization (tfdpfl.clipping.fix(model).model does), "
     "or freeze it: layer.trainable = False makes it use the statistics that it has."
