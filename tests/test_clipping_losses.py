@@ -310,14 +310,14 @@ def test_a_batch_size_written_into_the_loss_is_taken_for_what_it_is():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [5, None])
-def test_a_batch_size_written_into_a_sum_counts_whether_other_lengths_are_known_or_not(length):
+def test_a_number_written_under_a_sum_is_that_number_on_batches_of_static_size_too(length):
     w = tf.Variable(normal(3))
 
     @tf.function(input_signature=[tf.TensorSpec([B, length, 3])])
     def step(x):
         return per_example_norms(tf.reduce_sum((x * w) ** 2) / B, [w])
 
-    gradients = per_example_gradients(lambda x: tf.reduce_sum((x * w) ** 2, [1, 2]), SEQUENCE, [w])
+    gradients = per_example_gradients(lambda x: tf.reduce_sum((x * w) ** 2, [1, 2]) / B, SEQUENCE, [w])
     assert_close([step(tf.constant(SEQUENCE))], [norms_of(gradients)], 1e-5)
 
 

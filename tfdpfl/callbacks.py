@@ -112,7 +112,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"ledger={ledger!r} is about other data sets than dataset_name={dataset_name!r}. Give the ledger of "
                 "this one, or the name that it was made with."
             )
-        # By weight of the models seen, the optimizers that step on it: they count when their model is gone, too.
+        # By weight of the models seen, what steps on it, which counts when its model is gone, too.
         self._stepped: dict[int, dict[int, Any]] = {}
         self._fit: _Fit | None = None
         self._notes: dict[str, None] = {}  # what is to be said of the trainings so far, each once
@@ -142,7 +142,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._fit is not None:
             self._fit.cut_off()
         self._fit = fit
-        self._stepped |= {id(d): d for d in [{id(optimizer): optimizer}, *map(stepped_on, self.model.weights)]}
+        self._stepped |= {id(d): d for d in [{id(optimizer._dp): optimizer._dp}, *map(stepped_on, self.model.weights)]}
         self._limit: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -250,7 +250,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "this ledger has it."
             )
         for model, (steps, left) in list(_LEFT.items()):
-            theirs = [_counts.ledger_of(o._rows()) for o in _optimizers_of(model).values()] if weights in left else []
+            theirs = [_counts.ledger_of(dp.rows()) for dp in _stepping(model).values()] if weights in left else []
             if any(not other.origins <= ledger.origins for other in theirs):
                 self._say(
                     f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
@@ -291,12 +291,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._fit is not None and self._fit.model not in _running_fits():
             self._fit.cut_off()
         ledger = PrivacyLedger().merge(self._given)
-        for optimizer in self._seen():
-            ledger.merge(_counts.ledger_of(optimizer._rows()))
+        for dp in self._seen():
+            ledger.merge(_counts.ledger_of(dp.rows()))
         return ledger.of_dataset(self._dataset)
 
     def _seen(self) -> list[Any]:
-        """The optimizers that were watched, and others that stepped on the same weights before or since."""
+        """The mechanisms of the optimizers that were watched, and of others that stepped on the same weights before or
+        since."""
         seen: dict[int, Any] = {}
         for stepped in self._stepped.values():
             seen |= stepped
@@ -320,7 +321,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
                     "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
                 )
-        generators = dict.fromkeys(optimizer._dp.source.generator for optimizer in self._seen())
+        generators = dict.fromkeys(dp.source.generator for dp in self._seen())
         notes = [
             *self._notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
@@ -608,8 +609,8 @@ class _Guard:
 _LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
 
 
-def _optimizers_of(model: Any) -> dict[int, Any]:
-    """The DP optimizers that stepped on a model's weights, by id."""
+def _stepping(model: Any) -> dict[int, Any]:
+    """The mechanisms that stepped on a model's weights, by id."""
     found: dict[int, Any] = {}
     for v in model.weights:
         found |= stepped_on(v)
@@ -617,7 +618,7 @@ def _optimizers_of(model: Any) -> dict[int, Any]:
 
 
 def _steps_on(model: Any) -> int:
-    return sum(optimizer._dp.counter.steps for optimizer in _optimizers_of(model).values())
+    return sum(dp.counter.steps for dp in _stepping(model).values())
 
 
 def _fingerprint(model: Any) -> int:

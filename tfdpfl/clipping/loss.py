@@ -279,12 +279,6 @@ class LossOfOne:
             value = folded(x.value)
             if value is not None and (value in (elements, self.static) or (
                 value % self.static == 0 and is_length(x.value))):  # fmt: skip
-                if is_written(x.value):
-                    raise PrivacyError(
-                        f"The loss is divided by the integer {int(value)}, which is how long all batches are known to "
-                        f"be, or how many entries they have. If it is a number, write {int(value)}.0; if it is the "
-                        "batch's, tf.shape or tf.size; or leave the batch size free."
-                    )
                 return Term("size", tf.constant(value / self.static, x.value.dtype), 0)
         return x
 
@@ -389,13 +383,6 @@ def is_length(t: tf.Tensor) -> bool:
         op.type == "Const" and re.fullmatch(r"(Size|Shape|num_elements)(_\d+)?", op.name.split("/")[-1])
         for op in graph_tools.ancestors([t]).values()
     )
-
-
-def is_written(t: tf.Tensor) -> bool:
-    """Whether an integer was handed to TensorFlow as one number: by hand, or from a static shape in Python."""
-    while t.op.type in ("Identity", "Cast"):
-        t = t.op.inputs[0]
-    return t.op.type == "Const" and not is_length(t)
 
 
 def is_mask(t: tf.Tensor) -> bool:

@@ -99,7 +99,7 @@ class DPOptimizer:
         dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed)
         super().__init__(**kwargs)
         self._dp = dp
-        self._dp_ledger = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
+        self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
 
     @staticmethod
     def _check_graph(loss) -> None:
@@ -127,7 +127,7 @@ class DPOptimizer:
 
         before_it_runs(loss.graph, ask)
         for v in variables:
-            stepped_on(v)[id(self)] = self
+            stepped_on(v)[id(self._dp)] = self._dp
         return private
 
     def _model_that_trains(self) -> weakref.ref | None:
@@ -168,21 +168,16 @@ class DPOptimizer:
 
     def _executed(self) -> list[tuple[float, int]]:
         steps: Counter[float] = Counter()
-        for row in self._rows():
+        for row in self._dp.rows():
             steps[float(row[_counts.MULTIPLIER])] += int(row[_counts.STEPS])
         return list(steps.items())
-
-    def _rows(self) -> np.ndarray:
-        if not tf.executing_eagerly():
-            raise RuntimeError("What ran can be read between steps, not in a function that is being traced.")
-        return self._dp.counter.rows(self._dp_ledger)
 
     @property
     def ledger(self) -> PrivacyLedger:
         """What ran: each step as its batch was drawn, where `PrivacyBudget` (or what else knew) said so before it; else
         as if every example took part."""
         self._dp.check_finished()
-        return _counts.ledger_of(self._rows())
+        return _counts.ledger_of(self._dp.rows())
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -213,12 +208,13 @@ class DPOptimizer:
         super().save_own_variables(store)
 
     def __reduce__(self):
-        return _rebuild, (self._dp_base, self.get_config(), self._rows())
+        return _rebuild, (self._dp_base, self.get_config(), self._dp.rows())
 
 
-def stepped_on(variable: Any) -> dict[int, DPOptimizer]:
-    """The DP optimizers whose steps on a variable were traced in this process, by id: other models may share it, and
-    its own may have been compiled anew. It is kept with the variable, and later ones come into the same dictionary."""
+def stepped_on(variable: Any) -> dict[int, Mechanism]:
+    """The mechanisms of the DP optimizers whose steps on a variable were traced in this process, by id: other models
+    may share it, and its own may have been compiled anew. Kept with the variable; later ones come into the same
+    dictionary. (Not the optimizers, which are as large as the model.)"""
     variable = raw_variable(variable)
     if not hasattr(variable, "_tfdpfl_stepped"):
         variable._tfdpfl_stepped = {}

@@ -41,7 +41,7 @@ class Keras2Adapter:
         SavedModel is an optimizer made of its config alone."""
         config = super().get_config()
         if any(frame.f_code.co_name == "model_metadata" for frame in callers()):
-            config[_ROWS] = self._rows().tolist()
+            config[_ROWS] = self._dp.rows().tolist()
         return config
 
     @classmethod

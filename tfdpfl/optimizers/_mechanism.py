@@ -6,7 +6,9 @@ import math
 import numbers
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl import noise
@@ -84,6 +86,7 @@ class Mechanism:
         self.seed = None if seed is None else int(seed)
         self.source = noise.Source(self.seed)
         self.counter = _counts.Counter()
+        self.table: Any = None  # the optimizer's variable
 
     def config(self) -> dict:
         return {
@@ -93,6 +96,12 @@ class Mechanism:
             "expected_batch_size": self.expected_batch_size,
             "seed": self.seed,
         }
+
+    def rows(self) -> np.ndarray:
+        """All that is known to have run; see `tfdpfl.optimizers._counts`."""
+        if not tf.executing_eagerly():
+            raise RuntimeError("What ran can be read between steps, not in a function that is being traced.")
+        return self.counter.rows(self.table)
 
     def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
         """The noisy gradients, one for each variable (None where the loss does not depend on it); ``table`` is the
