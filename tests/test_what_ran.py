@@ -139,8 +139,11 @@ def test_a_table_that_is_taken_back_takes_back_no_step():
     assert steps.counter.taken_back(steps.saved) == 2 and steps.rows == [(1.0, 4)]
     steps.take()
     assert steps.rows == [(1.0, 5)] and steps.saved.numpy()[:, _counts.STEPS].sum() == 5
+    steps.take(2.0)
     steps.saved.assign(0 * early)
-    assert steps.rows == [(1.0, 5)]
+    assert steps.rows == [(1.0, 5), (2.0, 1)]
+    steps.take(2.0)
+    assert steps.saved.numpy()[:, _counts.STEPS].sum() == 7  # whatever saves it next
 
 
 TABLES = st.lists(

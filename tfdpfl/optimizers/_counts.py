@@ -94,7 +94,10 @@ class Counter:
         known = tf.where(batches[-1] > 0, batches[:-1], tf.zeros_like(batches[:-1]))
         self.batches.assign(tf.concat([batches[:-1], tf.maximum(batches[-1:] - 1, 0)], 0))
         key = tf.concat([[self.origin], known[:-1], [multiplier]], 0)
-        tables = tf.stack([tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)])
+        own, kept = tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)
+        # A table that was emptied (an optimizer's variables are set to zero) begins anew with all that ran here.
+        kept = tf.where(tf.reduce_any(kept[:, STEPS] > 0), kept, own)
+        tables = tf.stack([own, kept])
         used = tables[:, :, STEPS] > 0
         same = tf.reduce_all(tf.equal(tables[:, :, KEY], key), 2) & used
         # The row of this key; else the first that is free; else the first of all.
