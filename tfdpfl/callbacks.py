@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import copy
 import math
 import warnings
@@ -173,6 +172,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
+        fit.awaited = False
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
             fit.optimizer._dp.check_finished(saved_weights(self.model))
         if fit.stride > 1:
@@ -516,6 +516,7 @@ class _Fit:
       passes: passes over the data that were begun.
       counts_passes: whether no other callback of the same call does.
       announced: steps that the optimizer was told of.
+      awaited: whether a batch was announced that has not ended.
     """
 
     def __init__(
@@ -529,12 +530,7 @@ class _Fit:
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= _length(call.get("x")) is not None
         self.passes = self.announced = self._steps_before = 0
-        self._ended, self.counts_passes = False, True
-        guard = _Guard(self.end)
-        self._guard = weakref.ref(guard)
-        keeps: Any = call.get("callbacks")  # it dies with the call, however that ends
-        if hasattr(keeps, "callbacks"):
-            keeps._tfdpfl_guards = [*getattr(keeps, "_tfdpfl_guards", []), guard]
+        self._ended, self.awaited, self.counts_passes = False, False, True
 
     def begin(self) -> None:
         self._counter.settle(self.optimizer._dp_ledger)
@@ -561,7 +557,7 @@ class _Fit:
 
     def announce(self, steps: int) -> None:
         """Tells the optimizer of the next execution's batches."""
-        self.announced += steps
+        self.announced, self.awaited = self.announced + steps, True
         self._counter.announce(self.batches, steps)
 
     def silence(self) -> None:
@@ -577,11 +573,12 @@ class _Fit:
     def cut_off(self) -> None:
         """The fit is over, and may have been interrupted.
 
-        If what it left is still held by somebody (a traceback), other steps may have been taken for the batch that was
-        announced and never came. As many are counted once more, as steps of which nothing is known.
+        Other steps may have been taken for a batch that was announced and of which no end was seen. As many are counted
+        once more, as steps of which nothing is known. (Nothing ends the announcement at the moment of the interruption:
+        what Python calls when it frees a fit may come while TensorFlow builds a graph, and must not build ops.)
         """
         taken = self.stride - int(self._counter.batches.numpy()[-1])
-        if not self._ended and self._guard() is not None and self.announced and taken > 0:
+        if not self._ended and self.awaited and taken > 0:
             multiplier = self.optimizer.noise_multiplier / (1 if self.optimizer.num_microbatches is None else 2)
             row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
@@ -591,17 +588,6 @@ class _Fit:
     def steps(self) -> int:
         """What the optimizer has taken since the fit began."""
         return self._counter.steps - self._steps_before
-
-
-class _Guard:
-    """Calls a function when it is no longer held."""
-
-    def __init__(self, function: Any):
-        self._function = function
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of the process TensorFlow may be gone
-            self._function()
 
 
 # By model: how many private steps it had seen in this process when an epoch last ended, and the fingerprints of the
