@@ -402,38 +402,31 @@ def test_two_losses_that_are_handed_over_before_one_update_are_refused():
         step(X)
 
 
+def check_a_factor(wrapped):
+    """A variable that multiplies the loss is part of what is clipped."""
+    w, factor = tf.Variable(normal(4, 3, seed=1)), tf.Variable(10.0, trainable=False)
+    optimizer = wrapped(tfdpfl.DPSGD(5.0, 0.0, learning_rate=1.0, expected_batch_size=1))
+    optimizer.build([w])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        optimizer.minimize(lambda: tf.reduce_mean(losses(x, w)) * factor, [w])
+
+    want = helpers.clipped_sums(helpers.per_example_gradients(lambda x: 10.0 * losses(x, w), X, [w]), 5.0)
+    before = w.numpy()
+    step(X)
+    helpers.assert_close([before - w.numpy()], want, 1e-4)
+
+
 @pytest.mark.skipif(helpers.KERAS_3, reason="Keras 3 refuses the wrapper")
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_factor_under_a_loss_scale_is_a_factor(dynamic):
-    w, factor = tf.Variable(normal(4, 3, seed=1)), tf.Variable(10.0, trainable=False)
-    inner = tfdpfl.DPSGD(5.0, 0.0, learning_rate=1.0, expected_batch_size=1)
     scale = {"dynamic": dynamic, "initial_scale": 64.0}
-    optimizer = K.mixed_precision.LossScaleOptimizer(inner, **scale)
-    optimizer.build([w])
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
-    def step(x):
-        optimizer.minimize(lambda: tf.reduce_mean(losses(x, w)) * factor, [w])
-
-    want = helpers.clipped_sums(helpers.per_example_gradients(lambda x: 10.0 * losses(x, w), X, [w]), 5.0)
-    before = w.numpy()
-    step(X)
-    helpers.assert_close([before - w.numpy()], want, 1e-4)
+    check_a_factor(lambda inner: K.mixed_precision.LossScaleOptimizer(inner, **scale))
 
 
 def test_a_factor_without_a_loss_scale_is_clipped():
-    w, factor = tf.Variable(normal(4, 3, seed=1)), tf.Variable(10.0, trainable=False)
-    optimizer = tfdpfl.DPSGD(5.0, 0.0, learning_rate=1.0, expected_batch_size=1)
-    optimizer.build([w])
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
-    def step(x):
-        optimizer.minimize(lambda: tf.reduce_mean(losses(x, w)) * factor, [w])
-
-    want = helpers.clipped_sums(helpers.per_example_gradients(lambda x: 10.0 * losses(x, w), X, [w]), 5.0)
-    before = w.numpy()
-    step(X)
-    helpers.assert_close([before - w.numpy()], want, 1e-4)
+    check_a_factor(lambda inner: inner)
 
 
 @pytest.mark.parametrize("layer, beside", [
