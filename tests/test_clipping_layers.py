@@ -9,7 +9,8 @@ from helpers import K, L, check, check_model, example_losses, normal, per_exampl
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tfdpfl.clipping import clipped_gradients, per_example_norms, rules
+from tfdpfl.clipping import clipped_gradients, per_example_norms
+from tfdpfl.clipping.ops import windows
 
 B = 4
 
@@ -663,7 +664,7 @@ def test_explicit_padding_agrees(kernel, channels):
 
 @pytest.mark.parametrize("name", ["conv2d same strided", "conv2d of many channels", "depthwise conv2d"])
 def test_images_whose_places_are_too_many_for_a_constant_agree(name, monkeypatch):
-    monkeypatch.setattr(rules, "CONSTANT_PLACES", 0)
+    monkeypatch.setattr(windows, "CONSTANT_PLACES", 0)
     x, layers = SIMPLE[name]
     check_model(stack(*layers()), x)
 
@@ -678,7 +679,7 @@ def test_patches_are_tensorflows(kernel, strides, rates, channels, padding):
     """Also where an op has strides and dilation, of which TensorFlow has no gradient on a CPU."""
     x = tf.constant(normal(2, 17, 16, channels))
     wanted = tf.image.extract_patches(x, [1, *kernel, 1], [1, *strides, 1], [1, *rates, 1], padding)
-    window = rules.Window(list(kernel), list(strides), list(rates), padding, [], False)
+    window = windows.Window(list(kernel), list(strides), list(rates), padding, [], False)
     out = wanted.shape[1:-1].as_list()
     for pieces in (window.pieces(x, out), window.pieces(x, out, math.prod(kernel))):
         np.testing.assert_array_equal(tf.concat([piece() for piece in pieces], -1), wanted)

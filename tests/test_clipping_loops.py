@@ -20,7 +20,7 @@ from helpers import (
 
 import tfdpfl
 from tfdpfl.clipping import clipped_gradients, per_example_norms
-from tfdpfl.clipping.engine import Plan
+from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 
 B, T, D, U = 5, 4, 3, 3

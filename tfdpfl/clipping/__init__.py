@@ -2,7 +2,7 @@
 
 from tfdpfl.clipping.engine import ClippedGradients, clipped_gradients, per_example_norms
 from tfdpfl.clipping.models import explain, fix, validate
-from tfdpfl.clipping.rules import register_rule
+from tfdpfl.clipping.registry import register_rule
 
 __all__ = [
     "ClippedGradients",

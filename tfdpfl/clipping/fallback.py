@@ -8,10 +8,13 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BODIES, CALLS, RANDOM, Batch, BatchAxis, Public, Size, key, weighs, within
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.effects import check_unwritten, effects
+from tfdpfl.clipping.gradients import Formed, Units
+from tfdpfl.clipping.graph import BODIES, CALLS, key, within
 from tfdpfl.clipping.loss import LossOfOne
-from tfdpfl.clipping.opening import check_unwritten, effects
-from tfdpfl.clipping.rules import Formed, Units
+from tfdpfl.clipping.ops.random import RANDOM
+from tfdpfl.clipping.states import Batch, Public, Size, weighs
 from tfdpfl.errors import PrivacyError
 
 _MEND = (

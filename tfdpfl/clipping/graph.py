@@ -1,17 +1,19 @@
-"""Small tools for reading and copying TensorFlow graphs; the engine's only view of TensorFlow's internals
-besides `batch_axis`."""
+"""Reading and copying TensorFlow graphs: the engine's only view of TensorFlow's internals."""
 
 from __future__ import annotations
 
 import collections
 import heapq
+import inspect
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import transform
-from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
 from tensorflow.python.ops import control_flow_util_v2
 
 _numbers = itertools.count()
@@ -24,6 +26,10 @@ _GRAPHS = {
     "While": {"cond": "_cond_graph", "body": "_body_graph"},
     "If": {"then_branch": "_true_graph", "else_branch": "_false_graph"},
 }
+
+
+def key(t: tf.Tensor) -> tuple[str, int]:
+    return (t.op.name, t.value_index)
 
 
 def when_traced(look: Callable[[tf.Graph], None]) -> None:
@@ -172,3 +178,128 @@ def origin(t: tf.Tensor):
             break
         t = outer
     return t
+
+
+# -- what ops run ----------------------------------------------------------------------------------------------
+
+CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
+BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
+          "While": ("body", "cond"), "StatelessWhile": ("body", "cond"),
+          **{kind: ("f",) for kind in CALLS}}  # fmt: skip
+ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue Arg".split())
+
+
+def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:
+    """The body of a function that an op of ``graph`` calls."""
+    function, g = None, graph
+    while function is None and g is not None:
+        function = g._get_function(name)
+        g = getattr(g, "outer_graph", None)
+    traced = getattr(function, "graph", None)
+    if isinstance(traced, tf.Graph):
+        return traced
+    if function is None:
+        from tensorflow.python.eager import context
+
+        definition = context.context().get_function_def(name)
+    else:
+        definition = getattr(function, "cached_definition", None) or function.definition
+    with graph.as_default():
+        return function_def_to_graph.function_def_to_graph(
+            definition, input_shapes=[t.shape.as_proto() for t in inputs]
+        )
+
+
+def body_graphs(op: tf.Operation) -> Iterable[tf.Graph]:
+    """What a call, a branch or a loop runs; nothing for other ops."""
+    for attribute in BODIES.get(op.type, ()):
+        inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
+        yield function_graph(op.graph, op.get_attr(attribute).name, inputs)
+
+
+def within(ops: Iterable[tf.Operation]) -> Iterable[tf.Operation]:
+    """The ops, and those in their bodies."""
+    for op in ops:
+        yield op
+        for body in body_graphs(op):
+            yield from within(body.get_operations())
+
+
+def inner_call(op: tf.Operation) -> tuple[tf.Operation, list[int]] | None:
+    """Looks into a call whose body is one op: that op, and which inputs of the call feed it."""
+    if op.type not in CALLS or len(op.outputs) != 1:
+        return None
+    body = function_graph(op.graph, op.get_attr("f").name, list(op.inputs))
+    t = source(body.outputs[0])
+    names = [i.op.name for i in body.inputs]
+    feeds = []
+    for i in t.op.inputs:
+        i = source(i)
+        if i.op.name not in names:
+            return None
+        feeds.append(names.index(i.op.name))
+    return (t.op, feeds) if feeds else None
+
+
+# -- constants ---------------------------------------------------------------------------------------------------
+
+
+def constant(t: tf.Tensor) -> np.ndarray | None:
+    """The tensor's value where it follows from constants alone (TensorFlow's own folding stops at products)."""
+    value = tensor_util.constant_value(t)
+    if value is None and t.op.type == "StridedSlice" and t.shape.rank == 0:  # one entry of a vector
+        vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
+        if vector is not None and at is not None and vector.ndim == 1 and t.op.get_attr("shrink_axis_mask") == 1:
+            value = vector[at[0]]
+    if value is None and t.op.type == "Minimum" and t.dtype.is_integer:  # min(c, max(c, x)), as bincount writes it
+        for limit, clipped in (t.op.inputs, t.op.inputs[::-1]):
+            if clipped.op.type == "Maximum" and t.shape.rank == limit.shape.rank == 0:
+                top, floors = constant(limit), [constant(i) for i in clipped.op.inputs]
+                if top is not None and any(f is not None and f >= top for f in floors):
+                    return top
+    if value is None and t.op.type in _FOLDED:
+        values = [constant(i) for i in t.op.inputs]
+        if all(v is not None for v in values) and t.shape.rank == _FOLDED_RANK.get(t.op.type, t.shape.rank):
+            value = np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
+    return value
+
+
+_FOLDED: dict[str, Callable] = {
+    "Cast": lambda x: x, "Identity": lambda x: x, "Prod": lambda x, axes: np.prod(x), "Mul": np.multiply,
+    "Add": np.add, "AddV2": np.add, "Sub": np.subtract, "FloorMod": np.mod,
+    "Range": np.arange, "Pack": lambda *parts: np.stack(parts),
+    "ConcatV2": lambda *parts: np.concatenate(parts[:-1], int(parts[-1])),
+}  # fmt: skip
+_FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
+
+
+# -- gradients of an op's own ------------------------------------------------------------------------------------
+
+
+def own_gradient_is_known(op: tf.Operation) -> bool:
+    """Whether the op has TensorFlow's gradient, or one of its own that TensorFlow or Keras wrote."""
+    try:
+        name = op.get_attr("_gradient_op_type")
+    except ValueError:
+        return True
+    if not tf.compat.as_str(name).startswith("CustomGradient"):
+        return op.type in CALLS
+    function = gradient_function(op)
+    if not isinstance(function, types.FunctionType) or "<locals>" not in function.__qualname__:
+        return False  # one that was written for another purpose
+    return function.__module__.split(".")[0] in ("tensorflow", "keras", "tf_keras")
+
+
+def passes_gradients_through(op: tf.Operation) -> bool:
+    """Whether the gradients of the op's first inputs, the values, go to its last ones, the arguments, as they are."""
+    if "_gradient_op_type" not in op.node_def.attr:
+        return False
+    return getattr(gradient_function(op), "__qualname__", "").startswith("grad_pass_through.")
+
+
+def gradient_function(op: tf.Operation):
+    """The function that tf.custom_gradient was given for the op's gradient."""
+    function = ops.gradient_registry.lookup(tf.compat.as_str(op.get_attr("_gradient_op_type")))
+    for inside in ("tape_grad_fn", "grad_fn"):  # what the decorator wraps the user's function in
+        function = inspect.getclosurevars(function).nonlocals.get(inside)
+    return function

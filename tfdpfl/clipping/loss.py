@@ -15,7 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BY_POSITION, TAINTED, Batch, BatchAxis, Mixed, Public, Size, constant, key
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.graph import constant, key
+from tfdpfl.clipping.refusals import ALONE, mixing
+from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
 from tfdpfl.errors import PrivacyError
 
 _SAME = frozenset("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split())
@@ -139,7 +142,7 @@ class LossOfOne:
     def _refusal(self, state, op: tf.Operation) -> PrivacyError:
         origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
         through = f"{op.type} {op.name!r}" if op.name != origin.name else None
-        return PrivacyError(mixing(origin, through) + (_ALONE if self.static == 1 else ""))
+        return PrivacyError(mixing(origin, through) + (ALONE if self.static == 1 else ""))
 
     def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
         """[B, ..., rows at the batch axis, ...]."""
@@ -392,87 +395,3 @@ def is_mask(t: tf.Tensor) -> bool:
             return True
         t = t.op.inputs[0]
     return False
-
-
-_ALONE = (
-    " The batch is known to be one example, whose axis cannot always be told from others of length 1: if the model "
-    "trains on larger batches, leave the size free, as tf.data.Dataset's batch(1) without drop_remainder does."
-)
-_NORMALISED = (
-    "Replace BatchNormalization by GroupNormalization or LayerNormalization (tfdpfl.clipping.fix(model).model does), "
-    "or freeze it: layer.trainable = False makes it use the statistics that it has."
-)
-_REDUCED = (
-    "Reduce over the other axes only (axis=1 and up), so that each example has values, and a loss, of its own; the "
-    "mean of the losses is taken afterwards."
-)
-_PLACED = (
-    "Give every example the same values; to pick from each example's own rows, use tf.gather(x, indices, batch_dims=1)."
-)
-_APART = (
-    "Let every example keep its place, and compute on the whole batch at once: tf.map_fn, tf.vectorized_map and "
-    "tf.unstack hand the examples out one by one."
-)
-_CONTRASTED = (
-    "Compare each example with what is public, or with its own other parts: what compares the examples of a batch has "
-    "no gradient of one example alone."
-)
-_SIZED = "Leave out what the batch size goes into; the loss's mean over the batch is taken for you."
-_MENDS = {
-    "normalises over the batch": _NORMALISED,
-    "normalises examples together": _NORMALISED,
-    "reduces over the batch": _REDUCED,
-    "sums over the batch": _REDUCED,
-    BY_POSITION: _PLACED,
-    "numbers the examples by their position in the batch": _PLACED,
-    "slices by the batch size": _PLACED,
-    "takes the batch apart": _APART,
-    "makes a list whose length depends on examples or on how many there are": _APART,
-    "picks examples of the batch": _APART,
-    "takes some examples of the batch, not all": _APART,
-    "combines the examples along one axis with the examples along another": _CONTRASTED,
-    "multiplies the examples along one axis with the examples along another": _CONTRASTED,
-    "lets examples pick from one another": _CONTRASTED,
-    "works along the batch axis": "Work along another axis: the examples are along this one.",
-    "makes an example's result depend on the batch size": _SIZED,
-    "makes the result depend on the batch size": _SIZED,
-    "scales weights by the batch size": _SIZED,
-    "has a shape of unknown rank": "Say the shape before it: tf.ensure_shape(x, [None, ...]).",
-    "does not have the batch as its first axis": "Transpose its input, so that the examples come first.",
-    "runs Python code, which cannot be followed": "Write it with TensorFlow operations, or do it in the data set.",
-}
-
-
-def mixing(origin: Mixed, through: str | None = None) -> str:
-    """The sentence for an op that mixes examples, with what a user can do about it."""
-    reach = f", and its result reaches the loss through {through}" if through else ""
-    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_mend(origin)}"
-
-
-def _mend(origin: Mixed) -> str:
-    name = origin.name.lower()
-    if "batch_norm" in name or "batchnorm" in name or "moments" in name:
-        return _NORMALISED
-    if origin.op.startswith(("String", "Unicode", "SparseCross")):
-        return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
-    if "hinge" in name:
-        return (
-            "Keras looks at all of the batch's labels to tell 0 and 1 from -1 and 1. With labels of -1 and 1: "
-            "loss=lambda t, p: tf.reduce_mean(tf.maximum(1 - t * p, 0), -1) (squared: tf.square of the maximum)."
-        )
-    if "pfor" in name:
-        return _APART
-    if origin.op == "Where" and "sparse_categorical" in name:
-        return (
-            "If this is ignore_class=c: loss='sparse_categorical_crossentropy' with sample_weight=(y != c), as floats, "
-            "leaves the class out as well."
-        )
-    if origin.op.endswith("GatherNd"):
-        return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."
-    if origin.why.startswith(TAINTED):
-        return "Train weights by the private optimizer alone, and write to others what is public, or nothing."
-    if origin.why in _MENDS:
-        return _MENDS[origin.why]
-    if "not known" in origin.why:
-        return "Rewrite it with operations whose batch axis can be followed."
-    return "Change the layer or the loss so that each example is treated by itself."

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.engine import Plan, check_finished, raw_variable
-from tfdpfl.clipping.rules import TYPICAL_LENGTH, Formed, Lookup, Outer
+from tfdpfl.clipping.finished import check_finished, raw_variable
+from tfdpfl.clipping.gradients import TYPICAL_LENGTH, Formed, Lookup, Outer
+from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 
 

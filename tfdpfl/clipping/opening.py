@@ -12,26 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import (
-    BODIES,
-    CALLS,
-    DRAWS,
-    Batch,
-    BatchAxis,
-    Items,
-    Public,
-    constant,
-    gradient_function,
-    key,
-    weighs,
-    within,
-)
-from tfdpfl.clipping.rules import RULES, inner_use
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.effects import check_unwritten, effects
+from tfdpfl.clipping.graph import CALLS, constant, gradient_function, inner_call, key
+from tfdpfl.clipping.ops.random import DRAWS
+from tfdpfl.clipping.registry import RULES
+from tfdpfl.clipping.states import Batch, Items, Public, weighs
 from tfdpfl.errors import PrivacyError
 
 
@@ -124,17 +115,6 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
             )
 
 
-def check_unwritten(op: tf.Operation, analysis: BatchAxis) -> None:
-    """That a loop or a call may be run once more: it then reads its variables anew."""
-    write = analysis.written_since(op)
-    if write is not None:
-        raise PrivacyError(
-            f"{write.type} ({write.name!r}) writes to a variable that {op.type} ({op.name!r}) takes in, after it was "
-            "run for the loss. The private step runs it once more, and would find what was written: write to the "
-            "variable before the loss is computed, or after the private step."
-        )
-
-
 class Opened:
     """All loops and calls on the way to ``targets`` that use weights and can be opened, opened.
 
@@ -180,7 +160,7 @@ class Opened:
         if not any(weighs(a[t]) for t in op.inputs):
             return False
         return any(isinstance(a[t], Batch | Items) for t in op.outputs) and not (
-            (inner := inner_use(op, a)) and inner[0].type in RULES
+            (inner := inner_call(op)) and inner[0].type in RULES
         )
 
     def _opened(self, op: tf.Operation, a: BatchAxis, now: dict) -> list[tf.Tensor]:
@@ -339,13 +319,6 @@ def _sum_of(t: tf.Tensor, path: list[tf.Operation], body: tf.Graph, a: BatchAxis
         if other != a[t] and not (isinstance(other, Public) and rank is not None and rank < t.shape.rank):
             return t
         t = y
-
-
-def effects(ops: Iterable[tf.Operation]) -> set[str]:
-    """Types of the ops, and of those in their bodies, that write, draw or complain: run elsewhere or once more, they
-    may do or give something else."""
-    reads = ("ReadVariableOp", "ResourceGather")
-    return {op.type for op in within(ops) if op._is_stateful and op.type not in BODIES and op.type not in reads}
 
 
 def _plain_derivative(op: tf.Operation) -> bool:

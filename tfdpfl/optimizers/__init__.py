@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.clipping.engine import before_it_runs, raw_variable
+from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts

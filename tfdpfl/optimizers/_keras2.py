@@ -10,8 +10,8 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tfdpfl._frames import callers
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import function_graph
-from tfdpfl.clipping.engine import handles_of
+from tfdpfl.clipping.finished import handles_of
+from tfdpfl.clipping.graph import function_graph
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
 

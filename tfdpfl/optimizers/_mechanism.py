@@ -13,7 +13,9 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import Plan, check_clip, check_finished, raw_variable, versions
+from tfdpfl.clipping.engine import check_clip
+from tfdpfl.clipping.finished import check_finished, raw_variable, versions
+from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
 
@@ -150,7 +152,7 @@ class Mechanism:
         return tf.where(tf.equal(self.num_microbatches, batch_size), multiplier, multiplier / 2)
 
     def check_finished(self, kept: Sequence = ()) -> None:
-        """Looks again at the steps that were traced; see `tfdpfl.clipping.engine.check_finished`."""
+        """Looks again at the steps that were traced; see `tfdpfl.clipping.finished.check_finished`."""
         variables = tuple(map(id, kept))
         for graph, checked in list(_GRAPHS.get(self, {}).items()):
             if checked.get(variables) != versions(graph):

@@ -1,0 +1,160 @@
+"""What ops write: where batch data gets into variables, and what may run once more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.graph import BODIES, ENTRIES, body_graphs, key, within
+from tfdpfl.clipping.states import TAINTED, Handle, Mixed, State, is_batch_free, mixed
+from tfdpfl.errors import PrivacyError
+
+WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTable(Insert|Remove|Import)|^RngSkip")
+
+
+def may_write(op: tf.Operation) -> bool:
+    """Whether an op that takes in a variable may write to it, as far as its type tells."""
+    return op.type in BODIES or bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
+
+
+def assigns(op: tf.Operation, at: int) -> bool:
+    """Whether an op, or what it runs, writes to the variable that is its input number ``at``."""
+    if op.type not in BODIES:
+        return may_write(op)
+    inside = [body.inputs[at - op.type.endswith("If")] for body in body_graphs(op)]
+    return any(
+        assigns(user, i)
+        for t in inside
+        for user in t.consumers()
+        for i, each in enumerate(user.inputs)
+        if key(each) == key(t)
+    )
+
+
+def effects(ops: Iterable[tf.Operation]) -> set[str]:
+    """Types of the ops, and of those in their bodies, that write, draw or complain: run elsewhere or once more, they
+    may do or give something else."""
+    reads = ("ReadVariableOp", "ResourceGather")
+    return {op.type for op in within(ops) if op._is_stateful and op.type not in BODIES and op.type not in reads}
+
+
+# -- variables that hold batch data ------------------------------------------------------------------------------
+
+
+def tainted_read(view: BatchAxis) -> tuple[Mixed, Handle] | None:
+    """A read of a variable that this same graph writes batch data to, and the variable, if there is one."""
+    if view.outer is not None:
+        found = tainted_read(view.outer)
+        if found is not None:
+            return found
+    read = {handle: op for handle, op in view.reads}
+    for handle in tainted(view, set(read)) & set(read):
+        return mixed(read[handle], TAINTED), handle
+    return None
+
+
+def tainted(view: BatchAxis, handles: set[Handle]) -> set[Handle]:
+    """Those of the variables, and of all that are written to them, that the graph writes batch data to: at once,
+    or by way of another variable and a later step."""
+    handles, entries = written_from(view, handles)
+    found: set[Handle] = set()
+    look = view
+    while entries:
+        more = set(written(look, handles))
+        if more <= found:
+            return found
+        found |= more
+        look = BatchAxis(view.graph, view.source)
+        look.static, look.vouched, look.tainted = view.static, view.vouched, frozenset(found)
+    return found
+
+
+def written_from(view: BatchAxis, handles: set[Handle]) -> tuple[set[Handle], bool]:
+    """The variables with those that what is written to them is computed from, and whether anything else that enters
+    the graph is among what it is computed from."""
+    known, new, entries = set(), set(handles), False
+    released = graph_tools.RELEASED.get(view.graph, ())
+    while new:
+        known |= new
+        writing = [op for op, _ in writes(view, new)]
+        entries = entries or any(op.type in BODIES for op in writing)  # what they run may take something in
+        read = graph_tools.ancestors(
+            [t for op in writing for t in op.inputs], follow=lambda t: t.op.name not in released
+        )
+        resources = {key(t): t for op in [*writing, *read.values()] for t in op.inputs if t.dtype == tf.resource}
+        new = {view.handle(t) for t in resources.values()} - known
+        entries = entries or any(op.type in ENTRIES and op.outputs[0].dtype != tf.resource for op in read.values())
+    return known, entries
+
+
+def writes(view: BatchAxis, handles: set[Handle]) -> Iterable[tuple[tf.Operation, set[Handle]]]:
+    """The ops of the graph that may write to some of the variables, and to which."""
+    if not handles:
+        return
+    if view.writers is None:
+        view.writers = []
+        for op in view.graph.get_operations():
+            resources = [t for t in op.inputs if t.dtype == tf.resource]
+            if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
+                continue
+            if may_write(op):
+                view.writers.append((op, resources))
+    for op, resources in view.writers:
+        mine = handles.intersection(map(view.handle, resources))
+        if mine:
+            yield op, mine
+
+
+def written(view: BatchAxis, handles: set[Handle]) -> Iterable[Handle]:
+    """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""
+    for op, mine in writes(view, handles):
+        states = [view[t] for t in op.inputs]
+        if op.type in BODIES:
+            public = flows_by_public_values(view, op, states)
+            for inner, _ in view.bodies(op):
+                yield from written(inner, mine)
+                for _, there in () if public else writes(inner, mine):  # whether it is written to tells of the data
+                    yield from there
+        elif not all(isinstance(s, Handle) or is_batch_free(s) for s in states):
+            yield from mine
+
+
+def flows_by_public_values(view: BatchAxis, op: tf.Operation, states: list[State]) -> bool:
+    """Whether no example has a say in which branch is taken, or how often a loop turns."""
+    if view.vouched(op):
+        return True
+    if op.type.endswith("If"):
+        return is_batch_free(states[0])
+    if op.type.endswith("While"):
+        _, (condition,), _ = view.body(op, "cond", list(op.inputs), view.over_turns(op))
+        return is_batch_free(condition)
+    return True
+
+
+# -- what runs again ---------------------------------------------------------------------------------------------
+
+
+def written_since(op: tf.Operation, view: BatchAxis) -> tf.Operation | None:
+    """What was made after a loop or a call, and writes to a variable that it takes in."""
+    handles = {view.handle(t) for t in op.inputs if t.dtype == tf.resource}
+    for later, mine in writes(view, handles):
+        if later._id > op._id and any(
+            assigns(later, i) for i, t in enumerate(later.inputs) if t.dtype == tf.resource and view.handle(t) in mine
+        ):
+            return later
+    return None
+
+
+def check_unwritten(op: tf.Operation, analysis: BatchAxis) -> None:
+    """That a loop or a call may be run once more: it then reads its variables anew."""
+    write = written_since(op, analysis)
+    if write is not None:
+        raise PrivacyError(
+            f"{write.type} ({write.name!r}) writes to a variable that {op.type} ({op.name!r}) takes in, after it was "
+            "run for the loss. The private step runs it once more, and would find what was written: write to the "
+            "variable before the loss is computed, or after the private step."
+        )

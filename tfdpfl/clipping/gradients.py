@@ -1,0 +1,412 @@
+"""Each unit's gradient of a weight, in the form that its norm and the clipped sum cost least in.
+
+A rule (`registry`) gets a `Use` (the op, which input is the weight, the gradient ``g`` of the summed per-example losses
+with respect to the op's output) and returns one of three things, none of which adds examples up:
+
+- `Outer`: the gradient of unit u is ``sum_t a[u, t]^T g[u, t]`` (dense, convolution, einsum). Its norm is found from
+  two Gram matrices (the ghost norm, Li et al. 2022, arXiv:2110.05679) or by forming it, whichever costs less;
+- `Lookup`: rows of g added up by index (embeddings), never laid out over the vocabulary;
+- `Formed`: the gradient itself, ``[units, *shape]``.
+
+A unit is an example, or a microbatch of several. All sums are taken in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from tfdpfl.clipping.states import Batch
+
+# A length that is unknown while tracing counts as this one when costs are compared.
+TYPICAL_LENGTH = 64
+# Gradients are formed where they take less than this many times the memory of the op's input and output. (A transformer
+# of width 256, whose attention is at the tie: 1.2 x plain and 1.1 to 1.3 x its memory; with 2, 1.1 x and 1.6 x.)
+FORMED_MEMORY = 1
+
+
+class Units:
+    """The rows of a batch, grouped by unit.
+
+    Args:
+      batch_size: scalar int32 tensor.
+      count: how many units the batch is cut into, a scalar int32 tensor; the batch size itself by default.
+    """
+
+    def __init__(self, batch_size: tf.Tensor, count: tf.Tensor | None, dtype: tf.DType):
+        self.batch_size = batch_size
+        self.single = count is None
+        self.count = batch_size if count is None else count
+        self.dtype = dtype
+        self.any_bad: tf.Tensor | None = None
+        self.good: tf.Tensor | None = None
+        self.last_product: list[tf.Tensor] = []  # of patches: the next are made after it, so that few are in memory
+        self._mended: dict[int, tf.Tensor] = {}
+        self._row: tuple[tf.Tensor, tf.Tensor] | None = None
+
+    def group(self, x: tf.Tensor, state: Batch) -> tf.Tensor:
+        """[units, rows of the unit, other axes in order], in the working type unless it is made of integers."""
+        if state.axis:
+            x = tf.transpose(x, [state.axis, *[i for i in range(x.shape.rank) if i != state.axis]])
+        if x.dtype.is_floating and x.dtype != self.dtype:
+            x = tf.cast(x, self.dtype)
+        if state.blocks > 1:  # [blocks x rows, ...] to [rows x blocks, ...]
+            dims = tf.shape(x)[1:]
+            x = tf.reshape(x, tf.concat([[state.blocks, -1], dims], 0))
+            x = tf.reshape(tf.transpose(x, [1, 0, *range(2, x.shape.rank)]), tf.concat([[-1], dims], 0))
+            state = Batch(0, None if state.rows is None else state.rows * state.blocks)
+        if self.single and state.rows == 1:
+            return tf.expand_dims(x, 1)
+        if self.single and state.rows is not None and x.shape[1:].is_fully_defined():
+            return tf.reshape(x, [-1 if x.shape[0] is None else x.shape[0] // state.rows, state.rows, *x.shape[1:]])
+        dims = tf.shape(x)
+        known = self.single and state.rows is not None
+        rows = state.rows if known else dims[0] // tf.maximum(self.count, 1)
+        rest = [d if d is not None else dims[i] for i, d in enumerate(x.shape[1:].as_list(), 1)]
+        first = x.shape[0] // rows if known and x.shape[0] is not None else self.count
+        return reshaped(x, [first, rows, *rest])
+
+    def mend(self, tensors: list[tuple[tf.Tensor, Batch | None]]) -> None:
+        """Has `mended` set units whose gradient is not finite to zero in these (of which a unit has an entry of the
+        first axis, or the rows of a batch), so that 0 x inf is 0. One branch for all: each costs time to trace."""
+
+        def masked() -> list[tf.Tensor]:
+            zero = functools.cache(lambda dtype: tf.zeros([], dtype))  # zeros_like would be made on every step
+            keep = functools.cache(lambda rank: tf.reshape(self.good, [-1] + [1] * (rank - 1)))
+            result = []
+            for x, state in tensors:
+                if state is None:
+                    kept = keep(x.shape.rank)
+                else:
+                    kept = self.per_row(tf.cast(self.good, self.dtype), x, state) > 0
+                result.append(tf.where(kept, x, zero(x.dtype)))
+            return result
+
+        if tensors:
+            kept = tf.cond(self.any_bad, masked, lambda: [x for x, _ in tensors])
+            self._mended = {id(x): y for (x, _), y in zip(tensors, kept, strict=True)}
+
+    def mended(self, x: tf.Tensor) -> tf.Tensor:
+        return self._mended[id(x)]
+
+    def scaled(self, g: tf.Tensor, c: tf.Tensor) -> tf.Tensor:
+        """g [units, ...] times c [units]; zero where c is, whatever g."""
+        return tf.math.multiply_no_nan(g, tf.reshape(c, [-1] + [1] * (g.shape.rank - 1)))
+
+    def weighted(self, c: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+        """sum_u c[u] x[u]."""
+        shape = x.shape[1:]
+        if not shape.num_elements():
+            return tf.tensordot(c, x, 1)  # the same in many more ops
+        if self._row is None or self._row[0] is not c:
+            self._row = (c, tf.expand_dims(c, 0))
+        flat = reshaped(x, [x.shape[0] or -1, shape.num_elements()])
+        return tf.reshape(tf.matmul(self._row[1], flat), shape)
+
+    def per_row(self, c: tf.Tensor, x: tf.Tensor, state: Batch) -> tf.Tensor:
+        """c [units] repeated for the rows of x, shaped to broadcast against it."""
+        shape = [-1 if i == state.axis else 1 for i in range(x.shape.rank)]
+        if self.single and state.rows == 1 and state.blocks == 1:
+            return tf.cast(tf.reshape(c, shape), x.dtype)
+        n = tf.shape(x)[state.axis] // state.blocks
+        rows = n // tf.maximum(self.count, 1)
+        c = tf.tile(tf.reshape(tf.broadcast_to(c[:, None], [self.count, rows]), [n]), [state.blocks])
+        return tf.cast(tf.reshape(c, shape), x.dtype)
+
+
+@dataclasses.dataclass
+class Use:
+    op: tf.Operation  # the op that uses the weight (inside a call with one op: that op)
+    at: int  # which of its inputs the weight is
+    inputs: list[tf.Tensor]
+    states: list
+    weight: tf.Tensor  # the tensor at that input (for a resource: the variable's shape holder)
+    g: tf.Tensor
+    out: Batch
+    output: tf.Tensor
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.weight.shape
+
+
+# -- what a rule may return --------------------------------------------------------------------------------------
+
+
+def rounding(length: int | None, *widths: int | None, dtype: tf.DType) -> float:
+    """How far a squared norm from Gram matrices [length, length] of rows so wide may be from the truth, relative to
+    the sum of the squared norms of its terms: eight times what errors that are independent come to (Higham and Mary
+    2019, doi:10.1137/18M1226312); with terms made to cancel it was at most half of this."""
+    length = length or 16 * TYPICAL_LENGTH
+    return 4 * float(np.finfo(dtype.as_numpy_dtype).eps) * math.sqrt(4 * length + sum(w or length for w in widths))
+
+
+def formed_fits(t: int, a: int, p: int, repeats: float) -> bool:
+    """Whether gradients of a x p entries take little enough memory beside the op's t x (a / repeats + p)."""
+    return a * p < FORMED_MEMORY * t * (a / repeats + p)
+
+
+class Outer:
+    """``F[u] = sum_t a[u, t]^T g[u, t]``; with an axis n (groups, channels) a[u, t, n, :] with g[u, t, n, :].
+
+    Args:
+      a, g: [U, T, A], [U, T, P], or [U, T, n, A], [U, T, n, P].
+      layout: maps F, [..., A, P] or [..., n, A, P], to [..., *weight shape]; only moves entries.
+      same: what must agree for two uses of one variable to be one longer sum over T.
+      total: the gradient of the weight given c [U], without a or F, where an op does it at once.
+      needs: what ``total`` has mended, with the examples' axis.
+      repeats: how often an entry of the op's input stands in a (a convolution's patches).
+      gram: makes a aᵀ [U, T, T] without a.
+    """
+
+    def __init__(
+        self, a, g, layout: Callable, same: tuple, total: Callable | None = None, needs: tuple = (), repeats: float = 1,
+        gram: Callable | None = None,
+    ):  # fmt: skip
+        self.a, self.g, self.layout, self.same, self._total, self._needs = a, g, layout, same, total, needs
+        self._repeats, self._gram = repeats, gram
+        self._formed: Formed | None = None
+        self.doubt: tf.Tensor | None = None
+
+    def forms(self) -> bool:
+        """Whether to form the gradients: T A P multiplications, of which the clipped sum then needs no more, against
+        T^2 (A + P) for the Gram matrices and T A P for the sum; and A P numbers in memory, until all norms are known,
+        against those of the op's input and output."""
+        t, a, p = (TYPICAL_LENGTH if d is None else d for d in (self.g.shape[1], self.a.shape[-1], self.g.shape[-1]))
+        return t > 1 and formed_fits(t, a, p, self._repeats)
+
+    def raw(self) -> Formed:
+        if self._formed is None:
+            if self.a.shape.rank == 4:
+                f = tf.einsum("utna,utnp->unap", self.a, self.g)
+                self._formed = Formed([f], self.layout)
+            elif (self.a.shape[-1] or 0) > (self.g.shape[-1] or 0):  # the wide side last is faster
+                f = tf.matmul(self.g, self.a, transpose_a=True)
+                self._formed = Formed([f], lambda parts: self.layout(turned(parts)))
+            else:
+                self._formed = Formed([tf.matmul(self.a, self.g, transpose_a=True)], self.layout)
+        return self._formed
+
+    def formed(self) -> tf.Tensor:
+        return self.raw().formed()
+
+    def squared_norms(self) -> tf.Tensor:
+        if self.a.shape[1] == 1 and self.a.shape.rank == 3:
+            a, g = squares(self.a), squares(self.g)
+            self.doubt = lost_squares(self.a) * g + lost_squares(self.g) * a
+            return a * g
+        if self.forms():
+            return self.raw().squared_norms()
+        if self.a.shape.rank == 4:
+            a, g = (tf.transpose(x, [0, 2, 1, 3]) for x in (self.a, self.g))
+        else:
+            a, g = self.a, self.g
+        gram, other = self._gram() if self._gram is not None else products(a), products(g)
+        axes = list(range(1, gram.shape.rank))
+        sizes = tf.linalg.diag_part(gram) * tf.linalg.diag_part(other)
+        allowed = rounding(self.g.shape[1], self.a.shape[-1], self.g.shape[-1], dtype=gram.dtype)
+        self.doubt = allowed * tf.reduce_sum(sizes, axes[:-1])
+        with tf.control_dependencies([self.doubt]):  # so that the product may take a factor's place
+            return tf.reduce_sum(gram * other, axes)
+
+    def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
+        if self._formed is not None:
+            return self._formed.to_mend()
+        if self._total is not None:
+            return list(self._needs)
+        return [(self.g if self._narrow() else self.a, None)]
+
+    def _narrow(self) -> bool:
+        """Whether a is the smaller side, which is the one that is scaled."""
+        return (self.a.shape[-1] or TYPICAL_LENGTH) < (self.g.shape[-1] or TYPICAL_LENGTH)
+
+    def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
+        if self._formed is not None:
+            return self._formed.weighted_sum(c, units)
+        if self._total is not None:
+            return self._total(c)
+        if self._narrow():
+            a, g = units.scaled(self.a, c), units.mended(self.g)
+        else:
+            a, g = units.mended(self.a), units.scaled(self.g, c)
+        if a.shape.rank == 4:
+            return self.layout(tf.einsum("utna,utnp->nap", a, g))
+        a, g = (tf.reshape(x, [-1, x.shape[-1]]) for x in (a, g))
+        return self.layout(tf.matmul(a, g, transpose_a=True))
+
+    @classmethod
+    def merged(cls, parts: list[Outer]) -> Outer:
+        if len(parts) == 1:
+            return parts[0]
+        a, g = (tf.concat([getattr(p, name) for p in parts], 1) for name in ("a", "g"))
+        return cls(a, g, parts[0].layout, parts[0].same)
+
+
+class Lookup:
+    """Rows of g [U, T, D] belong to the table rows ids [U, T]."""
+
+    def __init__(self, ids: tf.Tensor, g: tf.Tensor, shape: tf.TensorShape):
+        self.ids, self.g, self.shape = ids, g, shape
+        self.same = ("lookup", tuple(shape))
+        self.doubt: tf.Tensor | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        return self.shape[0]
+
+    def squared_norms(self) -> tf.Tensor:
+        length = self.g.shape[1]
+        if length == 1:
+            return squares(self.g)
+        if length is not None and length <= 256:
+            alike = tf.equal(self.ids[:, :, None], self.ids[:, None, :])
+            gram = products(self.g)
+            self.doubt = rounding(length, self.g.shape[2], dtype=gram.dtype) * tf.linalg.trace(gram)
+            return tf.reduce_sum(tf.where(alike, gram, tf.zeros_like(gram)), [1, 2])
+        units, t = tf.shape(self.g)[0], tf.shape(self.g)[1]
+        distinct, where = tf.unique(self._keys(units))
+        rows = tf.math.unsorted_segment_sum(tf.reshape(self.g, [units * t, self.g.shape[2]]), where, tf.size(distinct))
+        return tf.math.unsorted_segment_sum(squares(rows), distinct // self.vocabulary, units)
+
+    def formed(self) -> tf.Tensor:
+        units = tf.shape(self.g)[0]
+        flat = tf.reshape(self.g, [-1, self.g.shape[2]])
+        table = tf.math.unsorted_segment_sum(flat, self._keys(units), units * self.vocabulary)
+        return tf.reshape(table, [units, *self.shape])
+
+    def _keys(self, units: tf.Tensor) -> tf.Tensor:
+        """For each unit's id a number of its own, int64 [U T]; -1, which sums pass over, for an id that is not in the
+        table: XLA does not stop at one, and it would be another unit's."""
+        ids = tf.cast(self.ids, tf.int64)
+        keys = tf.range(tf.cast(units, tf.int64))[:, None] * self.vocabulary + ids
+        inside = tf.logical_and(ids >= 0, ids < self.vocabulary)
+        return tf.reshape(tf.where(inside, keys, -tf.ones_like(keys)), [-1])
+
+    def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
+        return []
+
+    def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
+        g = tf.reshape(units.scaled(self.g, c), [-1, self.g.shape[2]])
+        table = tf.math.unsorted_segment_sum(g, tf.reshape(self.ids, [-1]), self.vocabulary)
+        return tf.reshape(table, self.shape)
+
+    @classmethod
+    def merged(cls, parts: list[Lookup]) -> Lookup:
+        if len(parts) == 1:
+            return parts[0]
+        ids = tf.concat([tf.cast(p.ids, tf.int64) for p in parts], 1)
+        return cls(ids, tf.concat([p.g for p in parts], 1), parts[0].shape)
+
+
+class Formed:
+    """The gradients themselves, or pieces of them: [U, ...] each, which ``layout`` puts together as [U, *shape], and
+    likewise without the first axis."""
+
+    def __init__(self, parts: list[tf.Tensor], layout: Callable | None = None):
+        self.parts = parts
+        self.layout = layout
+        self.same = ("formed",)
+        self.doubt = None
+
+    def formed(self) -> tf.Tensor:
+        return self._laid(self.parts)
+
+    def _laid(self, parts: list[tf.Tensor]) -> tf.Tensor:
+        whole = parts[0] if len(parts) == 1 else parts
+        return whole if self.layout is None else self.layout(whole)
+
+    def squared_norms(self) -> tf.Tensor:
+        norms = [squares(p) for p in self.parts]
+        return norms[0] if len(norms) == 1 else tf.add_n(norms)
+
+    def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
+        return [(p, None) for p in self.parts]
+
+    def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
+        return self._laid([units.weighted(c, units.mended(p)) for p in self.parts])
+
+    @classmethod
+    def merged(cls, parts: list[Formed]) -> Formed:
+        return cls([tf.add_n([p.formed() for p in parts])]) if len(parts) > 1 else parts[0]
+
+
+Contribution = Outer | Lookup | Formed
+
+
+# -- shapes and sums ---------------------------------------------------------------------------------------------
+
+
+def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) -> Formed:
+    """Gradient dy of a broadcast output, summed to a weight's shape for each unit."""
+    weight = shape.as_list()
+    rank = dy.shape.rank
+    aligned = [1] * (rank - len(weight)) + weight
+    aligned.pop(out.axis)
+    grouped = units.group(dy, out)  # [U, m, others]
+    axes = [i for i, d in enumerate([1, *aligned], 1) if d == 1 and grouped.shape[i] != 1]
+    if axes:
+        grouped = tf.reduce_sum(grouped, axes, keepdims=True)
+    return Formed([reshaped(grouped, [grouped.shape[0] or units.count, *weight])])
+
+
+def turned(x: tf.Tensor) -> tf.Tensor:
+    """The last two axes the other way round."""
+    rank = x.shape.rank
+    return tf.transpose(x, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def squares(x: tf.Tensor) -> tf.Tensor:
+    """Sum of squares over all axes but the first."""
+    axes = list(range(1, x.shape.rank))
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        return tf.reduce_sum(x * x, axes)
+    # One pass without a copy of x, in about half the time; XLA has no such op, and fuses the two.
+    return tf.square(tf.raw_ops.EuclideanNorm(input=x, axis=axes))
+
+
+def lost_squares(x: tf.Tensor) -> float:
+    """What of `squares` may be gone because entries' squares are below the smallest number."""
+    return float(np.finfo(x.dtype.as_numpy_dtype).tiny) * (x.shape[1:].num_elements() or TYPICAL_LENGTH)
+
+
+def products(x: tf.Tensor) -> tf.Tensor:
+    """The Gram matrices of x [..., T, A], [..., T, T]."""
+    return tf.matmul(x, x, transpose_b=True)
+
+
+def reshaped(x: tf.Tensor, dims: list) -> tf.Tensor:
+    """x with these dimensions, of which some may be tensors, or one -1; x itself where they are its own."""
+    static = [-1 if isinstance(d, tf.Tensor) else d for d in dims]
+    if static.count(-1) > 1 or (-1 in static and 0 in static):
+        return tf.reshape(x, tf.stack(dims))
+    if x.shape.rank is not None and static == [-1 if d is None else d for d in x.shape]:
+        return x
+    return tf.reshape(x, static)  # fewer ops, and a static shape
+
+
+def dims_of(t: tf.Tensor) -> list:
+    """The dimensions; -1 for one that is not known while tracing, tensors for several."""
+    shape = t.shape.as_list()
+    if shape.count(None) == 1 and 0 not in shape:
+        return [-1 if d is None else d for d in shape]
+    if None in shape:
+        dynamic = tf.shape(t)
+        shape = [dynamic[i] if d is None else d for i, d in enumerate(shape)]
+    return shape
+
+
+def volume(dims: list) -> int | tf.Tensor:
+    """Their product; -1 if one is."""
+    if any(isinstance(d, int) and d < 0 for d in dims):
+        return -1
+    known = math.prod(d for d in dims if not isinstance(d, tf.Tensor))
+    unknown = [d for d in dims if isinstance(d, tf.Tensor)]
+    if not unknown:
+        return known
+    return known * (tf.reduce_prod(tf.stack(unknown)) if len(unknown) > 1 else unknown[0])

@@ -1,0 +1,8 @@
+"""What is known of ops, one family a file: where each moves the examples (`moves`), and what its weights' gradients are
+(`rule`). A new file is found by itself."""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

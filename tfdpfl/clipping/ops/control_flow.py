@@ -1,0 +1,123 @@
+"""Calls, branches and loops."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tfdpfl.clipping.graph import CALLS, constant
+from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.rows import row_free
+from tfdpfl.clipping.states import (
+    BY_POSITION,
+    Batch,
+    Items,
+    Mixed,
+    Public,
+    Size,
+    State,
+    deps,
+    is_batch_free,
+    mixed,
+)
+
+
+@moves(*CALLS, any_rank=True)
+def call(view, op, states):
+    inner, outputs, _ = view.body(op, "f", list(op.inputs), states)
+    return outputs
+
+
+@moves("If", "StatelessIf", any_rank=True)
+def branch(view, op, states):
+    chosen = states[0]
+    if not isinstance(chosen, Public | Size):
+        return mixed(op, "takes a branch by data")
+    if isinstance(chosen, Size) and not chosen.batch_free:
+        return mixed(op, "takes a branch by the batch size")
+    branches = [
+        view.body(op, attribute, list(op.inputs[1:]), states[1:])[1] for attribute in ("then_branch", "else_branch")
+    ]
+    return [join(op, t, a, b) for t, a, b in zip(op.outputs, *branches, strict=True)]
+
+
+@moves("While", "StatelessWhile", any_rank=True)
+def loop(view, op, states):
+    states = list(states)
+    inputs = list(op.inputs)
+    for i, (t, s) in enumerate(zip(inputs, states, strict=True)):
+        if isinstance(s, Public) and not s.alike and not s.deps:
+            value = constant(t)
+            if value is not None and value.size and np.all(value == value.flat[0]):
+                states[i] = Public(alike=True)
+            elif t.shape.rank and view.is_static_batch(t) and row_free(view, t, s, -t.shape.rank):
+                states[i] = Batch(0)
+    for _ in range(2 * len(states) + 2):
+        _, out, _ = view.body(op, "body", inputs, states)
+        joined = [join(op, t, s, o) for t, s, o in zip(inputs, states, out, strict=True)]
+        for s in joined:
+            if isinstance(s, Mixed):
+                return [s] * len(op.outputs)
+        if joined == states:
+            break
+        states = joined
+    else:
+        return mixed(op, "is not known to keep examples apart")
+    _, (condition,), _ = view.body(op, "cond", inputs, states)
+    if not is_batch_free(condition):
+        return [mixed(op, "runs for as many turns as the data says")] * len(op.outputs)
+    return states
+
+
+def join(op, t, a: State, b: State) -> State:
+    """The state of a value that is one of two."""
+    for s in (a, b):
+        if isinstance(s, Mixed):
+            return s
+    if a == b:
+        return a
+    if isinstance(a, Public) and isinstance(b, Public):
+        return Public(a.deps | b.deps, a.alike and b.alike)
+    pair = {type(a), type(b)}
+    if pair == {Size, Public}:
+        size = a if isinstance(a, Size) else b
+        return Public(deps((a, b))) if size.batch_free else mixed(op, "makes the result depend on the batch size")
+    if pair == {Size}:
+        if a.batch_free and b.batch_free:
+            return Size(tuple((None, 0) for _ in a.entries)) if len(a.entries) == len(b.entries) else Public()
+        return mixed(op, "makes the result depend on the batch size")
+    if pair == {Batch, Public}:
+        batch, public = (a, b) if isinstance(a, Batch) else (b, a)
+        rank = t.shape.rank
+        if rank is not None and not public.deps and (public.alike or t.shape[batch.axis] == 1):
+            return batch
+        return mixed(op, BY_POSITION)
+    if pair == {Batch} and a.axis == b.axis and a.blocks == b.blocks:
+        return Batch(a.axis, a.rows if a.rows == b.rows else None, a.blocks)
+    if pair == {Items}:
+        if blank(a.element) and isinstance(b.element, Batch):
+            return b
+        if blank(b.element) and isinstance(a.element, Batch):
+            return a
+        if isinstance(a.element, Public) and isinstance(b.element, Public):
+            return Items(Public(a.element.deps | b.element.deps, a.element.alike and b.element.alike))
+    return mixed(op, "holds now one, now another kind of value")
+
+
+def blank(element: State) -> bool:
+    """An element of a list that nothing of consequence was put into."""
+    return isinstance(element, Public) and element.alike and not element.deps
+
+
+@moves("PyFunc", "PyFuncStateless", "EagerPyFunc")
+def python(view, op, states):
+    return mixed(op, "runs Python code, which cannot be followed")
+
+
+@moves("ReverseSequence")
+def reverse_sequence(view, op, states):
+    batches = [s for s in states if isinstance(s, Batch)]
+    if not batches:
+        return None
+    if isinstance(states[0], Batch) and states[0].axis == op.get_attr("batch_dim") and isinstance(states[1], Batch):
+        return states[0]
+    return mixed(op, "works along the batch axis")

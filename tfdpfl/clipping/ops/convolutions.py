@@ -1,0 +1,215 @@
+"""Convolutions and their transposes, pooling, and what else works on images."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.gradients import (
+    TYPICAL_LENGTH,
+    Contribution,
+    Formed,
+    Outer,
+    Units,
+    Use,
+    dims_of,
+    formed_fits,
+    reshaped,
+    turned,
+    volume,
+)
+from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.ops.windows import Window, places_of
+from tfdpfl.clipping.registry import moves, rows, rule
+from tfdpfl.clipping.rows import first_state, row_free
+from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
+
+CONVOLUTIONS = frozenset("Conv2D Conv3D DepthwiseConv2dNative".split())
+TRANSPOSED = frozenset("Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput".split())
+SPATIAL = frozenset(
+    """AvgPool AvgPool3D MaxPool MaxPool3D DepthToSpace SpaceToDepth ResizeBilinear ResizeNearestNeighbor
+    ResizeBicubic ResizeArea ScaleAndTranslate ExtractImagePatches ExtractVolumePatches FakeQuantWithMinMaxArgs
+    AdjustContrastv2 AdjustHue AdjustSaturation RGBToHSV HSVToRGB""".split()
+)
+
+
+@moves(*CONVOLUTIONS, blocks=True)
+def convolved(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    return first_state(view, op, states) or first_axis(view, op, states, 0)
+
+
+@moves(*TRANSPOSED)
+def transposed(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    return first_axis(view, op, states, 2)
+
+
+@moves(*SPATIAL, data=0)
+def spatial(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    return first_axis(view, op, states, 0)
+
+
+@rows(*CONVOLUTIONS)
+def rows_convolved(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    if any(i.shape.rank is None for i in t.op.inputs) or axis + t.shape.rank:
+        return None
+    return [(t.op.inputs[0], axis)]
+
+
+def first_axis(view: BatchAxis, op: tf.Operation, states: list[State], data: int) -> State | None:
+    others = [s for i, s in enumerate(states) if i != data]
+    if not isinstance(states[data], Batch):
+        return mixed(op, "has weights that depend on examples") if any(
+            isinstance(s, Batch) for s in others) else None  # fmt: skip
+    least = 4 if op.type.startswith("Adjust") else 2 if op.type in ("RGBToHSV", "HSVToRGB") else 0
+    if states[data].axis != 0 or op.inputs[data].shape.rank < least:
+        return mixed(op, "does not have the batch as its first axis")
+    if op.type in TRANSPOSED and any(p != 0 for _, p in view.entries(op.inputs[0])[1:]):
+        return mixed(op, "makes an example's result depend on the batch size")
+    if any(isinstance(s, Batch) for s in others):
+        return mixed(op, "has weights that depend on examples")
+    if op.type in ("AvgPool", "MaxPool", "AvgPool3D", "MaxPool3D") and (
+        op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1
+    ):
+        return mixed(op, "pools over the batch")
+    return states[data]
+
+
+@moves("MaxPoolGrad")
+def pool_gradient(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    """Of the input, the output and the output's gradient."""
+    if op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1:
+        return mixed(op, "pools over the batch")
+    if len(set(states)) > 1 or getattr(states[0], "axis", 0) != 0:
+        return mixed(op, "does not have the batch as its first axis")
+    return states[0] if isinstance(states[0], Batch) else None
+
+
+@moves("SpaceToBatchND", data=0)
+def space_to_batch(view, op, states):
+    block = constant(op.inputs[1])
+    if not isinstance(states[0], Batch):
+        return None
+    if states[0].axis or block is None:
+        return mixed(op, "does not have the batch as its first axis")
+    return Batch(0, states[0].rows, int(np.prod(block)))
+
+
+@moves("BatchToSpaceND", data=0, blocks=True)
+def batch_to_space(view, op, states):
+    block = constant(op.inputs[1])
+    if not isinstance(states[0], Batch):
+        return None
+    if states[0].axis or block is None or int(np.prod(block)) != states[0].blocks:
+        return mixed(op, "takes the batch apart")
+    return Batch(0, states[0].rows)
+
+
+@moves("ImageProjectiveTransformV3")
+def projected(view, op, states):
+    images, transforms, *settings = states
+    if not isinstance(images, Batch):
+        return None
+    if not all(map(is_batch_free, settings)):
+        return mixed(op, "has settings that depend on examples")
+    own = transforms == images or (
+        isinstance(transforms, Public) and row_free(view, op.inputs[1], transforms, -2))  # fmt: skip
+    return images if own else mixed(op, BY_POSITION)
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------
+
+
+@rule(*CONVOLUTIONS, *TRANSPOSED)
+def convolution(use: Use, units: Units) -> Contribution | None:
+    """Patches of the input against the output's gradient; a transposed convolution swaps the two."""
+    if use.at != 1 or None in use.shape.as_list():
+        return None
+    kind = use.op.type
+    swapped = kind in TRANSPOSED
+    x, g = (use.g, use.inputs[2]) if swapped else (use.inputs[0], use.g)
+    state = use.out if swapped else use.states[0]
+    other = use.states[2] if swapped else use.out
+    if not isinstance(state, Batch) or state.axis or not isinstance(other, Batch) or other.axis:
+        return None
+    plan = Window.of(use.op, use.shape.as_list())
+    if x.shape[-1 if not plan.channels_first else 1] is None:
+        return None
+    x, g = (tf.cast(t, units.dtype) for t in (x, g))
+    if plan.channels_first:
+        move = [0, *range(2, x.shape.rank), 1]
+        x, g = tf.transpose(x, move), tf.transpose(g, move)
+    out = places_of(g)
+    final, cin, cout = use.shape.as_list(), x.shape[-1], g.shape[-1] or use.shape[-1]
+    groups = cin if kind.startswith("Depthwise") else cin // use.shape[-2]
+    taps = math.prod(plan.size)
+
+    def flat(t: tf.Tensor, s: Batch, *tail: int) -> tf.Tensor:
+        """[B, *places, C] to [U, places of the unit, *tail]."""
+        t = units.group(t, s)
+        dims = dims_of(t)
+        shape = [dims[0], volume(dims[1:-1]), *tail]
+        return reshaped(t, shape)
+
+    def layout(f: tf.Tensor) -> tf.Tensor:
+        lead = f.shape.rank - (3 if groups > 1 else 2)
+        if groups > 1:  # [..., n, taps x c, p] to [..., taps x c, n, p]
+            f = tf.transpose(f, [*range(lead), lead + 1, lead, lead + 2])
+        return tf.reshape(f, [*([f.shape[0] or -1] if lead else []), *final])
+
+    if groups == 1:
+        repeats = max(1.0, taps / math.prod(plan.strides))
+        g_flat = flat(g, other, cout)
+        forms = formed_fits(g_flat.shape[1] or TYPICAL_LENGTH, taps * cin, cout, repeats)
+        if forms and taps > 1:
+            parts = []
+            for piece in plan.pieces(x, out):
+                with tf.control_dependencies(units.last_product):
+                    a = piece()
+                parts.append(tf.matmul(g_flat, flat(a, state, a.shape[-1]), transpose_a=True))
+                units.last_product = parts[-1:]
+            return Formed(parts, lambda pieces: layout(turned(tf.concat(pieces, -1))))
+        (whole,) = plan.pieces(x, out, taps)
+        a_flat = flat(whole(), state, taps * cin)
+        alone = units.single and state.rows == other.rows == state.blocks == other.blocks == 1
+        gram = plan.gram(x, out) if alone and taps > 1 else None
+        mark = ("conv", tuple(final), taps)
+        needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
+        # Not for one tap: the product is as fast, and oneDNN's gradient of a strided one writes outside its memory on
+        # a batch of one (TensorFlow 2.14 and 2.21, [1, 12, 12, 8] to 16 channels by strides of 2).
+        total = (lambda c: filter_gradient(use, c, units)) if taps > 1 else None
+        return Outer(a_flat, g_flat, layout, mark, total, needs, repeats, gram)
+    # Groups (of one channel each, in a depthwise convolution): one small product a group.
+    width, per_group = cout // groups, cin // groups
+    g_flat = flat(g, other, groups, width)
+    parts = []
+    for view in plan.views(x, out):
+        v = flat(view, state, groups, per_group)
+        if per_group == 1 and width == 1:
+            parts.append(tf.reduce_sum(v * g_flat, 1)[..., None])  # [U, n, 1, 1]
+        else:
+            parts.append(tf.einsum("utna,utnp->unap", v, g_flat))
+    return Formed([layout(tf.concat(parts, 2))])
+
+
+def batch_inputs(use: Use) -> list[int]:
+    return [i for i, s in enumerate(use.states) if isinstance(s, Batch) and i != use.at]
+
+
+def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
+    """The clipped sum by the op's own filter gradient, on a gradient scaled example by example; in the working type,
+    since a sum over the batch that is rounded to the op's passes the clip."""
+    wide = lambda t: tf.cast(t, units.dtype) if t.dtype.is_floating else t  # noqa: E731
+    g = wide(use.g)
+    g = tf.math.multiply_no_nan(g, units.per_row(c, g, use.out))
+    batch = batch_inputs(use)
+    inputs = [wide(units.mended(t) if i in batch else t) for i, t in enumerate(use.inputs)]
+    inputs[use.at] = tf.stop_gradient(wide(use.weight))
+    attrs = {**graph_tools.attributes(use.op), "T": tf.compat.v1.AttrValue(type=units.dtype.as_datatype_enum)}
+    made = graph_tools.copy_op(use.op, inputs, attrs, [units.dtype])[use.output.value_index]
+    others = [t for i, t in enumerate(inputs) if i != use.at]
+    (dw,) = tf.gradients(made, [inputs[use.at]], [g], stop_gradients=others)
+    return dw

@@ -1,0 +1,201 @@
+"""Ops that work entry by entry, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.gradients import Contribution, Formed, Units, Use, summed_to
+from tfdpfl.clipping.graph import constant, copy_op, passes_gradients_through
+from tfdpfl.clipping.registry import moves, rows, rule
+from tfdpfl.clipping.rows import row_free
+from tfdpfl.clipping.states import (
+    BY_POSITION,
+    UNKNOWN,
+    Batch,
+    Handle,
+    Items,
+    Mixed,
+    Public,
+    Size,
+    State,
+    deps,
+    mixed,
+)
+
+ELEMENTWISE = frozenset(
+    """Abs Acos Acosh Add AddN AddV2 ApproximateEqual Asin Asinh Atan Atan2 Atanh Betainc BitwiseAnd BitwiseOr
+    BitwiseXor Cast Ceil CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Erfinv Exp Expm1
+    Floor FloorDiv FloorMod Greater GreaterEqual Identity IdentityN Igamma Igammac Inv Invert IsFinite IsInf IsNan
+    LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul
+    MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma Pow PreventGradient RealDiv Reciprocal Relu Relu6
+    RightShift Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square
+    SquaredDifference Sqrt StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta
+    Bucketize PlaceholderWithDefault Snapshot EnsureShape AsString StringToNumber StringLower StringUpper StringStrip
+    StringLength StringJoin Substr RegexReplace StaticRegexReplace RegexFullMatch StaticRegexFullMatch
+    StringToHashBucket StringToHashBucketFast StringToHashBucketStrong Complex ComplexAbs Real Imag Conj
+    Angle EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad
+    SoftsignGrad SqrtGrad TanhGrad""".split()
+)
+
+
+@moves(*ELEMENTWISE)
+def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+    if op.type == "IdentityN":
+        batches = {s for s in states if isinstance(s, Batch)}
+        if len(batches) > 1 and passes_gradients_through(op):
+            return mixed(op, "hands gradients from the examples along one axis to those along another")
+        return list(states)
+    if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
+        return states[0]
+    batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
+    if not batches:
+        return public_arithmetic(view, op, states)
+    rank = max(t.shape.rank for t in op.inputs if t.shape.rank is not None)
+    if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:  # the condition chooses rows
+        free = all(isinstance(s, Batch) or (isinstance(s, Public) and row_free(view, t, s, -t.shape.rank))
+                   for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
+        if free and all(s == Batch(0, s.rows) for _, s in batches) and len({s.rows for _, s in batches}) == 1:
+            return batches[0][1]
+        return mixed(op, "chooses between rows")
+    axes = {s.axis - t.shape.rank for t, s in batches}
+    if len(axes) > 1:
+        return mixed(op, "combines the examples along one axis with the examples along another")
+    axis = axes.pop()
+    rows = {s.rows for _, s in batches} - {None}
+    if len(rows) > 1:
+        return mixed(op, "combines rows of different examples")
+    lengths = {batches[0][0].shape[axis], op.outputs[0].shape[axis]}
+    if len(lengths - {None}) > 1:  # the only example is repeated
+        return mixed(op, BY_POSITION)
+    for t, s in zip(op.inputs, states, strict=True):
+        if isinstance(s, Size) and not s.batch_free:
+            return mixed(op, "makes an example's result depend on the batch size")
+        if isinstance(s, Public | Size) and not row_free(view, t, s, axis):
+            return mixed(op, BY_POSITION)
+    return Batch(axis + rank, rows.pop() if rows else None)
+
+
+moves("Identity", blocks=True)(elementwise)
+moves("IdentityN", any_rank=True)(elementwise)
+
+
+@moves("Minimum", mixed=True)
+def minimum(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+    """A constant, where the other side cannot be below it, whatever it holds."""
+    if constant(op.outputs[0]) is not None:
+        return Public()
+    return next((s for s in states if isinstance(s, Mixed)), None) or elementwise(view, op, states)
+
+
+@rows(*ELEMENTWISE)
+def rows_of(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    if t.op.type == "Select" and t.op.inputs[0].shape.rank in (None, 1) and t.shape.rank > 1:
+        return None  # the condition chooses between rows, of the first axis
+    return [(i, axis) for i in t.op.inputs]
+
+
+def public_arithmetic(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    if any(isinstance(s, Items | Handle) for s in states):
+        return None
+    sizes = [s for s in states if isinstance(s, Size)]
+    if not sizes:
+        alike = all(isinstance(s, Public) and (s.alike or t.shape.rank == 0)
+                    for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
+        return Public(deps(states), alike)
+    if deps(states):
+        if all(s.batch_free for s in sizes):
+            return Public(deps(states))
+        return mixed(op, "scales weights by the batch size")
+    if any(t.shape.rank is None or t.shape.rank > 1 for t in op.inputs):
+        return Public() if all(s.batch_free for s in sizes) else mixed(op, "spreads the batch size")
+    columns = [view.entries(t) for t in op.inputs]
+    width = max(len(c) for c in columns)
+    columns = [c * width if len(c) == 1 else c for c in columns]
+    return Size(tuple(monomial(op, row) for row in zip(*columns, strict=True)))
+
+
+def monomial(op: tf.Operation, row: Sequence[tuple[int | None, int | None]]) -> tuple[int | None, int | None]:
+    kind = op.type
+    coefficients, powers = [c for c, _ in row], [p for _, p in row]
+    if any(p is None for p in powers):
+        return UNKNOWN
+    known = None not in coefficients
+    if kind == "Cast" and op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_integer and powers[0]:
+        return row[0] if isinstance(coefficients[0], int) else UNKNOWN  # the rest would be cut off
+    if kind == "Cast" and powers[0] and op.outputs[0].dtype.is_integer and op.outputs[0].dtype.size < 4:
+        return UNKNOWN  # it may wrap
+    if kind in ("Cast", "Identity", "StopGradient", "PreventGradient", "Snapshot"):
+        return row[0]
+    if kind == "Mul":
+        product = coefficients[0] * coefficients[1] if known else None
+        return (int(product) if known and product == int(product) else product, sum(powers))
+    if kind in ("FloorDiv", "RealDiv", "TruncateDiv", "DivNoNan", "Div"):
+        exact = known and coefficients[1] and coefficients[0] % coefficients[1] == 0
+        rounds = kind == "FloorDiv" or op.outputs[0].dtype.is_integer
+        if rounds and (powers[0] < powers[1] or (not exact and powers[0] != powers[1])):
+            return UNKNOWN
+        return (int(coefficients[0] // coefficients[1]) if exact else None, powers[0] - powers[1])
+    if kind == "Neg":
+        return (-coefficients[0] if known else None, powers[0])
+    if all(p == 0 for p in powers):
+        return (None, 0)
+    if kind in ("AddV2", "Add", "Sub") and known and len(set(powers)) == 1:
+        return (coefficients[0] + (-1 if kind == "Sub" else 1) * coefficients[1], powers[0])
+    if kind in ("Maximum", "Minimum") and row[0] == row[1]:
+        return row[0]
+    return UNKNOWN
+
+
+@moves("EnsureShape", any_rank=True)
+def ensure_shape(view, op, states):
+    return states[0] if isinstance(states[0], Batch) else elementwise(view, op, states)  # of unknown rank, too
+
+
+@moves("BiasAdd", mixed=True)
+def bias_add(view, op, states):
+    if adds_only_row(view, op, states):
+        return states[0]
+    x, b = states
+    if isinstance(x, Mixed) or isinstance(b, Mixed):
+        return x if isinstance(x, Mixed) else b
+    if isinstance(x, Batch) and isinstance(b, Public):
+        channel = 1 if op.get_attr("data_format") in (b"NCHW", "NCHW") else op.inputs[0].shape.rank - 1
+        if x.axis == channel:
+            return mixed(op, BY_POSITION)
+        return x
+    return None
+
+
+def adds_only_row(view: BatchAxis, op, states) -> bool:
+    """Whether Keras 3 took the only example's row for a bias, for being [1, channels]."""
+    row = op.inputs[1].op
+    return 1 in view.batch_sizes() and row.type == "Squeeze" and isinstance(view[row.inputs[0]], Batch) and (
+        isinstance(states[0], Batch) and states[0].axis == 0)  # fmt: skip
+
+
+@rule(*ELEMENTWISE - {"IdentityN"} | {"BiasAdd"})
+def gradient(use: Use, units: Units) -> Contribution | None:
+    """Any op that works entry by entry, with broadcasting."""
+    if None in use.shape.as_list() or use.output.shape.rank is None or not use.g.dtype.is_floating:
+        return None
+    kind = use.op.type
+    if kind in ("Add", "AddV2", "AddN", "BiasAdd") or (kind == "Sub" and use.at == 0):
+        dy = use.g
+    elif kind == "Sub":
+        dy = -use.g
+    elif kind == "Mul":
+        dy = tf.cast(use.g, units.dtype) * tf.cast(use.inputs[1 - use.at], units.dtype)
+    else:
+        wide = tf.broadcast_to(use.weight, tf.shape(use.output))
+        inputs = [wide if i == use.at else t for i, t in enumerate(use.inputs)]
+        made = copy_op(use.op, inputs)[use.output.value_index]
+        (dy,) = tf.gradients(made, [wide], [use.g], stop_gradients=[t for t in inputs if t is not wide])
+        if dy is None:
+            return None
+    if kind == "BiasAdd" and use.op.get_attr("data_format") in (b"NCHW", "NCHW"):
+        shape = tf.TensorShape([use.shape[0], *[1] * (use.output.shape.rank - 2)])
+        return Formed([tf.reshape(summed_to(dy, use.out, shape, units).formed(), [-1, use.shape[0]])])
+    return summed_to(dy, use.out, use.shape, units)

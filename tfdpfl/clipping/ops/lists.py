@@ -1,0 +1,74 @@
+"""TensorLists, which loops hand from turn to turn."""
+
+from __future__ import annotations
+
+from tfdpfl.clipping.ops.control_flow import blank
+from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.states import Batch, Items, Public, Size, is_batch_free, mixed
+
+
+@moves("TensorListReserve", "EmptyTensorList", any_rank=True)
+def reserve(view, op, states):
+    if not is_batch_free(states[1]):
+        return mixed(op, "makes a list whose length depends on examples or on how many there are")
+    return Items(Public(alike=True))
+
+
+@moves("TensorListFromTensor", data=0, sizes=(1,), any_rank=True)
+def from_tensor(view, op, states):
+    state = states[0]
+    if isinstance(state, Public):
+        return Items(Public(state.deps, state.alike))
+    if isinstance(state, Batch):
+        return Items(Batch(state.axis - 1, state.rows)) if state.axis else mixed(op, "takes the batch apart")
+    return None
+
+
+@moves("TensorListSetItem", any_rank=True)
+def set_item(view, op, states):
+    return put(op, states[0], states[2], states[1])
+
+
+@moves("TensorListPushBack", any_rank=True)
+def push_back(view, op, states):
+    return put(op, states[0], states[1], Public())
+
+
+def put(op, items, value, index):
+    if not isinstance(items, Items) or not is_batch_free(index):
+        return None
+    if isinstance(value, Size):
+        return None
+    if isinstance(items.element, Public) and isinstance(value, Public | Batch):
+        if isinstance(value, Public):
+            return Items(Public(items.element.deps | value.deps, items.element.alike and value.alike))
+        return Items(value) if blank(items.element) else mixed(op, "lists values of different kinds")
+    if isinstance(value, Batch) and value == items.element:
+        return items
+    return mixed(op, "lists tensors with different batch axes")
+
+
+@moves("TensorListGetItem", data=0, sizes=(2,), any_rank=True)
+def get_item(view, op, states):
+    if isinstance(states[0], Items) and isinstance(states[1], Public | Size):
+        return states[0].element
+    return None
+
+
+@moves("TensorListPopBack", any_rank=True)
+def pop_back(view, op, states):
+    return [states[0], states[0].element] if isinstance(states[0], Items) else None
+
+
+@moves("TensorListStack", data=0, sizes=(1,), any_rank=True)
+def stacked(view, op, states):
+    if not isinstance(states[0], Items):
+        return None
+    element = states[0].element
+    # Elements that are alike within themselves may differ from one another.
+    return Batch(element.axis + 1, element.rows) if isinstance(element, Batch) else Public(element.deps)
+
+
+@moves("TensorListLength", any_rank=True)
+def length(view, op, states):
+    return Public()

@@ -1,0 +1,139 @@
+"""Reading variables, and picking rows by index."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.gradients import Contribution, Lookup, Units, Use, dims_of, reshaped, volume
+from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.registry import moves, rule
+from tfdpfl.clipping.rows import row_free
+from tfdpfl.clipping.states import (
+    BY_POSITION,
+    TAINTED,
+    UNKNOWN,
+    Batch,
+    Handle,
+    Items,
+    Mixed,
+    Public,
+    Size,
+    State,
+    mixed,
+)
+
+
+@moves("ReadVariableOp")
+def read(view: BatchAxis, op: tf.Operation, states: list[State]) -> State:
+    return view.held(op)
+
+
+@moves("ResourceGather")
+def read_rows(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    value = view.held(op)
+    if isinstance(value, Mixed):
+        return value
+    return gathered(view, op, value, states[1], axis=0, batch_dims=op.get_attr("batch_dims"))
+
+
+@moves("VarIsInitializedOp")
+def is_initialized(view, op, states):
+    return Public()
+
+
+@moves("GatherV2")
+def gather(view, op, states):
+    axis = constant(op.inputs[2])
+    if axis is None:
+        return None
+    return gathered(view, op, states[0], states[1], int(axis), op.get_attr("batch_dims"))
+
+
+def gathered(view, op, params, indices, axis, batch_dims):
+    p, i = op.inputs[0], op.inputs[1]
+    if isinstance(params, Size):
+        value = constant(i)
+        if not isinstance(indices, Public | Size):
+            return mixed(op, "has settings that depend on examples")
+        if value is None or p.shape.rank != 1 or len(params.entries) != p.shape[0]:
+            return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
+        return Size(tuple(params.entries[int(v)] for v in np.ravel(value)))
+    if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
+        return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
+    if isinstance(params, Public) and isinstance(indices, Public):
+        of_batch = params.deps and axis == batch_dims == 0 and (i.shape.rank or 0) > 1 and view.is_static_batch(i)
+        if of_batch and row_free(view, i, indices, -i.shape.rank):
+            return Batch(0)  # positions' embeddings, for each example of a batch of static size
+        return Public(params.deps | indices.deps)
+    if isinstance(indices, Size) and not indices.batch_free:
+        return mixed(op, "makes an example's result depend on the batch size")
+    if i.shape.rank is None:
+        return mixed(op, "has a shape of unknown rank")
+    batch_dims = batch_dims % (i.shape.rank + 1) if batch_dims < 0 else batch_dims
+    if isinstance(params, Batch):
+        axis = axis % p.shape.rank
+        if params.axis == axis:
+            return mixed(op, "picks examples of the batch")
+        if params.axis < batch_dims:
+            if isinstance(indices, Batch) and indices.axis != params.axis:
+                return mixed(op, "picks examples of the batch")
+            if isinstance(indices, Public):
+                return mixed(op, BY_POSITION)
+            return Batch(params.axis, params.rows)
+        if isinstance(indices, Batch):
+            return mixed(op, "lets examples pick from one another")
+        shift = i.shape.rank - batch_dims - 1 if params.axis > axis else 0
+        return Batch(params.axis + shift, params.rows)
+    if isinstance(indices, Batch) and isinstance(params, Public):
+        if axis < 0 and p.shape.rank is None:
+            return mixed(op, "has a shape of unknown rank")
+        axis = axis if axis >= 0 else axis % p.shape.rank
+        if indices.axis < batch_dims:
+            return mixed(op, BY_POSITION)
+        return Batch(axis + indices.axis - batch_dims, indices.rows)
+    return None
+
+
+@moves("LookupTableFindV2")
+def find(view, op, states):
+    table, keys, default = view.handle(op.inputs[0]), states[1], states[2]
+    if not isinstance(table, Handle):
+        return None
+    if table in view.tainted:
+        return mixed(op, TAINTED)
+    view.reads.append((table, op))
+    if isinstance(keys, Public) and isinstance(default, Public):
+        return Public(default.deps)
+    if not isinstance(keys, Batch):
+        return None
+    key, value, out = op.inputs[1].shape.rank, op.inputs[2].shape.rank, op.outputs[0].shape.rank
+    shared = value == 0 or (None not in (key, value, out) and key + value == out)  # one default for all keys
+    if not isinstance(default, Public) or default.deps or not shared:
+        return mixed(op, "has settings that depend on examples")
+    return keys
+
+
+@rule("GatherV2", "ResourceGather")
+def looked_up(use: Use, units: Units) -> Contribution | None:
+    if use.at != 0 or use.op.get_attr("batch_dims") != 0:
+        return None
+    # Ids that are the same for each example of a batch of static size hold none.
+    of_ids = use.states[1] if isinstance(use.states[1], Batch) else use.out
+    if use.op.type == "GatherV2" and constant(use.inputs[2]) != 0:
+        return None
+    shape = use.shape
+    if shape.num_elements() is None:
+        return None
+    ids = units.group(use.inputs[1], of_ids)
+    g = units.group(use.g, use.out)
+    width = math.prod(shape.as_list()[1:])
+    dims = dims_of(ids)
+    length = volume(dims[1:])
+    flat = [dims[0], length]
+    ids = reshaped(ids, flat)
+    g = reshaped(g, [*flat, width])
+    return Lookup(ids, g, shape)

@@ -1,0 +1,43 @@
+"""Ops that draw numbers, or shuffle."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.rows import shaped
+from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
+
+# Draw from a kernel's own state, and write nothing that another op reads.
+DRAWS = frozenset("RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt".split())
+RANDOM = DRAWS | frozenset(
+    """StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2
+    StatelessTruncatedNormal StatelessTruncatedNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
+    StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniform StatefulStandardNormalV2
+    StatefulTruncatedNormal""".split()
+)
+
+
+@moves(*RANDOM)
+def drawn(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
+    for t, s in zip(op.inputs, states, strict=True):
+        if t is not shape and (isinstance(s, Batch | Items) or (isinstance(s, Size) and not s.batch_free)):
+            return mixed(op, "draws numbers from parameters that depend on the batch")
+    filled = shaped(op, view.entries(shape))
+    return Public(alike=True) if isinstance(filled, Public) else filled
+
+
+@moves("RandomShuffle")
+def shuffled(view, op, states):
+    state = states[0]
+    return mixed(op, "picks examples of the batch") if isinstance(state, Batch) and state.axis == 0 else None
+
+
+@moves("RngReadAndSkip")
+def skipped(view, op, states):
+    """A generator's state; how far it then moves follows the number of draws, which tells nothing of them."""
+    if isinstance(states[2], Batch | Items):
+        return mixed(op, "has settings that depend on examples")
+    return view.held(op)

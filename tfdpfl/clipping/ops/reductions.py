@@ -1,0 +1,149 @@
+"""Ops that sum, sort or normalise along some axes, and leave the others as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.registry import moves, rows
+from tfdpfl.clipping.rows import row_free, rowwise
+from tfdpfl.clipping.states import UNKNOWN, Batch, Public, Size, State, deps, is_batch_free, mixed
+
+REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMin".split())
+# One axis (an input, or the last ones) is worked along; the others are untouched.
+ALONG_AN_AXIS = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
+ALONG_THE_LAST = {
+    **dict.fromkeys("Softmax LogSoftmax TopKV2 LRN FFT IFFT RFFT IRFFT".split(), 1),
+    **dict.fromkeys(
+        """FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd
+        MatrixDiagPartV3""".split(),
+        2,
+    ),
+    **dict.fromkeys("FFT3D IFFT3D RFFT3D IRFFT3D".split(), 3),
+}  # how many of the last axes
+
+
+@moves(*REDUCTIONS, data=0)
+def reduced(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    x, state = op.inputs[0], states[0]
+    if isinstance(state, Size):
+        powers = [p for _, p in state.entries]
+        if op.type != "Prod" or None in powers:
+            return Size(((None, 0),)) if state.batch_free else Size((UNKNOWN,))
+        coefficients = [c for c, _ in state.entries]
+        return Size(((None if None in coefficients else int(np.prod(coefficients)), sum(powers)),))
+    if not isinstance(state, Batch):
+        return None
+    gone = summed_axes(op)
+    if gone is None:
+        if x.shape.rank is not None and x.shape.rank == 1:
+            return mixed(op, "reduces over the batch")
+        return mixed(op, "reduces over axes that are not known beforehand")
+    if state.axis in gone:
+        return mixed(op, "reduces over the batch")
+    keep = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
+    return Batch(state.axis - (0 if keep else sum(a < state.axis for a in gone)), state.rows)
+
+
+def summed_axes(op: tf.Operation) -> set[int] | None:
+    """The axes that a reduction sums over; None if they are not known."""
+    rank, axes = op.inputs[0].shape.rank, constant(op.inputs[1])
+    if axes is None or rank is None:
+        return None
+    return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
+
+
+@moves(*ALONG_AN_AXIS, data=0)
+@moves(*ALONG_THE_LAST)
+@moves("TopKV2", "RFFT", "RFFT2D", "RFFT3D", "IRFFT", "IRFFT2D", "IRFFT3D", "MatrixDiagPartV3", data=0)
+def along(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+    x, state = op.inputs[0], states[0]
+    if not isinstance(state, Batch):
+        return None
+    axes = [x.shape.rank - i for i in range(1, 1 + ALONG_THE_LAST.get(op.type, 0))]
+    if op.type in ALONG_AN_AXIS:
+        value = constant(op.inputs[ALONG_AN_AXIS[op.type]])
+        axes = None if value is None else [int(a) % x.shape.rank for a in np.atleast_1d(value)]
+    if axes is None or state.axis in axes:
+        return mixed(op, "works along the batch axis")
+    return state
+
+
+@rows(*REDUCTIONS)
+def rows_kept(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    x, rank = t.op.inputs[0], t.shape.rank
+    if None in (i.shape.rank for i in t.op.inputs) or (gone := summed_axes(t.op)) is None:
+        return None
+    kept = [i for i in range(x.shape.rank) if i not in gone]
+    at = axis + rank
+    return [(x, (at if x.shape.rank == rank else kept[at]) - x.shape.rank)]
+
+
+@rows("Softmax", "LogSoftmax")
+def rows_alike(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    """Of equal entries, these too are equal."""
+    return None if t.op.inputs[0].shape.rank is None else [(t.op.inputs[0], axis)]
+
+
+@rows(*ALONG_AN_AXIS)
+def rows_beside(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    along, rank = constant(t.op.inputs[ALONG_AN_AXIS[t.op.type]]), t.shape.rank
+    if (
+        along is None
+        or t.op.inputs[0].shape.rank is None
+        or axis + rank in [int(a) % rank for a in np.atleast_1d(along)]
+    ):
+        return None
+    return [(t.op.inputs[0], axis)]
+
+
+@moves("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
+def cross_entropy(view, op, states):
+    return rowwise(view, op, states)
+
+
+@moves("InTopKV2")
+def in_top_k(view, op, states):
+    *rows, k = states
+    if not is_batch_free(k):
+        return mixed(op, "has settings that depend on examples or on how many there are")
+    return rowwise(view, op, rows)
+
+
+@moves("DenseBincount")
+def bincount(view, op, states):
+    """Counts row by row, where the values have two axes."""
+    values, size, weights = states
+    if not isinstance(values, Batch):
+        return None
+    if values.axis != 0 or op.inputs[0].shape.rank != 2:
+        return mixed(op, "counts over the batch")
+    alike = weights == values or (isinstance(weights, Public) and op.inputs[2].shape.num_elements() == 0)
+    if not isinstance(size, Public) or not alike:
+        return mixed(op, "has settings that depend on examples")
+    return values
+
+
+@moves("FusedBatchNormV3")
+def batch_norm(view, op, states):
+    x = op.inputs[0]
+    if not any(isinstance(s, Batch) for s in states):
+        return None
+    form = op.get_attr("data_format")
+    channel = 1 if (form if isinstance(form, str) else form.decode()) in ("NCHW", "NCDHW") else x.shape.rank - 1
+    training = op.get_attr("is_training")
+    if isinstance(states[0], Batch) and states[0].axis == channel:
+        # Keras 2 normalises layers with the rows as channels: each row has its own mean and variance.
+        for t, s in zip(op.inputs[1:], states[1:], strict=True):
+            empty = t.shape.num_elements() == 0
+            if not (empty or s == Batch(0, s.rows if isinstance(s, Batch) else 0)
+                    or (isinstance(s, Public) and row_free(view, t, s, -1))):  # fmt: skip
+                return mixed(op, "normalises examples together")
+        return [states[0], *[Batch(0, states[0].rows)] * 4, Public()]
+    if training:
+        return mixed(op, "normalises over the batch")
+    if states[0] == Batch(0, getattr(states[0], "rows", 0)) and all(isinstance(s, Public) for s in states[1:]):
+        return [states[0], *[Public(deps(states))] * 5]
+    return mixed(op, "normalises examples together")

@@ -1,0 +1,505 @@
+"""Ops that read shapes, and those that move, repeat, cut or join entries."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
+from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.registry import moves, rows, rule
+from tfdpfl.clipping.rows import laid_along, shaped, together
+from tfdpfl.clipping.states import (
+    UNKNOWN,
+    Batch,
+    Handle,
+    Items,
+    Mixed,
+    Public,
+    Size,
+    State,
+    deps,
+    is_batch_free,
+    mixed,
+)
+
+# -- shapes, and numbers made of them ----------------------------------------------------------------------------
+
+
+def shape_entries(t: tf.Tensor, state: State) -> tuple[tuple[int | None, int | None], ...]:
+    if t.shape.rank is None:
+        return (UNKNOWN,)
+    if isinstance(state, Mixed | Items | Handle):
+        return tuple((d, 0) if d is not None else UNKNOWN for d in t.shape)
+    entries = [(d, 0) if d is not None or not isinstance(state, Size) else UNKNOWN for d in t.shape]
+    if isinstance(state, Batch) and t.shape[state.axis] is None:
+        entries[state.axis] = (state.rows, 1)
+    return tuple(entries)
+
+
+@moves("Shape", mixed=True, any_rank=True)
+def shape(view, op, states):
+    return Size(shape_entries(op.inputs[0], states[0]))
+
+
+@moves("ShapeN", mixed=True, any_rank=True)
+def shapes(view, op, states):
+    return [Size(shape_entries(t, s)) for t, s in zip(op.inputs, states, strict=True)]
+
+
+@moves("Size", mixed=True, any_rank=True)
+def size(view, op, states):
+    entries = shape_entries(op.inputs[0], states[0])
+    if any(p is None for _, p in entries):
+        return Size((UNKNOWN,))
+    cs = [c for c, _ in entries]
+    return Size(((None if None in cs else int(np.prod(cs)), sum(p for _, p in entries)),))
+
+
+@moves("Rank", mixed=True, any_rank=True)
+def rank(view, op, states):
+    known = op.inputs[0].shape.rank is not None or isinstance(states[0], Public)
+    return Public() if known else mixed(op, "depends on a rank that is not known")
+
+
+@moves("Const")
+def const(view, op, states):
+    value = constant(op.outputs[0])
+    return Public(alike=value is not None and value.size > 0 and bool(np.all(value == value.flat[0])))
+
+
+@moves("Range")
+def numbered(view, op, states):
+    if any(isinstance(s, Size) and not s.batch_free for s in states):
+        return mixed(op, "numbers the examples by their position in the batch")
+    return None
+
+
+@moves("Fill")
+def filled(view, op, states):
+    if isinstance(states[1], Public) and not states[1].deps:
+        if op.inputs[0].shape.rank == 1 and op.outputs[0].shape.rank is None:
+            return mixed(op, "has a shape of unknown rank")
+        return shaped(op, view.entries(op.inputs[0])) if op.outputs[0].shape.rank else Public()
+    return None
+
+
+# -- new shapes --------------------------------------------------------------------------------------------------
+
+
+@moves("Reshape", data=0, sizes=(1,))
+def reshape(view, op, states):
+    x, y, state = op.inputs[0], op.outputs[0], states[0]
+    entries = view.entries(op.inputs[1])
+    if isinstance(state, Size):
+        return state
+    if isinstance(state, Public):
+        return Public(state.deps, state.alike) if all(p == 0 for _, p in entries) else mixed(
+            op, "gives public values a batch axis")  # fmt: skip
+    if not isinstance(state, Batch):
+        return None
+    if not y.shape.rank:
+        return mixed(op, "has a shape of unknown rank" if y.shape.rank is None else "drops the batch axis")
+    if len(entries) != y.shape.rank:
+        entries = tuple([UNKNOWN] * y.shape.rank)
+    a = state.axis
+    before = [d for d in x.shape[:a]]
+    if any(d != 1 for d in before):
+        # The axes before the batch must stay as they are.
+        if None in before or [d for d in y.shape[:a]] != before or y.shape.rank <= a:
+            return mixed(op, "moves examples across axes")
+        out_axis = a
+    else:
+        marked = [i for i, (c, p) in enumerate(entries) if p == 1]
+        free = [i for i in range(y.shape.rank) if y.shape[i] != 1]
+        if marked:
+            out_axis = marked[0]
+        elif 1 in view.batch_sizes():  # any axis would be true; this one it has for other batches
+            ones = next((i for i, d in enumerate(y.shape) if d != 1), y.shape.rank)
+            out_axis = max(min(a, ones - 1), 0)
+        else:
+            out_axis = free[0] if free else 0
+        if any(d != 1 for d in y.shape[:out_axis]):
+            return mixed(op, "moves examples across axes")
+    coefficient, power = entries[out_axis]
+    if power == 1:
+        return Batch(out_axis, coefficient)
+    inner = [d for d in x.shape[a + 1 :]]
+    outer = [d for d in y.shape[out_axis + 1 :]]
+    if None not in outer:
+        each = int(np.prod(outer))
+        if each in (0, 1) and None in inner:
+            return Batch(out_axis, None)
+        if None not in inner and state.rows is not None:
+            total = state.rows * int(np.prod(inner))
+            if each == 0 or total % each:
+                return mixed(op, "cuts across examples")
+            return Batch(out_axis, total // each)
+    if inner == outer and None not in inner:
+        return Batch(out_axis, state.rows)
+    view.checks.append((y, out_axis))
+    return Batch(out_axis, None)
+
+
+@moves("ExpandDims", data=0, blocks=True)
+def expand_dims(view, op, states):
+    state = states[0]
+    if isinstance(state, Batch):
+        axis = constant(op.inputs[1])
+        if axis is None:
+            return mixed(op, "moves examples across axes")
+        axis = int(np.ravel(axis)[0]) % op.outputs[0].shape.rank
+        return Batch(state.axis + (axis <= state.axis), state.rows, state.blocks)
+    return state if isinstance(state, Size | Public) else None
+
+
+@moves("Squeeze", blocks=True)
+def squeeze(view, op, states):
+    state, x = states[0], op.inputs[0]
+    if not isinstance(state, Batch):
+        return state if isinstance(state, Size | Public) else None
+    dims = [d % x.shape.rank for d in op.get_attr("squeeze_dims")]
+    if not dims:
+        if any(d is None for i, d in enumerate(x.shape) if i != state.axis):
+            return mixed(op, "squeezes axes that are not known beforehand")
+        dims = [i for i, d in enumerate(x.shape) if d == 1]
+    if state.axis in dims:
+        return mixed(op, "drops the batch axis")
+    return Batch(state.axis - sum(d < state.axis for d in dims), state.rows, state.blocks)
+
+
+@moves("Transpose", data=0)
+def transpose(view, op, states):
+    state = states[0]
+    if isinstance(state, Batch):
+        perm = constant(op.inputs[1])
+        if perm is None:
+            return mixed(op, "moves examples across axes")
+        return Batch(list(perm).index(state.axis), state.rows)
+    return state if isinstance(state, Public) else None
+
+
+# -- joining and cutting -----------------------------------------------------------------------------------------
+
+
+@moves("ConcatV2")
+def concat(view, op, states):
+    *tensors, axis_tensor = op.inputs
+    if not is_batch_free(states[-1]):
+        return mixed(op, "has settings that depend on examples or on how many there are")
+    return joined(view, op, tensors, states[:-1], constant(axis_tensor))
+
+
+def joined(view, op, tensors, states, axis):
+    batches = [s for s in states if isinstance(s, Batch)]
+    if not batches:
+        if any(isinstance(s, Size) for s in states) and not deps(states):
+            return Size(tuple(e for t in tensors for e in view.entries(t)))
+        if all(isinstance(s, Public) for s in states):
+            return Public(deps(states))
+        return None
+    axis = None if axis is None else int(axis) % tensors[0].shape.rank
+    if axis is None or len({s.axis for s in batches}) > 1:
+        return mixed(op, "joins tensors with different batch axes")
+    if axis == batches[0].axis:
+        return mixed(op, "joins along the batch axis")
+    return together(view, op, tensors, states, batches)
+
+
+@moves("Pack")
+def stack(view, op, states):
+    batches = [s for s in states if isinstance(s, Batch)]
+    if not batches:
+        if any(isinstance(s, Size) for s in states) and not deps(states):
+            if op.inputs[0].shape.rank == 0:
+                return Size(tuple(e for t in op.inputs for e in view.entries(t)))
+            if all(not isinstance(s, Size) or s.batch_free for s in states):
+                return Public()
+        return None
+    if len({s.axis for s in batches}) > 1:
+        return mixed(op, "joins tensors with different batch axes")
+    state = together(view, op, op.inputs, states, batches)
+    if isinstance(state, Mixed):
+        return state
+    axis = op.get_attr("axis") % op.outputs[0].shape.rank
+    return Batch(state.axis + (axis <= state.axis), state.rows)
+
+
+@moves("Unpack")
+def unstack(view, op, states):
+    state, x = states[0], op.inputs[0]
+    if isinstance(state, Size):
+        return [Size((e,)) for e in state.entries] if len(state.entries) == len(op.outputs) else None
+    if not isinstance(state, Batch):
+        return None
+    axis = op.get_attr("axis") % x.shape.rank
+    if axis == state.axis:
+        return mixed(op, "takes the batch apart")
+    return Batch(state.axis - (axis < state.axis), state.rows)
+
+
+def taken_apart(op, data, axis_input, states):
+    state = states[data]
+    if isinstance(state, Size) and op.type == "SplitV" and op.inputs[0].shape.rank == 1:
+        lengths = constant(op.inputs[1])
+        if lengths is not None and -1 not in lengths and sum(lengths) == len(state.entries):
+            ends = np.cumsum(lengths)
+            return [Size(state.entries[e - n : e]) for e, n in zip(ends, lengths, strict=True)]
+    if not isinstance(state, Batch):
+        return None
+    axis = constant(op.inputs[axis_input])
+    if axis is None or int(np.ravel(axis)[0]) % op.inputs[data].shape.rank == state.axis:
+        return mixed(op, "takes the batch apart")
+    return state
+
+
+@moves("Split", data=1)
+def split(view, op, states):
+    return taken_apart(op, 1, 0, states)
+
+
+@moves("SplitV", data=0)
+def split_by_lengths(view, op, states):
+    return taken_apart(op, 0, 2, states)
+
+
+@moves("StridedSlice", data=0, sizes=(2,))
+def strided_slice(view, op, states):
+    state, x = states[0], op.inputs[0]
+    begin, end, strides = (constant(t) for t in op.inputs[1:4])
+    masks = {m: op.get_attr(m) for m in (
+        "begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")}  # fmt: skip
+    if isinstance(state, Size):
+        if any(not isinstance(s, Public | Size) for s in states[1:]):
+            return mixed(op, "has settings that depend on examples")
+        plain = x.shape.rank == 1 and len(state.entries) == x.shape[0] and not (
+            masks["new_axis_mask"] or masks["ellipsis_mask"])  # fmt: skip
+        if begin is None or end is None or strides is None or not plain:
+            return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
+        if masks["shrink_axis_mask"] & 1:
+            return Size((state.entries[int(begin[0])],))
+        lo = None if masks["begin_mask"] & 1 else int(begin[0])
+        hi = None if masks["end_mask"] & 1 else int(end[0])
+        return Size(state.entries[lo : hi : int(strides[0])])
+    if isinstance(state, Public):
+        if all(map(is_batch_free, states[1:])):
+            return Public(deps(states), state.alike)
+        return mixed(op, "slices by the batch size")
+    if not isinstance(state, Batch):
+        return None
+    n = op.inputs[1].shape.num_elements()
+    if n is None:
+        return mixed(op, "slices in a way that is not known beforehand")
+    ends = view.entries(op.inputs[2])
+    if len(ends) != n:
+        return mixed(op, "slices in a way that is not known beforehand")
+    in_axis = out_axis = 0
+    consumed = sum(1 for i in range(n) if not (masks["new_axis_mask"] >> i) & 1
+                   and not (masks["ellipsis_mask"] >> i) & 1)  # fmt: skip
+    found = None
+    for i in range(n):
+        bit = 1 << i
+        if masks["ellipsis_mask"] & bit:
+            span = x.shape.rank - consumed
+            if in_axis <= state.axis < in_axis + span:
+                found = out_axis + state.axis - in_axis
+            in_axis, out_axis = in_axis + span, out_axis + span
+        elif masks["new_axis_mask"] & bit:
+            out_axis += 1
+        else:
+            if in_axis != state.axis and ends[i][1] != 0 and not masks["end_mask"] & bit:
+                return mixed(op, "makes an example's result depend on the batch size")
+            if in_axis == state.axis:
+                whole = is_whole(i, x, state, masks, begin, ends[i], strides)
+                if masks["shrink_axis_mask"] & bit or not whole:
+                    return mixed(op, "takes some examples of the batch, not all")
+                found = out_axis
+            out_axis += 0 if masks["shrink_axis_mask"] & bit else 1
+            in_axis += 1
+    if found is None:
+        found = out_axis + state.axis - in_axis
+    return Batch(found, state.rows)
+
+
+def is_whole(i, x, state, masks, begin, end, strides) -> bool:
+    bit = 1 << i
+    if strides is None or strides[i] != 1:
+        return False
+    starts = bool(masks["begin_mask"] & bit) or (begin is not None and begin[i] == 0)
+    length, (number, power) = x.shape[state.axis], end
+    ends = bool(masks["end_mask"] & bit) or (state.rows is not None and end == (state.rows, 1)) or (
+        power == 0 and None not in (length, number) and number >= length)  # fmt: skip
+    return starts and ends
+
+
+@moves("Slice", data=0, sizes=(2,))
+def slice_of(view, op, states):
+    state, x = states[0], op.inputs[0]
+    begins, entries = view.entries(op.inputs[1]), view.entries(op.inputs[2])
+    if isinstance(state, Size) and x.shape.rank == 1 and len(state.entries) == x.shape[0]:
+        ((begin, at), (length, power)) = begins[0], entries[0]
+        if at == power == 0 and None not in (begin, length):
+            return Size(state.entries[begin : None if length < 0 else begin + length])
+    if not isinstance(state, Batch):
+        return None
+    whole = {(-1, 0), (x.shape[state.axis] or -1, 0), (state.rows or -1, 1)}
+    known = len(begins) == len(entries) == x.shape.rank
+    if not known or begins[state.axis] != (0, 0) or entries[state.axis] not in whole:
+        return mixed(op, "takes some examples of the batch, not all")
+    return even(op, entries, state.axis) or state
+
+
+def even(op, entries, axis) -> Mixed | None:
+    """Refuses lengths that vary with the batch size, along other axes than the batch's."""
+    if any(p != 0 for i, (_, p) in enumerate(entries) if i != axis):
+        return mixed(op, "makes an example's result depend on the batch size")
+    return None
+
+
+@moves("Pad", "PadV2", "MirrorPad", data=0)
+def pad(view, op, states):
+    if not isinstance(states[0], Batch):
+        return None
+    paddings = constant(op.inputs[1])
+    if paddings is None or np.any(paddings[states[0].axis] != 0):
+        return mixed(op, "pads the batch")
+    return states[0]
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+@moves("Tile", data=0, sizes=(1,))
+def tile(view, op, states):
+    entries = view.entries(op.inputs[1])
+    state = states[0]
+    if isinstance(state, Batch):
+        if len(entries) != op.inputs[0].shape.rank or entries[state.axis] != (1, 0):
+            return mixed(op, "repeats the batch")
+        return even(op, entries, state.axis) or state
+    if isinstance(state, Public) and any(p for _, p in entries):
+        return laid_along(op, op.inputs[0], entries)
+    return copies(view, op, state)
+
+
+@moves("BroadcastTo", data=0, sizes=(1,))
+def broadcast_to(view, op, states):
+    state = states[0]
+    entries = view.entries(op.inputs[1])
+    if isinstance(state, Batch):
+        rank = op.outputs[0].shape.rank
+        if rank is None:
+            return mixed(op, "has a shape of unknown rank")
+        axis = state.axis + rank - op.inputs[0].shape.rank
+        if len(entries) != rank:
+            return mixed(op, "has a shape that is not known beforehand")
+        return even(op, entries, axis) or Batch(axis, state.rows)
+    if isinstance(state, Public) and any(p != 0 for _, p in entries):
+        return laid_along(op, op.inputs[0], entries)
+    return copies(view, op, state)
+
+
+def copies(view: BatchAxis, op, state) -> Batch | None:
+    """A copy of a weight for each example of a batch of static size, in an axis that the weight has not."""
+    x, out = op.inputs[0].shape, op.outputs[0].shape
+    if not (isinstance(state, Public) and state.deps) or None in (x.rank, out.rank):
+        return None
+    at = next((i for i, length in enumerate(out) if length != 1), None)
+    if at is None or not view.is_static_batch(op.outputs[0], at):
+        return None
+    if at and any(c.type != "Reshape" or c.outputs[0].shape[:1] != [out[at]] for c in op.outputs[0].consumers()):
+        return None  # unless it is on its way to the first axis, as of tf.repeat
+    return Batch(at) if x.rank < out.rank - at or x[at - out.rank] == 1 else None
+
+
+@moves("OneHot", data=0)
+def one_hot(view, op, states):
+    state = states[0]
+    if not isinstance(state, Batch):
+        return None
+    axis = op.get_attr("axis")
+    axis = axis if axis >= 0 else op.inputs[0].shape.rank
+    return Batch(state.axis + (axis <= state.axis), state.rows)
+
+
+@rule("BroadcastTo", "Tile")
+def broadcast(use: Use, units: Units) -> Contribution | None:
+    """A weight that every example gets, such as the token of a class."""
+    if use.at != 0 or None in use.shape.as_list():
+        return None
+    g, dims, copies = use.g, [], []
+    own = [1] * (g.shape.rank - use.shape.rank) + use.shape.as_list()
+    for entries, length, now in zip(own, g.shape, dims_of(g), strict=True):
+        if entries in (1, length):
+            dims.append(now)
+        elif length is None:
+            return None
+        else:  # tiles of several entries: copies one after the other
+            copies.append(len(dims))
+            dims += [length // entries, entries]
+    if copies:
+        g = tf.reduce_sum(reshaped(g, dims), copies)
+    return summed_to(g, use.out, use.shape, units)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+@rows("BroadcastTo")
+def rows_spread(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    """As of a mask spread over a batch of static size."""
+    return [(t.op.inputs[0], axis)]
+
+
+@rows("Tile")
+def rows_repeated(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    return [(t.op.inputs[0], axis)] if _ranks_known(t) else None
+
+
+@rows("Reshape", "StridedSlice")
+def rows_first(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    x, op = t.op.inputs[0], t.op
+    if not _ranks_known(t) or axis + t.shape.rank or not x.shape.rank or not x.shape[0] == t.shape[0] is not None:
+        return None
+    masks = () if op.type == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+    return None if any(op.get_attr(m) & 1 for m in masks) else [(x, -x.shape.rank)]
+
+
+@rows("ConcatV2")
+def rows_joined(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    along = constant(t.op.inputs[-1])
+    if not _ranks_known(t) or along is None or int(along) % t.shape.rank == axis + t.shape.rank:
+        return None
+    return [(i, axis) for i in t.op.inputs[:-1]]
+
+
+@rows("Pack", "ExpandDims")
+def rows_below(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    op, at = t.op, axis + t.shape.rank
+    added = op.get_attr("axis") if op.type == "Pack" else constant(op.inputs[1])
+    if not _ranks_known(t) or added is None or (added := int(added) % t.shape.rank) == at:
+        return None
+    return [(i, axis + (added > at)) for i in (op.inputs if op.type == "Pack" else op.inputs[:1])]
+
+
+@rows("Transpose")
+def rows_moved(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    order = constant(t.op.inputs[1])
+    if not _ranks_known(t) or order is None:
+        return None
+    return [(t.op.inputs[0], int(order[axis + t.shape.rank]) - t.shape.rank)]
+
+
+@rows("Squeeze")
+def rows_squeezed(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
+    x = t.op.inputs[0]
+    if not _ranks_known(t) or None in x.shape.as_list():
+        return None
+    gone = [d % x.shape.rank for d in t.op.get_attr("squeeze_dims")]
+    gone = gone or [i for i, d in enumerate(x.shape) if d == 1]
+    return [(x, [i for i in range(x.shape.rank) if i not in gone][axis + t.shape.rank] - x.shape.rank)]
+
+
+def _ranks_known(t: tf.Tensor) -> bool:
+    return all(i.shape.rank is not None for i in t.op.inputs)

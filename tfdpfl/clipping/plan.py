@@ -1,0 +1,499 @@
+"""From a loss to the clipped sum of its examples' gradients.
+
+The graph that computed the loss is read backwards (`batch_axis`), the loss is split into one loss an example
+(`loss`), and each op that uses a weight yields the norms and the clipped sum of its examples' gradients
+(`registry.rule`, `fallback`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping import ops as _ops  # noqa: F401 (fills the registry)
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.effects import tainted_read
+from tfdpfl.clipping.fallback import Replay
+from tfdpfl.clipping.finished import (
+    READ,
+    around,
+    before_it_runs,
+    check_arguments,
+    check_public,
+    name_of,
+    raw_variable,
+    resource,
+)
+from tfdpfl.clipping.gradients import Contribution, Formed, Lookup, Units, Use
+from tfdpfl.clipping.graph import CALLS, constant, inner_call, key
+from tfdpfl.clipping.loss import LossOfOne
+from tfdpfl.clipping.opening import Opened, close
+from tfdpfl.clipping.pulling import carried_back, chain, inner_product, isometric, pullback, vocabulary_side
+from tfdpfl.clipping.refusals import mixing
+from tfdpfl.clipping.registry import RULES
+from tfdpfl.clipping.states import TAINTED, Batch, Handle, Items, Mixed, Public, Size, weighs
+from tfdpfl.errors import PrivacyError
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedGradients:
+    """What `clipped_gradients` returns.
+
+    Attributes:
+      sum: for each variable, the sum over units (examples, or microbatches) of the clipped gradients, without noise.
+        The L2 norm of one unit's part, over all variables together, is at most ``l2_norm_clip``. None where the loss
+        does not depend on the variable.
+      norms: [units], each unit's gradient norm before clipping; NaN or infinite where it was not finite.
+      regularization: for each variable, the gradient of the part of the loss that depends on no example, or None.
+      num_units: scalar int32, how many units there were.
+      batch_size: scalar int32, how many examples there were.
+      num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
+    """
+
+    sum: list[tf.Tensor | None]
+    norms: tf.Tensor
+    regularization: list[tf.Tensor | None]
+    num_units: tf.Tensor
+    batch_size: tf.Tensor
+    num_nonfinite: tf.Tensor
+
+
+class Plan:
+    """Everything between a loss and its clipped sum."""
+
+    def __init__(self, loss: tf.Tensor, variables: Sequence, num_microbatches: int | None):
+        if isinstance(loss, (list, tuple)) and len(loss) == 1:
+            loss = loss[0]
+        if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
+            raise PrivacyError(
+                "Per-example gradients are read from a graph, but the loss was computed eagerly. Compile without "
+                "run_eagerly=True and wrap a custom training step in tf.function."
+            )
+        if not variables:
+            raise PrivacyError("variables is empty: there is no weight to find gradients for.")
+        self.graph: tf.Graph = loss.graph
+        self.variables = [raw_variable(v) for v in variables]
+        for i, v in enumerate(self.variables):
+            for j, other in enumerate(self.variables[:i]):
+                if v is other:
+                    raise ValueError(f"variables[{i}] is variables[{j}] again. Give each variable once.")
+        self.reads: dict[int, tf.Tensor] = {}
+        self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
+        self.replayed: set[int] = set()
+        self.arguments: dict[str, int] = {}  # of the graph's function, that are given as weights
+        close(self.graph, loss)
+        self.analysis = self._analyse(loss)
+        size, unsure = self._batch_size()
+        self.opened = Opened(self.analysis, [loss], size)
+        self.batch_size = self._checked(size, unsure)
+        loss = self.opened.now.get(key(loss), loss)
+        split = LossOfOne(self.analysis, self.batch_size)
+        self.sizes = split
+        losses, self.public_loss = split(loss)
+        tainted = tainted_read(self.analysis)
+        if tainted is not None:
+            origin, handle = tainted
+            name = handle.index is not None and name_of(variables[handle.index])
+            raise PrivacyError(mixing(dataclasses.replace(origin, why=f"{TAINTED} ({name})") if name else origin))
+        check = self.analysis[losses]
+        if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
+            origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
+            raise PrivacyError(mixing(origin))
+        read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
+        READ.setdefault(self.graph, {}).update(read)
+        self.graph._tfdpfl_around = list(around(self.graph))  # else TensorFlow drops some before `check_finished`
+        if arguments := self.arguments:
+            graph = weakref.ref(self.graph)
+            before_it_runs(self.graph, lambda: check_arguments(graph(), arguments))
+        self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
+        self.losses = losses
+        losses, count = self._grouped(losses, num_microbatches)
+        self.units = Units(self.batch_size, count, self.dtype)
+        self.contributions = self._contributions(losses)
+
+    # -- reading the graph -----------------------------------------------------------------------------------
+
+    def _analyse(self, loss: tf.Tensor) -> BatchAxis:
+        handles = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
+
+        def source(t: tf.Tensor):
+            known = resource(t)
+            return known and dataclasses.replace(known, index=handles.get(known.name))
+
+        analysis = BatchAxis(self.graph, source)
+        for i, v in enumerate(self.variables):
+            if hasattr(v, "handle"):
+                continue
+            if not tf.is_tensor(v):
+                raise PrivacyError(f"variables[{i}] is {type(v).__name__}, not a variable or a tensor of the graph.")
+            if hasattr(v, "numpy") or v.graph is not self.graph:
+                self.variables[i] = v = self.graph.capture(v)
+            if isinstance(v.op.type, str) and v.op.type not in ("Placeholder", "PlaceholderV2"):
+                analysis.run([v])
+            if v.op.name in analysis.ops or graph_tools.captured(v) is not None:
+                check_public(i, v, analysis[v])
+            else:
+                self.arguments[v.op.name] = i
+            analysis.ops[v.op.name] = v.op
+            analysis.states[key(v)] = Public(frozenset([i]))
+        analysis.run([loss])
+        return analysis
+
+    def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """How long the first input is, and the inputs that may be of another length."""
+        sources = self.analysis.sources
+        signature = getattr(self.graph, "structured_input_signature", None)
+        ragged = [s for s in tf.nest.flatten(signature) if isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec)]
+        if ragged:
+            raise PrivacyError(
+                f"The step takes in a {type(ragged[0]).__name__}, whose values are not rows of examples. Hand in a "
+                "tensor: to_tensor() of a ragged one, tf.sparse.to_dense of a sparse one."
+            )
+        if not sources:
+            raise PrivacyError(
+                "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
+                "argument of the tf.function (or through a tf.data iterator), not as a captured array."
+            )
+        free = [t for t in sources if t.shape.rank and None in t.shape[1:]]
+        if free:
+            warnings.warn(
+                f"The batch comes with lengths that are not fixed ({free[0].shape}). If batches are padded to their "
+                "longest example, that one changes the others' gradients, which the clip does not bound: mask the "
+                "padding, or pad all batches to one length. If all have one already, say so: "
+                "tf.data.Dataset.from_generator(..., output_signature=...) in place of a generator.",
+                stacklevel=2,
+            )
+        static = {t.shape[0] for t in sources} - {None}
+        if len(static) > 1:
+            shapes = ", ".join(str(t.shape) for t in sources)
+            raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
+        if static:
+            size, unsure = tf.constant(static.pop(), tf.int32), sources
+        else:
+            size, unsure = tf.shape(sources[0])[0], sources[1:]
+        size = self._known(size)
+        return size, [t for t in unsure if t.shape[0] is None]
+
+    def _checked(self, size: tf.Tensor, unsure: list[tf.Tensor]) -> tf.Tensor:
+        """The batch size, unless a length of the inputs or in the graph is at odds with it. The loops that were opened
+        do without these checks, of which some are about what the loops make."""
+        checks = [
+            (tf.equal(tf.shape(t)[0], size), "tfdpfl: the inputs of the step disagree about the batch size.")
+            for t in unsure
+        ]
+        one = tf.maximum(size, 1)
+        checks += [
+            (
+                tf.equal(tf.shape(y)[axis] % one, 0),
+                f"tfdpfl: {y.op.type} ({y.op.name!r}) cuts across examples of the batch.",
+            )
+            for y, axis in self.analysis.checks
+            if y.graph is self.graph
+        ]
+        self.holds = [holds for holds, _ in checks]
+        with tf.control_dependencies([graph_tools.require(*check) for check in checks]):
+            return self._known(size)
+
+    def _known(self, size: tf.Tensor) -> tf.Tensor:
+        """The batch size, as the analysis knows it."""
+        size = tf.identity(size)
+        self.analysis.ops[size.op.name] = size.op
+        self.analysis.states[key(size)] = Size(((1, 1),))
+        return size
+
+    def _grouped(self, losses: tf.Tensor, m: int | None) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Losses of the units, and their number if it is not the batch size."""
+        if m is None:
+            return losses, None
+        static = constant(self.batch_size) if losses.shape[0] is None else losses.shape[0]
+        if static is not None and static % m:
+            raise PrivacyError(
+                f"num_microbatches={m} does not divide the batch of {static} examples. Choose a divisor, or None to "
+                "clip every example by itself."
+            )
+        message = (
+            f"tfdpfl: num_microbatches={m} does not divide the batch. Use batches of a multiple of {m} examples "
+            "(drop_remainder=True), or num_microbatches=None to clip every example by itself."
+        )
+        with tf.control_dependencies([graph_tools.require(tf.equal(self.batch_size % m, 0), message)]):
+            count = tf.where(self.batch_size > 0, m, 0)
+        per = self.batch_size // m
+        return tf.reduce_mean(tf.reshape(losses, tf.stack([count, per])), 1), count
+
+    def _contributions(self, losses: tf.Tensor) -> list[tuple[int, Contribution, tf.Tensor, tf.Tensor]]:
+        """(variable number, contribution, weight tensor, root tensor) for all uses of all variables."""
+        a = self.analysis
+        ops = list(graph_tools.ancestors([losses]).values())
+        single: list[tuple[tf.Operation, list[int]]] = []
+        listed: list[tf.Operation] = []
+        for op in ops:
+            if op.name in self.opened.loops:
+                continue
+            a.run(op.outputs)
+            outs = [a.states.get((op.name, i)) for i in range(len(op.outputs))]
+            if not any(isinstance(s, Batch | Items) for s in outs):
+                continue
+            at = [i for i, t in enumerate(op.inputs) if weighs(a[t]) and _has_gradient(t)]
+            if any(t.dtype == tf.variant for t in [*op.inputs, *op.outputs]):
+                listed.append(op)
+            elif at:
+                single.append((op, at))
+        gs_of: dict[tuple[str, int], tf.Tensor] = {}
+        replays: list[Replay] = []
+        ruled: list[tuple[tf.Operation, int, tf.Operation, list[int]]] = []
+        for op, at in single:
+            inner = inner_call(op)
+            kind, feeds = (inner[0], inner[1]) if inner else (op, list(range(len(op.inputs))))
+            batch_outputs = [t for t in op.outputs if isinstance(a[t], Batch) and t.dtype.is_floating]
+            if kind.type in RULES and len(batch_outputs) == 1 and all(feeds.count(i) == 1 for i in at):
+                ruled += [(op, i, kind, feeds) for i in at]
+            elif batch_outputs:
+                replays.append(self._replay([op]))
+            elif any(isinstance(a[t], Batch) and t.dtype.is_complex for t in op.outputs):
+                raise PrivacyError(
+                    f"{op.type} ({op.name!r}) uses weights in complex numbers, for which there is no rule. Write it "
+                    "with real and imaginary parts: (a + bi)(c + di) = (ac - bd) + (ad + bc)i."
+                )
+        replays += [self._replay(cluster) for cluster in clusters(listed) if any(
+            weighs(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
+        wanted = {key(turns.probe): turns.probe for turns in self.opened.turns}
+        for op, *_ in ruled:
+            for t in op.outputs:
+                if isinstance(a[t], Batch) and t.dtype.is_floating:
+                    wanted[key(t)] = t
+        for replay in replays:
+            wanted.update({key(t): t for t in replay.outputs})
+        ends = list(wanted.values())
+        grads = tf.gradients([losses], ends) if ends else []
+        for t, g in zip(ends, grads, strict=True):
+            if g is not None:
+                gs_of[key(t)] = tf.convert_to_tensor(g)
+        of_probe: dict[tuple[str, int], tf.Tensor] = {}
+        for turns in self.opened.turns:
+            at = key(turns.probe)
+            if at in gs_of:
+                op = turns.as_one(a)
+                if at not in of_probe:
+                    of_probe[at] = turns.gradient(gs_of[at])
+                gs_of[key(op.outputs[0])] = of_probe[at]
+                feeds = list(range(len(op.inputs)))
+                ruled += [(op, i, op, feeds) for i in feeds if weighs(a[op.inputs[i]])]
+
+        found: list[tuple[int, Contribution, tf.Tensor, tf.Tensor]] = []
+        for op, i, kind, feeds in reversed(ruled):  # as the backward pass comes to them (those of loops come first)
+            out = next(t for t in op.outputs if isinstance(a[t], Batch) and t.dtype.is_floating)
+            if key(out) not in gs_of:
+                continue
+            weight, state = self._weight(op.inputs[i])
+            inputs = [op.inputs[j] for j in feeds]
+            use = Use(kind, feeds.index(i), inputs, [a[t] for t in inputs], weight, gs_of[key(out)], a[out], out)
+            # Not before its gradient is there: else patches of every layer's input wait for the backward pass.
+            with tf.control_dependencies([use.g]):
+                made = RULES[kind.type](use, self.units)
+            if made is None:
+                made = self._replay([op], [i]).gradients([out], [gs_of[key(out)]], self.units, self.sizes)[0]
+                self.replayed.add(id(made))
+            self.op_of[id(made)] = kind.type
+            found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
+        for replay in replays:
+            ys = [t for t in replay.outputs if key(t) in gs_of]
+            if ys:
+                made_all = replay.gradients(ys, [gs_of[key(t)] for t in ys], self.units, self.sizes)
+                for t, made in zip(replay.weights, made_all, strict=True):
+                    weight, state = self._weight(t)
+                    self.replayed.add(id(made))
+                    self.op_of[id(made)] = max((op.type for op in replay.ops), key=lambda k: k.endswith("While"))
+                    found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
+        return found
+
+    def _weight(self, t: tf.Tensor) -> tuple[tf.Tensor, Public]:
+        state = self.analysis[t]
+        if isinstance(state, Handle):
+            if state.index not in self.reads:
+                self.reads[state.index] = tf.convert_to_tensor(self.variables[state.index])
+                self.analysis.run([self.reads[state.index]])
+            return self.reads[state.index], Public(frozenset([state.index]))
+        return t, state
+
+    def _replay(self, ops: list[tf.Operation], at: list[int] | None = None) -> Replay:
+        a = self.analysis
+        weights = {
+            key(t): t
+            for op in ops
+            for i, t in enumerate(op.inputs)
+            if weighs(a[t]) and _has_gradient(t) and (at is None or i in at)
+        }
+        shapes = [self._weight(t)[0].shape for t in weights.values()]
+        return Replay(ops, list(weights.values()), shapes, a)
+
+    def _roots(self, weight: tf.Tensor, state: Public) -> list[tuple[int, tf.Tensor]]:
+        """The reads (or given tensors) that a weight tensor is computed from, with their variables' numbers."""
+        a, roots = self.analysis, []
+        given = {key(v): i for i, v in enumerate(self.variables) if not hasattr(v, "handle")}
+        stop = [v for v in self.variables if not hasattr(v, "handle")]
+        if key(weight) in given:
+            return [(given[key(weight)], weight)]
+        # Not through shapes: those of a later layer's activations lead back to every weight before it.
+        for op in graph_tools.ancestors([weight], stop, lambda t: weighs(a[t])).values():
+            if op.type == "ReadVariableOp":
+                s = a[op.outputs[0]]
+                if isinstance(s, Public) and s.deps:
+                    roots.append((next(iter(s.deps)), op.outputs[0]))
+            elif op.type in CALLS or op.type == "ResourceGather":  # what reads by itself
+                handles = {key(t): t for t in op.inputs if isinstance(a[t], Handle) and a[t].index is not None}
+                for t in handles.values():
+                    if all(root is not t for _, root in roots):
+                        roots.append((a[t].index, t))
+            roots += [(given[key(t)], t) for t in op.inputs if key(t) in given and (given[key(t)], t) not in roots]
+        missing = state.deps - {i for i, _ in roots}
+        if missing:
+            raise PrivacyError(
+                f"{weight.op.type} ({weight.op.name!r}) holds trainable weights that were read in another graph or "
+                "inside a loop or a branch. Read them, and compute the loss, in one and the same tf.function."
+            )
+        return roots
+
+    def _shape(self, root: tf.Tensor) -> tf.TensorShape:
+        if root.dtype != tf.resource:
+            return root.shape
+        return self.variables[self.analysis[root].index].shape
+
+    # -- norms and sums --------------------------------------------------------------------------------------
+
+    def squared_norms(self) -> tf.Tensor:
+        """[units], over all variables: never below the truth by more than a thousandth of it. Where terms of a sum
+        cancel to as little as its rounding error, the error is added."""
+        self.merged: list[list[tuple[Contribution, tf.Tensor, tf.Tensor]]] = []
+        terms = [tf.zeros([self.units.count], self.dtype)]
+        doubts: list[tf.Tensor] = []
+        for i in range(len(self.variables)):
+            parts = self._merged([(c, w, r) for v, c, w, r in self.contributions if v == i])
+            terms += [c.squared_norms() for c, _, _ in parts]
+            own = [c.doubt for c, _, _ in parts if c.doubt is not None]
+            if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
+                terms.append(2 * inner_product(*parts))
+                own *= 2  # its error is at most both of theirs
+            doubts += own
+            self.merged.append(parts)
+        total = tf.add_n(terms)
+        if not doubts:
+            return total
+        doubt = tf.add_n(doubts)
+        return tf.where(total > 1000 * doubt, total, tf.maximum(total, 0) + doubt)
+
+    def _merged(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
+        """The uses of one variable as one contribution, so that its squared norm is that of their sum."""
+        if not parts:
+            return []
+        if not all(isometric(w, r) for _, w, r in parts):
+            return self._pulled_back(parts)
+        if len(parts) == 1:
+            return parts
+        alike: dict[tuple, list] = {}
+        for c, w, r in parts:
+            alike.setdefault((type(c), c.same, chain(w, r), tuple(w.shape)), []).append((c, w, r))
+        merged = [(type(same[0][0]).merged([c for c, _, _ in same]), *same[0][1:]) for same in alike.values()]
+        merged.sort(key=lambda part: not isinstance(part[0], Lookup))
+        if len(merged) == 1 or (len(merged) == 2 and vocabulary_side(*merged) is not None):
+            return merged
+        return self._pulled_back(parts)
+
+    def _pulled_back(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
+        """All uses formed and carried back to the variable itself."""
+        grouped: dict[tuple, list] = {}
+        for c, w, r in parts:
+            grouped.setdefault((key(w), key(r)), []).append((c, w, r))
+        total = None
+        for same in grouped.values():
+            w, r = same[0][1:]
+            f = tf.add_n([c.formed() for c, _, _ in same])
+            if w is not r:
+                f = pullback(f, w, r, self._shape(r))
+            if f is not None:
+                total = f if total is None else total + f
+        root = parts[0][2]
+        return [] if total is None else [(Formed([total]), root, root)]
+
+    def finish(
+        self, norms2: tf.Tensor, l2_norm_clip: float | tf.Tensor, denominator: tf.Tensor | None = None
+    ) -> ClippedGradients:
+        """The clipped sums; with a ``denominator`` each unit's part is divided by it, which costs nothing here and a
+        pass over all parameters afterwards."""
+        units = self.units
+        good = tf.math.is_finite(norms2)
+        for holds in self.holds:  # XLA leaves the op out that would stop the step
+            good = tf.logical_and(good, holds)
+        units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
+        norms = tf.sqrt(norms2)
+        held = tf.is_tensor(l2_norm_clip)
+        clip = tf.cast(l2_norm_clip, self.dtype) if held else tf.constant(l2_norm_clip, self.dtype)
+        c = tf.where(good, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
+        if denominator is not None:
+            c /= tf.cast(denominator, self.dtype)
+        units.mend([t for parts in self.merged for contribution, _, _ in parts for t in contribution.to_mend()])
+        sums: list[tf.Tensor | None] = []
+        before: list[tf.Tensor] = []
+        for parts in self.merged:
+            total = None
+            for contribution, weight, root in parts:
+                # One after the other: else the scaled copies for all of them are in memory at once.
+                with tf.control_dependencies(before):
+                    s = contribution.weighted_sum(c, units)
+                before = [s]
+                if weight is not root:
+                    moved = carried_back(s, weight, root, units=False)
+                    s = moved if moved is not None else tf.gradients([weight], [root], [tf.cast(s, weight.dtype)])[0]
+                if s is not None:
+                    s = tf.cast(tf.convert_to_tensor(s), self.dtype)
+                    total = s if total is None else total + s
+            sums.append(total)
+        return ClippedGradients(
+            sum=sums,
+            norms=norms,
+            regularization=self._regularization(),
+            num_units=units.count,
+            batch_size=self.batch_size,
+            num_nonfinite=tf.reduce_sum(tf.cast(tf.logical_not(good), tf.int32)),
+        )
+
+    def _regularization(self) -> list[tf.Tensor | None]:
+        result: list[tf.Tensor | None] = [None] * len(self.variables)
+        state = None if self.public_loss is None else self.analysis[self.public_loss]
+        if not isinstance(state, Public):  # none, or a number made of lengths
+            return result
+        roots = self._roots(self.public_loss, state)
+        if not roots:
+            return result
+        grads = tf.gradients([self.public_loss], [r for _, r in roots])
+        for (i, _), g in zip(roots, grads, strict=True):
+            if g is not None:
+                g = tf.cast(tf.convert_to_tensor(g), self.dtype)
+                result[i] = g if result[i] is None else result[i] + g
+        return result
+
+
+def _has_gradient(t: tf.Tensor) -> bool:
+    return t.dtype.is_floating or t.dtype.is_complex or t.dtype == tf.resource  # not what weights are compared to
+
+
+def clusters(ops: list[tf.Operation]) -> list[list[tf.Operation]]:
+    """Groups of ops that hand TensorLists to one another, in order."""
+    group: dict[str, list[tf.Operation]] = {}
+    names = {op.name for op in ops}
+    for op in ops:
+        mine = group.setdefault(op.name, [op])
+        for t in op.inputs:
+            if t.dtype == tf.variant and t.op.name in names and group[t.op.name] is not mine:
+                theirs = group[t.op.name]
+                theirs.extend(mine)
+                for member in mine:
+                    group[member.name] = theirs
+                mine = theirs
+    place = {op.name: i for i, op in enumerate(ops)}
+    distinct = {id(members): members for members in group.values()}
+    return [sorted(members, key=lambda o: place[o.name]) for members in distinct.values()]

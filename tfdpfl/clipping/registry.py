@@ -1,0 +1,117 @@
+"""What is known of each kind of op. `ops` fills the tables, one family of ops a file; users add to them by
+`register_rule`. Nothing else in the engine goes by the names of ops.
+
+A *move* says where the examples are in an op's outputs, given where they are in its inputs. A *rule* turns the use of a
+weight into each unit's gradient of it. *Rows* say which rows of an op's inputs a row of its output is made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+
+from tfdpfl.clipping.gradients import Contribution, Units, Use
+from tfdpfl.clipping.states import Batch, State, mixed
+
+# (the `BatchAxis` that asks, the op, its inputs' states) -> the state of all outputs, or a list of each one's; None to
+# leave the op to what holds for any: public if all that it takes in is, else mixed.
+Transfer = Callable[[Any, tf.Operation, list[State]], "State | list[State] | None"]
+# (use, units) -> the units' gradients; None leaves the use to the exact fallback.
+Rule = Callable[[Use, Units], "Contribution | None"]
+# (output, axis from the right) -> the tensors whose rows a row along that axis is made of, one from one, and their
+# axes from the right; None if the op makes rows in another way.
+Rows = Callable[[tf.Tensor, int], "list[tuple[tf.Tensor, int]] | None"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A transfer, and what may come before it.
+
+    ``data``: the input that the op works on, if the others are its settings: axes, lengths, indices. They may not
+    depend on examples, nor on how many there are, but for those in ``sizes``, which the transfer looks at itself.
+    ``mixed``, ``any_rank``, ``blocks``: it is asked also where an input is `Mixed`; has an unknown rank; holds the
+    batch several times over (`Batch.blocks`).
+    """
+
+    transfer: Transfer
+    data: int | None = None
+    sizes: tuple[int, ...] = ()
+    mixed: bool = False
+    any_rank: bool = False
+    blocks: bool = False
+
+
+MOVES: dict[str, Move] = {}
+RULES: dict[str, Rule] = {}
+ROWS: dict[str, Rows] = {}
+
+
+def moves(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer]:
+    """Registers a transfer for op types; ``settings`` as in `Move`."""
+
+    def add(transfer: Transfer) -> Transfer:
+        MOVES.update(dict.fromkeys(kinds, Move(transfer, **settings)))
+        return transfer
+
+    return add
+
+
+def rule(*kinds: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for op types."""
+
+    def add(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return add
+
+
+def rows(*kinds: str) -> Callable[[Rows], Rows]:
+    """Registers where op types take their rows from."""
+
+    def add(function: Rows) -> Rows:
+        ROWS.update(dict.fromkeys(kinds, function))
+        return function
+
+    return add
+
+
+def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[Rule], Rule]:
+    """Teaches the engine an op: a decorator for a function ``rule(use, units)``.
+
+        @tfdpfl.clipping.register_rule("MyScale", batch_axis=0)
+        def scale(use, units):  # y = MyScale(x, w), entry by entry
+            return summed_to(use.g * use.inputs[0], use.out, use.shape, units)
+
+    Args:
+      op_type: the op's type, as in ``tensor.op.type``.
+      batch_axis: give it for an op that the engine does not know: the axis of the examples in its inputs that have
+        them and in its outputs. It is your promise that row i of an output depends on row i of each input alone, and
+        that the op's gradient keeps to that; ε hangs on it. `validate` checks it with numbers.
+
+    The rule returns `Outer`, `Lookup` or `Formed` from `tfdpfl.clipping.gradients` (see there), or None to leave a use
+    to the exact fallback. A rule for an op that has one replaces it.
+
+    Raises:
+      ValueError: TensorFlow knows no such op.
+    """
+    if not isinstance(op_type, str) or op_def_registry.get(op_type) is None:
+        raise ValueError(
+            f"op_type={op_type!r} is no op of TensorFlow; give tensor.op.type of a result, and load a library of your "
+            "own ops before."
+        )
+    if batch_axis is not None:
+        moves(op_type)(functools.partial(_promised, batch_axis))
+    return rule(op_type)
+
+
+def _promised(axis: int, _: Any, op: tf.Operation, states: list[State]) -> State | None:
+    batches = [s for s in states if isinstance(s, Batch)]
+    if any(s.axis != axis for s in batches):
+        return mixed(op, f"was registered with batch_axis={axis}, but the batch is elsewhere")
+    return Batch(axis, batches[0].rows) if batches else None

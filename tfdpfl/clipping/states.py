@@ -1,0 +1,106 @@
+"""The states that a tensor can be in, as to where its examples are.
+
+An abstract interpretation of the graph between the inputs and the loss (`batch_axis`) gives every tensor one state:
+
+- ``Public``: holds nothing of any example (constants, weights, noise, what follows from these alone);
+- ``Size``: a small integer or float tensor made of shapes, entry by entry a multiple of a power of the batch size;
+- ``Batch``: one axis is indexed by the examples, in order, ``rows`` consecutive rows each, and a row depends on
+  its own example only;
+- ``Items``: a TensorList whose elements are ``Batch``;
+- ``Handle``: a resource, such as a variable;
+- ``Mixed``: examples may have met. It remembers the op that did it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Public:
+    """Data-independent. ``deps``: the variables (by number) it is computed from. ``alike``: rows along any axis
+    are equal or identically distributed, so that a row does not tell a position in the batch."""
+
+    deps: frozenset[int] = frozenset()
+    alike: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Made of shapes. Each entry is (coefficient, power of the batch size); None where it is not known."""
+
+    entries: tuple[tuple[int | None, int | None], ...]
+
+    @property
+    def batch_free(self) -> bool:
+        return all(power == 0 for _, power in self.entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """``blocks``: the axis holds that many copies of the batch one after the other (SpaceToBatchND)."""
+
+    axis: int
+    rows: int | None = 1
+    blocks: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    element: Public | Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """A resource: ``index`` of the trainable variable behind it, or None. ``name`` tells resources apart."""
+
+    index: int | None
+    name: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    op: str
+    name: str
+    why: str
+
+    def describe(self) -> str:
+        return f"{self.op} (in {layer_of(self.name)!r}) {self.why}"
+
+
+State = Public | Size | Batch | Items | Handle | Mixed
+Entry = tuple[int | None, int | None]  # of a Size: (coefficient, power of the batch size)
+
+UNKNOWN = (None, None)
+
+# Why examples meet, where more than one place says so.
+BY_POSITION = "treats an example by its position in the batch"
+TAINTED = "reads a variable that the step itself writes batch data to"
+
+
+def weighs(state: State) -> bool:
+    """Whether the value comes from trainable weights alone."""
+    return state.index is not None if isinstance(state, Handle) else isinstance(state, Public) and bool(state.deps)
+
+
+def is_batch_free(state: State) -> bool:
+    """Whether the value holds nothing of the examples, nor of how many there are."""
+    return isinstance(state, Public) or (isinstance(state, Size) and state.batch_free)
+
+
+def layer_of(op_name: str) -> str:
+    """The layer's name inside an op's name; Keras names scopes model/layer/op."""
+    parts = [p for p in op_name.split("/") if p]
+    return "/".join(parts[:-1]) or op_name
+
+
+def mixed(op: tf.Operation, why: str) -> Mixed:
+    return Mixed(op.type, op.name, why)
+
+
+def deps(states: Iterable[State]) -> frozenset[int]:
+    """The variables that public ones among the states are computed from."""
+    return frozenset().union(*(s.deps for s in states if isinstance(s, Public)))
