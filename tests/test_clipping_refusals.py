@@ -1053,3 +1053,25 @@ def test_a_pools_gradient_at_fixed_places_is_refused():
 
     with pytest.raises(PrivacyError, match="MaxPoolGrad"):
         clip_sum(losses, [w], normal(B, 4), 1.0)
+
+
+@pytest.mark.parametrize("static", [None, 4])
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda: [L.Dropout(0.2)],
+        lambda: [L.GaussianNoise(0.2)],
+        lambda: [L.SpatialDropout1D(0.2)],
+        lambda: [L.LSTM(3)],
+        lambda: [L.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))],
+    ],
+    ids=["dropout", "noise", "spatial dropout", "lstm", "random normal"],
+)
+def test_a_layer_that_takes_its_shape_from_normalised_examples_is_not_blamed(after, static):
+    """Its shape is not known because the examples met before: that is what a user can mend."""
+    model = tf.keras.Sequential(
+        [tf.keras.Input((7, 3), batch_size=static), L.Dense(4), L.BatchNormalization(name="its_bn"), *after(), L.Dense(1)]
+    )
+    model.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), "mse")
+    with pytest.raises(PrivacyError, match=r"its_bn.*GroupNormalization"):
+        model.fit(np.ones((8, 7, 3)), np.ones((8, 1)), batch_size=4, verbose=0)

@@ -128,6 +128,34 @@ def test_a_registered_rule_is_used_and_exact():
         registry.RULES["Mul"] = old
 
 
+def test_fix_takes_layers_without_weights_as_they_are():
+    """A Lambda's function has no config that Keras could make it from."""
+    double = L.Lambda(lambda x: 2 * x, name="double")
+    for model in (
+        tf.keras.Sequential([tf.keras.Input((6,)), L.Dense(4), L.BatchNormalization(), double, L.Dense(1)]),
+        tf.keras.Model(
+            x := tf.keras.Input((6,)), L.Dense(1)(double(L.Dropout(0.5)(L.BatchNormalization()(L.Dense(4)(x)))))
+        ),
+    ):
+        fixed = fix(model).model
+        assert [type(layer).__name__ for layer in fixed.layers].count("LayerNormalization") == 1
+        fixed.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), "mse")
+        fixed.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0)
+        model(np.ones((2, 6), "float32"))  # the old one is as it was
+
+
+def test_fix_names_the_layer_that_it_cannot_copy():
+    class Mine(tf.keras.regularizers.Regularizer):
+        def __call__(self, w):
+            return tf.reduce_sum(w * w)
+
+    model = tf.keras.Sequential(
+        [tf.keras.Input((6,)), L.Dense(4, kernel_regularizer=Mine(), name="penalised"), L.BatchNormalization()]
+    )
+    with pytest.raises(PrivacyError, match=r"'penalised' \(Dense\) cannot be copied.*get_config"):
+        fix(model)
+
+
 @pytest.mark.slow
 def test_fix_replaces_batch_normalisation_and_copies_the_rest():
     inner = tf.keras.Sequential([tf.keras.Input((8, 8, 6)), L.Conv2D(4, 3), L.BatchNormalization(name="inner_bn")])

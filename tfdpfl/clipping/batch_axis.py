@@ -117,7 +117,19 @@ class BatchAxis:
         if op.type in ENTRIES:
             return [self._enter(t) for t in op.outputs]
         found = self._refused(op, states) or self._moved(op, states)
+        if isinstance(found, Mixed) and found.name == op.name:
+            found = self._met_before(op, states) or found
         return found if isinstance(found, list) else [found] * len(op.outputs)
+
+    def _met_before(self, op: tf.Operation, states: list[State]) -> Mixed | None:
+        """Where examples met earlier, if that is why an op's shape is not known: that is what is to be mended."""
+        for t, s in zip(op.inputs, states, strict=True):
+            if isinstance(s, Size) and any(power is None for _, power in s.entries):
+                for before in graph_tools.ancestors([t]).values():
+                    state = self.states.get((before.name, 0))
+                    if isinstance(state, Mixed):
+                        return state
+        return None
 
     @staticmethod
     def _refused(op: tf.Operation, states: list[State]) -> Mixed | None:

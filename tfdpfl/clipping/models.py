@@ -204,11 +204,13 @@ def fix(model: Any) -> Fixed:
     """A copy of a Sequential or functional model in which what mixes examples is replaced by what does not.
 
     BatchNormalization becomes GroupNormalization (up to 32 groups of channels), or LayerNormalization after layers
-    without spatial axes, with the same gamma and beta; nested models are fixed, too. All other weights are copied.
-    The statistics that a batch normalisation had learned have no place in the new layer: train, or fine-tune.
+    without spatial axes, with the same gamma and beta; nested models are fixed, too. All other weights are copied;
+    layers without weights are in both models. The statistics that a batch normalisation had learned have no place in
+    the new layer: train, or fine-tune.
 
     Raises:
-      PrivacyError: for a subclassed model, whose layers cannot be replaced from outside.
+      PrivacyError: for a subclassed model, whose layers cannot be replaced from outside; for a layer with weights that
+        Keras cannot make from its config.
       TypeError: for what is no Keras model.
     """
     layers = tf.keras.layers
@@ -228,7 +230,7 @@ def fix(model: Any) -> Fixed:
             changes.extend(inner.changes)
             return inner.model
         if not isinstance(layer, layers.BatchNormalization):
-            return layer.__class__.from_config(layer.get_config())
+            return layer if not layer.weights and not isinstance(layer, layers.InputLayer) else _anew(layer)
         normalised.add(layer.name)
         axis = layer.axis[0] if isinstance(layer.axis, list | tuple) else layer.axis
         shape = layer.input.shape
@@ -253,6 +255,17 @@ def fix(model: Any) -> Fixed:
     made = clone(model, clone_function=replaced, **({"call_function": called} if takes_calls else {}))
     _copy_weights(model, made)
     return Fixed(made, tuple(changes))
+
+
+def _anew(layer: Any) -> Any:
+    try:
+        return layer.__class__.from_config(layer.get_config())
+    except Exception as error:  # whatever a user's own class says
+        raise PrivacyError(
+            f"{layer.name!r} ({type(layer).__name__}) cannot be copied: {error}. Give the layer, and what it was given "
+            "(regularizers, initializers), a get_config that holds all its arguments; or build the model anew with "
+            "GroupNormalization in place of BatchNormalization."
+        ) from error
 
 
 def _copy_weights(old: Any, new: Any) -> None:
