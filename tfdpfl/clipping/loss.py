@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import constant, key
-from tfdpfl.clipping.refusals import ALONE, mixing
+from tfdpfl.clipping.refusals import ALONE, OVERLAP, WEIGHTED, mixing
 from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
 from tfdpfl.errors import PrivacyError
 
@@ -253,10 +253,10 @@ class LossOfOne:
     def _over(self, x: Term, y: Term, op: tf.Operation) -> Term:
         rank = max(x.rank, y.rank)
         if y.kind == "total" or (y.kind == "batch" and x.kind == "total"):
+            overlap = re.search("dice|tversky", op.name)
             raise PrivacyError(
                 f"The loss is divided by a sum over the examples of the batch ({op.type} {op.name!r}), so each "
-                "example's gradient depends on the others' weights. Use a reduction that divides by the batch size "
-                "('sum_over_batch_size') or none ('sum') in place of 'mean_with_sample_weight' or a weighted mean."
+                f"example's gradient depends on the others'. {OVERLAP if overlap else WEIGHTED}"
             )
         if y.kind == "count":
             # Where the mask leaves nothing there is nothing to divide.

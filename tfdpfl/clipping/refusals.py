@@ -8,6 +8,13 @@ ALONE = (
     " The batch is known to be one example, whose axis cannot always be told from others of length 1: if the model "
     "trains on larger batches, leave the size free, as tf.data.Dataset's batch(1) without drop_remainder does."
 )
+OVERLAP = (
+    "Give the loss the axes of one example: for images keras.losses.Dice(axis=(1, 2, 3)), and Tversky likewise."
+)
+WEIGHTED = (
+    "Use a reduction that divides by the batch size ('sum_over_batch_size') or none ('sum') in place of "
+    "'mean_with_sample_weight' or a weighted mean."
+)
 _NORMALISED = (
     "Replace BatchNormalization by GroupNormalization or LayerNormalization (tfdpfl.clipping.fix(model).model does), "
     "or freeze it: layer.trainable = False makes it use the statistics that it has."
@@ -22,6 +29,9 @@ _PLACED = (
 _APART = (
     "Let every example keep its place, and compute on the whole batch at once: tf.map_fn, tf.vectorized_map and "
     "tf.unstack hand the examples out one by one."
+)
+_JOINED = (
+    "Call the model on each part and add the losses: real and generated images, say, each with its own labels."
 )
 _CONTRASTED = (
     "Compare each example with what is public, or with its own other parts: what compares the examples of a batch has "
@@ -38,6 +48,7 @@ _MENDS = {
     "slices by the batch size": _PLACED,
     "takes the batch apart": _APART,
     "makes a list whose length depends on examples or on how many there are": _APART,
+    "joins along the batch axis": _JOINED,
     "picks examples of the batch": _APART,
     "takes some examples of the batch, not all": _APART,
     "combines the examples along one axis with the examples along another": _CONTRASTED,
@@ -56,19 +67,38 @@ _MENDS = {
 def mixing(origin: Mixed, through: str | None = None) -> str:
     """The sentence for an op that mixes examples, with what a user can do about it."""
     reach = f", and its result reaches the loss through {through}" if through else ""
-    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_mend(origin)}"
+    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_mend(origin, through or '')}"
 
 
-def _mend(origin: Mixed) -> str:
+def _mend(origin: Mixed, through: str) -> str:
     name = origin.name.lower()
     if "batch_norm" in name or "batchnorm" in name or "moments" in name:
         return _NORMALISED
     if origin.op.startswith(("String", "Unicode", "SparseCross")):
         return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
+    if "sampled_softmax_loss" in name or "nce_loss" in name:
+        return (
+            "TensorFlow looks up the examples' classes and the sampled ones in one go. Look them up by two: "
+            "true = tf.reduce_sum(x * tf.gather(w, y), 1) and sampled = tf.matmul(x, tf.gather(w, ids), "
+            "transpose_b=True); the logits are tf.concat([true[:, None], sampled], 1), and the first one is right."
+        )
+    if through.startswith("CTCLoss") or "dense_to_sparse" in name:
+        return (
+            "Of sparse labels the rows cannot be followed. If this is a CTC loss, give tf.nn.ctc_loss dense labels "
+            "[batch, length] with label_length, logit_length and blank_index; in Keras 3, keras.losses.CTC does."
+        )
+    if origin.op.endswith("Case"):
+        return "Choose the branch in Python, where the index is known beforehand; or use tf.cond."
     if "hinge" in name:
         return (
             "Keras looks at all of the batch's labels to tell 0 and 1 from -1 and 1. With labels of -1 and 1: "
             "loss=lambda t, p: tf.reduce_mean(tf.maximum(1 - t * p, 0), -1) (squared: tf.square of the maximum)."
+        )
+    if "pfor" in name and "gradient_tape" in name:
+        return (
+            "If this is tape.batch_jacobian(y, x): take the derivatives one output at a time, with "
+            "GradientTape(persistent=True): y, parts = ..., [y[:, i] for i in range(n)] under the tape, and "
+            "tf.stack([tape.gradient(part, x) for part in parts], 1)."
         )
     if "pfor" in name:
         return _APART

@@ -47,6 +47,9 @@ class Move:
 
 
 MOVES: dict[str, Move] = {}
+# By how the name of a function for tf.custom_gradient begins: moves of the IdentityN that gives out its results, then
+# its arguments. They are asked although the results are `Mixed`.
+ENDS: dict[str, Transfer] = {}
 RULES: dict[str, Rule] = {}
 ROWS: dict[str, Rows] = {}
 
@@ -56,6 +59,16 @@ def moves(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer]:
 
     def add(transfer: Transfer) -> Transfer:
         MOVES.update(dict.fromkeys(kinds, Move(transfer, **settings)))
+        return transfer
+
+    return add
+
+
+def ends_gradient(name: str) -> Callable[[Transfer], Transfer]:
+    """Registers what TensorFlow's own function ``name`` for tf.custom_gradient is known to do."""
+
+    def add(transfer: Transfer) -> Transfer:
+        ENDS[name] = transfer
         return transfer
 
     return add

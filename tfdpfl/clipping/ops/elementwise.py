@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Formed, Units, Use, summed_to
-from tfdpfl.clipping.graph import constant, copy_op, passes_gradients_through
-from tfdpfl.clipping.registry import moves, rows, rule
+from tfdpfl.clipping.graph import constant, copy_op, gradient_function, passes_gradients_through
+from tfdpfl.clipping.registry import ENDS, moves, rows, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
@@ -41,13 +41,8 @@ ELEMENTWISE = frozenset(
 )
 
 
-@moves(*ELEMENTWISE)
+@moves(*ELEMENTWISE - {"IdentityN"})
 def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State] | None:
-    if op.type == "IdentityN":
-        batches = {s for s in states if isinstance(s, Batch)}
-        if len(batches) > 1 and passes_gradients_through(op):
-            return mixed(op, "hands gradients from the examples along one axis to those along another")
-        return list(states)
     if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
         return states[0]
     batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
@@ -79,7 +74,21 @@ def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State
 
 
 moves("Identity", blocks=True)(elementwise)
-moves("IdentityN", any_rank=True)(elementwise)
+
+
+@moves("IdentityN", mixed=True, any_rank=True)
+def identities(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State]:
+    """Also what ends a tf.custom_gradient."""
+    if "_gradient_op_type" in op.node_def.attr:
+        name = getattr(gradient_function(op), "__qualname__", "")
+        for beginning, transfer in ENDS.items():
+            if name.startswith(beginning) and (known := transfer(view, op, states)) is not None:
+                return known
+    if met := next((s for s in states if isinstance(s, Mixed)), None):
+        return met
+    if len({s for s in states if isinstance(s, Batch)}) > 1 and passes_gradients_through(op):
+        return mixed(op, "hands gradients from the examples along one axis to those along another")
+    return list(states)
 
 
 @moves("Minimum", mixed=True)

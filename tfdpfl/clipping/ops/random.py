@@ -41,3 +41,9 @@ def skipped(view, op, states):
     if isinstance(states[2], Batch | Items):
         return mixed(op, "has settings that depend on examples")
     return view.held(op)
+
+
+@moves("LogUniformCandidateSampler", "UniformCandidateSampler", "FixedUnigramCandidateSampler")
+def candidates(view, op, states):
+    """Classes that are drawn whatever the true ones are, and how often each was to be expected."""
+    return [Public(), states[0] if isinstance(states[0], Batch) else Public(), Public()]

@@ -55,9 +55,7 @@ def summed_axes(op: tf.Operation) -> set[int] | None:
     return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
 
 
-@moves(*ALONG_AN_AXIS, data=0)
-@moves(*ALONG_THE_LAST)
-@moves("TopKV2", "RFFT", "RFFT2D", "RFFT3D", "IRFFT", "IRFFT2D", "IRFFT3D", "MatrixDiagPartV3", data=0)
+@moves(*ALONG_AN_AXIS, *ALONG_THE_LAST, data=0)
 def along(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
     x, state = op.inputs[0], states[0]
     if not isinstance(state, Batch):

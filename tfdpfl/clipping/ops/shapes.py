@@ -13,6 +13,7 @@ from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
     UNKNOWN,
     Batch,
+    Entry,
     Handle,
     Items,
     Mixed,
@@ -74,6 +75,21 @@ def numbered(view, op, states):
     if any(isinstance(s, Size) and not s.batch_free for s in states):
         return mixed(op, "numbers the examples by their position in the batch")
     return None
+
+
+@moves("DynamicStitch")
+def stitched(view, op, states):
+    """A shape made of others' entries, as the gradient of a sum makes it."""
+    half = len(op.inputs) // 2
+    entries: dict[int, Entry] = {}
+    for places, t, state in zip(op.inputs[:half], op.inputs[half:], states[half:], strict=True):
+        at = constant(places)
+        known = isinstance(state, Public | Size) and t.shape.rank in (0, 1)
+        if at is None or not known or len(view.entries(t)) != at.size:
+            return None
+        entries.update(zip(np.ravel(at).tolist(), view.entries(t), strict=True))
+    whole = not deps(states) and sorted(entries) == list(range(len(entries)))
+    return Size(tuple(entries[i] for i in range(len(entries)))) if whole else None
 
 
 @moves("Fill")
@@ -331,6 +347,39 @@ def is_whole(i, x, state, masks, begin, end, strides) -> bool:
     ends = bool(masks["end_mask"] & bit) or (state.rows is not None and end == (state.rows, 1)) or (
         power == 0 and None not in (length, number) and number >= length)  # fmt: skip
     return starts and ends
+
+
+@moves("StridedSliceGrad", data=4, sizes=(0,))
+def strided_slice_gradient(view, op, states):
+    """A slice's gradient put back among zeros: the examples are where they were in what was sliced."""
+    state, entries = states[4], view.entries(op.inputs[0])
+    ends = {m: op.get_attr(m) for m in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")}
+    strides = constant(op.inputs[3])
+    marked = [i for i, (_, power) in enumerate(entries) if power]
+    if not isinstance(state, Batch) or strides is None:
+        return None
+    if len(marked) != 1 or entries[marked[0]] != (state.rows, 1):
+        return mixed(op, "has a shape that is not known to follow the batch size")
+    at = out = 0
+    for i in range(len(strides)):
+        bit = 1 << i
+        if ends["ellipsis_mask"] & bit:
+            named = sum(not (ends["new_axis_mask"] | ends["ellipsis_mask"]) >> j & 1 for j in range(len(strides)))
+            span = len(entries) - named
+            if at <= marked[0] < at + span:
+                return Batch(marked[0], state.rows) if state.axis == out + marked[0] - at else None
+            at, out = at + span, out + span
+        elif ends["new_axis_mask"] & bit:
+            out += 1
+        else:
+            if at == marked[0]:
+                whole = ends["begin_mask"] & ends["end_mask"] & bit and strides[i] == 1
+                kept = not ends["shrink_axis_mask"] & bit and state.axis == out
+                if not (whole and kept):
+                    return mixed(op, "takes some examples of the batch, not all")
+                return Batch(at, state.rows)
+            at, out = at + 1, out + (not ends["shrink_axis_mask"] & bit)
+    return Batch(marked[0], state.rows) if state.axis == out + marked[0] - at else None
 
 
 @moves("Slice", data=0, sizes=(2,))

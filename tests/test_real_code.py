@@ -1,0 +1,250 @@
+"""What stops real Keras code, and the mends that its refusals name, tried as their words say."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import keras3
+from helpers import K, L
+
+import tfdpfl
+from tfdpfl.clipping import clipped_gradients, per_example_norms
+from tfdpfl.errors import PrivacyError
+
+RNG = np.random.default_rng(3)
+FRAMES = RNG.normal(size=(5, 12, 4)).astype("float32")
+LABELS = RNG.integers(1, 6, (5, 3)).astype("int32")
+LENGTHS = np.array([3, 1, 2, 3, 2], "int32")
+X = RNG.normal(size=(5, 4)).astype("float32")
+WEIGHTS = RNG.normal(size=(4, 6)).astype("float32")
+
+
+def agrees(loss, *batch, weights=WEIGHTS, rtol=1e-5):
+    """The norms and the clipped sum are those of the examples one by one, by TensorFlow's own gradients."""
+    w = tf.Variable(weights)
+
+    def gradient(*one):
+        with tf.GradientTape() as tape:
+            value = loss(w, *one)
+        return tf.convert_to_tensor(tape.gradient(value, w)).numpy()
+
+    each = [gradient(*(part[i : i + 1] for part in batch)) for i in range(len(batch[0]))]
+    norms = np.array([np.linalg.norm(g) for g in each])
+    clip = float(np.median(norms))
+    step = tf.function(
+        lambda *batch: (per_example_norms(loss(w, *batch), [w]), clipped_gradients(loss(w, *batch), [w], clip).sum[0]),
+        input_signature=[tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch],
+    )
+    found, total = step(*batch)
+    np.testing.assert_allclose(found, norms, rtol=rtol)
+    expected = sum(g * min(1, clip / n) for g, n in zip(each, norms, strict=True))
+    np.testing.assert_allclose(total, expected, rtol=rtol, atol=rtol * np.abs(expected).max())
+
+
+def refused(loss, *batch, match):
+    w = tf.Variable(WEIGHTS)
+    step = tf.function(
+        lambda *batch: clipped_gradients(loss(w, *batch), [w], 1.0).sum[0],
+        input_signature=[tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch],
+    )
+    with pytest.raises(PrivacyError, match=match):
+        step(*batch)
+
+
+# -- CTC -----------------------------------------------------------------------------------------------------------
+
+
+def ctc(w, frames, labels, lengths=None, blank=0, major=False):
+    n = tf.shape(frames)[0]
+    logits = tf.tensordot(frames, w, 1)
+    return tf.reduce_mean(tf.nn.ctc_loss(
+        labels, tf.transpose(logits, [1, 0, 2]) if major else logits, tf.fill([n], 3) if lengths is None else lengths,
+        tf.fill([n], 12), logits_time_major=major, blank_index=blank,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("major", [True, False])
+@pytest.mark.parametrize("lengths", [True, False])
+def test_ctc_with_dense_labels_is_exact(major, lengths):
+    given = [LENGTHS] if lengths else []
+    agrees(lambda w, *batch: ctc(w, *batch, major=major), FRAMES, LABELS, *given)
+
+
+def test_ctc_with_the_last_class_as_blank_is_exact():
+    agrees(lambda w, *batch: ctc(w, *batch, blank=-1), FRAMES, LABELS - 1)
+
+
+def test_ctc_is_as_long_as_its_own_example():
+    """One example's frames and labels have no part in another's gradient: its neighbour may be anything."""
+    w = tf.Variable(WEIGHTS)
+    norms = tf.function(lambda *batch: per_example_norms(ctc(w, *batch), [w]))
+    other, labels = FRAMES.copy(), LABELS.copy()
+    other[0], labels[0] = 50, 1
+    a, b = norms(FRAMES, LABELS, LENGTHS), norms(other, labels, LENGTHS[::-1])
+    assert a[0] != b[0]
+    np.testing.assert_allclose(a[2], b[2], rtol=1e-6)  # the middle one has its own length in both
+
+
+def test_ctc_whose_lengths_are_of_the_batch_is_refused():
+    refused(
+        lambda w, frames, labels: ctc(w, frames, labels, tf.reduce_max(labels) + 0 * labels[:, 0]), FRAMES, LABELS,
+        match="reduces over the batch|moves examples",
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not keras3(), reason="Keras 3's loss")
+def test_keras_ctc_trains():
+    model = K.Sequential([K.Input((12, 4)), L.Dense(6)])
+    model.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), K.losses.CTC())
+    model.fit(FRAMES, LABELS, batch_size=4, verbose=0)
+    agrees(lambda w, x, y: K.losses.CTC()(y, tf.tensordot(x, w, 1)), FRAMES, LABELS)
+
+
+def test_ctc_with_sparse_labels_names_the_dense_form():
+    def sparse(w, frames, labels):
+        n = tf.shape(frames)[0]
+        return tf.reduce_mean(tf.nn.ctc_loss(
+            tf.sparse.from_dense(labels), tf.tensordot(frames, w, 1), None, tf.fill([n], 12), logits_time_major=False,
+            blank_index=0,
+        ))  # fmt: skip
+
+    def keras2(w, frames, labels):
+        n = tf.shape(frames)[0]
+        probabilities = tf.nn.softmax(tf.tensordot(frames, w, 1))
+        return tf.reduce_mean(K.backend.ctc_batch_cost(labels, probabilities, tf.fill([n, 1], 12), tf.fill([n, 1], 3)))
+
+    for loss in [sparse, *([keras2] if hasattr(K.backend, "ctc_batch_cost") else [])]:
+        refused(loss, FRAMES, LABELS, match="tf.nn.ctc_loss dense labels.*label_length, logit_length and blank_index")
+
+
+# -- sampled classes -----------------------------------------------------------------------------------------------
+
+
+def sampler(y):
+    return tf.random.log_uniform_candidate_sampler(tf.cast(y, tf.int64)[:, None], 1, 10, True, 50, seed=1)[0]
+
+
+def test_sampled_softmax_by_two_lookups_trains():
+    """The mend of TensorFlow's own, which is refused."""
+    tables = RNG.normal(size=(50, 4)).astype("float32")
+    y = np.array([3, 1, 4, 1, 5], "int32")
+
+    def whole(w, x, y):
+        sampled = tf.random.log_uniform_candidate_sampler(tf.cast(y, tf.int64)[:, None], 1, 10, True, 50)
+        return tf.reduce_mean(tf.nn.sampled_softmax_loss(
+            w, tf.zeros(50), y[:, None], x, 10, 50, sampled_values=sampled, remove_accidental_hits=False
+        ))  # fmt: skip
+
+    def two(w, x, y, ids):
+        true = tf.reduce_sum(x * tf.gather(w, y), 1)
+        sampled = tf.matmul(x, tf.gather(w, ids), transpose_b=True)
+        logits = tf.concat([true[:, None], sampled], 1)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.zeros_like(y), logits))
+
+    w = tf.Variable(tables)
+    spec = [tf.TensorSpec([None, 4]), tf.TensorSpec([None], tf.int32)]
+    with pytest.raises(PrivacyError, match=r"tf.gather\(w, y\)"):
+        tf.function(lambda x, y: clipped_gradients(whole(w, x, y), [w], 1.0).sum, input_signature=spec)(X, y)
+    agrees(lambda w, x, y: two(w, x, y, tf.constant([2, 7, 11])), X, y, weights=tables)
+    drawn = tf.function(lambda x, y: clipped_gradients(two(w, x, y, sampler(y)), [w], 1.0).norms, input_signature=spec)
+    assert np.all(np.isfinite(drawn(X, y)))
+
+
+# -- derivatives within the loss -----------------------------------------------------------------------------------
+
+
+def test_derivatives_by_the_input_one_output_at_a_time():
+    """The mend of batch_jacobian, which is refused."""
+
+    def jacobian(w, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.tanh(x @ w)
+        return tf.reduce_mean(tape.batch_jacobian(y, x) ** 2)
+
+    def by_output(w, x):
+        x = tf.convert_to_tensor(x)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = tf.tanh(x @ w)
+            parts = [y[:, i] for i in range(3)]
+        return tf.reduce_mean(tf.stack([tape.gradient(part, x) for part in parts], 1) ** 2)
+
+    refused(jacobian, X, match=r"batch_jacobian.*tape.gradient\(part, x\)")
+    agrees(by_output, X, weights=WEIGHTS[:, :3])
+
+
+@pytest.mark.parametrize("cut", [np.s_[:, 1:3], np.s_[..., 0], np.s_[:, None, 2], np.s_[:, ::2], np.s_[..., None, 1:]])
+def test_the_gradient_of_a_slice_is_exact(cut):
+    def loss(w, x):
+        x = tf.convert_to_tensor(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.tanh(x @ w)[cut] ** 2
+        return tf.reduce_mean(tape.gradient(y, x) ** 2)
+
+    agrees(loss, X, rtol=2e-5)
+
+
+def test_the_gradient_of_a_slice_of_examples_is_refused():
+    def loss(w, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.tanh(x @ w)[1:] ** 2
+        return tf.reduce_mean(tape.gradient(y, x) ** 2)
+
+    refused(loss, X, match="takes some examples of the batch")
+
+
+def test_wgan_with_a_gradient_penalty_is_exact():
+    def loss(w, x, z, e):
+        h = tf.convert_to_tensor(x + e * (z - x))
+        with tf.GradientTape() as tape:
+            tape.watch(h)
+            p = tf.reduce_sum(tf.tanh(h @ w), 1)
+        slope = tf.norm(tape.gradient(p, h), axis=1)
+        return tf.reduce_mean(tf.reduce_sum(z @ w - x @ w, 1)) + 10 * tf.reduce_mean((slope - 1) ** 2)
+
+    agrees(loss, X, X[::-1].copy(), np.full((5, 1), 0.3, "float32"), rtol=2e-5)
+
+
+# -- GANs, overlaps, branches --------------------------------------------------------------------------------------
+
+
+def test_real_and_generated_examples_are_added_not_joined():
+    entropy = tf.nn.sigmoid_cross_entropy_with_logits
+
+    def joined(w, x, z):
+        logits = tf.concat([x, z], 0) @ w
+        labels = tf.concat([tf.ones_like(x @ w), tf.zeros_like(z @ w)], 0)
+        return tf.reduce_mean(entropy(labels, logits))
+
+    def added(w, x, z):
+        real, made = x @ w, z @ w
+        return tf.reduce_mean(entropy(tf.ones_like(real), real)) + tf.reduce_mean(entropy(tf.zeros_like(made), made))
+
+    refused(joined, X, X[::-1].copy(), match="Call the model on each part and add the losses")
+    agrees(added, X, X[::-1].copy())
+
+
+@pytest.mark.skipif(not keras3(), reason="Keras 3's losses")
+@pytest.mark.parametrize("name", ["Dice", "Tversky"])
+def test_an_overlap_is_each_examples_own_with_its_axes(name):
+    x, y = RNG.random((6, 4, 4, 1)).astype("float32"), np.ones((6, 4, 4, 1), "float32")
+    for given, ok in (({}, False), ({"axis": (1, 2, 3)}, True)):
+        model = K.Sequential([K.Input((4, 4, 1)), L.Conv2D(1, 3, padding="same", activation="sigmoid")])
+        model.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), getattr(K.losses, name)(**given))
+        if ok:
+            model.fit(x, y, batch_size=4, verbose=0)
+        else:
+            with pytest.raises(PrivacyError, match=rf"{name}\(axis=\(1, 2, 3\)\)|{name} likewise"):
+                model.fit(x, y, batch_size=4, verbose=0)
+
+
+def test_a_switch_by_a_number_is_chosen_in_python():
+    branches = [lambda x, w: x @ w, lambda x, w: 2 * (x @ w)]
+
+    def switched(w, x):
+        return tf.reduce_mean(tf.switch_case(tf.constant(1), [lambda f=f: f(x, w) for f in branches]) ** 2)
+
+    refused(switched, X, match="Choose the branch in Python")
+    agrees(lambda w, x: tf.reduce_mean(branches[1](x, w) ** 2), X)
