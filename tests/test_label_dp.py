@@ -308,13 +308,50 @@ def test_clusters_are_fitted_before_the_labels_are_counted(monkeypatch):
     assert seen == [(x.shape, None)]
 
 
-def test_a_cluster_without_counts_is_uniform(monkeypatch):
-    monkeypatch.setattr(_base.Uniforms, "discrete_laplace", lambda self, a, shape: np.full(shape, -1e9))
-    prior = KMeansPrior(0.5, n_clusters=4, num_classes=3).fit(*blobs())
-    assert (prior.prior_ == 1 / 3).all()
-    mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior(0.5, n_clusters=4), 3)
-    mechanism.fit_transform(*blobs())
-    assert (mechanism.k_ == 3).all()  # plain randomized response, not always the last class
+def test_what_lowers_all_counts_alike_changes_no_guess(monkeypatch):
+    # Cut at 0, such counts would leave nothing.
+    monkeypatch.setattr(_base.Uniforms, "discrete_laplace", lambda self, a, shape: np.full(shape, -1e6))
+    prior = KMeansPrior(0.5, n_clusters=3, num_classes=3, seed=0).fit(*blobs())
+    assert (prior.prior_.max(axis=1) > 1 - 1e-6).all() and prior.score(*blobs()) == 1
+
+
+def test_noisy_counts_become_the_nearest_shares_of_the_groups_size():
+    x, y = blobs(90)
+    prior = KMeansPrior(0.05, n_clusters=6, num_classes=3, seed=0).fit(x, y)
+    sizes = np.bincount(prior.groups(x), minlength=6)
+    for noisy, size, shares in zip(prior.noisy_counts_, sizes, prior.prior_, strict=True):
+        cut = optimize.brentq(lambda t: np.maximum(noisy - t, 0).sum() - size, noisy.min() - size, noisy.max())
+        assert shares * size == pytest.approx(np.maximum(noisy - cut, 0), abs=1e-8)
+
+
+def pure_groups(purity=0.9, size=300, groups=100, classes=10):
+    """Groups of one size in which so many have the group's own label: features [n, 1], labels, a clusterer."""
+
+    class Given(KMeans):
+        def fit(self, X, y=None):
+            return self
+
+        def predict(self, X):
+            return np.asarray(X)[:, 0].astype(int)
+
+    group = np.repeat(np.arange(groups), size)
+    place = np.tile(np.arange(size), groups)
+    label = np.where(place < purity * size, group, group + 1 + place) % classes
+    return group[:, None].astype(float), label, Given(groups)
+
+
+def share_of_truth(mechanism, y):
+    """How many labels its last release tells the truth about, on average over the response's noise."""
+    y = np.asarray(y)
+    return mechanism.transition_matrix_[mechanism.prior_index_, y, y].mean()
+
+
+def test_noise_on_classes_that_no_one_has_takes_no_truth():
+    # Counts cut at 0 and divided by their sum would leave 0.84.
+    x, y, clusterer = pure_groups()
+    mechanism = RandomizedResponseWithPrior(2.05, KMeansPrior(0.1, clusterer=clusterer), 10, seed=0)
+    mechanism.fit_transform(x, y)
+    assert share_of_truth(mechanism, y) > 0.865
 
 
 def test_an_empty_cluster_is_a_cluster():
@@ -326,6 +363,7 @@ def test_an_empty_cluster_is_a_cluster():
     prior = KMeansPrior(0.5, num_classes=3, clusterer=Gaps(6, n_init=1)).fit(x, y)
     assert prior.prior_.shape == (6, 3) and np.isfinite(prior.prior_).all()
     assert abs(prior.prior_.sum(axis=1) - 1).max() < 1e-12
+    assert (prior.prior_[[0, 1, 3, 4]] == 1 / 3).all()  # plain randomized response, not always the last class
 
 
 def test_a_good_prior_makes_labels_truer():

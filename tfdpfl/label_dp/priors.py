@@ -15,6 +15,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp.counts import nearest_counts
 
 _MOST_FOR_KMEANS = 200_000
 _SUM_TOLERANCE = 1e-3  # of float16 softmax outputs; a prior's sum is no matter of privacy
@@ -120,6 +121,17 @@ def _are_probabilities(output: np.ndarray) -> bool:
     return bool((output >= 0).all() and (abs(output.sum(axis=-1) - 1) <= _SUM_TOLERANCE).all())
 
 
+def _from_counts(noisy: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Rows of probabilities [groups, K] from noisy counts of groups of these sizes.
+
+    To set negative counts to 0 and divide by the sum would leave all the noise that is above 0, shared out over the
+    classes that no one has.
+    """
+    likely = nearest_counts(noisy, sizes)
+    total = likely.sum(axis=1, keepdims=True)
+    return np.where(total > 0, likely / np.where(total > 0, total, 1), 1 / noisy.shape[1])
+
+
 class LabelPrior(ClassifierMixin, LabelMechanism):
     """Guesses from histograms of the private labels, one for each group of examples, with discrete Laplace noise.
 
@@ -132,8 +144,8 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
     Attributes:
         classes_: [K], the columns.
         noisy_counts_: [groups, K], noise included: whole numbers, some below 0.
-        prior_: [groups, K], the noisy counts with negative ones set to 0, normalised. A group with none left above 0
-            (an empty one, for instance) is uniform.
+        prior_: [groups, K], the shares that are nearest to the noisy counts, in least squares, among those that are ≥ 0
+            and sum to the group's size, which is public. An empty group is uniform.
         needs_features: Whether groups depend on the features; where not, there is one group.
     """
 
@@ -167,9 +179,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         self.noisy_counts_ = counts + self._uniforms().discrete_laplace(self.epsilon / 2, counts.shape)
         self._spend((float(self.epsilon), 2))
         self._count_release()
-        clipped = np.maximum(self.noisy_counts_, 0)
-        total = clipped.sum(axis=1, keepdims=True)
-        self.prior_ = np.where(total > 0, clipped / np.maximum(total, 1), 1 / size)
+        self.prior_ = _from_counts(self.noisy_counts_, np.bincount(groups, minlength=count))
         return self
 
     def groups(self, X: Any) -> np.ndarray:
