@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from sklearn.base import clone
 
+import tfdpfl
 from tfdpfl import datasets
 from tfdpfl.accounting import price
 from tfdpfl.label_dp import (
@@ -72,6 +73,68 @@ def test_the_backward_loss_of_randomized_response_is_the_closed_form():
         assert float(loss(np.array([released]), logits)) == pytest.approx(closed, rel=1e-4)
 
 
+@pytest.mark.parametrize("from_logits", [True, False])
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+def test_one_sigmoid_is_two_classes(cls, from_logits):
+    z = np.array([[-2.0], [0.3], [1.5], [4.0]], np.float32)
+    p = 1 / (1 + np.exp(-z.astype(np.float64)))
+    both, matrix = np.hstack([1 - p, p]), np.array([[0.8, 0.2], [0.3, 0.7]])
+    y = np.array([0, 1, 1, 0])
+    if cls is ForwardCorrectedLoss:
+        expected = -np.log((both @ matrix)[np.arange(4), y])
+    else:
+        expected = -(np.linalg.inv(matrix)[y] * np.log(both)).sum(axis=1)
+    loss = cls(matrix, from_logits=from_logits, reduction="none")
+    for labels in (y, y[:, None], y[:, None].astype(np.float32)):
+        assert loss(labels, z if from_logits else p.astype(np.float32)).numpy() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_with_one_sigmoid_learns():
+    x, y = blobs(1500)
+    y = y % 2
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1, "sigmoid")])
+    loss = ForwardCorrectedLoss(epsilon=1.0, num_classes=2)
+    model.compile(tf.keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+    model.fit(x, RandomizedResponse(1.0, 2).fit_transform(y), epochs=8, batch_size=50, verbose=0)
+    assert model.evaluate(x, y, verbose=0)[1] > 0.85
+
+
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+@pytest.mark.parametrize("wrong", [-1, 3, 1.5, math.nan])
+def test_labels_that_are_no_class_are_refused_at_run_time(cls, wrong):
+    loss, logits = cls(MATRIX, from_logits=True), np.zeros((2, 3), np.float32)
+    in_graph = tf.function(lambda y: loss(y, logits))
+    for call in (lambda y: loss(y, logits), in_graph):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"labels must be whole numbers in 0\.\.2"):
+            call(tf.constant([0.0, wrong]))
+    # What XLA compiles has no asserts: there the loss is NaN.
+    compiled = tf.function(lambda y: loss(y, logits), jit_compile=True)
+    assert math.isnan(compiled(tf.constant([0.0, wrong]))) and np.isfinite(compiled(tf.constant([0.0, 2.0])))
+
+
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+@pytest.mark.parametrize(("y", "outputs", "message"), [
+    ([0, 1], (2, 1), r"y_pred must be \[n, 3\].*got the shape \(2, 1\)"),
+    ([0, 1], (2, 2), r"y_pred must be \[n, 3\].*got the shape \(2, 2\)"),
+    ([0, 1], (2, 5, 3), r"y_pred must be \[n, 3\].*got the shape \(2, 5, 3\)"),
+    ([[0, 1], [1, 2]], (4, 3), r"labels must be \[n\], \[n, 1\] or one-hot \[n, 3\], got the shape \(2, 2\)"),
+])  # fmt: skip
+def test_losses_refuse_outputs_and_labels_of_another_shape(cls, y, outputs, message):
+    with pytest.raises(ValueError, match=message):
+        cls(MATRIX).call(tf.constant(y), tf.ones(outputs))
+
+
+@pytest.mark.slow
+def test_a_dp_optimizer_takes_the_forward_loss():
+    x, y = blobs(200)
+    model = small_model()
+    optimizer = tfdpfl.DPSGD(1.0, 0.5, expected_batch_size=20, learning_rate=0.1)
+    model.compile(optimizer, ForwardCorrectedLoss(epsilon=1.0, num_classes=3))
+    history = model.fit(x, y, batch_size=20, epochs=1, verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
 def test_losses_are_saved_with_the_model(cls, tmp_path):
@@ -123,11 +186,12 @@ def test_bad_matrices_are_refused(cls, arguments, message):
         cls(**arguments)
 
 
-def test_there_is_no_backward_loss_under_a_prior():
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+def test_there_is_no_corrected_loss_under_a_prior(cls):
     mechanism = RandomizedResponseWithPrior(1.0, [0.9, 0.05, 0.05], 3)
     mechanism.fit_transform([0])
-    with pytest.raises(ValueError, match="cannot be inverted"):
-        BackwardCorrectedLoss(mechanism.transition_matrix_)
+    with pytest.raises(ValueError, match=r"cannot be inverted.*plain loss"):
+        cls(mechanism.transition_matrix_)
 
 
 # The layer

@@ -63,6 +63,6 @@ def inverse_of(matrix: np.ndarray) -> np.ndarray:
     if np.linalg.cond(matrix) > 1e8:
         raise ValueError(
             "transition_matrix cannot be inverted: some labels are never told apart, as under a prior or a tiny ε; "
-            "there is no unbiased correction"
+            "there is no correction, and a model trains with the plain loss"
         )
     return np.linalg.inv(matrix)
