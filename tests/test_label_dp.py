@@ -714,6 +714,19 @@ def test_it_works_in_pipelines():
     assert guess.predict_proba(x).shape == (600, 3)
 
 
+@pytest.mark.parametrize("make", [
+    lambda: RandomizedResponse(0.1), lambda: RROnBins(1.0, 0.1, values=range(10)),
+    lambda: UnbiasedRandomizer(1.0, 0.1, values=range(10)), lambda: ALIBI(1.0),
+])  # fmt: skip
+def test_what_releases_labels_takes_no_features_in_their_place(make):
+    # A step of a pipeline is handed X, and the labels would go past it as they are.
+    mechanism = make()
+    pipeline = make_pipeline(mechanism, LogisticRegression())
+    with pytest.raises(ValueError, match=r"releases labels.*was handed two arrays.*fit_transform\(y\) before"):
+        pipeline.fit(np.arange(60)[:, None] % 10, np.arange(60) % 3)
+    assert mechanism.releases_ == 0 and mechanism.epsilon_spent == 0
+
+
 # Bad input
 
 X, Y = blobs(60)

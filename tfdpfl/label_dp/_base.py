@@ -93,6 +93,15 @@ class LabelMechanism(BaseEstimator):
         if self.seed is not None:
             _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
 
+    def _labels_alone(self, second: Any) -> None:
+        """Refuses (X, y) where only labels are due."""
+        if second is not None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} releases labels, but was handed two arrays, as in a pipeline, which gives it X and lets y go "
+                f"past it as it is: call {name}.fit_transform(y) before, and fit the pipeline on what that returns"
+            )
+
     # -- copies ----------------------------------------------------------------------------------------------
 
     def __sklearn_clone__(self) -> Any:

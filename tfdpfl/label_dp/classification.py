@@ -69,13 +69,14 @@ class RandomizedResponse(_LabelTransformer):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self._check()
 
-    def fit(self, y: Any, _unused: Any = None) -> RandomizedResponse:
+    def fit(self, y: Any, _second: None = None) -> RandomizedResponse:
         """Learns the classes, unless they were given. Costs nothing.
 
         Args:
             y: Labels [n] or [n, 1]: numbers or strings, in a list, array, pandas Series, tensor, or a
                 `tf.data.Dataset` of labels or (x, y) pairs, batched or not.
         """
+        self._labels_alone(_second)
         self._check()
         if _labels.is_dataset(y):
             y = labels_of(y)

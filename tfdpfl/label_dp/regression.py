@@ -42,12 +42,13 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
                     "histogram a part of it"
                 )
 
-    def fit(self, y: Any, _unused: Any = None) -> Any:
+    def fit(self, y: Any, _second: None = None) -> Any:
         """Releases the noisy histogram, unless the prior is public, and makes the mechanism that suits it.
 
         Args:
             y: Labels [n], finite numbers. Each counts as the nearest value of the grid.
         """
+        self._labels_alone(_second)
         self._check()
         if _labels.is_dataset(y):
             y = labels_of(y)
