@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -133,6 +134,34 @@ def test_frequencies_pass_a_chi_square_test(make):
     seen = np.array([(released == output).sum() for output in outputs])
     assert seen.sum() == n
     assert stats.chisquare(seen[row > 0], n * row[row > 0]).pvalue > 1e-8
+
+
+@pytest.mark.parametrize("classes", [2, 10, 10_000])
+@pytest.mark.parametrize("epsilon", [30.0, 37.0, 45.0, 800.0])
+@pytest.mark.parametrize("make", [
+    lambda eps, k: RandomizedResponse(eps, k),
+    lambda eps, k: RandomizedResponseWithPrior(eps, np.full(k, 1 / k), k),
+    lambda eps, k: RROnBins(eps, prior=(np.arange(256.0), np.full(256, 1 / 256))),
+])  # fmt: skip
+def test_lies_are_never_rarer_than_epsilon_says(monkeypatch, make, epsilon, classes):
+    # At ε = 37 a lie is rarer than a uniform number's last bit: it must be told oftener, not never.
+    mechanism, n = make(epsilon, classes).fit([0, 1]), 3000
+    k = len(mechanism.outputs_) if hasattr(mechanism, "outputs_") else classes
+    odds = (k - 1) * Fraction(math.exp(-epsilon))
+    due = max(1, math.ceil(odds / (1 + odds) * 2**53))
+    numbers = [np.arange(n) * 2.0**-53, (np.arange(n) + 0.5) / n]
+    monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, size: numbers.pop(0)[:size])
+    released = mechanism.transform(np.full(n, 1))
+    truth = mechanism.outputs_[mechanism.bins_[1]] if hasattr(mechanism, "outputs_") else 1
+    assert (released != truth).sum() == pytest.approx(min(due, n), abs=1e-9 * due)
+
+
+def test_rare_lies_name_all_classes_alike(monkeypatch):
+    for mechanism in (RandomizedResponse(45.0, 10), RandomizedResponseWithPrior(45.0, np.full(10, 0.1), 10)):
+        mechanism.fit([0, 1])
+        numbers = [np.zeros(900), (np.arange(900) + 0.5) / 900]
+        monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, size, numbers=numbers: numbers.pop(0)[:size])
+        assert np.bincount(mechanism.transform(np.full(900, 4))).tolist() == [100] * 4 + [0] + [100] * 5
 
 
 def test_labels_are_drawn_independently_of_each_other():

@@ -227,6 +227,13 @@ def test_the_layer_takes_strings_for_ids_and_keeps_shape_and_dtype():
     assert (LabelPrivacy(60.0, 3)(labels, ids=labels).numpy() == labels.numpy()).all()
 
 
+def test_the_layer_lies_at_any_epsilon(monkeypatch):
+    hashed = [tf.zeros(900, tf.int64), tf.range(900, dtype=tf.int64) * 2**53 // 900]
+    monkeypatch.setattr(tf.strings, "to_hash_bucket_strong", lambda *args: hashed.pop(0))
+    said = LabelPrivacy(45.0, 10)(tf.fill([900], 4), ids=tf.range(900)).numpy()
+    assert np.bincount(said) == pytest.approx([100] * 4 + [0] + [100] * 5, abs=1)
+
+
 def test_the_layers_key_is_not_saved():
     private = LabelPrivacy(1.0, 10)
     again = LabelPrivacy.from_config(private.get_config())

@@ -95,7 +95,7 @@ class RandomizedResponse(_LabelTransformer):
             return with_labels(y, lambda x, labels: self.transform(labels))
         values, rebuild = _labels.read(y)
         uniforms, size = self._uniforms(), len(self.classes_)
-        keep = float(_top_k.keep_probability(self.epsilon, size))
+        liar = float(_top_k.lie_probability(self.epsilon, size))
         self._spend((float(self.epsilon), size))
         self._count_release()
 
@@ -103,8 +103,11 @@ class RandomizedResponse(_LabelTransformer):
             codes = _labels.encode(part, self.classes_)
             uniform = uniforms(len(codes))
             # The same number tells whether to lie, and how far round the circle of classes.
-            step = np.maximum(np.ceil((uniform - keep) * ((size - 1) / (1 - keep) if keep < 1 else 0)), 0)
-            step = np.where(uniform == keep, 1, np.minimum(step, size - 1)).astype(np.intp)
+            step = np.minimum(uniform * ((size - 1) / liar), size - 2).astype(np.intp) + 1
+            lies = uniform < liar
+            if liar < _top_k.RARE:
+                step[lies] = 1 + (uniforms(int(lies.sum())) * (size - 1)).astype(np.intp)
+            step *= lies
             codes = codes + step
             return _labels.decode(codes - size * (codes >= size), self.classes_, values)
 
@@ -187,7 +190,7 @@ class _PriorTransformer(_LabelTransformer):
             else:
                 order, rank, k = self._plan(self._table[row])
                 row = np.arange(len(row))
-            said = _top_k.release(codes, row, order, rank, k, epsilon, uniforms(len(codes)))
+            said = _top_k.release(codes, row, order, rank, k, epsilon, uniforms)
             return _labels.decode(said, self.classes_, values)
 
         return rebuild(_in_chunks(chunk, values, positions=True))

@@ -179,7 +179,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         self.noisy_counts_ = counts + self._uniforms().discrete_laplace(self.epsilon / 2, counts.shape)
         self._spend((float(self.epsilon), 2))
         self._count_release()
-        self.prior_ = _from_counts(self.noisy_counts_, np.bincount(groups, minlength=count))
+        self.prior_ = _from_counts(self.noisy_counts_, counts.sum(axis=1))
         return self
 
     def groups(self, X: Any) -> np.ndarray:

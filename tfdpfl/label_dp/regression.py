@@ -205,7 +205,7 @@ class RROnBins(_RegressionMechanism):
         order = np.arange(len(self.outputs_))[None]
         row = np.zeros(len(bins), np.intp)
         said = _top_k.release(
-            bins, row, order, order, np.array([order.size]), self._response_epsilon, uniforms(len(bins))
+            bins, row, order, order, np.array([order.size]), self._response_epsilon, uniforms
         )
         return self.outputs_[said]
 
