@@ -15,7 +15,10 @@ from dp_accounting import dp_event
 from scipy import optimize, sparse, stats
 from sklearn.base import clone
 from sklearn.cluster import KMeans
-from sklearn.linear_model import LogisticRegression
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
@@ -27,6 +30,7 @@ from tfdpfl.label_dp import (
     ALIBI,
     KMeansPrior,
     LabelPrior,
+    MultiStageTraining,
     NoisyHistogram,
     PublicPrior,
     RandomizedResponse,
@@ -349,7 +353,8 @@ def test_noisy_counts_become_the_nearest_shares_of_the_groups_size():
     prior = KMeansPrior(0.05, n_clusters=6, num_classes=3, seed=0).fit(x, y)
     sizes = np.bincount(prior.groups(x), minlength=6)
     for noisy, size, shares in zip(prior.noisy_counts_, sizes, prior.prior_, strict=True):
-        cut = optimize.brentq(lambda t: np.maximum(noisy - t, 0).sum() - size, noisy.min() - size, noisy.max())
+        left = lambda t, noisy=noisy, size=size: np.maximum(noisy - t, 0).sum() - size
+        cut = optimize.brentq(left, noisy.min() - size, noisy.max())
         assert shares * size == pytest.approx(np.maximum(noisy - cut, 0), abs=1e-8)
 
 
@@ -741,6 +746,59 @@ def test_it_works_in_pipelines():
     assert (RandomizedResponseWithPrior(2.0, prior).fit_transform(x, names) == names).mean() > 0.8
     guess = make_pipeline(StandardScaler(), KMeansPrior(20.0, 3)).fit(x, names)
     assert guess.predict_proba(x).shape == (600, 3)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: RROnBins(3.0, 0.5, values=range(10)), lambda: UnbiasedRandomizer(3.0, 0.5, values=range(10)),
+])  # fmt: skip
+@pytest.mark.parametrize("check_inverse", [False, True])
+def test_a_regressor_may_have_its_target_released(make, check_inverse):
+    x = np.tile(np.arange(10.0), 300)[:, None]
+    mechanism = make()
+    model = TransformedTargetRegressor(LinearRegression(), transformer=mechanism, check_inverse=check_inverse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(x, x[:, 0])
+    assert model.predict(x).shape == (3000,) and model.score(x, x[:, 0]) > 0.5
+    # scikit-learn's own check of the inverse is a release, and is paid.
+    paid = 0.5 + 2.5 * (1 + check_inverse)
+    assert model.transformer_.epsilon_spent == pytest.approx(paid)
+    assert mechanism.releases_ == 0 and mechanism.family_ledger.epsilon(1e-9) == pytest.approx(paid, rel=6e-3)
+    with pytest.raises(NotFittedError):
+        make().inverse_transform([1.0])
+
+
+class Lookup:
+    """As much of a Keras model as staged training needs."""
+
+    def fit(self, X, y, **kwargs):
+        return self
+
+    def predict(self, X, verbose=0):
+        return np.full((len(X), 3), 1 / 3)
+
+
+def test_a_search_costs_what_all_its_fits_cost():
+    x, y = blobs(120)
+    training = MultiStageTraining(Lookup, 1.0, num_classes=3)
+    search = GridSearchCV(training, {"temperature": [1.0, 2.0, 3.0], "epsilon": [1.0, 2.0]}, cv=2).fit(x, y)
+    best = search.best_estimator_
+    total = 2 * 3 * (1.0 + 2.0) + best.epsilon
+    assert best.epsilon_spent == best.epsilon and training.releases_ == 0
+    # Each release dominated by two-class randomized response: the price by adding up, at a δ next to nothing.
+    for relative in (best, training):
+        assert relative.family_ledger.epsilon(1e-13) == pytest.approx(total, rel=2e-2)
+    assert len(MultiStageTraining(Lookup, 1.0, num_classes=3).family_ledger) == 0
+
+
+def test_a_saved_copy_keeps_its_familys_record_and_goes_on_alone():
+    first = RandomizedResponse(1.0, 3)
+    clone(first).fit_transform(Y)
+    saved = pickle.loads(pickle.dumps(first))
+    assert saved.releases_ == 0 and saved.family_ledger == first.family_ledger and len(first.family_ledger) == 1
+    clone(clone(saved)).fit_transform(Y)
+    assert saved.family_ledger.epsilon(1e-13) == pytest.approx(2.0, rel=1e-2)
+    assert first.family_ledger.epsilon(1e-13) == pytest.approx(1.0, rel=1e-2)
 
 
 @pytest.mark.parametrize("make", [

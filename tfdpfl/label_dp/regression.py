@@ -86,6 +86,14 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
             result[part] = self._release(numbers[part], uniforms)
         return rebuild(result)
 
+    def inverse_transform(self, y: Any) -> Any:
+        """`y` as it is, since released labels are in the units of the true ones; for `TransformedTargetRegressor`.
+
+        Set `check_inverse=False` there: its check releases some labels once more, and that is paid.
+        """
+        check_is_fitted(self, "outputs_")
+        return y
+
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
         """The one column's name, for `set_output`."""
         return np.array(["label"], dtype=object)
