@@ -388,6 +388,69 @@ def test_noise_on_classes_that_no_one_has_takes_no_truth():
     assert share_of_truth(mechanism, y) > 0.865
 
 
+def test_an_automatic_share_is_a_part_of_the_total():
+    x, y, clusterer = pure_groups()
+    mechanism = RandomizedResponseWithPrior(4.0, KMeansPrior("auto", clusterer=clusterer), 10)
+    assert price(mechanism.dp_event, 1e-9, adjacency="replace_one").epsilon == pytest.approx(4.0, rel=6e-3)
+    mechanism.fit_transform(x, y)
+    share = mechanism.prior_.epsilon_
+    assert 0.1 < share < 1.5 and mechanism.epsilon_spent == pytest.approx(4.0)
+    assert mechanism._spent == ((share, 2), (4.0 - share, 2))
+    assert max(largest_loss(m) for m in mechanism.transition_matrix_) == pytest.approx(4.0 - share)
+    noise = mechanism.prior_.noisy_counts_ - np.bincount(10 * x[:, 0].astype(int) + y, minlength=1000).reshape(100, 10)
+    assert abs(noise).mean() == pytest.approx(2 / share, rel=0.2)
+
+
+def test_an_automatic_share_depends_on_what_is_public_alone():
+    x, y, clusterer = pure_groups(groups=20)
+    shares = {
+        RandomizedResponseWithPrior(1.0, KMeansPrior("auto", clusterer=clusterer), 10).fit(x, labels).prior_.epsilon_
+        for labels in (y, np.zeros_like(y), np.random.default_rng(0).permutation(y))
+    }
+    assert len(shares) == 1
+
+
+@pytest.mark.parametrize("size", [60, 300, 2000])
+def test_an_automatic_share_is_nearly_the_best_and_more_epsilon_is_no_worse(size):
+    x, y, clusterer = pure_groups(size=size, groups=60)
+
+    def truth(epsilon, share):
+        made = []
+        for seed in range(3):
+            prior = KMeansPrior(share, clusterer=clusterer, seed=seed)
+            made.append(RandomizedResponseWithPrior(epsilon, prior, 10))
+            made[-1].fit_transform(x, y)
+        return np.mean([share_of_truth(m, y) for m in made]), np.std([share_of_truth(m, y) for m in made])
+
+    before = 0
+    for epsilon in (0.3, 1.0, 2.05, 4.0, 8.0):
+        got, spread = truth(epsilon, "auto")
+        best = max(truth(epsilon, part * epsilon)[0] for part in (0.02, 0.05, 0.1, 0.2, 0.4, 0.6))
+        # A guess at what groups look like is not always the best: here all other labels are rare.
+        assert got > best - 0.03 - 2 * spread and got > before - 0.015 - 2 * spread
+        before = got
+
+
+def test_where_a_prior_is_worth_nothing_nothing_is_spent_on_it():
+    x, y, clusterer = pure_groups(size=10, groups=30)
+    mechanism = RandomizedResponseWithPrior(8.0, KMeansPrior("auto", clusterer=clusterer), 10)
+    mechanism.fit_transform(x, y)
+    assert mechanism.prior_.epsilon_ == 0 and mechanism.prior_.releases_ == 0 and mechanism.epsilon_spent == 8.0
+    assert (mechanism.transition_matrix_ == RandomizedResponse(8.0, 10).fit(y).transition_matrix_).all()
+
+
+def test_what_an_automatic_prior_was_paid_is_left_of_a_new_total():
+    x, y, clusterer = pure_groups(groups=20)
+    mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior("auto", clusterer=clusterer), 10).fit(x, y)
+    share = mechanism.prior_.epsilon_
+    mechanism.set_params(epsilon=share)
+    with pytest.raises(ValueError, match=r"epsilon=.* is not above the .* that the prior was paid at fit: call fit"):
+        mechanism.transform(x, y)
+    assert mechanism.releases_ == 0
+    mechanism.set_params(epsilon=0.7).transform(x, y)
+    assert mechanism.epsilon_spent == pytest.approx(0.7)
+
+
 def test_an_empty_cluster_is_a_cluster():
     class Gaps(KMeans):
         def predict(self, X):
@@ -797,8 +860,8 @@ def test_a_saved_copy_keeps_its_familys_record_and_goes_on_alone():
     saved = pickle.loads(pickle.dumps(first))
     assert saved.releases_ == 0 and saved.family_ledger == first.family_ledger and len(first.family_ledger) == 1
     clone(clone(saved)).fit_transform(Y)
-    assert saved.family_ledger.epsilon(1e-13) == pytest.approx(2.0, rel=1e-2)
-    assert first.family_ledger.epsilon(1e-13) == pytest.approx(1.0, rel=1e-2)
+    assert saved.family_ledger.epsilon(1e-13) == pytest.approx(2.0, rel=2e-2)
+    assert first.family_ledger.epsilon(1e-13) == pytest.approx(1.0, rel=2e-2)
 
 
 @pytest.mark.parametrize("make", [
@@ -853,6 +916,9 @@ X, Y = blobs(60)
         (lambda: RandomizedResponseWithPrior(0.5, KMeansPrior(0.5)), "prior.epsilon=0.5 must be below epsilon=0.5"),
         (lambda: RandomizedResponseWithPrior(0.5, KMeansPrior(0.6)), "prior.epsilon=0.6.*the total"),
         (lambda: KMeansPrior(0.0), "epsilon.*got 0.0"),
+        (lambda: KMeansPrior("half"), "epsilon must be a finite number above 0, got 'half'.*'auto'"),
+        (lambda: KMeansPrior("auto", seed=-1), "seed.*-1"),
+        (lambda: KMeansPrior("auto", 3).fit(X, Y), "epsilon='auto' is a share of a mechanism's total.*give a number"),
         (lambda: KMeansPrior(1.0, n_clusters=0), "n_clusters.*got 0"),
         (lambda: KMeansPrior(1.0, n_components=0), "n_components.*got 0"),
         (lambda: KMeansPrior(1.0).fit(X, Y), "n_clusters=100 but X has only n_samples=60"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from sklearn.base import clone
+from sklearn.cluster import KMeans
 
 import tfdpfl
 from tfdpfl import datasets
@@ -511,3 +512,29 @@ def test_a_kmeans_prior_helps_on_mnist():
     plain = RandomizedResponse(0.5, 10).fit_transform(y)
     # Published with 60,000 digits: 0.155 of plain labels are true, most of those under the prior.
     assert (plain == y).mean() < 0.2 < 0.6 < (noisy == y).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("TFDPFL_DATA_DIR"), reason="needs MNIST: set TFDPFL_DATA_DIR")
+def test_an_automatic_share_on_mnist_tells_nine_of_ten_at_one_and_no_less_with_more():
+    data = datasets.load_mnist()
+    clusters = KMeansPrior(1.0, 200, num_classes=10, seed=0).fit(data.x_train, data.y_train).groups(data.x_train)
+
+    class Given(KMeans):
+        def fit(self, X, y=None):
+            return self
+
+        def predict(self, X):
+            return np.asarray(X)[:, 0].astype(int)
+
+    prior, y = KMeansPrior("auto", clusterer=Given(200)), data.y_train
+    before = 0
+    for epsilon in (0.2, 0.5, 1.0, 2.05, 4.0, 8.0):
+        true = []
+        for _ in range(4):
+            mechanism = RandomizedResponseWithPrior(epsilon, prior, 10)
+            noisy = mechanism.fit_transform(clusters[:, None].astype(float), y)
+            assert mechanism.epsilon_spent == pytest.approx(epsilon)
+            true.append((noisy == y).mean())
+        assert np.mean(true) > before - 0.003 and (epsilon < 1 or min(true) > 0.9)
+        before = np.mean(true)

@@ -105,7 +105,7 @@ class LabelMechanism(BaseEstimator):
         return Uniforms(self.seed, (*stream, 0, self._draws))
 
     def _check(self) -> None:
-        _checks.real("epsilon", self.epsilon, "give the total ε of one release", above=0)
+        self._check_epsilon()
         if self.seed is not None:
             _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
 
@@ -117,6 +117,9 @@ class LabelMechanism(BaseEstimator):
                 f"{name} releases labels, but was handed two arrays, as in a pipeline, which gives it X and lets y go "
                 f"past it as it is: call {name}.fit_transform(y) before, and fit the pipeline on what that returns"
             )
+
+    def _check_epsilon(self) -> None:
+        _checks.real("epsilon", self.epsilon, "give the total ε of one release", above=0)
 
     # -- copies ----------------------------------------------------------------------------------------------
 

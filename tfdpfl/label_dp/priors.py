@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def _are_probabilities(output: np.ndarray) -> bool:
     return bool((output >= 0).all() and (abs(output.sum(axis=-1) - 1) <= _SUM_TOLERANCE).all())
 
 
-def _from_counts(noisy: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def from_counts(noisy: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Rows of probabilities [groups, K] from noisy counts of groups of these sizes.
 
     To set negative counts to 0 and divide by the sum would leave all the noise that is above 0, shared out over the
@@ -141,7 +142,11 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
     bins of one group's histogram by 1 each, so the noise is P(x) ∝ e^(-|x|·epsilon/2) on every bin; groups are
     disjoint and public (Ghazi et al. 2021, arXiv:2102.06062, Alg. 4; Ghosh et al. 2009, arXiv:0811.2841).
 
+    With `epsilon="auto"` it takes the share of a `RandomizedResponseWithPrior`'s total that tells the most truth on
+    made-up labels, of groups as large as these. That depends on what is public: the groups' sizes, K and the total.
+
     Attributes:
+        epsilon_: What was paid; with "auto" 0 where the counts would not be worth their price.
         classes_: [K], the columns.
         noisy_counts_: [groups, K], noise included: whole numbers, some below 0.
         prior_: [groups, K], the shares that are nearest to the noisy counts, in least squares, among those that are ≥ 0
@@ -150,6 +155,14 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
     """
 
     needs_features = True
+
+    def _check_epsilon(self) -> None:
+        if not self._is_auto:
+            _checks.real("epsilon", self.epsilon, "give the ε of the counts, or 'auto' for a good share", above=0)
+
+    @property
+    def _is_auto(self) -> bool:
+        return isinstance(self.epsilon, str) and self.epsilon == "auto"
 
     def fit(self, X: Any, y: Any, classes: Any = None) -> LabelPrior:
         """Groups the examples by X, and releases the noisy histograms of y.
@@ -162,6 +175,15 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         Raises:
             ValueError: NaN features, lengths that differ, labels that are none of the classes, too few examples.
         """
+        if self._is_auto:
+            raise ValueError(
+                "epsilon='auto' is a share of a mechanism's total, and this prior is fitted on its own: give a number, "
+                f"or RandomizedResponseWithPrior(epsilon, prior={type(self).__name__}('auto'))"
+            )
+        return self._fit(X, y, classes, lambda sizes, size: float(self.epsilon))
+
+    def _fit(self, X: Any, y: Any, classes: Any, share: Callable[[np.ndarray, int], float]) -> LabelPrior:
+        """`fit` for the ε that `share` makes of the groups' sizes and the number of classes."""
         self._check()
         X = _features(self, X, reset=True)
         if y is None:
@@ -173,13 +195,19 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         if len(X) != len(codes):
             raise ValueError(f"X and y must have one length, got {len(X)} and {len(codes)}: give a label an example")
         groups, count = self._fit_groups(X)
-        # From here on labels are looked at.
         size = len(self.classes_)
+        sizes = np.bincount(groups, minlength=count)
+        self.epsilon_ = share(sizes, size)
+        if self.epsilon_ == 0:
+            self.noisy_counts_ = np.zeros((count, size))
+            self.prior_ = np.full((count, size), 1 / size)
+            return self
+        # From here on labels are looked at.
         counts = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size)
-        self.noisy_counts_ = counts + self._uniforms().discrete_laplace(self.epsilon / 2, counts.shape)
-        self._spend((float(self.epsilon), 2))
+        self.noisy_counts_ = counts + self._uniforms().discrete_laplace(self.epsilon_ / 2, counts.shape)
+        self._spend((self.epsilon_, 2))
         self._count_release()
-        self.prior_ = _from_counts(self.noisy_counts_, counts.sum(axis=1))
+        self.prior_ = from_counts(self.noisy_counts_, sizes)
         return self
 
     def groups(self, X: Any) -> np.ndarray:
@@ -208,7 +236,7 @@ class NoisyHistogram(LabelPrior):
     """One guess for all examples: how frequent each class is, with noise. For labels that are far from uniform.
 
     Args:
-        epsilon: ε > 0 of the histogram.
+        epsilon: ε > 0 of the histogram, or "auto".
         num_classes: K, for integer labels 0..K-1.
         classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
         seed: None takes the operating system's entropy; a seed is for tests.
@@ -216,7 +244,9 @@ class NoisyHistogram(LabelPrior):
 
     needs_features = False
 
-    def __init__(self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None):
+    def __init__(
+        self, epsilon: float | str, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None
+    ):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self._check()
 
@@ -236,7 +266,7 @@ class KMeansPrior(LabelPrior):
     the tool. The guess helps as far as clusters are pure and hold many more than 1/ε examples.
 
     Args:
-        epsilon: ε > 0 of the histograms, all together.
+        epsilon: ε > 0 of the histograms, all together; or "auto".
         n_clusters: Number of clusters, at most the number of examples.
         n_components: Principal components that are clustered; None takes the features as they are.
         num_classes: K, for integer labels 0..K-1.
@@ -252,7 +282,7 @@ class KMeansPrior(LabelPrior):
 
     def __init__(
         self,
-        epsilon: float,
+        epsilon: float | str,
         n_clusters: int = 100,
         n_components: int | None = 50,
         num_classes: int | None = None,
