@@ -388,6 +388,41 @@ def test_noise_on_classes_that_no_one_has_takes_no_truth():
     assert share_of_truth(mechanism, y) > 0.865
 
 
+@pytest.mark.parametrize("label", [0, 2])
+def test_a_local_prior_counts_randomized_labels(monkeypatch, label):
+    # Before a label is counted it goes through randomized response: undo the correction, and that must be seen.
+    n, epsilon = 90_000, 0.7
+    monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, n: (np.arange(n) + 0.5) / n)
+    prior = NoisyHistogram(epsilon, 4, local=True).fit(np.zeros((n, 1)), np.full(n, label))
+    sent = RandomizedResponse(epsilon, 4).fit([0]).transition_matrix_.T @ prior.noisy_counts_[0] / n
+    odds = np.exp(epsilon * np.eye(4)[label])
+    assert sent == pytest.approx(odds / odds.sum(), abs=1e-4)
+    assert prior.epsilon_spent == pytest.approx(epsilon)
+    assert prior.dp_event == RandomizedResponse(epsilon, 4).dp_event
+
+
+def test_a_local_priors_counts_are_unbiased_and_as_noisy_as_is_known():
+    group, y = np.repeat([0, 1], [3000, 1000])[:, None], np.arange(4000) % 5 % 4
+    _, _, clusterer = pure_groups(size=1, groups=2)
+    truth = np.bincount(4 * group[:, 0] + y, minlength=8).reshape(2, 4)
+    made = [KMeansPrior(1.0, num_classes=4, clusterer=clusterer, local=True).fit(group, y) for _ in range(200)]
+    errors = np.array([prior.noisy_counts_ - truth for prior in made])
+    keep, lie = math.e / (math.e + 3), 1 / (math.e + 3)
+    variance = truth * keep * (1 - keep) + (truth.sum(axis=1, keepdims=True) - truth) * lie * (1 - lie)
+    spread = np.sqrt(variance) / (keep - lie)
+    assert (abs(errors.mean(axis=0)) < 5 * spread / math.sqrt(200)).all()
+    assert errors.std(axis=0) == pytest.approx(spread, rel=0.3)
+    assert all(abs(prior.prior_.sum(axis=1) - 1).max() < 1e-9 for prior in made)
+
+
+def test_a_local_prior_is_a_part_of_the_total_and_helps_large_groups():
+    x, y, clusterer = pure_groups(size=5000, groups=10)
+    mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior(0.5, clusterer=clusterer, local=True), 10)
+    noisy = mechanism.fit_transform(x, y)
+    assert (noisy == y).mean() > 0.85 > 0.3 > (RandomizedResponse(1.0, 10).fit_transform(y) == y).mean()
+    assert mechanism._spent == ((0.5, 10), (0.5, 2)) and mechanism.epsilon_spent == 1.0
+
+
 def test_an_automatic_share_is_a_part_of_the_total():
     x, y, clusterer = pure_groups()
     mechanism = RandomizedResponseWithPrior(4.0, KMeansPrior("auto", clusterer=clusterer), 10)
@@ -917,6 +952,8 @@ X, Y = blobs(60)
         (lambda: RandomizedResponseWithPrior(0.5, KMeansPrior(0.6)), "prior.epsilon=0.6.*the total"),
         (lambda: KMeansPrior(0.0), "epsilon.*got 0.0"),
         (lambda: KMeansPrior("half"), "epsilon must be a finite number above 0, got 'half'.*'auto'"),
+        (lambda: KMeansPrior("auto", local=True), "epsilon='auto' .* local=True.*give a number"),
+        (lambda: KMeansPrior(0.1, local="yes"), "local must be True or False, got 'yes'"),
         (lambda: KMeansPrior("auto", seed=-1), "seed.*-1"),
         (lambda: KMeansPrior("auto", 3).fit(X, Y), "epsilon='auto' is a share of a mechanism's total.*give a number"),
         (lambda: KMeansPrior(1.0, n_clusters=0), "n_clusters.*got 0"),

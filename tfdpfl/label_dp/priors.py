@@ -14,7 +14,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
-from tfdpfl.label_dp import _labels
+from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp.counts import nearest_counts
 
@@ -145,18 +145,27 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
     With `epsilon="auto"` it takes the share of a `RandomizedResponseWithPrior`'s total that tells the most truth on
     made-up labels, of groups as large as these. That depends on what is public: the groups' sizes, K and the total.
 
+    With `local=True` no one need be trusted with the labels: each goes through randomized response at `epsilon` before
+    it is counted, and the counts are put right for that on average. `RandomizedResponseWithPrior` is then ε-DP in the
+    (interactive) local model. The noise grows with the root of a group's size: take few, large groups, and more ε.
+
     Attributes:
         epsilon_: What was paid; with "auto" 0 where the counts would not be worth their price.
         classes_: [K], the columns.
-        noisy_counts_: [groups, K], noise included: whole numbers, some below 0.
+        noisy_counts_: [groups, K], noise included, some below 0: whole numbers, but for `local=True`.
         prior_: [groups, K], the shares that are nearest to the noisy counts, in least squares, among those that are ≥ 0
             and sum to the group's size, which is public. An empty group is uniform.
         needs_features: Whether groups depend on the features; where not, there is one group.
     """
 
     needs_features = True
+    local = False
 
     def _check_epsilon(self) -> None:
+        if not isinstance(self.local, bool):
+            raise ValueError(f"local must be True or False, got {self.local!r}: True is for labels that no one holds")
+        if self._is_auto and self.local:
+            raise ValueError("epsilon='auto' does not know the noise of local=True: give a number, half of the total")
         if not self._is_auto:
             _checks.real("epsilon", self.epsilon, "give the ε of the counts, or 'auto' for a good share", above=0)
 
@@ -203,12 +212,25 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
             self.prior_ = np.full((count, size), 1 / size)
             return self
         # From here on labels are looked at.
-        counts = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size)
-        self.noisy_counts_ = counts + self._uniforms().discrete_laplace(self.epsilon_ / 2, counts.shape)
-        self._spend((self.epsilon_, 2))
+        if self.local:
+            counts, outcomes = self._sent(codes, groups, sizes, size), size
+        else:
+            counts, outcomes = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size), 2
+            counts = counts + self._uniforms().discrete_laplace(self.epsilon_ / 2, counts.shape)
+        self.noisy_counts_ = counts
+        self._spend((self.epsilon_, outcomes))
         self._count_release()
         self.prior_ = from_counts(self.noisy_counts_, sizes)
         return self
+
+    def _sent(self, codes: np.ndarray, groups: np.ndarray, sizes: np.ndarray, size: int) -> np.ndarray:
+        """Unbiased counts [groups, K] from labels that each went through randomized response."""
+        order, everyone = np.arange(size)[None], np.zeros(len(codes), np.intp)
+        said = _top_k.release(codes, everyone, order, order, np.array([size]), self.epsilon_, self._uniforms())
+        seen = np.bincount(groups * size + said, minlength=len(sizes) * size).reshape(len(sizes), size)
+        keep = _top_k.keep_probability(self.epsilon_, size)
+        lie = keep * np.exp(-self.epsilon_)
+        return (seen - lie * sizes[:, None]) / (keep - lie)
 
     def groups(self, X: Any) -> np.ndarray:
         """The group of each example, [n], from its features."""
@@ -240,14 +262,22 @@ class NoisyHistogram(LabelPrior):
         num_classes: K, for integer labels 0..K-1.
         classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
         seed: None takes the operating system's entropy; a seed is for tests.
+        local: Whether each label is randomized before it is counted.
     """
 
     needs_features = False
 
     def __init__(
-        self, epsilon: float | str, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None
+        self,
+        epsilon: float | str,
+        num_classes: int | None = None,
+        seed: int | None = None,
+        *,
+        classes: Any = None,
+        local: bool = False,
     ):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
+        self.local = local
         self._check()
 
     def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
@@ -275,6 +305,7 @@ class KMeansPrior(LabelPrior):
         classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
         clusterer: Replaces PCA and KMeans: an object with `fit(X)` and `predict(X)`, such as a pipeline. None takes
             scikit-learn's KMeans, MiniBatchKMeans above 200,000 examples.
+        local: Whether each label is randomized before it is counted.
 
     Raises:
         ValueError: for arguments out of range; in `fit`, fewer examples than clusters, NaN features.
@@ -290,9 +321,11 @@ class KMeansPrior(LabelPrior):
         *,
         classes: Any = None,
         clusterer: Any = None,
+        local: bool = False,
     ):
         self.epsilon, self.n_clusters, self.n_components = epsilon, n_clusters, n_components
         self.num_classes, self.seed, self.classes, self.clusterer = num_classes, seed, classes, clusterer
+        self.local = local
         self._check()
 
     def _check(self) -> None:
