@@ -92,8 +92,7 @@ class Rows:
         return self.accuracy(model), np.mean(noisy == self.data.y_train), mechanism.epsilon_spent
 
     def prior(self, epsilon: float):
-        share = 0.1 if len(self.data.x_train) > 10_000 else epsilon / 3  # few examples need a larger part
-        prior = KMeansPrior(min(share, epsilon / 3), n_clusters=self.clusters)
+        prior = KMeansPrior("auto", n_clusters=self.clusters)  # as much of ε as the clusters' sizes call for
         mechanism = RandomizedResponseWithPrior(epsilon, prior, self.data.num_classes)
         noisy = mechanism.fit_transform(self.data.x_train, self.data.y_train)
         model = make_model(self.data)

@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from dp_accounting import dp_event
 from scipy import optimize, sparse, stats
 from sklearn.base import clone
 from sklearn.cluster import KMeans
-from sklearn.linear_model import LogisticRegression
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
@@ -26,6 +30,7 @@ from tfdpfl.label_dp import (
     ALIBI,
     KMeansPrior,
     LabelPrior,
+    MultiStageTraining,
     NoisyHistogram,
     PublicPrior,
     RandomizedResponse,
@@ -133,6 +138,34 @@ def test_frequencies_pass_a_chi_square_test(make):
     seen = np.array([(released == output).sum() for output in outputs])
     assert seen.sum() == n
     assert stats.chisquare(seen[row > 0], n * row[row > 0]).pvalue > 1e-8
+
+
+@pytest.mark.parametrize("classes", [2, 10, 10_000])
+@pytest.mark.parametrize("epsilon", [30.0, 37.0, 45.0, 800.0])
+@pytest.mark.parametrize("make", [
+    lambda eps, k: RandomizedResponse(eps, k),
+    lambda eps, k: RandomizedResponseWithPrior(eps, np.full(k, 1 / k), k),
+    lambda eps, k: RROnBins(eps, prior=(np.arange(256.0), np.full(256, 1 / 256))),
+])  # fmt: skip
+def test_lies_are_never_rarer_than_epsilon_says(monkeypatch, make, epsilon, classes):
+    # At ε = 37 a lie is rarer than a uniform number's last bit: it must be told oftener, not never.
+    mechanism, n = make(epsilon, classes).fit([0, 1]), 3000
+    k = len(mechanism.outputs_) if hasattr(mechanism, "outputs_") else classes
+    odds = (k - 1) * Fraction(math.exp(-epsilon))
+    due = max(1, math.ceil(odds / (1 + odds) * 2**53))
+    numbers = [np.arange(n) * 2.0**-53, (np.arange(n) + 0.5) / n]
+    monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, size: numbers.pop(0)[:size])
+    released = mechanism.transform(np.full(n, 1))
+    truth = mechanism.outputs_[mechanism.bins_[1]] if hasattr(mechanism, "outputs_") else 1
+    assert (released != truth).sum() == pytest.approx(min(due, n), abs=1e-9 * due)
+
+
+def test_rare_lies_name_all_classes_alike(monkeypatch):
+    for mechanism in (RandomizedResponse(45.0, 10), RandomizedResponseWithPrior(45.0, np.full(10, 0.1), 10)):
+        mechanism.fit([0, 1])
+        numbers = [np.zeros(900), (np.arange(900) + 0.5) / 900]
+        monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, size, numbers=numbers: numbers.pop(0)[:size])
+        assert np.bincount(mechanism.transform(np.full(900, 4))).tolist() == [100] * 4 + [0] + [100] * 5
 
 
 def test_labels_are_drawn_independently_of_each_other():
@@ -308,13 +341,149 @@ def test_clusters_are_fitted_before_the_labels_are_counted(monkeypatch):
     assert seen == [(x.shape, None)]
 
 
-def test_a_cluster_without_counts_is_uniform(monkeypatch):
-    monkeypatch.setattr(_base.Uniforms, "discrete_laplace", lambda self, a, shape: np.full(shape, -1e9))
-    prior = KMeansPrior(0.5, n_clusters=4, num_classes=3).fit(*blobs())
-    assert (prior.prior_ == 1 / 3).all()
-    mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior(0.5, n_clusters=4), 3)
-    mechanism.fit_transform(*blobs())
-    assert (mechanism.k_ == 3).all()  # plain randomized response, not always the last class
+def test_what_lowers_all_counts_alike_changes_no_guess(monkeypatch):
+    # Cut at 0, such counts would leave nothing.
+    monkeypatch.setattr(_base.Uniforms, "discrete_laplace", lambda self, a, shape: np.full(shape, -1e6))
+    prior = KMeansPrior(0.5, n_clusters=3, num_classes=3, seed=0).fit(*blobs())
+    assert (prior.prior_.max(axis=1) > 1 - 1e-6).all() and prior.score(*blobs()) == 1
+
+
+def test_noisy_counts_become_the_nearest_shares_of_the_groups_size():
+    x, y = blobs(90)
+    prior = KMeansPrior(0.05, n_clusters=6, num_classes=3, seed=0).fit(x, y)
+    sizes = np.bincount(prior.groups(x), minlength=6)
+    for noisy, size, shares in zip(prior.noisy_counts_, sizes, prior.prior_, strict=True):
+        left = lambda t, noisy=noisy, size=size: np.maximum(noisy - t, 0).sum() - size
+        cut = optimize.brentq(left, noisy.min() - size, noisy.max())
+        assert shares * size == pytest.approx(np.maximum(noisy - cut, 0), abs=1e-8)
+
+
+def pure_groups(purity=0.9, size=300, groups=100, classes=10):
+    """Groups of one size in which so many have the group's own label: features [n, 1], labels, a clusterer."""
+
+    class Given(KMeans):
+        def fit(self, X, y=None):
+            return self
+
+        def predict(self, X):
+            return np.asarray(X)[:, 0].astype(int)
+
+    group = np.repeat(np.arange(groups), size)
+    place = np.tile(np.arange(size), groups)
+    label = np.where(place < purity * size, group, group + 1 + place) % classes
+    return group[:, None].astype(float), label, Given(groups)
+
+
+def share_of_truth(mechanism, y):
+    """How many labels its last release tells the truth about, on average over the response's noise."""
+    y = np.asarray(y)
+    return mechanism.transition_matrix_[mechanism.prior_index_, y, y].mean()
+
+
+def test_noise_on_classes_that_no_one_has_takes_no_truth():
+    # Counts cut at 0 and divided by their sum would leave 0.84.
+    x, y, clusterer = pure_groups()
+    mechanism = RandomizedResponseWithPrior(2.05, KMeansPrior(0.1, clusterer=clusterer), 10, seed=0)
+    mechanism.fit_transform(x, y)
+    assert share_of_truth(mechanism, y) > 0.865
+
+
+@pytest.mark.parametrize("label", [0, 2])
+def test_a_local_prior_counts_randomized_labels(monkeypatch, label):
+    # Before a label is counted it goes through randomized response: undo the correction, and that must be seen.
+    n, epsilon = 90_000, 0.7
+    monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, n: (np.arange(n) + 0.5) / n)
+    prior = NoisyHistogram(epsilon, 4, local=True).fit(np.zeros((n, 1)), np.full(n, label))
+    sent = RandomizedResponse(epsilon, 4).fit([0]).transition_matrix_.T @ prior.noisy_counts_[0] / n
+    odds = np.exp(epsilon * np.eye(4)[label])
+    assert sent == pytest.approx(odds / odds.sum(), abs=1e-4)
+    assert prior.epsilon_spent == pytest.approx(epsilon)
+    assert prior.dp_event == RandomizedResponse(epsilon, 4).dp_event
+
+
+def test_a_local_priors_counts_are_unbiased_and_as_noisy_as_is_known():
+    group, y = np.repeat([0, 1], [3000, 1000])[:, None], np.arange(4000) % 5 % 4
+    _, _, clusterer = pure_groups(size=1, groups=2)
+    truth = np.bincount(4 * group[:, 0] + y, minlength=8).reshape(2, 4)
+    made = [KMeansPrior(1.0, num_classes=4, clusterer=clusterer, local=True).fit(group, y) for _ in range(200)]
+    errors = np.array([prior.noisy_counts_ - truth for prior in made])
+    keep, lie = math.e / (math.e + 3), 1 / (math.e + 3)
+    variance = truth * keep * (1 - keep) + (truth.sum(axis=1, keepdims=True) - truth) * lie * (1 - lie)
+    spread = np.sqrt(variance) / (keep - lie)
+    assert (abs(errors.mean(axis=0)) < 5 * spread / math.sqrt(200)).all()
+    assert errors.std(axis=0) == pytest.approx(spread, rel=0.3)
+    assert all(abs(prior.prior_.sum(axis=1) - 1).max() < 1e-9 for prior in made)
+
+
+def test_a_local_prior_is_a_part_of_the_total_and_helps_large_groups():
+    x, y, clusterer = pure_groups(size=5000, groups=10)
+    mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior(0.5, clusterer=clusterer, local=True), 10)
+    noisy = mechanism.fit_transform(x, y)
+    assert (noisy == y).mean() > 0.85 > 0.3 > (RandomizedResponse(1.0, 10).fit_transform(y) == y).mean()
+    assert mechanism._spent == ((0.5, 10), (0.5, 2)) and mechanism.epsilon_spent == 1.0
+
+
+def test_an_automatic_share_is_a_part_of_the_total():
+    x, y, clusterer = pure_groups()
+    mechanism = RandomizedResponseWithPrior(4.0, KMeansPrior("auto", clusterer=clusterer), 10)
+    assert price(mechanism.dp_event, 1e-9, adjacency="replace_one").epsilon == pytest.approx(4.0, rel=6e-3)
+    mechanism.fit_transform(x, y)
+    share = mechanism.prior_.epsilon_
+    assert 0.1 < share < 1.5 and mechanism.epsilon_spent == pytest.approx(4.0)
+    assert mechanism._spent == ((share, 2), (4.0 - share, 2))
+    assert max(largest_loss(m) for m in mechanism.transition_matrix_) == pytest.approx(4.0 - share)
+    noise = mechanism.prior_.noisy_counts_ - np.bincount(10 * x[:, 0].astype(int) + y, minlength=1000).reshape(100, 10)
+    assert abs(noise).mean() == pytest.approx(2 / share, rel=0.2)
+
+
+def test_an_automatic_share_depends_on_what_is_public_alone():
+    x, y, clusterer = pure_groups(groups=20)
+    shares = {
+        RandomizedResponseWithPrior(1.0, KMeansPrior("auto", clusterer=clusterer), 10).fit(x, labels).prior_.epsilon_
+        for labels in (y, np.zeros_like(y), np.random.default_rng(0).permutation(y))
+    }
+    assert len(shares) == 1
+
+
+@pytest.mark.parametrize("size", [60, 300, 2000])
+def test_an_automatic_share_is_nearly_the_best_and_more_epsilon_is_no_worse(size):
+    x, y, clusterer = pure_groups(size=size, groups=60)
+
+    def truth(epsilon, share):
+        made = []
+        for seed in range(3):
+            prior = KMeansPrior(share, clusterer=clusterer, seed=seed)
+            made.append(RandomizedResponseWithPrior(epsilon, prior, 10))
+            made[-1].fit_transform(x, y)
+        return np.mean([share_of_truth(m, y) for m in made]), np.std([share_of_truth(m, y) for m in made])
+
+    before = 0
+    for epsilon in (0.3, 1.0, 2.05, 4.0, 8.0):
+        got, spread = truth(epsilon, "auto")
+        best = max(truth(epsilon, part * epsilon)[0] for part in (0.02, 0.05, 0.1, 0.2, 0.4, 0.6))
+        # A guess at what groups look like is not always the best: here all other labels are rare.
+        assert got > best - 0.03 - 2 * spread and got > before - 0.015 - 2 * spread
+        before = got
+
+
+def test_where_a_prior_is_worth_nothing_nothing_is_spent_on_it():
+    x, y, clusterer = pure_groups(size=10, groups=30)
+    mechanism = RandomizedResponseWithPrior(8.0, KMeansPrior("auto", clusterer=clusterer), 10)
+    mechanism.fit_transform(x, y)
+    assert mechanism.prior_.epsilon_ == 0 and mechanism.prior_.releases_ == 0 and mechanism.epsilon_spent == 8.0
+    assert (mechanism.transition_matrix_ == RandomizedResponse(8.0, 10).fit(y).transition_matrix_).all()
+
+
+def test_what_an_automatic_prior_was_paid_is_left_of_a_new_total():
+    x, y, clusterer = pure_groups(groups=20)
+    mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior("auto", clusterer=clusterer), 10).fit(x, y)
+    share = mechanism.prior_.epsilon_
+    mechanism.set_params(epsilon=share)
+    with pytest.raises(ValueError, match=r"epsilon=.* is not above the .* that the prior was paid at fit: call fit"):
+        mechanism.transform(x, y)
+    assert mechanism.releases_ == 0
+    mechanism.set_params(epsilon=0.7).transform(x, y)
+    assert mechanism.epsilon_spent == pytest.approx(0.7)
 
 
 def test_an_empty_cluster_is_a_cluster():
@@ -326,6 +495,7 @@ def test_an_empty_cluster_is_a_cluster():
     prior = KMeansPrior(0.5, num_classes=3, clusterer=Gaps(6, n_init=1)).fit(x, y)
     assert prior.prior_.shape == (6, 3) and np.isfinite(prior.prior_).all()
     assert abs(prior.prior_.sum(axis=1) - 1).max() < 1e-12
+    assert (prior.prior_[[0, 1, 3, 4]] == 1 / 3).all()  # plain randomized response, not always the last class
 
 
 def test_a_good_prior_makes_labels_truer():
@@ -676,6 +846,72 @@ def test_it_works_in_pipelines():
     assert guess.predict_proba(x).shape == (600, 3)
 
 
+@pytest.mark.parametrize("make", [
+    lambda: RROnBins(3.0, 0.5, values=range(10)), lambda: UnbiasedRandomizer(3.0, 0.5, values=range(10)),
+])  # fmt: skip
+@pytest.mark.parametrize("check_inverse", [False, True])
+def test_a_regressor_may_have_its_target_released(make, check_inverse):
+    x = np.tile(np.arange(10.0), 300)[:, None]
+    mechanism = make()
+    model = TransformedTargetRegressor(LinearRegression(), transformer=mechanism, check_inverse=check_inverse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(x, x[:, 0])
+    assert model.predict(x).shape == (3000,) and model.score(x, x[:, 0]) > 0.5
+    # scikit-learn's own check of the inverse is a release, and is paid.
+    paid = 0.5 + 2.5 * (1 + check_inverse)
+    assert model.transformer_.epsilon_spent == pytest.approx(paid)
+    assert mechanism.releases_ == 0 and mechanism.family_ledger.epsilon(1e-9) == pytest.approx(paid, rel=6e-3)
+    with pytest.raises(NotFittedError):
+        make().inverse_transform([1.0])
+
+
+class Lookup:
+    """As much of a Keras model as staged training needs."""
+
+    def fit(self, X, y, **kwargs):
+        return self
+
+    def predict(self, X, verbose=0):
+        return np.full((len(X), 3), 1 / 3)
+
+
+def test_a_search_costs_what_all_its_fits_cost():
+    x, y = blobs(120)
+    training = MultiStageTraining(Lookup, 1.0, num_classes=3)
+    search = GridSearchCV(training, {"temperature": [1.0, 2.0, 3.0], "epsilon": [1.0, 2.0]}, cv=2).fit(x, y)
+    best = search.best_estimator_
+    total = 2 * 3 * (1.0 + 2.0) + best.epsilon
+    assert best.epsilon_spent == best.epsilon and training.releases_ == 0
+    # Each release dominated by two-class randomized response: the price by adding up, at a δ next to nothing.
+    for relative in (best, training):
+        assert relative.family_ledger.epsilon(1e-13) == pytest.approx(total, rel=2e-2)
+    assert len(MultiStageTraining(Lookup, 1.0, num_classes=3).family_ledger) == 0
+
+
+def test_a_saved_copy_keeps_its_familys_record_and_goes_on_alone():
+    first = RandomizedResponse(1.0, 3)
+    clone(first).fit_transform(Y)
+    saved = pickle.loads(pickle.dumps(first))
+    assert saved.releases_ == 0 and saved.family_ledger == first.family_ledger and len(first.family_ledger) == 1
+    clone(clone(saved)).fit_transform(Y)
+    assert saved.family_ledger.epsilon(1e-13) == pytest.approx(2.0, rel=2e-2)
+    assert first.family_ledger.epsilon(1e-13) == pytest.approx(1.0, rel=2e-2)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: RandomizedResponse(0.1), lambda: RROnBins(1.0, 0.1, values=range(10)),
+    lambda: UnbiasedRandomizer(1.0, 0.1, values=range(10)), lambda: ALIBI(1.0),
+])  # fmt: skip
+def test_what_releases_labels_takes_no_features_in_their_place(make):
+    # A step of a pipeline is handed X, and the labels would go past it as they are.
+    mechanism = make()
+    pipeline = make_pipeline(mechanism, LogisticRegression())
+    with pytest.raises(ValueError, match=r"releases labels.*was handed two arrays.*fit_transform\(y\) before"):
+        pipeline.fit(np.arange(60)[:, None] % 10, np.arange(60) % 3)
+    assert mechanism.releases_ == 0 and mechanism.epsilon_spent == 0
+
+
 # Bad input
 
 X, Y = blobs(60)
@@ -715,6 +951,11 @@ X, Y = blobs(60)
         (lambda: RandomizedResponseWithPrior(0.5, KMeansPrior(0.5)), "prior.epsilon=0.5 must be below epsilon=0.5"),
         (lambda: RandomizedResponseWithPrior(0.5, KMeansPrior(0.6)), "prior.epsilon=0.6.*the total"),
         (lambda: KMeansPrior(0.0), "epsilon.*got 0.0"),
+        (lambda: KMeansPrior("half"), "epsilon must be a finite number above 0, got 'half'.*'auto'"),
+        (lambda: KMeansPrior("auto", local=True), "epsilon='auto' .* local=True.*give a number"),
+        (lambda: KMeansPrior(0.1, local="yes"), "local must be True or False, got 'yes'"),
+        (lambda: KMeansPrior("auto", seed=-1), "seed.*-1"),
+        (lambda: KMeansPrior("auto", 3).fit(X, Y), "epsilon='auto' is a share of a mechanism's total.*give a number"),
         (lambda: KMeansPrior(1.0, n_clusters=0), "n_clusters.*got 0"),
         (lambda: KMeansPrior(1.0, n_components=0), "n_components.*got 0"),
         (lambda: KMeansPrior(1.0).fit(X, Y), "n_clusters=100 but X has only n_samples=60"),

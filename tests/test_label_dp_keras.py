@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from sklearn.base import clone
+from sklearn.cluster import KMeans
 
+import tfdpfl
 from tfdpfl import datasets
 from tfdpfl.accounting import price
 from tfdpfl.label_dp import (
@@ -72,6 +74,68 @@ def test_the_backward_loss_of_randomized_response_is_the_closed_form():
         assert float(loss(np.array([released]), logits)) == pytest.approx(closed, rel=1e-4)
 
 
+@pytest.mark.parametrize("from_logits", [True, False])
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+def test_one_sigmoid_is_two_classes(cls, from_logits):
+    z = np.array([[-2.0], [0.3], [1.5], [4.0]], np.float32)
+    p = 1 / (1 + np.exp(-z.astype(np.float64)))
+    both, matrix = np.hstack([1 - p, p]), np.array([[0.8, 0.2], [0.3, 0.7]])
+    y = np.array([0, 1, 1, 0])
+    if cls is ForwardCorrectedLoss:
+        expected = -np.log((both @ matrix)[np.arange(4), y])
+    else:
+        expected = -(np.linalg.inv(matrix)[y] * np.log(both)).sum(axis=1)
+    loss = cls(matrix, from_logits=from_logits, reduction="none")
+    for labels in (y, y[:, None], y[:, None].astype(np.float32)):
+        assert loss(labels, z if from_logits else p.astype(np.float32)).numpy() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_with_one_sigmoid_learns():
+    x, y = blobs(1500)
+    y = y % 2
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1, "sigmoid")])
+    loss = ForwardCorrectedLoss(epsilon=1.0, num_classes=2)
+    model.compile(tf.keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+    model.fit(x, RandomizedResponse(1.0, 2).fit_transform(y), epochs=8, batch_size=50, verbose=0)
+    assert model.evaluate(x, y, verbose=0)[1] > 0.85
+
+
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+@pytest.mark.parametrize("wrong", [-1, 3, 1.5, math.nan])
+def test_labels_that_are_no_class_are_refused_at_run_time(cls, wrong):
+    loss, logits = cls(MATRIX, from_logits=True), np.zeros((2, 3), np.float32)
+    in_graph = tf.function(lambda y: loss(y, logits))
+    for call in (lambda y: loss(y, logits), in_graph):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"labels must be whole numbers in 0\.\.2"):
+            call(tf.constant([0.0, wrong]))
+    # What XLA compiles has no asserts: there the loss is NaN.
+    compiled = tf.function(lambda y: loss(y, logits), jit_compile=True)
+    assert math.isnan(compiled(tf.constant([0.0, wrong]))) and np.isfinite(compiled(tf.constant([0.0, 2.0])))
+
+
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+@pytest.mark.parametrize(("y", "outputs", "message"), [
+    ([0, 1], (2, 1), r"y_pred must be \[n, 3\].*got the shape \(2, 1\)"),
+    ([0, 1], (2, 2), r"y_pred must be \[n, 3\].*got the shape \(2, 2\)"),
+    ([0, 1], (2, 5, 3), r"y_pred must be \[n, 3\].*got the shape \(2, 5, 3\)"),
+    ([[0, 1], [1, 2]], (4, 3), r"labels must be \[n\], \[n, 1\] or one-hot \[n, 3\], got the shape \(2, 2\)"),
+])  # fmt: skip
+def test_losses_refuse_outputs_and_labels_of_another_shape(cls, y, outputs, message):
+    with pytest.raises(ValueError, match=message):
+        cls(MATRIX).call(tf.constant(y), tf.ones(outputs))
+
+
+@pytest.mark.slow
+def test_a_dp_optimizer_takes_the_forward_loss():
+    x, y = blobs(200)
+    model = small_model()
+    optimizer = tfdpfl.DPSGD(1.0, 0.5, expected_batch_size=20, learning_rate=0.1)
+    model.compile(optimizer, ForwardCorrectedLoss(epsilon=1.0, num_classes=3))
+    history = model.fit(x, y, batch_size=20, epochs=1, verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
 def test_losses_are_saved_with_the_model(cls, tmp_path):
@@ -123,11 +187,12 @@ def test_bad_matrices_are_refused(cls, arguments, message):
         cls(**arguments)
 
 
-def test_there_is_no_backward_loss_under_a_prior():
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+def test_there_is_no_corrected_loss_under_a_prior(cls):
     mechanism = RandomizedResponseWithPrior(1.0, [0.9, 0.05, 0.05], 3)
     mechanism.fit_transform([0])
-    with pytest.raises(ValueError, match="cannot be inverted"):
-        BackwardCorrectedLoss(mechanism.transition_matrix_)
+    with pytest.raises(ValueError, match=r"cannot be inverted.*plain loss"):
+        cls(mechanism.transition_matrix_)
 
 
 # The layer
@@ -161,6 +226,13 @@ def test_the_layer_takes_strings_for_ids_and_keeps_shape_and_dtype():
     noisy = private(labels, ids=tf.constant([["a"], ["b"], ["c"]]))
     assert noisy.shape == (3, 1) and noisy.dtype == tf.uint8
     assert (LabelPrivacy(60.0, 3)(labels, ids=labels).numpy() == labels.numpy()).all()
+
+
+def test_the_layer_lies_at_any_epsilon(monkeypatch):
+    hashed = [tf.zeros(900, tf.int64), tf.range(900, dtype=tf.int64) * 2**53 // 900]
+    monkeypatch.setattr(tf.strings, "to_hash_bucket_strong", lambda *args: hashed.pop(0))
+    said = LabelPrivacy(45.0, 10)(tf.fill([900], 4), ids=tf.range(900)).numpy()
+    assert np.bincount(said) == pytest.approx([100] * 4 + [0] + [100] * 5, abs=1)
 
 
 def test_the_layers_key_is_not_saved():
@@ -440,3 +512,29 @@ def test_a_kmeans_prior_helps_on_mnist():
     plain = RandomizedResponse(0.5, 10).fit_transform(y)
     # Published with 60,000 digits: 0.155 of plain labels are true, most of those under the prior.
     assert (plain == y).mean() < 0.2 < 0.6 < (noisy == y).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("TFDPFL_DATA_DIR"), reason="needs MNIST: set TFDPFL_DATA_DIR")
+def test_an_automatic_share_on_mnist_tells_nine_of_ten_at_one_and_no_less_with_more():
+    data = datasets.load_mnist()
+    clusters = KMeansPrior(1.0, 200, num_classes=10, seed=0).fit(data.x_train, data.y_train).groups(data.x_train)
+
+    class Given(KMeans):
+        def fit(self, X, y=None):
+            return self
+
+        def predict(self, X):
+            return np.asarray(X)[:, 0].astype(int)
+
+    prior, y = KMeansPrior("auto", clusterer=Given(200)), data.y_train
+    before = 0
+    for epsilon in (0.2, 0.5, 1.0, 2.05, 4.0, 8.0):
+        true = []
+        for _ in range(4):
+            mechanism = RandomizedResponseWithPrior(epsilon, prior, 10)
+            noisy = mechanism.fit_transform(clusters[:, None].astype(float), y)
+            assert mechanism.epsilon_spent == pytest.approx(epsilon)
+            true.append((noisy == y).mean())
+        assert np.mean(true) > before - 0.003 and (epsilon < 1 or min(true) > 0.9)
+        before = np.mean(true)

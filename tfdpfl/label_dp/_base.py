@@ -68,6 +68,17 @@ class LabelMechanism(BaseEstimator):
         ledger = PrivacyLedger()
         return ledger.add(self.dp_event, adjacency=self.adjacency) if self.__dict__.get("_spent") else ledger
 
+    @property
+    def family_ledger(self) -> PrivacyLedger:
+        """What this object, all that were cloned from it or from one another, and the one they began with released
+        together: the price of a `GridSearchCV`, whose every fit is a release.
+
+        It knows of this process alone: search with `n_jobs=None`. A copy through a file goes on by itself.
+        """
+        ledger = PrivacyLedger()
+        events = [pure_event(*part) for part in self._relatives()]
+        return ledger.add(composed(events), adjacency=self.adjacency) if events else ledger
+
     # -- for subclasses --------------------------------------------------------------------------------------
 
     def _cost(self) -> list[tuple[float, int]]:
@@ -78,6 +89,11 @@ class LabelMechanism(BaseEstimator):
         for epsilon, _ in parts:
             _checks.real("epsilon", epsilon, "a release costs more than nothing", above=0)
         self._spent = (*self.__dict__.get("_spent", ()), *parts)
+        self._relatives().extend(parts)
+
+    def _relatives(self) -> list[tuple[float, int]]:
+        """What the whole family spent: one list that clones share."""
+        return self.__dict__.setdefault("_family", [])
 
     def _count_release(self) -> None:
         self._releases = self.releases_ + 1
@@ -89,14 +105,27 @@ class LabelMechanism(BaseEstimator):
         return Uniforms(self.seed, (*stream, 0, self._draws))
 
     def _check(self) -> None:
-        _checks.real("epsilon", self.epsilon, "give the total ε of one release", above=0)
+        self._check_epsilon()
         if self.seed is not None:
             _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
+
+    def _labels_alone(self, second: Any) -> None:
+        """Refuses (X, y) where only labels are due."""
+        if second is not None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} releases labels, but was handed two arrays, as in a pipeline, which gives it X and lets y go "
+                f"past it as it is: call {name}.fit_transform(y) before, and fit the pipeline on what that returns"
+            )
+
+    def _check_epsilon(self) -> None:
+        _checks.real("epsilon", self.epsilon, "give the total ε of one release", above=0)
 
     # -- copies ----------------------------------------------------------------------------------------------
 
     def __sklearn_clone__(self) -> Any:
         twin = super().__sklearn_clone__()
+        twin._family = self._relatives()
         if self.seed is not None:  # the same seed, another stream
             self._clones = self.__dict__.get("_clones", 0) + 1
             twin._stream = (*self.__dict__.get("_stream", ()), 1, self._clones)

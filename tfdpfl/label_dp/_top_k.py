@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+
+# A uniform number is a multiple of 2⁻⁵³, so what is rarer never comes; where lies are rarer than this, which class
+# they name is drawn by itself.
+FINEST, RARE = 2.0**-53, 2.0**-20
 
 
 def keep_probability(epsilon: float, k: np.ndarray | int) -> np.ndarray:
     """e^ε / (e^ε + k - 1): how likely randomized response on k classes tells the truth."""
     return 1 / (1 + (np.asarray(k) - 1) * np.exp(-epsilon))
+
+
+def lie_probability(epsilon: float, k: np.ndarray | int) -> np.ndarray:
+    """One less that, where k > 1 at least 2⁻⁵³: at no ε the truth is told always."""
+    odds = (np.asarray(k) - 1) * np.exp(-epsilon)
+    return np.where(np.asarray(k) > 1, np.maximum(odds / (1 + odds), FINEST), 0.0)
 
 
 def by_likelihood(priors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -32,23 +44,29 @@ def release(
     rank: np.ndarray,
     k: np.ndarray,
     epsilon: float,
-    uniform: np.ndarray,
+    uniforms: Callable[[int], np.ndarray],
 ) -> np.ndarray:
     """Randomizes labels, each under the prior of its row (Alg. 2): randomized response on the k likeliest classes;
     a label that is none of them becomes a uniform one.
 
-    One uniform number an example decides both whether the truth is told and which other class is.
+    One uniform number an example decides both whether a lie is told and which; a rare lie has one more.
     """
-    k = k[row]
+    liar = lie_probability(epsilon, k)
+    rarely = bool(((liar > 0) & (liar < RARE)).any())
+    k, liar = k[row], liar[row]
     place = rank[row, codes]
     inside = place < k
-    keep = np.where(inside, keep_probability(epsilon, k), 0.0)
+    uniform = uniforms(len(codes))
+    liar = np.where(inside, liar, 1.0)
+    lies = uniform < liar
     others = k - inside  # how many classes a lie may name
-    lie = np.floor((uniform - keep) / (1 - keep + (keep == 1)) * others).astype(np.intp)
-    lie = np.minimum(lie, others - 1)  # rounding could reach the end of the interval
+    share = uniform / np.maximum(liar, FINEST)
+    if rarely:
+        rare = np.flatnonzero(lies & (liar < RARE))
+        share[rare] = uniforms(len(rare))
+    lie = np.minimum(share * others, others - 1).astype(np.intp)  # rounding could reach the end of the interval
     lie += inside & (lie >= place)
-    said = np.where(uniform < keep, place, lie)
-    return order[row, said]
+    return order[row, np.where(lies, lie, place)]
 
 
 def matrices(order: np.ndarray, k: np.ndarray, epsilon: float) -> np.ndarray:

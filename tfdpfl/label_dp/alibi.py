@@ -63,8 +63,9 @@ class ALIBI(TransformerMixin, LabelMechanism):
         if self.num_classes is not None:
             _checks.whole("num_classes", self.num_classes, 2, "count the classes")
 
-    def fit(self, y: Any, _unused: Any = None) -> ALIBI:
+    def fit(self, y: Any, _second: None = None) -> ALIBI:
         """Learns the classes, unless they were given. Costs nothing."""
+        self._labels_alone(_second)
         self._check()
         self.classes_ = _labels.find_classes(_labels.read(y)[0], self.num_classes, self.classes)
         return self

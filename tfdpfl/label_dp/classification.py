@@ -15,8 +15,12 @@ from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp._datasets import arrays_of, labels_of, with_labels
 from tfdpfl.label_dp.counts import debiased_label_counts
-from tfdpfl.label_dp.priors import LabelPrior, PublicPrior
+from tfdpfl.label_dp.priors import LabelPrior, PublicPrior, from_counts
 
+# For a prior's automatic share: the parts of ε to choose from, and the weights of the Dirichlet distributions that a
+# group's classes are made up from. They make the commonest class of ten 66 % to 94 % of a group.
+_SHARES = 2.0 ** -np.arange(0.25, 7.1, 0.25)
+_PURITY = (0.1, 1.0)
 _CHUNK = 1 << 18  # labels at a time, so that 10⁷ of them need little memory besides the result
 
 
@@ -69,13 +73,14 @@ class RandomizedResponse(_LabelTransformer):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self._check()
 
-    def fit(self, y: Any, _unused: Any = None) -> RandomizedResponse:
+    def fit(self, y: Any, _second: None = None) -> RandomizedResponse:
         """Learns the classes, unless they were given. Costs nothing.
 
         Args:
             y: Labels [n] or [n, 1]: numbers or strings, in a list, array, pandas Series, tensor, or a
                 `tf.data.Dataset` of labels or (x, y) pairs, batched or not.
         """
+        self._labels_alone(_second)
         self._check()
         if _labels.is_dataset(y):
             y = labels_of(y)
@@ -94,7 +99,7 @@ class RandomizedResponse(_LabelTransformer):
             return with_labels(y, lambda x, labels: self.transform(labels))
         values, rebuild = _labels.read(y)
         uniforms, size = self._uniforms(), len(self.classes_)
-        keep = float(_top_k.keep_probability(self.epsilon, size))
+        liar = float(_top_k.lie_probability(self.epsilon, size))
         self._spend((float(self.epsilon), size))
         self._count_release()
 
@@ -102,8 +107,11 @@ class RandomizedResponse(_LabelTransformer):
             codes = _labels.encode(part, self.classes_)
             uniform = uniforms(len(codes))
             # The same number tells whether to lie, and how far round the circle of classes.
-            step = np.maximum(np.ceil((uniform - keep) * ((size - 1) / (1 - keep) if keep < 1 else 0)), 0)
-            step = np.where(uniform == keep, 1, np.minimum(step, size - 1)).astype(np.intp)
+            step = np.minimum(uniform * ((size - 1) / liar), size - 2).astype(np.intp) + 1
+            lies = uniform < liar
+            if liar < _top_k.RARE:
+                step[lies] = 1 + (uniforms(int(lies.sum())) * (size - 1)).astype(np.intp)
+            step *= lies
             codes = codes + step
             return _labels.decode(codes - size * (codes >= size), self.classes_, values)
 
@@ -151,9 +159,10 @@ class _PriorTransformer(_LabelTransformer):
             if X is None and prior.needs_features:
                 raise ValueError("X=None, but the prior groups examples by their features: call fit_transform(X, y)")
             features = np.zeros((len(values), 1)) if X is None else X
-            self.prior_ = sklearn_clone(prior).fit(features, y, classes=self.classes_)
+            share = self._best_share if prior._is_auto else lambda sizes, size: float(prior.epsilon)
+            self.prior_ = sklearn_clone(prior)._fit(features, y, self.classes_, share)
             # What it paid is part of this mechanism's price.
-            self._spend(*self.prior_._spent)
+            self._spend(*self.prior_.__dict__.get("_spent", ()))
         elif prior is None:
             self.prior_ = PublicPrior(np.full(len(self.classes_), 1 / len(self.classes_)))
         else:
@@ -171,12 +180,17 @@ class _PriorTransformer(_LabelTransformer):
         values, rebuild = _labels.read(y)
         if X is not None and (length := np.shape(X)[0] if hasattr(X, "shape") else len(X)) != len(values):
             raise ValueError(f"X and y must have one length, got {length} and {len(values)}: give a label an example")
-        self._table, self._row = self._look_up(X, len(values))
         epsilon = self._response_epsilon
+        if not epsilon > 0:
+            raise ValueError(
+                f"epsilon={self.epsilon:g} is not above the {self.epsilon - epsilon:g} that the prior was paid at fit: "
+                "call fit again, or give more"
+            )
+        self._table, self._row = self._look_up(X, len(values))
         self._spend((epsilon, self._most_revealing()))
         self._count_release()
         uniforms = self._uniforms()
-        shared = self._plan(self._table) if len(self._table) < len(values) else None
+        shared = self._plan(self._table, epsilon) if len(self._table) < len(values) else None
 
         def chunk(part: np.ndarray, start: int) -> np.ndarray:
             codes = _labels.encode(part, self.classes_)
@@ -184,9 +198,9 @@ class _PriorTransformer(_LabelTransformer):
             if shared is not None:
                 order, rank, k = shared
             else:
-                order, rank, k = self._plan(self._table[row])
+                order, rank, k = self._plan(self._table[row], epsilon)
                 row = np.arange(len(row))
-            said = _top_k.release(codes, row, order, rank, k, epsilon, uniforms(len(codes)))
+            said = _top_k.release(codes, row, order, rank, k, epsilon, uniforms)
             return _labels.decode(said, self.classes_, values)
 
         return rebuild(_in_chunks(chunk, values, positions=True))
@@ -202,7 +216,7 @@ class _PriorTransformer(_LabelTransformer):
         """P(released = j | label = i) in the last release: [K, K] if all examples had one prior, else [m, K, K] for m
         priors; `prior_index_` says which example had which."""
         check_is_fitted(self, "_table")
-        order, _, k = self._plan(self._table)
+        order, _, k = self._plan(self._table, self._response_epsilon)
         matrices = _top_k.matrices(order, k, self._response_epsilon)
         return matrices[0] if len(matrices) == 1 else matrices
 
@@ -216,17 +230,44 @@ class _PriorTransformer(_LabelTransformer):
     def k_(self) -> np.ndarray:
         """Over how many classes each prior's randomized response went, [m]."""
         check_is_fitted(self, "_table")
-        return self._plan(self._table)[2]
+        return self._plan(self._table, self._response_epsilon)[2]
 
     @property
     def _response_epsilon(self) -> float:
+        prior = getattr(self, "prior_", None)
+        if isinstance(prior, LabelPrior):
+            return float(self.epsilon - prior.epsilon_)
         return float(self.epsilon - self.prior.epsilon if isinstance(self.prior, LabelPrior) else self.epsilon)
+
+    def _best_share(self, sizes: np.ndarray, size: int) -> float:
+        """The part of epsilon for the counts that makes the most truth of labels that are made up: as many in each
+        group, more or less of one class (Dirichlet). Nothing private, and no chance, goes into it."""
+        rng = np.random.default_rng(0)
+        groups = int(np.clip(200_000 // size, 50, 1000))
+        sizes = sizes[np.linspace(0, len(sizes) - 1, groups).astype(int)]
+        weights = rng.gamma(np.geomspace(*_PURITY, groups)[rng.permutation(groups), None] / size, size=(groups, size))
+        counts = sizes[:, None] * (weights + 1e-99) / (weights + 1e-99).sum(axis=1, keepdims=True)
+        uniform = rng.random((2, groups, size))
+
+        def truth(share: float) -> float:
+            table = np.full(counts.shape, 1 / size)
+            if share > 0:
+                up, down = np.floor(np.log1p(-uniform) / (-share * self.epsilon / 2))
+                table = from_counts(counts + up - down, sizes)
+            left = (1 - share) * self.epsilon
+            order, _, k = self._plan(table, left)
+            covered = np.take_along_axis(counts, order, axis=1).cumsum(axis=1)[np.arange(groups), k - 1]
+            return float(covered @ _top_k.keep_probability(left, k))
+
+        return float(self.epsilon * max([0.0, *_SHARES], key=truth))
 
     def _most_revealing(self) -> int:
         # Some prior may leave two classes, and that is the worst case.
         return 2
 
     def _cost(self) -> list[tuple[float, int]]:
+        if isinstance(self.prior, LabelPrior) and self.prior._is_auto:
+            return [(float(self.epsilon), 2)]  # no division of it costs more
         prior = [(float(self.prior.epsilon), 2)] if isinstance(self.prior, LabelPrior) else []
         return [*prior, (self._response_epsilon, self._most_revealing())]
 
@@ -244,7 +285,7 @@ class _PriorTransformer(_LabelTransformer):
         super()._check()
         prior = self.prior
         if isinstance(prior, LabelPrior):
-            if not prior.epsilon < self.epsilon:
+            if not (prior._is_auto or prior.epsilon < self.epsilon):
                 raise ValueError(
                     f"prior.epsilon={prior.epsilon:g} must be below epsilon={self.epsilon:g}, the total: give the "
                     "prior a part of it, a tenth for instance"
@@ -308,7 +349,7 @@ class RandomizedResponseTopK(_PriorTransformer):
     def _most_revealing(self) -> int:
         return int(self.k)
 
-    def _plan(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _plan(self, table: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return (*_top_k.by_likelihood(table), np.full(len(table), self.k))
 
 
@@ -327,7 +368,8 @@ class RandomizedResponseWithPrior(_PriorTransformer):
 
     Args:
         epsilon: ε > 0, the total.
-        prior: A `LabelPrior` (`KMeansPrior`, `NoisyHistogram`), fitted on the data for a part of `epsilon`. Or what
+        prior: A `LabelPrior` (`KMeansPrior`, `NoisyHistogram`), fitted on the data for a part of `epsilon`, which
+            `KMeansPrior("auto")` chooses by itself. Or what
             `PublicPrior` takes, for nothing: probabilities [K] or [n, K], a fitted classifier, a Keras model, a
             function of X. None takes all classes for alike, which gives `RandomizedResponse`.
         num_classes, seed, classes: As in `RandomizedResponse`.
@@ -356,9 +398,9 @@ class RandomizedResponseWithPrior(_PriorTransformer):
         self.num_classes, self.seed, self.classes = num_classes, seed, classes
         self._check()
 
-    def _plan(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _plan(self, table: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         order, rank = _top_k.by_likelihood(table)
-        return order, rank, _top_k.best_k(table, order, self._response_epsilon)
+        return order, rank, _top_k.best_k(table, order, epsilon)
 
 
 def randomized_response(y: Any, epsilon: float, num_classes: int | None = None, seed: int | None = None) -> Any:

@@ -44,10 +44,18 @@ def debiased_label_counts(
     counts = inverse.T @ np.bincount(codes, minlength=len(matrix))
     if not simplex:
         return counts
-    # Projection onto the simplex: Duchi et al. 2008, "Efficient projections onto the l1-ball", Fig. 1.
-    falling = np.sort(counts)[::-1]
-    excess = (np.cumsum(falling) - len(codes)) / np.arange(1, len(counts) + 1)
-    return np.maximum(counts - excess[falling > excess][-1], 0)
+    return nearest_counts(counts[None], np.array([len(codes)]))[0]
+
+
+def nearest_counts(counts: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """The nearest rows [m, K] in least squares that are ≥ 0 and sum to `total` [m].
+
+    Source: Duchi et al. 2008, "Efficient projections onto the l1-ball", Fig. 1.
+    """
+    falling = -np.sort(-counts, axis=1)
+    excess = (np.cumsum(falling, axis=1) - total[:, None]) / np.arange(1, counts.shape[1] + 1)
+    left = np.maximum((falling > excess).sum(axis=1), 1)  # how many stay above 0
+    return np.maximum(counts - np.take_along_axis(excess, left[:, None] - 1, axis=1), 0)
 
 
 def inverse_of(matrix: np.ndarray) -> np.ndarray:
@@ -55,6 +63,6 @@ def inverse_of(matrix: np.ndarray) -> np.ndarray:
     if np.linalg.cond(matrix) > 1e8:
         raise ValueError(
             "transition_matrix cannot be inverted: some labels are never told apart, as under a prior or a tiny ε; "
-            "there is no unbiased correction"
+            "there is no correction, and a model trains with the plain loss"
         )
     return np.linalg.inv(matrix)

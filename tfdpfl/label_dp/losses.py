@@ -18,10 +18,14 @@ _DOC = """
         from_logits: Whether the model's outputs are logits; else probabilities.
         reduction, name: As in every Keras loss.
 
-    Labels are the released ones, classes 0..K-1 `[n]` or `[n, 1]`, or one-hot `[n, K]`.
+    Labels are the released ones, classes 0..K-1 `[n]` or `[n, 1]`, or one-hot `[n, K]`. Outputs are `[n, K]`; for two
+    classes also `[n, 1]`, one sigmoid (or its logit) for class 1.
 
     Raises:
-        ValueError: The matrix is no [K, K] of rows that sum to one, or both or none of the two descriptions is given.
+        ValueError: The matrix is no [K, K] of rows that sum to one, or cannot be inverted, or both or none of the two
+            descriptions is given; in a call, labels or outputs have another shape.
+        tf.errors.InvalidArgumentError: when run, a label is none of 0..K-1. In a function that XLA compiles, which
+            cannot raise, the loss is NaN.
     """
 
 
@@ -53,25 +57,45 @@ class _NoisyLabelLoss(tf.keras.losses.Loss):
                 f"transition_matrix must be [K, K] with rows that sum to one, got the shape {list(matrix.shape)}: with "
                 "several priors there is no one matrix; use the plain loss"
             )
-        self.transition_matrix, self.from_logits = matrix, from_logits
+        self.transition_matrix, self.from_logits, self._inverse = matrix, from_logits, inverse_of(matrix)
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         return {**config, "transition_matrix": self.transition_matrix.tolist(), "from_logits": self.from_logits}
 
     def _log_probabilities(self, y_pred: tf.Tensor) -> tf.Tensor:
+        """[n, K]; one output for two classes is that of class 1."""
+        size, width = len(self.transition_matrix), y_pred.shape[-1] if y_pred.shape.rank == 2 else None
+        if width != size and (width, size) != (1, 2):
+            one = " or [n, 1]" if size == 2 else ""
+            raise ValueError(
+                f"y_pred must be [n, {size}]{one}, an output for each class of the loss, got the shape {y_pred.shape}: "
+                "give the model's last layer so many units, or the loss another num_classes"
+            )
+        if width == 1:
+            y_pred = tf.concat([tf.zeros_like(y_pred) if self.from_logits else 1 - y_pred, y_pred], axis=-1)
         if self.from_logits:
             return tf.nn.log_softmax(y_pred)
         tiny = tf.keras.backend.epsilon()
         return tf.math.log(tf.clip_by_value(y_pred / tf.reduce_sum(y_pred, -1, keepdims=True), tiny, 1.0))
 
     def _one_hot(self, y_true: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """[n, K]; Keras may hand classes over as [n] or [n, 1]."""
+        """[n, K]; Keras may hand classes over as [n] or [n, 1], and as floats."""
         y_true = tf.convert_to_tensor(y_true)
-        size = len(self.transition_matrix)
-        if y_true.shape.rank is not None and y_true.shape.rank > 1 and y_true.shape[-1] == size:
+        size, rank = len(self.transition_matrix), y_true.shape.rank
+        if rank == 2 and y_true.shape[-1] == size:
             return tf.cast(y_true, dtype)
-        return tf.one_hot(tf.cast(tf.reshape(y_true, [-1]), tf.int32), size, dtype=dtype)
+        if rank is not None and rank != 1 and not (rank == 2 and y_true.shape[-1] in (1, None)):
+            raise ValueError(
+                f"labels must be [n], [n, 1] or one-hot [n, {size}], got the shape {y_true.shape}: give one an example"
+            )
+        flat = tf.reshape(y_true, [-1])
+        code = tf.cast(flat, tf.int32)
+        known = (code >= 0) & (code < size) & (tf.cast(code, flat.dtype) == flat)
+        told = f"labels must be whole numbers in 0..{size - 1}, the classes of the loss, got"
+        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(known), [told, flat])]):
+            # XLA drops asserts: NaN is heard there, too.
+            return tf.where(known[:, None], tf.one_hot(code, size, dtype=dtype), tf.constant(np.nan, dtype))
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")
@@ -109,10 +133,6 @@ class BackwardCorrectedLoss(_NoisyLabelLoss):
     """
         + _DOC
     )
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._inverse = inverse_of(self.transition_matrix)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         y_pred = tf.convert_to_tensor(y_pred)

@@ -53,6 +53,8 @@ class MultiStageTraining(LabelMechanism):
         stage_: [n], the stage (from 0) in which each was released.
         histories_: Keras's History of each stage.
         classes_, releases_, dp_event, ledger, epsilon_spent: As in `RandomizedResponse`.
+        family_ledger: The price of all fits of a `GridSearchCV`, read from the `best_estimator_` or from the estimator
+            that was given. The scores that the search compares by look at true labels, and no ledger has them.
 
     Raises:
         ValueError: for arguments out of range, or fewer examples than stages.

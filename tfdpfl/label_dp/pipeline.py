@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp._events import composed, pure_event
-from tfdpfl.label_dp._top_k import keep_probability, matrices
+from tfdpfl.label_dp._top_k import RARE, lie_probability, matrices
 from tfdpfl.label_dp.classification import RandomizedResponse
 
 if TYPE_CHECKING:
@@ -89,14 +89,15 @@ class LabelPrivacy(tf.keras.layers.Layer):
             code = tf.identity(code)
         name = ids if ids.dtype == tf.string else tf.strings.as_string(ids)
         name = tf.strings.join([tf.strings.as_string(code), name], ":")
-        step = tf.strings.to_hash_bucket_strong(name, _STEPS, self._key)
-        uniform = tf.cast(step, tf.float64) / _STEPS
-        keep = float(keep_probability(self.epsilon, self.num_classes))
-        lies = self.num_classes - 1
-        turn = tf.cast(tf.floor((uniform - keep) * (lies / (1 - keep) if keep < 1 else 0.0)), tf.int64)
-        turn = 1 + tf.clip_by_value(turn, 0, lies - 1)
-        said = tf.where(uniform < keep, code, (code + turn) % self.num_classes)
+        uniform = self._uniform(name)
+        liar, lies = float(lie_probability(self.epsilon, self.num_classes)), self.num_classes - 1
+        share = uniform / liar if liar >= RARE else self._uniform(tf.strings.join([name, "which"], ":"))
+        turn = 1 + tf.clip_by_value(tf.cast(tf.floor(share * lies), tf.int64), 0, lies - 1)
+        said = tf.where(uniform < liar, (code + turn) % self.num_classes, code)
         return tf.cast(said, labels.dtype)
+
+    def _uniform(self, name: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.strings.to_hash_bucket_strong(name, _STEPS, self._key), tf.float64) / _STEPS
 
     def cached(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Reads the dataset once and returns it with its labels replaced, the same in every epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
-from tfdpfl.label_dp import _labels
+from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp.counts import nearest_counts
 
 _MOST_FOR_KMEANS = 200_000
 _SUM_TOLERANCE = 1e-3  # of float16 softmax outputs; a prior's sum is no matter of privacy
@@ -120,6 +122,17 @@ def _are_probabilities(output: np.ndarray) -> bool:
     return bool((output >= 0).all() and (abs(output.sum(axis=-1) - 1) <= _SUM_TOLERANCE).all())
 
 
+def from_counts(noisy: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Rows of probabilities [groups, K] from noisy counts of groups of these sizes.
+
+    To set negative counts to 0 and divide by the sum would leave all the noise that is above 0, shared out over the
+    classes that no one has.
+    """
+    likely = nearest_counts(noisy, sizes)
+    total = likely.sum(axis=1, keepdims=True)
+    return np.where(total > 0, likely / np.where(total > 0, total, 1), 1 / noisy.shape[1])
+
+
 class LabelPrior(ClassifierMixin, LabelMechanism):
     """Guesses from histograms of the private labels, one for each group of examples, with discrete Laplace noise.
 
@@ -129,15 +142,36 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
     bins of one group's histogram by 1 each, so the noise is P(x) ∝ e^(-|x|·epsilon/2) on every bin; groups are
     disjoint and public (Ghazi et al. 2021, arXiv:2102.06062, Alg. 4; Ghosh et al. 2009, arXiv:0811.2841).
 
+    With `epsilon="auto"` it takes the share of a `RandomizedResponseWithPrior`'s total that tells the most truth on
+    made-up labels, of groups as large as these. That depends on what is public: the groups' sizes, K and the total.
+
+    With `local=True` no one need be trusted with the labels: each goes through randomized response at `epsilon` before
+    it is counted, and the counts are put right for that on average. `RandomizedResponseWithPrior` is then ε-DP in the
+    (interactive) local model. The noise grows with the root of a group's size: take few, large groups, and more ε.
+
     Attributes:
+        epsilon_: What was paid; with "auto" 0 where the counts would not be worth their price.
         classes_: [K], the columns.
-        noisy_counts_: [groups, K], noise included: whole numbers, some below 0.
-        prior_: [groups, K], the noisy counts with negative ones set to 0, normalised. A group with none left above 0
-            (an empty one, for instance) is uniform.
+        noisy_counts_: [groups, K], noise included, some below 0: whole numbers, but for `local=True`.
+        prior_: [groups, K], the shares that are nearest to the noisy counts, in least squares, among those that are ≥ 0
+            and sum to the group's size, which is public. An empty group is uniform.
         needs_features: Whether groups depend on the features; where not, there is one group.
     """
 
     needs_features = True
+    local = False
+
+    def _check_epsilon(self) -> None:
+        if not isinstance(self.local, bool):
+            raise ValueError(f"local must be True or False, got {self.local!r}: True is for labels that no one holds")
+        if self._is_auto and self.local:
+            raise ValueError("epsilon='auto' does not know the noise of local=True: give a number, half of the total")
+        if not self._is_auto:
+            _checks.real("epsilon", self.epsilon, "give the ε of the counts, or 'auto' for a good share", above=0)
+
+    @property
+    def _is_auto(self) -> bool:
+        return isinstance(self.epsilon, str) and self.epsilon == "auto"
 
     def fit(self, X: Any, y: Any, classes: Any = None) -> LabelPrior:
         """Groups the examples by X, and releases the noisy histograms of y.
@@ -150,6 +184,15 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         Raises:
             ValueError: NaN features, lengths that differ, labels that are none of the classes, too few examples.
         """
+        if self._is_auto:
+            raise ValueError(
+                "epsilon='auto' is a share of a mechanism's total, and this prior is fitted on its own: give a number, "
+                f"or RandomizedResponseWithPrior(epsilon, prior={type(self).__name__}('auto'))"
+            )
+        return self._fit(X, y, classes, lambda sizes, size: float(self.epsilon))
+
+    def _fit(self, X: Any, y: Any, classes: Any, share: Callable[[np.ndarray, int], float]) -> LabelPrior:
+        """`fit` for the ε that `share` makes of the groups' sizes and the number of classes."""
         self._check()
         X = _features(self, X, reset=True)
         if y is None:
@@ -161,16 +204,33 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         if len(X) != len(codes):
             raise ValueError(f"X and y must have one length, got {len(X)} and {len(codes)}: give a label an example")
         groups, count = self._fit_groups(X)
-        # From here on labels are looked at.
         size = len(self.classes_)
-        counts = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size)
-        self.noisy_counts_ = counts + self._uniforms().discrete_laplace(self.epsilon / 2, counts.shape)
-        self._spend((float(self.epsilon), 2))
+        sizes = np.bincount(groups, minlength=count)
+        self.epsilon_ = share(sizes, size)
+        if self.epsilon_ == 0:
+            self.noisy_counts_ = np.zeros((count, size))
+            self.prior_ = np.full((count, size), 1 / size)
+            return self
+        # From here on labels are looked at.
+        if self.local:
+            counts, outcomes = self._sent(codes, groups, sizes, size), size
+        else:
+            counts, outcomes = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size), 2
+            counts = counts + self._uniforms().discrete_laplace(self.epsilon_ / 2, counts.shape)
+        self.noisy_counts_ = counts
+        self._spend((self.epsilon_, outcomes))
         self._count_release()
-        clipped = np.maximum(self.noisy_counts_, 0)
-        total = clipped.sum(axis=1, keepdims=True)
-        self.prior_ = np.where(total > 0, clipped / np.maximum(total, 1), 1 / size)
+        self.prior_ = from_counts(self.noisy_counts_, sizes)
         return self
+
+    def _sent(self, codes: np.ndarray, groups: np.ndarray, sizes: np.ndarray, size: int) -> np.ndarray:
+        """Unbiased counts [groups, K] from labels that each went through randomized response."""
+        order, everyone = np.arange(size)[None], np.zeros(len(codes), np.intp)
+        said = _top_k.release(codes, everyone, order, order, np.array([size]), self.epsilon_, self._uniforms())
+        seen = np.bincount(groups * size + said, minlength=len(sizes) * size).reshape(len(sizes), size)
+        keep = _top_k.keep_probability(self.epsilon_, size)
+        lie = keep * np.exp(-self.epsilon_)
+        return (seen - lie * sizes[:, None]) / (keep - lie)
 
     def groups(self, X: Any) -> np.ndarray:
         """The group of each example, [n], from its features."""
@@ -198,16 +258,26 @@ class NoisyHistogram(LabelPrior):
     """One guess for all examples: how frequent each class is, with noise. For labels that are far from uniform.
 
     Args:
-        epsilon: ε > 0 of the histogram.
+        epsilon: ε > 0 of the histogram, or "auto".
         num_classes: K, for integer labels 0..K-1.
         classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
         seed: None takes the operating system's entropy; a seed is for tests.
+        local: Whether each label is randomized before it is counted.
     """
 
     needs_features = False
 
-    def __init__(self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None):
+    def __init__(
+        self,
+        epsilon: float | str,
+        num_classes: int | None = None,
+        seed: int | None = None,
+        *,
+        classes: Any = None,
+        local: bool = False,
+    ):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
+        self.local = local
         self._check()
 
     def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
@@ -226,7 +296,7 @@ class KMeansPrior(LabelPrior):
     the tool. The guess helps as far as clusters are pure and hold many more than 1/ε examples.
 
     Args:
-        epsilon: ε > 0 of the histograms, all together.
+        epsilon: ε > 0 of the histograms, all together; or "auto".
         n_clusters: Number of clusters, at most the number of examples.
         n_components: Principal components that are clustered; None takes the features as they are.
         num_classes: K, for integer labels 0..K-1.
@@ -235,6 +305,7 @@ class KMeansPrior(LabelPrior):
         classes: All classes, for other labels. Without either those that the labels name, as public knowledge.
         clusterer: Replaces PCA and KMeans: an object with `fit(X)` and `predict(X)`, such as a pipeline. None takes
             scikit-learn's KMeans, MiniBatchKMeans above 200,000 examples.
+        local: Whether each label is randomized before it is counted.
 
     Raises:
         ValueError: for arguments out of range; in `fit`, fewer examples than clusters, NaN features.
@@ -242,7 +313,7 @@ class KMeansPrior(LabelPrior):
 
     def __init__(
         self,
-        epsilon: float,
+        epsilon: float | str,
         n_clusters: int = 100,
         n_components: int | None = 50,
         num_classes: int | None = None,
@@ -250,9 +321,11 @@ class KMeansPrior(LabelPrior):
         *,
         classes: Any = None,
         clusterer: Any = None,
+        local: bool = False,
     ):
         self.epsilon, self.n_clusters, self.n_components = epsilon, n_clusters, n_components
         self.num_classes, self.seed, self.classes, self.clusterer = num_classes, seed, classes, clusterer
+        self.local = local
         self._check()
 
     def _check(self) -> None:

@@ -42,12 +42,13 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
                     "histogram a part of it"
                 )
 
-    def fit(self, y: Any, _unused: Any = None) -> Any:
+    def fit(self, y: Any, _second: None = None) -> Any:
         """Releases the noisy histogram, unless the prior is public, and makes the mechanism that suits it.
 
         Args:
             y: Labels [n], finite numbers. Each counts as the nearest value of the grid.
         """
+        self._labels_alone(_second)
         self._check()
         if _labels.is_dataset(y):
             y = labels_of(y)
@@ -84,6 +85,14 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
             part = slice(start, start + _CHUNK)
             result[part] = self._release(numbers[part], uniforms)
         return rebuild(result)
+
+    def inverse_transform(self, y: Any) -> Any:
+        """`y` as it is, since released labels are in the units of the true ones; for `TransformedTargetRegressor`.
+
+        Set `check_inverse=False` there: its check releases some labels once more, and that is paid.
+        """
+        check_is_fitted(self, "outputs_")
+        return y
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
         """The one column's name, for `set_output`."""
@@ -204,7 +213,7 @@ class RROnBins(_RegressionMechanism):
         order = np.arange(len(self.outputs_))[None]
         row = np.zeros(len(bins), np.intp)
         said = _top_k.release(
-            bins, row, order, order, np.array([order.size]), self._response_epsilon, uniforms(len(bins))
+            bins, row, order, order, np.array([order.size]), self._response_epsilon, uniforms
         )
         return self.outputs_[said]
 
