@@ -19,11 +19,11 @@ test: .venv/keras3.installed .venv/tff.installed
 	$(TFF) -m pytest $(PYTEST) $(ARGS)
 
 # Without what is slow; on the second stack what only it has, and where Keras 2 differs most.
-SECOND := federated_data federated_personalization federated_processes federated_runtime federated_training \
-	legacy_keras optimizers
+SECOND := $(patsubst %,tests/federated/test_federated_%.py,data personalization processes runtime training) \
+	tests/optimizers/test_legacy_keras.py tests/optimizers/test_optimizers.py
 test-fast: .venv/keras3.installed .venv/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) -m "not slow" $(ARGS)
-	$(TFF) -m pytest $(PYTEST) -m "not slow" $(SECOND:%=tests/test_%.py) $(ARGS)
+	$(TFF) -m pytest $(PYTEST) -m "not slow" $(SECOND) $(ARGS)
 
 lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pathlib
 import pickle
 import secrets
 import subprocess
@@ -144,10 +145,11 @@ def test_processes_that_go_on_from_one_file_draw_independent_noise(tmp_path):
     draws = [update(model)]
     model.save(tmp_path / "model.keras")
     draws.append(update(model))
-    here = str(__import__("pathlib").Path(__file__).parent)
+    here = pathlib.Path(__file__).parent
     for i in range(2):
         out = str(tmp_path / f"{i}.npy")
-        subprocess.run([sys.executable, "-c", RESUMED, str(tmp_path / "model.keras"), out, here], check=True, cwd=here)
+        program = [sys.executable, "-c", RESUMED, str(tmp_path / "model.keras"), out, here]
+        subprocess.run(program, check=True, cwd=here.parent)
         draws.append(np.load(out))
     assert_independent(*draws)
 

@@ -18,12 +18,12 @@ CORE = (
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not c.keras3(), reason="this stack's tf.keras is Keras 2 already")
 def test_the_core_of_the_optimizers_holds_under_tf_keras():
-    here = Path(__file__).parent
-    files = ["test_optimizers.py", "test_noise.py", "test_saving.py", "test_peers_faults.py"]
+    tests = Path(__file__).parent.parent
+    files = ["test_noise.py", *(f"optimizers/test_{name}.py" for name in ("optimizers", "saving", "peers_faults"))]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-k", CORE, "-p", "no:cacheprovider"]
-        + [str(here / name) for name in files],
-        capture_output=True, text=True, cwd=here.parent, env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
+        + [str(tests / name) for name in files],
+        capture_output=True, text=True, cwd=tests.parent, env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])

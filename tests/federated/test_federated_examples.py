@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "federated_hospitals": r"Orkney Hospital +\d\.\d+ +\d\.\d+ +0\.\d+ \[.*\n(.*\n)*.*example level: epsilon = ",
     "federated_levels": r"client level, DP-FTRL +[\d.]+% +inf +[\d.]+ +inf\n(.*\n)*.*It is no bound",

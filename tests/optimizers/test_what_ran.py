@@ -635,7 +635,7 @@ def test_a_seed_and_the_generator_are_in_the_statement():
 @pytest.mark.slow
 def test_trainings_that_are_killed_and_resumed_count_every_step_and_repeat_no_noise():
     """The short form of the benchmark: 1,000 of them take half an hour."""
-    script = pathlib.Path(__file__).parent.parent / "benchmarks" / "kills.py"
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "kills.py"
     run = [sys.executable, str(script), "--kills", "8", "--ways", "backup,loop"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
