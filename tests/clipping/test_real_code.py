@@ -18,7 +18,7 @@ X = RNG.normal(size=(5, 4)).astype("float32")
 WEIGHTS = RNG.normal(size=(4, 6)).astype("float32")
 
 
-def agrees(loss, *batch, weights=WEIGHTS, rtol=1e-5):
+def agrees(loss, *batch, weights=WEIGHTS, rtol=1e-5, static=False):
     """The norms and the clipped sum are those of the examples one by one, by TensorFlow's own gradients."""
     w = tf.Variable(weights)
 
@@ -32,7 +32,7 @@ def agrees(loss, *batch, weights=WEIGHTS, rtol=1e-5):
     clip = float(np.median(norms))
     step = tf.function(
         lambda *batch: (per_example_norms(loss(w, *batch), [w]), clipped_gradients(loss(w, *batch), [w], clip).sum[0]),
-        input_signature=[tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch],
+        input_signature=[tf.TensorSpec([len(part) if static else None, *part.shape[1:]], part.dtype) for part in batch],
     )
     found, total = step(*batch)
     np.testing.assert_allclose(found, norms, rtol=rtol)
@@ -40,11 +40,11 @@ def agrees(loss, *batch, weights=WEIGHTS, rtol=1e-5):
     np.testing.assert_allclose(total, expected, rtol=rtol, atol=rtol * np.abs(expected).max())
 
 
-def refused(loss, *batch, match):
+def refused(loss, *batch, match, static=False):
     w = tf.Variable(WEIGHTS)
     step = tf.function(
         lambda *batch: clipped_gradients(loss(w, *batch), [w], 1.0).sum[0],
-        input_signature=[tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch],
+        input_signature=[tf.TensorSpec([len(part) if static else None, *part.shape[1:]], part.dtype) for part in batch],
     )
     with pytest.raises(PrivacyError, match=match):
         step(*batch)
@@ -89,6 +89,24 @@ def test_ctc_whose_lengths_are_of_the_batch_is_refused():
         lambda w, frames, labels: ctc(w, frames, labels, tf.reduce_max(labels) + 0 * labels[:, 0]), FRAMES, LABELS,
         match="reduces over the batch|moves examples",
     )  # fmt: skip
+
+
+def test_ctc_whose_frames_are_examples_is_refused():
+    """Time first is what it takes: here the examples are the frames of one utterance."""
+
+    def loss(w, frames):
+        labels, lengths = tf.ones([12, 2], tf.int32), tf.fill([12], 2)
+        return tf.reduce_mean(tf.nn.ctc_loss(labels, tf.tensordot(frames, w, 1), lengths, tf.fill([12], 5)))
+
+    refused(loss, FRAMES, match="No gradient belongs to one example alone")
+
+
+def test_ctc_with_public_labels_that_differ_from_example_to_example_is_refused():
+    def loss(w, frames):
+        return ctc(w, frames, tf.constant(LABELS))
+
+    for static in (False, True):
+        refused(loss, FRAMES, match="No gradient belongs to one example alone", static=static)
 
 
 @pytest.mark.skipif(not keras3(), reason="Keras 3's loss")
@@ -173,8 +191,9 @@ def test_derivatives_by_the_input_one_output_at_a_time():
     agrees(by_output, X, weights=WEIGHTS[:, :3])
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cut", [np.s_[:, 1:3], np.s_[..., 0], np.s_[:, None, 2], np.s_[:, ::2], np.s_[..., None, 1:]])
-def test_the_gradient_of_a_slice_is_exact(cut):
+def test_the_gradient_of_a_slice_is_exact(cut, static):
     def loss(w, x):
         x = tf.convert_to_tensor(x)
         with tf.GradientTape() as tape:
@@ -182,17 +201,30 @@ def test_the_gradient_of_a_slice_is_exact(cut):
             y = tf.tanh(x @ w)[cut] ** 2
         return tf.reduce_mean(tape.gradient(y, x) ** 2)
 
-    agrees(loss, X, rtol=2e-5)
+    agrees(loss, X, rtol=2e-5, static=static)
 
 
-def test_the_gradient_of_a_slice_of_examples_is_refused():
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("cut", [np.s_[1:], np.s_[::-1], np.s_[:2], np.s_[0], np.s_[None, 1:]])
+def test_the_gradient_of_a_slice_of_examples_is_refused(cut, static):
     def loss(w, x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = tf.tanh(x @ w)[1:] ** 2
+            y = tf.tanh(x @ w)[cut] ** 2
         return tf.reduce_mean(tape.gradient(y, x) ** 2)
 
-    refused(loss, X, match="takes some examples of the batch")
+    refused(loss, X, match="takes some examples|by its position|not known to follow the batch size", static=static)
+
+
+def test_a_slice_that_turns_the_examples_round_is_refused():
+    def loss(w, x):
+        y = tf.tanh(x @ w)
+        turned = tf.raw_ops.StridedSliceGrad(
+            shape=tf.shape(y), begin=[0], end=[0], strides=[-1], dy=y, begin_mask=1, end_mask=1
+        )
+        return tf.reduce_mean((y - turned) ** 2)
+
+    refused(loss, X, match="StridedSliceGrad.*takes some examples")
 
 
 def test_wgan_with_a_gradient_penalty_is_exact():

@@ -88,7 +88,7 @@ def stitched(view, op, states):
         if at is None or not known or len(view.entries(t)) != at.size:
             return None
         entries.update(zip(np.ravel(at).tolist(), view.entries(t), strict=True))
-    whole = not deps(states) and sorted(entries) == list(range(len(entries)))
+    whole = any(isinstance(s, Size) for s in states) and not deps(states) and set(entries) == set(range(len(entries)))
     return Size(tuple(entries[i] for i in range(len(entries)))) if whole else None
 
 
@@ -352,34 +352,36 @@ def is_whole(i, x, state, masks, begin, end, strides) -> bool:
 @moves("StridedSliceGrad", data=4, sizes=(0,))
 def strided_slice_gradient(view, op, states):
     """A slice's gradient put back among zeros: the examples are where they were in what was sliced."""
-    state, entries = states[4], view.entries(op.inputs[0])
-    ends = {m: op.get_attr(m) for m in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")}
-    strides = constant(op.inputs[3])
-    marked = [i for i, (_, power) in enumerate(entries) if power]
+    state, entries, strides = states[4], view.entries(op.inputs[0]), constant(op.inputs[3])
     if not isinstance(state, Batch) or strides is None:
         return None
-    if len(marked) != 1 or entries[marked[0]] != (state.rows, 1):
-        return mixed(op, "has a shape that is not known to follow the batch size")
-    at = out = 0
-    for i in range(len(strides)):
+    begins, ends, spans, added, dropped = (
+        op.get_attr(f"{m}_mask") for m in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    )
+    at = out = 0  # axes of what was sliced, and of the slice
+    found = None
+    for i, stride in enumerate(strides):
         bit = 1 << i
-        if ends["ellipsis_mask"] & bit:
-            named = sum(not (ends["new_axis_mask"] | ends["ellipsis_mask"]) >> j & 1 for j in range(len(strides)))
-            span = len(entries) - named
-            if at <= marked[0] < at + span:
-                return Batch(marked[0], state.rows) if state.axis == out + marked[0] - at else None
+        if spans & bit:
+            span = len(entries) - sum(not (spans | added) >> k & 1 for k in range(len(strides)))
+            if out <= state.axis < out + span:
+                found = at + state.axis - out
             at, out = at + span, out + span
-        elif ends["new_axis_mask"] & bit:
+        elif added & bit:
             out += 1
         else:
-            if at == marked[0]:
-                whole = ends["begin_mask"] & ends["end_mask"] & bit and strides[i] == 1
-                kept = not ends["shrink_axis_mask"] & bit and state.axis == out
-                if not (whole and kept):
+            if out == state.axis and not dropped & bit:
+                if stride != 1 or not begins & ends & bit:
                     return mixed(op, "takes some examples of the batch, not all")
-                return Batch(at, state.rows)
-            at, out = at + 1, out + (not ends["shrink_axis_mask"] & bit)
-    return Batch(marked[0], state.rows) if state.axis == out + marked[0] - at else None
+                found = at
+            at, out = at + 1, out + (not dropped & bit)
+    if state.axis >= out:
+        found = at + state.axis - out
+    length = op.inputs[4].shape[state.axis]
+    own = (state.rows, 1) if length is None else (length, 0)
+    if found is None or entries[found] != own or any(p != 0 for k, (_, p) in enumerate(entries) if k != found):
+        return mixed(op, "has a shape that is not known to follow the batch size")
+    return Batch(found, state.rows)
 
 
 @moves("Slice", data=0, sizes=(2,))
