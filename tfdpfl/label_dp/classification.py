@@ -159,8 +159,13 @@ class _PriorTransformer(_LabelTransformer):
             if X is None and prior.needs_features:
                 raise ValueError("X=None, but the prior groups examples by their features: call fit_transform(X, y)")
             features = np.zeros((len(values), 1)) if X is None else X
-            share = self._best_share if prior._is_auto else lambda sizes, size: float(prior.epsilon)
-            self.prior_ = sklearn_clone(prior)._fit(features, y, self.classes_, share)
+            fresh = sklearn_clone(prior)
+            # A subclass may have its own `fit`, so an ε that is known goes that way.
+            self.prior_ = (
+                fresh._fit(features, y, self.classes_, self._best_share)
+                if prior._is_auto
+                else fresh.fit(features, y, self.classes_)
+            )
             # What it paid is part of this mechanism's price.
             self._spend(*self.prior_.__dict__.get("_spent", ()))
         elif prior is None:
