@@ -1,0 +1,103 @@
+"""Draws the pictures of docs/concepts.md into docs/_static: python docs/pictures.py."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+import tfdpfl
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent / "_static"
+RUN = dict(num_examples=60_000, batch_size=256, delta=1e-5)
+
+
+def axes():
+    _, ax = plt.subplots(figsize=(6, 3.6), dpi=120, layout="constrained")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def save(ax, name, title):
+    ax.set_title(title, fontsize=11, loc="left")
+    ax.figure.savefig(HERE / f"{name}.png")
+    plt.close(ax.figure)
+
+
+def delta_of(mu, epsilon):
+    """δ of the Gaussian mechanism at μ = 1/σ (Balle and Wang 2018, theorem 8)."""
+    return norm.cdf(mu / 2 - epsilon / mu) - np.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+
+
+def attacker():
+    ax = axes()
+    chance = np.logspace(-4, 0, 200)
+    for epsilon in (0.5, 1, 3, 8):
+        mu = brentq(lambda mu, epsilon=epsilon: delta_of(mu, epsilon) - 1e-5, 1e-3, 20)
+        ax.plot(chance, norm.cdf(norm.ppf(chance) + mu), label=f"ε = {epsilon:g}")
+    ax.plot(chance, chance, ":", color="0.5", label="guessing")
+    ax.set(xscale="log", ylim=(0, 1), xlabel="outsiders wrongly called members", ylabel="members found")
+    ax.legend()
+    save(ax, "concept-epsilon", "ε = 1: hardly better than guessing. ε = 8: two members in three, one outsider in ten")
+
+
+def sampling():
+    ax = axes()
+    epochs = [1, 2, 5, 10, 20, 50, 100]
+    for kind, label in (("shuffle", "shuffled, as fit does with arrays"), ("poisson", "Poisson batches")):
+        values = [tfdpfl.compute_epsilon(noise_multiplier=1.1, num_epochs=e, sampling=kind, **RUN) for e in epochs]
+        ax.plot(epochs, values, marker="o", label=label)
+    ax.set(xscale="log", yscale="log", xlabel="epochs", ylabel="ε at δ = 1e-5")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.legend()
+    save(ax, "concept-sampling", "The same noise: with Poisson batches ε is a tenth, or less")
+
+
+def batch():
+    ax = axes()
+    sizes = [64, 128, 256, 512, 1024, 2048, 4096]
+    for epsilon in (1, 3):
+        noise = [
+            tfdpfl.compute_noise_multiplier(
+                target_epsilon=epsilon, delta=1e-5, num_examples=60_000, batch_size=b, num_epochs=10) / b
+            for b in sizes
+        ]  # fmt: skip
+        ax.plot(sizes, noise, marker="o", label=f"ε = {epsilon}")
+    ax.set(xscale="log", yscale="log", xlabel="batch size", ylabel="noise in the mean gradient, over the clip")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.legend()
+    save(ax, "concept-batch", "Ten epochs: a larger batch has less noise in each step")
+
+
+def accountants():
+    ax = axes()
+    steps = [1, 3, 10, 30, 100, 300, 1000, 3000]
+    for name in ("rdp", "pld"):
+        values = [tfdpfl.compute_epsilon(noise_multiplier=1.1, num_steps=t, accountant=name, **RUN) for t in steps]
+        ax.plot(steps, values, marker="o", label=name.upper())
+    ax.set(xscale="log", xlabel="steps", ylabel="ε at δ = 1e-5", ylim=(0, None))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.legend()
+    save(ax, "concept-accountants", "Both are upper bounds; PLD's is closer, most of all for few steps")
+
+
+def units():
+    ax = axes()
+    counts = range(1, 11)
+    values = [
+        tfdpfl.compute_epsilon(noise_multiplier=1.1, num_epochs=10, max_examples_per_user=k, **RUN) for k in counts
+    ]
+    ax.bar(counts, values, width=0.7)
+    ax.set(xlabel="examples of one person", ylabel="that person's ε", xticks=list(counts))
+    save(ax, "concept-units", "What is 0.92 for one row is 5.6 for a person with five")
+
+
+if __name__ == "__main__":
+    for draw in (attacker, sampling, batch, accountants, units):
+        draw()
