@@ -172,7 +172,12 @@ class Opened:
         now = {key(t): g for t, g in zip(body.inputs, given, strict=True)}
         results = body.outputs[: len(op.outputs)]  # a gradient that was taken before may have added some
         for inside in _path(body, results):
-            made = self._opened(inside, inner, now) if self._to_open(inside, inner) else _copied(inside, now, body)
+            if self._to_open(inside, inner):
+                made = self._opened(inside, inner, now)
+            elif _needs_xla(op, inside):
+                made = _compiled(inside, now)
+            else:
+                made = _copied(inside, now, body)
             now.update({key(t): m for t, m in zip(inside.outputs, made, strict=True)})
         made = [now[key(t)] for t in results]
         if [self.a[t] for t in made] != outputs[: len(made)]:
@@ -335,6 +340,24 @@ def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
     for copy, t in zip(made, op.outputs, strict=True):
         copy.set_shape(t.shape)  # a loop's states must keep the shapes that some functions set afterwards
     return made
+
+
+def _needs_xla(call: tf.Operation, op: tf.Operation) -> bool:
+    """Whether an op of a call that XLA compiles is a grouped convolution, which TensorFlow's own kernels run on some
+    CPUs only (those for which oneDNN is on)."""
+    compiled = "_XlaMustCompile" in call.node_def.attr and call.get_attr("_XlaMustCompile")
+    if not compiled or op.type != "Conv2D":
+        return False
+    channels = op.inputs[0].shape[1 if op.get_attr("data_format") == b"NCHW" else -1]
+    return channels != op.inputs[1].shape[-2]
+
+
+def _compiled(op: tf.Operation, now: dict) -> list[tf.Tensor]:
+    """A copy of the op in a call of its own, which XLA compiles; the op's rule looks into such a call."""
+    attrs = graph_tools.attributes(op)
+    attrs.pop("_gradient_op_type", None)
+    alone = tf.function(lambda *inputs: graph_tools.copy_op(op, inputs, attrs), autograph=False, jit_compile=True)
+    return alone(*(now[key(t)] for t in op.inputs))
 
 
 def _outside(t: tf.Tensor, outside: dict, body: tf.Graph) -> tf.Tensor:
