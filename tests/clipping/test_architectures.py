@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import K, L, check_model, normal, rng
+from helpers import (
+    K,
+    L,
+    assert_close,
+    check_model,
+    engine,
+    example_losses,
+    normal,
+    norms_of,
+    per_example_gradients,
+    rng,
+)
 
 from tfdpfl import PrivacyError
 from tfdpfl.clipping import clipped_gradients, fix
@@ -364,7 +375,18 @@ def test_a_model_that_keeps_examples_apart_is_exact(build):
 def test_a_mobile_net_after_fix_is_exact():
     K.utils.set_random_seed(1)
     model, x = mobile_net_after_fix()
-    check_model(model, x, tolerance=2e-3)  # 50 layers of float32
+    # 50 layers, at kinks of relu: gradients in float32 differ by a hundredth between machines. These are in float64.
+    policy = K.mixed_precision.global_policy()
+    K.mixed_precision.set_global_policy("float64")
+    try:
+        exact, _ = mobile_net_after_fix()
+    finally:
+        K.mixed_precision.set_global_policy(policy)
+    exact.set_weights(model.get_weights())
+    losses = [lambda x, m=m: example_losses(m(x, training=False)) for m in (model, exact)]
+    gradients = per_example_gradients(losses[1], x.astype("float64"), exact.trainable_variables)
+    _, norms, _ = engine(losses[0], x, model.trainable_variables, 1.0)
+    assert_close([norms], [norms_of(gradients)], 2e-3)
 
 
 # Refused
