@@ -183,7 +183,7 @@ def test_reports_and_plots_label_what_is_private(tmp_path):
         (lambda: PATE(VOTES, "gnmax", student_fn, 1e-5), "aggregator must be one of"),
         (lambda: PATE(VOTES, GNMax(1), "student", 1e-5), "student_fn must be a function"),
         (lambda: PATE(VOTES, GNMax(1), student_fn, 0), "delta must be"),
-        (lambda: PATE(VOTES, GNMax(1), student_fn, 0.1).fit(X), "delta must be below 1 / 300"),
+        (lambda: PATE(VOTES, GNMax(1), student_fn, 1.0), "delta must be strictly between 0 and 1"),
         (lambda: flow(GNMax(1), budget=0), "budget must be a finite number above 0"),
         (lambda: flow(GNMax(1)).fit(X, num_queries=301), "at most the 300 examples"),
         (lambda: flow(GNMax(1)).fit(X, num_queries=3, queries=[1]), "not both"),

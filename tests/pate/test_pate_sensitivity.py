@@ -139,7 +139,7 @@ def test_answers_can_be_released_by_themselves():
         ({"beta": 0.0}, "beta must be a finite number above 0"),
         ({"noise": 0.0}, "noise must be a finite number above 0"),
         ({"failure": 0.0}, "failure must be strictly between 0 and 1"),
-        ({"delta": 0.5}, "delta must be below 1 / 200"),
+        ({"delta": 1.0}, "delta must be strictly between 0 and 1"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

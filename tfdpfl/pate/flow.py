@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import large
 from tfdpfl.errors import PrivacyError
-from tfdpfl.pate import pricing
+from tfdpfl.pate import _examples, pricing
 from tfdpfl.pate.aggregators import Aggregator, Answers, InteractiveGNMax
 from tfdpfl.pate.analysis import rdp_data_independent
 from tfdpfl.pate.epsilon import WARNING, Epsilon
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity_release
-from tfdpfl.pate.teachers import compiled
+from tfdpfl.pate.teachers import compiled, inputs_of, labels_for, like_zero
 from tfdpfl.pate.votes import as_counts
 
 _INTERACTIVE_BATCHES = 5
@@ -108,7 +110,8 @@ class PATE:
             counts, one row for each of the student's examples.
         aggregator: LNMax, GNMax, ConfidentGNMax or InteractiveGNMax.
         student_fn: Makes a Keras model, compiled (else Adam and sparse cross-entropy are taken), with K outputs.
-        delta: δ, above 0 and below 1 / queries, and below 1 / the number of private examples to mean anything.
+        delta: δ, strictly between 0 and 1; from 1 / the number of private examples on it means nothing, which a warning
+            says where that number is known.
         budget: ε at which answering stops before it is passed; None: all queries are answered.
         budget_data_dependent: Whether that ε is the data-dependent one. It lets more queries through; their number
             then is private too.
@@ -143,7 +146,7 @@ class PATE:
         if not callable(student_fn):
             raise ValueError(f"student_fn must be a function that makes a Keras model, got {student_fn!r}.")
         self.teachers, self.aggregator, self.student_fn = teachers, aggregator, student_fn
-        self.delta = pricing.check_delta(delta, 1)
+        self.delta = pricing.check_delta(delta)
         self.budget = None if budget is None else _checks.real("budget", budget, "the ε to stay within", above=0)
         self.budget_data_dependent = budget_data_dependent
         self.epochs = _checks.whole("epochs", epochs, 1, "the student needs a pass over the answers")
@@ -188,11 +191,15 @@ class PATE:
                 f"fit has let out {released} answers already, and budget and report know of one fit: make "
                 "another PATE, and add up what both cost (answers_.dp_event in a PrivacyLedger)."
             )
-        X = np.asarray(X)
-        self.queries_ = self._choose(len(X), num_queries, queries, seed)
-        pricing.check_delta(self.delta, len(self.queries_))
+        X = self._inputs(X)
+        self.queries_ = self._choose(_examples.size(X), num_queries, queries, seed)
+        shards = getattr(self.teachers, "shards_", None)
+        too_large = large(self.delta, None if shards is None else sum(map(len, shards)))
+        if too_large:
+            warnings.warn(too_large, stacklevel=2)
         self._sanitized: SanitizedEpsilon | None = None
         counts = self._votes(X)
+        self._num_classes = counts.shape[1]
         self.answers_ = self._answer(counts, X)
         self.queries_ = self.queries_[: len(self.answers_)]
         labelled = self.answers_.answered
@@ -202,14 +209,14 @@ class PATE:
                 "threshold."
             )
         rows, labels = self.queries_[labelled], self.answers_.labels[labelled]
-        self.student_ = self._taught(X[rows], labels)
+        self.student_ = self._taught(_examples.rows(X, rows), labels)
         if semi_supervised:
             self._teach_itself(X, rows, labels, confidence, rounds)
         self._truth = None if y is None else np.asarray(y)[self.queries_]
         self._student_accuracy = None
         if test_data is not None:
             x_test, y_test = test_data
-            self._student_accuracy = float(np.mean(self._classes(np.asarray(x_test)) == np.asarray(y_test)))
+            self._student_accuracy = float(np.mean(self._classes(self._inputs(x_test)) == np.asarray(y_test)))
         return self
 
     def report(self) -> PATEReport:
@@ -291,15 +298,15 @@ class PATE:
             raise ValueError(f"num_queries must be at most the {examples} examples, got {num_queries}.")
         return np.random.default_rng(seed).permutation(examples)[:number]
 
-    def _votes(self, X: np.ndarray) -> np.ndarray:
+    def _votes(self, X: Any) -> np.ndarray:
         if hasattr(self.teachers, "votes"):
-            return as_counts(self.teachers.votes(X[self.queries_]))
+            return as_counts(self.teachers.votes(_examples.rows(X, self.queries_)))
         counts = as_counts(self.teachers)
-        if len(counts) != len(X):
-            raise ValueError(f"teachers must have votes on each of the {len(X)} examples, got {len(counts)} rows.")
+        if len(counts) != (examples := _examples.size(X)):
+            raise ValueError(f"teachers must have votes on each of the {examples} examples, got {len(counts)} rows.")
         return counts[self.queries_]
 
-    def _answer(self, counts: np.ndarray, X: np.ndarray) -> Answers:
+    def _answer(self, counts: np.ndarray, X: Any) -> Answers:
         mechanism = self.aggregator
         if not isinstance(mechanism, InteractiveGNMax):
             answers = mechanism.aggregate(counts)
@@ -312,8 +319,8 @@ class PATE:
                 student = np.full((len(rows), counts.shape[1]), 1 / counts.shape[1])
             else:
                 done = self.queries_[: len(known)][known.answered]
-                self.student_ = self._taught(X[done], known.labels[known.answered])
-                student = self._probabilities(X[self.queries_[rows]])
+                self.student_ = self._taught(_examples.rows(X, done), known.labels[known.answered])
+                student = self._probabilities(_examples.rows(X, self.queries_[rows]))
             parts.append(mechanism.aggregate(counts[rows], student=student))
             answers = sum(parts[1:], parts[0])
             affordable = self._affordable(answers)
@@ -356,26 +363,30 @@ class PATE:
 
     # The student
 
-    def _taught(self, X: np.ndarray, labels: np.ndarray) -> Any:
-        student = compiled(self.student_fn, "student_fn")
-        student.fit(X, labels, epochs=self.epochs, batch_size=self.batch_size, verbose=2 * bool(self.verbose > 1))
+    def _inputs(self, X: Any) -> Any:
+        return _examples.as_inputs(X, inputs_of(self.student_fn()) if isinstance(X, list) else 1)
+
+    def _taught(self, X: Any, labels: np.ndarray) -> Any:
+        student = compiled(self.student_fn, "student_fn", like_zero(_examples.rows(X, slice(0, 1))))
+        self._learn(student, X, labels, 2 * bool(self.verbose > 1))
         return student
 
-    def _teach_itself(
-        self, X: np.ndarray, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int
-    ) -> None:
+    def _learn(self, student: Any, X: Any, labels: np.ndarray, verbose: int = 0) -> None:
+        y = labels_for(student.loss, labels, self._num_classes)
+        student.fit(X, y, epochs=self.epochs, batch_size=self.batch_size, verbose=verbose)
+
+    def _teach_itself(self, X: Any, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int) -> None:
         confidence = _checks.probability("confidence", confidence, "the student's probability, for instance 0.95")
-        rest = np.setdiff1d(np.arange(len(X)), rows)
+        rest = np.setdiff1d(np.arange(_examples.size(X)), rows)
         for _ in range(_checks.whole("rounds", rounds, 1, "for instance 3")):
             if not len(rest):
                 return
-            probabilities = self._probabilities(X[rest])
+            probabilities = self._probabilities(_examples.rows(X, rest))
             sure = probabilities.max(axis=1) >= confidence
-            x = np.concatenate([X[rows], X[rest[sure]]])
-            own = np.concatenate([labels, probabilities[sure].argmax(axis=1)])
-            self.student_.fit(x, own, epochs=self.epochs, batch_size=self.batch_size, verbose=0)
+            taught = np.concatenate([labels, probabilities[sure].argmax(axis=1)])
+            self._learn(self.student_, _examples.rows(X, np.concatenate([rows, rest[sure]])), taught)
 
-    def _probabilities(self, X: np.ndarray) -> np.ndarray:
+    def _probabilities(self, X: Any) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0), float)
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(f"student_fn must make a model with one output for each class, got {outputs.shape}.")
@@ -384,7 +395,7 @@ class PATE:
         outputs = np.exp(outputs - outputs.max(axis=1, keepdims=True))
         return outputs / outputs.sum(axis=1, keepdims=True)
 
-    def _classes(self, X: np.ndarray) -> np.ndarray:
+    def _classes(self, X: Any) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0))
         return outputs.argmax(axis=1)
 

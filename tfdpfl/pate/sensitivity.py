@@ -151,7 +151,7 @@ def smooth_sensitivity_release(
     Args:
         mechanism: An aggregator, with `votes`; or the `Answers` it gave, without.
         votes: As all that are not below, see `rdp_data_dependent`.
-        delta: δ, above 0 and below 1 / queries.
+        delta: δ, strictly between 0 and 1, well below 1 / the number of private examples.
         order: λ; None: 1.25 times the order that suits the data-independent cost.
         beta: β, below 1/(2λ); None: 0.35/λ.
         noise: σ of the released total, in smooth sensitivities; that of the logarithm is β·σ. None: 0.8·λ.
@@ -171,7 +171,7 @@ def smooth_sensitivity_release(
         counts = as_counts(votes, num_classes, num_teachers)
         scores = mechanism._scores(counts, student)
     queries = len(counts)
-    delta = pricing.check_delta(delta, queries)
+    delta = pricing.check_delta(delta)
     failure = _checks.probability("failure", failure, "the chance of a figure below the truth, for instance 0.01")
     mask = mechanism._mask(answered, queries)
     event = mechanism.dp_event(queries, int(mask.sum()))
