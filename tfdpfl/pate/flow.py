@@ -82,6 +82,43 @@ class PATEReport:
             lines.append(f"  student right: {self.student_accuracy:.2%}")
         return "\n".join([*lines, "  neighbours: data sets of the same size that differ in one teacher's example"])
 
+    def plot(self, path: str | os.PathLike | None = None, *, alone: float | None = None) -> Any:
+        """Draws how often labels and student are right, and what they cost, and returns the figure.
+
+        Bars say which figures may be published and which are drawn from the votes: the picture as a whole is private.
+
+        Args:
+            path: Where to save it as well.
+            alone: How often one teacher by itself is right, for comparison.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, (above, below) = _figure(2, (7, 4.4))
+        right = {
+            "one teacher alone": (alone, True),
+            "plurality of the votes": (self.vote_accuracy, True),
+            "labels given to the student": (self.label_accuracy, False),
+            "student": (self.student_accuracy, False),
+        }
+        known = {name: (100 * value, private) for name, (value, private) in right.items() if value is not None}
+        costs = {
+            "whatever the votes": (float(self.epsilon), False),
+            "given the votes, with noise": (float(self.sanitized.epsilon), False),
+            "given the votes": (float(self.epsilon_data_dependent), True),
+        }
+        least = min((value for value, _ in known.values()), default=0)
+        _bars(above, known, "right, %", "{:.1f} %", max(0, math.floor(least / 10 - 0.5) * 10))
+        above.set_xlim(right=104)
+        above.set_xticks([tick for tick in above.get_xticks() if tick <= 100])
+        _bars(below, costs, f"ε at δ = {self.epsilon.delta:g}: smaller is more private", "{:.3g}", 0)
+        below.margins(x=0.15)
+        marks = dict(zip(*reversed(below.get_legend_handles_labels()), strict=True))
+        below.legend([marks[str(p)] for p in (False, True)], ["may be published", "private"])
+        taught = f"teach a student that is right on {self.student_accuracy:.1%}" if self.student_accuracy else "vote"
+        figure.suptitle(f"{self.num_teachers} teachers who share no data {taught}", fontsize=11)
+        return _saved(figure, path)
+
     def to_dict(self) -> dict[str, Any]:
         """The figures with their labels, ready for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -177,7 +214,7 @@ class PATE:
             semi_supervised: Then teach the student its own labels of the unanswered examples that it is sure of, over
                 some rounds. It costs no privacy.
             confidence: The probability at which it is sure.
-            rounds: See `semi_supervised`.
+            rounds: See `semi_supervised`; each takes about half as many steps as the answers did.
             test_data: `(X, y)` for the student's accuracy.
             seed: Of the choice of queries. The noise has the aggregator's.
 
@@ -259,11 +296,13 @@ class PATE:
         self._check_fitted()
         ordered = np.sort(self.answers_.counts, axis=1)
         margins, answered = ordered[:, -1] - ordered[:, -2], self.answers_.by_teachers
-        figure, axes = _figure("votes between the first and the second class", "queries")
+        figure, axes = _figure()
+        axes.set(xlabel="votes between the first and the second class", ylabel="queries")
         both = [margins[answered], margins[~answered]]
         axes.hist(both, bins=30, stacked=True, label=["answered", "not answered"])
         axes.legend()
-        return _finished(figure, axes, f"Vote margins ({WARNING})", path)
+        axes.set_title(f"Vote margins ({WARNING})")
+        return _saved(figure, path)
 
     def plot_costs(self, path: str | os.PathLike | None = None) -> Any:
         """Draws each query's data-dependent cost beside its data-independent one; as `plot_margins`."""
@@ -271,13 +310,15 @@ class PATE:
         epsilon = self.answers_.epsilon(self.delta, data_dependent=True)
         order = epsilon.order or 8.0
         costs = np.sort(self.answers_.rdp([order])[:, 0])[::-1]
-        figure, axes = _figure("queries, the most expensive first", f"RDP at order {order:.3g}")
+        figure, axes = _figure()
+        axes.set(xlabel="queries, the most expensive first", ylabel=f"RDP at order {order:.3g}")
         axes.plot(np.maximum(costs, 1e-12), label=f"given its votes ({WARNING})")
         most = rdp_data_independent(self.aggregator, [order])[0]
         axes.axhline(most, linestyle="--", color="gray", label="whatever its votes, if answered")
         axes.set_yscale("log")
         axes.legend()
-        return _finished(figure, axes, f"Cost of each query, total epsilon {epsilon:.3g}", path)
+        axes.set_title(f"Cost of each query, total epsilon {epsilon:.3g}")
+        return _saved(figure, path)
 
     # Queries and answers
 
@@ -368,12 +409,12 @@ class PATE:
 
     def _taught(self, X: Any, labels: np.ndarray) -> Any:
         student = compiled(self.student_fn, "student_fn", like_zero(_examples.rows(X, slice(0, 1))))
-        self._learn(student, X, labels, 2 * bool(self.verbose > 1))
+        self._learn(student, X, labels, self.epochs, 2 * bool(self.verbose > 1))
         return student
 
-    def _learn(self, student: Any, X: Any, labels: np.ndarray, verbose: int = 0) -> None:
+    def _learn(self, student: Any, X: Any, labels: np.ndarray, epochs: int, verbose: int = 0) -> None:
         y = labels_for(student.loss, labels, self._num_classes)
-        student.fit(X, y, epochs=self.epochs, batch_size=self.batch_size, verbose=verbose)
+        student.fit(X, y, epochs=epochs, batch_size=self.batch_size, verbose=verbose)
 
     def _teach_itself(self, X: Any, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int) -> None:
         confidence = _checks.probability("confidence", confidence, "the student's probability, for instance 0.95")
@@ -384,7 +425,9 @@ class PATE:
             probabilities = self._probabilities(_examples.rows(X, rest))
             sure = probabilities.max(axis=1) >= confidence
             taught = np.concatenate([labels, probabilities[sure].argmax(axis=1)])
-            self._learn(self.student_, _examples.rows(X, np.concatenate([rows, rest[sure]])), taught)
+            # It goes on from where it is: half as many steps as the answers took.
+            epochs = math.ceil(self.epochs / 2 * len(rows) / len(taught))
+            self._learn(self.student_, _examples.rows(X, np.concatenate([rows, rest[sure]])), taught, epochs)
 
     def _probabilities(self, X: Any) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0), float)
@@ -413,19 +456,25 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _figure(x_label: str, y_label: str) -> tuple[Any, Any]:
+def _figure(panels: int = 1, size: tuple[float, float] = (7, 4)) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'tfdpfl[plots]'") from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlabel=x_label, ylabel=y_label)
-    return figure, axes
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(panels)
 
 
-def _finished(figure: Any, axes: Any, title: str, path: str | os.PathLike | None) -> Any:
-    axes.set_title(title)
+def _bars(axes: Any, values: dict[str, tuple[float, bool]], label: str, form: str, start: float) -> None:
+    """Bars from above to below, grey where a figure is private."""
+    for name, (value, private) in values.items():
+        bar = axes.barh(name, value - start, left=start, color="0.7" if private else "tab:blue", label=private)
+        axes.bar_label(bar, [form.format(value)], padding=3)
+    axes.set_xlabel(label)
+    axes.invert_yaxis()
+
+
+def _saved(figure: Any, path: str | os.PathLike | None) -> Any:
     if path is not None:
-        figure.savefig(path)
+        figure.savefig(path, dpi=150)
     return figure
