@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="with --better: epsilon not to be passed; default 2, digits 20")
     parser.add_argument("--checkpoint-dir", help="keeps trained teachers, and goes on from there")
     parser.add_argument("--logs", action="store_true", help="prints each teacher's training, a line an epoch")
-    parser.add_argument("--validate", action="store_true", help="without --better: measures teachers on a tenth set aside")
+    parser.add_argument("--validate", action="store_true", help="not with --better: sets a tenth aside")
     parser.add_argument("--output", default="pate_mnist.png", help="the picture to write (needs matplotlib)")
     args = parser.parse_args()
     data = load_digits() if args.digits else load_image_data(args.data_dir)

@@ -108,13 +108,15 @@ class PATEReport:
             "given the votes": (float(self.epsilon_data_dependent), True),
         }
         least = min((value for value, _ in known.values()), default=0)
-        _bars(above, known, "right, %", "{:.1f} %", max(0, math.floor(least / 10 - 0.5) * 10))
-        above.set_xlim(right=104)
+        least = 80 if least > 82 else 0
+        _bars(above, known, "right, %", "{:.1f} %", least)
+        above.set_xlim(least, 104)
         above.set_xticks([tick for tick in above.get_xticks() if tick <= 100])
         _bars(below, costs, f"ε at δ = {self.epsilon.delta:g}: smaller is more private", "{:.3g}", 0)
         below.margins(x=0.15)
         marks = dict(zip(*reversed(below.get_legend_handles_labels()), strict=True))
-        below.legend([marks[str(p)] for p in (False, True)], ["may be published", "private"])
+        names = ["may be published", "private"]
+        figure.legend([marks[str(p)] for p in (False, True)], names, loc="outside lower center", ncols=2)
         taught = f"teach a student that is right on {self.student_accuracy:.1%}" if self.student_accuracy else "vote"
         figure.suptitle(f"{self.num_teachers} teachers who share no data {taught}", fontsize=11)
         return _saved(figure, path)
