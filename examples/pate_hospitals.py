@@ -4,7 +4,8 @@
     python examples/pate_hospitals.py --data-dir DIR        # the census data "Adult" in DIR, 200 offices
 
 Each hospital trains on its own patients alone; hospitals differ in size. What leaves them is a noisy vote on each
-question, and one patient is in one hospital, hence in one vote.
+question, and one patient is in one hospital, hence in one vote. It ends in a table of the hospitals, the report and a
+picture (`--output`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--data-dir", help="a folder with Adult (else TFDPFL_DATA_DIR, else breast cancer data)")
     parser.add_argument("--hospitals", type=int, help="default 8, for Adult 200")
     parser.add_argument("--queries", type=int, help="default 40, for Adult 300")
+    parser.add_argument("--output", default="pate_hospitals.png", help="the picture to write (needs matplotlib)")
     args = parser.parse_args()
     adult = bool(args.data_dir or os.environ.get("TFDPFL_DATA_DIR"))
     if adult:
@@ -69,11 +71,23 @@ def main() -> None:
     )
     test_data = (x_public[half:], y_public[half:])
     flow.fit(x_public[:half], y_public[:half], num_queries=min(queries, half), test_data=test_data)
-    print(flow.report())
-    alone = [np.mean(votes == test_data[1]) for votes in teachers.predict(test_data[0])]
-    print(f"  a hospital by itself right: {np.mean(alone):.2%} (worst {np.min(alone):.2%})")
+    alone = np.mean(teachers.predict(test_data[0]) == test_data[1], axis=1)
+    print("\npatients  hospitals  one by itself right (mean, worst)")
+    sizes = np.array([len(rows) for rows in patients])
+    third = np.digitize(sizes, np.quantile(sizes, [1 / 3, 2 / 3]), right=True)
+    for group in (third == i for i in range(3)):
+        if group.any():
+            span = f"{sizes[group].min()}-{sizes[group].max()}"
+            print(f"{span:>8}  {group.sum():9}  {alone[group].mean():.2%}, {alone[group].min():.2%}")
+    report = flow.report()
+    print(f"\n{report}")
+    try:
+        report.plot(args.output, alone=float(alone.mean()))
+        print(f"\nThe same in a picture: {args.output}")
+    except ImportError as error:
+        print(f"\nNo picture: {error}")
     if hospitals < 50:
-        print("  With so few hospitals a vote hides little: see the epsilon. PATE wants a hundred teachers or more.")
+        print("With so few hospitals a vote hides little: see the epsilon. PATE wants a hundred teachers or more.")
 
 
 if __name__ == "__main__":

@@ -175,6 +175,30 @@ def test_reports_and_plots_label_what_is_private(tmp_path):
         figure = draw(tmp_path / "plot.png")
         assert LABEL in figure.axes[0].get_title() and (tmp_path / "plot.png").stat().st_size > 1000
     assert pate.report().sanitized is report.sanitized  # one release
+    figure = report.plot(tmp_path / "report.png", alone=0.9)
+    assert "200 teachers" in figure.get_suptitle() and (tmp_path / "report.png").stat().st_size > 1000
+    above, below = figure.axes
+    assert [bar.get_width() for bar in below.patches] == [
+        report.epsilon, report.sanitized.epsilon, report.epsilon_data_dependent
+    ]  # fmt: skip
+    # What is drawn from the votes is grey, what may be published is not.
+    assert [bar.get_facecolor() == below.patches[2].get_facecolor() for bar in [*above.patches, *below.patches]] == [
+        True, True, False, False, False, True
+    ]  # fmt: skip
+
+
+def test_delta_is_about_the_private_examples_and_not_the_queries():
+    pate = PATE(VOTES, GNMax(40.0), untaught_fn, 0.01, epochs=1, verbose=0).fit(X)  # 300 queries
+    assert pate.answers_.epsilon(0.01) < pate.answers_.epsilon(1e-5)
+
+    class Teachers:
+        shards_ = (np.arange(30), np.arange(30, 50))
+
+        def votes(self, x):
+            return VOTES[: len(x)]
+
+    with pytest.warns(UserWarning, match="delta = 0.03 is not below 1 / num_examples = 0.02"):
+        PATE(Teachers(), GNMax(40.0), untaught_fn, 0.03, epochs=1, verbose=0).fit(X)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +207,7 @@ def test_reports_and_plots_label_what_is_private(tmp_path):
         (lambda: PATE(VOTES, "gnmax", student_fn, 1e-5), "aggregator must be one of"),
         (lambda: PATE(VOTES, GNMax(1), "student", 1e-5), "student_fn must be a function"),
         (lambda: PATE(VOTES, GNMax(1), student_fn, 0), "delta must be"),
-        (lambda: PATE(VOTES, GNMax(1), student_fn, 0.1).fit(X), "delta must be below 1 / 300"),
+        (lambda: PATE(VOTES, GNMax(1), student_fn, 1.0), "delta must be strictly between 0 and 1"),
         (lambda: flow(GNMax(1), budget=0), "budget must be a finite number above 0"),
         (lambda: flow(GNMax(1)).fit(X, num_queries=301), "at most the 300 examples"),
         (lambda: flow(GNMax(1)).fit(X, num_queries=3, queries=[1]), "not both"),

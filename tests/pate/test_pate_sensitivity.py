@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy import integrate, stats
 
 from tfdpfl.pate import (
     ConfidentGNMax,
@@ -12,11 +13,12 @@ from tfdpfl.pate import (
     LNMax,
     epsilon_of_rdp,
     pricing,
+    published_release_cost,
     rdp_data_dependent,
+    release_cost,
     smooth_sensitivity,
     smooth_sensitivity_release,
 )
-from tfdpfl.pate.sensitivity import release_cost
 
 TEACHERS, CLASSES = 14, 3
 ALL_VOTES = np.array([v for v in itertools.product(range(TEACHERS + 1), repeat=CLASSES) if sum(v) == TEACHERS])
@@ -73,15 +75,38 @@ def test_the_noise_of_the_release_is_as_wide_as_its_price_says():
     assert abs(np.mean(figures) - middle) < 4 * noise * sensitivity / np.sqrt(len(figures))
 
 
-@pytest.mark.parametrize(("order", "beta", "noise"), [(2.0, 0.2, 3.0), (8.0, 0.05, 5.0), (20.0, 0.02, 14.0)])
-def test_the_release_costs_at_least_the_divergence_of_its_noise(order, beta, noise):
-    worst = 0.0
-    for log_ratio in np.linspace(-beta, beta, 201):  # of the neighbour's sensitivity to ours, which is 1
-        variance = order * np.exp(2 * log_ratio) + 1 - order
-        shift = order * min(1, np.exp(2 * log_ratio)) / (2 * noise**2 * variance)  # moved by the lesser sensitivity
-        spread = log_ratio + (2 * log_ratio - np.log(variance)) / (2 * (order - 1))
-        worst = max(worst, shift + spread)
-    assert worst * (1 - 1e-9) <= release_cost(order, beta, noise) <= 1.01 * worst
+def divergence(order, mean, deviation, other_deviation):
+    """Rényi divergence of N(0, deviation²) from N(mean, other_deviation²), by numerical integration."""
+    width = (order / deviation**2 + (1 - order) / other_deviation**2) ** -0.5
+    middle = (1 - order) * mean / other_deviation**2 * width**2
+
+    def density(x):
+        p, q = stats.norm.logpdf(x, 0, deviation), stats.norm.logpdf(x, mean, other_deviation)
+        return np.exp(order * p + (1 - order) * q)
+
+    return np.log(integrate.fixed_quad(density, middle - 12 * width, middle + 12 * width, n=200)[0]) / (order - 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "beta", "noise"), [(2.0, 0.2, 3.0), (8.0, 0.05, 5.0), (20.0, 0.02, 14.0), (15.0, 0.0329, 8.88)]
+)
+def test_the_release_costs_the_divergence_of_its_noise_at_its_worst(order, beta, noise):
+    # The neighbour's sensitivity over ours, which is 1: what is released moves by the lesser of the two at most.
+    worst = max(
+        divergence(order, min(1, ratio) * moved, noise, noise * ratio)
+        for ratio in np.exp(np.linspace(-beta, beta, 41))
+        for moved in (1.0, 0.5)
+    )
+    assert worst * (1 - 1e-9) <= release_cost(order, beta, noise) <= 1.0001 * worst
+
+
+def test_the_published_cost_of_a_release_is_no_bound():
+    # What the 2018 paper's Theorem 23 states, by hand: lambda e^(2 beta)/sigma^2 + (beta lambda - ln(1 - ..)/2)/(..).
+    stated = 8 * np.exp(0.1) / 25 + (0.4 - np.log(0.2) / 2) / 7
+    assert published_release_cost(8, 0.05, 5) == pytest.approx(stated, rel=1e-12)
+    assert divergence(8, np.exp(-0.05), 5.0, 5.0 * np.exp(-0.05)) > 1.2 * stated
+    release = smooth_sensitivity_release(GNMax(40), votes_of(250), 1e-5, order=8, beta=0.06, noise=5, seed=0)
+    assert release.published_release_epsilon < release.release_epsilon
 
 
 def test_cost_falls_as_votes_agree_more():
@@ -139,7 +164,7 @@ def test_answers_can_be_released_by_themselves():
         ({"beta": 0.0}, "beta must be a finite number above 0"),
         ({"noise": 0.0}, "noise must be a finite number above 0"),
         ({"failure": 0.0}, "failure must be strictly between 0 and 1"),
-        ({"delta": 0.5}, "delta must be below 1 / 200"),
+        ({"delta": 1.0}, "delta must be strictly between 0 and 1"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

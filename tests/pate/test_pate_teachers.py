@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdpfl.pate import TeacherEnsemble, _stacked
+from tfdpfl.pate import TeacherEnsemble, _likeness, _stacked
 
 CLASSES, FEATURES = 3, 6
 
@@ -85,7 +85,8 @@ def test_teachers_learn_on_disjoint_shards_and_votes_are_counts_of_predictions(t
     ensemble = quick(3, epochs=8, together=together).fit(X, y)
     assert sorted(np.concatenate(ensemble.shards_)) == list(range(302))
     assert {len(shard) for shard in ensemble.shards_} == {100, 101}
-    assert (ensemble.trained_together_ is True) == together
+    said = "of 3 teachers 1 have no company of the same number of examples" if together else "together=False"
+    assert ensemble.trained_together_ == said
     x_test, y_test = blobs(50, seed=1)
     predictions = ensemble.predict(x_test)
     votes = ensemble.votes(x_test, batch_size=7)
@@ -170,24 +171,240 @@ def test_teachers_may_differ_in_architecture():
     assert len(ensemble._models) == 2
 
 
-@pytest.mark.slow
-def test_a_loss_without_a_configuration_is_like_no_other():
-    class Mine(tf.keras.losses.Loss):
-        def call(self, y_true, y_pred):
-            return tf.keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+def by_class_frequency(y_true, y_pred):
+    """Weighs each example by how rare its class is in the batch: examples meet."""
+    k = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+    weights = 1 / tf.math.bincount(k, minlength=CLASSES, maxlength=CLASSES, dtype=tf.float32)
+    each = tf.keras.losses.sparse_categorical_crossentropy(k, y_pred, from_logits=True)
+    return each * tf.gather(weights, k)
 
-        def get_config(self):
-            raise NotImplementedError
 
-    def model_fn():
-        model = dense_model()
-        model.compile("sgd", Mine())
+def centred(x):
+    return x - tf.reduce_mean(x, axis=0)
+
+
+def coupled(kind):
+    layers, losses = tf.keras.layers, tf.keras.losses
+    sparse = losses.SparseCategoricalCrossentropy(from_logits=True)
+    middle = {"activation": [layers.Activation(centred)], "softmax": [layers.Softmax(axis=0)]}.get(kind, [])
+    loss = {
+        "loss": by_class_frequency,
+        "lambda": lambda y, p: by_class_frequency(y, p),
+        "axis": losses.CategoricalCrossentropy(from_logits=True, axis=0),
+        "ignored": losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1),
+        "sum": losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
+    }.get(kind, sparse)
+    dense = layers.Dense(4, activation=centred if kind == "dense" else "relu")
+    model = tf.keras.Sequential([layers.Input((FEATURES,)), dense, *middle, layers.Dense(CLASSES)])
+    model.compile(tf.keras.optimizers.SGD(0.5), loss)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["loss", "lambda", "axis", "ignored", "sum", "activation", "softmax", "dense"])
+def test_teachers_in_a_stack_do_not_meet_in_loss_or_activation(kind):
+    tf.keras.utils.set_random_seed(0)
+    X, y = blobs(24)
+    models = [coupled(kind) for _ in range(3)]
+    assert _stacked.why_not(models[0]) is None
+    start = [model.get_weights() for model in models]
+    stack = _stacked.Stack(models[0], start)
+    order = np.tile(np.arange(8), (3, 1))
+    trained = []
+    for changed in (False, True):
+        x, labels = X.reshape(3, 8, FEATURES).copy(), y.reshape(3, 8).copy()
+        if changed:
+            x[0], labels[0] = -x[0], (labels[0] + 1) % CLASSES
+        if kind == "axis":
+            labels = np.eye(CLASSES, dtype=np.float32)[labels]
+        stack.load(start)
+        stack.train_epoch(tf.constant(x), tf.constant(labels), order, 8)
+        trained.append(stack.weights())
+    assert not np.allclose(trained[0][0][0], trained[1][0][0], atol=1e-4)
+    for t in (1, 2):
+        assert all(np.array_equal(a, b) for a, b in zip(trained[0][t], trained[1][t], strict=True))
+    models[2].train_on_batch(x[2], labels[2])
+    for ours, keras in zip(trained[1][2], models[2].get_weights(), strict=True):
+        assert ours == pytest.approx(keras, abs=1e-5)
+
+
+def test_losses_that_a_user_wrote_are_stacked_unless_they_keep_a_state():
+    seen = tf.Variable(0.0)
+
+    def remembering(y, p):
+        seen.assign_add(1.0)
+        return seen * by_class_frequency(y, p)
+
+    def own_loss(loss):
+        def model_fn():
+            model = dense_model()
+            model.compile("sgd", loss())
+            return model
+
+        return model_fn
+
+    X, y = blobs(64)
+    ensemble = quick(2, own_loss(lambda: lambda a, b: by_class_frequency(a, b)), epochs=1).fit(X, y)
+    assert ensemble.trained_together_ is True and not ensemble._models
+    ensemble = quick(2, own_loss(lambda: remembering), epochs=1).fit(X, y)
+    assert ensemble.trained_together_ == "it keeps a state that is no weight of the model"
+    assert len(ensemble._models) == 2
+
+
+class Net(tf.keras.Model):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.first, self.drop, self.last = (
+            tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dropout(0.1), tf.keras.layers.Dense(CLASSES)
+        )  # fmt: skip
+        self.scale = scale
+
+    def call(self, x, training=False):
+        return self.last(self.drop(self.first(x), training=training)) * self.scale
+
+
+def subclassed(scale=1.0):
+    model = Net(scale)
+    model.compile(tf.keras.optimizers.Adam(0.05), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def renamed(k):
+    def act(x):
+        return tf.nn.relu(x) * k
+
+    return act
+
+
+def told(model):
+    model(X40[:1])
+    return _likeness.fingerprint(model, tf.constant(X40[:2]), Y40[:2])
+
+
+def test_what_a_model_is_known_by_tells_all_that_changes_its_training():
+    def made(activation="relu", optimizer="Adam", rate=0.02, loss=None):
+        model = tf.keras.Sequential(
+            [tf.keras.layers.Input((FEATURES,)), tf.keras.layers.Dense(4, activation=activation),
+             tf.keras.layers.Dense(CLASSES)]
+        )  # fmt: skip
+        loss = loss or tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(getattr(tf.keras.optimizers, optimizer)(rate), loss)
         return model
 
-    X, y = blobs(80)
-    ensemble = quick(2, model_fn, epochs=1).fit(X, y)
-    assert "does not give a number for each example" in ensemble.trained_together_
-    assert len(ensemble._models) == 2 and (ensemble.votes(X).sum(axis=1) == 2).all()
+    makers = [
+        made,
+        lambda: made("tanh"),
+        lambda: made(renamed(2.0)),
+        lambda: made(renamed(3.0)),
+        lambda: made(rate=0.03),
+        lambda: made(optimizer="RMSprop"),
+        lambda: made(loss="sparse_categorical_crossentropy"),
+        lambda: made(loss=lambda y, p: by_class_frequency(y, p)),
+        lambda: made(loss=lambda y, p: 2.0 * by_class_frequency(y, p)),
+        subclassed,
+        lambda: subclassed(2.0),
+    ]
+    first = [told(make()) for make in makers]
+    assert len(set(first)) == len(makers)
+    assert [told(make()) for make in makers] == first
+
+
+def test_subclassed_teachers_resume_and_a_changed_one_is_refused(tmp_path):
+    X, y = blobs(60)
+    whole = quick(2, subclassed, checkpoint_dir=tmp_path).fit(X, y, validation_split=0.2)
+    assert whole.trained_together_ == "it is not a chain of layers" and not whole._models
+    again = quick(2, subclassed, checkpoint_dir=tmp_path).fit(X, y, validation_split=0.2)
+    assert (again.votes(X) == whole.votes(X)).all() and again.history_ == whole.history_
+    assert set(again.history_[1]) == {"loss", "val_loss"} and len(again.history_[1]["loss"]) == 2
+    with pytest.raises(ValueError, match="other model, loss or optimizer: give an empty folder"):
+        quick(2, lambda: subclassed(2.0), checkpoint_dir=tmp_path).fit(X, y, validation_split=0.2)
+    with pytest.raises(ValueError, match="other validation_split, class_weight: give an empty folder"):
+        quick(2, subclassed, checkpoint_dir=tmp_path).fit(X, y, class_weight="balanced")
+
+
+def test_models_of_several_inputs_vote():
+    def two_inputs():
+        layers = tf.keras.layers
+        inputs = [tf.keras.Input((FEATURES,), name="a"), tf.keras.Input((1,), name="b")]
+        outputs = layers.Dense(CLASSES)(layers.Concatenate()(inputs))
+        return tf.keras.Model(inputs, outputs)
+
+    X, y = blobs(60)
+    several = [X, y[:, None].astype(np.float32)]
+    ensemble = quick(2, two_inputs, epochs=1).fit(several, y)
+    assert (ensemble.votes(several) == ensemble.votes(tuple(several))).all()
+    parts = [([X[:30], several[1][:30]], y[:30]), ((X[30:], several[1][30:]), y[30:])]
+    with pytest.raises(ValueError, match=r"as many examples in each input, got \[60, 59\]"):
+        ensemble.fit((X, several[1][:-1]), y)
+    assert ensemble.fit_shards(parts).votes(several).sum() == 120
+
+
+def test_labels_may_be_one_hot_and_losses_get_what_they_take():
+    X, y = blobs(90)
+    hot = np.eye(CLASSES)[y]
+
+    def categorical():
+        model = dense_model()
+        model.compile(tf.keras.optimizers.Adam(0.05), tf.keras.losses.CategoricalCrossentropy(from_logits=True))
+        return model
+
+    for model_fn, labels in ((categorical, hot), (categorical, y), (dense_model, hot), (dense_model, y[:, None])):
+        ensemble = quick(2, model_fn, epochs=8).fit(X, labels)
+        assert ensemble.trained_together_ is True
+        assert (ensemble.votes(X).argmax(axis=1) == y).mean() > 0.8
+    with pytest.raises(ValueError, match="must be one-hot"):
+        quick(2).fit(X, hot + hot[::-1])
+    with pytest.raises(ValueError, match="y has 2 columns, but the model has 3 outputs: give it as many"):
+        quick(2).fit(X, np.eye(2)[y % 2])
+
+
+def test_a_stack_logs_and_weighs_classes_as_keras_does():
+    tf.keras.utils.set_random_seed(0)
+    X, y = blobs(40)
+    weights = {0: 3.0, 2: 0.5}
+    start = [dense_model("SGD").get_weights() for _ in range(2)]
+    logs = []
+    for together in (True, False):
+        made = iter([start[0], *start])  # the first is the template's
+
+        def model_fn(made=made):
+            model = dense_model("SGD")
+            model.compile(model.optimizer, model.loss, metrics=["accuracy"])
+            model.set_weights(next(made))
+            return model
+
+        # One batch an epoch, so that the order of examples does not matter.
+        ensemble = quick(2, model_fn, together=together, batch_size=20)
+        logs.append(ensemble.fit(X, y, validation_split=0.25, class_weight=weights).history_)
+    assert len(logs[0]) == 2 and set(logs[0][0]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    for stacked, alone in zip(*logs, strict=True):
+        for name, values in stacked.items():
+            assert values == pytest.approx(alone[name], abs=1e-4), name
+
+
+def test_balanced_weights_are_each_teachers_own():
+    X, y = blobs(60)
+    ensemble = quick(2, epochs=1)
+    ensemble.fit(X, y, class_weight="balanced", shards=[np.arange(30), np.arange(30, 60)])
+    for t, shard in enumerate(ensemble.shards_):
+        from sklearn.utils.class_weight import compute_class_weight
+
+        truth = compute_class_weight("balanced", classes=np.unique(y[shard]), y=y[shard])
+        assert ensemble._class_weights[t] == pytest.approx(truth)
+
+
+def test_callbacks_are_new_for_each_teacher(capsys):
+    made = []
+
+    def callbacks(teacher):
+        made.append(teacher)
+        return [tf.keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=0)]
+
+    X, y = blobs(40)
+    ensemble = quick(2, epochs=5, verbose=2).fit(X, y, callbacks=callbacks)
+    assert made == [0, 1] and ensemble.trained_together_ == "callbacks take one model"
+    assert [len(log["loss"]) for log in ensemble.history_] == [2, 2]
+    printed = capsys.readouterr().out
+    assert "teacher 1, 20 examples" in printed and "epoch 2: loss" in printed
 
 
 @pytest.mark.parametrize(
@@ -252,6 +469,13 @@ X40, Y40 = blobs(40)
         (lambda: quick(2).fit(X40, Y40, shards=[[0, 1], [2, 40]]), "indices from 0 to 39"),
         (lambda: quick(2).fit_shards([(X40, Y40)]), "one for each of 2 teachers, got 1"),
         (lambda: quick(2, lambda: 3).fit(X40, Y40), "model_fn must return a Keras model, got int"),
+        (lambda: quick(2).fit(X40, Y40, validation_split=1.0), "validation_split must be below 1"),
+        (lambda: quick(40).fit(X40, Y40, validation_split=0.1), "leaves teacher 0 none of its 1 examples"),
+        (lambda: quick(2).fit(X40, Y40, class_weight={3: 1.0}), "classes from 0 to 2, got 3"),
+        (lambda: quick(2).fit(X40, Y40, class_weight={0: -1.0}), r"class_weight\[0\] must be"),
+        (lambda: quick(2).fit(X40, Y40, callbacks=[None]), "one list for all would take what it saw"),
+        (lambda: quick(2, checkpoint_dir="x").fit(X40, Y40, callbacks=list), "leave one out"),
+        (lambda: quick(2, Net).fit(X40, Y40), "model_fn must compile its Net"),
         (lambda: quick(2).votes(X40), r"call fit\(X, y\) first"),
     ],
 )

@@ -20,7 +20,13 @@ from tfdpfl.pate.analysis import (
 from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.flow import PATE, PATEReport
 from tfdpfl.pate.pricing import compose, epsilon_of_rdp
-from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity, smooth_sensitivity_release
+from tfdpfl.pate.sensitivity import (
+    SanitizedEpsilon,
+    published_release_cost,
+    release_cost,
+    smooth_sensitivity,
+    smooth_sensitivity_release,
+)
 from tfdpfl.pate.teachers import TeacherEnsemble
 from tfdpfl.pate.votes import as_counts
 
@@ -41,9 +47,11 @@ __all__ = [
     "compose",
     "epsilon_of_rdp",
     "optimal_order",
+    "published_release_cost",
     "pysyft_analysis",
     "rdp_data_dependent",
     "rdp_data_independent",
+    "release_cost",
     "smooth_sensitivity",
     "smooth_sensitivity_release",
 ]

@@ -15,13 +15,23 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl.pate._likeness import foreign, own
+
 # They work number by number, so that a stacked variable is updated as its slices would be.
 _OPTIMIZERS = frozenset("SGD Adam AdamW Nadam Adamax Adagrad Adadelta RMSprop Lion".split())
-# No weights, and each example by itself: the stack shows them its teachers' batches as one.
+# No weights, and each example by itself: the stack shows them its teachers' batches as one. (`Activation` and `Softmax`
+# are asked what they do.)
 _WEIGHTLESS = frozenset(
     "Activation ReLU LeakyReLU ELU Softmax Flatten Reshape Permute Rescaling Dropout MaxPooling1D MaxPooling2D "
     "AveragePooling1D AveragePooling2D GlobalAveragePooling1D GlobalAveragePooling2D GlobalMaxPooling2D ZeroPadding2D "
     "InputLayer".split()
+)
+# Keras's losses that give a number for each example, from that example alone. Not so Dice and Tversky, or what a user
+# wrote: they see a teacher's batch at a time, as in `fit`.
+_ROW_WISE = frozenset(
+    "SparseCategoricalCrossentropy CategoricalCrossentropy BinaryCrossentropy CategoricalFocalCrossentropy "
+    "BinaryFocalCrossentropy MeanSquaredError MeanAbsoluteError Huber KLDivergence Poisson Hinge SquaredHinge "
+    "CategoricalHinge LogCosh CosineSimilarity".split()
 )
 
 
@@ -38,42 +48,51 @@ def why_not(model: Any) -> str | None:
         return "it is not compiled"
     optimizer = model.optimizer
     config = optimizer.get_config()
-    if type(optimizer).__name__ not in _OPTIMIZERS or not type(optimizer).__module__.startswith(
-        ("keras.", "tf_keras.")
-    ):
+    if type(optimizer).__name__ not in _OPTIMIZERS or not own(optimizer):
         return f"optimizer {type(optimizer).__name__} may look beyond one number at a time"
     used = ("clipnorm", "global_clipnorm", "use_ema", "gradient_accumulation_steps", "loss_scale_factor")
     blocking = [name for name in used if config.get(name)]
     if blocking:
         return f"optimizer option {blocking[0]}"
-    return None if _gives_one_for_each(model) else f"loss {model.loss!r} does not give a number for each example"
+    if any(value for name, value in vars(optimizer).items() if name.startswith("_exclude_from_weight_decay")):
+        return "its optimizer spares some weights the decay"
+    return None if len(model.output_shape) == 2 else "its output is no vector"
 
 
-def loss_of_each(loss: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None:
-    """Returns a loss that gives `[examples]`, from what `compile` took; None if it is not known how."""
+def row_wise_loss(loss: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None:
+    """Returns a loss that gives `[examples]`, from what `compile` took; None if it is not known that examples keep
+    apart in it, or that `fit` takes their mean."""
     try:
         resolved = tf.keras.losses.get(loss)
-        if isinstance(resolved, tf.keras.losses.Loss):
-            resolved = type(resolved).from_config({**resolved.get_config(), "reduction": "none"})
+        name = getattr(resolved, "__name__", type(resolved).__name__)
+        if not isinstance(resolved, tf.keras.losses.Loss):
+            name = "".join(word.capitalize() for word in name.split("_"))
+        else:
+            config = resolved.get_config()
+            one_axis = config.get("axis", -1) == -1 and config.get("ignore_class") is None
+            if not one_axis or resolved.reduction not in ("auto", "sum_over_batch_size"):
+                return None
+            resolved = type(resolved).from_config({**config, "reduction": "none"})
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None
-    return resolved if callable(resolved) else None
-
-
-def _gives_one_for_each(model: Any) -> bool:
-    loss = loss_of_each(model.loss)
-    if loss is None or len(model.output_shape) != 2:
-        return False
-    outputs = tf.fill([2, model.output_shape[-1]], 0.5)
-    try:
-        return loss(*_aligned(tf.zeros([2], tf.int32), outputs)).shape == (2,)
-    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
-        return False
+    return resolved if name in _ROW_WISE and not foreign(resolved) else None
 
 
 def _aligned(y: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Labels `[n]` beside one output `[n, 1]` become `[n, 1]`, as in `fit`: else a loss would pair all with all."""
     return (y[:, None] if outputs.shape[-1] == 1 and y.shape.rank == 1 else y), outputs
+
+
+def right(y: tf.Tensor, outputs: tf.Tensor, limit: float) -> tf.Tensor:
+    """Which outputs `[..., K]` name the class that the labels do: `[...]`, `[..., 1]` or one-hot `[..., K]`.
+
+    Args:
+        limit: From where a single output means the second of two classes.
+    """
+    if y.shape.rank == outputs.shape.rank:
+        y = tf.argmax(y, -1) if y.shape[-1] > 1 else y[..., 0]
+    said = tf.argmax(outputs, -1) if outputs.shape[-1] > 1 else tf.cast(outputs[..., 0] > limit, tf.int64)
+    return tf.cast(y, tf.int64) == said
 
 
 class Stack:
@@ -82,11 +101,12 @@ class Stack:
     Args:
         model: A compiled Keras model that `why_not` has nothing against.
         weights: For each model what its `get_weights` gives.
+        limit: See `right`.
     """
 
-    def __init__(self, model: Any, weights: list[list[np.ndarray]]) -> None:
-        self._chain = _chain(model) or []
-        self.teachers = len(weights)
+    def __init__(self, model: Any, weights: list[list[np.ndarray]], limit: float = 0.5) -> None:
+        self._model, self._chain = model, _chain(model) or []
+        self.teachers, self._limit = len(weights), limit
         trainable = [bool(w.trainable) for w in model.weights]
         self._variables = [
             tf.Variable(np.stack([w[i] for w in weights]), trainable=flag) for i, flag in enumerate(trainable)
@@ -94,13 +114,12 @@ class Stack:
         positions = {id(w): i for i, w in enumerate(model.weights)}
         self._weights_of = [[self._variables[positions[id(w)]] for w in layer.weights] for layer in self._chain]
         self._trainable = [v for v in self._variables if v.trainable]
-        loss = loss_of_each(model.loss)
-        assert loss is not None and self._chain
-        self._loss = loss
+        self._loss = row_wise_loss(model.loss)
         self._optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
         self._optimizer.build(self._trainable)
         self._optimizer_start = [np.array(v) for v in self._optimizer.variables]
         self._epoch = tf.function(self._run_epoch, reduce_retracing=True)
+        self._evaluation = tf.function(self._run_evaluation, reduce_retracing=True)
         self._classify = tf.function(self._forward, reduce_retracing=True)
 
     def load(self, weights: list[list[np.ndarray]]) -> None:
@@ -110,31 +129,69 @@ class Stack:
         for variable, value in zip(self._optimizer.variables, self._optimizer_start, strict=True):
             variable.assign(value)
 
-    def train_epoch(self, x: tf.Tensor, y: tf.Tensor, order: np.ndarray, batch_size: int) -> None:
-        """One pass of each model over its data.
+    def train_epoch(
+        self, x: tf.Tensor, y: tf.Tensor, order: np.ndarray, batch_size: int, weight: tf.Tensor | None = None
+    ) -> dict[str, np.ndarray]:
+        """One pass of each model over its data. Returns loss and accuracy on the way, `[teachers]` each.
 
         Args:
             x: `[teachers, n, ...]`.
             y: `[teachers, n, ...]`.
             order: For each teacher a permutation of n, `[teachers, n]`.
             batch_size: As in `fit`; the last batch may be smaller.
+            weight: Of each example in the loss, `[teachers, n]`; None for 1.
         """
-        self._epoch(x, y, tf.constant(order, tf.int32), tf.constant(batch_size, tf.int32))
+        sums = self._epoch(x, y, weight, tf.constant(order, tf.int32), tf.constant(batch_size, tf.int32))
+        return _means(sums, order.shape[1])
 
-    def _run_epoch(self, x: tf.Tensor, y: tf.Tensor, order: tf.Tensor, batch_size: tf.Tensor) -> None:
-        examples = tf.shape(order)[1]
+    def evaluate(self, x: tf.Tensor, y: tf.Tensor, batch_size: int) -> dict[str, np.ndarray]:
+        """Loss and accuracy of each model, `[teachers]` each, on data of its own, `[teachers, n, ...]`."""
+        return _means(self._evaluation(x, y, tf.constant(batch_size, tf.int32)), x.shape[1])
+
+    def _run_epoch(
+        self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor | None, order: tf.Tensor, batch_size: tf.Tensor
+    ) -> tf.Tensor:
+        examples, sums = tf.shape(order)[1], tf.zeros([2, self.teachers])
         for start in tf.range(0, examples, batch_size):
             rows = order[:, start : tf.minimum(start + batch_size, examples)]
-            self._step(tf.gather(x, rows, batch_dims=1), tf.gather(y, rows, batch_dims=1))
+            x_batch, y_batch, w_batch = (
+                None if each is None else tf.gather(each, rows, batch_dims=1) for each in (x, y, weight)
+            )
+            sums += self._step(x_batch, y_batch, w_batch)
+        return sums
 
-    def _step(self, x: tf.Tensor, y: tf.Tensor) -> None:
+    def _run_evaluation(self, x: tf.Tensor, y: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
+        examples, sums = tf.shape(x)[1], tf.zeros([2, self.teachers])
+        for start in tf.range(0, examples, batch_size):
+            y_batch = y[:, start : start + batch_size]
+            outputs = self._apply(x[:, start : start + batch_size], training=False)
+            sums += self._sums(y_batch, outputs, self._losses(y_batch, outputs, None))
+        return sums
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
         with tf.GradientTape() as tape:
             outputs = self._apply(x, training=True)
-            losses = self._loss(*_aligned(_merged(y), _merged(outputs)))
-            # The sum over models of each one's mean: no model's gradient has a part of another's.
-            total = tf.reduce_sum(losses) / tf.cast(tf.size(losses) // self.teachers, losses.dtype)
+            losses = self._losses(y, outputs, weight)
+            total = tf.reduce_sum(losses)  # no model's gradient has a part of another's
         gradients = tape.gradient(total, self._trainable)
         self._optimizer.apply_gradients(zip(gradients, self._trainable, strict=True))
+        return self._sums(y, outputs, losses)
+
+    def _losses(self, y: tf.Tensor, outputs: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
+        """What `fit` would minimise for each model, `[teachers]`."""
+        if self._loss is not None:
+            each = tf.reshape(self._loss(*_aligned(_merged(y), _merged(outputs))), [self.teachers, -1])
+            return tf.reduce_mean(each if weight is None else each * weight, axis=1)
+        return tf.stack(
+            [
+                self._model.compute_loss(None, y[t], outputs[t], None if weight is None else weight[t])
+                for t in range(self.teachers)
+            ]
+        )
+
+    def _sums(self, y: tf.Tensor, outputs: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
+        hits = tf.cast(right(y, outputs, self._limit), tf.float32)
+        return tf.stack([losses * tf.cast(tf.shape(hits)[1], losses.dtype), tf.reduce_sum(hits, axis=1)])
 
     def outputs(self, x: Any) -> tf.Tensor:
         """What each model says to the same batch `[batch, ...]`: `[teachers, batch, ...]`."""
@@ -153,17 +210,38 @@ class Stack:
         for layer, weights in zip(self._chain, self._weights_of, strict=True):
             kind = type(layer).__name__
             if kind == "Dense":
-                x = layer.activation(_plus(tf.matmul(x, weights[0]), weights[1:]))
+                x = _activated(layer, _plus(tf.matmul(x, weights[0]), weights[1:]))
             elif kind == "Conv2D":
-                x = layer.activation(_plus(_convolution(layer, x, weights[0], self.teachers), weights[1:]))
+                x = _activated(layer, _plus(_convolution(layer, x, weights[0], self.teachers), weights[1:]))
             elif kind == "BatchNormalization":
                 x = _batch_normalization(layer, x, weights, training)
+            elif kind == "Activation":
+                x = _activated(layer, x)
+            elif kind == "Softmax" and layer.axis not in (-1, x.shape.rank - 2):
+                x = _one_by_one(layer, x)
             elif kind != "InputLayer":
                 options = {"training": training} if kind == "Dropout" else {}
                 flat = layer(_merged(x), **options)
-                x = tf.reshape(flat, tf.concat([tf.shape(x)[:2], tf.shape(flat)[1:]], 0))
-                x.set_shape([None, None, *flat.shape[1:]])
+                teachers, shape = x.shape[0], tf.shape(x)
+                x = tf.reshape(flat, tf.concat([shape[:2], tf.shape(flat)[1:]], 0))
+                x.set_shape([teachers, None, *flat.shape[1:]])
         return x
+
+
+def _activated(layer: Any, x: tf.Tensor) -> tf.Tensor:
+    """The layer's activation: Keras's own know no other example, anything else sees a teacher's batch at a time."""
+    function = layer.activation
+    home = getattr(function, "__module__", "").split(".")
+    return function(x) if own(function) and "activations" in home else _one_by_one(function, x)
+
+
+def _one_by_one(function: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
+    return tf.stack([function(x[t]) for t in range(x.shape[0])])
+
+
+def _means(sums: tf.Tensor, examples: int) -> dict[str, np.ndarray]:
+    loss, hits = sums.numpy() / examples
+    return {"loss": loss, "accuracy": hits}
 
 
 def _plus(x: tf.Tensor, bias: list[tf.Variable]) -> tf.Tensor:
@@ -225,13 +303,9 @@ def _chain(model: Any) -> list[Any] | None:
     return list(layers) if linked and ends else None
 
 
-def _keras_own(thing: Any) -> bool:
-    return type(thing).__module__.startswith(("keras.", "tf_keras."))
-
-
 def _layer_obstacle(layer: Any) -> str | None:
     kind = type(layer).__name__
-    if not _keras_own(layer):
+    if not own(layer):
         return "it is not Keras's own"
     config = layer.get_config()
     if any("float32" not in str(w.dtype) for w in layer.weights) or "mixed" in str(config.get("dtype")):

@@ -294,7 +294,7 @@ class Aggregator(abc.ABC):
 
         Args:
             votes: As in `aggregate`.
-            delta: δ, above 0 and below 1 / queries.
+            delta: δ, strictly between 0 and 1, well below 1 / the number of private examples.
             data_dependent: See above.
             num_classes: As in `aggregate`.
             num_teachers: As in `aggregate`.
@@ -303,7 +303,7 @@ class Aggregator(abc.ABC):
             student: Interactive-GNMax's, as in its `aggregate`.
 
         Raises:
-            ValueError: `delta` is not below 1 / queries, or the votes or the mask are malformed.
+            ValueError: `delta` is not between 0 and 1, or the votes or the mask are malformed.
         """
         counts = as_counts(votes, num_classes, num_teachers)
         return self._epsilon(counts, self._scores(counts, student), delta, data_dependent, answered)
@@ -318,7 +318,7 @@ class Aggregator(abc.ABC):
         self, counts: np.ndarray, scores: np.ndarray | None, delta: float, data_dependent: bool, answered: Any
     ) -> Epsilon:
         queries = len(counts)
-        delta = pricing.check_delta(delta, queries)
+        delta = pricing.check_delta(delta)
         mask = self._mask(answered, queries)
         independent = pricing.price_of(self.dp_event(queries, int(mask.sum())), delta)
         if not data_dependent:

@@ -77,7 +77,7 @@ def optimal_order(
     Args:
         mechanism: An aggregator.
         votes: As all that follow, see `rdp_data_dependent`.
-        delta: δ, above 0 and below 1 / queries.
+        delta: δ, strictly between 0 and 1, well below 1 / the number of private examples.
         data_dependent: From the votes, or from their number alone.
         options: The keyword arguments of `rdp_data_dependent`.
 
@@ -88,7 +88,7 @@ def optimal_order(
     if data_dependent:
         order = mechanism.epsilon(counts, delta, **options).order
     else:
-        delta = check_delta(delta, len(counts))
+        delta = check_delta(delta)
         mask = mechanism._mask(options.get("answered"), len(counts))
         event = mechanism.dp_event(len(counts), int(mask.sum()))
         order = best_epsilon(lambda orders: rdp_of_event(event, orders), delta).order
@@ -132,7 +132,7 @@ def pysyft_analysis(
         indices: Taken for the sake of old calls and not used: PySyft read query indices from it where tutorials pass
             labels, and so analysed some ten queries. For a subset, pass `teacher_preds[:, subset]`.
         noise_eps: γ of LNMax: noise of scale 1/γ.
-        delta: δ, above 0 and below 1 / queries.
+        delta: δ, strictly between 0 and 1, well below 1 / the number of private examples.
         moments: Moments 1 to this one are tried.
         num_classes: None takes the greatest class predicted, plus one, which underrates q where there are more.
 
@@ -144,7 +144,7 @@ def pysyft_analysis(
         numeric = array.dtype.kind in "iuf" and array.size and np.isfinite(array).all()
         num_classes = max(int(array.max()) + 1, 2) if numeric else 2
     counts = as_counts(teacher_preds, num_classes)
-    delta = check_delta(delta, len(counts))
+    delta = check_delta(delta)
     mechanism = LNMax(noise_eps)
     orders = 1.0 + np.arange(1, _checks.whole("moments", moments, 1, "for instance 10") + 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import large
 from tfdpfl.errors import PrivacyError
-from tfdpfl.pate import pricing
+from tfdpfl.pate import _examples, pricing
 from tfdpfl.pate.aggregators import Aggregator, Answers, InteractiveGNMax
 from tfdpfl.pate.analysis import rdp_data_independent
 from tfdpfl.pate.epsilon import WARNING, Epsilon
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity_release
-from tfdpfl.pate.teachers import compiled
+from tfdpfl.pate.teachers import compiled, inputs_of, labels_for, like_zero
 from tfdpfl.pate.votes import as_counts
 
 _INTERACTIVE_BATCHES = 5
@@ -80,6 +82,45 @@ class PATEReport:
             lines.append(f"  student right: {self.student_accuracy:.2%}")
         return "\n".join([*lines, "  neighbours: data sets of the same size that differ in one teacher's example"])
 
+    def plot(self, path: str | os.PathLike | None = None, *, alone: float | None = None) -> Any:
+        """Draws how often labels and student are right, and what they cost, and returns the figure.
+
+        Bars say which figures may be published and which are drawn from the votes: the picture as a whole is private.
+
+        Args:
+            path: Where to save it as well.
+            alone: How often one teacher by itself is right, for comparison.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, (above, below) = _figure(2, (7, 4.4))
+        right = {
+            "one teacher alone": (alone, True),
+            "plurality of the votes": (self.vote_accuracy, True),
+            "labels given to the student": (self.label_accuracy, False),
+            "student": (self.student_accuracy, False),
+        }
+        known = {name: (100 * value, private) for name, (value, private) in right.items() if value is not None}
+        costs = {
+            "whatever the votes": (float(self.epsilon), False),
+            "given the votes, with noise": (float(self.sanitized.epsilon), False),
+            "given the votes": (float(self.epsilon_data_dependent), True),
+        }
+        least = min((value for value, _ in known.values()), default=0)
+        least = 80 if least > 82 else 0
+        _bars(above, known, "right, %", "{:.1f} %", least)
+        above.set_xlim(least, 104)
+        above.set_xticks([tick for tick in above.get_xticks() if tick <= 100])
+        _bars(below, costs, f"ε at δ = {self.epsilon.delta:g}: smaller is more private", "{:.3g}", 0)
+        below.margins(x=0.15)
+        marks = dict(zip(*reversed(below.get_legend_handles_labels()), strict=True))
+        names = ["may be published", "private"]
+        figure.legend([marks[str(p)] for p in (False, True)], names, loc="outside lower center", ncols=2)
+        taught = f"teach a student that is right on {self.student_accuracy:.1%}" if self.student_accuracy else "vote"
+        figure.suptitle(f"{self.num_teachers} teachers who share no data {taught}", fontsize=11)
+        return _saved(figure, path)
+
     def to_dict(self) -> dict[str, Any]:
         """The figures with their labels, ready for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -108,7 +149,8 @@ class PATE:
             counts, one row for each of the student's examples.
         aggregator: LNMax, GNMax, ConfidentGNMax or InteractiveGNMax.
         student_fn: Makes a Keras model, compiled (else Adam and sparse cross-entropy are taken), with K outputs.
-        delta: δ, above 0 and below 1 / queries, and below 1 / the number of private examples to mean anything.
+        delta: δ, strictly between 0 and 1; from 1 / the number of private examples on it means nothing, which a warning
+            says where that number is known.
         budget: ε at which answering stops before it is passed; None: all queries are answered.
         budget_data_dependent: Whether that ε is the data-dependent one. It lets more queries through; their number
             then is private too.
@@ -143,7 +185,7 @@ class PATE:
         if not callable(student_fn):
             raise ValueError(f"student_fn must be a function that makes a Keras model, got {student_fn!r}.")
         self.teachers, self.aggregator, self.student_fn = teachers, aggregator, student_fn
-        self.delta = pricing.check_delta(delta, 1)
+        self.delta = pricing.check_delta(delta)
         self.budget = None if budget is None else _checks.real("budget", budget, "the ε to stay within", above=0)
         self.budget_data_dependent = budget_data_dependent
         self.epochs = _checks.whole("epochs", epochs, 1, "the student needs a pass over the answers")
@@ -174,7 +216,7 @@ class PATE:
             semi_supervised: Then teach the student its own labels of the unanswered examples that it is sure of, over
                 some rounds. It costs no privacy.
             confidence: The probability at which it is sure.
-            rounds: See `semi_supervised`.
+            rounds: See `semi_supervised`; each takes about half as many steps as the answers did.
             test_data: `(X, y)` for the student's accuracy.
             seed: Of the choice of queries. The noise has the aggregator's.
 
@@ -188,11 +230,15 @@ class PATE:
                 f"fit has let out {released} answers already, and budget and report know of one fit: make "
                 "another PATE, and add up what both cost (answers_.dp_event in a PrivacyLedger)."
             )
-        X = np.asarray(X)
-        self.queries_ = self._choose(len(X), num_queries, queries, seed)
-        pricing.check_delta(self.delta, len(self.queries_))
+        X = self._inputs(X)
+        self.queries_ = self._choose(_examples.size(X), num_queries, queries, seed)
+        shards = getattr(self.teachers, "shards_", None)
+        too_large = large(self.delta, None if shards is None else sum(map(len, shards)))
+        if too_large:
+            warnings.warn(too_large, stacklevel=2)
         self._sanitized: SanitizedEpsilon | None = None
         counts = self._votes(X)
+        self._num_classes = counts.shape[1]
         self.answers_ = self._answer(counts, X)
         self.queries_ = self.queries_[: len(self.answers_)]
         labelled = self.answers_.answered
@@ -202,14 +248,14 @@ class PATE:
                 "threshold."
             )
         rows, labels = self.queries_[labelled], self.answers_.labels[labelled]
-        self.student_ = self._taught(X[rows], labels)
+        self.student_ = self._taught(_examples.rows(X, rows), labels)
         if semi_supervised:
             self._teach_itself(X, rows, labels, confidence, rounds)
         self._truth = None if y is None else np.asarray(y)[self.queries_]
         self._student_accuracy = None
         if test_data is not None:
             x_test, y_test = test_data
-            self._student_accuracy = float(np.mean(self._classes(np.asarray(x_test)) == np.asarray(y_test)))
+            self._student_accuracy = float(np.mean(self._classes(self._inputs(x_test)) == np.asarray(y_test)))
         return self
 
     def report(self) -> PATEReport:
@@ -252,11 +298,13 @@ class PATE:
         self._check_fitted()
         ordered = np.sort(self.answers_.counts, axis=1)
         margins, answered = ordered[:, -1] - ordered[:, -2], self.answers_.by_teachers
-        figure, axes = _figure("votes between the first and the second class", "queries")
+        figure, axes = _figure()
+        axes.set(xlabel="votes between the first and the second class", ylabel="queries")
         both = [margins[answered], margins[~answered]]
         axes.hist(both, bins=30, stacked=True, label=["answered", "not answered"])
         axes.legend()
-        return _finished(figure, axes, f"Vote margins ({WARNING})", path)
+        axes.set_title(f"Vote margins ({WARNING})")
+        return _saved(figure, path)
 
     def plot_costs(self, path: str | os.PathLike | None = None) -> Any:
         """Draws each query's data-dependent cost beside its data-independent one; as `plot_margins`."""
@@ -264,13 +312,15 @@ class PATE:
         epsilon = self.answers_.epsilon(self.delta, data_dependent=True)
         order = epsilon.order or 8.0
         costs = np.sort(self.answers_.rdp([order])[:, 0])[::-1]
-        figure, axes = _figure("queries, the most expensive first", f"RDP at order {order:.3g}")
+        figure, axes = _figure()
+        axes.set(xlabel="queries, the most expensive first", ylabel=f"RDP at order {order:.3g}")
         axes.plot(np.maximum(costs, 1e-12), label=f"given its votes ({WARNING})")
         most = rdp_data_independent(self.aggregator, [order])[0]
         axes.axhline(most, linestyle="--", color="gray", label="whatever its votes, if answered")
         axes.set_yscale("log")
         axes.legend()
-        return _finished(figure, axes, f"Cost of each query, total epsilon {epsilon:.3g}", path)
+        axes.set_title(f"Cost of each query, total epsilon {epsilon:.3g}")
+        return _saved(figure, path)
 
     # Queries and answers
 
@@ -291,15 +341,15 @@ class PATE:
             raise ValueError(f"num_queries must be at most the {examples} examples, got {num_queries}.")
         return np.random.default_rng(seed).permutation(examples)[:number]
 
-    def _votes(self, X: np.ndarray) -> np.ndarray:
+    def _votes(self, X: Any) -> np.ndarray:
         if hasattr(self.teachers, "votes"):
-            return as_counts(self.teachers.votes(X[self.queries_]))
+            return as_counts(self.teachers.votes(_examples.rows(X, self.queries_)))
         counts = as_counts(self.teachers)
-        if len(counts) != len(X):
-            raise ValueError(f"teachers must have votes on each of the {len(X)} examples, got {len(counts)} rows.")
+        if len(counts) != (examples := _examples.size(X)):
+            raise ValueError(f"teachers must have votes on each of the {examples} examples, got {len(counts)} rows.")
         return counts[self.queries_]
 
-    def _answer(self, counts: np.ndarray, X: np.ndarray) -> Answers:
+    def _answer(self, counts: np.ndarray, X: Any) -> Answers:
         mechanism = self.aggregator
         if not isinstance(mechanism, InteractiveGNMax):
             answers = mechanism.aggregate(counts)
@@ -312,8 +362,8 @@ class PATE:
                 student = np.full((len(rows), counts.shape[1]), 1 / counts.shape[1])
             else:
                 done = self.queries_[: len(known)][known.answered]
-                self.student_ = self._taught(X[done], known.labels[known.answered])
-                student = self._probabilities(X[self.queries_[rows]])
+                self.student_ = self._taught(_examples.rows(X, done), known.labels[known.answered])
+                student = self._probabilities(_examples.rows(X, self.queries_[rows]))
             parts.append(mechanism.aggregate(counts[rows], student=student))
             answers = sum(parts[1:], parts[0])
             affordable = self._affordable(answers)
@@ -356,26 +406,32 @@ class PATE:
 
     # The student
 
-    def _taught(self, X: np.ndarray, labels: np.ndarray) -> Any:
-        student = compiled(self.student_fn, "student_fn")
-        student.fit(X, labels, epochs=self.epochs, batch_size=self.batch_size, verbose=2 * bool(self.verbose > 1))
+    def _inputs(self, X: Any) -> Any:
+        return _examples.as_inputs(X, inputs_of(self.student_fn()) if isinstance(X, list) else 1)
+
+    def _taught(self, X: Any, labels: np.ndarray) -> Any:
+        student = compiled(self.student_fn, "student_fn", like_zero(_examples.rows(X, slice(0, 1))))
+        self._learn(student, X, labels, self.epochs, 2 * bool(self.verbose > 1))
         return student
 
-    def _teach_itself(
-        self, X: np.ndarray, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int
-    ) -> None:
+    def _learn(self, student: Any, X: Any, labels: np.ndarray, epochs: int, verbose: int = 0) -> None:
+        y = labels_for(student.loss, labels, self._num_classes)
+        student.fit(X, y, epochs=epochs, batch_size=self.batch_size, verbose=verbose)
+
+    def _teach_itself(self, X: Any, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int) -> None:
         confidence = _checks.probability("confidence", confidence, "the student's probability, for instance 0.95")
-        rest = np.setdiff1d(np.arange(len(X)), rows)
+        rest = np.setdiff1d(np.arange(_examples.size(X)), rows)
         for _ in range(_checks.whole("rounds", rounds, 1, "for instance 3")):
             if not len(rest):
                 return
-            probabilities = self._probabilities(X[rest])
+            probabilities = self._probabilities(_examples.rows(X, rest))
             sure = probabilities.max(axis=1) >= confidence
-            x = np.concatenate([X[rows], X[rest[sure]]])
-            own = np.concatenate([labels, probabilities[sure].argmax(axis=1)])
-            self.student_.fit(x, own, epochs=self.epochs, batch_size=self.batch_size, verbose=0)
+            taught = np.concatenate([labels, probabilities[sure].argmax(axis=1)])
+            # It goes on from where it is: half as many steps as the answers took.
+            epochs = math.ceil(self.epochs / 2 * len(rows) / len(taught))
+            self._learn(self.student_, _examples.rows(X, np.concatenate([rows, rest[sure]])), taught, epochs)
 
-    def _probabilities(self, X: np.ndarray) -> np.ndarray:
+    def _probabilities(self, X: Any) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0), float)
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(f"student_fn must make a model with one output for each class, got {outputs.shape}.")
@@ -384,7 +440,7 @@ class PATE:
         outputs = np.exp(outputs - outputs.max(axis=1, keepdims=True))
         return outputs / outputs.sum(axis=1, keepdims=True)
 
-    def _classes(self, X: np.ndarray) -> np.ndarray:
+    def _classes(self, X: Any) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0))
         return outputs.argmax(axis=1)
 
@@ -402,19 +458,25 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _figure(x_label: str, y_label: str) -> tuple[Any, Any]:
+def _figure(panels: int = 1, size: tuple[float, float] = (7, 4)) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'tfdpfl[plots]'") from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlabel=x_label, ylabel=y_label)
-    return figure, axes
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(panels)
 
 
-def _finished(figure: Any, axes: Any, title: str, path: str | os.PathLike | None) -> Any:
-    axes.set_title(title)
+def _bars(axes: Any, values: dict[str, tuple[float, bool]], label: str, form: str, start: float) -> None:
+    """Bars from above to below, grey where a figure is private."""
+    for name, (value, private) in values.items():
+        bar = axes.barh(name, value - start, left=start, color="0.7" if private else "tab:blue", label=private)
+        axes.bar_label(bar, [form.format(value)], padding=3)
+    axes.set_xlabel(label)
+    axes.invert_yaxis()
+
+
+def _saved(figure: Any, path: str | os.PathLike | None) -> Any:
     if path is not None:
-        figure.savefig(path)
+        figure.savefig(path, dpi=150)
     return figure

@@ -113,10 +113,10 @@ def check_orders(orders: Any) -> np.ndarray:
     return array
 
 
-def check_delta(delta: float, queries: int) -> float:
-    """Returns δ as a float, or raises a `ValueError` unless it is above 0 and below 1 / queries."""
-    mend = "take a value well below 1 / the number of private examples, for instance 1e-5"
-    delta = _checks.probability("delta", delta, mend)
-    if queries > 1 and delta * queries >= 1:
-        raise ValueError(f"delta must be below 1 / {queries} queries, got {delta:g}: {mend}, or put fewer queries.")
-    return delta
+def check_delta(delta: float) -> float:
+    """Returns δ as a float, or raises a `ValueError` unless it is strictly between 0 and 1.
+
+    The bounds hold for any such δ. That it be small beside 1 / the number of private examples is what it means, and no
+    condition of theirs; how many queries are put does not matter to it.
+    """
+    return _checks.probability("delta", delta, "take a value well below 1 / the number of private examples")

@@ -5,45 +5,53 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tfdpfl.accounting import _checks
+from tfdpfl.pate import _examples
 
 _STACK = 25  # teachers trained together: beyond, their weights no longer gain from each other's company
+_ONE_HOT = "CategoricalCrossentropy CategoricalFocalCrossentropy CategoricalHinge KLDivergence Dice Tversky".split()
 
 
 class TeacherEnsemble:
     """T Keras models on disjoint shards, and their votes.
 
-        teachers = TeacherEnsemble(model_fn, num_teachers=100, epochs=10).fit(x, y)
+        teachers = TeacherEnsemble(model_fn, num_teachers=100, epochs=10).fit(x, y, validation_split=0.1)
         counts = teachers.votes(x_public)
 
     One example is in one shard, hence in one vote on every query: what the aggregators' privacy rests on. The models
-    themselves are as private as the data.
+    themselves are as private as the data, and so are their training logs.
 
     Args:
         model_fn: Makes a new Keras model, compiled (else Adam and sparse cross-entropy are taken), for labels
-            0 to K-1: its output is K probabilities or logits, or one for two classes.
+            0 to K-1: its output is K probabilities or logits, or one for two classes. It may have several inputs, and
+            be a subclass of `keras.Model`.
         num_teachers: T, at least 1.
         epochs: Passes over a shard.
         batch_size: Examples in a batch.
         together: True trains teachers of one architecture as one stacked model (see `tfdpfl.pate._stacked` for the
-            layers and optimizers it knows), False one after another, "auto" the first where that can be.
+            layers and optimizers it knows), False one after another, "auto" the first where that can be. What is not
+            known to keep examples apart (a loss or activation of your own) sees one teacher's batch at a time in a
+            stack, too.
         stack_size: How many to train together at most.
-        checkpoint_dir: A folder, private like the data, where each trained teacher is kept; `fit` on the same data
-            goes on where it stopped.
+        checkpoint_dir: A folder, private like the data, where each trained teacher is kept; `fit` goes on where it
+            stopped, if data, model, loss, optimizer and options are the same. Teachers that differ from the first are
+            trained anew.
         seed: Of the shards and the order of batches; None takes the operating system's entropy. Which shard an
             example is in need not be secret.
-        verbose: 1 shows a progress bar, 0 nothing.
+        verbose: 0 shows nothing, 1 a progress bar, 2 each teacher's log as well, a line an epoch. Private.
 
     Attributes:
         shards_: After `fit`: the indices of each teacher's examples.
         num_classes_: K.
-        trained_together_: Why teachers were not stacked, or True.
+        history_: For each teacher its training log, {"loss": [of each epoch], "accuracy": ..., "val_loss": ...}; where
+            it was trained by itself, of the metrics that it was compiled with. Private.
+        trained_together_: True if all teachers were trained in stacks, else which were not and why.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -75,49 +83,89 @@ class TeacherEnsemble:
         self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
         self.seed, self.verbose = seed, verbose
 
-    def fit(self, X: Any, y: Any, *, shards: Sequence[Any] | None = None) -> TeacherEnsemble:
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        shards: Sequence[Any] | None = None,
+        validation_split: float = 0.0,
+        class_weight: Mapping[int, float] | str | None = None,
+        callbacks: Callable[[int], list[Any]] | None = None,
+    ) -> TeacherEnsemble:
         """Trains the teachers and returns the ensemble.
 
         Args:
-            X: `[n, ...]`.
-            y: Whole numbers from 0, `[n]`.
+            X: `[n, ...]`; for a model of several inputs a list, tuple or dict of such arrays.
+            y: Whole numbers from 0, `[n]` or `[n, 1]`; or one-hot, `[n, K]`. Keras's own losses get what they take.
             shards: Indices of each teacher's examples, disjoint; None splits at random into equal parts.
+            validation_split: The part of each shard, taken at random, that its teacher is not trained on but measured
+                on after each epoch, in [0, 1).
+            class_weight: Weights of the classes in the loss, {class: weight}; 1 for those that are missing. They must
+                be public: weights computed from all labels let one label change every teacher. "balanced" weighs by
+                inverse frequency, each teacher by its own shard.
+            callbacks: A function that makes a new list of Keras callbacks for a teacher, given its number. Teachers are
+                then trained one after another.
 
         Raises:
-            ValueError: fewer examples than teachers, shards that overlap or are empty, labels that are no classes, or
-                a checkpoint folder of other data.
+            ValueError: fewer examples than teachers, shards that overlap or are empty, labels that are no classes, an
+                option that does not fit, or a checkpoint folder of other data or models.
         """
-        X, y = np.asarray(X), np.asarray(y)
-        if len(X) != len(y) or y.ndim != 1:
-            raise ValueError(f"y must have one label for each of the {len(X)} rows of X, got shape {y.shape}.")
-        if y.dtype.kind not in "iu" or (len(y) and y.min() < 0):
-            raise ValueError(f"y must hold whole numbers from 0, got {y.dtype}; number the classes.")
+        first = self.model_fn()
+        X = _examples.as_inputs(X, inputs_of(first))
+        classes, columns = _examples.as_classes(y, _examples.size(X))
+        if callbacks is not None and not callable(callbacks):
+            raise ValueError(
+                "callbacks must be a function of a teacher's number that makes a new list: one list for all would take "
+                f"what it saw of one teacher to the next; got {callbacks!r}."
+            )
+        if callbacks is not None and self.checkpoint_dir is not None:
+            raise ValueError("callbacks change the training in ways that checkpoint_dir cannot tell: leave one out.")
         rng = np.random.default_rng(self.seed)
-        self.shards_ = self._check_shards(shards, len(X)) if shards is not None else self._split(rng, len(X))
-        first = self._new_model()
-        self._template, self._fingerprint = first, _fingerprint(first)
-        self.num_classes_ = _num_classes(first)
-        if y.max() >= self.num_classes_:
-            raise ValueError(f"y has the label {y.max()}, but the model has {self.num_classes_} outputs: give it more.")
+        examples = _examples.size(X)
+        self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
+        self._zero = like_zero(_examples.rows(X, slice(0, 1)))
+        self._template = first = compiled(lambda: first, "model_fn", self._zero)
+        self._outputs = _num_outputs(first, self._zero)
+        self.num_classes_ = max(self._outputs, 2)
+        if classes.max() >= self.num_classes_ or (columns is not None and columns != self._outputs):
+            raise ValueError(
+                f"y has {f'the label {classes.max()}' if columns is None else f'{columns} columns'}, but the model has "
+                f"{self._outputs} outputs: give it {'more' if columns is None else 'as many'}."
+            )
+        labels = labels_for(first.loss, classes, self._outputs, columns is not None)
+        self._callbacks = callbacks
+        self._limit = _limit(first)
         self._weights: list[list[np.ndarray] | None] = [None] * self.num_teachers
+        self.history_: list[dict[str, list[float]]] = [{} for _ in range(self.num_teachers)]
         self._models: dict[int, Any] = {}
         self._stacks: dict[int, Any] = {}
+        self._alone: list[int] = []
         self.__dict__.pop("_optimizer_start", None)
-        self.trained_together_ = self._obstacle(first)
-        if self.together is True and self.trained_together_ is not True:
-            raise ValueError(f"together must be 'auto' or False for this model: {self.trained_together_}.")
-        self._resume(X, y)
-        self._train(X, y, rng)
+        self._labels_like = labels[:1] * 0
+        self._fingerprint, unlike = self._told(first)
+        self._obstacle = self._why_not(first, unlike)
+        if self.together is True and self._obstacle is not None:
+            raise ValueError(f"together must be 'auto' or False for this model: {self._obstacle}.")
+        if self.checkpoint_dir is not None:
+            if unlike:
+                raise ValueError(f"checkpoint_dir cannot tell this model again, since {unlike}: leave it out.")
+            self._resume(X, labels, shards, validation_split, class_weight)
+        self._set_apart(rng, validation_split)
+        self._class_weights = self._weigh(class_weight, classes)
+        self._train(X, labels, classes, rng)
+        self.trained_together_: bool | str = self._obstacle or self._who_was_alone() or True
         return self
 
-    def fit_shards(self, shards: Sequence[tuple[Any, Any]]) -> TeacherEnsemble:
-        """Trains a teacher on each `(X, y)`: one a hospital. No example may be in two. Raises as `fit`."""
+    def fit_shards(self, shards: Sequence[tuple[Any, Any]], **options: Any) -> TeacherEnsemble:
+        """Trains a teacher on each `(X, y)`: one a hospital. No example may be in two. Options and errors as `fit`."""
         if len(shards) != self.num_teachers:
             raise ValueError(f"shards must be one for each of {self.num_teachers} teachers, got {len(shards)}.")
         ends = np.cumsum([len(y) for _, y in shards])
         indices = np.split(np.arange(ends[-1]), ends[:-1])
-        X, y = (np.concatenate([np.asarray(shard[i]) for shard in shards]) for i in (0, 1))
-        return self.fit(X, y, shards=indices)
+        inputs = inputs_of(self.model_fn()) if isinstance(shards[0][0], list) else 1
+        X = _examples.joined([_examples.as_inputs(x, inputs) for x, _ in shards])
+        return self.fit(X, np.concatenate([np.asarray(y) for _, y in shards]), shards=indices, **options)
 
     def predict(self, X: Any, batch_size: int = 1024) -> np.ndarray:
         """Returns each teacher's class for each query, int64 `[teachers, queries]`.
@@ -125,13 +173,12 @@ class TeacherEnsemble:
         Raises:
             ValueError: `fit` has not run, or a teacher's output is NaN.
         """
-        self._check_fitted()
-        X = np.asarray(X)
-        predictions = np.empty((self.num_teachers, len(X)), np.int64)
+        X = self._queries(X)
+        predictions = np.empty((self.num_teachers, _examples.size(X)), np.int64)
         for teachers, outputs in self._forwards():
-            for start in range(0, len(X), batch_size):
+            for start in range(0, predictions.shape[1], batch_size):
                 batch = slice(start, start + batch_size)
-                predictions[teachers, batch] = self._classes(outputs(X[batch]), teachers)
+                predictions[teachers, batch] = self._classes(outputs(_examples.rows(X, batch)), teachers)
         return predictions
 
     def votes(self, X: Any, batch_size: int = 1024) -> np.ndarray:
@@ -140,12 +187,12 @@ class TeacherEnsemble:
         Raises:
             ValueError: `fit` has not run, or a teacher's output is NaN.
         """
-        self._check_fitted()
-        X = np.asarray(X)
-        counts = np.zeros((len(X), self.num_classes_), np.int64)
+        X = self._queries(X)
+        counts = np.zeros((_examples.size(X), self.num_classes_), np.int64)
         for teachers, outputs in self._forwards():
-            for start in range(0, len(X), batch_size):
-                for classes in self._classes(outputs(X[start : start + batch_size]), teachers):
+            for start in range(0, len(counts), batch_size):
+                batch = _examples.rows(X, slice(start, start + batch_size))
+                for classes in self._classes(outputs(batch), teachers):
                     counts[start + np.arange(len(classes)), classes] += 1
         return counts
 
@@ -180,24 +227,85 @@ class TeacherEnsemble:
             raise ValueError("shards must be disjoint: an example in two shards has two votes, and twice the cost.")
         return arrays
 
+    def _set_apart(self, rng: np.random.Generator, part: float) -> None:
+        """What each teacher is trained on, and what it is measured on."""
+        part = _checks.real("validation_split", part, "the part of each shard, for instance 0.1", at_least=0)
+        if part >= 1:
+            raise ValueError(f"validation_split must be below 1, got {part:g}: the rest is trained on.")
+        self._trained_on, self._measured_on = list(self.shards_), [shard[:0] for shard in self.shards_]
+        for teacher, shard in enumerate(self.shards_):
+            if part:
+                aside = max(1, round(part * len(shard)))
+                if aside == len(shard):
+                    left = f"leaves teacher {teacher} none of its {len(shard)} examples"
+                    raise ValueError(f"validation_split={part:g} {left}: lower it.")
+                self._measured_on[teacher], self._trained_on[teacher] = np.split(rng.permutation(shard), [aside])
+
+    def _weigh(self, weights: Any, classes: np.ndarray) -> np.ndarray | None:
+        """Weights of the classes for each teacher, `[teachers, K]`."""
+        if weights is None:
+            return None
+        shape = self.num_teachers, self.num_classes_
+        if isinstance(weights, str) and weights == "balanced":
+            each = np.array([np.bincount(classes[rows], minlength=shape[1]) for rows in self._trained_on])
+            present = np.maximum((each > 0).sum(axis=1, keepdims=True), 1)
+            return each.sum(axis=1, keepdims=True) / (present * np.maximum(each, 1))
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"class_weight must be {{class: weight}} or 'balanced', got {weights!r}.")
+        table = np.ones(shape)
+        for k, weight in weights.items():
+            if k not in range(shape[1]):
+                raise ValueError(f"class_weight must have classes from 0 to {shape[1] - 1}, got {k!r}.")
+            table[:, k] = _checks.real(f"class_weight[{k}]", weight, "a weight in the loss, for instance 1", at_least=0)
+        return table
+
     def _new_model(self) -> Any:
-        return compiled(self.model_fn, "model_fn")
+        return compiled(self.model_fn, "model_fn", self._zero)
+
+    def _told(self, model: Any) -> tuple[str | None, str | None]:
+        """What a model is known by; or None, and why."""
+        import tensorflow as tf
+
+        from tfdpfl.pate import _likeness
+
+        zero = tf.nest.map_structure(tf.constant, self._zero)
+        try:
+            return _likeness.fingerprint(model, zero, self._labels_like), None
+        except _likeness.Unlike as error:
+            return None, str(error)
 
     def _alike(self, model: Any) -> bool:
-        """Whether a model may stand in the template's graph: one whose architecture cannot be told is like no other."""
-        return self._fingerprint is not None and _fingerprint(model) == self._fingerprint
+        """Whether a model may stand in the template's graph: one that cannot be told is like no other."""
+        return self._fingerprint is not None and self._told(model)[0] == self._fingerprint
 
-    def _obstacle(self, model: Any) -> bool | str:
+    def _why_not(self, model: Any, unlike: str | None) -> str | None:
         from tfdpfl.pate import _stacked
 
         if self.together is False:
             return "together=False"
-        return _stacked.why_not(model) or True
+        if self._callbacks is not None:
+            return "callbacks take one model"
+        return _stacked.why_not(model) or unlike
 
-    def _train(self, X: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> None:
+    def _who_was_alone(self) -> str | None:
+        """Which teachers were trained by themselves although the first could be stacked."""
+        if not self._alone:
+            return None
+        differ = len(set(self._alone) & set(self._models))
+        parts = [
+            f"{number} {reason}"
+            for number, reason in (
+                (differ, "differ from the first one"),
+                (len(self._alone) - differ, "have no company of the same number of examples"),
+            )
+            if number
+        ]
+        return f"of {self.num_teachers} teachers " + ", ".join(parts)
+
+    def _train(self, X: Any, y: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> None:
         from tqdm import tqdm
 
-        missing = [t for t in range(self.num_teachers) if self._weights[t] is None and t not in self._models]
+        missing = [t for t in range(self.num_teachers) if self._weights[t] is None]
         total = self.num_teachers * self.epochs
         with tqdm(
             total=total,
@@ -210,18 +318,19 @@ class TeacherEnsemble:
                 models = {teacher: self._new_model() for teacher in group}  # initial weights are each one's own
                 alike = [t for t in group if self._alike(models[t])]
                 if len(alike) > 1:
-                    self._train_stack(alike, [models.pop(t).get_weights() for t in alike], X, y, rng, bar)
+                    weights = [models.pop(t).get_weights() for t in alike]
+                    self._train_stack(alike, weights, X, y, classes, rng, bar)
                 for teacher, model in models.items():
                     self._train_one(teacher, model, teacher in alike, X, y, bar)
 
     def _groups(self, missing: list[int]) -> Iterator[list[int]]:
         """Teachers to be trained together: their shards are of one size, so that their batches are."""
-        if self.trained_together_ is not True:
+        if self._obstacle is not None:
             yield from ([teacher] for teacher in missing)
             return
         by_size: dict[int, list[int]] = {}
         for teacher in missing:
-            by_size.setdefault(len(self.shards_[teacher]), []).append(teacher)
+            by_size.setdefault(len(self._trained_on[teacher]), []).append(teacher)
         for teachers in by_size.values():
             for start in range(0, len(teachers), self.stack_size):
                 yield teachers[start : start + self.stack_size]
@@ -230,22 +339,33 @@ class TeacherEnsemble:
         self,
         group: list[int],
         weights: list[list[np.ndarray]],
-        X: np.ndarray,
+        X: Any,
         y: np.ndarray,
+        classes: np.ndarray,
         rng: np.random.Generator,
         bar: Any,
     ) -> None:
         import tensorflow as tf
 
         stack = self._stack(weights)
-        shards = np.stack([self.shards_[teacher] for teacher in group])
+        shards, aside = (np.stack([each[t] for t in group]) for each in (self._trained_on, self._measured_on))
         x_stack, y_stack = tf.constant(X[shards]), tf.constant(y[shards])
+        weight = None
+        if self._class_weights is not None:
+            weight = tf.constant(self._class_weights[np.array(group)[:, None], classes[shards]], tf.float32)
+        x_aside, y_aside = tf.constant(X[aside]), tf.constant(y[aside])
+        logs: dict[str, list[np.ndarray]] = {}
         for _ in range(self.epochs):
             order = rng.permuted(np.tile(np.arange(shards.shape[1]), (len(group), 1)), axis=1)
-            stack.train_epoch(x_stack, y_stack, order, self.batch_size)
+            log = stack.train_epoch(x_stack, y_stack, order, self.batch_size, weight)
+            if aside.size:
+                after = stack.evaluate(x_aside, y_aside, self.batch_size)
+                log |= {f"val_{name}": value for name, value in after.items()}
+            for name, value in log.items():
+                logs.setdefault(name, []).append(value)
             bar.update(len(group))
-        for teacher, trained in zip(group, stack.weights(), strict=True):
-            self._keep(teacher, trained)
+        for i, (teacher, trained) in enumerate(zip(group, stack.weights(), strict=True)):
+            self._keep(teacher, trained, {name: [float(v[i]) for v in values] for name, values in logs.items()})
 
     def _stack(self, weights: list[list[np.ndarray]]) -> Any:
         """A stack of these models; of each size there is one, which has its graphs."""
@@ -254,17 +374,29 @@ class TeacherEnsemble:
         if len(weights) in self._stacks:
             self._stacks[len(weights)].load(weights)
         else:
-            self._stacks[len(weights)] = _stacked.Stack(self._template, weights)
+            self._stacks[len(weights)] = _stacked.Stack(self._template, weights, self._limit)
         return self._stacks[len(weights)]
 
-    def _train_one(self, teacher: int, model: Any, alike: bool, X: np.ndarray, y: np.ndarray, bar: Any) -> None:
-        shard = self.shards_[teacher]
-        trained = self._reused(model) if alike else model
-        trained.fit(X[shard], y[shard], epochs=self.epochs, batch_size=self.batch_size, verbose=0)
+    def _train_one(self, teacher: int, model: Any, alike: bool, X: Any, y: np.ndarray, bar: Any) -> None:
+        rows, aside = self._trained_on[teacher], self._measured_on[teacher]
+        # A callback may leave something behind in the model that it is given.
+        trained = self._reused(model) if alike and self._callbacks is None else model
+        log = trained.fit(
+            _examples.rows(X, rows),
+            y[rows],
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            verbose=0,
+            validation_data=(_examples.rows(X, aside), y[aside]) if len(aside) else None,
+            class_weight=None if self._class_weights is None else dict(enumerate(self._class_weights[teacher])),
+            callbacks=None if self._callbacks is None else self._callbacks(teacher),
+        )
         bar.update(self.epochs)
+        self._alone.append(teacher)
         if not alike:
             self._models[teacher] = model
-        self._keep(teacher, trained.get_weights())
+        log = {name: [float(v) for v in values] for name, values in log.history.items()}
+        self._keep(teacher, trained.get_weights(), log)
 
     def _reused(self, model: Any) -> Any:
         """The template with the new model's weights and a fresh optimizer: its graph is traced once for all."""
@@ -281,20 +413,23 @@ class TeacherEnsemble:
 
     # Checkpoints
 
-    def _resume(self, X: np.ndarray, y: np.ndarray) -> None:
-        if self.checkpoint_dir is None:
-            return
+    def _resume(self, X: Any, y: np.ndarray, shards: Any, validation_split: float, class_weight: Any) -> None:
+        assert self.checkpoint_dir is not None
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        weights = sorted(class_weight.items()) if isinstance(class_weight, Mapping) else class_weight
         manifest = {
             "teachers": self.num_teachers,
             "epochs": self.epochs,
             "batch_size": self.batch_size,
-            "shapes": [list(w.shape) for w in self._template.get_weights()],
-            "data": hashlib.sha256(np.ascontiguousarray(X).tobytes() + y.tobytes()).hexdigest(),
+            "model, loss or optimizer": hashlib.sha256((self._fingerprint or "").encode()).hexdigest(),
+            "data": _digest([*_examples.arrays(X), y]),
+            "shards": None if shards is None else _digest(self.shards_),
+            "validation_split": float(validation_split),
+            "class_weight": repr(weights),
         }
-        path, shards = self.checkpoint_dir / "teachers.json", self.checkpoint_dir / "shards.npz"
+        path, file = self.checkpoint_dir / "teachers.json", self.checkpoint_dir / "shards.npz"
         if not path.exists():
-            _write(shards, lambda file: np.savez(file, *self.shards_))
+            _write(file, lambda file: np.savez(file, *self.shards_))
             _write(path, lambda file: file.write(json.dumps(manifest).encode()))
             return
         found = json.loads(path.read_text())
@@ -304,17 +439,25 @@ class TeacherEnsemble:
                 f"checkpoint_dir={str(self.checkpoint_dir)!r} has teachers with other {', '.join(different)}: "
                 "give an empty folder."
             )
-        with np.load(shards) as saved:
+        with np.load(file) as saved:
             self.shards_ = [saved[f"arr_{t}"] for t in range(self.num_teachers)]
         for teacher in range(self.num_teachers):
             if self._file(teacher).exists():
                 with np.load(self._file(teacher)) as saved:
-                    self._weights[teacher] = [saved[f"arr_{i}"] for i in range(len(saved.files))]
+                    self._weights[teacher] = [saved[f"arr_{i}"] for i in range(len(saved.files) - 1)]
+                    self.history_[teacher] = json.loads(str(saved["log"]))
 
-    def _keep(self, teacher: int, weights: list[np.ndarray]) -> None:
-        self._weights[teacher] = weights
+    def _keep(self, teacher: int, weights: list[np.ndarray], log: dict[str, list[float]]) -> None:
+        self._weights[teacher], self.history_[teacher] = weights, log
         if self.checkpoint_dir is not None and teacher not in self._models:
-            _write(self._file(teacher), lambda file: np.savez(file, *weights))
+            _write(self._file(teacher), lambda file: np.savez(file, *weights, log=json.dumps(log)))
+        if self.verbose > 1:
+            from tqdm import tqdm
+
+            tqdm.write(f"teacher {teacher}, {len(self._trained_on[teacher])} examples")
+            for epoch, values in enumerate(zip(*log.values(), strict=True), 1):
+                figures = ", ".join(f"{name} {value:.3f}" for name, value in zip(log, values, strict=True))
+                tqdm.write(f"  epoch {epoch}: {figures}")
 
     def _file(self, teacher: int) -> Path:
         assert self.checkpoint_dir is not None
@@ -326,12 +469,14 @@ class TeacherEnsemble:
         if not hasattr(self, "_weights"):
             raise ValueError("the teachers are not trained: call fit(X, y) first.")
 
-    def _forwards(self) -> Iterator[tuple[list[int], Callable[[np.ndarray], np.ndarray]]]:
-        """Groups of teachers, and what gives their outputs on a batch, `[teachers, batch, ...]`."""
-        from tfdpfl.pate import _stacked
+    def _queries(self, X: Any) -> Any:
+        self._check_fitted()
+        return _examples.as_inputs(X, len(_examples.arrays(self._zero)))
 
+    def _forwards(self) -> Iterator[tuple[list[int], Callable[[Any], np.ndarray]]]:
+        """Groups of teachers, and what gives their outputs on a batch, `[teachers, batch, ...]`."""
         alike = [t for t in range(self.num_teachers) if t not in self._models]
-        if self.trained_together_ is True or _stacked.why_not(self._template) is None:
+        if self._stacks or self._obstacle is None:
             for start in range(0, len(alike), self.stack_size):
                 group = alike[start : start + self.stack_size]
                 yield group, _outputs_of(self._stack([self._weights[t] for t in group]))  # type: ignore[misc]
@@ -350,8 +495,7 @@ class TeacherEnsemble:
             )
         if outputs.shape[-1] > 1:
             return outputs.argmax(axis=-1)
-        activation = getattr(getattr(self._template.layers[-1], "activation", None), "__name__", "sigmoid")
-        return (outputs[..., 0] > (0 if activation == "linear" else 0.5)).astype(np.int64)
+        return (outputs[..., 0] > self._limit).astype(np.int64)
 
 
 def _outputs_of(model: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -360,50 +504,83 @@ def _outputs_of(model: Any) -> Callable[[np.ndarray], np.ndarray]:
     return lambda batch: model.outputs(batch).numpy()
 
 
-def compiled(model_fn: Callable[[], Any], name: str) -> Any:
-    """Returns a new model; compiled with Adam and cross-entropy if it came without."""
+def compiled(model_fn: Callable[[], Any], name: str, zero: Any) -> Any:
+    """Returns a new model, built; compiled with Adam and cross-entropy if it came without.
+
+    Args:
+        zero: An example of zeros, as a batch.
+    """
     import tensorflow as tf
 
     model = model_fn()
     if not isinstance(model, tf.keras.Model):
         raise ValueError(f"{name} must return a Keras model, got {type(model).__name__}.")
+    if not model.built:
+        model(zero, training=False)
     if getattr(model, "optimizer", None) is None or not model.loss:
-        logits = getattr(getattr(model.layers[-1], "activation", None), "__name__", "linear") == "linear"
+        if type(model).__name__ not in ("Sequential", "Functional"):
+            raise ValueError(f"{name} must compile its {type(model).__name__}: what its outputs mean cannot be seen.")
+        logits = _last_activation(model) == "linear"
         losses = tf.keras.losses
-        binary = model.output_shape[-1] == 1
+        binary = _num_outputs(model, zero) == 1
         kind = losses.BinaryCrossentropy if binary else losses.SparseCategoricalCrossentropy
         model.compile(optimizer="adam", loss=kind(from_logits=logits))
     return model
 
 
-def _num_classes(model: Any) -> int:
-    if len(model.output_shape) != 2:
-        raise ValueError(f"model_fn must make classifiers with outputs [batch, classes], got {model.output_shape}.")
-    return max(int(model.output_shape[-1]), 2)
+def _num_outputs(model: Any, zero: Any) -> int:
+    outputs = model(zero, training=False)
+    shape = getattr(outputs, "shape", None)
+    if shape is None or len(shape) != 2:
+        kind = f"got {tuple(shape)}" if shape is not None else f"got {type(outputs).__name__}: several outputs"
+        raise ValueError(f"model_fn must make classifiers with outputs [batch, classes], {kind}.")
+    return int(shape[-1])
 
 
-def _fingerprint(model: Any) -> str | None:
-    """What two models of one architecture, and of one way to train, have in common; None if it cannot be told."""
+def _last_activation(model: Any) -> str:
+    return getattr(getattr(model.layers[-1], "activation", None), "__name__", "linear")
+
+
+def _limit(model: Any) -> float:
+    """From where a single output means the second of two classes."""
+    config = model.loss.get_config() if hasattr(model.loss, "get_config") else {}
+    chain = type(model).__name__ in ("Sequential", "Functional")
+    return 0.0 if config.get("from_logits") or (chain and _last_activation(model) in ("linear", "tanh")) else 0.5
+
+
+def labels_for(loss: Any, classes: np.ndarray, outputs: int, one_hot: bool = False) -> np.ndarray:
+    """Labels as Keras's own losses take them; for any other as they came."""
+    import tensorflow as tf
+
     try:
-        loss = model.loss.get_config() if hasattr(model.loss, "get_config") else str(model.loss)
-        config = [model.get_config(), str(type(model.optimizer)), model.optimizer.get_config(), loss]
-    except (NotImplementedError, AttributeError, TypeError, ValueError):
-        return None
-    names: dict[str, str] = {}
+        resolved = tf.keras.losses.get(loss)
+    except (TypeError, ValueError):
+        resolved = loss
+    name = getattr(resolved, "__name__", type(resolved).__name__).replace("_", "").lower()
+    if name.startswith("sparse") or outputs == 1:
+        one_hot = False
+    elif name in [each.lower() for each in _ONE_HOT]:
+        one_hot = True
+    return np.eye(outputs, dtype=np.float32)[classes] if one_hot else classes
 
-    def anonymous(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: anonymous(v) for k, v in value.items() if k not in ("name", "seed", "shared_object_id")}
-        if isinstance(value, (list, tuple)):
-            return [anonymous(v) for v in value]
-        return value
 
-    for position, layer in enumerate(model.layers):
-        names[layer.name] = f"layer{position}"
-    text = json.dumps(anonymous(config), default=str, sort_keys=True)
-    for name in sorted(names, key=len, reverse=True):
-        text = text.replace(f'"{name}"', f'"{names[name]}"')
-    return text
+def inputs_of(model: Any) -> int:
+    """How many inputs a model has, as far as it says."""
+    return len(getattr(model, "inputs", None) or [1])
+
+
+def like_zero(x: Any) -> Any:
+    """Examples of zeros in the form of x."""
+    if isinstance(x, dict):
+        return {name: np.zeros_like(each) for name, each in x.items()}
+    return [np.zeros_like(each) for each in x] if isinstance(x, list) else np.zeros_like(x)
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
