@@ -1,5 +1,6 @@
 """What the rounds of a federated training cost, against published figures, brute force and closed forms. No TFF."""
 
+import dataclasses
 import importlib
 import itertools
 import math
@@ -7,18 +8,22 @@ import sys
 import time
 import types
 
+import dp_accounting
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from scipy.stats import norm
+from scipy.optimize import brentq
+from scipy.stats import binom, norm
 
 from tfdpfl import AdaptiveClip, PrivacyError, compute_epsilon
+from tfdpfl.accounting import fixed_size
 from tfdpfl.accounting.pricing import Price
 from tfdpfl.cli import main
 from tfdpfl.federated import guarantees
 from tfdpfl.federated.clip import NoisedMetrics, combined
 from tfdpfl.federated.guarantees import (
     ClientLevel,
+    CohortCheck,
     DistributedLevel,
     ExampleLevel,
     LocalLevel,
@@ -26,6 +31,7 @@ from tfdpfl.federated.guarantees import (
     tree_sensitivity,
 )
 from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.samplers import FixedSizeClientSampler, PoissonClientSampler
 
 
 def rounds(number, sampling="none", population=100, cohort=10.0, cohorts=(), examples=None, **limits):
@@ -116,17 +122,109 @@ def test_without_sampling_every_participation_counts():
     assert ClientLevel(noise_multiplier=0.0).price(rounds(1), 1e-5).epsilon == math.inf
 
 
+def hockey_stick(first, second, rate, epsilon):
+    """How far q N(a, 1) + (1 - q) N(c, 1) passes e^ε times q N(b, 1) + (1 - q) N(c, 1), by summation on a grid; each is
+    (mean in the cohort, mean out of it)."""
+    x = np.linspace(-12, 12, 20_001)
+    p, q = (rate * norm.pdf(x, a) + (1 - rate) * norm.pdf(x, c) for a, c in (first, second))
+    return np.sum(np.maximum(p - math.exp(epsilon) * q, 0)) * (x[1] - x[0])
+
+
+def test_one_draw_of_a_fixed_size_loses_no_less_than_any_two_data_sets_show():
+    """A client that adds u or nothing, in whose place another adds v: all u and v on a line, and the two that are
+    worst."""
+    z, k, n = 0.8, 3, 10
+    event = dp_accounting.SampledWithoutReplacementDpEvent(n, k, dp_accounting.GaussianDpEvent(z))
+    found = fixed_size.losses(event, 1e-3)
+    for epsilon in (0.0, 0.5, 2.0):
+        delta = found.get_delta_for_epsilon(epsilon)
+        shown = [
+            hockey_stick((x, v / z), (y, v / z), k / n, epsilon)
+            for u, v in itertools.product((-1, -0.5, 0.3, 1), (-1, -0.4, 0, 0.6, 1))
+            for x, y in ((u / z, 0), (0, u / z))
+        ]
+        assert max(shown) <= delta * (1 + 1e-6) + 1e-12
+        assert delta == pytest.approx(hockey_stick((1 / z, -1 / z), (0, -1 / z), k / n, epsilon), rel=0.01)
+        # Of the other direction, that the client comes in, the worst is another.
+        back = found._pmf_add.get_delta_for_epsilon(epsilon)
+        assert back == pytest.approx(hockey_stick((0, 1 / z), (1 / z, 1 / z), k / n, epsilon), rel=0.01, abs=1e-9)
+        assert max(shown[1::2]) <= back * (1 + 1e-6) + 1e-12
+
+
+def shown_over_rounds(z, rate, rounds, delta):
+    """The ε that one client with all others opposed to it shows over independent rounds: by Fourier transforms."""
+    grid, x = 1e-3, np.linspace(-14, 14, 100_001)
+    p, q = (rate * norm.pdf(x, a) + (1 - rate) * norm.pdf(x) for a in (2 / z, 1 / z))
+    size = 1 << 19
+    mass = np.zeros(size)
+    np.add.at(mass, np.floor(np.log(p / q) / grid).astype(int) % size, p * (x[1] - x[0]))
+    total = np.fft.ifft(np.fft.fft(mass) ** rounds).real
+    loss = np.where(np.arange(size) < size // 2, np.arange(size), np.arange(size) - size) * grid
+    loss, total = loss[loss > 0], total[loss > 0]
+    return brentq(lambda e: np.sum(np.maximum(total * -np.expm1(e - loss), 0)) - delta, 0, 60)
+
+
 @pytest.mark.slow
-def test_a_cohort_of_fixed_size_is_not_priced_as_poisson():
-    promise = ClientLevel(noise_multiplier=1.2)
-    fixed = promise.price(rounds(50, "fixed_size", population=1000, cohort=10), 1e-5).epsilon
-    poisson = promise.price(rounds(50, "poisson", population=1000, cohort=10), 1e-5).epsilon
-    none = promise.price(rounds(50, population=1000), 1e-5).epsilon
-    assert poisson < fixed <= none
-    # The package's other way to the same event: a fresh subset at every step, one member replaced.
-    assert fixed == compute_epsilon(
-        num_examples=1000, batch_size=10, noise_multiplier=1.2, num_steps=50, sampling="fixed_size", delta=1e-5
-    )
+@pytest.mark.parametrize("z, k, n, number", [(1.2, 50, 1000, 100), (2.0, 20, 100, 30)])
+def test_a_cohort_of_fixed_size_costs_what_an_attack_shows_and_more_than_poissons(z, k, n, number):
+    promise = ClientLevel(noise_multiplier=z)
+    fixed = promise.price(rounds(number, "fixed_size", population=n, cohort=k), 1e-5)
+    shown = shown_over_rounds(z, k / n, number, 1e-5)
+    assert fixed.accountant == "pld" and 0.99 * shown < fixed.epsilon < 1.06 * shown
+    poisson = promise.price(rounds(number, "poisson", population=n, cohort=k), 1e-5).epsilon
+    none = promise.price(rounds(number, population=n), 1e-5)
+    assert poisson < fixed.epsilon < none.epsilon
+    by_rdp = promise.price(rounds(number, "fixed_size", population=n, cohort=k), 1e-5, "rdp")
+    # As replacing a client, by another bound, which is looser; and without the draw.
+    assert fixed.epsilon < by_rdp.epsilon <= promise.price(rounds(number, population=n), 1e-5, "rdp").epsilon
+    assert by_rdp.epsilon <= 1.001 * compute_epsilon(
+        num_examples=n, batch_size=k, noise_multiplier=z, num_steps=number, sampling="fixed_size", delta=1e-5,
+        accountant="rdp",
+    )  # fmt: skip
+
+
+IDS = [f"{i}" for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    "sampling, population, expected, draw, within",
+    [
+        ("poisson", 10**6, 50, lambda r: IDS, 2),  # 50 that are always there, said to be of a million
+        ("poisson", 50, 5, lambda r: IDS, 2),
+        ("poisson", 50, 5, lambda r: [IDS[0], *np.random.default_rng(r).choice(IDS[1:], 5, replace=False)], 20),
+        ("fixed_size", 50, 2, lambda r: IDS[:2], 6),
+        ("fixed_size", 1000, 50, lambda r: [f"{50 * r + i}" for i in range(50)], 8),  # dealt out, not drawn
+        ("poisson", 20, 2, lambda r: IDS[10 * r : 10 * r + 10], 4),  # more of them than there are
+    ],
+)
+def test_cohorts_that_chance_does_not_give_are_refused(sampling, population, expected, draw, within):
+    declared = Participation(sampling=sampling, population=population, clients_per_round=expected)
+    check, cohorts = CohortCheck(declared), []
+    with pytest.raises(PrivacyError, match=r"happen|population of 20"):
+        for number in range(within):
+            cohorts.append(draw(number))
+            check.add(cohorts[-1])
+    with pytest.raises(PrivacyError):
+        ClientLevel(noise_multiplier=1.0).price(
+            RoundsRun(rounds=len(cohorts), participation=declared, cohorts=cohorts), 1e-5, "rdp"
+        )
+    assert check.counts.total() == sum(map(len, cohorts[:-1]))  # of the refused cohort nothing was kept
+    CohortCheck(dataclasses.replace(declared, sampling="none")).add(cohorts[-1])
+
+
+def test_cohorts_that_are_drawn_as_declared_pass():
+    """A client of a rate of 1 in 2 may be there 20 times of 20; each bet is lost once in 10^9 at most, so that all
+    sums of winnings stay small: their mean is one."""
+    for rate, chances in ((0.5, 30), (0.02, 400)):
+        won = [math.exp(guarantees._odds(hits, chances, rate)) for hits in range(chances + 1)]
+        higher = [math.exp(guarantees._odds(hits, chances, rate, more_only=True)) for hits in range(chances + 1)]
+        weights = binom.pmf(range(chances + 1), chances, rate)
+        assert np.dot(won, weights) == pytest.approx(1) and np.dot(higher, weights) == pytest.approx(1)
+    for seed in range(20):
+        for sampler in (PoissonClientSampler(IDS, 0.1, seed), FixedSizeClientSampler(IDS, 5, seed)):
+            check = CohortCheck(sampler.participation)
+            for number in range(40):
+                check.add(sampler(number))
 
 
 @pytest.mark.slow
