@@ -236,9 +236,9 @@ class DistributedLevel:
             raise PrivacyError(
                 "noise that clients add depends on how many there were: RoundsRun.cohorts must hold every round"
             )
-        if self.local_stddev == 0 and any(run.cohorts):
+        if self.local_stddev == 0 and any(run.sizes()):
             return Price(math.inf, "rdp")
-        rounds = [self._divergences(len(cohort)) for cohort in run.cohorts]
+        rounds = [self._divergences(size) for size in run.sizes()]
         if run.participation.sampling == "bounded":
             of_client: dict[str, np.ndarray] = {}
             for cohort, divergences in zip(run.cohorts, rounds, strict=True):

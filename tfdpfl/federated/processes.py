@@ -358,9 +358,7 @@ class _Settings:
         self.metrics_aggregator = aggregators.nothing
         if metrics is not None:
             self.total = combined(self.noise_multiplier, metrics.noise_multiplier)
-            self.metrics_aggregator = aggregators.noised_metrics(
-                metrics.noise_multiplier, metrics.bound_of, self.clients_per_round
-            )
+            self.metrics_aggregator = aggregators.noised_metrics(metrics, self.clients_per_round)
 
 
 def _fed_avg(
