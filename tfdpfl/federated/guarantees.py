@@ -46,20 +46,24 @@ class ClientLevel:
         Raises:
           PrivacyError: the cohorts are not what the sampler declared.
         """
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant."""
         from dp_accounting import dp_event
 
         most = participations(run)
         if most == 0:
-            return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NoOpDpEvent()
         z, p = self.noise_multiplier, run.participation
         if z == 0:
-            return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NonPrivateDpEvent()
         event: DpEvent = dp_event.GaussianDpEvent(z)
         if p.sampling == "poisson" and p.clients_per_round < p.population:
             event = dp_event.PoissonSampledDpEvent(p.clients_per_round / p.population, event)
         elif p.sampling == "fixed_size" and p.clients_per_round < p.population:
             event = dp_event.SampledWithoutReplacementDpEvent(p.population, int(p.clients_per_round), event)
-        return price(dp_event.SelfComposedDpEvent(event, most), delta, accountant, self.adjacency)
+        return dp_event.SelfComposedDpEvent(event, most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,20 +86,23 @@ class TreeLevel:
         Raises:
           PrivacyError: the cohorts are not what the sampler declared.
         """
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant."""
         from dp_accounting import dp_event
 
         most = participations(run)
         if most == 0:
-            return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
-            return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NonPrivateDpEvent()
         p = run.participation
         separation = p.min_separation if p.sampling == "bounded" else 1
         squared = tree_sensitivity(run.rounds, most, separation, self.restart_every)
         # The nodes together are one Gaussian mechanism, for clients that adapt to what was released, too (Denisov et
         # al. 2022, arXiv:2202.08312).
-        event = dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(squared))
-        return price(event, delta, accountant, self.adjacency)
+        return dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(squared))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +121,17 @@ class LocalLevel:
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for the client that took part most: its update replaced by any other, each time."""
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant."""
         from dp_accounting import dp_event
 
         most = participations(run, recorded=True)
         event: DpEvent = dp_event.NonPrivateDpEvent()
         if self.noise_multiplier > 0:
             event = dp_event.GaussianDpEvent(self.noise_multiplier / 2)
-        return price(dp_event.SelfComposedDpEvent(event, most), delta, accountant, self.adjacency)
+        return dp_event.SelfComposedDpEvent(event, most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,13 +156,14 @@ class ExampleLevel:
     adjacency: str = "zero_out"
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
-        """An upper bound on ε for the client whose examples it is worst for.
+        """An upper bound on ε for the client whose examples it is worst for; of a run without cohorts, as if a client
+        with the fewest examples that it names took part in all rounds that the declaration allows.
 
         Raises:
           PrivacyError: Poisson steps, and the run does not say how many examples each client of its cohorts holds.
         """
         if not run.cohorts:
-            return self._price(participations(run), None, delta, accountant)
+            return self._price(participations(run), min(run.num_examples.values(), default=None), delta, accountant)
         participations(run)
         prices = [self._price(*row, delta, accountant) for row in self._worst(set(self._rows(run).values()))]
         return max(prices, key=lambda found: found.epsilon)
@@ -186,12 +198,21 @@ class ExampleLevel:
         return found
 
     def _price(self, count: int, num_examples: int | None, delta: float, accountant: str) -> Price:
+        return price(self.event_of(count, num_examples), delta, accountant, self.adjacency)
+
+    def events_by_client(self, run: RoundsRun) -> dict[str, DpEvent]:
+        """What ran on each client that took part, for an accountant."""
+        participations(run)
+        return {client: self.event_of(*row) for client, row in self._rows(run).items()}
+
+    def event_of(self, count: int, num_examples: int | None) -> DpEvent:
+        """``count`` participations of a client that holds so many examples, for an accountant."""
         from dp_accounting import dp_event
 
         if count == 0 or num_examples == 0:
-            return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
-            return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NonPrivateDpEvent()
         event: DpEvent = dp_event.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson":
             if num_examples is None:
@@ -203,7 +224,7 @@ class ExampleLevel:
                 event = dp_event.PoissonSampledDpEvent(self.batch_size / num_examples, event)
         steps = self.local_steps if self.sampling == "poisson" else self.local_epochs
         assert steps is not None
-        return price(dp_event.SelfComposedDpEvent(event, count * steps), delta, accountant, self.adjacency)
+        return dp_event.SelfComposedDpEvent(event, count * steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

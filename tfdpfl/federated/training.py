@@ -50,6 +50,7 @@ class History(Mapping):
       left_out: of each round, the clients that it went on without, and why; as secret.
       lost_rounds: rounds that were begun and whose result was lost by a crash; see `train`.
       stopped_by: ``"target_epsilon"`` if the next round would have passed it, else None.
+      trainings: for each level, what was promised and what ran, for `tfdpfl.federated.total_price`.
       state: the process's last state. May hold the noise's seed: publish the model's weights, not this.
     """
 
@@ -63,6 +64,7 @@ class History(Mapping):
         self.left_out: list[dict[str, str]] = []
         self.lost_rounds = 0
         self.stopped_by: str | None = None
+        self.trainings: dict[str, tuple[Guarantee, RoundsRun]] = {}
         self.state: Any = None
 
     def __getitem__(self, column: str) -> list[float]:
@@ -272,6 +274,7 @@ def train(
             release()
 
     completed = ledger.completed(len(history.rows))
+    history.trainings = ledger.runs(len(history.rows))
     history.cohorts = [round_.cohort for round_ in completed]
     history.left_out = [round_.absent for round_ in completed]
     history.lost_rounds = len(ledger.begun) - len(completed)
@@ -359,9 +362,17 @@ class _Ledger:
 
     def prices(self, rounds: int, next_: _Round | None = None, accountant: str | None = None) -> dict[str, Price]:
         """ε of each level after these rounds, and one more, if given."""
+        assert self.delta is not None or not self.guarantees
+        return {
+            f"{level}_epsilon": guarantee.price(run, self.delta, accountant or self.accountant)
+            for level, (guarantee, run) in self.runs(rounds, next_).items()
+        }
+
+    def runs(self, rounds: int, next_: _Round | None = None) -> dict[str, tuple[Guarantee, RoundsRun]]:
+        """What is promised of each level, and what ran."""
         found = {}
         for guarantee in self.guarantees:
-            assert self.participation is not None and self.delta is not None
+            assert self.participation is not None
             rows, participation = self.completed(rounds), self.participation
             if not isinstance(guarantee, _NOISED_BY_SERVER) and len(self.begun) > rounds:
                 # Rounds that were sent twice keep to no limit of the sampler's.
@@ -380,7 +391,7 @@ class _Ledger:
                 absent=[[*row.absent] for row in rows],
                 num_examples=fewest,
             )
-            found[f"{guarantee.level}_epsilon"] = guarantee.price(run, self.delta, accountant or self.accountant)
+            found[guarantee.level] = guarantee, run
         return found
 
     def header(self) -> dict[str, Any]:
