@@ -259,6 +259,26 @@ def test_a_client_whose_data_cannot_be_read_is_named_and_left_out_if_asked(promi
         assert history.epsilon["example"] == EXAMPLES._price(2, 30, DELTA, "rdp").epsilon
 
 
+def test_a_client_leaves_when_its_own_budget_is_spent_and_the_others_go_on(tmp_path):
+    data = {"a": of_one(100)["a"].batch(8), "b": of_one(50)["a"].batch(8), "c": of_one(50)["a"].batch(8)}
+    three = EXAMPLES._price(3, 50, DELTA, "rdp").epsilon
+    more = dict(sampler=BoundedParticipationSampler([*data], 3, 9), delta=DELTA, progress=False,
+                client_epsilon={"b": three, "a": 100.0}, checkpoint_dir=tmp_path, **quick)  # fmt: skip
+    train(Reading(EXAMPLES), data, num_rounds=4, **more)
+    process = Reading(EXAMPLES)
+    history = train(process, data, num_rounds=5, **more)
+    assert [sorted(cohort) for cohort in history.cohorts] == [["a", "b", "c"]] * 3 + [["a", "c"]] * 2
+    assert process.read == [[100, 50]] or process.read == [[50, 100]]
+    assert history.left_at == {"b": 4}  # in this call; in the one before, from round 3
+    guarantee, run_ = history.trainings["example"]
+    spent = {client: paid.epsilon for client, paid in guarantee.price_by_client(run_, DELTA, "rdp").items()}
+    assert spent["b"] == three < spent["c"] and spent["a"] < spent["c"]
+    with pytest.raises(PrivacyError, match="client_epsilon is given, but the process protects no examples"):
+        run(Counting(GAUSSIAN), poisson(), client_epsilon={"c1": 1.0})
+    with pytest.raises(ValueError, match=r"client_epsilon\['b'\]"):
+        train(Reading(EXAMPLES), data, num_rounds=5, **{**more, "client_epsilon": {"b": -1.0}})
+
+
 def test_noise_that_clients_add_is_priced_without_those_left_out():
     skellam = DistributedLevel(l1=1e6, l2=1e5, local_stddev=1e5)
     data = {"a": of_one()["a"].batch(8), "b": unreadable()}

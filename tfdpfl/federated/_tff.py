@@ -186,7 +186,7 @@ def loss_of(model: Any, batch: Any) -> Any:
 def client_element(process: Any) -> Any:
     """The structure of `tf.TensorSpec` of a batch that a process takes from each client; None where it does not say."""
     types = _private("core.impl.types.type_conversions")
-    parameter = getattr(getattr(process.next, "type_signature", None), "parameter", None)
+    parameter: Any = getattr(getattr(process.next, "type_signature", None), "parameter", None)
     try:
         member = parameter[1].member
         return types.type_to_tf_tensor_specs(member.element)

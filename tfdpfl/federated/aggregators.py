@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.federated._tff import DistributedSkellam, dp_factory, tensor_specs, tff, tfp
-from tfdpfl.federated.clip import CONTRIBUTING, AdaptiveClip, NoisedMetrics
+from tfdpfl.federated.clip import CONTRIBUTING, UPDATE_NORM, AdaptiveClip, NoisedMetrics
 
 _PHILOX = 1
 
@@ -288,12 +288,46 @@ def nothing(metric_finalizers: Any, local_unfinalized_metrics_type: Any = None) 
     return aggregate
 
 
+class NormMeasured(tff.aggregators.UnweightedAggregationFactory):
+    """``inner``, with a noisy mean of the norms of clients' updates, cut at a bound, among its measurements."""
+
+    def __init__(self, inner: Any, bound: float, stddev: float, clients_per_round: float):
+        self._inner, self._bound, self._clients_per_round = inner, bound, clients_per_round
+        self._stddev, self._secret = stddev, Secret()
+
+    def create(self, value_type):
+        inner = self._inner.create(value_type)
+
+        @tff.tensorflow.computation(value_type)
+        def share(update):
+            norm = clip_by_norm(update, self._bound)[1] / self._bound
+            return tf.where(tf.math.is_finite(norm), tf.minimum(norm, 1.0), 0.0)
+
+        @tff.tensorflow.computation(np.float32)
+        def at_server(total):
+            total += self._secret.gaussian_like(total, self._stddev)
+            return total / self._clients_per_round * self._bound
+
+        @tff.federated_computation(inner.initialize.type_signature.result, tff.FederatedType(value_type, tff.CLIENTS))
+        def next_fn(state, value):
+            output = inner.next(state, value)
+            norm = tff.federated_map(at_server, tff.federated_sum(tff.federated_map(share, value)))
+            measured = collections.OrderedDict(sum=output.measurements, update_norm=norm)
+            return tff.templates.MeasuredProcessOutput(output.state, output.result, tff.federated_zip(measured))
+
+        return tff.templates.AggregationProcess(inner.initialize, next_fn)
+
+
 def noised_metrics(metrics: NoisedMetrics, clients_per_round: float) -> Callable[..., Any]:
     """A metrics aggregator: noisy means over clients of each metric that is asked for, clipped to [0, its bound]."""
     secret = Secret()
 
     def aggregator(metric_finalizers, local_unfinalized_metrics_type=None):
         bounds = metrics.bounds(list(metric_finalizers))
+        stddev = metrics.noise_multiplier * len(bounds) ** 0.5
+        bounds.pop(UPDATE_NORM, None)  # measured with the updates
+        if not bounds:
+            return nothing(metric_finalizers, local_unfinalized_metrics_type)
         names: Sequence[str] = [name for name in bounds if name in metric_finalizers]
 
         @tff.tensorflow.computation
@@ -313,7 +347,7 @@ def noised_metrics(metrics: NoisedMetrics, clients_per_round: float) -> Callable
         @tff.tensorflow.computation(tff.TensorType(np.float32, [size]))
         def at_server(total):
             # Every coordinate is in [0, 1], so one client moves the sum by at most the root of their number.
-            total += secret.gaussian_like(total, metrics.noise_multiplier * size**0.5)
+            total += secret.gaussian_like(total, stddev)
             means = total / clients_per_round
             return collections.OrderedDict((name, means[i] * bound) for i, (name, bound) in enumerate(bounds.items()))
 

@@ -63,7 +63,7 @@ class AdaptiveClip:
         return (noise_multiplier**-2 - (2 * stddev) ** -2) ** -0.5, stddev
 
 
-CONTRIBUTING = "contributing"
+CONTRIBUTING, UPDATE_NORM = "contributing", "update_norm"
 _COUNTS = ("num_examples", "num_batches")  # what TFF adds to a model's own metrics
 
 
@@ -83,8 +83,9 @@ class NoisedMetrics:
         costs what one Gaussian of (z^-2 + noise_multiplier^-2)^(-1/2) does.
       bound: by the name of each metric that is asked for, the largest value that it is believed to take; nothing else
         is measured. ``"contributing"`` is the share of clients that took part with a finite update and any data; its
-        bound is 1. One number is the bound of all of the model's own metrics, the loss among them, and not of TFF's
-        counts of examples and batches.
+        bound is 1. ``"update_norm"`` is the L2 norm of a client's update, cut at its bound: with the clip as the bound,
+        the average clipped norm. One number is the bound of all of the model's own metrics, the loss among them, and
+        not of TFF's counts of examples and batches.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -111,7 +112,7 @@ class NoisedMetrics:
         """
         if not isinstance(self.bound, Mapping):
             return {name: float(self.bound) for name in names if name not in _COUNTS}
-        unknown = [name for name in self.bound if name not in (*names, CONTRIBUTING)]
+        unknown = [name for name in self.bound if name not in (*names, CONTRIBUTING, UPDATE_NORM)]
         if unknown:
             raise ValueError(
                 f"bound names the metric {unknown[0]!r}, but the model has {', '.join(map(repr, names))}: name one of "

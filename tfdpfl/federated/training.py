@@ -21,7 +21,7 @@ import tensorflow as tf
 from tqdm.auto import tqdm
 
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta
+from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import data, runtime
@@ -50,6 +50,7 @@ class History(Mapping):
       left_out: of each round, the clients that it went on without, and why; as secret.
       lost_rounds: rounds that were begun and whose result was lost by a crash; see `train`.
       stopped_by: ``"target_epsilon"`` if the next round would have passed it, else None.
+      left_at: the clients whose own budget did not last, and the first round that each was left out of.
       trainings: for each level, what was promised and what ran, for `tfdpfl.federated.total_price`.
       state: the process's last state. May hold the noise's seed: publish the model's weights, not this.
     """
@@ -64,6 +65,7 @@ class History(Mapping):
         self.left_out: list[dict[str, str]] = []
         self.lost_rounds = 0
         self.stopped_by: str | None = None
+        self.left_at: dict[str, int] = {}
         self.trainings: dict[str, tuple[Guarantee, RoundsRun]] = {}
         self.state: Any = None
 
@@ -128,6 +130,7 @@ def train(
     sampler: Callable[[int], Sequence[Any]],
     delta: float | None,
     target_epsilon: float | None = None,
+    client_epsilon: Mapping[str, float] | None = None,
     eval_fn: Callable[[Any], Mapping[str, float]] | None = None,
     rounds_per_evaluation: int = 1,
     checkpoint_dir: str | os.PathLike | None = None,
@@ -168,6 +171,9 @@ def train(
       delta: δ of every ε, below 1 over the number of clients (or examples) to mean anything; may be None where nothing
         is promised.
       target_epsilon: the ε that no level may pass, or None.
+      client_epsilon: budgets of clients' own, for their examples: for each client that has one, the ε of the example
+        level that it may not pass. From the round on that would take it over, it is left out, and the others go on;
+        ``History.left_at`` tells when.
       eval_fn: takes the model's weights (whose ``assign_weights_to`` takes a Keras model) and returns numbers by name.
         What it evaluates on is not protected.
         Make that model in the call: TFF builds processes in graphs, which makes earlier Keras models unusable.
@@ -198,7 +204,7 @@ def train(
     if rounds_per_price is None:
         rounds_per_price = max(1, num_rounds // 20)
     priced = _checks.whole("rounds_per_price", rounds_per_price, 1, "count the rounds between prices, or leave it out")
-    ledger = _Ledger(process, sampler, delta, target_epsilon, accountant)
+    ledger = _Ledger(process, sampler, delta, target_epsilon, client_epsilon, accountant)
     clients = _Clients(client_data, num_examples, process, ledger.guarantees, bad_data)
     ledger.check_population(len(clients.dataset_of))
     clients.check_known(map(str, getattr(sampler, "client_ids", ())))
@@ -230,7 +236,7 @@ def train(
             round_ = ledger.next_round(len(history.rows))
             clients.check_known(round_.cohort)
             ledger.check(round_.cohort)
-            datasets = clients.of(round_)
+            datasets = ledger.without_spent(round_, clients.of(round_))
             if target_epsilon is not None and not ledger.fits(target_epsilon, len(history.rows), round_):
                 if not history.rows:
                     raise PrivacyError(
@@ -261,19 +267,20 @@ def train(
             history.state = result.state
             # A plain process without clients reports zeros, which are no losses.
             row = _scalars(result.metrics) if datasets or ledger.guarantees else {}
-            history.rows.append({**row, **{column: price.epsilon for column, price in prices.items()}})
+            history.rows.append({**row, **{column: paid.epsilon for column, paid in prices.items()}})
             if checkpoints:
                 checkpoints.save(history.state, history.rows)
             bar.update()
             release()
 
         prices = ledger.prices(len(history.rows))
-        history.accountant = {column: price.accountant for column, price in prices.items()}
+        history.accountant = {column: paid.accountant for column, paid in prices.items()}
         if history.stopped_by or not prices.keys() <= history.rows[-1].keys():
-            history.rows[-1].update({column: price.epsilon for column, price in prices.items()})
+            history.rows[-1].update({column: paid.epsilon for column, paid in prices.items()})
             release()
 
     completed = ledger.completed(len(history.rows))
+    history.left_at = ledger.left_at
     history.trainings = ledger.runs(len(history.rows))
     history.cohorts = [round_.cohort for round_ in completed]
     history.left_out = [round_.absent for round_ in completed]
@@ -295,7 +302,7 @@ class _Round:
 class _Ledger:
     """Who was in which round, begun or completed, and what that costs."""
 
-    def __init__(self, process, sampler, delta, target_epsilon, accountant):
+    def __init__(self, process, sampler, delta, target_epsilon, client_epsilon, accountant):
         self.guarantees: tuple[Guarantee, ...] = tuple(getattr(process, "privacy", ()))
         self.sampler = sampler
         self.participation: Participation | None = getattr(sampler, "participation", None)
@@ -313,6 +320,14 @@ class _Ledger:
                     "target_epsilon is given, but the process promises no privacy: take one of tfdpfl.federated, or "
                     "leave the target out"
                 )
+        self.budgets = {str(c): _checks.real(f"client_epsilon[{c!r}]", e, "give the ε to stay within", above=0)
+                        for c, e in (client_epsilon or {}).items()}  # fmt: skip
+        if self.budgets and not any(isinstance(guarantee, ExampleLevel) for guarantee in self.guarantees):
+            raise PrivacyError(
+                "client_epsilon is given, but the process protects no examples, so that no client pays for itself: take "
+                "build_example_dp_fed_avg, or target_epsilon for all"
+            )
+        self.left_at: dict[str, int] = {}
         levels = [guarantee.level for guarantee in self.guarantees]
         if len(set(levels)) < len(levels):
             raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one")
@@ -352,6 +367,30 @@ class _Ledger:
         """Raises a `PrivacyError` where these are not the next clients of what the sampler declares."""
         if self._check is not None:
             self._check.add(cohort, test)
+
+    def without_spent(self, round_: _Round, datasets: list[Any]) -> list[Any]:
+        """The data sets of a round without those clients that have no budget left for it, who leave its cohort."""
+        if not self.budgets:
+            return datasets
+        guarantee, run = self.runs(round_.number, round_)["example"]
+        assert isinstance(guarantee, ExampleLevel)
+        events = guarantee.events_by_client(run)
+        there, kept = [client for client in round_.cohort if client not in round_.absent], []
+        for client, dataset in zip(there, datasets, strict=True):
+            if client in self.budgets and not self._affords(events[client], guarantee, self.budgets[client]):
+                self.left_at.setdefault(client, round_.number)
+                round_.cohort = [other for other in round_.cohort if other != client]
+                round_.examples.pop(client, None)
+            else:
+                kept.append(dataset)
+        return kept
+
+    def _affords(self, event: Any, guarantee: ExampleLevel, budget: float) -> bool:
+        assert self.delta is not None
+        return any(
+            price(event, self.delta, accountant, guarantee.adjacency).epsilon <= budget
+            for accountant in dict.fromkeys(["rdp", self.accountant])
+        )
 
     def fits(self, target: float, rounds: int, next_: _Round) -> bool:
         """Whether no level's ε passes the target with one more round. The quick accountant is asked first."""
@@ -608,7 +647,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _highest(prices: Mapping[str, Price]) -> float:
-    return max((price.epsilon for price in prices.values()), default=0.0)
+    return max((paid.epsilon for paid in prices.values()), default=0.0)
 
 
 def _scalars(metrics: Any) -> dict[str, float]:
