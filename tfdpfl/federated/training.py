@@ -324,8 +324,8 @@ class _Ledger:
                         for c, e in (client_epsilon or {}).items()}  # fmt: skip
         if self.budgets and not any(isinstance(guarantee, ExampleLevel) for guarantee in self.guarantees):
             raise PrivacyError(
-                "client_epsilon is given, but the process protects no examples, so that no client pays for itself: take "
-                "build_example_dp_fed_avg, or target_epsilon for all"
+                "client_epsilon is given, but the process protects no examples, so that no client pays for itself: "
+                "take build_example_dp_fed_avg, or target_epsilon for all"
             )
         self.left_at: dict[str, int] = {}
         levels = [guarantee.level for guarantee in self.guarantees]
