@@ -353,27 +353,27 @@ def test_noise_is_spent_on_the_metrics_that_are_asked_for_alone():
 
 @pytest.mark.slow
 def test_the_average_clipped_norm_is_told_with_the_noise_that_is_charged():
-    bounds = {"update_norm": 0.05, "num_batches": 4.0}
+    bounds = {"update_norm": 0.1, "num_batches": 4.0}
 
     def process(z):
-        return build(build_dp_fed_avg, clip=0.05, metrics=NoisedMetrics(noise_multiplier=z, bound=bounds))
+        return build(build_dp_fed_avg, clip=0.1, metrics=NoisedMetrics(noise_multiplier=z, bound=bounds))
 
     exact = process(1e-5)
     state = exact.initialize()
     norms = []
+    free = build(build_dp_fed_avg, clip=100.0)
+    begin = free.initialize()
     for one in CLIENTS:  # without a clip, and alone: what each moves the mean of three by
-        alone = build(build_dp_fed_avg, clip=100.0)
-        begin = alone.initialize()
-        ends = (flat(alone.get_model_weights(s).trainable) for s in (begin, alone.next(begin, [one]).state))
-        norms.append(3 * np.linalg.norm(next(ends) - next(ends)))
-    assert min(norms) < 0.05 < max(norms)
+        ends = [flat(free.get_model_weights(s).trainable) for s in (begin, free.next(begin, [one]).state)]
+        norms.append(3 * np.linalg.norm(ends[0] - ends[1]))
+    assert min(norms) < 0.1 < max(norms)
     measured = exact.next(state, [*CLIENTS, client(5, scale=np.nan)]).metrics["aggregator"]["update_norm"]
-    assert measured == pytest.approx(np.minimum(norms, 0.05).sum() / 3, rel=1e-3)
+    assert measured == pytest.approx(np.minimum(norms, 0.1).sum() / 3, rel=1e-3)
     noisy = process(2.0)
     assert noisy.privacy[0].noise_multiplier == 0  # no noise on the updates, no promise
     state = noisy.initialize()
-    outputs = [noisy.next(state, []).metrics for _ in range(200)]
-    check_noise(np.array([[o["aggregator"]["update_norm"] / 0.05, o["client_work"]["train"]["num_batches"] / 4.0]
+    outputs = [noisy.next(state, []).metrics for _ in range(220)]
+    check_noise(np.array([[o["aggregator"]["update_norm"] / 0.1, o["client_work"]["train"]["num_batches"] / 4.0]
                           for o in outputs]), 2.0 * math.sqrt(2) / 3)  # fmt: skip
 
 

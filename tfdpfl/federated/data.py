@@ -336,7 +336,7 @@ def _size(client: Any, dataset: tf.data.Dataset) -> int:
 def _rows(batches: Any) -> int:
     import tensorflow as tf
 
-    return sum(len(tf.nest.flatten(batch)[0]) for batch in batches)
+    return sum(int(tf.nest.flatten(batch)[0].shape[0]) for batch in batches)
 
 
 def _ranks(spec: Any) -> list[int | None]:
@@ -375,11 +375,12 @@ def once(client: str, dataset: Any, most: int | None = None) -> tuple[Any, int]:
         if int(dataset.cardinality()) == -1:
             raise ValueError(f"the data set of client {client!r} is infinite: give it .take(n)")
         batches = list(dataset)
-        sizes = [len(tf.nest.flatten(batch)[0]) for batch in batches]
+        sizes = [_rows([batch]) for batch in batches]
         found, kept = sum(sizes), dataset
         if batches and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-            kept = tf.data.Dataset.from_tensor_slices(whole).batch(sizes[0])
+            static = all(leaf.shape[0] is not None for leaf in tf.nest.flatten(dataset.element_spec))
+            kept = tf.data.Dataset.from_tensor_slices(whole).batch(sizes[0], drop_remainder=static)
     if most is not None and found > most:
         raise PrivacyError(
             f"the data set of client {client!r} yields {found} examples, but the client holds {most}: give each one "
