@@ -258,23 +258,24 @@ def draw(output, accuracy, constant, spent_by, budget) -> None:
     first.axhline(constant, color="C3", linestyle="--", label=f"always the same answer: {constant:.0%}")
     first.set(ylim=(0, 1), ylabel="accuracy on strangers")
     gains = [value - constant for name, value in accuracy.items() if name != PLAIN]
-    first.set_title(f"Private models are right {100 * min(gains):+.0f} points beside the same answer for all")
-    first.legend(loc="lower right")
+    verdict = "beats" if min(gains) > 0 else "does not beat"
+    first.set_title(f"Privacy {verdict} the same answer for all, by {100 * abs(min(gains)):.0f} points")
+    first.legend(loc="upper right")
     name, spent = next(iter(spent_by.items()))
     for hospital, (marker, beds) in zip(HOSPITALS, zip("os^", HOSPITALS.values(), strict=True), strict=True):
-        epsilons = [row[hospital] for row in spent]
-        second.plot(range(1, len(spent) + 1), epsilons, marker=marker, label=f"{hospital}, {beds} patients")
+        epsilons = [0.0, *(row[hospital] for row in spent)]
+        second.plot(range(len(spent) + 1), epsilons, marker=marker, label=f"{hospital}, {beds} patients")
     second.axhline(budget, color="C3", linestyle="--", label=f"budget: {budget:g}")
     top = 1.25 * max(budget, *spent[-1].values())
     for low, high, shade, word in ((0, 3, 0.12, "strong"), (3, 10, 0.05, "moderate"), (10, top, 0.0, "weak")):
         if low < top:
             second.axhspan(low, min(high, top), color="C2", alpha=shade, linewidth=0)
-            second.text(0.99, (low + min(high, top)) / 2, word, transform=second.get_yaxis_transform(), ha="right",
-                        va="center", color="0.4")  # fmt: skip
-    second.set(xlabel="round", ylabel="ε of one patient", ylim=(0, top), xticks=range(1, len(spent) + 1))
+            second.text(0.99, low + 0.02 * top, f"{word} privacy", transform=second.get_yaxis_transform(), ha="right",
+                        color="0.4")  # fmt: skip
+    second.set(xlabel="round", ylabel="ε of one patient", ylim=(0, top), xticks=range(len(spent) + 1))
     within = max(spent[-1].values()) <= budget
     second.set_title(f"{name}: the smallest hospital pays most, {'within' if within else 'above'} its budget")
-    second.legend(loc="upper left")
+    second.legend(loc="center left", bbox_to_anchor=(0.0, 0.6))
     first.figure.savefig(output, dpi=150)
 
 
