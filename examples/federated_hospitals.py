@@ -3,9 +3,10 @@
     python examples/federated_hospitals.py                    # the balanced preset
     python examples/federated_hospitals.py --preset strong    # or high_utility, or all
 
-Patients are synthetic. Prints each hospital's ε for its patients, how well a membership attack tells patients from
-strangers (beside a model without privacy), accuracy, and what is left of a budget; draws the attacks' AUC, ε over the
-rounds, and two experiments: accuracy against ε for several noise multipliers, and for several sampling rates.
+Patients are synthetic. Prints each hospital's sampling rate and noise, then a line for each hospital and round (loss,
+steps, ε so far), then a table: ε, what is left of a budget, and how well a membership attack tells patients from
+strangers, beside a model without privacy. Two experiments show accuracy against ε for several noise multipliers and
+several sampling rates. The picture has accuracy beside what a constant answer scores, and ε over the rounds.
 """
 
 from __future__ import annotations
@@ -108,9 +109,14 @@ class Study:
         model.fit(x, y, batch_size=16, epochs=epochs, verbose=0)
         return model
 
-    def train(self, preset: Preset, repeats: int = 1, progress: bool = False):
-        """Returns models trained by DP-SGD at the hospitals, the last one's history, and each hospital's ε."""
-        batch = round(preset.sampling_rate * np.mean([len(y) for _, y in self.members.values()]))
+    def batch_size(self, preset: Preset) -> int:
+        """One for all hospitals, so that each has a sampling rate of its own."""
+        return round(preset.sampling_rate * np.mean([len(y) for _, y in self.members.values()]))
+
+    def train(self, preset: Preset, repeats: int = 1, shown: bool = False):
+        """Returns models trained by DP-SGD at the hospitals, the last one's history, and each hospital's ε after each
+        round."""
+        batch = self.batch_size(preset)
         clients = self.clients.batch(batch)
         process = build_example_dp_fed_avg(
             make_model,
@@ -124,25 +130,44 @@ class Study:
         )
         # Every hospital is in every round.
         sampler = BoundedParticipationSampler(clients.client_ids, len(clients), preset.rounds)
+        (level,) = process.privacy
+        sizes, everyone = clients.num_examples, [list(self.members)]
+        # Known beforehand, since who takes part and how often does not hang on anyone's data.
+        spent = [
+            level.price_by_client(
+                RoundsRun(
+                    rounds=r, participation=sampler.participation, cohorts=everyone * r, num_examples=sizes
+                ),
+                DELTA, "pld" if shown else "rdp",
+            )
+            for r in range(1, preset.rounds + 1)
+        ]  # fmt: skip
+        spent = [{hospital: price.epsilon for hospital, price in row.items()} for row in spent]
+        rounds = enumerate(spent, start=1)
+
+        def show(weights) -> dict[str, float]:
+            """What each hospital may tell itself: the loss on its own patients is for its eyes alone."""
+            judge, (done, epsilons) = self.judge(weights), next(rounds)
+            for hospital, (x, y) in self.members.items():
+                print(f"  round {done}  {hospital:<20} loss {judge.evaluate(x, y, verbose=0):.3f}   "
+                      f"steps {done * level.local_steps:>3}   q {batch / len(y):.2f}   σ {preset.noise_multiplier:g}   "
+                      f"ε {epsilons[hospital]:.2f}", flush=True)  # fmt: skip
+            return {}
+
         models = []
         for _ in range(repeats):
             history = train(
-                process, clients, num_rounds=preset.rounds, sampler=sampler, delta=DELTA, progress=progress,
-                accountant="pld" if progress else "rdp",
+                process, clients, num_rounds=preset.rounds, sampler=sampler, delta=DELTA, progress=False,
+                accountant="pld" if shown else "rdp", eval_fn=show if shown else None,
             )  # fmt: skip
-            model = make_model()
-            process.get_model_weights(history.state).assign_weights_to(model)
-            model.compile(loss=cross_entropy())
-            models.append(model)
-        run = RoundsRun(
-            rounds=preset.rounds,
-            participation=history.participation,
-            cohorts=history.cohorts,
-            num_examples=clients.num_examples,
-        )
-        (level,) = process.privacy
-        spent = {hospital: price.epsilon for hospital, price in level.price_by_client(run, DELTA).items()}
+            models.append(self.judge(process.get_model_weights(history.state)))
         return models, history, spent
+
+    def judge(self, weights) -> tf.keras.Model:
+        model = make_model()
+        weights.assign_weights_to(model)
+        model.compile(loss=cross_entropy())
+        return model
 
     def accuracy(self, model: tf.keras.Model) -> float:
         x, y = self.strangers
@@ -167,68 +192,90 @@ def main() -> None:
 
     tf.keras.utils.set_random_seed(arguments.seed)
     study = Study(arguments.seed)
-    for hospital, (_, ill) in study.members.items():
-        print(f"{hospital}: {len(ill)} patients, {np.mean(ill):.0%} ill")
-    plain_accuracy = study.accuracy(study.without_privacy(epochs=5))
+    accuracy = {}
+    constant = float(max(np.mean(study.strangers[1]), 1 - np.mean(study.strangers[1])))
+    accuracy[PLAIN] = study.accuracy(study.without_privacy(epochs=15))
     by_heart = study.without_privacy(epochs=20 if arguments.quick else 150)  # what an attack feeds on
     plain_attacks = study.attacks(by_heart)
-    attacks, histories = {"without privacy": plain_attacks}, {}
+    spent_by = {}
     with local_runtime():
         for name in list(PRESETS) if arguments.preset == "all" else [arguments.preset]:
             preset = PRESETS[name]
-            print(f"\n{name}: {preset.rounds} rounds, noise multiplier {preset.noise_multiplier}, rate about "
-                  f"{preset.sampling_rate}, {preset.local_epochs} local epochs")  # fmt: skip
-            (model,), histories[name], spent = study.train(preset, progress=True)
-            attacks[name] = study.attacks(model)
+            batch = study.batch_size(preset)
+            print(f"\n{name}: {preset.rounds} rounds of {preset.local_epochs} local epochs")
+            for hospital, (_, ill) in study.members.items():
+                print(f"  {hospital:<20} {len(ill)} patients, {np.mean(ill):.0%} ill, batch {batch}, "
+                      f"sampling rate {batch / len(ill):.2f}, σ {preset.noise_multiplier:g}")  # fmt: skip
+            (model,), history, spent_by[name] = study.train(preset, shown=True)
+            attacks, spent = study.attacks(model), spent_by[name][-1]
+            accuracy[name] = study.accuracy(model)
             left_of = f"left of {arguments.budget:g}"
-            print(f"{'':<22}{'ε spent':>9}{left_of:>11}  membership AUC (95 % interval)")
-            for hospital, report in attacks[name].items():
+            print(f"\n{'':<22}{'ε spent':>9}{left_of:>11}  membership AUC (95 % interval)")
+            for hospital, report in attacks.items():
                 low, high = report.auc_interval
                 left = max(0.0, arguments.budget - spent[hospital])
                 print(f"{hospital:<22}{spent[hospital]:>9.3f}{left:>11.3f}  {report.auc:.3f} [{low:.3f}, {high:.3f}], "
                       f"without privacy {plain_attacks[hospital].auc:.3f}")  # fmt: skip
-            print(f"accuracy on strangers {study.accuracy(model):.1%}; without privacy {plain_accuracy:.1%} after 5 "
-                  f"passes, {study.accuracy(by_heart):.1%} by heart, as when attacked")  # fmt: skip
-            print(histories[name].statement())
-        curves = {} if arguments.quick else experiments(study, arguments.repeats)
+            print(f"accuracy on strangers {accuracy[name]:.1%}; the constant answer {constant:.1%}; without privacy "
+                  f"{accuracy[PLAIN]:.1%} after 15 passes, {study.accuracy(by_heart):.1%} by heart, as when "
+                  "attacked")  # fmt: skip
+            print(history.statement())
+        if not arguments.quick:
+            experiments(study, arguments.repeats)
+    print("\nRules of thumb for ε: to 3 is strong, 5 to 10 moderate, above 10 weak. What is right is for those to say "
+          "whose data it is.")  # fmt: skip
 
     try:
-        draw(arguments.output, attacks, histories, arguments.budget, curves, plain_accuracy)
+        draw(arguments.output, accuracy, constant, spent_by, arguments.budget)
     except ImportError as error:
         print(f"\nNo picture: {error}")
         return
-    print(f"\nAttacks, ε and experiments: {arguments.output}")
+    print(f"\nAccuracy, and ε over the rounds: {arguments.output}")
 
 
-def experiments(study: Study, repeats: int) -> dict[str, list[tuple[float, float]]]:
+PLAIN = "without\nprivacy"
+
+
+def experiments(study: Study, repeats: int) -> None:
     """Accuracy against ε, over the noise multiplier and over the sampling rate."""
     base = PRESETS["balanced"]
-    varied = {
-        "over σ: 1.5, 2.5, 3.5": [base._replace(noise_multiplier=sigma) for sigma in (1.5, 2.5, 3.5)],
-        "over rate: 0.1, 0.25, 0.5": [base._replace(sampling_rate=rate) for rate in (0.1, 0.25, 0.5)],
-    }
-    curves: dict[str, list[tuple[float, float]]] = {}
-    print("\nExperiments, accuracy the mean of", repeats)
-    for name, presets in varied.items():
-        for preset in presets:
-            models, _, spent = study.train(preset, repeats)
-            worst = max(spent.values())
-            curves.setdefault(name, []).append((worst, float(np.mean([study.accuracy(model) for model in models]))))
-            print(f"  σ {preset.noise_multiplier:<4g} rate {preset.sampling_rate:<5g} largest ε {worst:6.3f}   "
-                  f"accuracy {curves[name][-1][1]:.1%}")  # fmt: skip
-    return curves
+    varied = [
+        *(base._replace(noise_multiplier=sigma) for sigma in (1.5, 2.5, 3.5)),
+        *(base._replace(sampling_rate=rate) for rate in (0.1, 0.25, 0.5)),
+    ]
+    print(f"\nExperiments, accuracy the mean of {repeats}\n{'σ':>6}{'rate':>7}{'largest ε':>11}{'accuracy':>10}")
+    for preset in varied:
+        models, _, spent = study.train(preset, repeats)
+        reached = float(np.mean([study.accuracy(model) for model in models]))
+        print(f"{preset.noise_multiplier:>6g}{preset.sampling_rate:>7g}{max(spent[-1].values()):>11.3f}{reached:>10.1%}",
+              flush=True)  # fmt: skip
 
 
-def draw(output, attacks, histories, budget, curves, plain_accuracy) -> None:
-    first, second, *third = plots.panels(3 if curves else 2)
-    plots.auc_bars(attacks, ax=first)
-    for name, history in histories.items():
-        plots.epsilon_over_time(history, ax=second).lines[-1].set_label(name)
-    second.axhline(budget, color="0.5", linestyle=":", label="budget")
-    second.set(title="ε of an example at the smallest hospital")
-    second.legend()
-    if curves:
-        plots.privacy_utility(curves, baseline=plain_accuracy, ax=third[0])
+def draw(output, accuracy, constant, spent_by, budget) -> None:
+    first, second = plots.panels(2)
+    bars = first.bar(list(accuracy), list(accuracy.values()), 0.5, color=["0.6", *["C0"] * (len(accuracy) - 1)])
+    first.bar_label(bars, [f"{value:.0%}" for value in accuracy.values()], padding=2)
+    first.axhline(constant, color="C3", linestyle="--", label=f"always the same answer: {constant:.0%}")
+    first.set(ylim=(0, 1), ylabel="accuracy on strangers")
+    gains = [value - constant for name, value in accuracy.items() if name != PLAIN]
+    verdict = "beats" if min(gains) > 0 else "does not beat"
+    first.set_title(f"Privacy {verdict} the same answer for all, by {100 * abs(min(gains)):.0f} points")
+    first.legend(loc="upper right")
+    name, spent = next(iter(spent_by.items()))
+    for hospital, (marker, beds) in zip(HOSPITALS, zip("os^", HOSPITALS.values(), strict=True), strict=True):
+        epsilons = [0.0, *(row[hospital] for row in spent)]
+        second.plot(range(len(spent) + 1), epsilons, marker=marker, label=f"{hospital}, {beds} patients")
+    second.axhline(budget, color="C3", linestyle="--", label=f"budget: {budget:g}")
+    top = 1.25 * max(budget, *spent[-1].values())
+    for low, high, shade, word in ((0, 3, 0.12, "strong"), (3, 10, 0.05, "moderate"), (10, top, 0.0, "weak")):
+        if low < top:
+            second.axhspan(low, min(high, top), color="C2", alpha=shade, linewidth=0)
+            second.text(0.99, low + 0.02 * top, f"{word} privacy", transform=second.get_yaxis_transform(), ha="right",
+                        color="0.4")  # fmt: skip
+    second.set(xlabel="round", ylabel="ε of one patient", ylim=(0, top), xticks=range(len(spent) + 1))
+    within = max(spent[-1].values()) <= budget
+    second.set_title(f"{name}: the smallest hospital pays most, {'within' if within else 'above'} its budget")
+    second.legend(loc="center left", bbox_to_anchor=(0.0, 0.6))
     first.figure.savefig(output, dpi=150)
 
 

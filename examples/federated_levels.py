@@ -1,11 +1,12 @@
-"""One federated task, five ways to protect it: what each level costs in accuracy, and what its ε is about.
+"""One federated task, five ways to protect it at the same ε: what each costs in accuracy, and what its ε is about.
 
     python examples/federated_levels.py
 
-A hundred clients with 50 to 150 synthetic examples each. Compares federated averaging without privacy with DP-SGD
-inside the clients (example level), noise by the server on sums of clipped updates (client, or user, level), DP-FTRL
-(client level without relying on sampling), and noise by each client (local level). Then prices one client-level
-training by advanced-looking but wrong square roots, by RDP and by PLD.
+A hundred clients with 50 to 150 synthetic examples each. Trains federated averaging without privacy, with DP-SGD
+inside the clients (example level), with noise by the server on sums of clipped updates (client, or user, level), with
+DP-FTRL (client level without relying on sampling), and with noise by each client (local level), each with the least
+noise that meets --epsilon. Then varies the noise of the client level, with its loss and average clipped norm, and
+prices it by a wrong but popular square root, by RDP and by PLD.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ import tensorflow_federated as tff
 from tfdpfl import plots
 from tfdpfl.federated import (
     BoundedParticipationSampler,
+    NoisedMetrics,
     PoissonClientSampler,
     RoundsRun,
     build_dp_fed_avg,
     build_dp_ftrl,
     build_example_dp_fed_avg,
     build_local_dp_fed_avg,
+    compute_noise_multiplier,
     local_runtime,
     train,
 )
 from tfdpfl.federated import data as fd
 
 FEATURES, CLASSES, DELTA = 32, 10, 1e-5
+VARIED = (0.5, 1.0, 2.0)  # noise multipliers
 
 
 def make_data(clients: int, rng: np.random.Generator):
@@ -59,14 +63,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--clients-per-round", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--noise-multiplier", type=float, default=1.0, help="of the client level")
+    parser.add_argument("--epsilon", type=float, default=8.0, help="that every method is given")
     parser.add_argument("--clip", type=float, default=1.0, help="L2 norm of a client's update")
     parser.add_argument("--output", default="federated_levels.png", help="the picture to write")
     parser.add_argument("--quick", action="store_true", help="three rounds of few clients: to see that it runs")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.clients, arguments.clients_per_round, arguments.rounds = 12, 4, 3
-    k, rounds, z, clip = arguments.clients_per_round, arguments.rounds, arguments.noise_multiplier, arguments.clip
+    k, rounds, clip, epsilon = arguments.clients_per_round, arguments.rounds, arguments.clip, arguments.epsilon
 
     raw, (x_test, y_test) = make_data(arguments.clients, np.random.default_rng(0))
     batch = 16
@@ -90,50 +94,86 @@ def main() -> None:
             tff.learning.optimizers.build_sgdm(0.1),
         )
 
+    def noise(sampler, **level):
+        return compute_noise_multiplier(
+            target_epsilon=epsilon, delta=DELTA, num_rounds=rounds, participation=sampler.participation, **level
+        )
+
+    steps, smallest = 6, min(raw.num_examples.values())
+    z = {
+        "example level": noise(poisson, level="example", num_examples=smallest, batch_size=batch, local_steps=steps),
+        "client level": noise(poisson, level="client"),
+        "client level, DP-FTRL": noise(bounded, level="tree"),
+        "local level": noise(bounded, level="local"),
+    }
+
+    def client_level(multiplier, **more):
+        return build_dp_fed_avg(make_model, noise_multiplier=multiplier, clip=clip, **common, **more)
+
     methods = {
         "no privacy": (plain, poisson),
         "example level": (
             lambda: build_example_dp_fed_avg(
-                make_model, l2_norm_clip=1.0, noise_multiplier=1.0, batch_size=batch, local_steps=6,
+                make_model, l2_norm_clip=1.0, noise_multiplier=z["example level"], batch_size=batch, local_steps=steps,
                 client_optimizer_fn="sgd", **model,
             ),
             poisson,
         ),
-        "client level": (lambda: build_dp_fed_avg(make_model, noise_multiplier=z, clip=clip, **common), poisson),
+        "client level": (lambda: client_level(z["client level"]), poisson),
         "client level, DP-FTRL": (
-            lambda: build_dp_ftrl(make_model, noise_multiplier=2 * z, clip=clip, **common, server_optimizer_fn="sgd"),
+            lambda: build_dp_ftrl(
+                make_model, noise_multiplier=z["client level, DP-FTRL"], clip=clip, **common, server_optimizer_fn="sgd"
+            ),
             bounded,
         ),
         "local level": (
-            lambda: build_local_dp_fed_avg(make_model, noise_multiplier=2 * z, clip=clip, **common),
+            lambda: build_local_dp_fed_avg(make_model, noise_multiplier=z["local level"], clip=clip, **common),
             bounded,
         ),
     }  # fmt: skip
+    # What is told of a round costs, too: a fifth of the noise on updates here, for both figures together.
+    told = {"loss": 5.0, "update_norm": clip}
+    for multiplier in VARIED:
+        metrics = NoisedMetrics(noise_multiplier=5 * multiplier, bound=told)
+        methods[f"σ = {multiplier:g}"] = (lambda m=multiplier, told=metrics: client_level(m, metrics=told)), poisson
+
     histories = {}
     with local_runtime():
         for name, (build, sampler) in methods.items():
-            print(name, flush=True)
+            print(name, end=" ", flush=True)
             histories[name] = train(
-                build(), clients, num_rounds=rounds, sampler=sampler, delta=DELTA, eval_fn=evaluate,
-                rounds_per_evaluation=max(1, rounds // 8), rounds_per_price=max(1, rounds // 4), accountant="rdp",
+                build(), clients, num_rounds=rounds, sampler=sampler, delta=DELTA, eval_fn=evaluate, progress=False,
+                rounds_per_evaluation=max(1, rounds // 4), rounds_per_price=rounds,
             )  # fmt: skip
+            print(f"{histories[name]['accuracy'][-1]:.1%}", flush=True)
 
     levels = ("example", "client", "local")
-    print(f"\n{'':<24}{'accuracy':>9}" + "".join(f"{'ε, ' + level:>13}" for level in levels) + f"   (δ = {DELTA:g})")
-    for name, history in histories.items():
-        spent = "".join(f"{history.epsilon.get(level, math.inf):>13.3g}" for level in levels)
-        print(f"{name:<24}{history['accuracy'][-1]:>9.1%}{spent}")
+    print(f"\nEach with the least noise for ε = {epsilon:g} after {rounds} rounds, δ = {DELTA:g}")
+    print(f"{'':<24}{'accuracy':>9}{'σ':>8}" + "".join(f"{'ε, ' + level:>12}" for level in levels))
+    compared = {name: history for name, history in histories.items() if not name.startswith("σ")}
+    for name, history in compared.items():
+        spent = "".join(f"{history.epsilon.get(level, math.inf):>12.3g}" for level in levels)
+        print(f"{name:<24}{history['accuracy'][-1]:>9.1%}{z.get(name, 0):>8.3g}{spent}")
     print("An ε of one level says nothing of another: an example's is about one record, a client's about all of them.\n"
           "DP-FTRL's holds whoever is chosen; the other client level's only where cohorts are drawn at random and kept "
           "secret.")  # fmt: skip
 
-    (level,) = build_dp_fed_avg(make_model, noise_multiplier=z, clip=clip, **common).privacy
+    print(f"\nClient level, {k} of {arguments.clients} clients a round, the noise varied. Loss and norm are noisy "
+          "means of the last 5 rounds, paid for in ε")  # fmt: skip
+    print(f"{'noise':>8}{'ε':>8}{'accuracy':>10}{'loss':>8}{'average clipped norm':>22}")
+    for multiplier in VARIED:
+        history = histories[f"σ = {multiplier:g}"]
+        loss, norm = (float(np.mean(history[name][-5:])) for name in told)
+        print(f"{multiplier:>8g}{history.epsilon['client']:>8.2f}{history['accuracy'][-1]:>10.1%}{loss:>8.2f}"
+              f"{norm:>22.2f}")  # fmt: skip
+
     q = k / arguments.clients
-    print(f"\nOne client-level training, z = {z:g}, {k} of {arguments.clients} clients by Poisson sampling")
-    print(f"{'rounds':>8}{'q√(2T ln(1.25/δ))/z':>22}{'RDP':>8}{'PLD':>8}")
+    level = client_level(1.0).privacy[0]
+    print(f"\nOne client-level training, σ = 1, {k} of {arguments.clients} clients by Poisson sampling")
+    print(f"{'rounds':>8}{'q√(2T ln(1.25/δ))/σ':>22}{'RDP':>8}{'PLD':>8}")
     for after in sorted({1, max(1, rounds // 4), rounds}):
         run = RoundsRun(rounds=after, participation=poisson.participation)
-        folklore = q * math.sqrt(2 * after * math.log(1.25 / DELTA)) / z
+        folklore = q * math.sqrt(2 * after * math.log(1.25 / DELTA))
         proven = [level.price(run, DELTA, accountant).epsilon for accountant in ("rdp", "pld")]
         print(f"{after:>8}{folklore:>22.3f}{proven[0]:>8.3f}{proven[1]:>8.3f}")
     print("The first column is a formula seen in tutorials. It is no bound.")
@@ -143,14 +183,25 @@ def main() -> None:
     except ImportError as error:
         print(f"\nNo picture: {error}")
         return
-    for name, history in histories.items():
-        points = [(i + 1, a) for i, a in enumerate(history["accuracy"]) if not math.isnan(a)]
-        left.plot(*zip(*points, strict=True), marker=".", label=name)
-    left.set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
-    left.legend()
-    plots.epsilon_over_time(histories["client level"], ax=right)
-    left.figure.savefig(arguments.output, dpi=150)
-    print(f"\nAccuracy and ε over the rounds: {arguments.output}")
+    reached = {name.replace(", ", ",\n").replace(" level", "\nlevel"): history["accuracy"][-1]
+               for name, history in compared.items()}  # fmt: skip
+    bars = left.bar(list(reached), list(reached.values()), 0.6, color=["0.6", "C0", "C1", "C1", "C3"])
+    left.bar_label(bars, [f"{value:.0%}" for value in reached.values()], padding=2)
+    left.axhline(1 / CLASSES, color="0.5", linestyle=":", label=f"guessing: {1 / CLASSES:.0%}")
+    left.set(ylabel="accuracy on unseen data", ylim=(0, 1.08))
+    left.set_title(f"All at ε = {epsilon:g}: the more is protected, the more it costs")
+    left.legend(loc="upper right")
+    points = [(histories[f"σ = {m:g}"].epsilon["client"], histories[f"σ = {m:g}"]["accuracy"][-1], m) for m in VARIED]
+    right.plot([e for e, _, _ in points], [a for _, a, _ in points], "o-", color="C1")
+    for e, a, m in points:
+        right.annotate(f"σ = {m:g}", (e, a), textcoords="offset points", xytext=(8, -12))
+    right.axhline(compared["no privacy"]["accuracy"][-1], color="0.6", linestyle="--", label="without privacy")
+    right.axhline(1 / CLASSES, color="0.5", linestyle=":", label="guessing")
+    right.set(xlabel="ε of one client (smaller is safer)", ylabel="accuracy on unseen data", ylim=(0, 1.08))
+    right.set_title("Client level: twice the noise, a fraction of the ε")
+    right.legend(loc="lower right")
+    right.figure.savefig(arguments.output, dpi=150)
+    print(f"\nAccuracy at one ε, and over the noise: {arguments.output}")
 
 
 if __name__ == "__main__":

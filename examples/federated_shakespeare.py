@@ -14,6 +14,7 @@ import ast
 import os
 import string
 import sysconfig
+import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -96,11 +97,16 @@ def main() -> None:
     delta = 1 / len(clients) ** 1.1
     print(f"{len(clients)} writers, {expected:.0f} a round, {len(strangers)} more to test on, delta = {delta:.2g}")
 
+    most_common = np.bincount(held_out[:, 1:].ravel()).max() / held_out[:, 1:].size
+    print(f"always the commonest character: {most_common:.1%} right", flush=True)
+    begun = time.monotonic()
+
     def evaluate(weights) -> dict[str, float]:
         judge = make_model()  # a Keras model from before a process was built is of no use any more
         weights.assign_weights_to(judge)
-        predicted = judge(held_out[:, :-1]).numpy().argmax(-1)
-        return {"accuracy": float(np.mean(predicted == held_out[:, 1:]))}
+        accuracy = float(np.mean(judge(held_out[:, :-1]).numpy().argmax(-1) == held_out[:, 1:]))
+        print(f"after {time.monotonic() - begun:4.0f} s: {accuracy:.1%} right on strangers' texts", flush=True)
+        return {"accuracy": accuracy}
 
     process = build_dp_fed_avg(
         make_model,
@@ -123,14 +129,16 @@ def main() -> None:
             target_epsilon=arguments.target_epsilon,
             eval_fn=evaluate,
             rounds_per_evaluation=5,
+            rounds_per_price=5,
+            progress=False,
             checkpoint_dir=arguments.checkpoint_dir,
         )
 
-    most_common = np.bincount(held_out[:, 1:].ravel()).max() / held_out[:, 1:].size
-    print(f"{'round':>6}{'clip':>9}{'loss, noised':>14}{'accuracy':>10}")
+    print(f"\n{'round':>6}{'clip':>9}{'loss, noised':>14}{'accuracy':>10}{'ε':>8}")
     for i, row in enumerate(history.rows, start=1):
         if "accuracy" in row:
-            print(f"{i:>6}{row['clip']:>9.3f}{row['loss']:>14.2f}{row['accuracy']:>10.1%}")
+            spent = f"{row['client_epsilon']:.2f}" if "client_epsilon" in row else ""
+            print(f"{i:>6}{row['clip']:>9.3f}{row['loss']:>14.2f}{row['accuracy']:>10.1%}{spent:>8}")
     print(f"always the commonest character: {most_common:.1%}\n")
     if history.stopped_by:
         print(f"Stopped: another round would pass epsilon = {arguments.target_epsilon:g}.")
@@ -141,11 +149,17 @@ def main() -> None:
     except ImportError as error:
         print(f"\nNo picture: {error}")
         return
-    left.plot(range(1, len(history.rows) + 1), history["clip"], label="clip")
-    left.set(xlabel="round", ylabel="clip, L2 norm of a client's update", ylim=(0, None))
+    points = [(i, row["accuracy"]) for i, row in enumerate(history.rows, start=1) if "accuracy" in row]
+    left.plot(*zip(*points, strict=True), marker="o", label="the private model")
+    left.axhline(most_common, color="C3", linestyle="--", label="always the commonest character")
+    left.set(xlabel="round", ylabel="next characters guessed right", ylim=(0, None))
+    left.set_title(f"It learns to spell: {points[-1][1]:.0%} of next characters, {most_common:.0%} without learning")
+    left.legend(loc="lower right")
     plots.epsilon_over_time(history, target=arguments.target_epsilon, ax=right)
+    right.set_ylabel("ε of one writer, with all of their texts")
+    right.set_title(f"and {len(clients)} writers stay within their budget")
     left.figure.savefig(arguments.output, dpi=150)
-    print(f"\nThe clip and ε over the rounds: {arguments.output}")
+    print(f"\nAccuracy and ε over the rounds: {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the rounds of a federated training cost, against published figures, brute force and closed forms. No TFF."""
 
+import dataclasses
 import importlib
 import itertools
 import math
@@ -7,18 +8,23 @@ import sys
 import time
 import types
 
+import dp_accounting
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from scipy.stats import norm
+from scipy.optimize import brentq
+from scipy.stats import binom, norm
 
 from tfdpfl import AdaptiveClip, PrivacyError, compute_epsilon
+from tfdpfl.accounting import fixed_size
 from tfdpfl.accounting.pricing import Price
 from tfdpfl.cli import main
 from tfdpfl.federated import guarantees
+from tfdpfl.federated.calibration import compute_noise_multiplier, skellam_level, total_price
 from tfdpfl.federated.clip import NoisedMetrics, combined
 from tfdpfl.federated.guarantees import (
     ClientLevel,
+    CohortCheck,
     DistributedLevel,
     ExampleLevel,
     LocalLevel,
@@ -26,6 +32,7 @@ from tfdpfl.federated.guarantees import (
     tree_sensitivity,
 )
 from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.samplers import FixedSizeClientSampler, PoissonClientSampler
 
 
 def rounds(number, sampling="none", population=100, cohort=10.0, cohorts=(), examples=None, **limits):
@@ -116,17 +123,108 @@ def test_without_sampling_every_participation_counts():
     assert ClientLevel(noise_multiplier=0.0).price(rounds(1), 1e-5).epsilon == math.inf
 
 
+def hockey_stick(first, second, rate, epsilon):
+    """How far q N(a, 1) + (1 - q) N(c, 1) passes e^ε times q N(b, 1) + (1 - q) N(c, 1), by summation on a grid; each is
+    (mean in the cohort, mean out of it)."""
+    x = np.linspace(-12, 12, 20_001)
+    p, q = (rate * norm.pdf(x, a) + (1 - rate) * norm.pdf(x, c) for a, c in (first, second))
+    return np.sum(np.maximum(p - math.exp(epsilon) * q, 0)) * (x[1] - x[0])
+
+
+def test_one_draw_of_a_fixed_size_loses_no_less_than_any_two_data_sets_show():
+    """A client that adds u or nothing, in whose place another adds v: all u and v on a line, and the two that are
+    worst."""
+    z, k, n = 0.8, 3, 10
+    event = dp_accounting.SampledWithoutReplacementDpEvent(n, k, dp_accounting.GaussianDpEvent(z))
+    found = fixed_size.losses(event, 1e-3)
+    for epsilon in (0.0, 0.5, 2.0):
+        delta = found.get_delta_for_epsilon(epsilon)
+        shown = [
+            hockey_stick((x, v / z), (y, v / z), k / n, epsilon)
+            for u, v in itertools.product((-1, -0.5, 0.3, 1), (-1, -0.4, 0, 0.6, 1))
+            for x, y in ((u / z, 0), (0, u / z))
+        ]
+        assert max(shown) <= delta * (1 + 1e-6) + 1e-12
+        assert delta == pytest.approx(hockey_stick((1 / z, -1 / z), (0, -1 / z), k / n, epsilon), rel=0.01)
+        # Of the other direction, that the client comes in, the worst is another.
+        back = found._pmf_add.get_delta_for_epsilon(epsilon)
+        assert back == pytest.approx(hockey_stick((0, 1 / z), (1 / z, 1 / z), k / n, epsilon), rel=0.01, abs=1e-9)
+        assert max(shown[1::2]) <= back * (1 + 1e-6) + 1e-12
+
+
+def shown_over_rounds(z, rate, rounds, delta):
+    """The ε that one client with all others opposed to it shows over independent rounds: by Fourier transforms."""
+    grid, x = 1e-3, np.linspace(-14, 14, 100_001)
+    p, q = (rate * norm.pdf(x, a) + (1 - rate) * norm.pdf(x) for a in (2 / z, 1 / z))
+    size = 1 << 19
+    mass = np.zeros(size)
+    np.add.at(mass, np.floor(np.log(p / q) / grid).astype(int) % size, p * (x[1] - x[0]))
+    total = np.fft.ifft(np.fft.fft(mass) ** rounds).real
+    loss = np.where(np.arange(size) < size // 2, np.arange(size), np.arange(size) - size) * grid
+    loss, total = loss[loss > 0], total[loss > 0]
+    return brentq(lambda e: np.sum(total * -np.expm1(np.minimum(e - loss, 0))) - delta, 0, 60)
+
+
 @pytest.mark.slow
-def test_a_cohort_of_fixed_size_is_not_priced_as_poisson():
-    promise = ClientLevel(noise_multiplier=1.2)
-    fixed = promise.price(rounds(50, "fixed_size", population=1000, cohort=10), 1e-5).epsilon
-    poisson = promise.price(rounds(50, "poisson", population=1000, cohort=10), 1e-5).epsilon
-    none = promise.price(rounds(50, population=1000), 1e-5).epsilon
-    assert poisson < fixed <= none
-    # The package's other way to the same event: a fresh subset at every step, one member replaced.
-    assert fixed == compute_epsilon(
-        num_examples=1000, batch_size=10, noise_multiplier=1.2, num_steps=50, sampling="fixed_size", delta=1e-5
-    )
+@pytest.mark.parametrize("z, k, n, number", [(1.2, 50, 1000, 100), (2.0, 20, 100, 30)])
+def test_a_cohort_of_fixed_size_costs_what_an_attack_shows_and_more_than_poissons(z, k, n, number):
+    promise = ClientLevel(noise_multiplier=z)
+    fixed = promise.price(rounds(number, "fixed_size", population=n, cohort=k), 1e-5)
+    shown = shown_over_rounds(z, k / n, number, 1e-5)
+    assert fixed.accountant == "pld" and 0.99 * shown < fixed.epsilon < 1.06 * shown
+    poisson = promise.price(rounds(number, "poisson", population=n, cohort=k), 1e-5).epsilon
+    none = promise.price(rounds(number, population=n), 1e-5)
+    assert poisson < fixed.epsilon < none.epsilon
+    by_rdp = promise.price(rounds(number, "fixed_size", population=n, cohort=k), 1e-5, "rdp")
+    # As replacing a client, by another bound, which is looser; and without the draw.
+    assert fixed.epsilon < by_rdp.epsilon <= promise.price(rounds(number, population=n), 1e-5, "rdp").epsilon
+    assert by_rdp.epsilon <= 1.001 * compute_epsilon(
+        num_examples=n, batch_size=k, noise_multiplier=z, num_steps=number, sampling="fixed_size", delta=1e-5,
+        accountant="rdp",
+    )  # fmt: skip
+
+
+IDS = [f"{i}" for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    "sampling, population, expected, draw, within",
+    [
+        ("poisson", 10**6, 50, lambda r: IDS, 2),  # 50 that are always there, said to be of a million
+        ("poisson", 50, 5, lambda r: IDS, 2),
+        ("poisson", 50, 5, lambda r: [IDS[0], *np.random.default_rng(r).choice(IDS[1:], 5, replace=False)], 20),
+        ("fixed_size", 50, 2, lambda r: IDS[:2], 6),
+        ("fixed_size", 1000, 50, lambda r: [f"{50 * r + i}" for i in range(50)], 8),  # dealt out, not drawn
+        ("poisson", 20, 2, lambda r: IDS[10 * r : 10 * r + 10], 4),  # more of them than there are
+    ],
+)
+def test_cohorts_that_chance_does_not_give_are_refused(sampling, population, expected, draw, within):
+    declared = Participation(sampling=sampling, population=population, clients_per_round=expected)
+    check, cohorts = CohortCheck(declared), []
+    with pytest.raises(PrivacyError, match=r"happen|population of 20"):
+        for number in range(within):
+            cohorts.append(draw(number))
+            check.add(cohorts[-1])
+    with pytest.raises(PrivacyError):
+        ClientLevel(noise_multiplier=1.0).price(
+            RoundsRun(rounds=len(cohorts), participation=declared, cohorts=cohorts), 1e-5, "rdp"
+        )
+    assert check.counts.total() == sum(map(len, cohorts[:-1]))  # of the refused cohort nothing was kept
+    CohortCheck(dataclasses.replace(declared, sampling="none")).add(cohorts[-1])
+
+
+def test_cohorts_that_are_drawn_as_declared_pass():
+    """A bet's winnings are one in the mean, so that they pass 10^9 once in 10^9 trainings."""
+    for rate, chances in ((0.5, 30), (0.02, 60)):
+        won = [math.exp(guarantees._odds(hits, chances, rate)) for hits in range(chances + 1)]
+        higher = [math.exp(guarantees._odds(hits, chances, rate, more_only=True)) for hits in range(chances + 1)]
+        weights = binom.pmf(range(chances + 1), chances, rate)
+        assert np.dot(won, weights) == pytest.approx(1) and np.dot(higher, weights) == pytest.approx(1)
+    for seed in range(20):
+        for sampler in (PoissonClientSampler(IDS, 0.1, seed), FixedSizeClientSampler(IDS, 5, seed)):
+            check = CohortCheck(sampler.participation)
+            for number in range(40):
+                check.add(sampler(number))
 
 
 @pytest.mark.slow
@@ -267,6 +365,10 @@ def test_metrics_out_of_range_are_refused():
         NoisedMetrics(noise_multiplier=0.0)
     with pytest.raises(ValueError, match="bound"):
         NoisedMetrics(noise_multiplier=1.0, bound={"loss": -1.0})
+    with pytest.raises(ValueError, match="must name a metric"):
+        NoisedMetrics(noise_multiplier=1.0, bound={})
+    with pytest.raises(ValueError, match="a bound of 1 for 'contributing'"):
+        NoisedMetrics(noise_multiplier=1.0, bound={"loss": 2.0, "contributing": 2.0})
 
 
 @pytest.mark.parametrize("version", [None, "0.19.1"])
@@ -300,3 +402,108 @@ def test_the_worker_command_hands_its_options_on_and_says_what_is_missing(monkey
     refused = CliRunner().invoke(main, ["worker", "--port", "8001"])
     assert refused.exit_code == 2
     assert "tfdpfl[federated]" in refused.output
+
+
+# -- how much noise, and what trainings cost together -----------------------------------------------------------------
+
+
+POISSON = Participation(sampling="poisson", population=1000, clients_per_round=50)
+LIMITED = Participation(
+    sampling="bounded", population=1000, clients_per_round=50, max_participations=4, min_separation=10
+)
+
+
+@pytest.mark.parametrize(
+    "level, settings, promised",
+    [
+        ("client", {}, lambda z, run: (ClientLevel(noise_multiplier=z), run)),
+        ("tree", {"restart_every": 16}, lambda z, run: (TreeLevel(noise_multiplier=z, restart_every=16), run)),
+        ("local", {}, lambda z, run: (LocalLevel(noise_multiplier=z), run)),
+        (
+            "distributed",
+            {"num_weights": 1000, "clip": 0.5},
+            lambda z, run: (
+                skellam_level(z, 0.5, 50, 1000),
+                rounds(4, cohort=50, cohorts=[[f"{i}" for i in range(50)]] * 4),
+            ),
+        ),
+        (
+            "example",
+            {"num_examples": 200, "batch_size": 20, "local_steps": 6},
+            lambda z, run: (
+                ExampleLevel(noise_multiplier=z, sampling="poisson", batch_size=20, local_steps=6),
+                rounds(4, "bounded", cohorts=[["a"]] * 4, examples={"a": 200}),
+            ),
+        ),
+        (
+            "example",
+            {"local_epochs": 3},
+            lambda z, run: (ExampleLevel(noise_multiplier=z, sampling="batches", batch_size=9, local_epochs=3), run),
+        ),
+    ],
+)
+def test_the_noise_that_is_computed_meets_its_epsilon_and_wastes_nothing(level, settings, promised):
+    z = compute_noise_multiplier(
+        target_epsilon=2.0, delta=1e-5, num_rounds=40, participation=LIMITED, level=level, accountant="rdp", **settings
+    )
+    run = RoundsRun(rounds=40, participation=LIMITED)
+    for noise, meets in ((z, True), (0.995 * z, False)):
+        guarantee, ran = promised(noise, run)
+        assert (guarantee.price(ran, 1e-5, "rdp").epsilon <= 2.0) is meets
+
+
+def test_noise_for_the_tutorials_epsilon_is_the_tutorials():
+    tutorial = Participation(sampling="poisson", population=3383, clients_per_round=120)
+    z = compute_noise_multiplier(target_epsilon=1.986, delta=1e-5, num_rounds=100, participation=tutorial,
+                                 accountant="rdp")  # fmt: skip
+    assert z == pytest.approx(1.2, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"target_epsilon": 0.0}, "target_epsilon"),
+        ({"delta": 1.0}, "delta"),
+        ({"num_rounds": 0}, "num_rounds"),
+        ({"level": "user"}, "level must be one of"),
+        ({"level": "distributed"}, "num_weights"),
+        ({"level": "distributed", "num_weights": 10, "bits": 1}, "bits=1 is too few"),
+        ({"level": "example", "local_steps": 3}, "batch_size"),
+        ({"level": "example"}, "local_steps"),
+    ],
+)
+def test_bad_plans_are_named_with_their_mend(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        compute_noise_multiplier(
+            **{"target_epsilon": 1.0, "delta": 1e-5, "num_rounds": 3, "participation": POISSON, **wrong}
+        )
+
+
+def test_trainings_on_the_same_clients_add_up_as_one_mechanism():
+    # Gaussians: of μ 4/2 and 3/2 together 5/2; a tree's 8 first rounds are one of √4, since each is in 4 nodes.
+    plain = [(ClientLevel(noise_multiplier=2.0), rounds(16)), (ClientLevel(noise_multiplier=2.0), rounds(9))]
+    assert gaussian_delta(total_price(plain, 1e-5).epsilon, 2.5) == pytest.approx(1e-5, rel=0.02)
+    once = rounds(8, "bounded", max_participations=1)
+    mixed = [(TreeLevel(noise_multiplier=2.0), once), plain[1]]
+    assert gaussian_delta(total_price(mixed, 1e-5).epsilon, math.sqrt(1 + 9 / 4)) == pytest.approx(1e-5, rel=0.02)
+    # Whatever is together costs more than either and less than both.
+    run = RoundsRun(rounds=20, participation=POISSON)
+    fixed = RoundsRun(rounds=20, participation=dataclasses.replace(POISSON, sampling="fixed_size"))
+    drawn = [(ClientLevel(noise_multiplier=z), r) for z, r in ((1.0, run), (1.3, run), (1.5, fixed))]
+    each = [guarantee.price(r, 1e-5, "rdp").epsilon for guarantee, r in drawn]
+    assert max(each) < total_price(drawn, 1e-5, "rdp").epsilon < sum(each)
+    # Noise without an event: at shares of delta.
+    skellam = DistributedLevel(l1=1e6, l2=1e5, local_stddev=1e5), rounds(1, cohorts=[["a", "b"]])
+    halves = [guarantee.price(r, 5e-6).epsilon for guarantee, r in (skellam, plain[0])]
+    assert total_price([skellam, plain[0]], 1e-5).epsilon == pytest.approx(sum(halves))
+    with pytest.raises(PrivacyError, match=r"of one level to add up, got \['client', 'local'\]"):
+        total_price([plain[0], (LocalLevel(noise_multiplier=1.0), rounds(1))], 1e-5)
+
+
+def test_examples_of_a_client_pay_for_the_trainings_that_it_was_in():
+    promise = ExampleLevel(noise_multiplier=2.0, sampling="batches", batch_size=8, local_epochs=1)
+    first = rounds(4, cohorts=[["a"], ["a"], ["a", "b"], ["a"]])
+    second = rounds(5, cohorts=[["b"], ["b"], ["b"], ["c", "b"], ["b"]])
+    # a: 4 uses, b: 1 + 5, c: 1.
+    total = total_price([(promise, first), (promise, second)], 1e-5)
+    assert gaussian_delta(total.epsilon, math.sqrt(6) / 2) == pytest.approx(1e-5, rel=0.02)

@@ -59,6 +59,36 @@ def test_batches_hold_every_example_once_a_pass():
     assert clients.num_examples["a"] == 6
 
 
+def test_what_is_counted_is_what_is_given_whatever_the_next_pass_would_be():
+    import tensorflow as tf
+
+    draws = iter([12, 30])
+
+    def rows():
+        yield from range(next(draws))
+
+    source = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int64))
+    for batches, drop in ((source.map(lambda v: {"x": v, "y": 2 * v}).batch(5), False),
+                          (tf.data.Dataset.range(12).batch(4, drop_remainder=True), True)):  # fmt: skip
+        kept, found = fd.once("a", batches)
+        assert found == 12 and kept.element_spec == batches.element_spec
+        leaves = [tf.nest.flatten(batch)[0].numpy() for batch in kept]
+        assert np.concatenate(leaves).tolist() == list(range(12)) and len(leaves[0]) == (4 if drop else 5)
+    assert fd.once("a", [(np.zeros([3, 2]), np.zeros(3))])[1] == 3
+    with pytest.raises(ValueError, match="client 'a' is infinite"):
+        fd.once("a", tf.data.Dataset.counter().batch(2))
+
+
+def test_examples_are_counted_after_a_change_as_rows_where_they_are_batches():
+    clients = fd.from_partition((np.zeros([40, 3]), np.zeros(40, int)), {"a": range(30), "b": range(30, 40)})
+    assert clients.preprocess(lambda d: d.take(7).batch(2)).num_examples == {"a": 7, "b": 7}
+    assert clients.batch(4, epochs=3).num_examples == {"a": 30, "b": 10}
+    changed = clients.batch(4, epochs=3).preprocess(lambda d: d.map(lambda x, y: (x[:, :1], y)))
+    assert changed.num_examples == {"a": 30, "b": 10} and changed.epochs == 3
+    # What may be a batch, or not, counts as few: that only raises a price.
+    assert clients.preprocess(lambda d: d.batch(5).map(lambda x, y: x)).num_examples == {"a": 6, "b": 2}
+
+
 def test_unshuffled_batches_keep_the_order_and_preprocess_maps():
     clients = fd.from_arrays((X, Y), IDS).preprocess(lambda d: d.map(lambda x, y: (x + 1, y))).batch(10, shuffle=False)
     (batch,) = list(clients["b"])

@@ -95,7 +95,7 @@ def test_one_client_moves_what_reconstruction_releases_by_the_clip_over_the_expe
     assert [w.shape for w in tf.nest.flatten(with_it.trainable)] == [(FEATURES, HIDDEN), (HIDDEN,)]
     sizes = {np.size(part) for part in tf.nest.flatten(output.state)}
     assert not sizes & {HIDDEN * CLASSES, CLASSES}
-    assert output.metrics["client_work"]["train"] == ()
+    assert output.metrics["client_work"]["train"] == {}
     assert process.privacy == (ClientLevel(noise_multiplier=0.0),)
 
 
@@ -114,7 +114,7 @@ def test_what_reconstruction_releases_has_the_noise_that_it_promises():
 
     stddev = 3.0 * 0.5 / 4
     assert [accepts(stddev * by) for by in (2 / 3, 1, 3 / 2)] == [False, True, False]
-    assert set(output.metrics["client_work"]["train"]) == {"loss", "contributing"}
+    assert set(output.metrics["client_work"]["train"]) == {"loss"}
     assert process.privacy[0].noise_multiplier == pytest.approx((3.0**-2 + 2.0**-2) ** -0.5)
 
 

@@ -1,5 +1,6 @@
 """Federated processes: equal to TFF's own without noise, bounded in each client, and noisy by what they say."""
 
+import asyncio
 import collections
 import math
 
@@ -23,8 +24,10 @@ from tfdpfl.federated import (
     build_dp_ftrl,
     build_example_dp_fed_avg,
     build_local_dp_fed_avg,
+    build_nbafl,
     local_runtime,
     models,
+    skellam_level,
 )
 from tfdpfl.federated.guarantees import ClientLevel, ExampleLevel
 
@@ -307,25 +310,26 @@ def test_the_count_of_the_adaptive_clip_has_noise():
 @pytest.mark.slow
 def test_metrics_are_out_unless_they_are_noised_and_charged():
     process = build(build_dp_fed_avg, noise_multiplier=1.0)
-    assert process.next(process.initialize(), CLIENTS).metrics["client_work"]["train"] == ()
+    assert process.next(process.initialize(), CLIENTS).metrics["client_work"]["train"] == {}
     assert process.privacy == (ClientLevel(noise_multiplier=1.0),)
-    noised = NoisedMetrics(noise_multiplier=2.0, bound={"loss": 5.0, "num_examples": 40.0, "num_batches": 8.0})
+    noised = NoisedMetrics(noise_multiplier=2.0, bound={"loss": 5.0, "num_examples": 40.0, "contributing": 1.0})
     process = build(build_dp_fed_avg, noise_multiplier=1.0, metrics=noised)
     (promise,) = process.privacy
     assert promise.noise_multiplier == pytest.approx((1 + 0.25) ** -0.5)
     state = process.initialize()
-    # Without clients all is noise, of 2 · sqrt(4 metrics) · bound / 3.
-    bounds = {**noised.bound, "contributing": 1.0}
-    outputs = [process.next(state, []) for _ in range(105)]
+    # Without clients all is noise, of 2 · sqrt(3 metrics) · bound / 3.
+    outputs = [process.next(state, []) for _ in range(140)]
     shown = [output.metrics["client_work"]["train"] for output in outputs]
-    check_noise(np.array([row[name] / bound for row in shown for name, bound in bounds.items()]), 2 * 2 / 3)
+    check_noise(
+        np.array([row[name] / bound for row in shown for name, bound in noised.bound.items()]), 2 * math.sqrt(3) / 3
+    )
     moved = [flat(process.get_model_weights(o.state).trainable) for o in (*outputs[:2], process.next(state, CLIENTS))]
     assert np.isfinite(moved).all() and not np.isclose(moved[0], moved[1]).all()
 
 
 @pytest.mark.slow
 def test_clients_without_data_or_with_nan_weights_are_counted_but_harmless():
-    exact = NoisedMetrics(noise_multiplier=1e-4, bound=100.0)
+    exact = NoisedMetrics(noise_multiplier=1e-4, bound={"num_examples": 100.0, "contributing": 1.0})
     process = build(build_dp_fed_avg, clip=1.0, clients_per_round=5, noise_multiplier=1e-9, metrics=exact)
     nan = client(5, scale=np.nan)
     good = [client(n, seed) for seed, n in enumerate([5, 10, 20])]
@@ -337,6 +341,91 @@ def test_clients_without_data_or_with_nan_weights_are_counted_but_harmless():
     shown = with_bad.metrics["client_work"]["train"]  # a noise of 0.00004 and 0.004
     assert shown["contributing"] == pytest.approx(3 / 5, abs=0.01)
     assert shown["num_examples"] == pytest.approx(35 / 5, abs=0.05)
+
+
+def test_noise_is_spent_on_the_metrics_that_are_asked_for_alone():
+    process = build(build_dp_fed_avg, metrics=NoisedMetrics(noise_multiplier=1e-4, bound=3.0))
+    shown = process.next(process.initialize(), CLIENTS).metrics["client_work"]["train"]
+    assert list(shown) == ["loss"] and 0.5 < shown["loss"] < 2.5
+    with pytest.raises(ValueError, match=r"the metric 'accuracy', but the model has 'loss', 'num_examples'"):
+        build(build_dp_fed_avg, metrics=NoisedMetrics(noise_multiplier=1.0, bound={"accuracy": 1.0}))
+
+
+@pytest.mark.slow
+def test_the_average_clipped_norm_is_told_with_the_noise_that_is_charged():
+    bounds = {"update_norm": 0.1, "num_batches": 4.0}
+
+    def process(z):
+        return build(build_dp_fed_avg, clip=0.1, metrics=NoisedMetrics(noise_multiplier=z, bound=bounds))
+
+    exact = process(1e-5)
+    state = exact.initialize()
+    norms = []
+    free = build(build_dp_fed_avg, clip=100.0)
+    begin = free.initialize()
+    for one in CLIENTS:  # without a clip, and alone: what each moves the mean of three by
+        ends = [flat(free.get_model_weights(s).trainable) for s in (begin, free.next(begin, [one]).state)]
+        norms.append(3 * np.linalg.norm(ends[0] - ends[1]))
+    assert min(norms) < 0.1 < max(norms)
+    measured = exact.next(state, [*CLIENTS, client(5, scale=np.nan)]).metrics["aggregator"]["update_norm"]
+    assert measured == pytest.approx(np.minimum(norms, 0.1).sum() / 3, rel=1e-3)
+    noisy = process(2.0)
+    assert noisy.privacy[0].noise_multiplier == 0  # no noise on the updates, no promise
+    state = noisy.initialize()
+    outputs = [noisy.next(state, []).metrics for _ in range(220)]
+    check_noise(np.array([[o["aggregator"]["update_norm"] / 0.1, o["client_work"]["train"]["num_batches"] / 4.0]
+                          for o in outputs]), 2.0 * math.sqrt(2) / 3)  # fmt: skip
+
+
+class Source(tff.program.FederatedDataSource, tff.program.FederatedDataSourceIterator):
+    """All of the clients, each time."""
+
+    federated_type = tff.FederatedType(tff.SequenceType(np.float32), tff.CLIENTS)
+
+    def iterator(self):
+        return self
+
+    def select(self, k=None):
+        return CLIENTS[:k]
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def to_bytes(self):
+        return b""
+
+    @classmethod
+    def from_bytes(cls, data):
+        return cls()
+
+
+@pytest.mark.slow
+def test_tffs_own_training_program_runs_what_trains_inside_a_client(tmp_path):
+    nbafl = build_nbafl(
+        model_fn, epsilon=5.0, delta=1e-4, l2_norm_clip=1.0, num_rounds=2, num_clients=3, client_optimizer_fn=SGD,
+        **KERAS,
+    )  # fmt: skip
+    examples = build_example_dp_fed_avg(
+        model_fn, l2_norm_clip=1.0, noise_multiplier=1.0, batch_size=5, local_steps=2, client_optimizer_fn=SGD, **KERAS
+    )  # fmt: skip
+    for number, process in enumerate((nbafl, examples)):
+        models_out, metrics = tff.program.MemoryReleaseManager(), tff.program.MemoryReleaseManager()
+        asyncio.run(
+            tff.learning.programs.train_model(
+                train_process=process,
+                train_data_source=Source(),
+                train_per_round_clients=3,
+                train_total_rounds=2,
+                program_state_manager=tff.program.FileProgramStateManager(tmp_path / f"{number}"),
+                model_output_manager=models_out,
+                train_metrics_manager=metrics,
+                evaluation_manager=None,
+                evaluation_periodicity=1,
+            )
+        )
+        (trained,) = models_out.values().values()
+        assert np.isfinite(flat(process.get_model_weights(trained).trainable)).all()
+        assert list(metrics.values()) == [1, 2] and metrics.values()[2]["model_metrics"] == {}
 
 
 def with_batch_norm():
@@ -506,6 +595,15 @@ def test_a_loss_that_couples_examples_is_refused():
 
     with pytest.raises(PrivacyError):
         example_process(loss=Coupled())
+
+
+def test_what_a_plan_says_of_skellam_noise_is_what_is_built():
+    for clip, z, k in ((0.3, 1.5, 3), (4.0, 0.4, 40)):
+        process = build(build_distributed_dp_fed_avg, clip=clip, noise_multiplier=z, clients_per_round=k)
+        weights = FEATURES * 5 + 5 + 5 * CLASSES + CLASSES
+        (built,), planned = process.privacy, skellam_level(z, clip, k, weights)
+        for name in ("l1", "l2", "local_stddev"):
+            assert getattr(planned, name) == pytest.approx(getattr(built, name), rel=1e-5)
 
 
 # -- what ran is what is priced ---------------------------------------------------------------------------------------

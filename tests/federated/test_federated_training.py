@@ -33,7 +33,8 @@ from tfdpfl.federated import (
     train,
 )
 from tfdpfl.federated import data as fd
-from tfdpfl.federated.guarantees import ClientLevel, LocalLevel
+from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel
+from tfdpfl.federated.privacy import Participation
 
 DELTA = 1e-4
 
@@ -129,6 +130,169 @@ def test_levels_are_columns_of_their_own_and_what_is_not_promised_has_none():
 
 def test_without_noise_epsilon_is_infinite():
     assert run(Counting(ClientLevel(noise_multiplier=0.0)), poisson())["client_epsilon"] == [math.inf] * 5
+
+
+class Untrained(Counting):
+    """Nothing may reach it."""
+
+    def next(self, state, datasets):
+        raise AssertionError("this round must not train")
+
+
+def declared(draw, **participation):
+    draw.participation = Participation(**participation)
+    return draw
+
+
+def test_a_cohort_that_is_not_as_declared_is_refused_before_it_trains():
+    everyone = declared(lambda r: [*CLIENTS], sampling="poisson", population=10**6, clients_per_round=50)
+    with pytest.raises(PrivacyError, match=r"population of 1000000 clients, of which client_data knows 8"):
+        run(Untrained(GAUSSIAN), everyone, rounds_per_price=100, **quick)
+    many = {f"c{i}": None for i in range(50)}
+    begun = []
+    always = declared(lambda r: ["c1", "c2"], sampling="fixed_size", population=50, clients_per_round=2)
+    process = Counting(GAUSSIAN)
+    process.next = lambda state, datasets: begun.append(1) or Counting.next(process, state, datasets)
+    with pytest.raises(PrivacyError, match="does not happen"):
+        train(process, many, num_rounds=100, sampler=always, delta=DELTA, progress=False, **quick)
+    assert len(begun) < 8
+    twice = declared(lambda r: ["c1", "c1"] if r else [], sampling="none", population=8, clients_per_round=2)
+    with pytest.raises(PrivacyError, match="more than once"):
+        run(Counting(GAUSSIAN, die_in_round=1), twice, 100, **quick)
+
+
+def test_a_cohort_is_checked_after_a_restart_with_those_before_it(tmp_path):
+    fixed = dict(sampling="bounded", population=8, clients_per_round=1, max_participations=3)
+    run(Counting(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 3, checkpoint_dir=tmp_path, **quick)
+    with pytest.raises(PrivacyError, match="max_participations=3"):
+        run(Untrained(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 4, checkpoint_dir=tmp_path, **quick)
+
+
+# -- what clients' data really hold -----------------------------------------------------------------------------------
+
+
+EXAMPLES = ExampleLevel(noise_multiplier=1.0, sampling="poisson", batch_size=8, local_steps=5)
+
+
+def of_one(number=100):
+    return fd.from_partition((np.zeros([number, 4], np.float32), np.zeros(number, np.int32)), {"a": range(number)})
+
+
+def priced_alone(clients, **more):
+    sampler = BoundedParticipationSampler(["a"], 1, 10)
+    return train(
+        Counting(EXAMPLES), clients, num_rounds=2, sampler=sampler, delta=DELTA, progress=False, **quick, **more
+    )
+
+
+def test_examples_are_counted_as_they_come_and_not_as_they_were():
+    def truly(number):
+        return EXAMPLES._price(2, number, DELTA, "rdp").epsilon
+
+    assert priced_alone(of_one().batch(8)).epsilon["example"] == truly(100)
+    few = of_one().preprocess(lambda d: d.take(20).batch(8))
+    assert few.num_examples == {"a": 20}
+    assert priced_alone(few).epsilon["example"] == truly(20) > 1.5 * truly(100)
+    by_dict = {"a": of_one()["a"].take(30).batch(8)}
+    assert priced_alone(by_dict, num_examples={"a": 100}).epsilon["example"] == truly(30)
+    assert priced_alone(by_dict).epsilon["example"] == truly(30)
+    # Of what varies, the fewest count.
+    sizes = iter([40, 15])
+    varying = fd.ClientDatasets(lambda c: None, {"a": 100})
+    varying.__class__ = type("Varying", (fd.ClientDatasets,), {
+        "__getitem__": lambda self, c: of_one()["a"].take(next(sizes)).batch(8)
+    })  # fmt: skip
+    assert priced_alone(varying).epsilon["example"] == truly(15)
+
+
+@pytest.mark.parametrize(
+    "clients, words",
+    [
+        (lambda: of_one().batch(8, epochs=5), r"each example 5 times"),
+        (lambda: of_one().batch(8, epochs=5).preprocess(lambda d: d.take(12)), r"each example 5 times"),
+        (lambda: of_one().preprocess(lambda d: d.repeat(3).batch(8)), r"client 'a' is repeated"),
+        (lambda: {"a": of_one()["a"].take(20).repeat(5).shuffle(9).batch(8).prefetch(1)}, r"client 'a' is repeated"),
+        (lambda: {"a": of_one()["a"].batch(8).map(lambda x, y: (tf.tile(x, [2, 1]), tf.tile(y, [2])))}, "yields 200"),
+    ],
+)
+def test_examples_that_come_more_than_once_are_refused(clients, words):
+    sampler = BoundedParticipationSampler(["a"], 1, 10)
+    with pytest.raises(PrivacyError, match=words):
+        train(
+            Untrained(EXAMPLES), clients(), num_rounds=2, sampler=sampler, delta=DELTA, progress=False,
+            num_examples={"a": 100}, **quick,
+        )  # fmt: skip
+
+
+class Reading(Counting):
+    """Reads its clients' data, as a process does, and wants pairs of a float matrix and an int vector."""
+
+    def __init__(self, *privacy):
+        super().__init__(*privacy)
+        self.read = []
+
+    def next(self, state, datasets):
+        self.read.append([sum(len(y) for _, y in dataset) for dataset in datasets])
+        return super().next(state, datasets)
+
+
+def unreadable():
+    def rows():
+        yield np.zeros([8, 4], np.float32), np.zeros([8], np.int32)
+        raise OSError("the disk of b")
+
+    return tf.data.Dataset.from_generator(rows, output_signature=of_one().batch(8).element_spec)
+
+
+@pytest.mark.parametrize("promise", [GAUSSIAN, EXAMPLES])
+def test_a_client_whose_data_cannot_be_read_is_named_and_left_out_if_asked(promise):
+    data = {"a": of_one()["a"].batch(8), "b": unreadable(), "c": of_one(30)["a"].batch(8)}
+    more = dict(num_rounds=2, sampler=BoundedParticipationSampler([*data], 3, 9), delta=DELTA, progress=False, **quick)
+    with pytest.raises(ValueError, match=r"client 'b' cannot be read .*the disk of b.*bad_data='leave_out'"):
+        train(Reading(promise), data, **more)
+    process = Reading(promise)
+    history = train(process, data, **more, bad_data="leave_out")
+    assert [sorted(row) for row in process.read if len(row) == 2] == [[30, 100]] * 2
+    assert [list(row) for row in history.left_out] == [["b"]] * 2
+    assert all(sorted(cohort) == ["a", "b", "c"] for cohort in history.cohorts)
+    if promise is EXAMPLES:
+        assert history.epsilon["example"] == EXAMPLES._price(2, 30, DELTA, "rdp").epsilon
+
+
+def test_a_client_leaves_when_its_own_budget_is_spent_and_the_others_go_on(tmp_path):
+    data = {"a": of_one(100)["a"].batch(8), "b": of_one(50)["a"].batch(8), "c": of_one(50)["a"].batch(8)}
+    three = EXAMPLES._price(3, 50, DELTA, "rdp").epsilon
+    more = dict(sampler=BoundedParticipationSampler([*data], 3, 9), delta=DELTA, progress=False,
+                client_epsilon={"b": three, "a": 100.0}, checkpoint_dir=tmp_path, **quick)  # fmt: skip
+    train(Reading(EXAMPLES), data, num_rounds=4, **more)
+    process = Reading(EXAMPLES)
+    history = train(process, data, num_rounds=5, **more)
+    assert [sorted(cohort) for cohort in history.cohorts] == [["a", "b", "c"]] * 3 + [["a", "c"]] * 2
+    assert process.read == [[100, 50]] or process.read == [[50, 100]]
+    assert history.left_at == {"b": 4}  # in this call; in the one before, from round 3
+    guarantee, run_ = history.trainings["example"]
+    spent = {client: paid.epsilon for client, paid in guarantee.price_by_client(run_, DELTA, "rdp").items()}
+    assert spent["b"] == three < spent["c"] and spent["a"] < spent["c"]
+    with pytest.raises(PrivacyError, match="client_epsilon is given, but the process protects no examples"):
+        run(Counting(GAUSSIAN), poisson(), client_epsilon={"c1": 1.0})
+    with pytest.raises(ValueError, match=r"client_epsilon\['b'\]"):
+        train(Reading(EXAMPLES), data, num_rounds=5, **{**more, "client_epsilon": {"b": -1.0}})
+
+
+def test_noise_that_clients_add_is_priced_without_those_left_out():
+    skellam = DistributedLevel(l1=1e6, l2=1e5, local_stddev=1e5)
+    data = {"a": of_one()["a"].batch(8), "b": unreadable()}
+    sampler = BoundedParticipationSampler([*data], 2, 9)
+    history = train(
+        Reading(skellam), data, num_rounds=1, sampler=sampler, delta=DELTA, progress=False, bad_data="leave_out"
+    )
+    # The round that failed may have told the clients' sums, and is charged as well.
+    both, one = (["a", "b"], ()), (["a", "b"], ["b"])
+    rows = RoundsRun(
+        rounds=2, participation=Participation(sampling="none", population=2, clients_per_round=2),
+        cohorts=[both[0], one[0]], absent=[both[1], one[1]],
+    )  # fmt: skip
+    assert history.lost_rounds == 1 and history.epsilon["client"] == skellam.price(rows, DELTA).epsilon
 
 
 @pytest.mark.slow

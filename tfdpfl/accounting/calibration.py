@@ -117,6 +117,15 @@ def compute_noise_multiplier(
     pricer = _pricer(delta, accountant, run)
     epsilon = lambda sigma: pricer(with_sigma(sigma))  # noqa: E731
 
+    return smallest_noise_multiplier(epsilon, target)
+
+
+def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float) -> float:
+    """Returns the smallest σ, to 0.1 %, whose ε, which must fall as σ grows, is at most ``target``.
+
+    Raises:
+        PrivacyError: No noise multiplier between 2⁻¹⁰ and 2³⁰ is the smallest one that meets the target.
+    """
     low = high = 1.0
     while epsilon(high) > target:
         low, high = high, 2 * high
@@ -131,7 +140,7 @@ def compute_noise_multiplier(
                 f"target_epsilon={target:g} is met almost without noise, which protects nothing: lower it"
             )
 
-    sigma = _calibrate(pricer, with_sigma, target, low, high, _TOLERANCE * low)
+    sigma = _calibrate(epsilon, lambda sigma: sigma, target, low, high, _TOLERANCE * low)
     nudge = _TOLERANCE
     while epsilon(sigma) > target:
         sigma, nudge = min(high, sigma * (1 + nudge)), 2 * nudge
@@ -216,8 +225,8 @@ def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
 
 
 def _calibrate(
-    pricer: Callable[[Run], float],
-    run_of: Callable[[Any], Run],
+    pricer: Callable[[Any], float],
+    run_of: Callable[[Any], Any],
     target: float,
     low: float,
     high: float,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tfdpfl.accounting import _checks
+from tfdpfl.accounting import _checks, fixed_size
 from tfdpfl.accounting.run import ADJACENCIES
 from tfdpfl.errors import PrivacyError
 
@@ -172,17 +172,23 @@ def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str) -> float | None:
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
     leaves = [(_dominating(leaf), n) for leaf, n in leaves]
+    drawn = [_is_blanked_subset(leaf, adjacency) for leaf, _ in leaves]
     every_order = (*rdp.DEFAULT_RDP_ORDERS, *_MORE_ORDERS)
     for orders in (every_order, tuple(order for order in every_order if order == int(order))):
         for relation in _relations(adjacency):
-            if all(rdp.RdpAccountant(orders, relation).supports(leaf) for leaf, _ in leaves):
+            known = rdp.RdpAccountant(orders, relation)
+            if all(own or known.supports(leaf) for (leaf, _), own in zip(leaves, drawn, strict=True)):
                 break
         else:
             return None
         try:
             divergences = np.zeros(len(orders))
-            for leaf, n in leaves:
-                divergences = divergences + n * _cached(_divergences, leaf, orders, relation)
+            for (leaf, n), own in zip(leaves, drawn, strict=True):
+                divergence = _cached(_divergences, leaf.event if own else leaf, orders, relation)
+                if own:  # to be blanked is a case of being replaced, which moves the sum by twice as much
+                    replaced = _cached(_divergences, _halved(leaf), orders, *_relations("replace_one"))
+                    divergence = np.fmin(divergence, replaced)
+                divergences = divergences + n * divergence
         except _NUMERICAL:  # the series of a fractional order failed: integer orders are finite sums
             continue
         # A sampled step's divergence may be below what a float resolves, and there may be 10^12 steps.
@@ -213,6 +219,21 @@ def _dominating(leaf: "DpEvent") -> "DpEvent":
     else:
         return leaf
     return dp_event.PoissonSampledDpEvent(chance, step)
+
+
+def _is_blanked_subset(leaf: "DpEvent", adjacency: str) -> bool:
+    """Whether a Gaussian's sum is over a fresh subset of fixed size, in which one member's contribution is blanked."""
+    from dp_accounting import dp_event
+
+    drawn = isinstance(leaf, dp_event.SampledWithoutReplacementDpEvent)
+    return drawn and adjacency == "zero_out" and isinstance(leaf.event, dp_event.GaussianDpEvent)
+
+
+def _halved(leaf: "DpEvent") -> "DpEvent":
+    from dp_accounting import dp_event
+
+    half = dp_event.GaussianDpEvent(leaf.event.noise_multiplier / 2)
+    return dp_event.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, half)
 
 
 def _is_group(leaf: "DpEvent") -> bool:
@@ -278,14 +299,20 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
             return None
         others = [(leaf, n) for leaf, (_, n) in zip(doubled, others, strict=True)]
     relations = _relations(adjacency)
+    drawn = [_is_blanked_subset(leaf, adjacency) for leaf, _ in others]
     for relation in relations:
-        if all(pld.PLDAccountant(relation, interval).supports(leaf) for leaf, _ in others):
+        known = pld.PLDAccountant(relation, interval)
+        if all(own or known.supports(leaf) for (leaf, _), own in zip(others, drawn, strict=True)):
             break
     else:
         return None
     try:
         with _numerics():
-            steps = [_cached(_losses, leaf, interval, relation).self_compose(n) for leaf, n in others]
+            steps = [
+                (_cached(_subset_losses, leaf, interval) if own else _cached(_losses, leaf, interval, relation))
+                .self_compose(n)
+                for (leaf, n), own in zip(others, drawn, strict=True)
+            ]  # fmt: skip
             epsilon = float(functools.reduce(lambda a, b: a.compose(b), steps).get_epsilon_for_delta(delta))
     except _NUMERICAL:
         return None
@@ -319,6 +346,11 @@ def _losses(leaf: "DpEvent", interval: float, relation: Any) -> Any:
     from dp_accounting import pld
 
     return pld.PLDAccountant(relation, interval).compose(leaf)._pld
+
+
+@functools.lru_cache(maxsize=16)
+def _subset_losses(leaf: "DpEvent", interval: float) -> Any:
+    return fixed_size.losses(leaf, interval)
 
 
 def _cached(function: Any, leaf: "DpEvent", *how: Any) -> Any:

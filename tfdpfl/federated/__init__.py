@@ -18,6 +18,11 @@ _WHERE = {
     "evaluate_personalized": "personalization",
     **dict.fromkeys(["AdaptiveClip", "NoisedMetrics"], "clip"),
     **dict.fromkeys(["Guarantee", "Participation", "RoundsRun"], "privacy"),
+    **dict.fromkeys(
+        ["ClientLevel", "TreeLevel", "LocalLevel", "ExampleLevel", "DistributedLevel", "CohortCheck"], "guarantees"
+    ),
+    "NbAFLLevel": "nbafl",
+    **dict.fromkeys(["compute_noise_multiplier", "skellam_level", "total_price"], "calibration"),
     **dict.fromkeys(["local_runtime", "remote_runtime", "WorkerLost"], "runtime"),
     **dict.fromkeys(
         ["PoissonClientSampler", "FixedSizeClientSampler", "AvailabilityClientSampler", "BoundedParticipationSampler"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import math
@@ -97,9 +98,10 @@ def _compiled(computation: Any) -> Any:
 
 
 def context_on_one(factory: Any) -> Any:
-    """An execution context on one worker."""
+    """A context on one worker, on which `tff.program` scripts run, too."""
     sync = _private("core.impl.execution_contexts.sync_execution_context")
-    return sync.SyncExecutionContext(executor_fn=factory, compiler_fn=_compiled, **_transforms())
+    context = sync.SyncExecutionContext(executor_fn=factory, compiler_fn=_compiled, **_transforms())
+    return guarded(context, lambda invocation: invocation())
 
 
 def context_on_many(factories: Sequence[Any]) -> Any:
@@ -117,10 +119,13 @@ def context_on_many(factories: Sequence[Any]) -> Any:
 
 
 def guarded(context: Any, call: Callable[[Callable[[], Any]], Any]) -> Any:
-    """``context`` with every invocation run as ``call(invocation)``, which may turn its errors into better ones."""
-    base = _private("core.impl.context_stack.context_base")
+    """``context`` with every invocation run as ``call(invocation)``, which may turn its errors into better ones.
 
-    class Guarded(base.SyncContext):  # type: ignore[name-defined]
+    It is a `tff.program.FederatedContext` whose results are values and not references to values to come: `tff.program`
+    takes either, and scripts outside a program want values.
+    """
+
+    class Guarded(tff.program.FederatedContext):  # type: ignore[name-defined]
         def invoke(self, comp, arg):
             return call(lambda: context.invoke(comp, arg))
 
@@ -176,6 +181,17 @@ def loss_of(model: Any, batch: Any) -> Any:
         parts = zip(model._loss_weights, model._loss_fns, y, predictions, strict=True)
         losses = [weight * loss(y_true=a, y_pred=b) for weight, loss, a, b in parts]
     return tf.add_n([*losses, *keras_model.losses])
+
+
+def client_element(process: Any) -> Any:
+    """The structure of `tf.TensorSpec` of a batch that a process takes from each client; None where it does not say."""
+    types = _private("core.impl.types.type_conversions")
+    parameter: Any = getattr(getattr(process.next, "type_signature", None), "parameter", None)
+    try:
+        member = parameter[1].member
+        return types.type_to_tf_tensor_specs(member.element)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
 
 
 def compose(
@@ -237,6 +253,9 @@ def client_work_of(model_fn: Any, train: Callable[[Any, Any, Any], Any]) -> Any:
     def init_fn():
         return tff.federated_value((), tff.SERVER)
 
+    # Where TFF's programs look for metrics.
+    nothing = tff.tensorflow.computation(lambda: collections.OrderedDict(train=collections.OrderedDict()))
+
     @tff.federated_computation(
         init_fn.type_signature.result,
         tff.FederatedType(weights_type, tff.CLIENTS),
@@ -244,7 +263,7 @@ def client_work_of(model_fn: Any, train: Callable[[Any, Any, Any], Any]) -> Any:
     )
     def next_fn(state, weights, data):
         result = tff.federated_map(at_client, (weights, data))
-        return tff.templates.MeasuredProcessOutput(state, result, tff.federated_value((), tff.SERVER))
+        return tff.templates.MeasuredProcessOutput(state, result, tff.federated_eval(nothing, tff.SERVER))
 
     return templates.ClientWorkProcess(init_fn, next_fn)
 

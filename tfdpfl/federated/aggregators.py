@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.federated._tff import DistributedSkellam, dp_factory, tensor_specs, tff, tfp
-from tfdpfl.federated.clip import AdaptiveClip
+from tfdpfl.federated.clip import CONTRIBUTING, UPDATE_NORM, AdaptiveClip, NoisedMetrics
 
 _PHILOX = 1
 
@@ -279,45 +279,77 @@ def _divided_by(number: float) -> Callable[[Any], Any]:
 def nothing(metric_finalizers: Any, local_unfinalized_metrics_type: Any = None) -> Any:
     """A metrics aggregator that lets nothing out."""
 
+    empty = tff.tensorflow.computation(lambda: collections.OrderedDict())  # as TFF's programs want it
+
     @tff.federated_computation
     def aggregate(metrics):
-        return tff.federated_value((), tff.SERVER)
+        return tff.federated_eval(empty, tff.SERVER)
 
     return aggregate
 
 
-def noised_metrics(
-    noise_multiplier: float, bound_of: Callable[[str], float], clients_per_round: float
-) -> Callable[..., Any]:
-    """A metrics aggregator: noisy means over clients of each metric's value, clipped to [0, its bound]."""
+class NormMeasured(tff.aggregators.UnweightedAggregationFactory):
+    """``inner``, with a noisy mean of the norms of clients' updates, cut at a bound, among its measurements."""
+
+    def __init__(self, inner: Any, bound: float, stddev: float, clients_per_round: float):
+        self._inner, self._bound, self._clients_per_round = inner, bound, clients_per_round
+        self._stddev, self._secret = stddev, Secret()
+
+    def create(self, value_type):
+        inner = self._inner.create(value_type)
+
+        @tff.tensorflow.computation(value_type)
+        def share(update):
+            norm = clip_by_norm(update, self._bound)[1] / self._bound
+            return tf.where(tf.math.is_finite(norm), tf.minimum(norm, 1.0), 0.0)
+
+        @tff.tensorflow.computation(np.float32)
+        def at_server(total):
+            total += self._secret.gaussian_like(total, self._stddev)
+            return total / self._clients_per_round * self._bound
+
+        @tff.federated_computation(inner.initialize.type_signature.result, tff.FederatedType(value_type, tff.CLIENTS))
+        def next_fn(state, value):
+            output = inner.next(state, value)
+            norm = tff.federated_map(at_server, tff.federated_sum(tff.federated_map(share, value)))
+            measured = collections.OrderedDict(sum=output.measurements, update_norm=norm)
+            return tff.templates.MeasuredProcessOutput(output.state, output.result, tff.federated_zip(measured))
+
+        return tff.templates.AggregationProcess(inner.initialize, next_fn)
+
+
+def noised_metrics(metrics: NoisedMetrics, clients_per_round: float) -> Callable[..., Any]:
+    """A metrics aggregator: noisy means over clients of each metric that is asked for, clipped to [0, its bound]."""
     secret = Secret()
 
     def aggregator(metric_finalizers, local_unfinalized_metrics_type=None):
-        names: Sequence[str] = list(metric_finalizers)
+        bounds = metrics.bounds(list(metric_finalizers))
+        stddev = metrics.noise_multiplier * len(bounds) ** 0.5
+        bounds.pop(UPDATE_NORM, None)  # measured with the updates
+        if not bounds:
+            return nothing(metric_finalizers, local_unfinalized_metrics_type)
+        names: Sequence[str] = [name for name in bounds if name in metric_finalizers]
 
         @tff.tensorflow.computation
-        def at_client(metrics):
-            values = [tf.cast(metric_finalizers[name](metrics[name]), tf.float32) for name in names]
+        def at_client(measured):
+            values = [tf.cast(metric_finalizers[name](measured[name]), tf.float32) for name in names]
             finite = tf.reduce_all([tf.math.is_finite(value) for value in values])
             # TFF resets the metrics of a client whose update is not finite, and an empty client has none.
-            parts = tf.nest.flatten(metrics)
-            seen = tf.reduce_any([tf.reduce_any(tf.not_equal(part, tf.zeros([], part.dtype))) for part in parts])
-            fractions = [
-                tf.clip_by_value(value / bound_of(name), 0.0, 1.0) for name, value in zip(names, values, strict=True)
-            ]
+            raw = tf.nest.flatten(measured)
+            seen = tf.reduce_any([tf.reduce_any(tf.not_equal(part, tf.zeros([], part.dtype))) for part in raw])
             used = tf.cast(tf.logical_and(finite, seen), tf.float32)
-            return tf.where(used > 0, tf.stack([*fractions, used]), 0.0)
+            parts = {name: tf.clip_by_value(v / bounds[name], 0.0, 1.0) for name, v in zip(names, values, strict=True)}
+            parts[CONTRIBUTING] = used
+            return tf.where(used > 0, tf.stack([parts[name] for name in bounds]), 0.0)
 
-        size = len(names) + 1
+        size = len(bounds)
 
         @tff.tensorflow.computation(tff.TensorType(np.float32, [size]))
         def at_server(total):
             # Every coordinate is in [0, 1], so one client moves the sum by at most the root of their number.
-            total += secret.gaussian_like(total, noise_multiplier * size**0.5)
+            total += secret.gaussian_like(total, stddev)
             means = total / clients_per_round
-            bounds = [*(bound_of(name) for name in names), 1.0]
-            keys = [*names, "contributing"]
-            return collections.OrderedDict((key, means[i] * bounds[i]) for i, key in enumerate(keys))
+            return collections.OrderedDict((name, means[i] * bound) for i, (name, bound) in enumerate(bounds.items()))
 
         @tff.federated_computation
         def aggregate(metrics):

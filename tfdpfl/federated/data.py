@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -23,11 +24,14 @@ class ClientDatasets(Mapping):
 
     Attributes:
       client_ids: the clients, a list of strings.
-      num_examples: dict of int.
+      epochs: how often a data set holds each example, by `batch`.
 
     Raises:
       ValueError: there is no client, or one without examples.
     """
+
+    epochs = 1
+    _batched = False
 
     def __init__(self, make: Callable[[str], tf.data.Dataset], num_examples: Mapping[str, int]):
         if not num_examples:
@@ -40,11 +44,21 @@ class ClientDatasets(Mapping):
             )
         self._make = make
         self._made: dict[str, tf.data.Dataset] = {}
-        self.num_examples = dict(num_examples)
-        self.client_ids = list(self.num_examples)
+        self._num_examples: dict[str, int] | None = dict(num_examples)
+        self.client_ids = list(num_examples)
+        self._known = set(self.client_ids)
+
+    @property
+    def num_examples(self) -> dict[str, int]:
+        """How many examples each client holds; after `preprocess`, counted by one pass when first asked for, as rows of
+        batches where it is clear that they are, and else as elements."""
+        if self._num_examples is None:
+            rows = {client: _rows(self[client]) if self._batched else _size(client, self[client]) for client in self}
+            self._num_examples = {client: n // self.epochs for client, n in rows.items()}
+        return self._num_examples
 
     def __getitem__(self, client_id: str) -> tf.data.Dataset:
-        if client_id not in self.num_examples:
+        if client_id not in self._known:
             raise KeyError(f"no client {client_id!r} among {len(self)}")
         import tensorflow as tf
 
@@ -66,21 +80,38 @@ class ClientDatasets(Mapping):
         return self[self.client_ids[0]].element_spec
 
     def preprocess(self, function: Callable[[tf.data.Dataset], tf.data.Dataset]) -> ClientDatasets:
-        """Returns the clients with ``function`` applied to each one's data set; the numbers of examples stay."""
-        return ClientDatasets(lambda client: function(self[client]), self.num_examples)
+        """Returns the clients with ``function`` applied to each one's data set. Their examples are counted anew."""
+        made = self._derived(lambda client: function(self[client]))
+        made._num_examples = None
+        before, after = (_ranks(clients.element_spec) for clients in (self, made))
+        # What is not clearly a batch counts as one example: too few of them only raise a price.
+        deeper = [b - a if a is not None and b is not None else None for a, b in zip(before, after, strict=False)]
+        same = len(before) == len(after)
+        made._batched = same and all(step == (0 if self._batched else 1) for step in deeper)
+        return made
 
     def batch(self, batch_size: int, *, epochs: int = 1, shuffle: bool = True) -> ClientDatasets:
-        """Returns the clients with their examples in batches, shuffled anew in every pass, for so many passes."""
+        """Returns the clients with their examples in batches, shuffled anew in every pass, for so many passes.
+
+        Processes that protect examples make their own passes, and take only ``epochs=1``.
+        """
         batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch")
         epochs = _checks.whole("epochs", epochs, 1, "count a client's passes over its data in a round")
 
         def make(client: str) -> tf.data.Dataset:
             dataset = self[client]
             if shuffle:
-                dataset = dataset.shuffle(self.num_examples[client])
-            return dataset.repeat(epochs).batch(batch_size)
+                dataset = dataset.shuffle(max(1, self.num_examples[client]))
+            return (dataset.repeat(epochs) if epochs > 1 else dataset).batch(batch_size)
 
-        return ClientDatasets(make, self.num_examples)
+        made = self._derived(make)
+        made.epochs, made._batched = self.epochs * epochs, True
+        return made
+
+    def _derived(self, make: Callable[[str], tf.data.Dataset]) -> ClientDatasets:
+        made = ClientDatasets(make, dict.fromkeys(self.client_ids, 1))
+        made._num_examples, made.epochs, made._batched = self._num_examples, self.epochs, self._batched
+        return made
 
 
 def from_arrays(arrays: Any, client_ids: Any) -> ClientDatasets:
@@ -300,3 +331,67 @@ def _size(client: Any, dataset: tf.data.Dataset) -> int:
     if size == -1:  # infinite
         raise ValueError(f"the data set of client {client!r} is infinite: give it .take(n)")
     return size if size >= 0 else sum(1 for _ in dataset)
+
+
+def _rows(batches: Any) -> int:
+    import tensorflow as tf
+
+    return sum(int(tf.nest.flatten(batch)[0].shape[0]) for batch in batches)
+
+
+def _ranks(spec: Any) -> list[int | None]:
+    import tensorflow as tf
+
+    return [leaf.shape.rank for leaf in tf.nest.flatten(spec)]
+
+
+def once(client: str, dataset: Any, most: int | None = None) -> tuple[Any, int]:
+    """A client's batches as they are now, in memory, and the number of their examples.
+
+    What is counted is what is returned, whatever the data set would give at its next pass.
+
+    Args:
+      client: its name, for errors.
+      dataset: a `tf.data.Dataset` of batches, or an iterable of them.
+      most: how many examples the client is said to hold; None where nothing is said.
+
+    Raises:
+      PrivacyError: the data set repeats its examples, or yields more of them than the client holds: then one example
+        is in it more than once, and what protects each of a batch's rows protects no example.
+      ValueError: it is infinite.
+    """
+    import tensorflow as tf
+
+    own = "the process makes the passes over a client's data (local_steps, local_epochs)"
+    if repeats(dataset):
+        raise PrivacyError(
+            f"the data set of client {client!r} is repeated, so that it holds an example more than once: leave out "
+            f"repeat, or epochs, since {own}"
+        )
+    if not isinstance(dataset, tf.data.Dataset):
+        batches = list(dataset)
+        found, kept = _rows(batches), batches
+    else:
+        if int(dataset.cardinality()) == -1:
+            raise ValueError(f"the data set of client {client!r} is infinite: give it .take(n)")
+        batches = list(dataset)
+        sizes = [_rows([batch]) for batch in batches]
+        found, kept = sum(sizes), dataset
+        if batches and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]:
+            whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
+            static = all(leaf.shape[0] is not None for leaf in tf.nest.flatten(dataset.element_spec))
+            kept = tf.data.Dataset.from_tensor_slices(whole).batch(sizes[0], drop_remainder=static)
+    if most is not None and found > most:
+        raise PrivacyError(
+            f"the data set of client {client!r} yields {found} examples, but the client holds {most}: give each one "
+            f"once, since {own}; or correct num_examples"
+        )
+    return kept, found
+
+
+def repeats(dataset: Any) -> bool:
+    """Whether a `tf.data.Dataset` is made with ``repeat``, as far as it shows."""
+    if type(dataset).__name__ == "_RepeatDataset" and int(getattr(dataset, "_count", -1)) != 1:
+        return True
+    before = [dataset._dataset] if hasattr(dataset, "_dataset") else getattr(dataset, "_inputs", list)()
+    return any(repeats(one) for one in before)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,32 +40,30 @@ class ClientLevel:
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for the rounds that ran; infinite without noise.
 
-        Poisson and fixed-size cohorts are priced with their amplification, the latter as replacing a client, which
-        blanking one is a case of. Bounded participation and unknown sampling are priced without any.
+        Poisson and fixed-size cohorts are priced with their amplification, which for the latter is less (the proof is
+        in docs/federated.md). Bounded participation and unknown sampling are priced without any.
 
         Raises:
           PrivacyError: the cohorts are not what the sampler declared.
         """
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant."""
         from dp_accounting import dp_event
 
         most = participations(run)
         if most == 0:
-            return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NoOpDpEvent()
         z, p = self.noise_multiplier, run.participation
         if z == 0:
-            return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)
-        if p.sampling == "fixed_size" and p.clients_per_round < p.population:
-            halved: DpEvent = dp_event.GaussianDpEvent(z / 2)  # one clipped update becomes another: it moves by 2 C
-            halved = dp_event.SampledWithoutReplacementDpEvent(p.population, int(p.clients_per_round), halved)
-            sampled = price(dp_event.SelfComposedDpEvent(halved, run.rounds), delta, accountant, "replace_one")
-            plain = price(
-                dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), run.rounds), delta, accountant, self.adjacency
-            )
-            return min(sampled, plain, key=lambda found: found.epsilon)
+            return dp_event.NonPrivateDpEvent()
         event: DpEvent = dp_event.GaussianDpEvent(z)
         if p.sampling == "poisson" and p.clients_per_round < p.population:
             event = dp_event.PoissonSampledDpEvent(p.clients_per_round / p.population, event)
-        return price(dp_event.SelfComposedDpEvent(event, most), delta, accountant, self.adjacency)
+        elif p.sampling == "fixed_size" and p.clients_per_round < p.population:
+            event = dp_event.SampledWithoutReplacementDpEvent(p.population, int(p.clients_per_round), event)
+        return dp_event.SelfComposedDpEvent(event, most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,20 +86,23 @@ class TreeLevel:
         Raises:
           PrivacyError: the cohorts are not what the sampler declared.
         """
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant."""
         from dp_accounting import dp_event
 
         most = participations(run)
         if most == 0:
-            return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
-            return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NonPrivateDpEvent()
         p = run.participation
         separation = p.min_separation if p.sampling == "bounded" else 1
         squared = tree_sensitivity(run.rounds, most, separation, self.restart_every)
         # The nodes together are one Gaussian mechanism, for clients that adapt to what was released, too (Denisov et
         # al. 2022, arXiv:2202.08312).
-        event = dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(squared))
-        return price(event, delta, accountant, self.adjacency)
+        return dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(squared))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,13 +121,17 @@ class LocalLevel:
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for the client that took part most: its update replaced by any other, each time."""
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant."""
         from dp_accounting import dp_event
 
         most = participations(run, recorded=True)
         event: DpEvent = dp_event.NonPrivateDpEvent()
         if self.noise_multiplier > 0:
             event = dp_event.GaussianDpEvent(self.noise_multiplier / 2)
-        return price(dp_event.SelfComposedDpEvent(event, most), delta, accountant, self.adjacency)
+        return dp_event.SelfComposedDpEvent(event, most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,13 +156,14 @@ class ExampleLevel:
     adjacency: str = "zero_out"
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
-        """An upper bound on ε for the client whose examples it is worst for.
+        """An upper bound on ε for the client whose examples it is worst for; of a run without cohorts, as if a client
+        with the fewest examples that it names took part in all rounds that the declaration allows.
 
         Raises:
           PrivacyError: Poisson steps, and the run does not say how many examples each client of its cohorts holds.
         """
         if not run.cohorts:
-            return self._price(participations(run), None, delta, accountant)
+            return self._price(participations(run), min(run.num_examples.values(), default=None), delta, accountant)
         participations(run)
         prices = [self._price(*row, delta, accountant) for row in self._worst(set(self._rows(run).values()))]
         return max(prices, key=lambda found: found.epsilon)
@@ -192,12 +198,21 @@ class ExampleLevel:
         return found
 
     def _price(self, count: int, num_examples: int | None, delta: float, accountant: str) -> Price:
+        return price(self.event_of(count, num_examples), delta, accountant, self.adjacency)
+
+    def events_by_client(self, run: RoundsRun) -> dict[str, DpEvent]:
+        """What ran on each client that took part, for an accountant."""
+        participations(run)
+        return {client: self.event_of(*row) for client, row in self._rows(run).items()}
+
+    def event_of(self, count: int, num_examples: int | None) -> DpEvent:
+        """``count`` participations of a client that holds so many examples, for an accountant."""
         from dp_accounting import dp_event
 
         if count == 0 or num_examples == 0:
-            return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
-            return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)
+            return dp_event.NonPrivateDpEvent()
         event: DpEvent = dp_event.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson":
             if num_examples is None:
@@ -209,7 +224,7 @@ class ExampleLevel:
                 event = dp_event.PoissonSampledDpEvent(self.batch_size / num_examples, event)
         steps = self.local_steps if self.sampling == "poisson" else self.local_epochs
         assert steps is not None
-        return price(dp_event.SelfComposedDpEvent(event, count * steps), delta, accountant, self.adjacency)
+        return dp_event.SelfComposedDpEvent(event, count * steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,9 +257,9 @@ class DistributedLevel:
             raise PrivacyError(
                 "noise that clients add depends on how many there were: RoundsRun.cohorts must hold every round"
             )
-        if self.local_stddev == 0 and any(run.cohorts):
+        if self.local_stddev == 0 and any(run.sizes()):
             return Price(math.inf, "rdp")
-        rounds = [self._divergences(len(cohort)) for cohort in run.cohorts]
+        rounds = [self._divergences(size) for size in run.sizes()]
         if run.participation.sampling == "bounded":
             of_client: dict[str, np.ndarray] = {}
             for cohort, divergences in zip(run.cohorts, rounds, strict=True):
@@ -282,12 +297,14 @@ def participations(run: RoundsRun, recorded: bool = False) -> int:
       PrivacyError: the declaration makes no sense, or the cohorts do not keep to it.
     """
     p = run.participation
-    check_declaration(p)
     if run.rounds < 0 or (run.cohorts and len(run.cohorts) < run.rounds):
         raise PrivacyError(f"{run.rounds} rounds ran, but {len(run.cohorts)} cohorts are recorded: record them all")
-    counts = _check_cohorts(run)
+    check = CohortCheck(p)
+    for cohort in run.cohorts:
+        check.add(cohort, test=False)
+    check.test()
     if recorded and run.cohorts:
-        return max(counts.values(), default=0)
+        return max(check.counts.values(), default=0)
     if p.sampling != "bounded":
         return run.rounds
     most = -(-run.rounds // p.min_separation)
@@ -312,11 +329,34 @@ def check_declaration(p: Participation) -> None:
         )
 
 
-def _check_cohorts(run: RoundsRun) -> Counter[str]:
-    p = run.participation
-    last: dict[str, int] = {}
-    counts: Counter[str] = Counter()
-    for number, cohort in enumerate(run.cohorts):
+class CohortCheck:
+    """Holds cohorts, one after the other, against what their sampler declared.
+
+    Whatever randomness is claimed is tested as well: cohorts are refused that would come up once in 10^9 trainings,
+    over all their rounds, if they were drawn as declared. That is a client which is there too often, or cohorts that
+    share too many or too few clients with those before. Each is a bet whose stake does not grow in expectation if the
+    declaration is true, so that it reaches 10^9 times its size with probability 10^-9 at most (Ville's inequality).
+
+    Args:
+      participation: what the sampler declares.
+      counts: how many rounds each client was in so far.
+    """
+
+    def __init__(self, participation: Participation):
+        check_declaration(participation)
+        self.participation = participation
+        self.counts: Counter[str] = Counter()
+        self._last: dict[str, int] = {}
+        self._rounds = self._seen_again = self._chances = 0
+
+    def add(self, cohort: Sequence[str], test: bool = True) -> None:
+        """Takes the next round's clients; of one that is refused it keeps nothing. `test` is left to the caller if
+        ``test`` is false.
+
+        Raises:
+          PrivacyError: they are not as declared.
+        """
+        p, number = self.participation, self._rounds
         if len(set(cohort)) < len(cohort):
             twice = Counter(cohort).most_common(1)[0][0]
             raise PrivacyError(
@@ -327,22 +367,88 @@ def _check_cohorts(run: RoundsRun) -> Counter[str]:
             raise PrivacyError(
                 f"the cohort of round {number} has {len(cohort)} clients, the sampler declares {p.clients_per_round:g}"
             )
+        if p.sampling == "bounded":
+            self._check_limits(cohort)
+        chances, seen_again = len(self.counts), sum(client in self.counts for client in cohort)
+        self._chances += chances
+        self._seen_again += seen_again
+        self.counts.update(cohort)
+        self._rounds += 1
+        try:
+            if test:
+                self.test(cohort)
+        except PrivacyError:
+            self._chances -= chances
+            self._seen_again -= seen_again
+            self.counts.subtract(cohort)
+            self.counts = +self.counts
+            self._rounds -= 1
+            raise
+        self._last.update(dict.fromkeys(cohort, number))
+
+    def _check_limits(self, cohort: Sequence[str]) -> None:
+        p, number = self.participation, self._rounds
         for client in cohort:
-            counts[client] += 1
-            apart = number - last.get(client, -p.min_separation)
-            last[client] = number
-            if p.sampling == "bounded" and apart < p.min_separation:
+            apart = number - self._last.get(client, number - p.min_separation)
+            if apart < p.min_separation:
                 raise PrivacyError(
                     f"client {client!r} is in round {number}, {apart} after its last, but the sampler declares "
                     f"min_separation={p.min_separation}: it does not keep to it"
                 )
-    most = counts.most_common(1)
-    if p.sampling == "bounded" and most and p.max_participations is not None and most[0][1] > p.max_participations:
-        raise PrivacyError(
-            f"client {most[0][0]!r} was in {most[0][1]} rounds, but the sampler declares "
-            f"max_participations={p.max_participations}: it does not keep to it"
+            if p.max_participations is not None and self.counts[client] >= p.max_participations:
+                raise PrivacyError(
+                    f"client {client!r} was in {self.counts[client] + 1} rounds, but the sampler declares "
+                    f"max_participations={p.max_participations}: it does not keep to it"
+                )
+
+    def test(self, clients: Iterable[str] | None = None) -> None:
+        """Tests what is claimed of chance by all rounds so far, and of these clients, or of all.
+
+        Raises:
+          PrivacyError: it does not happen by chance.
+        """
+        p, rate = self.participation, self.participation.clients_per_round / self.participation.population
+        if p.sampling not in ("poisson", "fixed_size") or rate >= 1:
+            return
+        mend = (
+            "Draw every cohort anew as declared, as tfdpfl.federated.samplers do, or declare sampling='none', or "
+            "'bounded' with the limits that are kept"
         )
-    return counts
+        never = f"does not happen if {p.clients_per_round:g} of {p.population} clients are drawn by {p.sampling!r}"
+        if len(self.counts) > p.population:
+            raise PrivacyError(
+                f"{len(self.counts)} different clients were there in {self._rounds} rounds, but the sampler declares a "
+                f"population of {p.population}: count the clients that can be drawn"
+            )
+        there = self.counts if clients is None else clients
+        client, most = max(((c, self.counts[c]) for c in there), key=lambda row: row[1], default=("", 0))
+        if _odds(most, self._rounds, rate, more_only=True) > math.log(_NEVER * p.population):
+            raise PrivacyError(f"client {client!r} was in {most} of {self._rounds} rounds, which {never}. {mend}")
+        if _odds(self._seen_again, self._chances, rate) > math.log(_NEVER):
+            raise PrivacyError(
+                f"in {self._rounds} rounds clients that had been there before came {self._seen_again} times, where "
+                f"{self._chances * rate:.0f} are usual, which {never}. {mend}"
+            )
+
+
+_NEVER = 2e9  # two kinds of bet, each won once in 2 · 10^9 trainings
+
+
+def _odds(hits: int, chances: int, rate: float, more_only: bool = False) -> float:
+    """The logarithm of the winnings of a bet that ``hits`` of ``chances`` come at any other rate than ``rate``, or at
+    any higher one.
+
+    It is the mean likelihood ratio over those rates, a martingale for coins of ``rate``, and by Hoeffding 1963, theorem
+    4, no more than one where they are drawn without replacement.
+    """
+    from scipy.special import betainc, betaln, xlog1py, xlogy
+
+    a, b = hits + 1.0, chances - hits + 1.0
+    won = betaln(a, b) - xlogy(hits, rate) - xlog1py(chances - hits, -rate)
+    if more_only:
+        higher = 1 - betainc(a, b, rate)
+        won += (math.log(higher) if higher > 0 else -math.inf) - math.log1p(-rate)
+    return float(won)
 
 
 @functools.lru_cache(maxsize=256)

@@ -117,7 +117,7 @@ class NbAFLLevel:
         most = participations(run)
         if most == 0:
             return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
-        sizes = [max(1, len(cohort)) for cohort in run.cohorts] or [1] * run.rounds
+        sizes = [max(1, size) for size in run.sizes()] or [1] * run.rounds
         variances = Counter(sorted(size * self.sigma_u**2 + self._server_variance for size in sizes)[:most])
         if 0 in variances:
             return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)

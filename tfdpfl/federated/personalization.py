@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdpfl.accounting import _checks
 from tfdpfl.federated._tff import tff
 from tfdpfl.federated.models import CLIENT_RATES, optimizer, trainable_model_fn
-from tfdpfl.federated.training import _clients
+from tfdpfl.federated.training import clients_of
 
 
 def evaluate_personalized(
@@ -55,7 +55,7 @@ def evaluate_personalized(
     pairs = list(zip(_leaves(own), _leaves(weights), strict=False))
     if len(_leaves(own)) != len(_leaves(weights)) or any(a.shape != b.shape for a, b in pairs):
         raise ValueError("weights are not those of model_fn's model: give process.get_model_weights(state)")
-    trained_on, tested_on = _clients(client_data, None)[0], _clients(test_data, None, "test_data")[0]
+    trained_on, tested_on = clients_of(client_data)[0], clients_of(test_data, "test_data")[0]
 
     @tf.function
     def step(state, batch):

@@ -37,14 +37,21 @@ class RoundsRun:
     Attributes:
       rounds: rounds whose result was released.
       participation: what the sampler declared.
-      cohorts: the clients of each round, in order.
-      num_examples: examples that each client holds, where known.
+      cohorts: the clients of each round, in order, as they were drawn.
+      num_examples: examples that each client holds, where known; the fewest, where that varied.
+      absent: of each round's clients those from whom nothing came, in order; all came where it is shorter.
     """
 
     rounds: int
     participation: Participation
     cohorts: Sequence[Sequence[str]] = ()
     num_examples: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    absent: Sequence[Sequence[str]] = ()
+
+    def sizes(self) -> list[int]:
+        """How many clients each round had an update of."""
+        absent = [*map(len, self.absent)] + [0] * (len(self.cohorts) - len(self.absent))
+        return [len(cohort) - gone for cohort, gone in zip(self.cohorts, absent, strict=True)]
 
 
 class Guarantee(Protocol):

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import aggregators, runtime
 from tfdpfl.federated._tff import tff
-from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
+from tfdpfl.federated.clip import UPDATE_NORM, AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, LocalLevel, TreeLevel
 from tfdpfl.federated.models import CLIENT_RATES, SERVER_RATES, optimizer, reconstruction_model_fn, trainable_model_fn
 
@@ -71,7 +71,7 @@ def build_dp_fed_avg(
     """
     clip = AdaptiveClip() if clip is None else clip
     settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
-    aggregator = aggregators.clipped_mean(settings.clip, settings.noise_multiplier, settings.clients_per_round)
+    aggregator = settings.clipped_mean()
     process = _fed_avg(
         model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, metrics_fn,
         proximal_strength=proximal_strength, client_weighting=client_weighting, model_aggregator=model_aggregator,
@@ -101,7 +101,7 @@ def build_dp_fed_sgd(
     """
     clip = AdaptiveClip() if clip is None else clip
     settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
-    aggregator = aggregators.clipped_mean(settings.clip, settings.noise_multiplier, settings.clients_per_round)
+    aggregator = settings.clipped_mean()
     if isinstance(server_optimizer_fn, numbers.Real):
         server_optimizer_fn = tff.learning.optimizers.build_sgdm(float(server_optimizer_fn))
     runtime.ensure_default()
@@ -175,9 +175,7 @@ def build_dp_fed_recon(
         dataset_split_fn=dataset_split_fn,
         client_weighting=tff.learning.ClientWeighting.UNIFORM,
         model_distributor=model_distributor,
-        model_aggregator_factory=aggregators.clipped_mean(
-            settings.clip, settings.noise_multiplier, settings.clients_per_round
-        ),
+        model_aggregator_factory=settings.clipped_mean(),
         metrics_aggregator=settings.metrics_aggregator,
     )
     return promising(process, ClientLevel(noise_multiplier=settings.total))
@@ -354,13 +352,21 @@ class _Settings:
                 f"metrics must be NoisedMetrics(...) or None, got {metrics!r}: sums over clients without noise are not "
                 "private. Keras metrics go into metrics_fn"
             )
-        self.total = self.noise_multiplier
+        self.total, self._metrics = self.noise_multiplier, metrics
         self.metrics_aggregator = aggregators.nothing
         if metrics is not None:
             self.total = combined(self.noise_multiplier, metrics.noise_multiplier)
-            self.metrics_aggregator = aggregators.noised_metrics(
-                metrics.noise_multiplier, metrics.bound_of, self.clients_per_round
-            )
+            self.metrics_aggregator = aggregators.noised_metrics(metrics, self.clients_per_round)
+
+
+    def clipped_mean(self) -> Any:
+        made = aggregators.clipped_mean(self.clip, self.noise_multiplier, self.clients_per_round)
+        asked = self._metrics.bound if self._metrics is not None else {}
+        if isinstance(asked, Mapping) and UPDATE_NORM in asked:
+            # All metrics together have a sensitivity of the root of their number.
+            stddev = self._metrics.noise_multiplier * math.sqrt(len(asked))
+            made = aggregators.NormMeasured(made, float(asked[UPDATE_NORM]), stddev, self.clients_per_round)
+        return made
 
 
 def _fed_avg(

@@ -114,6 +114,10 @@ class PoissonClientSampler(_Sampler):
 class FixedSizeClientSampler(_Sampler):
     """A fresh uniformly random set of exactly ``clients_per_round`` clients in every round.
 
+    It costs more than `PoissonClientSampler`, which is to be preferred where cohorts may vary in size: for 50 of 1000
+    clients, noise 1.2 and 100 rounds ε is 7.8 and not 2.4 (δ = 1e-5). See "Cohorts of fixed size" in
+    docs/federated.md.
+
     Args:
       client_ids: as for `PoissonClientSampler`.
       clients_per_round: the cohort's size, at most the population's.

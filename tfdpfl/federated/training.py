@@ -21,12 +21,12 @@ import tensorflow as tf
 from tqdm.auto import tqdm
 
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta
+from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
-from tfdpfl.federated import runtime
-from tfdpfl.federated._tff import tff
-from tfdpfl.federated.guarantees import ClientLevel, TreeLevel
+from tfdpfl.federated import data, runtime
+from tfdpfl.federated._tff import client_element, tff
+from tfdpfl.federated.guarantees import ClientLevel, CohortCheck, ExampleLevel, TreeLevel
 from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
 
 _LEDGER = "ledger.jsonl"
@@ -46,9 +46,12 @@ class History(Mapping):
       adjacency: for each column of ε, the neighbouring relation that it is stated for.
       accountant: for each column of ε, the accountant that proved it.
       participation: what the sampler declared.
-      cohorts: the clients of each round. Secret under Poisson sampling, as is their number.
+      cohorts: the clients of each round, as they were drawn. Secret under Poisson sampling, as is their number.
+      left_out: of each round, the clients that it went on without, and why; as secret.
       lost_rounds: rounds that were begun and whose result was lost by a crash; see `train`.
       stopped_by: ``"target_epsilon"`` if the next round would have passed it, else None.
+      left_at: the clients whose own budget did not last, and the first round that each was left out of.
+      trainings: for each level, what was promised and what ran, for `tfdpfl.federated.total_price`.
       state: the process's last state. May hold the noise's seed: publish the model's weights, not this.
     """
 
@@ -59,8 +62,11 @@ class History(Mapping):
         self.accountant: dict[str, str] = {}
         self.participation = participation
         self.cohorts: list[list[str]] = []
+        self.left_out: list[dict[str, str]] = []
         self.lost_rounds = 0
         self.stopped_by: str | None = None
+        self.left_at: dict[str, int] = {}
+        self.trainings: dict[str, tuple[Guarantee, RoundsRun]] = {}
         self.state: Any = None
 
     def __getitem__(self, column: str) -> list[float]:
@@ -124,6 +130,7 @@ def train(
     sampler: Callable[[int], Sequence[Any]],
     delta: float | None,
     target_epsilon: float | None = None,
+    client_epsilon: Mapping[str, float] | None = None,
     eval_fn: Callable[[Any], Mapping[str, float]] | None = None,
     rounds_per_evaluation: int = 1,
     checkpoint_dir: str | os.PathLike | None = None,
@@ -131,6 +138,7 @@ def train(
     tensorboard_dir: str | os.PathLike | None = None,
     initial_state: Any = None,
     num_examples: Mapping[str, int] | None = None,
+    bad_data: str = "raise",
     accountant: str = "pld",
     rounds_per_price: int | None = None,
     progress: bool = True,
@@ -140,8 +148,10 @@ def train(
         history = train(process, clients, num_rounds=100, sampler=PoissonClientSampler(clients.client_ids, 0.05),
                         delta=1e-5, target_epsilon=3.0, eval_fn=evaluate, checkpoint_dir="run1")
 
-    What runs is priced by ``process.privacy`` and what ``sampler.participation`` declares. If a round would take any
-    level's ε over ``target_epsilon``, training ends before it.
+    What runs is priced by ``process.privacy`` and what ``sampler.participation`` declares. Each cohort is held against
+    that declaration before it trains (`tfdpfl.federated.guarantees.CohortCheck`). If a round would take any level's ε
+    over ``target_epsilon``, training ends before it. Where examples are protected, each client's are counted in every
+    round, as they come.
 
     With a ``checkpoint_dir`` a training that ended, by SIGKILL too, goes on where it was when `train` is called again
     with the same arguments. A round's clients are written to disk before it runs, and its state before anything of it
@@ -161,6 +171,9 @@ def train(
       delta: δ of every ε, below 1 over the number of clients (or examples) to mean anything; may be None where nothing
         is promised.
       target_epsilon: the ε that no level may pass, or None.
+      client_epsilon: budgets of clients' own, for their examples: for each client that has one, the ε of the example
+        level that it may not pass. From the round on that would take it over, it is left out, and the others go on;
+        ``History.left_at`` tells when.
       eval_fn: takes the model's weights (whose ``assign_weights_to`` takes a Keras model) and returns numbers by name.
         What it evaluates on is not protected.
         Make that model in the call: TFF builds processes in graphs, which makes earlier Keras models unusable.
@@ -169,25 +182,32 @@ def train(
       csv_file: the log as a file of comma-separated values, written anew.
       tensorboard_dir: a folder for TensorBoard.
       initial_state: what to start from, in place of ``process.initialize()``. What it cost is not counted.
-      num_examples: for each client, how many examples it holds, where ``client_data`` does not say.
+      num_examples: for each client, how many examples it holds, where ``client_data`` does not say: the most that it
+        may yield.
+      bad_data: what to do about a client whose data are not of the kind that the process takes, or cannot be read.
+        ``"raise"`` names it and ends the training, before the round where that can be seen; ``"leave_out"`` goes on
+        without it, as if it had sent zeros, and notes it in ``History.left_out``.
       accountant: "pld" or "rdp".
       rounds_per_price: rounds from one price to the next, as a price can take a second; the last round has one always.
         None for about 20 over the training.
       progress: whether to show a bar with loss, clip and ε.
 
     Raises:
-      ValueError: an argument is out of its range, a sampled client holds no data, or ``checkpoint_dir`` is in use.
-      PrivacyError: nothing can be priced as asked, not even one round fits the target, or ``checkpoint_dir`` is of a
-        training with another process or sampler.
+      ValueError: an argument is out of its range, a sampled client holds no data or bad ones, or ``checkpoint_dir`` is
+        in use.
+      PrivacyError: nothing can be priced as asked, not even one round fits the target, a cohort is not what the sampler
+        declares, a client's examples come more than once, or ``checkpoint_dir`` is of a training with another process
+        or sampler.
     """
     num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
     every = _checks.whole("rounds_per_evaluation", rounds_per_evaluation, 1, "count the rounds between evaluations")
     if rounds_per_price is None:
         rounds_per_price = max(1, num_rounds // 20)
     priced = _checks.whole("rounds_per_price", rounds_per_price, 1, "count the rounds between prices, or leave it out")
-    ledger = _Ledger(process, sampler, delta, target_epsilon, accountant)
-    dataset_of, ledger.num_examples = _clients(client_data, num_examples)
-    _check_known(map(str, getattr(sampler, "client_ids", ())), dataset_of)
+    ledger = _Ledger(process, sampler, delta, target_epsilon, client_epsilon, accountant)
+    clients = _Clients(client_data, num_examples, process, ledger.guarantees, bad_data)
+    ledger.check_population(len(clients.dataset_of))
+    clients.check_known(map(str, getattr(sampler, "client_ids", ())))
     history = History(ledger.delta, ledger.participation)
     history.adjacency = {f"{g.level}_epsilon": g.adjacency for g in ledger.guarantees}
     runtime.ensure_default()
@@ -213,45 +233,76 @@ def train(
         if history.rows:  # it may have died between its checkpoint and this
             release()
         while len(history.rows) < num_rounds:
-            cohort = ledger.next_cohort(len(history.rows))
-            _check_known(cohort, dataset_of)
-            if target_epsilon is not None and not ledger.fits(target_epsilon, len(history.rows), cohort):
+            round_ = ledger.next_round(len(history.rows))
+            clients.check_known(round_.cohort)
+            ledger.check(round_.cohort)
+            datasets = ledger.without_spent(round_, clients.of(round_))
+            if target_epsilon is not None and not ledger.fits(target_epsilon, len(history.rows), round_):
                 if not history.rows:
                     raise PrivacyError(
                         f"target_epsilon={target_epsilon:g} at delta={delta:g} leaves no room for one round, which "
-                        f"costs {_highest(ledger.prices(0, cohort)):.4g}: raise noise_multiplier, or the target"
+                        f"costs {_highest(ledger.prices(0, round_)):.4g}: raise noise_multiplier, or the target"
                     )
                 history.stopped_by = "target_epsilon"
                 break
             number = len(history.rows) + 1
             wanted = number % priced == 0 or number == num_rounds
-            prices = ledger.prices(len(history.rows), cohort) if wanted else {}
-            ledger.begin(len(history.rows), cohort)
-            result = process.next(history.state, [dataset_of[client]() for client in cohort])
+            prices = ledger.prices(len(history.rows), round_) if wanted else {}
+            ledger.begin(round_)
+            try:
+                result = process.next(history.state, datasets)
+            except runtime.WorkerLost:
+                raise
+            except Exception as error:
+                datasets = clients.without_unreadable(round_, datasets, error)
+                # Where clients add the noise, the round that failed is charged beside its repetition.
+                if target_epsilon is not None and not ledger.fits(target_epsilon, number - 1, round_):
+                    if not history.rows:
+                        raise
+                    history.stopped_by = "target_epsilon"
+                    break
+                ledger.begin(round_)
+                result = process.next(history.state, datasets)
+                prices = ledger.prices(number) if wanted else {}
             history.state = result.state
             # A plain process without clients reports zeros, which are no losses.
-            row = _scalars(result.metrics) if cohort or ledger.guarantees else {}
-            history.rows.append({**row, **{column: price.epsilon for column, price in prices.items()}})
+            row = _scalars(result.metrics) if datasets or ledger.guarantees else {}
+            history.rows.append({**row, **{column: paid.epsilon for column, paid in prices.items()}})
             if checkpoints:
                 checkpoints.save(history.state, history.rows)
             bar.update()
             release()
 
         prices = ledger.prices(len(history.rows))
-        history.accountant = {column: price.accountant for column, price in prices.items()}
+        history.accountant = {column: paid.accountant for column, paid in prices.items()}
         if history.stopped_by or not prices.keys() <= history.rows[-1].keys():
-            history.rows[-1].update({column: price.epsilon for column, price in prices.items()})
+            history.rows[-1].update({column: paid.epsilon for column, paid in prices.items()})
             release()
 
-    history.cohorts = ledger.completed(len(history.rows))
-    history.lost_rounds = len(ledger.begun) - len(history.cohorts)
+    completed = ledger.completed(len(history.rows))
+    history.left_at = ledger.left_at
+    history.trainings = ledger.runs(len(history.rows))
+    history.cohorts = [round_.cohort for round_ in completed]
+    history.left_out = [round_.absent for round_ in completed]
+    history.lost_rounds = len(ledger.begun) - len(completed)
     return history
+
+
+@dataclasses.dataclass
+class _Round:
+    """A round: its number, its clients as they were drawn, those left out and why, and how many examples each gave,
+    where that is counted."""
+
+    number: int
+    cohort: list[str]
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
+    examples: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class _Ledger:
     """Who was in which round, begun or completed, and what that costs."""
 
-    def __init__(self, process, sampler, delta, target_epsilon, accountant):
+    def __init__(self, process, sampler, delta, target_epsilon, client_epsilon, accountant):
         self.guarantees: tuple[Guarantee, ...] = tuple(getattr(process, "privacy", ()))
         self.sampler = sampler
         self.participation: Participation | None = getattr(sampler, "participation", None)
@@ -269,49 +320,117 @@ class _Ledger:
                     "target_epsilon is given, but the process promises no privacy: take one of tfdpfl.federated, or "
                     "leave the target out"
                 )
+        self.budgets = {str(c): _checks.real(f"client_epsilon[{c!r}]", e, "give the ε to stay within", above=0)
+                        for c, e in (client_epsilon or {}).items()}  # fmt: skip
+        if self.budgets and not any(isinstance(guarantee, ExampleLevel) for guarantee in self.guarantees):
+            raise PrivacyError(
+                "client_epsilon is given, but the process protects no examples, so that no client pays for itself: "
+                "take build_example_dp_fed_avg, or target_epsilon for all"
+            )
+        self.left_at: dict[str, int] = {}
         levels = [guarantee.level for guarantee in self.guarantees]
         if len(set(levels)) < len(levels):
             raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one")
-        self.num_examples: Mapping[str, int] = {}
-        self.begun: list[tuple[int, list[str]]] = []
+        self._check = CohortCheck(self.participation) if self.guarantees and self.participation else None
+        self.begun: list[_Round] = []
         self.write: Callable[[dict], None] = lambda line: None
 
-    def next_cohort(self, number: int) -> list[str]:
-        """The clients of a round; of one that was begun and lost, the same as then."""
-        lost = [cohort for begun, cohort in self.begun if begun == number]
-        return lost[-1] if lost else [str(client) for client in self.sampler(number)]
+    def check_population(self, known: int) -> None:
+        p = self.participation
+        if self.guarantees and p and p.sampling in ("poisson", "fixed_size") and p.population > known:
+            raise PrivacyError(
+                f"the sampler declares a population of {p.population} clients, of which client_data knows {known}: who "
+                "is not there is never drawn, and hides nobody. Declare those that can be drawn"
+            )
 
-    def begin(self, number: int, cohort: list[str]) -> None:
-        self.write({"round": number, "cohort": cohort})
-        self.begun.append((number, cohort))
+    def next_round(self, number: int) -> _Round:
+        """The next round; of one that was begun and lost, with the same clients as then."""
+        lost = [round_.cohort for round_ in self.begun if round_.number == number]
+        return _Round(number, lost[-1] if lost else [str(client) for client in self.sampler(number)])
 
-    def completed(self, rounds: int) -> list[list[str]]:
-        return [*dict(self.begun).values()][:rounds]
+    def begin(self, round_: _Round) -> None:
+        self.write({
+            "round": round_.number, "cohort": round_.cohort, "absent": round_.absent, "examples": round_.examples,
+        })  # fmt: skip
+        self.begun.append(dataclasses.replace(round_, absent=dict(round_.absent), examples=dict(round_.examples)))
 
-    def fits(self, target: float, rounds: int, cohort: list[str]) -> bool:
-        """Whether no level's ε passes the target with one more round. The quick accountant is asked first."""
+    def completed(self, rounds: int) -> list[_Round]:
+        return [*{round_.number: round_ for round_ in self.begun}.values()][:rounds]
+
+    def resume(self, begun: list[_Round], rounds: int) -> None:
+        """Takes what an earlier call began, of which so many rounds are complete."""
+        self.begun = begun
+        for round_ in self.completed(rounds):
+            self.check(round_.cohort, test=False)
+
+    def check(self, cohort: list[str], test: bool = True) -> None:
+        """Raises a `PrivacyError` where these are not the next clients of what the sampler declares."""
+        if self._check is not None:
+            self._check.add(cohort, test)
+
+    def without_spent(self, round_: _Round, datasets: list[Any]) -> list[Any]:
+        """The data sets of a round without those clients that have no budget left for it, who leave its cohort."""
+        if not self.budgets:
+            return datasets
+        guarantee, run = self.runs(round_.number, round_)["example"]
+        assert isinstance(guarantee, ExampleLevel)
+        events = guarantee.events_by_client(run)
+        there, kept = [client for client in round_.cohort if client not in round_.absent], []
+        for client, dataset in zip(there, datasets, strict=True):
+            if client in self.budgets and not self._affords(events[client], guarantee, self.budgets[client]):
+                self.left_at.setdefault(client, round_.number)
+                round_.cohort = [other for other in round_.cohort if other != client]
+                round_.examples.pop(client, None)
+            else:
+                kept.append(dataset)
+        return kept
+
+    def _affords(self, event: Any, guarantee: ExampleLevel, budget: float) -> bool:
+        assert self.delta is not None
         return any(
-            _highest(self.prices(rounds, cohort, accountant)) <= target
+            price(event, self.delta, accountant, guarantee.adjacency).epsilon <= budget
             for accountant in dict.fromkeys(["rdp", self.accountant])
         )
 
-    def prices(self, rounds: int, cohort: list[str] | None = None, accountant: str | None = None) -> dict[str, Price]:
-        """ε of each level after these rounds, and one more with ``cohort``, if given."""
+    def fits(self, target: float, rounds: int, next_: _Round) -> bool:
+        """Whether no level's ε passes the target with one more round. The quick accountant is asked first."""
+        return any(
+            _highest(self.prices(rounds, next_, accountant)) <= target
+            for accountant in dict.fromkeys(["rdp", self.accountant])
+        )
+
+    def prices(self, rounds: int, next_: _Round | None = None, accountant: str | None = None) -> dict[str, Price]:
+        """ε of each level after these rounds, and one more, if given."""
+        assert self.delta is not None or not self.guarantees
+        return {
+            f"{level}_epsilon": guarantee.price(run, self.delta, accountant or self.accountant)
+            for level, (guarantee, run) in self.runs(rounds, next_).items()
+        }
+
+    def runs(self, rounds: int, next_: _Round | None = None) -> dict[str, tuple[Guarantee, RoundsRun]]:
+        """What is promised of each level, and what ran."""
         found = {}
         for guarantee in self.guarantees:
-            assert self.participation is not None and self.delta is not None
-            cohorts, participation = self.completed(rounds), self.participation
+            assert self.participation is not None
+            rows, participation = self.completed(rounds), self.participation
             if not isinstance(guarantee, _NOISED_BY_SERVER) and len(self.begun) > rounds:
                 # Rounds that were sent twice keep to no limit of the sampler's.
-                cohorts = [cohort for _, cohort in self.begun]
+                rows = self.begun
                 participation = dataclasses.replace(
                     participation, sampling="none", max_participations=None, min_separation=1
                 )
-            cohorts = cohorts if cohort is None else [*cohorts, cohort]
+            rows = rows if next_ is None else [*rows, next_]
+            fewest: dict[str, int] = {}
+            for client, n in (item for row in rows for item in row.examples.items()):
+                fewest[client] = min(filter(None, (n, fewest.get(client))), default=0)
             run = RoundsRun(
-                rounds=len(cohorts), participation=participation, cohorts=cohorts, num_examples=self.num_examples
+                rounds=len(rows),
+                participation=participation,
+                cohorts=[row.cohort for row in rows],
+                absent=[[*row.absent] for row in rows],
+                num_examples=fewest,
             )
-            found[f"{guarantee.level}_epsilon"] = guarantee.price(run, self.delta, accountant or self.accountant)
+            found[guarantee.level] = guarantee, run
         return found
 
     def header(self) -> dict[str, Any]:
@@ -360,10 +479,11 @@ class _Checkpoints:
                         f"{self._folder} is of a training with another {name}, {lines[0].get(name)}, not {now}: its "
                         "rounds would be priced wrongly. Continue with the same, or take another folder"
                     )
-            self._ledger.begun = [(line["round"], line["cohort"]) for line in lines[1:]]
+            begun = [_Round(line["round"], line["cohort"], line["absent"], line["examples"]) for line in lines[1:]]
+            self._ledger.resume(begun, versions[-1] if versions else 0)
             if lines[0]["sampler"] is not None and hasattr(sampler, "set_state"):
                 sampler.set_state(lines[0]["sampler"])
-                sampler.remember(dict(self._ledger.begun))
+                sampler.remember({round_.number: round_.cohort for round_ in begun})
         if not versions:
             self.save(start, rows)
             return start
@@ -415,10 +535,78 @@ class _Logs:
             self._board.flush()
 
 
-def _clients(
-    client_data: Any, num_examples: Any, name: str = "client_data"
-) -> tuple[dict[str, Callable[[], Any]], Mapping[str, int]]:
-    """For each client, what makes its data set; and how many examples each holds, where that is known."""
+class _Clients:
+    """What makes each client's data set, and what a round takes of it."""
+
+    def __init__(self, client_data, num_examples, process, guarantees, bad_data):
+        self.dataset_of, self._held = clients_of(client_data)
+        if num_examples is not None:
+            self._held = {str(client): n for client, n in num_examples.items()}
+        self._leaves_out = _checks.choice("bad_data", bad_data, ("raise", "leave_out")) == "leave_out"
+        self._counted = any(isinstance(guarantee, ExampleLevel) for guarantee in guarantees)
+        if self._counted and getattr(client_data, "epochs", 1) > 1:
+            raise PrivacyError(
+                f"client_data holds each example {client_data.epochs} times, by batch(epochs={client_data.epochs}), "
+                "and the process makes passes of its own: take epochs=1, and local_steps or local_epochs for more"
+            )
+        self._wanted = client_element(process)
+
+    def check_known(self, cohort: Iterable[str]) -> None:
+        unknown = [client for client in cohort if client not in self.dataset_of]
+        if unknown:
+            raise ValueError(
+                f"sampler draws client {unknown[0]!r}, of which client_data has nothing: give both the same"
+            )
+
+    def of(self, round_: _Round) -> list[Any]:
+        """The data sets of a round's clients, less those that are left out. Notes in the round what it finds."""
+        found = []
+        for client in round_.cohort:
+            try:
+                dataset = self.dataset_of[client]()
+                fault = None if self._wanted is None else _fault(dataset, self._wanted)
+                if fault is None and self._counted:
+                    most = self._held.get(client)
+                    dataset, round_.examples[client] = data.once(client, dataset, most)
+            except PrivacyError:
+                raise
+            except Exception as error:  # whatever reads the data may raise
+                if not self._leaves_out:
+                    raise ValueError(_bad(client, f"cannot be read ({_first_line(error)})")) from error
+                fault = f"cannot be read ({_first_line(error)})"
+            if fault is None:
+                found.append(dataset)
+            elif self._leaves_out:
+                self._leave_out(round_, client, fault)
+            else:
+                raise ValueError(_bad(client, fault))
+        return found
+
+    def _leave_out(self, round_: _Round, client: str, fault: str) -> None:
+        round_.absent[client] = fault
+        if self._counted:
+            round_.examples[client] = 0
+
+    def without_unreadable(self, round_: _Round, datasets: list[Any], error: Exception) -> list[Any]:
+        """The data sets that can be read to their end, where a round failed; its error, if that is all of them."""
+        there, readable = [client for client in round_.cohort if client not in round_.absent], []
+        for client, dataset in zip(there, datasets, strict=True):
+            try:
+                for _ in dataset or ():
+                    pass
+                readable.append(dataset)
+            except Exception as unreadable:  # whatever it may be
+                fault = f"cannot be read ({_first_line(unreadable)})"
+                if not self._leaves_out:
+                    raise ValueError(_bad(client, fault)) from error
+                self._leave_out(round_, client, fault)
+        if len(readable) == len(datasets):
+            raise error
+        return readable
+
+
+def clients_of(client_data: Any, name: str = "client_data") -> tuple[dict[str, Callable[[], Any]], Mapping[str, int]]:
+    """For each client, what makes its data set; and how many examples each is known to hold."""
     if hasattr(client_data, "create_tf_dataset_for_client"):
         make, ids = client_data.create_tf_dataset_for_client, client_data.client_ids
     elif isinstance(client_data, Mapping):
@@ -428,18 +616,38 @@ def _clients(
             f"{name} must be ClientDatasets (tfdpfl.federated.data.from_arrays makes one), a dict of "
             f"tf.data.Dataset by client, or a tff ClientData, got {type(client_data).__name__}"
         )
-    known = num_examples if num_examples is not None else getattr(client_data, "num_examples", {})
-    return {str(c): functools.partial(make, c) for c in ids}, {str(c): n for c, n in known.items()}
+    known = client_data._num_examples or {} if isinstance(client_data, data.ClientDatasets) else {}
+    return {str(c): functools.partial(make, c) for c in ids}, known
+
+
+def _fault(dataset: Any, wanted: Any) -> str | None:
+    """What is wrong with the data set's batches for a process that wants these specs."""
+    given = getattr(dataset, "element_spec", None)
+    if given is None:
+        return None
+    want, have = tf.nest.flatten(wanted), tf.nest.flatten(given)
+    fits = len(want) == len(have) and all(
+        w.dtype == h.dtype and w.shape.is_compatible_with(h.shape)
+        for w, h in zip(want, have, strict=True)
+        if isinstance(w, tf.TensorSpec) and isinstance(h, tf.TensorSpec)
+    )
+    return None if fits else f"are batches of {_spec(given)}, where the process takes {_spec(wanted)}"
+
+
+def _spec(spec: Any) -> str:
+    return ", ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in tf.nest.flatten(spec))
+
+
+def _bad(client: str, fault: str) -> str:
+    return f"the data of client {client!r} {fault}: mend them, or go on without the client by bad_data='leave_out'"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _highest(prices: Mapping[str, Price]) -> float:
-    return max((price.epsilon for price in prices.values()), default=0.0)
-
-
-def _check_known(cohort: Iterable[str], dataset_of: Mapping[str, Any]) -> None:
-    unknown = [client for client in cohort if client not in dataset_of]
-    if unknown:
-        raise ValueError(f"sampler draws client {unknown[0]!r}, of which client_data has nothing: give both the same")
+    return max((paid.epsilon for paid in prices.values()), default=0.0)
 
 
 def _scalars(metrics: Any) -> dict[str, float]:
