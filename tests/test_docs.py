@@ -70,22 +70,56 @@ def test_every_page_is_in_the_table_of_contents():
     assert listed == pages
 
 
-def sentences(folder):
-    """All strings of the code, with … where a value stands."""
-    for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+def text(node, names=()):
+    """A string of the code, with … where a value stands; None if it is made elsewhere."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.IfExp):
+        return text(node.body, names)
+    if isinstance(node, ast.BinOp):
+        return text(node.left, names)
+    return dict(names).get(node.id) if isinstance(node, ast.Name) else None
+
+
+TREES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "tfdpfl").rglob("*.py")}
+NAMED = {
+    node.targets[0].id: text(node.value)
+    for tree in TREES.values()
+    for node in tree.body
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+}
+
+
+def refusals():
+    """The sentences of every PrivacyError that is raised, and the reasons why examples meet in an op."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            at = {"PrivacyError": 0, "mixed": 1, "Mixed": 2}.get(node.func.id)
+            said = None if at is None or len(node.args) <= at else text(node.args[at], NAMED)
+            if said:
+                yield f"{path.name}:{node.lineno}", said
+
+
+def rows_of_the_errors():
+    cells = re.findall(r"^\| ([^|]*) \|", (DOCS / "errors.md").read_text("utf-8"), re.M)
+    cells = [cell for cell in cells if cell not in ("sentence", "reason") and set(cell) != {"-"}]
+    rows = [row for cell in cells for row in cell.split(" · ")]
+    return [re.sub(r" \([a-z][^()]*\)$", "", row).replace("`…`", "…") for row in rows]
 
 
 def test_the_errors_that_are_explained_are_those_of_the_code():
-    rows = re.findall(r"^\| ([^|]*) \|", (DOCS / "errors.md").read_text("utf-8"), re.M)
-    rows = [row for row in rows if row != "sentence" and set(row) != {"-"}]
-    said = "\n".join(sentences(ROOT / "tfdpfl"))
-    unknown = [row for row in rows if re.sub(r" \([a-z][^()]*\)$", "", row).replace("`…`", "…") not in said]
-    assert len(rows) > 30 and unknown == []
+    rows, said = rows_of_the_errors(), "\n".join(filter(None, (text(n) for t in TREES.values() for n in ast.walk(t))))
+    assert len(rows) > 100 and [row for row in rows if row not in said] == []
+
+
+def test_every_refusal_of_the_code_is_explained():
+    rows, found = rows_of_the_errors(), list(refusals())
+    assert len(found) > 150
+    assert [(place, said) for place, said in found if not any(row in said for row in rows)] == []
 
 
 @pytest.mark.slow

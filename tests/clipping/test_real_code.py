@@ -282,3 +282,95 @@ def test_a_switch_by_a_number_is_chosen_in_python():
 
     refused(switched, X, match="Choose the branch in Python")
     agrees(lambda w, x: tf.reduce_mean(branches[1](x, w) ** 2), X)
+
+
+# -- mends in general ----------------------------------------------------------------------------------------------
+
+MASK = (RNG.random((5, 6)) < 0.7).astype("float32") + np.eye(5, 6, dtype="float32")
+
+
+def last_turn(w, x, until):
+    """y, made longer by the weights until it is long enough."""
+    turn = lambda i, y: (i + 1, tf.where(until(y), y, y + tf.tanh(x @ w)))
+    return tf.while_loop(lambda i, y: i < 3, turn, (0, x @ w), maximum_iterations=3)[1]
+
+
+MENDS = {
+    "Reduce over the other axes only": (
+        lambda w, x: tf.reduce_sum(tf.reduce_max(x @ w, 0)), lambda w, x: tf.reduce_sum(tf.reduce_max(x @ w, 1))),
+    "compute on the whole batch at once: tf.map_fn": (
+        lambda w, x: tf.reduce_mean(tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(w, row, transpose_a=True)), x)),
+        lambda w, x: tf.reduce_mean(tf.tanh(x @ w))),
+    "Leave out what the batch size goes into": (
+        lambda w, x: tf.reduce_mean(tf.tanh(x @ w * tf.cast(tf.shape(x)[0], tf.float32))),
+        lambda w, x: tf.reduce_mean(tf.tanh(x @ w))),
+    "Work along another axis": (
+        lambda w, x: tf.reduce_mean(tf.nn.softmax(x @ w, 0) ** 2),
+        lambda w, x: tf.reduce_mean(tf.nn.softmax(x @ w) ** 2)),
+    "Give every example the same values": (
+        lambda w, x: tf.reduce_mean(tf.tanh(x @ w) * tf.cast(tf.range(tf.shape(x)[0]), tf.float32)[:, None]),
+        lambda w, x: tf.reduce_mean(tf.tanh(x @ w) * tf.range(6.0))),
+    "Compare each example with what is public": (
+        lambda w, x: tf.reduce_mean(tf.tanh(tf.matmul(x @ w, x @ w, transpose_b=True))),
+        lambda w, x: tf.reduce_mean(tf.tanh(tf.matmul(x @ w, MASK, transpose_b=True)))),
+    "Write it with TensorFlow operations": (
+        lambda w, x: tf.reduce_mean(tf.ensure_shape(tf.numpy_function(np.tanh, [x @ w], tf.float32), [None, 6])),
+        lambda w, x: tf.reduce_mean(tf.tanh(x @ w))),
+    r"tf\.where\(condition, a, b\)": (
+        lambda w, x: tf.reduce_mean(tf.cond(tf.reduce_all(x > -9), lambda: tf.tanh(x @ w), lambda: x @ w)),
+        lambda w, x: tf.reduce_mean(tf.where(x[:, :1] > 0, tf.tanh(x @ w), x @ w))),
+    r"tf\.where\(done, y, y_of_the_next_turn\)": (
+        lambda w, x: tf.reduce_mean(tf.while_loop(lambda y: tf.reduce_all(y < 2), lambda y: (y + tf.tanh(x @ w),),
+                                                  (x @ w,))[0]),
+        lambda w, x: tf.reduce_mean(last_turn(w, x, lambda y: y > 2) ** 2)),
+    r"tf\.reduce_sum\(loss \* mask, 1\) / tf\.reduce_sum\(mask, 1\)": (
+        lambda w, x, m: tf.reduce_sum(tf.tanh(x @ w) * m) / tf.reduce_sum(m),
+        lambda w, x, m: tf.reduce_sum(tf.tanh(x @ w) * m, 1) / tf.reduce_sum(m, 1)),
+    r"Keep the batch axis: tf\.reshape\(x, \[-1, \.\.\.\]\)": (
+        lambda w, x: tf.reduce_mean(tf.reduce_max(tf.reshape(tf.transpose(x @ w), [-1, 2, 3]), 1) ** 2),
+        lambda w, x: tf.reduce_mean(tf.reduce_max(tf.reshape(x @ w, [-1, 2, 3]), 1) ** 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mend", "refuses", "trains"), [(k, *v) for k, v in MENDS.items()], ids=range(len(MENDS)))
+def test_a_mend_works_as_its_words_say(mend, refuses, trains):
+    batch = (X, MASK) if "mask" in mend else (X,)
+    refused(refuses, *batch, match=mend)
+    agrees(lambda *given: tf.reduce_mean(trains(*given)), *batch, rtol=2e-5)
+
+
+def test_frames_that_come_before_the_batch_are_transposed():
+    def loss(w, x, turned):
+        x = tf.transpose(x, [1, 0, 2]) if turned else x
+        return tf.reduce_mean(tf.tanh(tf.nn.conv1d(x, w[None], 1, "SAME")))
+
+    refused(lambda w, x: loss(w, x, True), FRAMES, match="Transpose its input, so that the examples come first")
+    agrees(lambda w, x: loss(w, x, False), FRAMES)
+
+
+def test_a_shape_of_unknown_rank_is_said():
+    w = tf.Variable(WEIGHTS)
+    for say, ok in ((lambda x: x, False), (lambda x: tf.ensure_shape(x, [None, 4]), True)):
+        step = tf.function(
+            lambda x, say=say: per_example_norms(tf.reduce_mean(tf.tanh(say(x) @ w)), [w]),
+            input_signature=[tf.TensorSpec(None)],
+        )
+        if ok:
+            assert step(X).shape == 5
+        else:
+            with pytest.raises(PrivacyError, match=r"tf\.ensure_shape\(x, \[None, \.\.\.\]\)"):
+                step(X)
+
+
+def test_words_are_split_in_the_data_set():
+    words, y = np.array([["a b"], ["b c"], ["c a"], ["b b"]], object), np.arange(4) % 2
+    layer = L.TextVectorization(vocabulary=["a", "b", "c"], output_sequence_length=2)
+    tail = [L.Embedding(5, 2), L.GlobalAveragePooling1D(), L.Dense(1, activation="sigmoid")]
+    data = tf.data.Dataset.from_tensor_slices((words, y)).batch(3)
+    model = K.Sequential([K.Input((1,), dtype="string"), layer, *tail])
+    model.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), "binary_crossentropy")
+    with pytest.raises(PrivacyError, match=r"dataset\.map\(lambda x, y: \(layer\(x\), y\)\)"):
+        model.fit(data, verbose=0)
+    model = K.Sequential([K.Input((2,), dtype="int64"), *tail])
+    model.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), "binary_crossentropy")
+    model.fit(data.map(lambda x, y: (layer(x), y)), verbose=0)

@@ -177,9 +177,8 @@ def _turns(analysis: BatchAxis, op: tf.Operation, states: list) -> list:
 
 
 def _chosen_by_examples(op: tf.Operation) -> PrivacyError:
-    how = "takes a private step as often as examples say" if op.type.endswith("While") else (
-        "takes a private step or leaves it out, and examples decide which")  # fmt: skip
-    return PrivacyError(f"{op.type} ({op.name!r}) {how}. Take the step on every batch, once.")
+    how = "as often as examples say" if op.type.endswith("While") else "or leaves it out, and examples decide which"
+    return PrivacyError(f"{op.type} ({op.name!r}) takes a private step {how}. Take the step on every batch, once.")
 
 
 def check_public(i: int, v: tf.Tensor, state) -> None:

@@ -13,7 +13,8 @@ OVERLAP = (
 )
 WEIGHTED = (
     "Use a reduction that divides by the batch size ('sum_over_batch_size') or none ('sum') in place of "
-    "'mean_with_sample_weight' or a weighted mean."
+    "'mean_with_sample_weight' or a weighted mean; in a loss of your own, divide each example's sum by its own: "
+    "tf.reduce_sum(loss * mask, 1) / tf.reduce_sum(mask, 1)."
 )
 _NORMALISED = (
     "Replace BatchNormalization by GroupNormalization or LayerNormalization (tfdpfl.clipping.fix(model).model does), "
@@ -60,6 +61,9 @@ _MENDS = {
     "scales weights by the batch size": _SIZED,
     "has a shape of unknown rank": "Say the shape before it: tf.ensure_shape(x, [None, ...]).",
     "does not have the batch as its first axis": "Transpose its input, so that the examples come first.",
+    "takes a branch by data": "Choose for each example by itself: tf.where(condition, a, b).",
+    "runs for as many turns as the data says": "Turn as often for all, and tf.where(done, y, y_of_the_next_turn).",
+    "moves examples across axes": "Keep the batch axis: tf.reshape(x, [-1, ...]) with all other lengths given.",
     "runs Python code, which cannot be followed": "Write it with TensorFlow operations, or do it in the data set.",
 }
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import callers
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.clipping import tapes
 from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
@@ -98,6 +99,7 @@ class DPOptimizer:
             )
         dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed)
         super().__init__(**kwargs)
+        tapes.watch()
         self._dp = dp
         self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
 
@@ -129,6 +131,21 @@ class DPOptimizer:
         for v in variables:
             stepped_on(v)[id(self._dp)] = self._dp
         return private
+
+    def _of_a_tape(self, gradients: list, variables: list, table) -> list[tf.Tensor | None] | None:
+        """The private gradients of the loss that a tape gave these gradients of, which are not used; None if they are
+        anything else."""
+        loss = tapes.loss_of(gradients, variables)
+        if loss is None:
+            return None
+        found = iter(self._update(loss, [v for g, v in zip(gradients, variables, strict=True) if g is not None], table))
+        return [None if g is None else next(found) for g in gradients]
+
+    @staticmethod
+    def _check_tape(tape, loss, variables: list) -> None:
+        """That a tape which is handed in would give the gradients of the whole loss."""
+        if isinstance(tape, tf.GradientTape) and tape._tape is not None:
+            tapes.check_seen(tapes.unseen(tape, [loss]), variables)
 
     def _model_that_trains(self) -> weakref.ref | None:
         for frame in callers():

@@ -23,7 +23,7 @@ class Keras2Adapter:
     """Comes before a Keras 2 optimizer in a DP optimizer's bases.
 
     ``minimize`` calls ``compute_gradients(loss, variables, tape)``, then ``apply_gradients``. The second accepts only
-    what follows from the first.
+    what follows from the first; or what a tape gave, of which it takes the loss alone.
     """
 
     def __init__(self, **kwargs):
@@ -63,17 +63,20 @@ class Keras2Adapter:
     @tf.autograph.experimental.do_not_convert
     def compute_gradients(self, loss, var_list, tape=None):
         if callable(loss):
-            with tape or tf.GradientTape() as tape:
-                loss = loss()
+            loss, tape = loss(), None
         variables = list(var_list() if callable(var_list) else var_list)
         self._check_graph(loss)
+        self._check_tape(tape, loss, variables)
         loss, scale = self._without_scale(loss)
         private = self._update(loss, variables, self._dp_ledger)
         if scale is not None:
             private = [g if g is None else g * tf.cast(scale, g.dtype) for g in private]
-        # By name: a tensor would keep its graph alive.
-        released = self._dp_released.setdefault(loss.graph, set())
-        released.update(g.name for g in private if g is not None)
+        return self._released(private, variables)
+
+    def _released(self, private, variables):
+        for g in private:  # by name: a tensor would keep its graph alive
+            if g is not None:
+                self._dp_released.setdefault(g.graph, set()).add(g.name)
         return list(zip(private, variables, strict=True))
 
     def _without_scale(self, loss):
@@ -90,9 +93,12 @@ class Keras2Adapter:
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
         grads_and_vars = list(grads_and_vars)
         public = {id(h) for v in [*(v for _, v in grads_and_vars), *self._variables] for h in handles_of(v)}
-        for g, _ in grads_and_vars:
-            if g is not None and not self._is_private(g, public):
+        if not all(g is None or self._is_private(g, public) for g, _ in grads_and_vars):
+            grads, variables = map(list, zip(*grads_and_vars, strict=True))
+            private = self._of_a_tape(grads, variables, self._dp_ledger)
+            if private is None:
                 raise PrivacyError(NO_LOSS)
+            grads_and_vars = self._released(private, variables)
         return super().apply_gradients(grads_and_vars, *args, **kwargs)
 
     def _is_private(self, g, public: set[int]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
@@ -14,10 +15,11 @@ class Keras3Adapter:
 
     The trainer calls ``scale_loss(loss)`` before it takes gradients and ``apply`` after, in the same graph. The loss
     is kept from the one to the other; what goes back is cut off from the weights, so that the trainer's own
-    gradients are None and cost nothing.
+    gradients are None and cost nothing. Without ``scale_loss`` a tape's gradients tell of which loss they are.
     """
 
     _pending: tf.Tensor | None = None
+    _handed: tf.Tensor | None = None  # to the trainer, in place of it
 
     def _add_state(self, name: str, value: np.ndarray):
         import keras
@@ -37,20 +39,25 @@ class Keras3Adapter:
                 "made from that. Add the losses up, and hand over their sum once."
             )
         self._pending = loss
-        return tf.stop_gradient(loss)
+        self._handed = tf.stop_gradient(loss)
+        return self._handed
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads, trainable_variables=None):
-        loss, self._pending = self._pending, None
-        if loss is None or loss.graph is not tf.compat.v1.get_default_graph():
-            raise PrivacyError(
-                NO_LOSS + " Under mixed_float16 give compile(..., auto_scale_loss=False): the loss of one example "
-                "needs no scaling."
-            )
+        (loss, handed), self._pending, self._handed = (self._pending, self._handed), None, None
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        variables = list(trainable_variables)
-        private = self._update(loss, variables, self._dp_ledger.value)
+        grads, variables = list(grads), list(trainable_variables)
+        if loss is not None and loss.graph is tf.compat.v1.get_default_graph():
+            tapes.check_asked(handed, variables)
+            private = self._update(loss, variables, self._dp_ledger.value)
+        else:
+            private = self._of_a_tape(grads, variables, self._dp_ledger.value)
+            if private is None:
+                raise PrivacyError(
+                    NO_LOSS + " Under mixed_float16 give compile(..., auto_scale_loss=False): the loss of one example "
+                    "needs no scaling."
+                )
         if self.loss_scale_factor is not None:  # the base class divides by it
             private = [g if g is None else g * self.loss_scale_factor for g in private]
         return super().apply(private, variables)
@@ -58,8 +65,8 @@ class Keras3Adapter:
     @tf.autograph.experimental.do_not_convert
     def minimize(self, loss, var_list, tape=None):
         """Takes one private step on ``loss``, inside a tf.function (as the optimizers of Keras 2 do)."""
-        del tape
         loss = loss() if callable(loss) else loss
         variables = list(var_list() if callable(var_list) else var_list)
+        self._check_tape(tape, loss, variables)
         self.scale_loss(loss)
         self.apply([None] * len(variables), variables)

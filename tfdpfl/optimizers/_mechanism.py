@@ -27,10 +27,12 @@ _GRAPHS: weakref.WeakKeyDictionary[Mechanism, weakref.WeakKeyDictionary[tf.Graph
     weakref.WeakKeyDictionary())  # fmt: skip
 
 NO_LOSS = (
-    "These gradients did not come through the clip, so they were not applied. In a train_step of your own, take the "
-    "step by self.optimizer.minimize(loss, self.trainable_variables, tape=tape), without tape.gradient; elsewhere by "
-    "optimizer.minimize(loss, variables) inside a tf.function; or use tfdpfl.clipping.clipped_gradients and add the "
-    "noise yourself."
+    "These gradients did not come through the clip, so they were not applied. Hand over what tape.gradient(loss, "
+    "variables) gave as it is, in the same tf.function: what was clipped, scaled or added to is refused (the optimizer "
+    "takes clipnorm, global_clipnorm and weight_decay, and the loss a factor). Or take the step by "
+    "optimizer.minimize(loss, variables, tape=tape), in a train_step self.optimizer.minimize(loss, "
+    "self.trainable_variables, tape=tape); each of several optimizers its own. Or use "
+    "tfdpfl.clipping.clipped_gradients and add the noise yourself."
 )
 
 

@@ -27,9 +27,12 @@ def call(view, op, states):
     return outputs
 
 
-@moves("If", "StatelessIf", any_rank=True)
+@moves("If", "StatelessIf", any_rank=True, mixed=True)
 def branch(view, op, states):
     chosen = states[0]
+    for state in states[1:]:
+        if isinstance(state, Mixed):
+            return state
     if not isinstance(chosen, Public | Size):
         return mixed(op, "takes a branch by data")
     if isinstance(chosen, Size) and not chosen.batch_free:
