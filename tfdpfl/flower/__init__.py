@@ -10,6 +10,12 @@ import importlib
 
 _WHERE = {
     **dict.fromkeys(["DifferentialPrivacyFixedClipping", "DifferentialPrivacyAdaptiveClipping"], "strategies"),
+    "NbAFLStrategy": "nbafl",
+    **dict.fromkeys(["nbafl_mod", "clip_and_noise_gradients"], "nbafl"),
+    "local_dp_mod": "local",
+    "example_dp": "examples",
+    "client_reports": "reports",
+    "LedgerAccountant": "accountant",
 }
 
 __all__ = [*_WHERE]

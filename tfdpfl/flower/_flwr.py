@@ -22,13 +22,14 @@ try:
         RecordDict,
     )
     from flwr.serverapp import Grid, strategy
+    from flwr.serverapp.strategy import Result, Strategy
+    from flwr.supercore import privacy_accounting as accounting
 except ImportError as error:
     raise ImportError(
         f'tfdpfl.flower needs Flower 1.41 or newer ({error}): pip install "tfdpfl[flower]" on Python 3.11 or newer; '
         'simulations need "flwr[simulation]", too'
     ) from error
 
-Strategy, Result = strategy.Strategy, strategy.Result
 log = logging.getLogger("flwr")  # where `flwr run` shows what is logged
 
 # They compare the clients' updates with each other, or sum trees. Beside a noisy mean they would compare nothing.

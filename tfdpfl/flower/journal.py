@@ -34,6 +34,7 @@ class Journal:
 
     def __init__(self, path: str | os.PathLike | None, header: Mapping[str, Any]):
         self.charged: list[list[str]] = []
+        self.replied: list[list[str]] = []  # those of each cohort whose update is in the sum
         self.evaluations = 0
         self.begun: list[str] | None = None  # a cohort whose round was not charged
         self._file: Any = None
@@ -57,10 +58,11 @@ class Journal:
         self._append({"begin": len(self.charged), "cohort": cohort})
         self.begun = cohort
 
-    def charge(self) -> None:
+    def charge(self, replied: list[str]) -> None:
         assert self.begun is not None
-        self._append({"charge": len(self.charged)})
+        self._append({"charge": len(self.charged), "replied": replied})
         self.charged.append(self.begun)
+        self.replied.append(replied)
         self.begun = None
 
     def charge_evaluation(self) -> None:
@@ -73,7 +75,8 @@ class Journal:
             return
         new = self._model.with_suffix(".new")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **{f"array/{name}": v for name, v in arrays.items()})
+            named: dict[str, Any] = {f"array/{name}": value for name, value in arrays.items()}
+            np.savez(file, about=np.array(json.dumps(about)), **named)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self._model)
@@ -123,6 +126,7 @@ class Journal:
                 self.begun = line["cohort"]
             elif "charge" in line and self.begun is not None:
                 self.charged.append(self.begun)
+                self.replied.append(line["replied"])
                 self.begun = None
             elif "evaluation" in line:
                 self.evaluations += 1

@@ -55,8 +55,10 @@ class _Round:
     seen: set[int] = dataclasses.field(default_factory=set)
 
 
-class _DifferentialPrivacy(Strategy):
-    """What both wrappers are: all but who moves the clip."""
+class DifferentialPrivacy(Strategy):
+    """What the wrappers share: whom they ask, what counts of an answer, noise, ledger. Use one of those below."""
+
+    _limit = "target_epsilon"  # what ends a training
 
     def __init__(
         self,
@@ -76,13 +78,14 @@ class _DifferentialPrivacy(Strategy):
         evaluate_metrics: NoisedMetrics | str | None = None,
         accountant: str = "pld",
         seed: int | None = None,
+        privacy: tuple[Any, ...] | None = None,
     ):
         if not isinstance(strategy, Strategy):
             raise ValueError(
                 f"strategy must be one of flwr.serverapp.strategy, got {strategy!r}: strategies of flwr.server are "
                 "older and have no messages"
             )
-        if isinstance(strategy, (*COMPARE, _DifferentialPrivacy)):
+        if isinstance(strategy, (*COMPARE, DifferentialPrivacy)):
             raise ValueError(
                 f"strategy={type(strategy).__name__} needs the replies of single clients, of which nobody may see more "
                 "than a noisy mean: give FedAvg, FedAvgM, FedProx, FedAdam, FedAdagrad or FedYogi"
@@ -102,7 +105,8 @@ class _DifferentialPrivacy(Strategy):
         self._clip, self.current_clip = clip, clip.initial if isinstance(clip, AdaptiveClip) else float(clip)
         self._noise_multiplier = z
         of_metrics = [self._train_metrics.noise_multiplier] if self._train_metrics else []
-        self.privacy = (ClientLevel(noise_multiplier=combined(z, *of_metrics) if of_metrics else z),)
+        own = ClientLevel(noise_multiplier=combined(z, *of_metrics) if of_metrics else z)
+        self.privacy: tuple[Any, ...] = (own,) if privacy is None else privacy
         if isinstance(clip, AdaptiveClip) and self._cohorts.denominator is not None:
             clip.split(z, self._cohorts.denominator)  # refuses a count that costs too much before anything runs
         self._seed = seed
@@ -242,9 +246,9 @@ class _DifferentialPrivacy(Strategy):
                 f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for one round, which "
                 f"costs {one:.4g}: raise noise_multiplier, or the target"
             )
-        self.stopped_by = "target_epsilon" if rounds < wanted else None
+        self.stopped_by = self._limit if rounds < wanted else None
         if self.stopped_by:
-            log.info("target_epsilon=%g ends the training after round %d", self.target_epsilon, self._done + rounds)
+            log.info("%s ends the training after round %d", self.stopped_by, self._done + rounds)
         done = self._done
         shifted = None if evaluate_fn is None else lambda number, arrays: evaluate_fn(done + number, arrays)
         result = super().start(
@@ -328,8 +332,8 @@ class _DifferentialPrivacy(Strategy):
             raise PrivacyError(str(error)) from None
         self._cohorts.know(grid, len(messages))
         if not self._fits(self.rounds_charged + 1):
-            log.info("The next round would pass target_epsilon=%g: no messages are sent", self.target_epsilon)
-            self.stopped_by = "target_epsilon"
+            log.info("The next round would pass %s: no messages are sent", self._limit)
+            self.stopped_by = self._limit
             return []
         messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun)
         opened = _opened(base, messages, server_round)
@@ -353,31 +357,31 @@ class _DifferentialPrivacy(Strategy):
         clients = self._cohorts.denominator
         assert clients is not None
         total, clip = ClippedSum(opened.base, self.current_clip), self.current_clip
+        of_updates, of_count = self._stddevs(clip, clients)
         names = _names(self._train_metrics)
-        count, metrics, replied = 0.0, np.zeros(len(names) + 1 if names else 0), 0
+        count, metrics = 0.0, np.zeros(len(names) + 1 if names else 0)
+        replied: list[str] = []
         for node, reply in self._valid(opened, replies):
             try:
                 norm = total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
             except Exception as error:  # whatever a client sends, the round goes on without it
                 log.warning("Node %d counts as if it had not changed the model: %s", node, error)
                 norm = math.inf
-            replied += math.isfinite(norm)
+            if math.isfinite(norm):
+                replied.append(str(node))
             count += 0.5 if norm <= clip else -0.5
             if names and math.isfinite(norm):
                 metrics += self._fractions(node, reply, names, self._train_metrics)
             self._keep_report(node, reply)
-        log.info("aggregate_train: %d of %d clients' updates are in the sum", replied, len(opened.groups))
+        log.info("aggregate_train: %d of %d clients' updates are in the sum", len(replied), len(opened.groups))
 
-        of_updates, of_count = self._noise_multiplier, 0.0
-        if isinstance(self._clip, AdaptiveClip):
-            of_updates, of_count = self._clip.split(self._noise_multiplier, clients)
         shapes = [*(part.shape for part in total.total.values()), (), metrics.shape]
-        normals = self._normals(shapes) if self._noise_multiplier or names else [np.zeros(shape) for shape in shapes]
+        normals = self._normals(shapes) if of_updates or of_count or names else [np.zeros(shape) for shape in shapes]
         noisy = {}
         for (name, part), normal in zip(total.total.items(), normals, strict=False):
             w = opened.base[name]
             with np.errstate(over="ignore"):
-                part += normal * (of_updates * clip)
+                part += normal * of_updates
                 noisy[name] = (w + part / clients).astype(w.dtype)
         count += float(normals[-2]) * of_count
         if names:
@@ -385,7 +389,7 @@ class _DifferentialPrivacy(Strategy):
             metrics += normals[-1] * (self._train_metrics.noise_multiplier * math.sqrt(len(metrics)))
 
         try:
-            self._journal.charge()
+            self._journal.charge(replied)
         except OSError as error:
             log.error("Round %d is not released: the ledger cannot be written (%s)", server_round, error)
             return None, None
@@ -443,7 +447,7 @@ class _DifferentialPrivacy(Strategy):
         except OSError as error:
             log.error("The evaluation is not released: the ledger cannot be written (%s)", error)
             return None
-        return MetricRecord(_means(total / len(opened.groups), names, self._evaluate_metrics))
+        return MetricRecord(dict(_means(total / len(opened.groups), names, self._evaluate_metrics)))
 
     # One client's reply.
 
@@ -479,6 +483,13 @@ class _DifferentialPrivacy(Strategy):
             return np.zeros(len(names) + 1)
         return np.array([*found, 1.0])
 
+    def _stddevs(self, clip: float, clients: float) -> tuple[float, float]:
+        """Of the noise on the sum of updates, and of that on the count of those within the clip."""
+        if isinstance(self._clip, AdaptiveClip):
+            of_updates, of_count = self._clip.split(self._noise_multiplier, clients)
+            return of_updates * clip, of_count
+        return self._noise_multiplier * clip, 0.0
+
     def _keep_report(self, node: int, reply: Message) -> None:
         from tfdpfl.flower.reports import report_in
 
@@ -502,7 +513,15 @@ class _DifferentialPrivacy(Strategy):
 class _Cohorts:
     """Who is asked in a round, and what that allows to be claimed."""
 
-    def __init__(self, clients_per_round, sampling_rate, population, max_participations, min_separation, seed):
+    def __init__(
+        self,
+        clients_per_round: int | None,
+        sampling_rate: float | None,
+        population: int | None = None,
+        max_participations: int | None = None,
+        min_separation: int = 1,
+        seed: int | None = None,
+    ):
         if (clients_per_round is None) == (sampling_rate is None):
             raise ValueError(
                 f"give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
@@ -592,7 +611,7 @@ class _Cohorts:
         return [int(client) for client in sampler(len(charged))]
 
 
-class DifferentialPrivacyFixedClipping(_DifferentialPrivacy):
+class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
     """Client-level differential privacy with a clip that stays, around any strategy.
 
         strategy = DifferentialPrivacyFixedClipping(
@@ -655,7 +674,7 @@ class DifferentialPrivacyFixedClipping(_DifferentialPrivacy):
         super().__init__(strategy, noise_multiplier=noise_multiplier, clip=clip, delta=delta, **others)
 
 
-class DifferentialPrivacyAdaptiveClipping(_DifferentialPrivacy):
+class DifferentialPrivacyAdaptiveClipping(DifferentialPrivacy):
     """`DifferentialPrivacyFixedClipping` whose clip follows a quantile of the updates' norms.
 
     The clip moves after a round's noise was drawn for it, by a count of unclipped clients that has noise as well. Both
