@@ -239,7 +239,7 @@ def test_one_client_moves_the_adaptive_count_by_a_half():
 
 
 def test_poisson_cohorts_are_drawn_by_the_strategy_and_empty_ones_are_released():
-    strategy = fixed(flower.FedAvg(min_available_nodes=20), noise_multiplier=2.0, sampling_rate=0.05)
+    strategy = fixed(flower.FedAvg(min_available_nodes=20), noise_multiplier=2.0, sampling_rate=0.05, accountant="rdp")
     result, grid = one_round(strategy, moved(updates), rounds=60, clients=20)
     sizes = [len(nodes) for nodes in grid.sent[::2]]
     assert len(sizes) == 60 and 0 in sizes and len(set(sizes)) > 1
