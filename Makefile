@@ -9,7 +9,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Where this is set, each of the tests' processes compiles TensorFlow's Python anew: 12 s of CPU time instead of 4.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast lint docs bench lock clean
+.PHONY: demo test test-fast lint docs bench hospitals lock clean
 
 demo: .venv/keras3.installed
 	$(KERAS3) -m tfdpfl demo $(ARGS)
@@ -32,6 +32,10 @@ lint: .venv/keras3.installed
 # The pages and the API reference, under docs/_build/html.
 docs: .venv/docs.installed
 	.venv/docs/bin/python -m sphinx -q -W -b html docs docs/_build/html
+
+# A SuperLink and three SuperNodes on this machine, with TLS and keys, train one model; nothing is left behind.
+hospitals: .venv/keras3.installed
+	$(KERAS3) examples/flower_hospitals/cluster.py $(ARGS)
 
 # The peers have environments of their own (PyTorch's wheel is large). A subset: ARGS="--models mlp --batches 256".
 bench: .venv/keras3.installed .venv/tff.installed .venv/opacus.installed .venv/jax.installed

@@ -1,0 +1,50 @@
+"""What runs between the hospitals: federated averaging of what they send, and the table at the end."""
+
+from __future__ import annotations
+
+import time
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from hospitals.data import HOSPITALS
+from hospitals.model import TARGET_EPSILON, make_model
+from tfdpfl.flower import client_reports
+
+app = ServerApp()
+
+
+class Averaging(FedAvg):
+    """FedAvg that keeps what each hospital says of its patients' privacy."""
+
+    def __init__(self, clients: int):
+        super().__init__(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
+        self.reports: dict[int, dict] = {}
+
+    def aggregate_train(self, server_round, replies):
+        replies = list(replies)
+        self.reports |= client_reports(replies)
+        return super().aggregate_train(server_round, replies)
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    strategy = Averaging(len(HOSPITALS))
+    start = ArrayRecord(make_model().get_weights())
+    result = strategy.start(grid, start, num_rounds=int(context.run_config["num-rounds"]), timeout=300)
+    content = RecordDict({"arrays": result.arrays or start, "config": ConfigRecord()})
+    questions = [Message(content, node, MessageType.EVALUATE) for node in grid.get_node_ids()]
+    answers = [reply for reply in grid.send_and_receive(questions, timeout=300) if not reply.has_error()]
+    rows = {reply.metadata.src_node_id: reply.content["metrics"] for reply in answers}
+    lines = [f"{'':<22}{'patients':>9}{'steps':>7}{'epsilon':>9}{'left':>7}{'accuracy':>10}{'attack AUC':>12}"]
+    for node, row in sorted(rows.items(), key=lambda item: item[1]["partition-id"]):
+        report = strategy.reports.get(node, {"epsilon": 0.0, "steps": 0})
+        name, beds = [*HOSPITALS.items()][int(row["partition-id"])]
+        spent = report["epsilon"]
+        lines.append(
+            f"{name:<22}{beds:>9}{report['steps']:>7}{spent:>9.3f}{max(0, TARGET_EPSILON - spent):>7.3f}"
+            f"{row['accuracy']:>10.1%}{row['membership-auc']:>12.3f}"
+        )
+    print("\n".join(["", *lines, f"{len(rows)} of {len(HOSPITALS)} hospitals answered"]), flush=True)
+    time.sleep(1)  # so that the table is in the log before the run ends

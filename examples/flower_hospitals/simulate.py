@@ -1,0 +1,17 @@
+"""The app on one machine, simulated by Ray: python examples/flower_hospitals/simulate.py"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+from flwr.simulation import run_simulation
+from hospitals.client import app as client
+from hospitals.data import HOSPITALS
+from hospitals.server import app as server
+
+if __name__ == "__main__":
+    run_simulation(server, client, num_supernodes=len(HOSPITALS))

@@ -1,0 +1,351 @@
+"""What Flower's own DP gets wrong, each shown right here; and what its tests ask, asked of ours.
+
+Facts on Flower are those of release 1.41: its wrappers (`serverapp.strategy.dp_*`), mods (`clientapp.mod`) and helpers.
+"""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+from dp_accounting import dp_event
+from flower_fakes import FakeGrid, arrays_in, flat, model, moved, reply
+from flower_oracle import UPDATES, expected_of
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import mod as their_mods
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.exception import PrivacyBudgetExhausted
+
+import tfdpfl
+from tfdpfl import AdaptiveClip, PrivacyLedger
+from tfdpfl.flower import (
+    DifferentialPrivacyAdaptiveClipping,
+    DifferentialPrivacyFixedClipping,
+    LedgerAccountant,
+    local_dp_mod,
+)
+from tfdpfl.flower.updates import ClippedSum
+
+E1 = np.eye(10)[0]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+
+
+def fixed(inner=None, **arguments):
+    given = dict(noise_multiplier=0.0, clip=1.0, delta=1e-5, clients_per_round=4)
+    return DifferentialPrivacyFixedClipping(inner or flower.FedAvg(), **{**given, **arguments})
+
+
+def run(strategy, answer, rounds=1, clients=4, **start):
+    return strategy.start(FakeGrid(clients, answer), model(), num_rounds=rounds, **start)
+
+
+def epsilon_of(*events):
+    return tfdpfl.accounting.price(dp_event.ComposedDpEvent(list(events)), 1e-5, "pld", "zero_out").epsilon
+
+
+# The faults.
+
+
+def test_the_adaptive_rule_is_fed_the_fraction_within_the_clip():
+    """Flower feeds the fraction beyond it: from 3 its clip grows without end, from 0.1 it shrinks to nothing."""
+    for initial, sign in ((100.0, -1), (0.01, 1)):
+        strategy = DifferentialPrivacyAdaptiveClipping(
+            flower.FedAvg(), noise_multiplier=0.0, clip=AdaptiveClip(initial=initial), clients_per_round=4, delta=1e-5
+        )
+        run(strategy, moved(lambda n: E1))
+        assert math.log(strategy.current_clip / initial) == pytest.approx(sign * 0.1)  # lr * 1/2, towards the norms
+
+
+def test_an_adaptive_round_is_noised_before_its_clip_moves():
+    """Flower moves the clip first, so that its noise is for another than it applied."""
+    clip = AdaptiveClip(initial=1.0, learning_rate=5.0)
+    strategy = DifferentialPrivacyAdaptiveClipping(
+        flower.FedAvg(), noise_multiplier=2.0, clip=clip, clients_per_round=50, delta=1e-5
+    )
+    large = model(w=np.zeros((200, 100), np.float32))
+    result = strategy.start(FakeGrid(50, lambda m, n: reply(m, arrays_in(m))), large, num_rounds=1)
+    assert strategy.current_clip < 0.5
+    of_updates = clip.split(2.0, 50)[0]
+    assert np.std(result.arrays["w"].numpy()) == pytest.approx(of_updates * 1.0 / 50, rel=0.04)
+
+
+def test_whether_a_client_was_clipped_is_never_published():
+    """Flower's client-side adaptive clip publishes the exact mean of ``norm_bit`` among the metrics."""
+
+    def answer(message, number):
+        got = moved(lambda n: E1)(message, number)
+        got.content["metrics"]["norm_bit"] = 1
+        return got
+
+    strategy = DifferentialPrivacyAdaptiveClipping(
+        flower.FedAvg(), noise_multiplier=1.0, clip=AdaptiveClip(), clients_per_round=4, delta=1e-5
+    )
+    assert "norm_bit" not in run(strategy, answer).train_metrics_clientapp[1]
+
+
+def test_an_update_of_zero_divides_by_nothing():
+    """Flower computes clip / norm, which is no number at 0."""
+    with np.errstate(all="raise"):
+        result = run(fixed(), lambda m, n: reply(m, arrays_in(m)))
+    assert flat(result.arrays).tolist() == [0.0] * 10
+
+
+def test_a_norm_that_is_no_number_passes_nothing():
+    """Flower's min(1, nan) is 1: the update goes in whole."""
+    result = run(fixed(), moved(lambda n: np.full(10, np.nan) if n == 0 else E1))
+    np.testing.assert_allclose(flat(result.arrays), E1 * 3 / 4, rtol=1e-6)
+
+
+def test_noise_comes_before_the_server_optimizer():
+    """Flower adds it to what FedAdam has made of the exact mean, whose sensitivity nobody knows: Adam's step is about
+    eta however small an update is. Here neighbouring rounds give the wrapped strategy means that are clip / K apart."""
+    seen = []
+
+    class Watching(flower.FedAdam):
+        def aggregate_train(self, server_round, replies):
+            (only,) = replies
+            seen.append(flat(only.content["arrays"]))
+            return super().aggregate_train(server_round, [only])
+
+    for first in (lambda m: moved(lambda n: 1e4 * E1)(m, 0), lambda m: None):
+        run(fixed(Watching()), lambda m, n, first=first: first(m) if n == 0 else moved(lambda n: 0.1 * E1)(m, n))
+    assert np.linalg.norm(seen[0] - seen[1]) == pytest.approx(1.0 / 4, rel=1e-5)
+
+
+def test_clients_weigh_the_same_whatever_they_say_they_hold():
+    """Flower's noise is z C / clients while FedAvg weights by examples: one client's share can be all of it."""
+
+    def answer(message, number):
+        got = moved(lambda n: np.eye(10)[n])(message, number)
+        got.content["metrics"]["num-examples"] = [1, 1, 1, 10**9][number]
+        return got
+
+    np.testing.assert_allclose(flat(run(fixed(), answer).arrays)[:4], 0.25, rtol=1e-5)
+
+
+def test_a_missing_reply_leaves_the_sensitivity_as_it_was():
+    """Flower only warns, and divides by fewer clients than its noise is for."""
+    result = run(fixed(), lambda m, n: moved(lambda n: E1)(m, n) if n == 0 else None)
+    np.testing.assert_allclose(flat(result.arrays), E1 / 4, rtol=1e-6)
+
+
+def test_the_end_of_the_budget_keeps_the_result():
+    """Flower raises out of ``start``."""
+    strategy = fixed(noise_multiplier=1.0, target_epsilon=10.0)
+    result = run(strategy, moved(lambda n: E1), rounds=100)
+    assert result.arrays and 0 < len(result.train_metrics_clientapp) < 100 and strategy.epsilon <= 10.0
+    theirs = flower.DifferentialPrivacyServerSideFixedClipping(
+        flower.FedAvg(), 1.0, 1.0, 4, accountant=LedgerAccountant(1e-5, max_epsilon=10.0)
+    )
+    with pytest.raises(PrivacyBudgetExhausted):
+        run(theirs, moved(lambda n: E1), rounds=100)
+
+
+def test_the_state_outlives_the_server(tmp_path):
+    """Flower keeps nothing: what was spent before a restart is forgotten."""
+    for rounds in (2, 3):
+        strategy = fixed(noise_multiplier=1.0, ledger_path=tmp_path / "ledger")
+        run(strategy, moved(lambda n: E1), rounds=rounds)
+        strategy._journal.close()
+    assert strategy.epsilon == pytest.approx(epsilon_of(dp_event.GaussianDpEvent(1 / math.sqrt(3))))
+
+
+def test_noise_is_no_function_of_numpys_global_generator():
+    """Flower's is: a notebook that seeds numpy knows its noise."""
+    ends = []
+    for _ in range(2):
+        np.random.seed(0)
+        ends.append(flat(run(fixed(noise_multiplier=1.0), moved(lambda n: E1)).arrays))
+    assert np.abs(ends[0] - ends[1]).min() > 0
+
+
+def test_metrics_are_charged_or_not_shown():
+    noised = tfdpfl.federated.NoisedMetrics(noise_multiplier=2.0, bound={"loss": 1.0})
+    answer = lambda m, n: reply(m, arrays_in(m), {"loss": 0.5})
+    shown = fixed(noise_multiplier=1.0, train_metrics=noised)
+    assert "loss" in run(shown, answer).train_metrics_clientapp[1]
+    assert shown.epsilon == pytest.approx(epsilon_of(dp_event.GaussianDpEvent(1.0), dp_event.GaussianDpEvent(2.0)))
+    assert "loss" not in run(fixed(noise_multiplier=1.0), answer).train_metrics_clientapp[1]
+
+
+def test_local_noise_composes_and_needs_no_small_epsilon():
+    """Flower's LocalDpMod asks for an ε, adds the classic theorem's noise, which is unproven from ε = 1 up, each time,
+    and never adds up."""
+    mod, context = local_dp_mod(clip=1.0, noise_multiplier=2.0, delta=1e-5), a_context()
+    found = [report_of(call(mod, context, lambda w: w + 1))["epsilon"] for _ in range(3)]
+    expected = [
+        tfdpfl.accounting.price(
+            dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(1.0), k), 1e-5, "pld", "replace_one"
+        ).epsilon
+        for k in (1, 2, 3)
+    ]
+    assert found == pytest.approx(expected) and found[0] > 1
+
+
+# Flower's own nine cases, asked of ours.
+
+
+def a_context(node=101, **config):
+    return Context(1, node, {"partition-id": 0}, RecordDict(), config)
+
+
+def call(mod, context, change, message=None):
+    message = message or Message(RecordDict({"arrays": model(), "config": ConfigRecord({"lr": 0.1})}), 101, "train")
+
+    def app(message, context):
+        return reply(message, {k: change(v) for k, v in arrays_in(message).items()}, {"loss": 3.0})
+
+    return mod(message, context, app)
+
+
+def report_of(message):
+    return json.loads(message.content["tfdpfl.privacy"]["report"])
+
+
+def test_noise_changes_every_entry_and_no_shape():
+    result = run(fixed(noise_multiplier=1.0), lambda m, n: reply(m, arrays_in(m)))
+    assert (flat(result.arrays) != 0).all()
+    assert {k: v.numpy().shape for k, v in result.arrays.items()} == {"w": (3, 2), "b": (4,)}
+
+
+def test_the_norm_is_over_all_arrays_together():
+    base = {"a": np.zeros((2, 2)), "b": np.zeros((2, 2))}
+    norm = ClippedSum(base, 1.0).add({"a": np.array([[1, 2], [3, 4]]), "b": np.array([[5, 6], [7, 8]])})
+    assert norm == pytest.approx(math.sqrt(sum(i * i for i in range(1, 9))))
+
+
+def test_clipping_scales_all_arrays_by_one_factor():
+    update = {"a": np.array([[1.5, -0.5], [2.0, -1.0]]), "b": np.array([0.5, -0.5])}
+    total = ClippedSum({k: np.zeros_like(v) for k, v in update.items()}, 1.5)
+    norm = total.add(update)
+    assert norm == pytest.approx(math.sqrt(8.0))
+    for name, value in update.items():
+        np.testing.assert_allclose(total.total[name], value * 1.5 / math.sqrt(8.0))
+
+
+def test_the_standard_deviation_is_the_multiplier_times_the_clip_over_the_clients():
+    assert fixed(noise_multiplier=1.0, clip=0.5)._stddevs(0.5, 10)[0] / 10 == 0.05
+
+
+def test_an_update_within_the_clip_stays_as_it_is():
+    base = {k: np.arange(3.0) + i for i, k in enumerate("abc")}
+    total = ClippedSum(base, 4.0)
+    total.add({k: v - 0.5 for k, v in base.items()})
+    assert all((part == -0.5).all() for part in total.total.values())
+
+
+def test_the_adaptive_split_is_the_theorems_and_small_cohorts_have_a_default_that_works():
+    of_updates, of_count = AdaptiveClip().split(1.0, 100.0)
+    assert of_count == 5.0 and of_updates == pytest.approx((1 - (2 * 5.0) ** -2) ** -0.5)
+    assert AdaptiveClip().split(0.0, 50.0) == (0.0, 0.0)
+    of_updates, of_count = AdaptiveClip(clipped_count_stddev=5.0).split(3.0, 200.0)
+    assert of_count == 5.0 and of_updates == pytest.approx((3.0**-2 - 10.0**-2) ** -0.5)
+    with pytest.raises(ValueError, match="clipped_count_stddev"):
+        AdaptiveClip(clipped_count_stddev=5.0).split(10.0, 100.0)
+    assert AdaptiveClip().split(10.0, 100.0)[0] < 11.6  # where Flower raises, and names no mend
+
+
+def test_their_fixed_mod_and_our_strategy_work_together():
+    """Clipping twice by the same clip is clipping once."""
+
+    def answer(message, number):
+        message.content["config"]["clipping_norm"] = 1.0
+        return their_mods.fixedclipping_mod(message, a_context(), lambda m, c: moved(lambda n: 5 * E1)(m, number))
+
+    np.testing.assert_allclose(flat(run(fixed(), answer).arrays), E1, rtol=1e-6)
+
+
+def test_a_mod_refuses_a_message_without_a_single_model():
+    with pytest.raises(ValueError, match="0 ArrayRecords"):
+        call(
+            local_dp_mod(clip=1.0, noise_multiplier=1.0, delta=1e-5),
+            a_context(),
+            np.copy,
+            Message(RecordDict(), 101, "train"),
+        )
+
+
+def test_our_mod_lets_nothing_out_but_a_noisy_update_and_its_price():
+    mod = local_dp_mod(clip=1.0, noise_multiplier=1e-9, delta=1e-5)
+    answer = call(mod, a_context(), lambda w: w + 7)
+    assert np.linalg.norm(flat(answer.content["arrays"])) == pytest.approx(1.0, abs=1e-6)
+    assert dict(answer.content["metrics"]) == {"num-examples": 1.0}
+    assert set(answer.content) == {"arrays", "metrics", "tfdpfl.privacy"}
+
+
+# The accountant behind their wrappers (upstream's rdp_accountant_test asks the same of theirs).
+
+
+def test_the_accountant_prices_their_wrapper():
+    ours, theirs = LedgerAccountant(1e-5), flower_accountant()
+    for accountant in (ours, theirs):
+        strategy = flower.DifferentialPrivacyServerSideFixedClipping(
+            flower.FedAvg(), 1.2, 1.0, 4, accountant=accountant
+        )
+        run(strategy, moved(lambda n: E1 * (n + 1)), rounds=5)
+    spent = ours.get_privacy_spent()
+    assert (spent.num_releases, spent.delta, spent.accounting_method) == (5, 1e-5, "pld")
+    assert spent.epsilon == pytest.approx(epsilon_of(dp_event.GaussianDpEvent(1.2 / math.sqrt(5))))
+    assert spent.epsilon < theirs.get_privacy_spent().epsilon  # RDP is the looser
+    assert LedgerAccountant(1e-5, accountant="rdp").get_epsilon(1e-5) == 0.0
+
+
+def flower_accountant():
+    from flwr.supercore import privacy_accounting as pa
+    from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
+
+    sampling, relation = pa.SamplingMethod.NO_AMPLIFICATION, pa.NeighboringRelation.ADD_OR_REMOVE_ONE
+    return RdpAccountant(pa.PrivacyConfig(1e-5, 4, relation, sampling))
+
+
+def test_the_accountant_keeps_flowers_protocol():
+    from flwr.supercore.privacy_accounting import GaussianPrivacyEvent
+
+    accountant = LedgerAccountant(1e-5, population_size=10, max_epsilon=6.0)
+    event = GaussianPrivacyEvent(2.0, 4, 10)
+    accountant.compose(event, 2)
+    before = accountant.get_epsilon(1e-5)
+    assert not accountant.would_exceed(event) and accountant.would_exceed(event, count=50)
+    assert accountant.num_releases == 2 and accountant.get_epsilon(1e-5) == before
+    assert accountant.get_delta(before) == pytest.approx(1e-5, rel=0.01)
+    assert accountant.get_epsilon(accountant.get_delta(1.0)) <= 1.0
+    again = LedgerAccountant(1e-5, population_size=10)
+    again.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+    assert again.get_epsilon(1e-5) == before
+    for wrong in (
+        lambda: accountant.compose(GaussianPrivacyEvent(2.0, 4, 11)),
+        lambda: again.would_exceed(event),
+        lambda: LedgerAccountant(1e-6).load_state_dict(accountant.state_dict()),
+        lambda: LedgerAccountant(2.0),
+        lambda: accountant.compose(event, 0),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+
+
+# One mathematics.
+
+
+def test_a_round_of_ours_is_a_round_of_the_tff_process():
+    """`test_same_as_tff.py` asks the same of TFF's process, on the stack that has it."""
+    adaptive = AdaptiveClip(initial=1.0)
+    strategy = DifferentialPrivacyAdaptiveClipping(
+        flower.FedAvg(), noise_multiplier=0.0, clip=adaptive, clients_per_round=5, delta=1e-5
+    )
+    result = run(strategy, moved(lambda n: UPDATES[n]), rounds=4)
+    weights, clip = expected_of(adaptive, 5, 4)
+    np.testing.assert_allclose(flat(result.arrays), weights, atol=1e-6)
+    assert strategy.current_clip == pytest.approx(clip, rel=1e-9)
+
+
+def test_a_ledger_of_a_report_is_a_ledger():
+    report = report_of(call(local_dp_mod(clip=1.0, noise_multiplier=2.0, delta=1e-5), a_context(), lambda w: w))
+    assert PrivacyLedger.from_dict(report["ledger"]).epsilon(1e-5) == report["epsilon"]
+    assert report["adjacency"] == "replace_one" and report["level"] == "local"

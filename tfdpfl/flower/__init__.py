@@ -1,0 +1,31 @@
+"""Federated learning with differential privacy on Flower, which runs across machines.
+
+Strategies that wrap any other of Flower's Message API, mods and a trainer for clients, and an accountant for Flower's
+own wrappers. Names are imported when they are first used; a missing Flower gives the command that installs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_WHERE = {
+    **dict.fromkeys(["DifferentialPrivacyFixedClipping", "DifferentialPrivacyAdaptiveClipping"], "strategies"),
+    "NbAFLStrategy": "nbafl",
+    **dict.fromkeys(["nbafl_mod", "clip_and_noise_gradients"], "nbafl"),
+    "local_dp_mod": "local",
+    "example_dp": "examples",
+    "client_reports": "reports",
+    "LedgerAccountant": "accountant",
+}
+
+__all__ = [*_WHERE]
+
+
+def __getattr__(name: str):
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"tfdpfl.flower.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'tfdpfl.flower' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

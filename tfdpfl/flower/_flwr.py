@@ -1,0 +1,81 @@
+"""Flower, and what is known here of its insides: how arrays travel, where it logs, which strategies compare clients."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+try:
+    from flwr.app import (
+        Array,
+        ArrayRecord,
+        ConfigRecord,
+        Context,
+        Error,
+        Message,
+        MessageType,
+        MetricRecord,
+        RecordDict,
+    )
+    from flwr.serverapp import Grid, strategy
+    from flwr.serverapp.strategy import Result, Strategy
+    from flwr.supercore import privacy_accounting as accounting
+except ImportError as error:
+    raise ImportError(
+        f'tfdpfl.flower needs Flower 1.41 or newer ({error}): pip install "tfdpfl[flower]" on Python 3.11 or newer; '
+        'simulations need "flwr[simulation]", too'
+    ) from error
+
+log = logging.getLogger("flwr")  # where `flwr run` shows what is logged
+
+# They compare the clients' updates with each other, or sum trees. Beside a noisy mean they would compare nothing.
+COMPARE = tuple(
+    getattr(strategy, name)
+    for name in "Bulyan FedMedian FedTrimmedAvg FedXgbBagging FedXgbCyclic Krum MultiKrum QFedAvg".split()
+    if hasattr(strategy, name)
+)
+
+
+def array_of(sent: Array) -> np.ndarray:
+    """The array that was sent, read only and without a copy.
+
+    Raises:
+      ValueError: it is none, or not of numbers.
+    """
+    if sent.stype != "numpy.ndarray":
+        return sent.numpy()  # which says what it is
+    head = io.BytesIO(sent.data[:1024])
+    try:
+        version = np.lib.format.read_magic(head)
+        if version != (1, 0):
+            return sent.numpy()
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(head)
+    except ValueError:
+        return sent.numpy()  # a longer head, or what numpy refuses
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects")
+    flat = np.frombuffer(sent.data, dtype, offset=head.tell())
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {name: array_of(sent) for name, sent in record.items()}
+
+
+def record_of(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+
+
+def only(records: Mapping[str, Any], what: str) -> Any:
+    """The one record that there must be.
+
+    Raises:
+      ValueError: there are none, or several.
+    """
+    if len(records) != 1:
+        raise ValueError(f"{len(records)} {what}s in place of one")
+    return next(iter(records.values()))

@@ -1,0 +1,131 @@
+"""This package's ledger and accountants behind Flower's own protocol."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.flower._flwr import accounting
+
+
+class LedgerAccountant:
+    """A `flwr` ``PrivacyAccountant`` whose ε comes from a `PrivacyLedger`: for Flower's own DP wrappers.
+
+        DifferentialPrivacyServerSideFixedClipping(
+            FedAvg(), noise_multiplier=1.0, clipping_norm=0.5, num_sampled_clients=20,
+            accountant=LedgerAccountant(1e-5),
+        )
+
+    It prices what Flower declares, and cannot mend what Flower's wrappers let through: numbers of a client that are
+    not finite, metrics. `DifferentialPrivacyFixedClipping` does.
+
+    Args:
+      delta: δ of every ε that is not asked for with another.
+      population_size: all clients; None for a number that no sample passes, since none of Flower's wrappers is
+        amplified by sampling.
+      max_epsilon: the wrapper raises before ε passes it.
+      accountant: "pld" or "rdp".
+
+    Attributes:
+      ledger: what ran.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        delta: float,
+        *,
+        population_size: int | None = None,
+        max_epsilon: float | None = None,
+        accountant: str = "pld",
+    ):
+        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        if population_size is not None:
+            population_size = _checks.whole("population_size", population_size, 1, "count all clients, or None")
+        if max_epsilon is not None:
+            max_epsilon = _checks.real("max_epsilon", max_epsilon, "give the ε to stay within, or None", above=0)
+        self._config = accounting.PrivacyConfig(
+            target_delta=check_delta(delta),
+            population_size=population_size or sys.maxsize,
+            neighboring_relation=accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+            sampling_method=accounting.SamplingMethod.NO_AMPLIFICATION,
+            max_epsilon=max_epsilon,
+        )
+        self.ledger = PrivacyLedger()
+
+    @property
+    def config(self) -> Any:
+        """Flower's ``PrivacyConfig``: no amplification."""
+        return self._config
+
+    @property
+    def num_releases(self) -> int:
+        return self.ledger.steps
+
+    def compose(self, event: Any, count: int = 1) -> None:
+        """Adds ``count`` releases of Flower's ``GaussianPrivacyEvent``."""
+        self._add(self.ledger, event, count)
+
+    def get_epsilon(self, delta: float) -> float:
+        return self.ledger.epsilon(check_delta(delta), self.accountant)
+
+    def get_delta(self, epsilon: float) -> float:
+        """The smallest δ, but for a hundredth, at which ε is no higher; 1 where there is none above 1e-300."""
+        import math
+
+        epsilon = _checks.real("epsilon", epsilon, "give an ε", at_least=0)
+        low, high = -300.0, 0.0  # of log10 δ; high is enough
+        while high - low > 0.004:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.get_epsilon(10**middle) <= epsilon else (middle, high)
+        return 1.0 if math.isclose(high, 0.0) else 10**high
+
+    def get_privacy_spent(self, delta: float | None = None) -> Any:
+        delta = self._config.target_delta if delta is None else delta
+        return accounting.PrivacySpent(
+            epsilon=self.get_epsilon(delta),
+            delta=delta,
+            num_releases=self.num_releases,
+            accounting_method=self.accountant,
+        )
+
+    def would_exceed(self, event: Any, max_epsilon: float | None = None, count: int = 1) -> bool:
+        """Whether ε would pass the limit with ``count`` more releases; nothing is added.
+
+        Raises:
+          ValueError: there is no limit.
+        """
+        limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
+        if limit is None:
+            raise ValueError("max_epsilon=None: give it here, or to LedgerAccountant")
+        after = PrivacyLedger.from_dict(self.ledger.to_dict())
+        self._add(after, event, count)
+        return after.epsilon(self._config.target_delta, self.accountant) > limit
+
+    def state_dict(self) -> dict[str, object]:
+        return {"delta": self._config.target_delta, "ledger": self.ledger.to_dict()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Takes over what `state_dict` gave.
+
+        Raises:
+          ValueError: it is of another δ, or none of ours.
+        """
+        if state.get("delta") != self._config.target_delta:
+            raise ValueError(f"state is of delta={state.get('delta')}, not {self._config.target_delta}: give it that")
+        self.ledger = PrivacyLedger.from_dict(state["ledger"])  # type: ignore[arg-type]
+
+    def _add(self, ledger: PrivacyLedger, event: Any, count: int) -> None:
+        from dp_accounting import dp_event
+
+        count = _checks.whole("count", count, 1, "count the releases")
+        if event.population_size != self._config.population_size:
+            raise ValueError(
+                f"the event is of {event.population_size} clients, the accountant of {self._config.population_size}: "
+                "give both the same"
+            )
+        ledger.add(dp_event.GaussianDpEvent(event.noise_multiplier), count, adjacency="zero_out")

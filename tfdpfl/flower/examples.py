@@ -1,0 +1,150 @@
+"""DP-SGD inside a Flower client: what it sends protects each of its examples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.pricing import check_delta
+from tfdpfl.errors import PrivacyError
+from tfdpfl.flower._flwr import ArrayRecord, Context, Message, MetricRecord, RecordDict, arrays_of, only
+from tfdpfl.flower.reports import ClientLedger, attach, over_budget, refused
+
+
+def example_dp(
+    model: Any,
+    data: Any,
+    *,
+    l2_norm_clip: float,
+    noise_multiplier: float,
+    batch_size: int,
+    local_steps: int,
+    delta: float,
+    loss: Any = None,
+    optimizer: Any = "adam",
+    target_epsilon: float | None = None,
+    ledger_path: str | os.PathLike | None = None,
+    weighted_by_key: str = "num-examples",
+    seed: int | None = None,
+    **optimizer_arguments: Any,
+) -> Callable[[Message, Context], Message]:
+    """A client's training function: local DP-SGD by this package's optimizers, under the client's own budget.
+
+        train = app.train()(example_dp(make_model, load_data, l2_norm_clip=1.0, noise_multiplier=1.1, batch_size=64,
+                                       local_steps=20, delta=1e-5, target_epsilon=4.0, learning_rate=1e-3))
+
+    Each step takes every example with probability batch_size / n. The participation is added to the client's ledger
+    before it begins, and the reply tells ε so far, for the client's own examples (adjacency zero_out: one example
+    contributes nothing). The server sees weights, n, and that report; no loss or metric leaves.
+
+    Args:
+      model: a Keras model, or a function without arguments that makes one. Its weights come with each message.
+      data: (x, y), or a function of Flower's `Context` that gives them, as one node's partition.
+      l2_norm_clip: the largest L2 norm of one example's gradient.
+      noise_multiplier: the noise's standard deviation over the clip.
+      batch_size: the expected number of examples in a step; a client with fewer takes all in each.
+      local_steps: steps of a participation.
+      delta: δ of ε.
+      loss: as ``compile`` takes it; None for that which ``model`` was compiled with.
+      optimizer: "adam", "sgd" or another of `tfdpfl`'s by its name in lower case, or a DP optimizer's class. Its state
+        begins anew in each participation.
+      target_epsilon: with it, a client refuses, by an error reply, the participation that would pass it.
+      ledger_path: as for `local_dp_mod`. Name a file where clients live on: what Flower keeps ends with the process.
+      weighted_by_key: the metric by which n is sent.
+      seed: for tests only.
+      optimizer_arguments: for the optimizer, as ``learning_rate``.
+
+    Returns:
+      A function of (message, context) that returns the reply.
+
+    Raises:
+      ValueError: an argument is out of its range.
+      PrivacyError: from the function: the model cannot be trained privately.
+    """
+    _checks.whole("batch_size", batch_size, 1, "give the expected number of examples in a step")
+    _checks.whole("local_steps", local_steps, 1, "count the steps of a participation")
+    _checks.real("noise_multiplier", noise_multiplier, "give the noise's std over the clip", above=0)
+    _checks.real("l2_norm_clip", l2_norm_clip, "give the largest L2 norm of an example's gradient", above=0)
+    delta = check_delta(delta)
+    if target_epsilon is not None:
+        _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+    trainer: dict[float, _Trainer] = {}  # by the expected batch, which the optimizer divides by
+
+    def train(message: Message, context: Context) -> Message:
+        from tfdpfl.data import poisson_batches
+
+        x, y = data(context) if callable(data) else data
+        n = len(y)
+        expected = min(batch_size, n)
+        kept = ClientLedger(context, "example", ledger_path)
+        cost = PrivacyLedger().record(
+            noise_multiplier, local_steps, num_examples=n, batch_size=expected, sampling="poisson", adjacency="zero_out"
+        )
+        over = over_budget(kept.with_more(cost), delta, target_epsilon)
+        if over:
+            return refused(message, over)
+        if expected not in trainer:
+            arguments = dict(
+                l2_norm_clip=l2_norm_clip, noise_multiplier=noise_multiplier, expected_batch_size=expected, seed=seed
+            )
+            trainer[expected] = _Trainer(model, loss, optimizer, {**arguments, **optimizer_arguments})
+        sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
+        kept.spend(cost)
+        batches = poisson_batches((x, y), expected_batch_size=expected, steps=local_steps, seed=seed)
+        weights = trainer[expected].fit([*sent.values()], batches, local_steps)
+        key = next(iter(message.content.array_records))
+        content = RecordDict(
+            {key: _like(sent, weights), "metrics": MetricRecord({weighted_by_key: n})},
+        )
+        reply = Message(content, reply_to=message)
+        attach(reply, kept.report(delta))
+        return reply
+
+    return train
+
+
+class _Trainer:
+    """One model and its optimizer, traced once; each training begins with the weights that it is given."""
+
+    def __init__(self, model: Any, loss: Any, optimizer: Any, arguments: dict[str, Any]):
+        import tensorflow as tf
+
+        own = model if isinstance(model, tf.keras.Model) else model()
+        loss = loss if loss is not None else getattr(own, "loss", None)
+        if loss is None:
+            raise ValueError("loss=None, and model was not compiled with one: give it, as for compile")
+        self._model = own
+        self._optimizer = _class_of(optimizer)(**arguments)
+        own.compile(optimizer=self._optimizer, loss=loss)
+        self._optimizer.build(own.trainable_variables)
+        self._start: dict[str, Any] = {}
+        self._optimizer.save_own_variables(self._start)
+
+    def fit(self, weights: list[np.ndarray], batches: Any, steps: int) -> list[np.ndarray]:
+        self._model.set_weights(weights)
+        self._optimizer.load_own_variables(self._start)  # moments of another client are none of this one's
+        before = self._optimizer.num_dp_steps
+        self._model.fit(batches, epochs=1, verbose=0)
+        ran = int(self._optimizer.num_dp_steps) - int(before)
+        if ran != steps:
+            raise PrivacyError(f"{ran} private steps ran where {steps} were paid: nothing is sent")
+        return self._model.get_weights()
+
+
+def _class_of(optimizer: Any) -> Any:
+    import tfdpfl
+
+    if not isinstance(optimizer, str):
+        return optimizer
+    known = {name.removeprefix("DP").lower(): name for name in ("DPSGD", "DPAdam", "DPAdamW", "DPAdagrad", "DPRMSprop")}
+    return getattr(tfdpfl, known[_checks.choice("optimizer", optimizer.lower(), tuple(known))])
+
+
+def _like(sent: dict[str, np.ndarray], weights: list[np.ndarray]) -> ArrayRecord:
+    from tfdpfl.flower._flwr import record_of
+
+    return record_of(dict(zip(sent, weights, strict=True)))

@@ -1,0 +1,155 @@
+"""What a server has released, on disk before anyone sees it. No Flower here.
+
+A journal is a file of lines of JSON. ``begin`` is written before a round's messages are sent, ``charge`` before its
+result is released. What was begun and never charged was never released. Beside it lies the last model, in a file that
+is replaced at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.errors import PrivacyError
+
+
+class Journal:
+    """The cohorts of the rounds that were charged, in order, and the number of charged evaluations.
+
+    Args:
+      path: the file; None keeps all in memory.
+      header: what may not change from one run to the next, JSON-ready.
+
+    Raises:
+      PrivacyError: the file is of a training with another header.
+      ValueError: the file is in use, or is no journal.
+    """
+
+    def __init__(self, path: str | os.PathLike | None, header: Mapping[str, Any]):
+        self.charged: list[list[str]] = []
+        self.replied: list[list[str]] = []  # those of each cohort whose update is in the sum
+        self.evaluations = 0
+        self.begun: list[str] | None = None  # a cohort whose round was not charged
+        self._file: Any = None
+        self._path = None if path is None else Path(path)
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        except OSError:
+            self.close()
+            raise ValueError(f"ledger_path={str(path)!r} is in use by another server: give each its own") from None
+        try:
+            self._read(json.loads(json.dumps(header)))
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, cohort: list[str]) -> None:
+        self._append({"begin": len(self.charged), "cohort": cohort})
+        self.begun = cohort
+
+    def charge(self, replied: list[str]) -> None:
+        assert self.begun is not None
+        self._append({"charge": len(self.charged), "replied": replied})
+        self.charged.append(self.begun)
+        self.replied.append(replied)
+        self.begun = None
+
+    def charge_evaluation(self) -> None:
+        self._append({"evaluation": self.evaluations})
+        self.evaluations += 1
+
+    def save(self, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
+        """Replaces the last model, all or nothing."""
+        if self._path is None:
+            return
+        new = self._model.with_suffix(".new")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            named: dict[str, Any] = {f"array/{name}": value for name, value in arrays.items()}
+            np.savez(file, about=np.array(json.dumps(about)), **named)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self._model)
+        self._sync_folder()
+
+    def load(self) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+        """The last model, and what was said about it; None if there is none."""
+        if self._path is None or not self._model.exists():
+            return None
+        with np.load(self._model, allow_pickle=False) as saved:
+            arrays = {name.removeprefix("array/"): saved[name] for name in saved if name != "about"}
+            return arrays, json.loads(str(saved["about"]))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def _model(self) -> Path:
+        assert self._path is not None
+        return self._path.with_name(self._path.name + ".npz")
+
+    def _read(self, header: dict[str, Any]) -> None:
+        assert self._file is not None
+        text = self._file.read()
+        whole = text[: text.rfind(b"\n") + 1]  # what follows was not written before anything was done
+        self._end = len(whole)
+        if not whole:
+            if self._model.exists():
+                raise ValueError(f"{self._model} has a model but {self._path} no ledger: restore it, or give another")
+            self._append({"header": header})
+            self._sync_folder()
+            return
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            saved = lines[0]["header"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"ledger_path={str(self._path)!r} is no ledger of a strategy ({error})") from error
+        for name, now in header.items():
+            if saved.get(name) != now:
+                raise PrivacyError(
+                    f"ledger_path={str(self._path)!r} is of a training with another {name}, {saved.get(name)}, not "
+                    f"{now}: its rounds would be priced wrongly. Continue with the same, or take another path"
+                )
+        for line in lines[1:]:
+            if "begin" in line:
+                self.begun = line["cohort"]
+            elif "charge" in line and self.begun is not None:
+                self.charged.append(self.begun)
+                self.replied.append(line["replied"])
+                self.begun = None
+            elif "evaluation" in line:
+                self.evaluations += 1
+            else:
+                raise ValueError(f"ledger_path={str(self._path)!r} is damaged at {line}: restore it")
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Raises `OSError` where it cannot be written; then it does not count, now or later."""
+        if self._file is None:
+            return
+        text = json.dumps(line).encode() + b"\n"
+        self._file.truncate(self._end)  # what an append that failed has left
+        self._file.seek(self._end)
+        written = self._file.write(text)
+        if written < len(text):
+            raise OSError(errno.ENOSPC, f"{written} of {len(text)} bytes written", str(self._path))
+        os.fsync(self._file.fileno())
+        self._end += len(text)
+
+    def _sync_folder(self) -> None:
+        assert self._path is not None
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

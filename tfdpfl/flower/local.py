@@ -1,0 +1,134 @@
+"""Noise on a client's own update, before it leaves the client."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.pricing import check_delta
+from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
+from tfdpfl.flower.reports import ClientLedger, attach, over_budget, refused
+from tfdpfl.flower.updates import ClippedSum
+
+Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
+
+
+def local_dp_mod(
+    *,
+    clip: float,
+    noise_multiplier: float,
+    delta: float,
+    target_epsilon: float | None = None,
+    ledger_path: str | os.PathLike | None = None,
+    weighted_by_key: str = "num-examples",
+    seed: int | None = None,
+) -> Mod:
+    """A mod under which a client's update is private against everyone, the server too (local differential privacy).
+
+        @app.train(mods=[local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, target_epsilon=8.0)])
+        def train(message, context): ...
+
+    The update is clipped over all floating-point arrays together and gets Gaussian noise of standard deviation
+    noise_multiplier * clip. Replacing it by any other moves what is sent by at most 2 clip. Every reply adds to the
+    client's ledger before it leaves, and tells its ε (see `client_reports`). Nothing else that the app replied leaves:
+    metrics are dropped, and every client weighs 1. Arrays that are not floating-point go back as they came; an update
+    that is not finite, or of other shapes, is sent as none, with noise.
+
+    Args:
+      clip: the largest L2 norm of an update; or the name of the run config's entry that has it, as for the next.
+      noise_multiplier: the noise's standard deviation over the clip.
+      delta: δ of ε.
+      target_epsilon: with it, a client refuses, by an error reply, what would pass it.
+      ledger_path: a file on the client, with {node_id} or {partition-id} where several share a machine. None keeps the
+        ledger in Flower's context, which ends with the run or the client's process.
+      weighted_by_key: the metric that the server's strategy weights by; it is sent as 1.
+      seed: for tests only.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    for name, value in dict(clip=clip, noise_multiplier=noise_multiplier).items():
+        if not isinstance(value, str):
+            _positive(name, value)
+    delta = check_delta(delta)
+    if target_epsilon is not None:
+        _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+    normals = Normals(seed)
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        from dp_accounting import dp_event
+
+        bound = _positive("clip", _setting(clip, context))
+        z = _positive("noise_multiplier", _setting(noise_multiplier, context))
+        sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
+        kept = ClientLedger(context, "local", ledger_path)
+        # One update becomes another: it moves by 2 clips.
+        cost = PrivacyLedger().add(dp_event.GaussianDpEvent(z / 2), adjacency="replace_one")
+        over = over_budget(kept.with_more(cost), delta, target_epsilon)
+        if over:
+            return refused(message, over)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        key, record = next(iter(reply.content.array_records.items()), ("arrays", None))
+        total = ClippedSum(sent, bound)
+        try:
+            if record is None or len(reply.content.array_records) != 1:
+                raise ValueError("no single ArrayRecord")
+            total.add(arrays_of(record))
+        except Exception as error:
+            log.warning("The update is sent as none: %s", error)
+        kept.spend(cost)
+        noisy = noised(sent, total.total, bound * z, normals)
+        private = RecordDict({key: record_of(noisy), "metrics": MetricRecord({weighted_by_key: 1.0})})
+        answer = Message(private, reply_to=message)
+        attach(answer, kept.report(delta))
+        return answer
+
+    return mod
+
+
+class Normals:
+    """Standard normals for one mod in one process."""
+
+    def __init__(self, seed: int | None):
+        self._seed = seed
+        self._source: Any = None
+
+    def __call__(self, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+        from tfdpfl import noise
+
+        if self._source is None:
+            self._source = noise.Source(self._seed)
+        return [np.asarray(drawn) for drawn in self._source.gaussian(shapes, 1.0)]
+
+    def __reduce__(self) -> Any:  # Ray ships apps to its workers
+        return Normals, (self._seed,)
+
+
+def noised(
+    base: Mapping[str, np.ndarray], added: Mapping[str, np.ndarray], stddev: float, normals: Normals
+) -> dict[str, np.ndarray]:
+    """``base + added`` with noise, in the types of ``base``; what is not in ``added`` stays."""
+    drawn: list[Any] = normals([part.shape for part in added.values()]) if stddev else [0.0] * len(added)
+    found = dict(base)
+    for (name, part), normal in zip(added.items(), drawn, strict=True):
+        with np.errstate(over="ignore"):
+            found[name] = (base[name] + part + stddev * normal).astype(base[name].dtype)
+    return found
+
+
+def _setting(value: float | str, context: Context) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value not in context.run_config:
+        raise ValueError(f"run_config has no {value!r}, only {sorted(context.run_config)}: name an entry of it")
+    return context.run_config[value]
+
+
+def _positive(name: str, value: Any) -> float:
+    return _checks.real(name, value, "give a number above 0, or the name of the run config's entry", above=0)

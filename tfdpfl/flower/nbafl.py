@@ -1,0 +1,210 @@
+"""NbAFL on Flower (Wei et al. 2020, arXiv:1911.00222): clients clip and noise their weights, the server adds noise.
+
+What the paper claims and what is proven stand side by side: see `tfdpfl.federated.nbafl`, whose formulas these are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.federated.guarantees import LocalLevel
+from tfdpfl.federated.nbafl import NbAFLLevel, noise_of
+from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, Strategy, arrays_of, log, only, record_of
+from tfdpfl.flower.local import Mod, Normals, noised
+from tfdpfl.flower.reports import ClientLedger, attach, refused
+from tfdpfl.flower.strategies import DifferentialPrivacy
+from tfdpfl.flower.updates import ClippedSum
+
+
+def nbafl_mod(
+    *,
+    l2_norm_clip: float,
+    ledger_path: str | os.PathLike | None = None,
+    weighted_by_key: str = "num-examples",
+    seed: int | None = None,
+    **plan: Any,
+) -> Mod:
+    """The client's side of NbAFL: its weights, after training, are scaled to an L2 norm of at most C over all tensors,
+    and get Gaussian noise of standard deviation σ_u.
+
+    The reply tells what the client's uploads have cost so far by an accountant, and what the paper claims
+    (``claimed_epsilon``). Metrics are dropped, and every client weighs 1.
+
+    Args:
+      l2_norm_clip: C > 0.
+      ledger_path, weighted_by_key, seed: as for `local_dp_mod`.
+      plan: epsilon, delta, num_rounds, num_clients and the other arguments of `tfdpfl.federated.build_nbafl`, the same
+        as `NbAFLStrategy` is given.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    nbafl = noise_of(l2_norm_clip=l2_norm_clip, **plan)
+    normals = Normals(seed)
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        from dp_accounting import dp_event
+
+        sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        zero = {name: np.zeros_like(w) if w.dtype.kind == "f" else w for name, w in sent.items()}
+        total = ClippedSum(zero, l2_norm_clip)  # of the weights themselves
+        try:
+            total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
+        except Exception as error:
+            return refused(message, f"this client's weights cannot be sent: {error}")
+        kept = ClientLedger(context, "local", ledger_path)
+        event = dp_event.GaussianDpEvent(nbafl.sigma_u / (2 * l2_norm_clip))
+        kept.spend(PrivacyLedger().add(event, adjacency="replace_one"))
+        noisy = noised(zero, total.total, nbafl.sigma_u, normals)
+        key = next(iter(reply.content.array_records))
+        private = RecordDict({key: record_of(noisy), "metrics": MetricRecord({weighted_by_key: 1.0})})
+        answer = Message(private, reply_to=message)
+        attach(answer, kept.report(nbafl.delta, claimed_epsilon=nbafl.claimed_epsilon))
+        return answer
+
+    return mod
+
+
+def clip_and_noise_gradients(
+    gradients: Sequence[np.ndarray], l2_norm_clip: float, sigma: float, ledger: PrivacyLedger, seed: int | None = None
+) -> list[np.ndarray]:
+    """A step's gradient, of a whole batch, scaled to an L2 norm of at most C over all tensors, then given noise.
+
+    For clients that train by themselves, PyTorch's among them, and add noise to each step as flower-dp's do. That
+    clips each tensor alone, after it was noised, which bounds nothing; this does it in the order that can be priced:
+    one batch becomes any other, and the step is one Gaussian of sensitivity 2 C.
+
+    Args:
+      gradients: arrays of floating-point numbers.
+      l2_norm_clip: C > 0.
+      sigma: the noise's standard deviation, above 0.
+      ledger: takes the step.
+      seed: for tests only.
+
+    Returns:
+      Arrays of the same shapes and types; of zeros and noise where a gradient is not finite.
+    """
+    from dp_accounting import dp_event
+
+    clip = _checks.real("l2_norm_clip", l2_norm_clip, "give the largest L2 norm of a gradient", above=0)
+    sigma = _checks.real("sigma", sigma, "give the noise's standard deviation", above=0)
+    named = {str(i): np.asarray(g) for i, g in enumerate(gradients)}
+    zero = {name: np.zeros_like(g) for name, g in named.items()}
+    total = ClippedSum(zero, clip)
+    try:
+        total.add(named)
+    except ValueError as error:
+        log.warning("A gradient counts as zero: %s", error)
+    ledger.add(dp_event.GaussianDpEvent(sigma / (2 * clip)), adjacency="replace_one")
+    return [*noised(zero, total.total, sigma, Normals(seed)).values()]
+
+
+class NbAFLStrategy(DifferentialPrivacy):
+    """The server's side of NbAFL around any strategy that takes a mean: the mean over K of what clients sent, with
+    Gaussian noise of standard deviation σ_d.
+
+        plan = dict(epsilon=8.0, delta=1e-5, l2_norm_clip=5.0, num_rounds=10, num_clients=3)
+        strategy = NbAFLStrategy(FedAvg(), **plan)
+        ... @app.train(mods=[nbafl_mod(**plan)])
+        print(strategy.nbafl)   # noise, the paper's claim, and what is proven
+
+    A client that is missing, or sends what cannot be weights, counts with the weights it was sent. The server trusts
+    clients to clip and to add their noise, as the paper does. Rounds beyond ``num_rounds`` are not run.
+
+    Args:
+      strategy: as for `DifferentialPrivacyFixedClipping`.
+      epsilon, delta, l2_norm_clip, num_rounds, num_clients, clients_per_round, num_exposures, min_dataset_size,
+        calibration: those of `tfdpfl.federated.build_nbafl`.
+      ledger_path: as for `DifferentialPrivacyFixedClipping`.
+      seed: for tests only.
+
+    Attributes:
+      nbafl: the noise, and what it is worth: the paper's claim beside what an accountant proves.
+      privacy: a `LocalLevel`, of what each client sends, and an `NbAFLLevel`, of the released models.
+      epsilon: proven for the models that were released so far; adjacency replace_one.
+      local_epsilon: proven for the uploads of the client that replied most; adjacency replace_one.
+
+    Raises:
+      ValueError: an argument is out of its range, or there is no noise that meets ε.
+    """
+
+    _limit = "num_rounds"
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        delta: float,
+        l2_norm_clip: float,
+        num_rounds: int,
+        num_clients: int,
+        clients_per_round: int | None = None,
+        ledger_path: str | os.PathLike | None = None,
+        seed: int | None = None,
+        **plan: Any,
+    ):
+        self.nbafl = noise_of(
+            delta=delta, l2_norm_clip=l2_norm_clip, num_rounds=num_rounds, num_clients=num_clients,
+            clients_per_round=clients_per_round, **plan,
+        )  # fmt: skip
+        k = num_clients if clients_per_round is None else clients_per_round
+        self._num_rounds = num_rounds
+        promised = (
+            LocalLevel(noise_multiplier=self.nbafl.sigma_u / l2_norm_clip),
+            NbAFLLevel(clip=l2_norm_clip, sigma_u=self.nbafl.sigma_u, sigma_d=self.nbafl.sigma_d, clients_per_round=k),
+        )
+        super().__init__(
+            strategy, privacy=promised, clip=math.inf, noise_multiplier=0.0, delta=delta, clients_per_round=k,
+            population=num_clients, ledger_path=ledger_path, seed=seed,
+        )  # fmt: skip
+
+    def _stddevs(self, clip: float, clients: float) -> tuple[float, float]:
+        return clients * self.nbafl.sigma_d, 0.0
+
+    def _fits(self, rounds: int) -> bool:
+        return rounds <= self._num_rounds
+
+    @property
+    def _run(self) -> RoundsRun:
+        # Nothing is claimed for the strategy's choice of clients. Fewer replies are less noise.
+        p = Participation(
+            sampling="none",
+            population=self.participation.population,
+            clients_per_round=self.participation.clients_per_round,
+        )
+        return RoundsRun(rounds=self.rounds_charged, participation=p, cohorts=self._journal.replied)
+
+    @property
+    def epsilon(self) -> float:
+        return self.privacy[1].price(self._run, self.delta).epsilon
+
+    @property
+    def local_epsilon(self) -> float:
+        return self.privacy[0].price(self._run, self.delta).epsilon
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """What clients have sent, as events, for the client that replied most."""
+        from dp_accounting import dp_event
+
+        z = self.privacy[0].noise_multiplier
+        counts = [client for cohort in self._journal.replied for client in cohort]
+        most = max(map(counts.count, set(counts)), default=0)
+        return PrivacyLedger().add(dp_event.GaussianDpEvent(z / 2), most, adjacency="replace_one")
+
+    def statement(self) -> str:
+        """What the paper claims, and what is proven for what ran."""
+        return (
+            f"{self.rounds_charged} rounds of NbAFL: {self.nbafl}\n  so far, by the accountant: uploads epsilon = "
+            f"{self.local_epsilon:.4g}, released models epsilon = {self.epsilon:.4g} at delta = {self.delta:g}"
+        )

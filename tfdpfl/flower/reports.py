@@ -1,0 +1,116 @@
+"""What a client has spent of its own privacy: kept on the client, and told in its reply."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
+
+KEY = "tfdpfl.privacy"
+_REFUSED = 201  # Flower's own code for a mod whose condition is not met
+
+
+class ClientLedger:
+    """One client's ledger of one mechanism, which outlives a message.
+
+    It is in the client's `Context`, which Flower keeps from one message of a run to the next, and in a file where one
+    is named. What is spent is written there before the reply leaves.
+
+    Args:
+      context: the client's.
+      level: "example" or "local".
+      path: a file, in which {node_id} and the entries of ``context.node_config``, as {partition-id}, are filled in.
+        None for none: then a restarted client begins anew.
+    """
+
+    def __init__(self, context: Context, level: str, path: str | os.PathLike | None):
+        self._context, self._level, self._key = context, level, f"{KEY}.{level}"
+        self._path = None
+        if path is not None:
+            try:
+                self._path = Path(os.fspath(path).format(node_id=context.node_id, **context.node_config))
+            except (KeyError, IndexError, ValueError) as error:
+                raise ValueError(
+                    f"ledger_path={path!r} names {error}, but a node has node_id and {sorted(context.node_config)}"
+                ) from None
+        saved = None
+        if self._path is not None and self._path.exists():
+            saved = self._path.read_text()
+        elif self._key in context.state.config_records:
+            saved = str(context.state.config_records[self._key]["ledger"])
+        self.ledger = PrivacyLedger.from_dict(json.loads(saved)) if saved else PrivacyLedger()
+
+    def with_more(self, more: PrivacyLedger) -> PrivacyLedger:
+        return PrivacyLedger.from_dict(self.ledger.to_dict()).merge(more)
+
+    def spend(self, more: PrivacyLedger) -> None:
+        """Adds and keeps it. Raises `OSError` where it cannot be written."""
+        after = self.with_more(more)
+        text = json.dumps(after.to_dict())
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_name(self._path.name + ".new")
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self._path)
+        self._context.state[self._key] = ConfigRecord({"ledger": text})
+        self.ledger = after
+
+    def report(self, delta: float, **more: Any) -> dict[str, Any]:
+        ledger = self.ledger
+        return {
+            "level": self._level,
+            "epsilon": ledger.epsilon(delta),
+            "delta": delta,
+            "adjacency": ledger.adjacency,
+            "steps": ledger.steps,
+            "ledger": ledger.to_dict(),
+            **more,
+        }
+
+
+def refused(message: Message, reason: str) -> Message:
+    """A reply that says why there is none."""
+    log.warning("%s", reason)
+    return Message(Error(code=_REFUSED, reason=reason), reply_to=message)
+
+
+def over_budget(ledger: PrivacyLedger, delta: float, target: float | None) -> str | None:
+    """What to say where a ledger's ε passes the target; None where it does not."""
+    if target is None:
+        return None
+    epsilon = ledger.epsilon(delta)
+    if epsilon <= target:
+        return None
+    return f"one more participation would cost epsilon={epsilon:.4g}, over this client's target_epsilon={target:g}"
+
+
+def attach(reply: Message, report: dict[str, Any]) -> None:
+    reply.content[KEY] = ConfigRecord({"report": json.dumps(report)})
+
+
+def report_in(reply: Message) -> dict[str, Any] | None:
+    """The report in a reply; None if it has none."""
+    record = reply.content.config_records.get(KEY)
+    return None if record is None else dict(json.loads(str(record["report"])))
+
+
+def client_reports(replies: Iterable[Message]) -> dict[int, dict[str, Any]]:
+    """By node, what clients said of their own privacy: for ``aggregate_train`` of a strategy of your own.
+
+    A report has ``level`` ("example" or "local"), ``epsilon``, ``delta``, ``adjacency``, ``steps`` and ``ledger``,
+    which `PrivacyLedger.from_dict` takes. It is the client's word.
+    """
+    found = {}
+    for reply in replies:
+        report = None if reply.has_error() else report_in(reply)
+        if report is not None:
+            found[reply.metadata.src_node_id] = report
+    return found

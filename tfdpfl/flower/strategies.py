@@ -1,0 +1,768 @@
+"""Wrappers that make any strategy of Flower's Message API private for its clients.
+
+Whatever a client does, the server clips what it returned, sums without weights, adds noise for the clip that it
+applied, and hands the wrapped strategy one reply with the noisy mean. All that the strategy makes of it (momentum,
+Adam) is post-processing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.report import rounded_up
+from tfdpfl.errors import PrivacyError
+from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
+from tfdpfl.federated.guarantees import ClientLevel, participations
+from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSampler
+from tfdpfl.flower._flwr import (
+    COMPARE,
+    ArrayRecord,
+    ConfigRecord,
+    Grid,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+    Result,
+    Strategy,
+    arrays_of,
+    log,
+    only,
+    record_of,
+)
+from tfdpfl.flower.journal import Journal
+from tfdpfl.flower.updates import ClippedSum
+
+UNPROTECTED = "unprotected"
+
+
+@dataclasses.dataclass
+class _Round:
+    """A round whose messages are out."""
+
+    base: dict[str, np.ndarray]
+    groups: dict[int, str]  # the clients that were asked, and the group that a reply of each must name
+    seen: set[int] = dataclasses.field(default_factory=set)
+
+
+class DifferentialPrivacy(Strategy):
+    """What the wrappers share: whom they ask, what counts of an answer, noise, ledger. Use one of those below."""
+
+    _limit = "target_epsilon"  # what ends a training
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        noise_multiplier: float,
+        clip: float | AdaptiveClip,
+        delta: float,
+        clients_per_round: int | None = None,
+        sampling_rate: float | None = None,
+        population: int | None = None,
+        max_participations: int | None = None,
+        min_separation: int = 1,
+        target_epsilon: float | None = None,
+        ledger_path: str | os.PathLike | None = None,
+        train_metrics: NoisedMetrics | None = None,
+        evaluate_metrics: NoisedMetrics | str | None = None,
+        accountant: str = "pld",
+        seed: int | None = None,
+        privacy: tuple[Any, ...] | None = None,
+    ):
+        if not isinstance(strategy, Strategy):
+            raise ValueError(
+                f"strategy must be one of flwr.serverapp.strategy, got {strategy!r}: strategies of flwr.server are "
+                "older and have no messages"
+            )
+        if isinstance(strategy, (*COMPARE, DifferentialPrivacy)):
+            raise ValueError(
+                f"strategy={type(strategy).__name__} needs the replies of single clients, of which nobody may see more "
+                "than a noisy mean: give FedAvg, FedAvgM, FedProx, FedAdam, FedAdagrad or FedYogi"
+            )
+        self.strategy = strategy
+        z = _checks.real("noise_multiplier", noise_multiplier, "give the noise's std over the clip", at_least=0)
+        self.delta = check_delta(delta)
+        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        self.target_epsilon = target_epsilon
+        if target_epsilon is not None:
+            _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+        self._train_metrics = _named("train_metrics", train_metrics)
+        self._evaluate_metrics: NoisedMetrics | str | None = (
+            UNPROTECTED if evaluate_metrics == UNPROTECTED else _named("evaluate_metrics", evaluate_metrics)
+        )
+        self._cohorts = _Cohorts(clients_per_round, sampling_rate, population, max_participations, min_separation, seed)
+        self._clip, self.current_clip = clip, clip.initial if isinstance(clip, AdaptiveClip) else float(clip)
+        self._noise_multiplier = z
+        of_metrics = [self._train_metrics.noise_multiplier] if self._train_metrics else []
+        own = ClientLevel(noise_multiplier=combined(z, *of_metrics) if of_metrics else z)
+        self.privacy: tuple[Any, ...] = (own,) if privacy is None else privacy
+        if isinstance(clip, AdaptiveClip) and self._cohorts.denominator is not None:
+            clip.split(z, self._cohorts.denominator)  # refuses a count that costs too much before anything runs
+        self._seed = seed
+        self._source: Any = None
+        self._open: _Round | None = None
+        self._evaluated: _Round | None = None
+        self._fitting = 0  # so many rounds are known to be within the target
+        self._done = 0  # rounds that a training which goes on had before
+        self._told = False
+        self.stopped_by: str | None = None
+        self.client_reports: dict[int, dict[str, Any]] = {}
+        self._journal = Journal(
+            ledger_path,
+            {
+                "privacy": [repr(guarantee) for guarantee in self.privacy],
+                "noise_multiplier": z,
+                "clip": repr(clip),
+                "sampling": self._cohorts.header(),
+                "evaluations": None if self._evaluate_metrics == UNPROTECTED else repr(self._evaluate_metrics),
+            },
+        )
+
+    # What it promises.
+
+    @property
+    def participation(self) -> Participation:
+        """What may be relied on about who is in a round."""
+        return self._cohorts.participation
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """All that was released so far, as events; lost rounds that nobody saw are not among them."""
+        return self._ledger_of(self._journal.charged, self._journal.evaluations)
+
+    @property
+    def epsilon(self) -> float:
+        """An upper bound on ε, at ``delta``, of all that was released so far: adjacency zero_out, one client."""
+        return self.ledger.epsilon(self.delta, self.accountant)
+
+    @property
+    def rounds_charged(self) -> int:
+        """Rounds that count: those whose result was released, or may have been."""
+        return len(self._journal.charged)
+
+    def statement(self) -> str:
+        """What was promised, in English."""
+        z = self.privacy[0].noise_multiplier
+        p = self.participation
+        lines = [
+            f"{self.rounds_charged} rounds, sampling {p.sampling}, {p.clients_per_round:g} clients a round in the mean",
+            f"  client level: epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g} "
+            f"(adjacency zero_out, noise multiplier {z:g}, accountant {self.accountant})",
+        ]
+        if self._evaluate_metrics == UNPROTECTED:
+            lines.append("  evaluation metrics are exact, and what they give away is in no epsilon")
+        if self.delta >= 1 / p.population:
+            lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
+        return "\n".join(lines)
+
+    def _ledger_of(self, cohorts: list[list[str]], evaluations: int) -> PrivacyLedger:
+        from dp_accounting import dp_event
+
+        p = self.participation
+        most = participations(RoundsRun(rounds=len(cohorts), participation=p, cohorts=cohorts))
+        return self._events(most, evaluations, dp_event)
+
+    def _events(self, rounds: int, evaluations: int, dp_event: Any) -> PrivacyLedger:
+        def gaussian(z: float) -> Any:
+            return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()
+
+        event = gaussian(self.privacy[0].noise_multiplier)
+        if self.participation.sampling == "poisson":
+            event = dp_event.PoissonSampledDpEvent(self._cohorts.sampling_rate, event)
+        ledger = PrivacyLedger().add(event, rounds, adjacency="zero_out")
+        if evaluations and isinstance(self._evaluate_metrics, NoisedMetrics):
+            ledger.add(gaussian(self._evaluate_metrics.noise_multiplier), evaluations, adjacency="zero_out")
+        return ledger
+
+    def _fits(self, rounds: int) -> bool:
+        """Whether ε stays within the target with so many rounds in all. The quick accountant is asked first."""
+        if self.target_epsilon is None or rounds <= self._fitting:
+            return True
+        from dp_accounting import dp_event
+
+        p = self.participation
+        most = participations(RoundsRun(rounds=rounds, participation=p))
+        evaluations = rounds if isinstance(self._evaluate_metrics, NoisedMetrics) else 0
+        ledger = self._events(most, max(evaluations, self._journal.evaluations), dp_event)
+        fits = any(
+            ledger.epsilon(self.delta, accountant) <= self.target_epsilon
+            for accountant in dict.fromkeys(["rdp", self.accountant])
+        )
+        if fits:
+            self._fitting = rounds
+        return fits
+
+    def _room(self, wanted: int) -> int:
+        """How many of ``wanted`` more rounds are within the target."""
+        charged = self.rounds_charged
+        if self._fits(charged + wanted):
+            return wanted
+        low, high = 0, wanted  # low fits, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(charged + middle) else (low, middle)
+        return low
+
+    # A training from its first round to its last.
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """As Flower's: ``num_rounds`` rounds in all, of which a ledger that goes on may have had some.
+
+        It ends early, with the `Result` of the rounds that ran, where one more would pass ``target_epsilon``;
+        ``stopped_by`` then says so.
+
+        Raises:
+          PrivacyError: ``target_epsilon`` leaves no room for one round.
+          ValueError: the saved model has other arrays than ``initial_arrays``.
+        """
+        arrays = self._resume(initial_arrays)
+        wanted = max(0, num_rounds - self._done)
+        if self.target_epsilon is not None:
+            self._cohorts.know(grid, self._cohorts.population or 0)
+        rounds = self._room(wanted)
+        if rounds == 0 and wanted and not self.rounds_charged:
+            one = self._events(1, 0, _dp_event()).epsilon(self.delta, self.accountant)
+            raise PrivacyError(
+                f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for one round, which "
+                f"costs {one:.4g}: raise noise_multiplier, or the target"
+            )
+        self.stopped_by = self._limit if rounds < wanted else None
+        if self.stopped_by:
+            log.info("%s ends the training after round %d", self.stopped_by, self._done + rounds)
+        done = self._done
+        shifted = None if evaluate_fn is None else lambda number, arrays: evaluate_fn(done + number, arrays)
+        result = super().start(
+            grid, arrays, rounds, timeout=timeout, train_config=train_config, evaluate_config=evaluate_config,
+            evaluate_fn=shifted,
+        )  # fmt: skip
+        if not result.arrays:
+            result.arrays = arrays
+        for by_round in (
+            result.train_metrics_clientapp, result.evaluate_metrics_clientapp, result.evaluate_metrics_serverapp
+        ):  # fmt: skip
+            moved = {done + number: metrics for number, metrics in by_round.items()}
+            by_round.clear()
+            by_round.update(moved)
+        log.info("%s", self.statement())
+        return result
+
+    def summary(self) -> None:
+        log.info("\t├──> Differential privacy, %s:", type(self).__name__)
+        log.info("\t│\t├── noise multiplier %g, clip %g", self.privacy[0].noise_multiplier, self.current_clip)
+        log.info("\t│\t└── delta %g, target epsilon %s", self.delta, self.target_epsilon)
+        self.strategy.summary()
+
+    def _resume(self, initial: ArrayRecord) -> ArrayRecord:
+        saved = self._journal.load()
+        self._done = 0
+        if saved is None:
+            return initial
+        arrays, about = saved
+        found: dict[str, np.ndarray] = {}
+        state: dict[str, dict[str, np.ndarray]] = {}
+        for name, value in arrays.items():
+            part, _, rest = name.partition("/")
+            if part == "model":
+                found[rest] = value
+            else:
+                attribute, _, rest = rest.partition("/")
+                state.setdefault(attribute, {})[rest] = value
+        now = {name: (tuple(a.shape), a.dtype) for name, a in initial.items()}
+        then = {name: (value.shape, str(value.dtype)) for name, value in found.items()}
+        if now != then:
+            raise ValueError(
+                f"initial_arrays hold {now}, but the saved model {then}: continue with the model that the training "
+                "began with, or take another ledger_path"
+            )
+        for attribute, kind in about["strategy"].items():
+            setattr(self.strategy, attribute, _unpacked(kind, state.get(attribute, {})))
+        self._done, self.current_clip = about["rounds"], about["clip"]
+        self._cohorts.population = about["population"]
+        log.info("Goes on after round %d, of %d that were charged", self._done, self.rounds_charged)
+        return record_of(found)
+
+    def _save(self, rounds: int, arrays: ArrayRecord) -> None:
+        held = {f"model/{name}": value for name, value in arrays_of(arrays).items()}
+        kinds = {}
+        for attribute, value in vars(self.strategy).items():
+            kind, parts = _packed(value)
+            if kind:
+                kinds[attribute] = kind
+                held.update({f"strategy/{attribute}/{name}": part for name, part in parts.items()})
+        about = {"rounds": rounds, "clip": self.current_clip, "population": self._cohorts.population, "strategy": kinds}
+        try:
+            self._journal.save(held, about)
+        except OSError as error:
+            log.error("Round %d is charged, but its model could not be saved (%s)", rounds, error)
+
+    # Training.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Messages to the clients of a round; none where the budget is spent or the ledger cannot be written."""
+        self._open = None
+        messages = [*self.strategy.configure_train(self._done + server_round, arrays, config, grid)]
+        if not messages:
+            return []
+        base = arrays_of(arrays)
+        try:
+            ClippedSum(base, 1.0)
+        except ValueError as error:
+            raise PrivacyError(str(error)) from None
+        self._cohorts.know(grid, len(messages))
+        if not self._fits(self.rounds_charged + 1):
+            log.info("The next round would pass %s: no messages are sent", self._limit)
+            self.stopped_by = self._limit
+            return []
+        messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun)
+        opened = _opened(base, messages, server_round)
+        try:
+            self._journal.begin([str(node) for node in opened.groups])
+        except OSError as error:
+            log.error("The ledger cannot be written (%s): no messages are sent", error)
+            return []
+        self._open = opened
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The wrapped strategy's result for the noisy mean; nothing where no round began or it cannot be charged."""
+        opened, self._open = self._open, None
+        if opened is None:
+            for reply in replies:
+                log.error("A reply of node %d belongs to no round: ignored", reply.metadata.src_node_id)
+            return None, None
+        clients = self._cohorts.denominator
+        assert clients is not None
+        total, clip = ClippedSum(opened.base, self.current_clip), self.current_clip
+        of_updates, of_count = self._stddevs(clip, clients)
+        names = _names(self._train_metrics)
+        count, metrics = 0.0, np.zeros(len(names) + 1 if names else 0)
+        replied: list[str] = []
+        for node, reply in self._valid(opened, replies):
+            try:
+                norm = total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
+            except Exception as error:  # whatever a client sends, the round goes on without it
+                log.warning("Node %d counts as if it had not changed the model: %s", node, error)
+                norm = math.inf
+            if math.isfinite(norm):
+                replied.append(str(node))
+            count += 0.5 if norm <= clip else -0.5
+            if names and math.isfinite(norm):
+                metrics += self._fractions(node, reply, names, self._train_metrics)
+            self._keep_report(node, reply)
+        log.info("aggregate_train: %d of %d clients' updates are in the sum", len(replied), len(opened.groups))
+
+        shapes = [*(part.shape for part in total.total.values()), (), metrics.shape]
+        normals = self._normals(shapes) if of_updates or of_count or names else [np.zeros(shape) for shape in shapes]
+        noisy = {}
+        for (name, part), normal in zip(total.total.items(), normals, strict=False):
+            w = opened.base[name]
+            with np.errstate(over="ignore"):
+                part += normal * of_updates
+                noisy[name] = (w + part / clients).astype(w.dtype)
+        count += float(normals[-2]) * of_count
+        if names:
+            assert self._train_metrics is not None
+            metrics += normals[-1] * (self._train_metrics.noise_multiplier * math.sqrt(len(metrics)))
+
+        try:
+            self._journal.charge(replied)
+        except OSError as error:
+            log.error("Round %d is not released: the ledger cannot be written (%s)", server_round, error)
+            return None, None
+        if isinstance(self._clip, AdaptiveClip):
+            self.current_clip = self._clip.after(clip, count, clients)
+        weight = getattr(self.strategy, "weighted_by_key", "num-examples")
+        key = getattr(self.strategy, "arrayrecord_key", "arrays")
+        released = record_of({name: noisy.get(name, w) for name, w in opened.base.items()})
+        content = RecordDict({key: released, "metrics": MetricRecord({weight: 1.0})})
+        reply = Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
+        result, about = self.strategy.aggregate_train(self._done + server_round, [reply])
+        if result is not None:
+            result = record_of(
+                {name: _as_before(value, opened.base.get(name)) for name, value in arrays_of(result).items()}
+            )
+            self._save(self._done + server_round, result)
+        about = MetricRecord({**(about or {}), "clip": clip, "epsilon": self.epsilon})
+        if names:
+            about.update(_means(metrics / clients, names, self._train_metrics))
+        return result, about
+
+    # Evaluation by clients.
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The wrapped strategy's messages, if ``evaluate_metrics`` says what may be released of the answers."""
+        self._evaluated = None
+        if self._evaluate_metrics is None:
+            if not self._told:
+                log.info("Clients are not asked to evaluate: evaluate_metrics says what may be shown, and it is None")
+            self._told = True
+            return []
+        if self._evaluate_metrics == UNPROTECTED:
+            return self.strategy.configure_evaluate(self._done + server_round, arrays, config, grid)
+        if self._journal.evaluations >= self.rounds_charged:  # one a round is what the target has room for
+            return []
+        messages = [*self.strategy.configure_evaluate(self._done + server_round, arrays, config, grid)]
+        self._evaluated = _opened({}, messages, server_round) if messages else None
+        return messages
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        if self._evaluate_metrics == UNPROTECTED:
+            return self.strategy.aggregate_evaluate(self._done + server_round, replies)
+        opened, self._evaluated = self._evaluated, None
+        if opened is None or not isinstance(self._evaluate_metrics, NoisedMetrics):
+            return None
+        names = _names(self._evaluate_metrics)
+        total = np.zeros(len(names) + 1)
+        for node, reply in self._valid(opened, replies):
+            total += self._fractions(node, reply, names, self._evaluate_metrics)
+        total += self._normals([total.shape])[0] * (self._evaluate_metrics.noise_multiplier * math.sqrt(len(total)))
+        try:
+            self._journal.charge_evaluation()
+        except OSError as error:
+            log.error("The evaluation is not released: the ledger cannot be written (%s)", error)
+            return None
+        return MetricRecord(dict(_means(total / len(opened.groups), names, self._evaluate_metrics)))
+
+    # One client's reply.
+
+    def _valid(self, opened: _Round, replies: Iterable[Message]) -> Iterable[tuple[int, Message]]:
+        """The first answer of each client that was asked, to what it was asked."""
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                log.warning("Node %d: %s", node, reply.error.reason)
+            elif node not in opened.groups:
+                log.warning("Node %d answers unasked: ignored", node)
+            elif reply.metadata.group_id != opened.groups[node]:
+                log.warning("Node %d answers another round: ignored", node)
+            elif node in opened.seen:
+                log.warning("Node %d answers twice: the first counts", node)
+            else:
+                opened.seen.add(node)
+                yield node, reply
+
+    def _fractions(self, node: int, reply: Message, names: list[str], metrics: NoisedMetrics | None) -> np.ndarray:
+        """A client's metrics, each in [0, 1], and a 1 for having sent them; zeros where it did not."""
+        assert metrics is not None
+        found = []
+        try:
+            record = only(reply.content.metric_records, "MetricRecord")
+            for name in names:
+                value = record[name]
+                if isinstance(value, list) or not math.isfinite(value):
+                    raise ValueError(f"{name}={value!r} is no finite number")
+                found.append(min(1.0, max(0.0, value / metrics.bound_of(name))))
+        except Exception as error:
+            log.warning("Node %d's metrics are left out: %s", node, error)
+            return np.zeros(len(names) + 1)
+        return np.array([*found, 1.0])
+
+    def _stddevs(self, clip: float, clients: float) -> tuple[float, float]:
+        """Of the noise on the sum of updates, and of that on the count of those within the clip."""
+        if isinstance(self._clip, AdaptiveClip):
+            of_updates, of_count = self._clip.split(self._noise_multiplier, clients)
+            return of_updates * clip, of_count
+        return self._noise_multiplier * clip, 0.0
+
+    def _keep_report(self, node: int, reply: Message) -> None:
+        from tfdpfl.flower.reports import report_in
+
+        try:
+            report = report_in(reply)
+        except Exception as error:
+            log.warning("Node %d's report on its own privacy is left out: %s", node, error)
+            return
+        if report is not None:
+            self.client_reports[node] = report
+
+    def _normals(self, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+        """Standard normals, from a key that is in this process's memory alone."""
+        from tfdpfl import noise
+
+        if self._source is None:
+            self._source = noise.Source(self._seed)
+        return [np.asarray(drawn) for drawn in self._source.gaussian(shapes, 1.0)]
+
+
+class _Cohorts:
+    """Who is asked in a round, and what that allows to be claimed."""
+
+    def __init__(
+        self,
+        clients_per_round: int | None,
+        sampling_rate: float | None,
+        population: int | None = None,
+        max_participations: int | None = None,
+        min_separation: int = 1,
+        seed: int | None = None,
+    ):
+        if (clients_per_round is None) == (sampling_rate is None):
+            raise ValueError(
+                f"give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
+                f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round"
+            )
+        if clients_per_round is not None:
+            clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count a round's clients")
+        if population is not None:
+            population = _checks.whole("population", population, clients_per_round or 1, "count all clients, or None")
+        self.sampling_rate = sampling_rate
+        if sampling_rate is not None:
+            PoissonClientSampler(["a client"], sampling_rate, seed)  # says what is wrong with a rate
+        self._most = max_participations
+        self._apart = _checks.whole("min_separation", min_separation, 1, "1 lets participations be adjacent")
+        if max_participations is not None:
+            _checks.whole("max_participations", max_participations, 1, "give the most rounds of a client, or None")
+        self._bounded = max_participations is not None or min_separation > 1
+        if self._bounded and sampling_rate is not None:
+            raise ValueError(
+                "max_participations and min_separation go with clients_per_round: a coin for every client in every "
+                f"round (sampling_rate={sampling_rate!r}) keeps to no limit"
+            )
+        self.population, self._given = population, population
+        self._clients_per_round, self._seed = clients_per_round, seed
+        self._known: set[int] = set()
+
+    def header(self) -> dict[str, Any]:
+        names = "sampling_rate", "_clients_per_round", "_most", "_apart", "_given"
+        return {name.strip("_"): getattr(self, name) for name in names}
+
+    @property
+    def denominator(self) -> float | None:
+        """What the mean is divided by; None until the population is known."""
+        if self.sampling_rate is None:
+            return self._clients_per_round
+        return None if self.population is None else self.sampling_rate * self.population
+
+    def know(self, grid: Grid, at_least: int) -> None:
+        """Takes the clients that are connected for all that there are, where nobody said."""
+        if self.population is None:
+            self.population = max(1, at_least, len([*grid.get_node_ids()]), self._clients_per_round or 1)
+
+    @property
+    def participation(self) -> Participation:
+        kind = "poisson" if self.sampling_rate is not None else "bounded" if self._bounded else "none"
+        clients = self.denominator or 1
+        return Participation(
+            sampling=kind,
+            population=max(self.population or 1, math.ceil(clients)),
+            clients_per_round=clients,
+            max_participations=self._most,
+            min_separation=self._apart,
+        )
+
+    def messages(
+        self, messages: list[Message], grid: Grid, charged: list[list[str]], begun: list[str] | None
+    ) -> list[Message]:
+        """The strategy's messages, or where it may not choose whom to ask, such to the clients that are drawn."""
+        if self.sampling_rate is None and not self._bounded:
+            return messages
+        model = messages[0]
+        if any(not _same(message.content, model.content) for message in messages[1:]):
+            raise ValueError(
+                "the strategy has a message of its own for each client, so that no others can be drawn: leave "
+                "sampling_rate, max_participations and min_separation out"
+            )
+        connected = sorted(grid.get_node_ids())
+        again = [node for node in connected if str(node) in (begun or ())]
+        if begun is not None and (again or not begun):
+            cohort = again  # a round that was lost has the clients that it had
+        elif self.sampling_rate is not None:
+            cohort = PoissonClientSampler(connected, self.sampling_rate, self._seed)(len(charged)) if connected else []
+        else:
+            cohort = self._within_limits(connected, charged)
+        log.info("configure_train: asks the clients that were drawn, of %d", len(connected))
+        kind, ttl = model.metadata.message_type, model.metadata.ttl
+        return [Message(model.content, dst_node_id=node, message_type=kind, ttl=ttl) for node in cohort]
+
+    def _within_limits(self, connected: list[int], charged: list[list[str]]) -> list[int]:
+        names = sorted({*map(str, connected), *(client for cohort in charged for client in cohort)})
+        assert self._clients_per_round is not None
+        sampler = AvailabilityClientSampler(
+            names, min(self._clients_per_round, len(names)), lambda number: map(str, connected), self._most,
+            self._apart, self._seed,
+        )  # fmt: skip
+        sampler.remember(dict(enumerate(charged)))
+        return [int(client) for client in sampler(len(charged))]
+
+
+class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
+    """Client-level differential privacy with a clip that stays, around any strategy.
+
+        strategy = DifferentialPrivacyFixedClipping(
+            FedAdam(), noise_multiplier=1.0, clip=0.5, sampling_rate=0.1, delta=1e-5, target_epsilon=2.0,
+            ledger_path="ledger.jsonl",
+        )
+        result = strategy.start(grid, ArrayRecord(model.get_weights()), num_rounds=100)
+        print(strategy.statement())
+
+    The sum of clipped updates changes by at most the clip in L2 norm when one client contributes nothing in place of
+    what it did, whatever clients send; its noise has a standard deviation of noise_multiplier * clip, drawn as
+    `tfdpfl.noise` draws. The mean is over a fixed number of clients, and the wrapped strategy sees nothing else of the
+    round. Metrics of clients are released only with noise that is charged. Arrays that are not floating-point stay as
+    the server has them.
+
+    A client that sends other arrays, numbers that are not finite, an error, a second answer or nothing counts as one
+    that did not change the model, and is logged. Rounds without any client are released, too: their noise is paid.
+
+    Args:
+      strategy: one of ``flwr.serverapp.strategy`` that takes a mean, as FedAvg, FedAvgM, FedProx or FedAdam.
+      noise_multiplier: the noise's standard deviation over the clip; 0 promises nothing.
+      clip: the largest L2 norm of a client's update, over all arrays together.
+      delta: δ of every ε.
+      clients_per_round: the number that the mean is over. The wrapped strategy chooses whom it asks, and no privacy
+        is claimed for the choice.
+      sampling_rate: in its place: each connected client is asked in each round by a coin of this probability, and ε
+        is amplified by it. The mean is over sampling_rate * population.
+      population: the number of clients, which counts as public; None for those connected as the first round begins.
+      max_participations: with clients_per_round, the most rounds that a client is asked in. A client is known by its
+        node's id, so give nodes keys: without, a restarted node is a new client.
+      min_separation: with clients_per_round, the fewest rounds from a client's participation to its next.
+      target_epsilon: ends the training, with its `Result`, before ε passes it.
+      ledger_path: a file to which every round is written before it is released, with the last model beside it. A
+        server that was killed goes on from there: no release is forgotten, and no noise is used twice.
+      train_metrics: None releases no training metric. `NoisedMetrics` with a bound for each name releases noisy means
+        over clients.
+      evaluate_metrics: the same for what clients find when they evaluate, each evaluation being charged; or
+        "unprotected", which passes on exact values, for data whose privacy is nobody's concern.
+      accountant: "pld" or "rdp".
+      seed: for tests only. None takes the operating system's entropy, for noise and cohorts.
+
+    Attributes:
+      privacy: the guarantees, one `ClientLevel`.
+      epsilon, ledger: of what was released so far.
+      current_clip: the clip of the next round.
+      stopped_by: "target_epsilon" if that ended the training, else None.
+      client_reports: by node, what clients said of their own privacy (see `example_dp`).
+
+    Raises:
+      ValueError: an argument is out of its range, or the strategy compares clients with each other.
+      PrivacyError: ``ledger_path`` is of another training.
+
+    Source: McMahan et al. 2018, arXiv:1710.06963, algorithm 1.
+    """
+
+    def __init__(self, strategy: Strategy, *, noise_multiplier: float, clip: float, delta: float, **others: Any):
+        clip = _checks.real(
+            "clip", clip, "give the largest L2 norm of an update, or take the adaptive strategy", above=0
+        )
+        super().__init__(strategy, noise_multiplier=noise_multiplier, clip=clip, delta=delta, **others)
+
+
+class DifferentialPrivacyAdaptiveClipping(DifferentialPrivacy):
+    """`DifferentialPrivacyFixedClipping` whose clip follows a quantile of the updates' norms.
+
+    The clip moves after a round's noise was drawn for it, by a count of unclipped clients that has noise as well. Both
+    together cost what ``noise_multiplier`` says.
+
+    Args:
+      clip: a `tfdpfl.AdaptiveClip`.
+      The others: as for `DifferentialPrivacyFixedClipping`.
+
+    Source: Andrew et al. 2021, arXiv:1905.03871.
+    """
+
+    def __init__(
+        self, strategy: Strategy, *, noise_multiplier: float, delta: float, clip: AdaptiveClip | None = None,
+        **others: Any,
+    ):  # fmt: skip
+        clip = AdaptiveClip() if clip is None else clip
+        if not isinstance(clip, AdaptiveClip):
+            raise ValueError(f"clip must be a tfdpfl.AdaptiveClip, got {clip!r}: or take the strategy of a fixed clip")
+        super().__init__(strategy, noise_multiplier=noise_multiplier, clip=clip, delta=delta, **others)
+
+
+def _dp_event() -> Any:
+    from dp_accounting import dp_event
+
+    return dp_event
+
+
+def _opened(base: dict[str, np.ndarray], messages: list[Message], server_round: int) -> _Round:
+    """Marks messages, so that an answer to another round, or to one that was lost, is known."""
+    token, groups = secrets.token_hex(8), {}
+    for message in messages:
+        node = message.metadata.dst_node_id
+        if node in groups:
+            raise PrivacyError(f"the strategy asks node {node} twice in a round, which would count it twice")
+        message.metadata.group_id = groups[node] = f"{server_round}-{token}"
+    return _Round(base, groups)
+
+
+def _same(a: RecordDict, b: RecordDict) -> bool:
+    return a is b or (a.keys() == b.keys() and all(a[key] is b[key] or a[key] == b[key] for key in a))
+
+
+def _named(name: str, metrics: Any) -> NoisedMetrics | None:
+    if metrics is None:
+        return None
+    if not isinstance(metrics, NoisedMetrics) or not isinstance(metrics.bound, Mapping) or not metrics.bound:
+        raise ValueError(
+            f"{name} must be None or a NoisedMetrics whose bound names the metrics and the largest value of each, got "
+            f"{metrics!r}: for instance NoisedMetrics(noise_multiplier=10, bound={{'accuracy': 1.0}})"
+        )
+    return metrics
+
+
+def _names(metrics: NoisedMetrics | None) -> list[str]:
+    return sorted(metrics.bound) if metrics is not None and isinstance(metrics.bound, Mapping) else []
+
+
+def _means(means: np.ndarray, names: list[str], metrics: NoisedMetrics | None) -> dict[str, float]:
+    assert metrics is not None
+    bounds = [*map(metrics.bound_of, names), 1.0]
+    return {name: float(m * bound) for name, m, bound in zip([*names, "contributing"], means, bounds, strict=True)}
+
+
+def _as_before(value: np.ndarray, w: np.ndarray | None) -> np.ndarray:
+    """In the type that the model had, which strategies change: they average counters, and Adam makes float64."""
+    if w is None:
+        return value
+    with np.errstate(over="ignore"):
+        return value.astype(w.dtype) if w.dtype.kind == "f" else w
+
+
+def _packed(value: Any) -> tuple[str, dict[str, np.ndarray]]:
+    """Arrays that a strategy holds, and how; nothing for all else."""
+    if isinstance(value, np.ndarray):
+        return "array", {"": value}
+    if isinstance(value, ArrayRecord):
+        return "record", arrays_of(value)
+    if isinstance(value, dict) and value and all(isinstance(v, np.ndarray) for v in value.values()):
+        return "dict", {str(name): v for name, v in value.items()}
+    if isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
+        return "list", {str(i): v for i, v in enumerate(value)}
+    return "", {}
+
+
+def _unpacked(kind: str, parts: dict[str, np.ndarray]) -> Any:
+    if kind == "array":
+        return parts[""]
+    if kind == "record":
+        return record_of(parts)
+    return parts if kind == "dict" else [parts[str(i)] for i in range(len(parts))]
