@@ -846,8 +846,9 @@ BAD = [
     ({"seed": -1}, "seed=-1", "None"),
     ({"seed": 1.5}, "seed=1.5", "None"),
     ({"seed": True}, "seed=True", "None"),
-    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "leave it at 1"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0", "leave it at 1"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0", "how many batches"),
+    ({"gradient_accumulation_steps": 2.0}, "gradient_accumulation_steps=2.0", "how many batches"),
+    ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps=True", "how many batches"),
 ]
 
 

@@ -64,7 +64,7 @@ class Steps:
 
     def __init__(self):
         self.counter, self.saved = _counts.Counter(), tf.Variable(np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
-        count = tf.function(lambda z: self.counter.count(z, self.saved))
+        count = tf.function(lambda z: self.counter.count(self.counter.drawn(), z, self.saved))
         self.take = lambda z=1.0: count(tf.constant(z, tf.float64))
 
     def announce(self, steps, passes=0, sampling=1, n=100, batch=10, data=0.0):

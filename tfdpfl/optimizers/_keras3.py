@@ -53,7 +53,9 @@ class Keras3Adapter:
         private = self._update(loss, variables, self._dp_ledger.value)
         if self.loss_scale_factor is not None:  # the base class divides by it
             private = [g if g is None else g * self.loss_scale_factor for g in private]
-        return super().apply(private, variables)
+        if not self.built:  # in a branch of the graph no variables are made
+            self.build(variables)
+        self._dp.where_whole(lambda: super(Keras3Adapter, self).apply(private, variables))
 
     @tf.autograph.experimental.do_not_convert
     def minimize(self, loss, var_list, tape=None):
