@@ -498,7 +498,7 @@ def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
             steps.saved.assign(table)
         steps.counter.settle(steps.saved)
         steps.announce(1, passes=1, sampling=2)
-        steps.counter.count(tf.constant(1.0, tf.float64), steps.saved)
+        steps.counter.count(steps.counter.drawn(), tf.constant(1.0, tf.float64), steps.saved)
         table = steps.saved.numpy()
     assert steps.ledger.steps == restarts and steps.ledger.unknown_steps == 0
     assert steps.ledger.report(DELTA, "rdp").participations == restarts
