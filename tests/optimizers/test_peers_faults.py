@@ -61,7 +61,6 @@ def test_fault_3_a_loss_scale_of_1024_leaves_the_norm_at_the_clip():
     assert norm(c.update_of(model, lambda: model.train_on_batch(x, y))) == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.skipif(KERAS3, reason="Keras 3 refuses the wrapper, see test_optimizers")
 def test_fault_3_a_dynamic_loss_scale_leaves_the_norm_at_the_clip():
     x, y = c.examples(1)
     model = c.compiled(keras.mixed_precision.LossScaleOptimizer(sgd(clip=0.1), initial_scale=1024.0))

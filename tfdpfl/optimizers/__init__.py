@@ -90,15 +90,20 @@ class DPOptimizer:
         gradient_accumulation_steps=1,
         *,
         expected_batch_size=None,
+        rows_per_unit=1,
         seed=None,
         **kwargs,
     ):
         _check_backend()
-        parts = gradient_accumulation_steps
-        dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed)
+        dp = Mechanism(
+            l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size, seed,
+            rows_per_unit,
+        )  # fmt: skip
         super().__init__(**kwargs)
         self._dp = dp
         self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
+        if dp.clipping.start is not None:
+            dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
 
     @staticmethod
     def _check_graph(loss) -> None:
@@ -143,6 +148,17 @@ class DPOptimizer:
     noise_multiplier = _setting("noise_multiplier")
     num_microbatches = _setting("num_microbatches")
     expected_batch_size = _setting("expected_batch_size")
+    rows_per_unit = _setting("rows_per_unit")
+
+    @property
+    def current_clip(self) -> float | list[float]:
+        """The clip of the next step: a number, or one for each group."""
+        return self._dp.clipping.current
+
+    @property
+    def unit(self) -> str:
+        """Whose part in a step is bounded, and what ε is about."""
+        return "example" if self.rows_per_unit == 1 else f"unit of {self.rows_per_unit} rows"
 
     @property
     def num_dp_steps(self) -> int:

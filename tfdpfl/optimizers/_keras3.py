@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._frames import callers
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
@@ -18,6 +21,21 @@ class Keras3Adapter:
     """
 
     _pending: tf.Tensor | None = None
+
+    def __setattr__(self, name: str, value) -> None:
+        """As Keras has it. A LossScaleOptimizer sets ``loss_scale_factor`` of what it wraps, once, as it is made
+        (`compile` makes one under mixed_float16): what that one is given then comes here as it is.
+
+        Its own way has no place in a private step. Losses of one example are not divided by the batch's size, so need
+        no scale; gradients that are not finite contribute nothing; and a step that is left out, or a scale that is
+        halved, because of what one example overflows in tells of that example.
+        """
+        super().__setattr__(name, value)
+        for frame in callers() if name == "loss_scale_factor" else ():
+            wrapper = frame.f_locals.get("self")
+            if wrapper is not self and getattr(wrapper, "inner_optimizer", None) is self:
+                wrapper.scale_loss, wrapper.apply = self.scale_loss, _apply_of(weakref.ref(wrapper))
+                return
 
     def _add_state(self, name: str, value: np.ndarray):
         import keras
@@ -43,10 +61,7 @@ class Keras3Adapter:
     def apply(self, grads, trainable_variables=None):
         loss, self._pending = self._pending, None
         if loss is None or loss.graph is not tf.compat.v1.get_default_graph():
-            raise PrivacyError(
-                NO_LOSS + " Under mixed_float16 give compile(..., auto_scale_loss=False): the loss of one example "
-                "needs no scaling."
-            )
+            raise PrivacyError(NO_LOSS)
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         variables = list(trainable_variables)
@@ -65,3 +80,15 @@ class Keras3Adapter:
         variables = list(var_list() if callable(var_list) else var_list)
         self.scale_loss(loss)
         self.apply([None] * len(variables), variables)
+
+
+def _apply_of(wrapper: weakref.ref):
+    """The ``apply`` of a LossScaleOptimizer around a private one: its variables are made, and nothing is scaled."""
+
+    def apply(grads, trainable_variables=None):
+        outer = wrapper()
+        if not outer.built:
+            outer.build(list(trainable_variables))
+        outer.inner_optimizer.apply(grads, trainable_variables)
+
+    return apply

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl import noise
+from tfdpfl import clips, noise
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import check_clip
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._partial import Part, Partial
 
 # Divided by 2^31 examples, and with all the digits of a small normal, still above float32's least normal number.
@@ -63,24 +63,36 @@ class Mechanism:
     of which would be saved.)
     """
 
-    def __init__(self, l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed):
-        self.l2_norm_clip = _number(
-            "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
-        )
+    def __init__(
+        self, l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed, rows_per_unit=1
+    ):
+        self.l2_norm_clip = clips.from_config(l2_norm_clip)
+        if not isinstance(self.l2_norm_clip, clips.Clip):
+            self.l2_norm_clip = _number(
+                "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
+            )
+        self.clipping = clipping_of(self.l2_norm_clip)
         self.noise_multiplier = _number(
             "noise_multiplier", noise_multiplier, 0, False,
             "It is the noise's standard deviation over l2_norm_clip; tfdpfl.compute_noise_multiplier finds it.",
         )  # fmt: skip
-        check_clip(self.l2_norm_clip)
         self.num_microbatches = _count("num_microbatches", num_microbatches, "None clips every example by itself.")
         parts = _count("gradient_accumulation_steps", parts, "It is how many batches make one update, 1 for each by itself.")
         self.parts = 1 if parts is None else parts
+        rows = _count("rows_per_unit", rows_per_unit, "It is how many rows in a row are one unit, 1 for each by itself.")
+        self.rows_per_unit = 1 if rows is None else rows
+        if self.rows_per_unit > 1 and self.num_microbatches is not None:
+            raise ValueError(
+                f"rows_per_unit={rows_per_unit!r} and num_microbatches={num_microbatches!r} both say whose mean gradient "
+                "is clipped. Leave num_microbatches out: a unit is a group of its own, and costs half as much."
+            )
         if expected_batch_size is not None:
             expected_batch_size = _number(
                 "expected_batch_size", expected_batch_size, 0, True, "It is the sampling rate times the data's size."
             )
         self.expected_batch_size = expected_batch_size
-        stddev = self.noise_multiplier * self.l2_norm_clip / (expected_batch_size or 1)
+        size = expected_batch_size or 1.0
+        stddev = self.clipping.split(self.noise_multiplier, size)[0] * self.clipping.first(self.l2_norm_clip) / size
         if self.noise_multiplier > 0 and stddev < LEAST_STDDEV:
             raise ValueError(
                 f"l2_norm_clip={l2_norm_clip!r} with noise_multiplier={noise_multiplier!r} and "
@@ -99,11 +111,12 @@ class Mechanism:
 
     def config(self) -> dict:
         return {
-            "l2_norm_clip": self.l2_norm_clip,
+            "l2_norm_clip": clips.to_config(self.l2_norm_clip),
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
             "gradient_accumulation_steps": self.parts,
             "expected_batch_size": self.expected_batch_size,
+            "rows_per_unit": self.rows_per_unit,
             "seed": self.seed,
         }
 
@@ -123,14 +136,15 @@ class Mechanism:
                 "apart. Train on one device for now."
             )
         # Clip, and sum over the batch.
-        plan = Plan(loss, variables, self.num_microbatches)
+        plan = Plan(loss, variables, self.num_microbatches, self.rows_per_unit if self.rows_per_unit > 1 else None)
         known = self.expected_batch_size if self.parts > 1 else self._denominator(plan.units.count)
-        clipped = plan.finish(plan.squared_norms(), self.l2_norm_clip, known)
+        clipped, count = self.clipping.clipped(plan, variables, known)
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
         used = [i for i, s in enumerate(clipped.sum) if s is not None]
         with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
             self.counter.nonfinite.assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
             sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in used]
+            sums += [] if count is None else [count]
             units = tf.cast(clipped.num_units, tf.float32)
             part = Part(sums, units, self.counter.drawn(), self._multiplier(clipped.batch_size))
 
@@ -146,7 +160,7 @@ class Mechanism:
                 released = done(part)
         # What depends on no example goes beside the noise.
         result: list[tf.Tensor | None] = [None] * len(variables)
-        for i, mean in zip(used, released, strict=True):
+        for i, mean in zip(used, released, strict=False):
             result[i] = mean
         for i, r in enumerate(clipped.regularization):
             if r is not None:
@@ -163,15 +177,21 @@ class Mechanism:
 
     def _noisy(self, whole: Part) -> list[tf.Tensor]:
         """(sums + noise) / denominator. Of sums that are made of parts and have a denominator that only now is known,
-        the division is to come; the others are divided already."""
-        sums, denominator = whole.sums, self._denominator(whole.units)
+        the division is to come; the others are divided already. What else was summed, for the clip, goes to it."""
+        sums, denominator, norm = whole.sums, self._denominator(whole.units), self.clipping.norm
+        multiplier, of_count = self.clipping.split(self.noise_multiplier, denominator)
+        at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
-            sums = [s / tf.cast(denominator, s.dtype) for s in sums]
-        if self.noise_multiplier == 0:
-            return sums
-        normals = self.source.gaussian([s.shape for s in sums], self.noise_multiplier * self.l2_norm_clip / denominator)
-        # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
-        return [tf.cast(tf.cast(s, n.dtype) + n, s.dtype) for s, n in zip(sums, normals, strict=True)]
+            sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
+        if self.noise_multiplier > 0:
+            stddev = multiplier * norm / denominator
+            normals = self.source.gaussian([s.shape for s in sums], stddev)
+            normals[at:] = [n * (of_count / stddev) for n in normals[at:]]
+            # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
+            sums = [tf.cast(tf.cast(s, n.dtype) + n, s.dtype) for s, n in zip(sums, normals, strict=True)]
+        if of_count is not None:
+            self.clipping.adapt(sums[at], denominator)
+        return sums
 
     # -- logical batches of several parts --------------------------------------------------------------------
 
