@@ -25,7 +25,7 @@ _WHERE = {
         "accounting",
     ),
     "PrivacyError": "errors",
-    "AdaptiveClip": "federated",
+    **dict.fromkeys(["AdaptiveClip", "AutomaticClip", "PerLayerClip"], "clips"),
 }  # fmt: skip
 _MODULES = (
     "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "label_dp", "noise",
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
         compute_num_steps,
         privacy_statement,
     )
+    from tfdpfl.clips import AdaptiveClip, AutomaticClip, PerLayerClip
     from tfdpfl.errors import PrivacyError
-    from tfdpfl.federated.clip import AdaptiveClip
     from tfdpfl.optimizers import (
         DPSGD,
         DPAdagrad,

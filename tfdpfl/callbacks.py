@@ -130,7 +130,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         call = _fit_arguments(self.model)
         data = self._describe(call)
-        fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call), call)
+        fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call), call, self.params.get("steps"))
         for other in self._before_me():
             fit.counts_passes = False
             if other._fit is not None and other._fit.batches != fit.batches:
@@ -168,7 +168,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._passes_per_epoch is None:  # how long an epoch is turns out as it runs
             fit.begin_passes(self._passes_before + fit.passes_in(batch + fit.stride) - fit.passes)
         steps = self.params.get("steps")
-        fit.announce(fit.stride if steps is None else min(fit.stride, steps - batch))
+        fit.announce(batch, fit.stride if steps is None else min(fit.stride, steps - batch))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
@@ -186,7 +186,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def _check_announced(self) -> None:
         """That a training with a target took no step that was not in the plan."""
         fit = self._running()
-        if self._limit is not None and fit.steps > fit.announced:
+        if self._limit is not None and fit.steps > fit.steps_in(fit.announced):
             raise PrivacyError(
                 f"The model took {fit.steps} steps on {fit.announced} batches, so target_epsilon="
                 f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
@@ -256,6 +256,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
                     "If they were on these data, too, give PrivacyBudget that training's ledger=."
                 )
+        if fit.uses > 1:
+            self._say(
+                f"Batches reach from one pass over the data into the next, so that one may hold an example {fit.uses} "
+                f"times, and each pass is priced as {fit.uses}. Take a number of batches an epoch that "
+                "gradient_accumulation_steps divides, without .repeat() in front of .batch(), or Poisson batches."
+            )
         expected, batch = optimizer.expected_batch_size, fit.data["batch_size"]
         if expected is not None and not 0.5 <= batch / expected <= 2:
             self._say(
@@ -333,12 +339,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """How many steps (passes, if shuffled) of this fit the target allows."""
         fit, past = self._running(), self.ledger
         dp = fit.optimizer
-        halved = dp.num_microbatches not in (None, fit.data["batch_size"])
+        halved = dp.num_microbatches not in (None, fit.physical)
         multiplier = dp.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
 
         def priced(number: int) -> float:
             ledger = copy.deepcopy(past)
-            more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number}
+            more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number * fit.uses}
             ledger.record(multiplier, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
@@ -359,7 +365,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         except ValueError:
             return 0
         if fit.shuffled:
-            most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1)
+            most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1) * fit.uses
         if not len(past):
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
@@ -370,7 +376,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         epochs, fit = self.params.get("epochs"), self._running()
         if not epochs or not self.params.get("steps"):
             return MOST_STEPS
-        return (epochs + 1) * self._passes_per_epoch if fit.shuffled else epochs * self.params["steps"] + fit.stride
+        if fit.shuffled:
+            return (epochs + 1) * self._passes_per_epoch
+        return fit.steps_in(epochs * self.params["steps"] + fit.stride)
 
     def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:
         """Whether after so many steps of the fit the next one passes the target; if shuffled the next epoch, or pass
@@ -379,7 +387,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return False
         fit = self._running()
         if not fit.shuffled:
-            return steps + fit.stride > self._limit
+            return steps + fit.steps_next() > self._limit
         if steps_of_epoch is None:
             return fit.passes + (self._passes_per_epoch or 1) > self._limit
         after = self._passes_before + fit.passes_in(steps_of_epoch + fit.stride)
@@ -443,6 +451,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         if self.sampling == "poisson":
             self._check_poisson()
+        parts = self._optimizer._dp.parts
+        if self.sampling != "shuffle" and parts > 1:
+            raise PrivacyError(
+                f"sampling={self.sampling!r}: an example may be in several of the batches that "
+                f"gradient_accumulation_steps={parts} adds up, which has no price. Use tfdpfl.data.poisson_batches, "
+                "which cuts one sample into batches, or sampling='shuffle'."
+            )
         if made_from(x) is None:
             self._check_against(x)
         data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": self.sampling}
@@ -483,6 +498,18 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "examples; give their number."
             )
         self._check_poisson()
+        parts = self._optimizer._dp.parts
+        if declared.physical_batches != parts:
+            raise PrivacyError(
+                f"{declared.physical_batches} batches of the data make one Poisson sample, but the optimizer makes an "
+                f"update of {parts}: give it gradient_accumulation_steps={declared.physical_batches}, or draw the "
+                "batches with another physical_batch_size."
+            )
+        if self.params.get("steps") and self.params["steps"] % parts:
+            raise PrivacyError(
+                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} make:"
+                f" give fit a steps_per_epoch that {parts} divides."
+            )
         # A whole batch size at or above the expected one: a higher rate costs no less.
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
         self._check_batch_size(size)
@@ -509,32 +536,53 @@ class _Fit:
     """One call of `fit`.
 
     Attributes:
-      data: num_examples, batch_size and sampling, and the adjacency where it is not the sampling's own.
+      data: num_examples, batch_size (of a logical batch) and sampling, and the adjacency where it is not the
+        sampling's own.
       batches: the same as the optimizer counts it.
-      stride: steps of an execution.
+      physical: size of the batches that come in.
+      parts: how many of them make a logical batch, and an update.
+      uses: how often one logical batch may hold an example.
+      stride: batches of an execution.
       whole: whether a pass may end with a smaller batch, after which the next one begins a batch of its own.
       passes: passes over the data that were begun.
       counts_passes: whether no other callback of the same call does.
-      announced: steps that the optimizer was told of.
+      announced: batches that the optimizer was told of.
       awaited: whether a batch was announced that has not ended.
     """
 
     def __init__(
-        self, model: Any, optimizer: Any, data: dict[str, Any], data_number: float, stride: int, call: dict[str, Any]
-    ):
+        self, model: Any, optimizer: Any, data: dict[str, Any], data_number: float, stride: int, call: dict[str, Any],
+        steps: int | None,
+    ):  # fmt: skip
         self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride
+        self.parts, self.physical = optimizer._dp.parts, data["batch_size"]
         self._counter = optimizer._dp.counter
-        known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
-        sampling = _counts.SAMPLINGS.index(known_as, 1)
-        self.batches = (data_number, sampling, data["num_examples"], data["batch_size"])
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= _length(call.get("x")) is not None
-        self.passes = self.announced = self._steps_before = 0
+        self.passes = self.announced = self._steps_before = self._pending = 0
         self._ended, self.awaited, self.counts_passes = False, False, True
+        self.uses = self._uses(steps) if self.shuffled else 1
+        if self.shuffled:
+            self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
+        known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
+        sampling = _counts.SAMPLINGS.index(known_as, 1) if self.uses == 1 else _counts.ACROSS_PASSES
+        self.batches = (data_number, sampling, data["num_examples"], self.data["batch_size"])
+
+    def _uses(self, steps: int | None) -> int:
+        """In how many passes a logical batch may lie."""
+        n, b = self.data["num_examples"], self.physical
+        if not self.whole:
+            return 1 if self.parts == 1 and n % b == 0 else 1 + math.ceil((self.parts * b - 1) / n)
+        if self.parts == 1 or (steps and steps % self.parts == 0 and self.passes_in(steps) == 1):
+            return 1
+        return 1 + math.ceil((self.parts - 1) / max(n // b, 1))
 
     def begin(self) -> None:
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
+        # A logical batch goes on where it may lie in several passes, and all of it was drawn as what comes.
+        self.optimizer._dp.drop_partial(unless=self.batches if self.uses > 1 else None)
+        self._pending = int(self.optimizer._dp.pending)
 
     @property
     def shuffled(self) -> bool:
@@ -542,7 +590,7 @@ class _Fit:
 
     def passes_in(self, steps: int) -> int:
         """How many passes over the data so many steps in a row begin."""
-        n, b = self.data["num_examples"], self.data["batch_size"]
+        n, b = self.data["num_examples"], self.physical
         if not self.whole:  # batches may go across the border of two passes
             return math.ceil(steps * b / n)
         return 1 if steps <= math.ceil(n / b) else math.ceil(steps / max(n // b, 1))
@@ -553,12 +601,21 @@ class _Fit:
             return
         self.passes += number
         if self.counts_passes:
-            self._counter.passes[self.batches] = self._counter.passes.get(self.batches, 0) + number
+            self._counter.passes[self.batches] = self._counter.passes.get(self.batches, 0) + number * self.uses
 
-    def announce(self, steps: int) -> None:
-        """Tells the optimizer of the next execution's batches."""
-        self.announced, self.awaited = self.announced + steps, True
-        self._counter.announce(self.batches, steps)
+    def steps_in(self, batches: int) -> int:
+        """How many steps the first so many batches of the fit make."""
+        return (self._pending + batches) // self.parts
+
+    def steps_next(self) -> int:
+        """How many steps the next execution makes, or makes a beginning of."""
+        return max(self.steps_in(self.announced + self.stride) - self.steps_in(self.announced), 1)
+
+    def announce(self, batch: int, batches: int) -> None:
+        """Tells the optimizer of the next execution's batches, of which the first is number ``batch`` of the epoch."""
+        self.announced, self.awaited = self.announced + batches, True
+        parts = self.parts if self.parts > 1 and self.uses == 1 else 0
+        self._counter.announce(self.batches, batches, batch % self.parts, parts)
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
@@ -579,7 +636,10 @@ class _Fit:
         """
         taken = self.stride - int(self._counter.batches.numpy()[-1])
         if not self._ended and self.awaited and taken > 0:
-            multiplier = self.optimizer.noise_multiplier / (1 if self.optimizer.num_microbatches is None else 2)
+            # They may have come into a logical batch, with examples of other parts.
+            self.optimizer._dp.drop_partial()
+            halved = self.optimizer.num_microbatches is not None
+            multiplier = self.optimizer.noise_multiplier / self.parts / (2 if halved else 1)
             row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
         self.end()

@@ -35,6 +35,8 @@ class SamplingDeclaration:
         num_examples: size of the data set that is sampled.
         steps: batches in one pass over the dataset (one epoch of `fit`).
         seed: the public seed that the batches come from; None if they come from the system's entropy.
+        physical_batches: how many batches in a row make one Poisson sample, for an optimizer with as many
+            `gradient_accumulation_steps`.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class SamplingDeclaration:
     num_examples: int
     steps: int
     seed: int | None = None
+    physical_batches: int = 1
 
     @property
     def expected_batch_size(self) -> float:

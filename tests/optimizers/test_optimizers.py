@@ -537,21 +537,44 @@ def test_the_wrapper_that_keras_2_adds_by_itself_trains_and_keeps_the_noise():
 
 
 @pytest.mark.skipif(not KERAS3, reason="Keras 2 hands the scaled loss to the optimizer")
-def test_the_loss_scale_of_keras_3_is_refused_with_the_mend_and_works_without_it():
+@pytest.mark.parametrize("by", ["the policy", "hand", pytest.param("hand, k = 2", marks=pytest.mark.slow)])
+def test_the_loss_scaling_that_keras_3_adds_by_itself_trains_and_keeps_the_noise(by, tmp_path):
     x, y = c.examples(12)
-    model = float16_model(keras.optimizers.LossScaleOptimizer(sgd()))
-    with pytest.raises(PrivacyError, match="auto_scale_loss=False"):
-        model.train_on_batch(x, y)
-    assert_same(model.get_weights(), c.weights(), 0, 0)
-    keras.config.set_dtype_policy("mixed_float16")
+    updates, k = [], 2 if "k" in by else 1
+    keras.config.set_dtype_policy("mixed_float16" if by == "the policy" else "float32")
     try:
-        with pytest.raises(PrivacyError, match="auto_scale_loss=False"):
-            c.compiled(sgd()).train_on_batch(x, y)
-        model = c.compiled(sgd(), auto_scale_loss=False)
-        update = c.update_of(model, lambda: model.train_on_batch(x, y))
+        for z in (0.0, 1.0):
+            inner = sgd(multiplier=z, seed=1, gradient_accumulation_steps=k)
+            model = float16_model(inner if by == "the policy" else keras.optimizers.LossScaleOptimizer(inner))
+            assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            step = lambda m=model: [m.train_on_batch(x[i::k], y[i::k]) for i in range(k)]
+            updates.append(c.flat(c.update_of(model, step)))
+            assert inner.executed == [(z, 1)] and int(inner.iterations) == 1
+            model.save(tmp_path / "m.keras")
+            again = keras.models.load_model(tmp_path / "m.keras")
+            assert again.optimizer.inner_optimizer.executed == [(z, 1)]
+            again.train_on_batch(x, y)
     finally:
         keras.config.set_dtype_policy("float32")
-    assert_same(update, [-g / 12 for g in c.clipped_sum(c.weights(), x, y, CLIP)], rtol=0.05, atol=5e-3)
+    want = c.flat([-g / 12 for g in c.clipped_sum(c.weights(), x, y, CLIP)])
+    np.testing.assert_allclose(updates[0], want, rtol=0.05, atol=5e-3)
+    plain = c.compiled(sgd(multiplier=1.0, seed=1))
+    plain = c.flat(c.update_of(plain, lambda: plain.train_on_batch(x, y)))
+    np.testing.assert_allclose(updates[1] - updates[0], plain - want, atol=5e-3)
+
+
+@pytest.mark.skipif(not KERAS3, reason="Keras 2's is tested above")
+def test_an_example_that_overflows_neither_stops_a_step_nor_moves_the_loss_scale():
+    """Both would tell of it: the scale is saved, and a step is seen."""
+    x, y = c.examples(12)
+    x[3] = 1e38
+    model = float16_model(keras.optimizers.LossScaleOptimizer(sgd(expected_batch_size=12)))
+    keep = np.delete(np.arange(12), 3)
+    update = c.update_of(model, lambda: model.train_on_batch(x, y))
+    want = [-g / 12 for g in c.clipped_sum(c.weights(), x[keep], y[keep], CLIP)]
+    assert_same(update, want, rtol=0.05, atol=5e-3)
+    assert float(model.optimizer.dynamic_scale) == 2.0**15 and int(model.optimizer.step_counter) == 0
+    assert model.optimizer.inner_optimizer.num_nonfinite == 1
 
 
 @pytest.mark.skipif(not KERAS3, reason="loss_scale_factor came with Keras 3")
@@ -845,8 +868,9 @@ BAD = [
     ({"seed": -1}, "seed=-1", "None"),
     ({"seed": 1.5}, "seed=1.5", "None"),
     ({"seed": True}, "seed=True", "None"),
-    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "leave it at 1"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0", "leave it at 1"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0", "how many batches"),
+    ({"gradient_accumulation_steps": 2.0}, "gradient_accumulation_steps=2.0", "how many batches"),
+    ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps=True", "how many batches"),
 ]
 
 

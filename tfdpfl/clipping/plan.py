@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -66,7 +66,9 @@ class ClippedGradients:
 class Plan:
     """Everything between a loss and its clipped sum."""
 
-    def __init__(self, loss: tf.Tensor, variables: Sequence, num_microbatches: int | None):
+    def __init__(
+        self, loss: tf.Tensor, variables: Sequence, num_microbatches: int | None, rows_per_unit: int | None = None
+    ):
         if isinstance(loss, (list, tuple)) and len(loss) == 1:
             loss = loss[0]
         if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
@@ -112,7 +114,7 @@ class Plan:
             before_it_runs(self.graph, lambda: check_arguments(graph(), arguments))
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
         self.losses = losses
-        losses, count = self._grouped(losses, num_microbatches)
+        losses, count = self._grouped(losses, num_microbatches, rows_per_unit)
         self.units = Units(self.batch_size, count, self.dtype)
         self.contributions = self._contributions(losses)
 
@@ -206,23 +208,34 @@ class Plan:
         self.analysis.states[key(size)] = Size(((1, 1),))
         return size
 
-    def _grouped(self, losses: tf.Tensor, m: int | None) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Losses of the units, and their number if it is not the batch size."""
+    def _grouped(
+        self, losses: tf.Tensor, groups: int | None, rows: int | None
+    ) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Losses of the units (``groups`` of them, or each of so many rows), and their number if it is not the batch
+        size."""
+        m = rows if groups is None else groups
         if m is None:
             return losses, None
         static = constant(self.batch_size) if losses.shape[0] is None else losses.shape[0]
         if static is not None and static % m:
             raise PrivacyError(
-                f"num_microbatches={m} does not divide the batch of {static} examples. Choose a divisor, or None to "
-                "clip every example by itself."
+                f"rows_per_unit={m} does not divide the batch of {static} rows. Give batches of whole units."
+                if groups is None
+                else f"num_microbatches={m} does not divide the batch of {static} examples. Choose a divisor, or None "
+                "to clip every example by itself."
             )
         message = (
-            f"tfdpfl: num_microbatches={m} does not divide the batch. Use batches of a multiple of {m} examples "
+            f"tfdpfl: rows_per_unit={m} does not divide the batch. Give batches of whole units, of a multiple of {m} "
+            "rows (drop_remainder=True)."
+            if groups is None
+            else f"tfdpfl: num_microbatches={m} does not divide the batch. Use batches of a multiple of {m} examples "
             "(drop_remainder=True), or num_microbatches=None to clip every example by itself."
         )
-        with tf.control_dependencies([graph_tools.require(tf.equal(self.batch_size % m, 0), message)]):
-            count = tf.where(self.batch_size > 0, m, 0)
-        per = self.batch_size // m
+        whole = tf.equal(self.batch_size % m, 0)
+        self.holds.append(whole)
+        with tf.control_dependencies([graph_tools.require(whole, message)]):
+            count = self.batch_size // m if groups is None else tf.where(self.batch_size > 0, m, 0)
+        per = m if groups is None else self.batch_size // m
         return tf.reduce_mean(tf.reshape(losses, tf.stack([count, per])), 1), count
 
     def _contributions(self, losses: tf.Tensor) -> list[tuple[int, Contribution, tf.Tensor, tf.Tensor]]:
@@ -368,23 +381,25 @@ class Plan:
     def squared_norms(self) -> tf.Tensor:
         """[units], over all variables: never below the truth by more than a thousandth of it. Where terms of a sum
         cancel to as little as its rounding error, the error is added."""
+        return self.squared_norms_of([0] * len(self.variables))[0]
+
+    def squared_norms_of(self, group_of: Sequence[int]) -> list[tf.Tensor]:
+        """As `squared_norms`, for each of several groups of variables; ``group_of`` has the number of each one's."""
+        self.group_of = list(group_of)
         self.merged: list[list[tuple[Contribution, tf.Tensor, tf.Tensor]]] = []
-        terms = [tf.zeros([self.units.count], self.dtype)]
-        doubts: list[tf.Tensor] = []
-        for i in range(len(self.variables)):
+        groups = range(max(group_of) + 1)
+        terms = [[tf.zeros([self.units.count], self.dtype)] for _ in groups]
+        doubts: list[list[tf.Tensor]] = [[] for _ in groups]
+        for i, group in enumerate(group_of):
             parts = self._merged([(c, w, r) for v, c, w, r in self.contributions if v == i])
-            terms += [c.squared_norms() for c, _, _ in parts]
+            terms[group] += [c.squared_norms() for c, _, _ in parts]
             own = [c.doubt for c, _, _ in parts if c.doubt is not None]
             if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
-                terms.append(2 * inner_product(*parts))
+                terms[group].append(2 * inner_product(*parts))
                 own *= 2  # its error is at most both of theirs
-            doubts += own
+            doubts[group] += own
             self.merged.append(parts)
-        total = tf.add_n(terms)
-        if not doubts:
-            return total
-        doubt = tf.add_n(doubts)
-        return tf.where(total > 1000 * doubt, total, tf.maximum(total, 0) + doubt)
+        return [_with_doubt(tf.add_n(t), d) for t, d in zip(terms, doubts, strict=True)]
 
     def _merged(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
         """The uses of one variable as one contribution, so that its squared norm is that of their sum."""
@@ -424,22 +439,30 @@ class Plan:
     ) -> ClippedGradients:
         """The clipped sums; with a ``denominator`` each unit's part is divided by it, which costs nothing here and a
         pass over all parameters afterwards."""
+        held = tf.is_tensor(l2_norm_clip)
+        clip = tf.cast(l2_norm_clip, self.dtype) if held else tf.constant(l2_norm_clip, self.dtype)
+        return self.scaled_by([norms2], lambda norms: [clip / tf.maximum(norms[0], clip)], denominator)
+
+    def scaled_by(
+        self, norms2: Sequence[tf.Tensor], factors: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        denominator: tf.Tensor | None = None,
+    ) -> ClippedGradients:  # fmt: skip
+        """As `finish`, where ``factors`` says by how much the gradients of each group are scaled, given their norms."""
         units = self.units
-        good = tf.math.is_finite(norms2)
+        good = tf.reduce_all(tf.math.is_finite(tf.stack(norms2)), 0)
         for holds in self.holds:  # XLA leaves the op out that would stop the step
             good = tf.logical_and(good, holds)
         units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
-        norms = tf.sqrt(norms2)
-        held = tf.is_tensor(l2_norm_clip)
-        clip = tf.cast(l2_norm_clip, self.dtype) if held else tf.constant(l2_norm_clip, self.dtype)
-        c = tf.where(good, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
+        each = [tf.sqrt(n) for n in norms2]
+        norms = each[0] if len(each) == 1 else tf.sqrt(tf.add_n(list(norms2)))
+        cs = [tf.where(good, c, tf.zeros_like(norms)) for c in factors(each)]
         if denominator is not None:
-            c /= tf.cast(denominator, self.dtype)
+            cs = [c / tf.cast(denominator, self.dtype) for c in cs]
         units.mend([t for parts in self.merged for contribution, _, _ in parts for t in contribution.to_mend()])
         sums: list[tf.Tensor | None] = []
         before: list[tf.Tensor] = []
-        for parts in self.merged:
-            total = None
+        for group, parts in zip(self.group_of, self.merged, strict=True):
+            total, c = None, cs[group]
             for contribution, weight, root in parts:
                 # One after the other: else the scaled copies for all of them are in memory at once.
                 with tf.control_dependencies(before):
@@ -475,6 +498,13 @@ class Plan:
                 g = tf.cast(tf.convert_to_tensor(g), self.dtype)
                 result[i] = g if result[i] is None else result[i] + g
         return result
+
+
+def _with_doubt(total: tf.Tensor, doubts: list[tf.Tensor]) -> tf.Tensor:
+    if not doubts:
+        return total
+    doubt = tf.add_n(doubts)
+    return tf.where(total > 1000 * doubt, total, tf.maximum(total, 0) + doubt)
 
 
 def _has_gradient(t: tf.Tensor) -> bool:

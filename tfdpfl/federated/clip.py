@@ -7,60 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tfdpfl.accounting import _checks
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaptiveClip:
-    """A clip that follows a quantile of the clients' update norms (Andrew et al. 2021, arXiv:1905.03871).
-
-    Every round the clip is multiplied by ``exp(-learning_rate * (b - target_quantile))``, where b is a noisy estimate
-    of the fraction of clients whose update was within the clip. The noise on b is charged: the process's
-    ``noise_multiplier`` is the total, and the noise on the updates is raised to make room for the count's.
-
-    Args:
-      initial: the first clip, in units of the update's L2 norm. A factor of 100 is made good in about 50 rounds.
-      target_quantile: the fraction of clients that shall stay unclipped.
-      learning_rate: the clip changes by a factor of at most exp(learning_rate) a round.
-      clipped_count_stddev: standard deviation of the noise on the count of unclipped clients. None takes the larger of
-        a twentieth of the cohort (the paper's) and the process's noise multiplier, so that the updates' noise rises by
-        at most 15.5 % however small the cohort is. Half the noise multiplier or less cannot be met.
-
-    Raises:
-      ValueError: an argument is out of its range.
-    """
-
-    initial: float = 0.1
-    target_quantile: float = 0.5
-    learning_rate: float = 0.2
-    clipped_count_stddev: float | None = None
-
-    def __post_init__(self) -> None:
-        _checks.real("initial", self.initial, "give the first clip, for instance 0.1", above=0)
-        mend = "give the fraction of clients to leave unclipped; 0.5 is the median"
-        _checks.probability("target_quantile", self.target_quantile, mend)
-        _checks.real("learning_rate", self.learning_rate, "0.2 is usual", above=0)
-        if self.clipped_count_stddev is not None:
-            _checks.real("clipped_count_stddev", self.clipped_count_stddev, "leave it out for a safe value", at_least=0)
-
-    def split(self, noise_multiplier: float, clients_per_round: float) -> tuple[float, float]:
-        """(noise multiplier of the updates, standard deviation of the count) that together give ``noise_multiplier``.
-
-        A client moves the centred count by 1/2, so z^-2 = z_updates^-2 + (2 stddev)^-2 (the paper's theorem 1).
-
-        Raises:
-          ValueError: the count's noise is too small to leave anything for the updates.
-        """
-        stddev = self.clipped_count_stddev
-        if noise_multiplier == 0:
-            return 0.0, 0.0 if stddev is None else stddev
-        if stddev is None:
-            stddev = max(0.05 * clients_per_round, noise_multiplier)
-        if 2 * stddev <= noise_multiplier:
-            raise ValueError(
-                f"clipped_count_stddev={stddev:g} is at most half of noise_multiplier={noise_multiplier:g}, so the "
-                "count alone would cost more than the whole round may: raise it, or leave it out for a safe value"
-            )
-        return (noise_multiplier**-2 - (2 * stddev) ** -2) ** -0.5, stddev
+from tfdpfl.clips import AdaptiveClip as AdaptiveClip
 
     def after(self, clip: float, noisy_count: float, clients_per_round: float) -> float:
         """The clip of the next round.

@@ -45,9 +45,12 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
       noise_multiplier: the noise's standard deviation over C; 0 trains without privacy.
       num_microbatches: None to clip every example by itself (best). With M, the mean gradient of each of M groups is
         clipped, as in TensorFlow Privacy; the sensitivity to one example is then 2 C and the ledger says so.
-      gradient_accumulation_steps: 1 (or None); larger values are refused for now.
+      gradient_accumulation_steps: k, how many batches make one logical batch, of which the update, the noise, the
+        ledger, the schedule and the moments are those of one batch k times as large. A logical batch may go on in the
+        next epoch and the next `fit`; what there is of it is in memory alone, so a restart begins it anew. An example
+        must not be in one twice.
       expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
-        divides by the number of examples (or microbatches) in the batch.
+        divides by the number of examples (or microbatches) in the batch. It is about the logical batch.
       seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
         every process that begins with it draws the same noise.
       **kwargs: every argument of {base}.
@@ -88,20 +91,21 @@ class DPOptimizer:
         gradient_accumulation_steps=1,
         *,
         expected_batch_size=None,
+        rows_per_unit=1,
         seed=None,
         **kwargs,
     ):
         _check_backend()
-        if gradient_accumulation_steps not in (None, 1):
-            raise PrivacyError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps!r} would apply noise to each part of a "
-                "batch. Use larger batches (the cost per example stays flat) and leave it at 1."
-            )
-        dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed)
+        dp = Mechanism(
+            l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size, seed,
+            rows_per_unit,
+        )  # fmt: skip
         super().__init__(**kwargs)
         tapes.watch()
         self._dp = dp
         self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
+        if dp.clipping.start is not None:
+            dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
 
     @staticmethod
     def _check_graph(loss) -> None:
@@ -161,6 +165,17 @@ class DPOptimizer:
     noise_multiplier = _setting("noise_multiplier")
     num_microbatches = _setting("num_microbatches")
     expected_batch_size = _setting("expected_batch_size")
+    rows_per_unit = _setting("rows_per_unit")
+
+    @property
+    def current_clip(self) -> float | list[float]:
+        """The clip of the next step: a number, or one for each group."""
+        return self._dp.clipping.current
+
+    @property
+    def unit(self) -> str:
+        """Whose part in a step is bounded, and what ε is about."""
+        return "example" if self.rows_per_unit == 1 else f"unit of {self.rows_per_unit} rows"
 
     @property
     def num_dp_steps(self) -> int:
@@ -200,7 +215,6 @@ class DPOptimizer:
 
     def get_config(self):
         config = super().get_config()
-        config.pop("gradient_accumulation_steps", None)
         config.pop("is_legacy_optimizer", None)
         return {**config, **self._dp.config()}
 
@@ -218,6 +232,7 @@ class DPOptimizer:
             )
         else:
             self._dp_ledger.assign(saved)
+        self._dp.drop_partial()  # its gradients are those of other weights
         self._dp.counter.settle(self._dp_ledger)
 
     def save_own_variables(self, store):

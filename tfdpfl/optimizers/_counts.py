@@ -8,6 +8,7 @@ of two origins are different steps (they add up). So tables that met on differen
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
 
@@ -23,7 +24,8 @@ ORIGIN, DATA, SAMPLING, NUM_EXAMPLES, BATCH_SIZE, MULTIPLIER, STEPS, PASSES = ra
 KEY = slice(0, STEPS)  # what tells rows apart
 
 # How batches were drawn, and for which neighbours that is priced; by the number that stands in the table. Of 0 nothing
-# is known: every example is taken to be in every batch, and the batch's size to be public.
+# is known: every example is taken to be in every batch, and the batch's size to be public. Of the last, batches reach
+# from one pass into the next, so that an example may be in one more than once, and a pass is counted as often.
 SAMPLINGS = (
     ("none", "zero_out"),
     ("poisson", "add_or_remove_one"),
@@ -31,8 +33,9 @@ SAMPLINGS = (
     ("fixed_size", "replace_one"),
     ("none", "add_or_remove_one"),
     ("none", "zero_out"),
+    ("shuffle", "zero_out"),
 )
-UNKNOWN = 0
+UNKNOWN, ACROSS_PASSES = 0, len(SAMPLINGS) - 1
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
 _EXACT = 1 << 52  # float64 holds every whole number up to it
 
@@ -48,6 +51,15 @@ def number_of(name: str | None) -> float:
     return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (_EXACT - 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """How the batch of a step was drawn: data set, sampling, examples, batch size and passes, zeros if that is not
+    known; and which part of a logical batch it is, -1 if any."""
+
+    known: tf.Tensor
+    place: tf.Tensor
+
+
 class Counter:
     """Counts the steps of one optimizer object in one process, and knows how their batches are drawn.
 
@@ -59,8 +71,9 @@ class Counter:
             make = lambda value: tf.Variable(value, trainable=False)  # noqa: E731
             self.origin = make(np.float64(new_origin()))
             self.table = make(np.zeros([ROWS, len(COLUMNS)]))
-            # Data set, sampling, examples, batch size; passes begun; for how many more steps that is known.
-            self.batches = make(np.zeros(6))
+            # Data set, sampling, examples, batch size; passes begun; of a logical batch the next part, and of how many
+            # (0: any); for how many more batches that is known.
+            self.batches = make(np.zeros(8))
             self.nonfinite = make(np.int64(0))
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
         self.passes: dict[tuple[float, int, int, int], int] = {}  # over the data that were begun, by how they are drawn
@@ -70,10 +83,13 @@ class Counter:
     def _renew(self) -> None:
         self.origin.assign(new_origin())
 
-    def announce(self, data: tuple[float, int, int, int], steps: int) -> None:
-        """Says how the next ``steps`` steps get their batches: (data set's number, sampling's, examples, batch size).
-        Of steps after these nothing is known."""
-        said = (*data, self.passes.get(data, 0), steps)
+    def announce(
+        self, data: tuple[float, int, int, int], batches: int, part: int = 0, parts: int = 0
+    ) -> None:
+        """Says how the next ``batches`` are drawn: (data set's number, sampling's, examples, batch size). With
+        ``parts``, so many make a logical batch, which that size is of; the next is its number ``part``. Of batches
+        after these nothing is known."""
+        said = (*data, self.passes.get(data, 0), part, parts, batches)
         if said != self._announced[0]:  # for most batches it is the same: to make a tensor costs more than to assign it
             self._announced = (said, tf.constant(said, tf.float64))
         self.batches.assign(self._announced[1], read_value=False)
@@ -88,11 +104,18 @@ class Counter:
         rows = np.asarray(saved)
         return max(self.steps - int(rows[rows[:, ORIGIN] == self.origin.numpy(), STEPS].sum()), 0)
 
-    def count(self, multiplier: tf.Tensor, saved: tf.Variable) -> None:
-        """Counts a step that is traced, here and in the table that is saved."""
+    def drawn(self) -> Drawn:
+        """How the batch of the step that is traced was drawn; the next one is another."""
         batches = tf.convert_to_tensor(self.batches)
-        known = tf.where(batches[-1] > 0, batches[:-1], tf.zeros_like(batches[:-1]))
-        self.batches.assign(tf.concat([batches[:-1], tf.maximum(batches[-1:] - 1, 0)], 0))
+        known, (part, parts, more) = batches[:5], tf.unstack(batches[5:])
+        after = tf.stack([tf.math.floormod(part + 1, tf.maximum(parts, 1)), parts, tf.maximum(more - 1, 0)])
+        self.batches.assign(tf.concat([known, after], 0))
+        place = tf.where((more > 0) & (parts > 0), part, -1)
+        return Drawn(tf.where(more > 0, known, tf.zeros_like(known)), tf.cast(place, tf.int64))
+
+    def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable) -> None:
+        """Counts a step that is traced, here and in the table that is saved."""
+        known = drawn.known
         key = tf.concat([[self.origin], known[:-1], [multiplier]], 0)
         own, kept = tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)
         # A table that was emptied (an optimizer's variables are set to zero) begins anew with all that ran here.
@@ -197,8 +220,12 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
     epochs = None
     if sampling == "shuffle":
-        # No pass has more steps than this; and no example more uses than there were steps.
-        epochs = min(max(int(row[PASSES]), -(-steps // -(-n // batch))), steps)
+        # No pass has more steps than this; and no example more uses than there were steps, unless it is in one twice.
+        epochs = max(int(row[PASSES]), -(-steps // -(-n // batch)))
+        if int(row[SAMPLING]) == ACROSS_PASSES:
+            origin += "*"  # not the same steps as others of this batch size
+        else:
+            epochs = min(epochs, steps)
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
         adjacency=adjacency, dataset=dataset,

@@ -99,7 +99,13 @@ class Keras2Adapter:
             if private is None:
                 raise PrivacyError(NO_LOSS)
             grads_and_vars = self._released(private, variables)
-        return super().apply_gradients(grads_and_vars, *args, **kwargs)
+        if self._dp.parts == 1:
+            return super().apply_gradients(grads_and_vars, *args, **kwargs)
+        with tf.init_scope():  # in a branch of the graph no variables are made
+            self._compute_current_learning_rate()
+            self.build([v for _, v in grads_and_vars])
+        self._dp.where_whole(lambda: super(Keras2Adapter, self).apply_gradients(grads_and_vars, *args, **kwargs))
+        return self.iterations
 
     def _is_private(self, g, public: set[int]) -> bool:
         """Whether a gradient follows from released ones and from nothing else that could hold data.

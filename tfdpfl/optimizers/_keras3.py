@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._frames import callers
 from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import NO_LOSS
@@ -20,6 +23,21 @@ class Keras3Adapter:
 
     _pending: tf.Tensor | None = None
     _handed: tf.Tensor | None = None  # to the trainer, in place of it
+
+    def __setattr__(self, name: str, value) -> None:
+        """As Keras has it. A LossScaleOptimizer sets ``loss_scale_factor`` of what it wraps, once, as it is made
+        (`compile` makes one under mixed_float16): what that one is given then comes here as it is.
+
+        Its own way has no place in a private step. Losses of one example are not divided by the batch's size, so need
+        no scale; gradients that are not finite contribute nothing; and a step that is left out, or a scale that is
+        halved, because of what one example overflows in tells of that example.
+        """
+        super().__setattr__(name, value)
+        for frame in callers() if name == "loss_scale_factor" else ():
+            wrapper = frame.f_locals.get("self")
+            if wrapper is not self and getattr(wrapper, "inner_optimizer", None) is self:
+                wrapper.scale_loss, wrapper.apply = self.scale_loss, _apply_of(weakref.ref(wrapper))
+                return
 
     def _add_state(self, name: str, value: np.ndarray):
         import keras
@@ -54,13 +72,12 @@ class Keras3Adapter:
         else:
             private = self._of_a_tape(grads, variables, self._dp_ledger.value)
             if private is None:
-                raise PrivacyError(
-                    NO_LOSS + " Under mixed_float16 give compile(..., auto_scale_loss=False): the loss of one example "
-                    "needs no scaling."
-                )
+                raise PrivacyError(NO_LOSS)
         if self.loss_scale_factor is not None:  # the base class divides by it
             private = [g if g is None else g * self.loss_scale_factor for g in private]
-        return super().apply(private, variables)
+        if not self.built:  # in a branch of the graph no variables are made
+            self.build(variables)
+        self._dp.where_whole(lambda: super(Keras3Adapter, self).apply(private, variables))
 
     @tf.autograph.experimental.do_not_convert
     def minimize(self, loss, var_list, tape=None):
@@ -70,3 +87,15 @@ class Keras3Adapter:
         self._check_tape(tape, loss, variables)
         self.scale_loss(loss)
         self.apply([None] * len(variables), variables)
+
+
+def _apply_of(wrapper: weakref.ref):
+    """The ``apply`` of a LossScaleOptimizer around a private one: its variables are made, and nothing is scaled."""
+
+    def apply(grads, trainable_variables=None):
+        outer = wrapper()
+        if not outer.built:
+            outer.build(list(trainable_variables))
+        outer.inner_optimizer.apply(grads, trainable_variables)
+
+    return apply

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import numbers
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl import noise
+from tfdpfl import clips, noise
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import check_clip
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers._clips import clipping_of
+from tfdpfl.optimizers._partial import Part, Partial
 
 # Divided by 2^31 examples, and with all the digits of a small normal, still above float32's least normal number.
 LEAST_STDDEV = 1e-20
@@ -56,29 +57,44 @@ class Mechanism:
 
     The update is ``(sum_i clip(g_i, C) + N(0, (z C)^2 I)) / denominator``, plus the gradient of what in the loss
     depends on no example (Abadi et al. 2016, arXiv:1607.00133, algorithm 1). The denominator is
-    ``expected_batch_size`` where it is given, else the number of units (examples or microbatches) in the batch.
+    ``expected_batch_size`` where it is given, else the number of units (examples or microbatches) in the batch. A
+    logical batch may come in several parts (``parts``); its update is that of one batch.
 
     It belongs to one optimizer object in one process, like the key of its noise (``source``) and its count of what ran
     (``counter``). Saved is one variable of the optimizer, the table of `tfdpfl.optimizers._counts`. (No tf.Module, all
     of which would be saved.)
     """
 
-    def __init__(self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed):
-        self.l2_norm_clip = _number(
-            "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
-        )
+    def __init__(
+        self, l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed, rows_per_unit=1
+    ):
+        self.l2_norm_clip = clips.from_config(l2_norm_clip)
+        if not isinstance(self.l2_norm_clip, clips.Clip):
+            self.l2_norm_clip = _number(
+                "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
+            )
+        self.clipping = clipping_of(self.l2_norm_clip)
         self.noise_multiplier = _number(
             "noise_multiplier", noise_multiplier, 0, False,
             "It is the noise's standard deviation over l2_norm_clip; tfdpfl.compute_noise_multiplier finds it.",
         )  # fmt: skip
-        check_clip(self.l2_norm_clip)
         self.num_microbatches = _count("num_microbatches", num_microbatches, "None clips every example by itself.")
+        parts = _count("gradient_accumulation_steps", parts, "It is how many batches make one update, 1 for each by itself.")
+        self.parts = 1 if parts is None else parts
+        rows = _count("rows_per_unit", rows_per_unit, "It is how many rows in a row are one unit, 1 for each by itself.")
+        self.rows_per_unit = 1 if rows is None else rows
+        if self.rows_per_unit > 1 and self.num_microbatches is not None:
+            raise ValueError(
+                f"rows_per_unit={rows_per_unit!r} and num_microbatches={num_microbatches!r} both say whose mean gradient "
+                "is clipped. Leave num_microbatches out: a unit is a group of its own, and costs half as much."
+            )
         if expected_batch_size is not None:
             expected_batch_size = _number(
                 "expected_batch_size", expected_batch_size, 0, True, "It is the sampling rate times the data's size."
             )
         self.expected_batch_size = expected_batch_size
-        stddev = self.noise_multiplier * self.l2_norm_clip / (expected_batch_size or 1)
+        size = expected_batch_size or 1.0
+        stddev = self.clipping.split(self.noise_multiplier, size)[0] * self.clipping.first(self.l2_norm_clip) / size
         if self.noise_multiplier > 0 and stddev < LEAST_STDDEV:
             raise ValueError(
                 f"l2_norm_clip={l2_norm_clip!r} with noise_multiplier={noise_multiplier!r} and "
@@ -91,13 +107,18 @@ class Mechanism:
         self.source = noise.Source(self.seed)
         self.counter = _counts.Counter()
         self.table: Any = None  # the optimizer's variable
+        self._partials: dict[tuple[int, ...], Partial] = {}
+        with tf.init_scope():
+            self.pending = tf.Variable(np.int64(0), trainable=False)  # parts that the last step left
 
     def config(self) -> dict:
         return {
-            "l2_norm_clip": self.l2_norm_clip,
+            "l2_norm_clip": clips.to_config(self.l2_norm_clip),
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
+            "gradient_accumulation_steps": self.parts,
             "expected_batch_size": self.expected_batch_size,
+            "rows_per_unit": self.rows_per_unit,
             "seed": self.seed,
         }
 
@@ -108,42 +129,100 @@ class Mechanism:
         return self.counter.rows(self.table)
 
     def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
-        """The noisy gradients, one for each variable (None where the loss does not depend on it); ``table`` is the
-        saved one, in which the step is counted."""
+        """The noisy gradients, one for each variable (None where the loss does not depend on it), zeros where the
+        logical batch goes on (see `where_whole`); ``table`` is the saved one, in which the step is counted."""
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync > 1:
             raise PrivacyError(
                 f"{type(strategy).__name__} runs {strategy.num_replicas_in_sync} replicas, which would draw noise "
                 "apart. Train on one device for now."
             )
-        plan = Plan(loss, variables, self.num_microbatches)
-        if self.expected_batch_size is None:
-            denominator = tf.cast(tf.maximum(plan.units.count, 1), tf.float32)
-        else:
-            denominator = tf.constant(self.expected_batch_size, tf.float32)
-        clipped = plan.finish(plan.squared_norms(), self.l2_norm_clip, denominator)
+        # Clip, and sum over the batch.
+        plan = Plan(loss, variables, self.num_microbatches, self.rows_per_unit if self.rows_per_unit > 1 else None)
+        known = self.expected_batch_size if self.parts > 1 else self._denominator(plan.units.count)
+        clipped, count = self.clipping.clipped(plan, variables, known)
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
-        means = list(clipped.sum)
-        used = [i for i, m in enumerate(means) if m is not None]
-        if self.noise_multiplier > 0:
-            stddev = self.noise_multiplier * self.l2_norm_clip / denominator
-            shapes = [raw_variable(variables[i]).shape for i in used]
-            normals = self.source.gaussian(shapes, stddev)
-            for i, normal in zip(used, normals, strict=True):
-                # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
-                means[i] = tf.cast(tf.cast(means[i], normal.dtype) + normal, means[i].dtype)
-        result: list[tf.Tensor | None] = []
-        for v, g, r in zip(variables, means, clipped.regularization, strict=True):
-            if r is not None:
-                g = r if g is None else g + r
-            if g is not None:
-                g = tf.cast(g, raw_variable(v).dtype)
-                g = graph_tools.released(g)
-            result.append(g)
+        used = [i for i, s in enumerate(clipped.sum) if s is not None]
         with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
-            self.counter.count(self._multiplier(clipped.batch_size), table)
             self.counter.nonfinite.assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
-        return result
+            sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in used]
+            sums += [] if count is None else [count]
+            units = tf.cast(clipped.num_units, tf.float32)
+            part = Part(sums, units, self.counter.drawn(), self._multiplier(clipped.batch_size))
+
+            def done(whole: Part) -> list[tf.Tensor]:
+                self.counter.count(whole.drawn, whole.multiplier, table)
+                return self._noisy(whole)
+
+            # Accumulate; and of a whole batch release the sum.
+            if self.parts > 1:
+                released, pending = self._partial([variables[i] for i in used], part.sums).add(part, done)
+                self.pending.assign(pending)
+            else:
+                released = done(part)
+        # What depends on no example goes beside the noise.
+        result: list[tf.Tensor | None] = [None] * len(variables)
+        for i, mean in zip(used, released, strict=False):
+            result[i] = mean
+        for i, r in enumerate(clipped.regularization):
+            if r is not None:
+                result[i] = r if result[i] is None else result[i] + r
+        return [
+            g if g is None else graph_tools.released(tf.cast(g, raw_variable(v).dtype))
+            for g, v in zip(result, variables, strict=True)
+        ]
+
+    def _denominator(self, units: tf.Tensor) -> tf.Tensor:
+        if self.expected_batch_size is not None:
+            return tf.constant(self.expected_batch_size, tf.float32)
+        return tf.cast(tf.maximum(units, 1), tf.float32)
+
+    def _noisy(self, whole: Part) -> list[tf.Tensor]:
+        """(sums + noise) / denominator. Of sums that are made of parts and have a denominator that only now is known,
+        the division is to come; the others are divided already. What else was summed, for the clip, goes to it."""
+        sums, denominator, norm = whole.sums, self._denominator(whole.units), self.clipping.norm
+        multiplier, of_count = self.clipping.split(self.noise_multiplier, denominator)
+        at = len(sums) if of_count is None else len(sums) - 1  # where the count is
+        if self.parts > 1 and self.expected_batch_size is None:
+            sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
+        if self.noise_multiplier > 0:
+            stddev = multiplier * norm / denominator
+            normals = self.source.gaussian([s.shape for s in sums], stddev)
+            normals[at:] = [n * (of_count / stddev) for n in normals[at:]]
+            # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
+            sums = [tf.cast(tf.cast(s, n.dtype) + n, s.dtype) for s, n in zip(sums, normals, strict=True)]
+        if of_count is not None:
+            self.clipping.adapt(sums[at], denominator)
+        return sums
+
+    # -- logical batches of several parts --------------------------------------------------------------------
+
+    def _partial(self, variables: Sequence, sums: Sequence[tf.Tensor]) -> Partial:
+        """What there is of the logical batch for these variables; steps on others are of another."""
+        which = tuple(id(raw_variable(v)) for v in variables)
+        if which not in self._partials:
+            self._partials[which] = Partial(self.parts, sums)
+        return self._partials[which]
+
+    def where_whole(self, apply: Callable[[], Any]) -> None:
+        """Has ``apply`` done after the last part of a logical batch, and nothing after the others."""
+        if self.parts == 1:
+            apply()
+            return
+
+        def done() -> tf.Tensor:
+            apply()
+            return tf.zeros([])
+
+        tf.cond(tf.equal(self.pending, 0), done, lambda: tf.zeros([]))
+
+    def drop_partial(self, unless: Sequence[float] | None = None) -> None:
+        """Begins the logical batch anew. What was not released costs nothing. A batch is kept of which all parts were
+        drawn as ``unless`` says (see `Counter.announce`)."""
+        for partial in self._partials.values():
+            if not partial.belongs_to(unless):
+                partial.drop()
+        self.pending.assign(max((int(p.at) for p in self._partials.values()), default=0))
 
     def _multiplier(self, batch_size: tf.Tensor) -> tf.Tensor:
         """The noise's standard deviation over the sensitivity to one example."""

@@ -1,0 +1,294 @@
+"""A logical batch of k parts is one batch k times as large: its update, noise, moments, schedule, ledger and price."""
+
+import warnings
+
+import conftest as c
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdpfl
+from tfdpfl import PrivacyError, callbacks
+from tfdpfl.data import SamplingDeclaration
+from tfdpfl.optimizers import _counts, _partial
+
+keras = tf.keras
+CLIP, N = 0.6, 24
+X, Y = c.examples(N)
+
+
+def model_of(k, z=0.0, kind=tfdpfl.DPSGD, compiled=None, **kwargs):
+    return c.compiled(kind(CLIP, z, gradient_accumulation_steps=k, **{"learning_rate": 0.3, **kwargs}), **(compiled or {}))
+
+
+def fit(model, *watching, x=X, y=Y, batch_size=4, **kwargs):
+    model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0, callbacks=list(watching), **kwargs)
+    return model
+
+
+def assert_same(a, b, tolerance=1e-5):
+    np.testing.assert_allclose(c.flat(a), c.flat(b), atol=tolerance)
+
+
+def oracle(batches, denominator=None, rate=0.3):
+    """SGD's weights after one update for each of these batches (rows of the data)."""
+    values = c.weights()
+    for rows in batches:
+        sums = c.clipped_sum(values, X[rows], Y[rows], CLIP)
+        values = [v - rate * g / (denominator or len(rows)) for v, g in zip(values, sums, strict=True)]
+    return values
+
+
+def parts_of(model):
+    return int(model.optimizer._dp.pending)
+
+
+@pytest.mark.parametrize("denominator", [None, 9])
+def test_updates_are_those_of_numpy_on_the_logical_batches_across_epochs_and_fits(denominator):
+    """22 examples in batches of 4 are 6 parts an epoch, the last of 2; k = 4 ends in the middle of each."""
+    model = model_of(4, expected_batch_size=denominator)
+    for _ in range(2):
+        fit(model, x=X[:22], y=Y[:22])
+    parts = [np.arange(at, min(at + 4, 22)) for at in range(0, 22, 4)] * 2
+    batches = [np.concatenate(parts[at : at + 4]) for at in (0, 4, 8)]
+    assert_same(model.get_weights(), oracle(batches, denominator))
+    assert model.optimizer.executed == [(0.0, 3)] and int(np.asarray(model.optimizer.iterations)) == 3
+
+
+@pytest.mark.parametrize(
+    "compiled", [{}, *(pytest.param({name: value}, marks=pytest.mark.slow) for name, value in (
+        ("steps_per_execution", 2), ("jit_compile", True)))], ids=lambda d: next(iter(d), "plain"),
+)  # fmt: skip
+def test_moments_schedule_average_and_noise_are_those_of_one_large_batch(compiled):
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.02])
+    given = {"kind": tfdpfl.DPAdamW, "learning_rate": schedule, "use_ema": True, "ema_overwrite_frequency": 2}
+    given |= {"z": 0.0 if "jit_compile" in compiled else 0.7, "seed": 3, "compiled": compiled}  # XLA draws other normals
+    small, large = fit(model_of(3, **given), epochs=2), fit(model_of(1, **given), batch_size=12, epochs=2)
+    assert_same(small.get_weights(), large.get_weights())
+    for a, b in zip(small.optimizer.variables, large.optimizer.variables, strict=True):
+        if a.shape.rank if hasattr(a.shape, "rank") else len(a.shape):
+            np.testing.assert_allclose(np.asarray(a)[..., 1:], np.asarray(b)[..., 1:], atol=1e-5)  # but origins
+    assert small.optimizer.num_dp_steps == large.optimizer.num_dp_steps == 4
+
+
+def test_noise_is_drawn_once_a_logical_batch_at_the_size_that_it_is_priced_at():
+    width, z = 100_000, 1.5
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(width, use_bias=False)])
+    model.compile(tfdpfl.DPSGD(1.0, z, gradient_accumulation_steps=3, learning_rate=1.0), loss="mse")
+    take = lambda n: c.flat(c.update_of(model, lambda: model.train_on_batch(np.zeros((n, 1)), np.zeros((n, width)))))
+    assert np.all(take(2) == 0) and np.all(take(4) == 0)
+    noise = take(2) * 8 / z  # the denominator is the number of all parts' examples
+    assert 0.98 < noise.std() < 1.02  # and so neither 2/3 nor 3/2
+    assert model.optimizer.executed == [(z, 1)]
+    assert np.all(take(2) == 0)
+
+
+def test_one_example_moves_the_update_by_no_more_than_the_clip():
+    x, y = X.copy(), Y
+    x[5] *= 1e4
+    updates = []
+    for rows in (np.arange(12), np.delete(np.arange(12), 5)):
+        model = model_of(3, expected_batch_size=1, learning_rate=1.0)
+        updates.append(c.flat(c.update_of(model, lambda m=model, r=rows: [
+            m.train_on_batch(x[r[i : i + 4]], y[r[i : i + 4]]) for i in (0, 4, 8)])))  # fmt: skip
+    assert 0.99 * CLIP < np.linalg.norm(updates[0] - updates[1]) <= CLIP * (1 + 1e-4)
+
+
+def test_no_file_holds_a_sum_without_noise(tmp_path):
+    """What is saved after a part is, in every variable and byte of the config, what was saved before it."""
+    model = model_of(3, 1.0, kind=tfdpfl.DPAdam)
+    for i in (0, 4, 8):
+        model.train_on_batch(X[i : i + 4], Y[i : i + 4])
+    state = lambda: [np.asarray(v) for v in [*model.weights, *model.optimizer.variables]]
+    before, config = state(), model.optimizer.get_config()
+    files = len(tf.train.load_checkpoint(tf.train.Checkpoint(model).save(tmp_path / "a")).get_variable_to_shape_map())
+    model.train_on_batch(X[12:16], Y[12:16])
+    assert parts_of(model) == 1
+    for a, b in zip(before, state(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert repr(model.optimizer.get_config()) == repr(config)
+    saved = tf.train.load_checkpoint(tf.train.Checkpoint(model).save(tmp_path / "b"))
+    assert len(saved.get_variable_to_shape_map()) == files
+    (partial,) = model.optimizer._dp._partials.values()
+    kept = {v.numpy().tobytes() for v in partial.sums}
+    names = [n for n in saved.get_variable_to_shape_map() if "OBJECT_GRAPH" not in n]
+    assert not kept & {np.asarray(saved.get_tensor(n)).tobytes() for n in names}
+
+
+def test_a_restart_begins_the_logical_batch_anew(tmp_path):
+    model = model_of(3)
+    for i in (0, 4, 8, 12):
+        model.train_on_batch(X[i : i + 4], Y[i : i + 4])
+    model.save(tmp_path / "m.keras")
+    other = keras.models.load_model(tmp_path / "m.keras")
+    assert other.optimizer.get_config()["gradient_accumulation_steps"] == 3
+    for i in (4, 8, 12):
+        assert parts_of(other) == i // 4 - 1
+        other.train_on_batch(X[i : i + 4], Y[i : i + 4])
+    assert_same(other.get_weights(), oracle([np.arange(12), np.arange(4, 16)]))
+    model.optimizer._dp.drop_partial()
+    for i in (4, 8, 12):
+        model.train_on_batch(X[i : i + 4], Y[i : i + 4])
+    assert_same(model.get_weights(), other.get_weights())
+
+
+def test_steps_on_other_variables_are_of_another_logical_batch():
+    """Else what one left would be released by the other, a step later."""
+    model, optimizer = c.classifier(), tfdpfl.DPSGD(CLIP, 0.0, gradient_accumulation_steps=2, learning_rate=0.3)
+    optimizer.build(model.trainable_variables)
+    upper = model.layers[1].trainable_variables
+
+    def step(variables):
+        loss = lambda x, y: tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
+
+        @tf.function
+        def run(x, y):
+            optimizer.minimize(lambda: loss(x, y), variables)
+
+        return lambda rows: run(tf.constant(X[rows]), tf.constant(Y[rows]))
+
+    whole, some = step(model.trainable_variables), step(upper)
+    whole(slice(0, 4)), some(slice(4, 8))
+    assert_same(model.get_weights(), c.weights(), 0)
+    whole(slice(8, 12))
+    assert_same(model.get_weights(), oracle([np.r_[0:4, 8:12]]))
+    assert optimizer.executed == [(0.0, 1)]
+
+
+# -- prices ------------------------------------------------------------------------------------------------------
+
+
+def budget(**kwargs):
+    return callbacks.PrivacyBudget(**{"delta": 1e-3, "accountant": "rdp", **kwargs})
+
+
+def cost(passes, z=2.0):
+    return tfdpfl.compute_epsilon(
+        num_examples=N, batch_size=N, num_steps=passes, noise_multiplier=z, delta=1e-3, sampling="none", accountant="rdp")  # fmt: skip
+
+
+def test_a_shuffled_pass_of_whole_logical_batches_costs_what_it_costs_in_one():
+    watched = budget()
+    model = fit(model_of(3, 2.0), watched, epochs=2)
+    assert watched.report.epsilon == pytest.approx(cost(2))
+    (row,) = watched.ledger.to_dict()["rows"]
+    assert (row["run"]["batch_size"], row["run"]["num_steps"], row["run"]["num_epochs"]) == (12, 4, 2)
+    assert watched.ledger.unknown_steps == 0 and model.optimizer.num_dp_steps == 4
+
+
+def test_logical_batches_that_reach_into_the_next_pass_may_hold_an_example_twice():
+    """6 parts a pass, k = 4: 4 of one, then 2 and 2. An example twice in a batch costs as four uses, and not two."""
+    watched, model = budget(), model_of(4, 2.0)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="hold an example 2 times"):
+            fit(model, watched)
+            watched = watched if watched.ledger.steps > 1 else budget(ledger=watched.ledger)
+    assert model.optimizer.num_dp_steps == 3
+    assert watched.report.epsilon == pytest.approx(cost(4))  # and so the two passes are
+    assert watched.ledger.unknown_steps == 0
+
+
+def test_parts_of_which_one_is_not_known_are_priced_as_if_each_held_every_example():
+    model, watched = model_of(3, 3.0), budget()
+    fit(model, watched)
+    model.train_on_batch(X[:4], Y[:4])
+    fit(model, watched)  # begins anew: what is half unknown would have no price
+    assert watched.ledger.unknown_steps == 0 and watched.report.epsilon == pytest.approx(cost(2, 3.0))
+    model.optimizer._dp.counter.announce((0.0, 2, N, 12), 1)
+    for _ in range(3):
+        model.train_on_batch(X[:4], Y[:4])
+    assert sorted(model.optimizer.executed) == [(1.0, 1), (3.0, 4)]
+
+
+def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
+    """Else the last part of one pass and the first of the next would make a batch that is priced as one of a pass."""
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.model.train_on_batch(X[:4], Y[:4])
+
+    watched, model = budget(), model_of(2, 2.0)
+    fit(model, watched, Steps(), epochs=2)
+    rows = [row["run"] for row in watched.ledger.to_dict()["rows"]]
+    unknown = [r for r in rows if r["noise_multiplier"] == 1.0 or r["sampling"] == "none"]
+    assert unknown == []  # it began a batch, which the next part of the plan began anew
+    (row,) = rows
+    assert row["num_epochs"] == 2
+
+
+def test_a_part_out_of_place_makes_its_batch_unknown():
+    counter, partial = _counts.Counter(), _partial.Partial(3, [tf.zeros([2])])
+    found = []
+
+    def done(whole):
+        found.append((whole.drawn.known.numpy().tolist(), float(whole.multiplier), whole.sums[0].numpy().tolist()))
+        return whole.sums
+
+    def add(value):
+        one = tf.ones([])
+        part = _partial.Part([value * tf.ones([2])], one, counter.drawn(), tf.constant(6.0, tf.float64))
+        return partial.add(part, done)
+
+    said = (0.0, 1, 100, 12)
+    counter.announce(said, 3, 0, 3)
+    for value in (1.0, 2.0, 4.0):
+        add(value)
+    assert found.pop() == ([*said, 0], 6.0, [7.0, 7.0])
+    counter.announce(said, 2, 1, 3)  # the first part never came
+    for value in (1.0, 2.0, 4.0):
+        add(value)
+    assert found.pop() == ([0.0] * 5, 2.0, [7.0, 7.0])
+    add(8.0)
+    counter.announce(said, 3, 0, 3)  # a new one begins
+    for value in (1.0, 2.0, 4.0):
+        add(value)
+    assert found == [([*said, 0], 6.0, [7.0, 7.0])]
+
+
+def test_a_target_stops_at_a_logical_batch():
+    watched, model = budget(target_epsilon=cost(1)), model_of(3, 2.0)
+    fit(model, watched, epochs=3)
+    assert model.optimizer.num_dp_steps == 2 and watched.report.epsilon <= cost(1) * (1 + 1e-9)
+
+
+# -- Poisson samples in parts ------------------------------------------------------------------------------------
+
+
+def sample(parts, epochs_of=4):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(3)
+    data = data.take(epochs_of)
+    data.tfdpfl_sampling = SamplingDeclaration("poisson", 0.25, N, epochs_of // parts, None, parts)
+    return data
+
+
+def test_a_poisson_sample_in_parts_is_priced_as_the_sample_that_it_is():
+    watched, model = budget(), model_of(2, 2.0, expected_batch_size=6)
+    model.train_on_batch(X[:4], Y[:4])  # a part that does not belong to it
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.fit(sample(2), epochs=2, shuffle=False, callbacks=[watched], verbose=0)
+    want = tfdpfl.compute_epsilon(
+        num_examples=N, batch_size=6, num_steps=4, noise_multiplier=2.0, delta=1e-3, accountant="rdp")  # fmt: skip
+    assert watched.report.epsilon == pytest.approx(want)
+    assert model.optimizer.executed == [(2.0, 4)] and parts_of(model) == 0
+    stops = budget(target_epsilon=want * 1.0001)
+    again = model_of(2, 2.0, expected_batch_size=6)
+    again.fit(sample(2), epochs=9, callbacks=[stops], verbose=0)
+    assert again.optimizer.num_dp_steps == 4 and parts_of(again) == 0
+
+
+@pytest.mark.parametrize(
+    "k, data, said, message",
+    [
+        (1, sample(2), {}, "give it gradient_accumulation_steps=2"),
+        (2, sample(1), {}, "1 batches of the data make one Poisson sample"),
+        (3, sample(3, 4), {}, "ends in the middle of a Poisson sample"),
+        (2, sample(1).map(lambda *xy: xy), {"sampling": "poisson", "batch_size": 6, "num_examples": N}, "has no price"),
+    ],
+)
+def test_parts_that_make_no_sample_are_refused(k, data, said, message):
+    model = model_of(k, 2.0, expected_batch_size=6)
+    with pytest.raises(PrivacyError, match=message):
+        model.fit(data, callbacks=[budget(**said)], verbose=0)
+    assert_same(model.get_weights(), c.weights(), 0)
+    assert model.optimizer.executed == []

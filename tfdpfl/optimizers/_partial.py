@@ -1,0 +1,103 @@
+"""A logical batch that comes in several parts: what there is of it so far, in this process's memory alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdpfl.optimizers._counts import Drawn
+
+
+@dataclasses.dataclass
+class Part:
+    """What one batch brings: clipped sums without noise, and what goes with them.
+
+    Attributes:
+      sums: tensors, of which one unit moves all together by no more than the clip.
+      units: how many units there were, float32.
+      drawn: how the batch was drawn.
+      multiplier: the noise's standard deviation over the sensitivity to one example, float64.
+    """
+
+    sums: list[tf.Tensor]
+    units: tf.Tensor
+    drawn: Drawn
+    multiplier: tf.Tensor
+
+
+class Partial:
+    """The parts of one logical batch that have come so far, for steps on the same variables.
+
+    Two states without noise, or with the same noise, tell the examples between them. So these variables are in no
+    file: a restart begins the logical batch anew. (No tf.Module, which would be saved.)
+    """
+
+    def __init__(self, parts: int, sums: Sequence[tf.Tensor]):
+        self.parts = parts
+        # Eagerly, and as plain variables: TensorFlow traces a function twice that makes variables of its own.
+        with tf.init_scope(), tf.variable_creator_scope(_plain):
+            make = lambda shape, dtype: tf.Variable(tf.zeros(shape, dtype), trainable=False)  # noqa: E731
+            self.at = make([], tf.int64)
+            self.sums = [make(s.shape, s.dtype) for s in sums]
+            self.units = make([], tf.float32)
+            self.multiplier = make([], tf.float64)
+            self.known = make([5], tf.float64)
+            self.odd = make([], tf.int64)
+
+    def add(self, part: Part, done: Callable[[Part], list[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Adds a part. Returns what ``done`` makes of the whole, zeros before the last part; and how many parts are
+        there now, 0 after the last."""
+        drawn = part.drawn
+        at = tf.where(tf.equal(drawn.place, 0), tf.zeros([], tf.int64), tf.convert_to_tensor(self.at))
+        first = tf.equal(at, 0)
+        # Parts that were drawn in different ways, or are not those that belong together, are of no known sampling.
+        # Each holds an example once, all of them may hold the same one.
+        so_far = lambda kept: tf.where(first, tf.zeros_like(kept), kept)  # noqa: E731
+        here = so_far(tf.convert_to_tensor(self.known))
+        same = first | tf.reduce_all(tf.equal(here[:-1], drawn.known[:-1]))
+        same &= (drawn.place < 0) | tf.equal(drawn.place, at)
+        odd = so_far(tf.convert_to_tensor(self.odd)) + tf.cast(~same, tf.int64)
+        known = tf.concat([drawn.known[:-1], tf.maximum(drawn.known[-1:], here[-1:])], 0)
+        known = tf.where(odd > 0, tf.zeros_like(known), known)
+        units = part.units + so_far(tf.convert_to_tensor(self.units))
+        multiplier = tf.where(first, part.multiplier, tf.minimum(part.multiplier, self.multiplier))
+        now = (at + 1) % self.parts
+        for variable, value in (
+            (self.at, now), (self.odd, odd), (self.known, known), (self.units, units), (self.multiplier, multiplier),
+        ):  # fmt: skip
+            variable.assign(value)
+
+        def whole() -> list[tf.Tensor]:
+            sums = [kept + s for kept, s in zip(self.sums, part.sums, strict=True)]
+            price = tf.where(odd > 0, multiplier / self.parts, multiplier)
+            return done(Part(sums, units, dataclasses.replace(drawn, known=known), price))
+
+        def keep() -> list[tf.Tensor]:
+            def begin() -> tf.Tensor:
+                for kept, s in zip(self.sums, part.sums, strict=True):
+                    kept.assign(s)
+                return tf.zeros([])
+
+            def go_on() -> tf.Tensor:
+                for kept, s in zip(self.sums, part.sums, strict=True):
+                    kept.assign_add(s)
+                return tf.zeros([])
+
+            tf.cond(first, begin, go_on)
+            return [tf.zeros(s.shape, s.dtype) for s in part.sums]
+
+        return tf.cond(tf.equal(now, 0), whole, keep), now
+
+    def belongs_to(self, batches: Sequence[float] | None) -> bool:
+        """Whether all parts were drawn in this way."""
+        return batches is not None and not int(self.odd) and self.known.numpy()[:-1].tolist() == list(batches)
+
+    def drop(self) -> None:
+        self.at.assign(0)
+
+
+def _plain(_, **settings):
+    return resource_variable_ops.default_variable_creator_v2(**settings)
