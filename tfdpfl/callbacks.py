@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._frames import callers
+from tfdpfl._frames import PLAN, running_fits
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
@@ -129,6 +129,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         call = _fit_arguments(self.model)
+        for planned in filter(None, (getattr(piece, PLAN, None) for piece in (optimizer, call.get("x"), self))):
+            planned.check(optimizer, call)
         data = self._describe(call)
         fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call), call)
         for other in self._before_me():
@@ -141,7 +143,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._fit is not None:
             self._fit.cut_off()
         self._fit = fit
-        self._stepped |= {id(d): d for d in [{id(optimizer._dp): optimizer._dp}, *map(stepped_on, self.model.weights)]}
+        own = {id(optimizer._dp): optimizer._dp}
+        self._stepped |= {id(d): d for d in [own, *map(stepped_on, _weights(self.model))]}
         self._limit: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -346,9 +349,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if len(past):
                 priced(1)  # what cannot be added up is refused now
             return None
-        planned = self._planned()
-        if priced(planned) <= self.target_epsilon:  # the search for the last step that fits may take a minute
-            return planned
+        planned, more = self._planned()
+        for number in (planned + more, planned):  # the search for the last step that fits may take a minute
+            if priced(number) <= self.target_epsilon:
+                return number
         try:
             most = compute_num_steps(
                 target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
@@ -364,13 +368,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
-    def _planned(self) -> int:
-        """How many steps (passes, if shuffled) Keras says it will take, and an execution (epoch) more; where it does
-        not say, more than any training takes."""
-        epochs, fit = self.params.get("epochs"), self._running()
-        if not epochs or not self.params.get("steps"):
-            return MOST_STEPS
-        return (epochs + 1) * self._passes_per_epoch if fit.shuffled else epochs * self.params["steps"] + fit.stride
+    def _planned(self) -> tuple[int, int]:
+        """How many steps (passes, if shuffled) Keras says it will take, and an execution's (epoch's) number of them;
+        where it does not say, more than any training takes."""
+        epochs, steps, fit = self.params.get("epochs"), self.params.get("steps"), self._running()
+        if not epochs or not steps:
+            return MOST_STEPS, 0
+        passes = self._passes_per_epoch or 1
+        return (epochs * passes, passes) if fit.shuffled else (epochs * steps, fit.stride)
 
     def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:
         """Whether after so many steps of the fit the next one passes the target; if shuffled the next epoch, or pass
@@ -598,9 +603,17 @@ _LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDic
 def _stepping(model: Any) -> dict[int, Any]:
     """The mechanisms that stepped on a model's weights, by id."""
     found: dict[int, Any] = {}
-    for v in model.weights:
+    for v in _weights(model):
         found |= stepped_on(v)
     return found
+
+
+def _weights(model: Any) -> list[Any]:
+    """A model's weights; of one that Keras 2 has not built yet, those of its layers that are."""
+    try:
+        return list(model.weights)
+    except ValueError:
+        return [v for layer in model.layers for v in _weights(layer)]
 
 
 def _steps_on(model: Any) -> int:
@@ -609,7 +622,7 @@ def _steps_on(model: Any) -> int:
 
 def _fingerprint(model: Any) -> int:
     """A number that tells weights apart, whichever of them are trainable."""
-    return sum(zlib.crc32(np.asarray(v).tobytes()) for v in model.weights)
+    return sum(zlib.crc32(np.asarray(v).tobytes()) for v in _weights(model))
 
 
 def private_optimizer(model: Any) -> Any:
@@ -632,13 +645,12 @@ def private_optimizer(model: Any) -> Any:
 
 def _running_fits() -> list[Any]:
     """The models whose `fit` is running, the innermost first."""
-    return [frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "fit"]
+    return [given.get("self") for given in running_fits()]
 
 
 def _fit_arguments(model: Any) -> dict[str, Any]:
     """The arguments of the `fit` call that is running: Keras does not tell callbacks what data it trains on."""
-    fits = (frame.f_locals for frame in callers() if frame.f_code.co_name == "fit")
-    return next((dict(given) for given in fits if given.get("self") is model), {})
+    return next((dict(given) for given in running_fits() if given.get("self") is model), {})
 
 
 def _length(x: Any) -> int | None:

@@ -135,12 +135,9 @@ def poisson_batches(
     steps = _checked_steps(steps)
     if empty_batches not in _EMPTY_BATCHES:
         raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
+    examples = examples_of(arrays_or_dataset)
+    data, num_examples = examples.data, examples.number
     with tf.device("CPU:0"):
-        if isinstance(arrays_or_dataset, tf.data.Dataset):
-            data = _from_dataset(arrays_or_dataset)
-        else:
-            data = tf.nest.map_structure(_as_tensor, _normalised(arrays_or_dataset))
-        num_examples = _common_length(data)
         rate = _checked_rate(sampling_rate, expected_batch_size, num_examples)
         pads = _pads_empty(empty_batches, data, rate, num_examples, steps)
         if pads:
@@ -171,6 +168,28 @@ def poisson_batches(
     )
     setattr(dataset, _ATTRIBUTE, SamplingDeclaration("poisson", rate, num_examples, steps, seed))
     return dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Data of which examples can be drawn: ``number`` of them."""
+
+    data: Any
+    number: int
+
+
+def examples_of(arrays_or_dataset: Any) -> Examples:
+    """What `poisson_batches` takes, read once; so read, it is taken again."""
+    import tensorflow as tf
+
+    if isinstance(arrays_or_dataset, Examples):
+        return arrays_or_dataset
+    with tf.device("CPU:0"):
+        if isinstance(arrays_or_dataset, tf.data.Dataset):
+            data = _from_dataset(arrays_or_dataset)
+        else:
+            data = tf.nest.map_structure(_as_tensor, _normalised(arrays_or_dataset))
+        return Examples(data, _common_length(data))
 
 
 class _IndexDraws:

@@ -1,4 +1,4 @@
-"""Any one of (ε, σ, steps) from the others: ε is priced, σ and steps are searched for over that price."""
+"""Any one of (ε, σ, steps, batch size) from the others: ε is priced, the others are searched for over that price."""
 
 import dataclasses
 import functools
@@ -196,6 +196,64 @@ def compute_num_steps(
     while epsilon(uses + 1) <= target:
         uses += 1
     return uses * unit
+
+
+def compute_batch_size(
+    *,
+    target_epsilon: float,
+    num_examples: int,
+    noise_multiplier: float,
+    delta: float,
+    num_epochs: float | None = None,
+    num_steps: int | None = None,
+    sampling: str = "poisson",
+    accountant: str = "pld",
+    adjacency: str | None = None,
+    max_examples_per_user: int = 1,
+) -> int:
+    """Returns the largest (expected) batch size whose ε is at most `target_epsilon`: with Poisson sampling, the
+    largest sampling rate times `num_examples`.
+
+    Args:
+        target_epsilon: The ε that may not be passed, above 0.
+        num_examples: As all that follow, see `compute_epsilon`.
+
+    Raises:
+        ValueError: An argument is out of its range, or batches of one example pass the target.
+        PrivacyError: The batch size does not change ε under this sampling.
+    """
+    target = _check_target(target_epsilon)
+    with_size = lambda size: Run(  # noqa: E731
+        num_examples=num_examples,
+        batch_size=size,
+        noise_multiplier=noise_multiplier,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        sampling=sampling,
+        adjacency=adjacency,
+        max_examples_per_user=max_examples_per_user,
+    )
+    run = with_size(1)
+    if run.sampling not in ("poisson", "fixed_size"):
+        raise PrivacyError(
+            f"sampling={run.sampling!r} costs the same at every batch size, so none is the largest: give batch_size"
+        )
+    pricer = _pricer(delta, accountant, run)
+    epsilon = lambda size: pricer(with_size(size))  # noqa: E731
+    if epsilon(1) > target:
+        raise ValueError(
+            f"target_epsilon={target:g} is passed by batches of one example (ε = {epsilon(1):.4g}): "
+            "raise the target or noise_multiplier, or take fewer steps"
+        )
+    n = run.num_examples
+    if epsilon(n) <= target:
+        return n
+    size = max(_calibrate(pricer, lambda size: with_size(round(size)), target, 1, n, 0.5, discrete=True), 1)
+    while epsilon(size) > target:
+        size -= 1
+    while epsilon(size + 1) <= target:
+        size += 1
+    return size
 
 
 def _check_target(target_epsilon: float) -> float:
