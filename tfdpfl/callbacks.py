@@ -397,7 +397,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         x = call.get("x")
         declared = declared_sampling(x)
         if declared is not None:
-            return self._poisson(declared)
+            return self._poisson(declared) if declared.kind == "poisson" else self._in_order(declared, call)
         length = _length(x)
         if length is not None:
             if self.sampling not in (None, "shuffle"):
@@ -410,13 +410,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
             batch = min(call.get("batch_size") or 32, length)
             self._check_batch_size(batch)
-            groups = self._optimizer.num_microbatches
-            if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
-                raise PrivacyError(
-                    f"The last batch of an epoch has {length % batch} of the {length} examples, which num_microbatches="
-                    f"{groups} does not divide. Leave out examples (x[:{length - length % batch}]) or use "
-                    "num_microbatches=None."
-                )
+            self._check_groups(length, batch, call)
             return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
         if made_from(x) is not None:
             again = passed_through(x, ("cache", "snapshot", "save"))
@@ -432,6 +426,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
                     "num_examples and batch_size (the expected one)."
                 )
+        if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
+            raise PrivacyError(
+                "sample_from_datasets with repeat() draws some examples more often than others (weighted or class-"
+                "balanced sampling), which has no price. Draw with tfdpfl.data.poisson_batches, and weight the loss, "
+                "by sample_weight or class_weight."
+            )
         missing = [
             said
             for said, given in (
@@ -491,7 +491,45 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         # A whole batch size at or above the expected one: a higher rate costs no less.
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
         self._check_batch_size(size)
-        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": "poisson"}
+        has = getattr(self._optimizer, "rows_per_unit", None) or 1
+        if has != declared.rows_per_unit:
+            raise PrivacyError(
+                f"In the batches {declared.rows_per_unit} rows are one {declared.unit}, and the optimizer clips "
+                f"{'each row by itself' if has == 1 else f'{has} as one'}. Give it rows_per_unit="
+                f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
+            )
+        more: dict[str, Any] = {"unit": declared.unit} if declared.unit != "example" else {}
+        if declared.truncated_batch_size is not None:
+            more["truncated_batch_size"] = declared.truncated_batch_size
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": "poisson", **more}
+
+    def _in_order(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
+        """Of batches that hold each example once a pass; or once a round of passes, sampled."""
+        if declared.kind == "cyclic_poisson":
+            raise PrivacyError(
+                "cyclic_poisson bounds how often an example takes part, for correlated noise, and the optimizer's is "
+                "fresh for every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the optimizer "
+                "noise=."
+            )
+        if self.sampling not in (None, "shuffle"):
+            raise PrivacyError(
+                f"sampling={self.sampling!r}, but the batches hold each example once a pass. Leave sampling out."
+            )
+        n, size = declared.num_examples, round(declared.sampling_rate * declared.num_examples)
+        if self.num_examples not in (None, n):
+            raise ValueError(f"num_examples={self.num_examples}, but the batches hold {n} examples; give their number.")
+        self._check_batch_size(size)
+        self._check_groups(n, size, call)
+        return {"num_examples": n, "batch_size": size, "sampling": "shuffle"}
+
+    def _check_groups(self, length: int, batch: int, call: dict[str, Any]) -> None:
+        groups = self._optimizer.num_microbatches
+        if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
+            raise PrivacyError(
+                f"The last batch of an epoch has {length % batch} of the {length} examples, which num_microbatches="
+                f"{groups} does not divide. Leave out examples (x[:{length - length % batch}]) or use "
+                "num_microbatches=None."
+            )
 
     def _check_batch_size(self, size: int) -> None:
         if self.batch_size not in (None, size):
@@ -514,7 +552,7 @@ class _Fit:
     """One call of `fit`.
 
     Attributes:
-      data: num_examples, batch_size and sampling, and the adjacency where it is not the sampling's own.
+      data: num_examples, batch_size and sampling, and what of adjacency, unit and truncation is not as usual.
       batches: the same as the optimizer counts it.
       stride: steps of an execution.
       whole: whether a pass may end with a smaller batch, after which the next one begins a batch of its own.
@@ -529,9 +567,10 @@ class _Fit:
     ):
         self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride
         self._counter = optimizer._dp.counter
-        known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
-        sampling = _counts.SAMPLINGS.index(known_as, 1)
-        self.batches = (data_number, sampling, data["num_examples"], data["batch_size"])
+        adjacency = data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0])
+        sampling = _counts.SAMPLINGS.index((data["sampling"], adjacency, data.get("unit", "example")), 1)
+        cut = data.get("truncated_batch_size") or 0
+        self.batches = (data_number, sampling, data["num_examples"], data["batch_size"], cut)
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= _length(call.get("x")) is not None
         self.passes = self.announced = self._steps_before = 0
@@ -585,7 +624,7 @@ class _Fit:
         taken = self.stride - int(self._counter.batches.numpy()[-1])
         if not self._ended and self.awaited and taken > 0:
             multiplier = self.optimizer.noise_multiplier / (1 if self.optimizer.num_microbatches is None else 2)
-            row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, multiplier, taken, 0]
+            row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
         self.end()
 

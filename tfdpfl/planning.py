@@ -18,11 +18,13 @@ from tfdpfl.accounting import (
     compute_num_steps,
     privacy_report,
 )
-from tfdpfl.data import examples_of, poisson_batches
+from tfdpfl.data import declared_sampling, examples_of, poisson_batches, shuffled_batches, users_of
 from tfdpfl.errors import PrivacyError
 
-# What the plan decides of an optimizer, with what it takes where it is left out.
-_SETTINGS = {"l2_norm_clip": None, "noise_multiplier": None, "expected_batch_size": None, "num_microbatches": None}
+# What an optimizer has where it is not told otherwise.
+_DEFAULTS = {
+    "expected_batch_size": None, "num_microbatches": None, "gradient_accumulation_steps": 1, "rows_per_unit": 1,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,22 +104,34 @@ class PrivacyPlan:
 
     @property
     def _settings(self) -> dict[str, Any]:
+        """What the plan decides of an optimizer, beside what it leaves as it is."""
+        declared = declared_sampling(self.batches)
+        assert declared is not None
         settings = {"l2_norm_clip": self.l2_norm_clip, "noise_multiplier": self.noise_multiplier}
         if self.sampling == "poisson":
             settings["expected_batch_size"] = float(self.batch_size)
+        if declared.physical_batches > 1:
+            settings["gradient_accumulation_steps"] = declared.physical_batches
+        if declared.rows_per_unit > 1:
+            settings["rows_per_unit"] = declared.rows_per_unit
         return settings
 
     @functools.cached_property
     def report(self) -> PrivacyReport:
         """What the whole plan costs. (``callback.report`` is of what ran.)"""
+        declared = declared_sampling(self.batches)
+        assert declared is not None
         return privacy_report(
             num_examples=self.num_examples,
             batch_size=self.batch_size,
             noise_multiplier=self.noise_multiplier,
-            num_steps=self.epochs * self.steps_per_epoch,
+            num_steps=self.epochs * self.steps_per_epoch if self.sampling == "poisson" else None,
+            num_epochs=self.epochs if self.sampling == "shuffle" else None,
             delta=self.delta,
             sampling=self.sampling,
             accountant=self.accountant,
+            truncated_batch_size=declared.truncated_batch_size,
+            unit=declared.unit,
         )
 
     @property
@@ -148,8 +162,8 @@ class PrivacyPlan:
                 "The plan's callback is not among the callbacks of this fit, so that nothing would stop it at "
                 "target_epsilon. Give fit callbacks=[plan.callback]."
             )
-        wanted = {**_SETTINGS, **self._settings}
-        has = {name: getattr(optimizer, name) for name in wanted}
+        wanted = {**_DEFAULTS, **self._settings}
+        has = {name: getattr(optimizer, name, _DEFAULTS.get(name)) or _DEFAULTS.get(name) for name in wanted}
         other = next((name for name in wanted if has[name] != wanted[name]), None)
         if other is not None:
             raise PrivacyError(
@@ -186,6 +200,7 @@ def plan(
 
     Args:
       x, y, sample_weight: the data, as `fit` takes them; or all that `tfdpfl.data.poisson_batches` takes, as x alone.
+        With ``user_ids`` users are what is sampled, counted and protected, in place of examples.
       delta: δ, below 1 / num_examples to mean anything.
       target_epsilon: the ε not to pass, for data sets that differ in the presence of one example.
       noise_multiplier: σ, the noise's standard deviation over the clip.
@@ -194,7 +209,8 @@ def plan(
       steps_per_epoch: updates in an epoch; None takes ``num_examples // batch_size``, so that an example takes part
         about once.
       l2_norm_clip: the optimizer's; ε does not depend on it.
-      sampling: "poisson".
+      sampling: "poisson"; or "shuffle": each example once an epoch, at a much larger ε, and for data sets of which one
+        has a blank in place of an example.
       accountant: "pld" (tight) or "rdp".
       **batches: what else `tfdpfl.data.poisson_batches` takes.
 
@@ -212,8 +228,10 @@ def plan(
             f"Give three of {', '.join(four)}, and the plan finds the fourth; "
             + (f"{', '.join(unknown)} are missing." if unknown else "all four are given: leave one out.")
         )
-    if sampling != "poisson":
-        raise ValueError(f"sampling={sampling!r} has no plan: leave it at 'poisson', for which ε is smallest.")
+    if sampling not in ("poisson", "shuffle"):
+        raise ValueError(f"sampling={sampling!r} has no plan: take 'poisson', for which ε is smallest, or 'shuffle'.")
+    if sampling == "shuffle" and steps_per_epoch is not None:
+        raise ValueError(f"steps_per_epoch={steps_per_epoch}: a shuffled epoch has all examples; leave it out.")
     if epochs is not None:
         epochs = _checks.whole("epochs", epochs, 1, "count the passes over the batches")
     if steps_per_epoch is not None:
@@ -224,8 +242,13 @@ def plan(
     data = x if y is None and sample_weight is None else (x, y, sample_weight)
     examples = examples_of(data)
     num_examples = examples.number
+    users = batches.get("user_ids")
+    if users is not None:
+        batches["user_ids"] = users = users_of(users, num_examples)
+        num_examples = users.number
     known: dict[str, Any] = {
         "num_examples": num_examples, "delta": delta, "sampling": sampling, "accountant": accountant,
+        "truncated_batch_size": batches.get("truncated_batch_size"),
     }  # fmt: skip
     target: Any = target_epsilon
     sigma: Any = noise_multiplier
@@ -241,21 +264,29 @@ def plan(
             size += 1
     size = known["batch_size"] = _checks.whole("batch_size", size, 1, "count the examples of a batch")
     if steps_per_epoch is None:
-        steps_per_epoch = max(num_examples // size, 1)
+        steps_per_epoch = max(num_examples // size, 1) if sampling == "poisson" else -(-num_examples // size)
     if passes is None:
         steps = compute_num_steps(target_epsilon=target, noise_multiplier=sigma, **known)
+        if sampling == "shuffle":  # it counts the whole batches of an epoch, which may have one more
+            steps = steps // max(num_examples // size, 1) * steps_per_epoch
         passes = steps // steps_per_epoch
         if passes == 0:
             raise PrivacyError(
                 f"target_epsilon={target:g} allows {steps} steps, and an epoch has {steps_per_epoch}: raise the target "
                 f"or noise_multiplier, or give steps_per_epoch={steps}."
             )
-    known["num_steps"] = passes * steps_per_epoch
+    if sampling == "shuffle":
+        known["num_epochs"] = passes
+    else:
+        known["num_steps"] = passes * steps_per_epoch
     if sigma is None:
         sigma = compute_noise_multiplier(target_epsilon=target, **known)
     if target is None:
         target = compute_epsilon(noise_multiplier=sigma, **known)
-    drawn = poisson_batches(examples, expected_batch_size=size, steps=steps_per_epoch, **batches)
+    if sampling == "shuffle":
+        drawn = shuffled_batches(examples, size, **batches)
+    else:
+        drawn = poisson_batches(examples, expected_batch_size=size, steps=steps_per_epoch, **batches)
     return PrivacyPlan(
         target_epsilon=target,
         delta=delta,

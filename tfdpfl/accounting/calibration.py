@@ -30,6 +30,8 @@ def compute_epsilon(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> float:
     """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
     never NaN.
@@ -52,6 +54,8 @@ def compute_epsilon(
         adjacency: Which data sets are neighbours; None takes the sampling's own: `"add_or_remove_one"` for
             poisson and none, `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
         max_examples_per_user: How many examples neighbours may differ in: the ε of a user who has no more.
+        truncated_batch_size: Of a larger Poisson sample a random subset of so many stays (dp-accounting 0.6).
+        unit: "example" or "user": what is sampled and clipped, and counted in `num_examples` and `batch_size`.
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -67,6 +71,8 @@ def compute_epsilon(
         num_microbatches=num_microbatches,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
     return _pricer(delta, accountant, run)(run)
 
@@ -84,6 +90,8 @@ def compute_noise_multiplier(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most `target_epsilon`, to 0.1 %; never 0, never
     over the target.
@@ -107,6 +115,8 @@ def compute_noise_multiplier(
         num_microbatches=num_microbatches,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
     if run.participations == 0:
         raise ValueError(
@@ -150,6 +160,8 @@ def compute_num_steps(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> int:
     """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many as
     whole epochs hold.
@@ -172,9 +184,11 @@ def compute_num_steps(
         num_microbatches=num_microbatches,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
-    unit = run.steps_per_participation
-    with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * unit)  # noqa: E731
+    steps_each = run.steps_per_participation
+    with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * steps_each)  # noqa: E731
     pricer = _pricer(delta, accountant, run)
     epsilon = lambda uses: pricer(with_uses(uses))  # noqa: E731
     if epsilon(1) > target:
@@ -195,7 +209,7 @@ def compute_num_steps(
         uses -= 1
     while epsilon(uses + 1) <= target:
         uses += 1
-    return uses * unit
+    return uses * steps_each
 
 
 def compute_batch_size(
@@ -210,6 +224,8 @@ def compute_batch_size(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> int:
     """Returns the largest (expected) batch size whose ε is at most `target_epsilon`: with Poisson sampling, the
     largest sampling rate times `num_examples`.
@@ -232,6 +248,8 @@ def compute_batch_size(
         sampling=sampling,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
     run = with_size(1)
     if run.sampling not in ("poisson", "fixed_size"):
