@@ -4,12 +4,13 @@ import gc
 import json
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdpfl
-from tfdpfl import callbacks
+from tfdpfl import callbacks, data
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
@@ -104,6 +105,56 @@ def test_shuffled_training_stops_before_the_epoch_that_would_pass_the_target():
     log = model.fit(X, Y, batch_size=20, epochs=5, callbacks=[budget], verbose=0)
     assert len(log.history["epsilon"]) == 2
     assert log.history["epsilon"][-1] <= target * 1.0001
+
+
+def test_units_and_truncation_that_the_data_declare_are_priced_and_said():
+    ids = np.arange(N) // 4
+    data = poisson_batches((X, Y), expected_batch_size=10, steps=4, user_ids=ids, examples_per_user=1)
+    model, budget = compiled(expected_batch_size=10), PrivacyBudget(delta=DELTA)
+    model.fit(data, callbacks=[budget], verbose=0)
+    of_users = price(num_examples=N // 4, batch_size=10, noise_multiplier=2.0, num_steps=4)
+    assert budget.report.epsilon == pytest.approx(of_users) and budget.report.unit == "user"
+    assert "of 50 users" in budget.report.statement()
+    assert model.optimizer.ledger.report(DELTA, "rdp").unit == "user"
+    with pytest.raises(PrivacyError, match="different units"):  # its batches hold one example of several users' more
+        model.fit(X, Y, callbacks=[budget], verbose=0)
+    if hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"):
+        data = poisson_batches((X, Y), expected_batch_size=20, steps=4, truncated_batch_size=22)
+        model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA, target_epsilon=50.0)
+        model.fit(data, callbacks=[budget], verbose=0)
+        assert budget.report.epsilon == price(
+            batch_size=20, noise_multiplier=2.0, num_steps=4, truncated_batch_size=22, accountant="pld"
+        )
+        assert budget.report.epsilon > 1.2 * price(batch_size=20, noise_multiplier=2.0, num_steps=4)
+
+
+@pytest.mark.parametrize("make", [data.shuffled_batches, data.fixed_order])
+def test_batches_that_hold_each_example_once_a_pass_are_priced_without_amplification(make):
+    model, budget = compiled(), PrivacyBudget(delta=DELTA)
+    log = model.fit(make((X, Y), 30), epochs=2, callbacks=[budget], verbose=0)
+    want = [price(batch_size=30, noise_multiplier=2.0, num_epochs=k, sampling="shuffle") for k in (1, 2)]
+    assert log.history["epsilon"] == pytest.approx(want)
+    with pytest.raises(PrivacyError, match="hold each example once a pass"):
+        model.fit(make((X, Y), 30), callbacks=[PrivacyBudget(delta=DELTA, sampling="poisson")], verbose=0)
+
+
+def test_batches_that_are_another_optimizers_are_refused():
+    weighted = tf.data.Dataset.sample_from_datasets(
+        [tf.data.Dataset.from_tensor_slices((X[i::2], Y[i::2])).repeat() for i in (0, 1)], [0.9, 0.1]
+    ).batch(20)
+    said = dict(sampling="shuffle", batch_size=20, num_examples=N)
+    for batches, message, extra in [
+        (poisson_batches((X, Y), 0.1, 3, copies=2), "2 rows are one example, .* each row by itself", {}),
+        (poisson_batches((X, Y), 0.5, 3, user_ids=Y, examples_per_user=3), "3 rows are one user", {}),
+        (data.cyclic_poisson((X, Y), 4, groups=2, expected_batch_size=20), "for correlated noise", {}),
+        (weighted, "weighted or class-balanced", said),
+    ]:
+        model = compiled(expected_batch_size=20)
+        before = model.get_weights()
+        with pytest.raises(PrivacyError, match=message):
+            model.fit(batches, steps_per_epoch=3, callbacks=[PrivacyBudget(delta=DELTA, **extra)], verbose=0)
+        np.testing.assert_array_equal(model.get_weights()[0], before[0])
+        assert model.optimizer.num_dp_steps == 0
 
 
 @pytest.mark.slow

@@ -4,12 +4,22 @@ import collections
 import gzip
 import os
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdpfl import datasets
-from tfdpfl.data import SamplingDeclaration, declared_sampling, poisson_batches
+from tfdpfl import _process, datasets
+from tfdpfl.data import (
+    SamplingDeclaration,
+    cyclic_poisson,
+    declared_sampling,
+    fixed_order,
+    poisson_batches,
+    shuffled_batches,
+)
+from tfdpfl.data.draws import Words
+from tfdpfl.errors import PrivacyError
 
 DATA_DIR = os.environ.get("TFDPFL_DATA_DIR")
 
@@ -312,6 +322,249 @@ def test_bad_input_is_refused_in_one_sentence(changes, message):
     arguments = {"arrays_or_dataset": ROWS, "sampling_rate": 0.5, "steps": 3, **changes}
     with pytest.raises(ValueError, match=message):
         poisson_batches(**arguments)
+
+
+# -- the draws ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "rate"), [(40, 0.9), (2000, 0.002), (7, 0.5), (10**12, 1e-11)])
+def test_coins_are_fair_at_every_rate(number, rate):
+    words, runs = Words(11), 3000
+    draws = [words.each(number, rate) for _ in range(runs)]
+    assert all((np.diff(d) > 0).all() and (not len(d) or (d[0] >= 0 and d[-1] < number)) for d in draws)
+    sizes = np.array([len(d) for d in draws])
+    mean, variance = number * rate, number * rate * (1 - rate)
+    assert abs(sizes.mean() - mean) < 5 * np.sqrt(variance / runs)
+    assert abs(sizes.var() / variance - 1) < 5 * np.sqrt((2 + 1 / variance) / runs)
+    places = np.concatenate(draws)  # spread evenly: the first, the last and all between
+    assert abs(places.mean() / ((number - 1) / 2) - 1) < 5 * np.sqrt(1 / 3 / len(places)) + 1e-9
+    if number < 100:
+        counts = np.bincount(places, minlength=number)
+        assert (np.abs(counts - runs * rate) < 5 * np.sqrt(runs * rate * (1 - rate))).all()
+
+
+def test_draws_come_from_the_generator_of_noise_and_a_forked_process_has_its_own():
+    from tfdpfl import noise
+
+    assert (Words(5)(3) == noise._Stream(noise.new_key(5)).words(np.empty(3, np.uint64))).all()
+    words = Words()
+    words(1)
+    parents = words._stream
+    _process._renew()
+    words(1)
+    assert words._stream is not parents
+    assert len(np.unique(Words(1)(200_000))) == 200_000  # more than one call of the generator fills
+
+
+def test_subsets_and_orders_are_uniform():
+    words = Words(2)
+    counts = np.zeros((5, 5))
+    for _ in range(4000):
+        counts[np.arange(5), words.order(5)] += 1
+    assert (np.abs(counts / 4000 - 0.2) < 5 * np.sqrt(0.16 / 4000)).all()
+    pairs = collections.Counter(tuple(words.some(np.array([3, 5, 8, 9]), 2)) for _ in range(3000))
+    assert len(pairs) == 6 and all(abs(n / 3000 - 1 / 6) < 5 * np.sqrt(5 / 36 / 3000) for n in pairs.values())
+
+
+def test_a_batch_is_drawn_once_and_cut_into_physical_ones():
+    whole = [set(b) for b in drawn(poisson_batches(ROWS, 0.5, 6, seed=3))]
+    dataset = poisson_batches(ROWS, 0.5, 6, seed=3, physical_batch_size=3)
+    declared = declared_sampling(dataset)
+    assert (declared.physical_batches, declared.steps, len(dataset)) == (4, 6, 24)  # ceil(10 / 3)
+    parts = drawn(dataset)
+    for step, logical in enumerate(whole):
+        of_step = parts[4 * step : 4 * step + 4]
+        assert sorted(i for part in of_step for i in part) == sorted(logical)  # each once: one update holds it once
+        assert {len(part) for part in of_step} <= {len(logical) // 4, -(-len(logical) // 4)}
+    assert declared_sampling(poisson_batches(ROWS, 0.5, 6, physical_batch_size=99)).physical_batches == 1
+
+
+needs_truncation = pytest.mark.skipif(
+    not hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"), reason="needs dp-accounting 0.6"
+)
+
+
+@needs_truncation
+@pytest.mark.parametrize("parts", [1, 2])
+def test_truncated_batches_have_one_shape_and_the_rest_weighs_nothing(parts):
+    x = 1.0 + ROWS[:, None].repeat(2, 1)
+    dataset = poisson_batches((x, ROWS), 0.5, 400, seed=0, truncated_batch_size=11, physical_batch_size=10 // parts)
+    rows = -(-11 // parts)
+    assert [tuple(s.shape) for s in dataset.element_spec] == [(rows, 2), (rows,), (rows,)]
+    assert declared_sampling(dataset).truncated_batch_size == 11
+    taken = np.zeros(N)
+    batches = list(dataset.as_numpy_iterator())
+    sizes = []
+    for at in range(0, len(batches), parts):
+        real = np.concatenate([y[w > 0] for _, y, w in batches[at : at + parts]])
+        sizes.append(len(real))
+        np.add.at(taken, real, 1)
+        assert len(set(real)) == len(real) <= 11
+        for bx, by, w in batches[at : at + parts]:
+            assert set(w) <= {0.0, 1.0} and not bx[w == 0].any() and not by[w == 0].any()
+            np.testing.assert_array_equal(bx[w > 0], x[by[w > 0]])
+    from scipy.stats import binom
+
+    expected = binom.expect(lambda n: np.minimum(n, 11), (N, 0.5))
+    assert abs(np.mean(sizes) - expected) < 5 * np.std(sizes) / 20 and max(sizes) == 11 > min(sizes)
+    # Whoever is cut off is drawn at random: the first examples stay no more often than the last.
+    share = taken / 400
+    assert (np.abs(share - expected / N) < 5 * np.sqrt(0.25 / 400)).all()
+
+
+# -- data that are read as they are needed -----------------------------------------------------------------------
+
+
+class Rows:
+    """Gives single examples by number, as sources of grain and Hugging Face do."""
+
+    def __init__(self, example, number=N):
+        self.example, self.number = example, number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, i):
+        return self.example(i)
+
+
+def on_disk(kind, tmp_path):
+    x = np.random.default_rng(0).normal(size=(N, 3))
+    if kind == "memmap":
+        np.save(tmp_path / "x.npy", np.concatenate([x[:2], x]))
+        return x, (np.load(tmp_path / "x.npy", mmap_mode="r")[2:], ROWS)
+    if kind == "h5py":
+        file = pytest.importorskip("h5py").File(tmp_path / "x.h5", "w")
+        file["x"], file["y"] = x, ROWS
+        return x, ({"in": file["x"]}, file["y"])
+    return x, Rows(lambda i: (x[i], i, None))
+
+
+@pytest.mark.parametrize("kind", ["memmap", "h5py", "rows"])
+def test_data_on_disk_are_sampled_like_arrays(kind, tmp_path):
+    x, source = on_disk(kind, tmp_path)
+    same = poisson_batches((x, ROWS), 0.4, 4, seed=6)
+    dataset = poisson_batches(source, 0.4, 4, seed=6)
+    assert [s.dtype for s in tf.nest.flatten(dataset.element_spec)] == [tf.float32, tf.int64]
+    assert declared_sampling(dataset) == declared_sampling(same)
+    for got, want in zip(dataset, same, strict=True):
+        for a, b in zip(tf.nest.flatten(got), want, strict=True):
+            np.testing.assert_array_equal(a, b)
+    copied = poisson_batches(source, 0.4, 1, seed=6, copies=2)
+    again = poisson_batches((x, ROWS), 0.4, 1, seed=6)
+    np.testing.assert_array_equal(next(iter(copied))[1], np.repeat(next(iter(again))[1], 2))
+
+
+def test_a_source_that_no_memory_holds_is_sampled():
+    read = []
+    source = Rows(lambda i: (read.append(i), np.full(1000, i % 7, np.float32), i)[1:], 10**10)
+    dataset = poisson_batches(source, expected_batch_size=5, steps=4)
+    batches = list(dataset)
+    assert all((x == y.numpy()[:, None] % 7).numpy().all() for x, y in batches)
+    assert len(read) <= 1 + sum(len(y) for _, y in batches)  # no example is read that no batch holds
+
+
+def test_examples_are_decoded_and_augmented_one_at_a_time_and_copies_apart():
+    texts = Rows(lambda i: (b"ab\x00" * (i + 1), i))  # files may end in zeros
+    decode = lambda text, i: (tf.cast(tf.fill([4, 4, 1], tf.strings.length(text)), tf.float32), i)
+    augment = lambda image, i: (image + tf.random.uniform([]), i)
+    dataset = poisson_batches(texts, 0.5, 20, seed=1, map_fn=decode, augment=augment, copies=3)
+    assert declared_sampling(dataset).rows_per_unit == 3
+    assert [tuple(s.shape) for s in dataset.element_spec[:2]] == [(None, 4, 4, 1), (None,)]
+    for image, i, *_ in dataset.as_numpy_iterator():
+        assert len(i) and (i.reshape(-1, 3) == i[::3, None]).all()
+        shift = image[:, 0, 0, 0] - 3 * (i + 1)
+        assert (shift >= 0).all() and (shift < 1).all() and len(set(shift.tolist())) > len(i) / 2
+    (empty,) = poisson_batches(texts, 1e-12, 1, map_fn=decode, copies=3).as_numpy_iterator()
+    assert empty[0].shape == (3, 4, 4, 1) and not empty[2].any()  # whole units of nothing
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_users_are_sampled_and_come_with_so_many_rows_one_after_the_other(as_mapping):
+    ids = np.array([0] * 5 + [1] * 2 + [2] + [3] * 12)
+    given = {u: np.flatnonzero(ids == u) for u in range(4)} if as_mapping else ids.astype(str)
+    dataset = poisson_batches(ROWS, 0.5, 600, seed=2, user_ids=given, examples_per_user=4)
+    assert declared_sampling(dataset) == SamplingDeclaration("poisson", 0.5, 4, 600, 2, rows_per_unit=4, unit="user")
+    counts, seen = np.zeros(4), collections.Counter()
+    for batch in dataset.as_numpy_iterator():
+        units = batch.reshape(-1, 4)
+        users = ids[units]
+        assert (users == users[:, :1]).all() and len(set(users[:, 0])) == len(units)
+        np.add.at(counts, users[:, 0], 1)
+        seen.update(batch.tolist())
+        for unit, user in zip(units, users[:, 0], strict=True):
+            assert len(set(unit)) == min(4, (ids == user).sum())  # as many different ones as there are
+    assert (np.abs(counts / 600 - 0.5) < 5 * np.sqrt(0.25 / 600)).all()
+    for user in range(4):  # each of a user's examples as often as the others
+        often = np.array([seen[i] for i in np.flatnonzero(ids == user)]) / counts[user]
+        assert (np.abs(often - often.mean()) < 5 * np.sqrt(1 / counts[user])).all()
+
+
+def test_other_orders_hold_each_example_once_a_pass():
+    dataset = fixed_order((ROWS, ROWS), 8, max_participations=3)
+    assert declared_sampling(dataset) == SamplingDeclaration(
+        "fixed_order", 0.4, N, 3, min_separation=3, max_participations=3
+    )
+    for _ in range(2):
+        assert [y.tolist() for _, y in dataset.as_numpy_iterator()] == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+    dataset = shuffled_batches(ROWS, 8)
+    one, other = drawn(dataset), drawn(dataset)
+    assert sorted(sum(one, ())) == sorted(sum(other, ())) == list(ROWS) and one != other
+    assert declared_sampling(dataset).kind == "shuffle" and [len(b) for b in one] == [8, 8, 4]
+
+
+def test_cyclic_sampling_keeps_participations_apart_and_assigns_each_example_independently():
+    dataset = cyclic_poisson(np.arange(400), 9, groups=3, expected_batch_size=60)
+    declared = declared_sampling(dataset)
+    assert (declared.kind, declared.sampling_rate, declared.min_separation) == ("cyclic_poisson", 0.45, 3)
+    assert declared.expected_batch_size == pytest.approx(60)
+    for _ in range(2):
+        batches = [set(b) for b in drawn(dataset)]
+        for a in range(9):
+            for b in range(a + 1, 9):
+                assert bool(batches[a] & batches[b]) == ((b - a) % 3 == 0)
+    # An equal split would tell of one example more: sizes of groups vary as those of independent draws do.
+    groups = lambda seed: drawn(cyclic_poisson(np.arange(4000), 2, seed, groups=2, expected_batch_size=2000))
+    sizes = np.array([len(groups(seed)[0]) for seed in range(6)])
+    assert (np.abs(sizes - 2000) < 6 * np.sqrt(1000)).all() and np.abs(sizes - 2000).max() > 3
+
+
+def test_bad_sources_and_settings_are_refused_in_one_sentence():
+    batched = getattr(tf.keras.utils, "PyDataset", tf.keras.utils.Sequence)
+    rows = lambda i: np.zeros(1 + i % 2)
+    later = lambda **how: poisson_batches(ROWS, 0.5, 2, **how)
+    for make, kind, message in [
+        (lambda: poisson_batches(type("Images", (batched,), {"__len__": len, "__getitem__": rows})(), 0.5, 2),
+         ValueError, "Images gives whole batches"),
+        (lambda: poisson_batches(iter([1, 2]), 0.5, 2), ValueError, "in an order of its own"),
+        (lambda: poisson_batches(Rows(rows, 0), 0.5, 2), ValueError, "at least one example"),
+        (lambda: list(poisson_batches(Rows(rows), 1.0, 1)), Exception, "has the shape .*give all examples one shape"),
+        (lambda: list(poisson_batches(Rows(lambda i: {"a": 1} if i < 9 else {"b": 1}), 1.0, 1)), Exception,
+         "Example 9 of the source is built otherwise"),
+        (lambda: poisson_batches(ROWS, np.full(N, 0.1), 2), PrivacyError, "weighted or class-balanced"),
+        (lambda: later(physical_batch_size=0), ValueError, "physical_batch_size must be"),
+        (lambda: later(copies=0), ValueError, "copies must be"),
+        (lambda: later(map_fn=3), ValueError, "map_fn=3 must be a function"),
+        (lambda: later(truncated_batch_size=0), ValueError, "truncated_batch_size must be"),
+        (lambda: later(user_ids=ROWS), ValueError, "user_ids needs examples_per_user"),
+        (lambda: later(examples_per_user=2), ValueError, "examples_per_user=2 needs user_ids"),
+        (lambda: later(user_ids=ROWS[1:], examples_per_user=2), ValueError, "one id for each of the 20 examples"),
+        (lambda: later(user_ids=np.where(ROWS == 4, np.nan, 1.0), examples_per_user=2), ValueError,
+         "no user for 1 examples, the first at 4"),
+        (lambda: later(user_ids={"a": ROWS, "b": []}, examples_per_user=2), ValueError, "without examples, 'b'"),
+        (lambda: later(user_ids={"a": ROWS, "b": [3]}, examples_per_user=2), ValueError, "names 21 examples"),
+        (lambda: fixed_order(ROWS, 21), ValueError, "batch_size=21 is more than the 20"),
+        (lambda: cyclic_poisson(ROWS, 7, groups=3, expected_batch_size=2), ValueError, "steps=7 is not a multiple.* 6"),
+        (lambda: cyclic_poisson(ROWS, 6, groups=3, expected_batch_size=7), ValueError, "mean size of a group, got 7"),
+    ]:  # fmt: skip
+        with pytest.raises(kind, match=message):
+            make()
+    if hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"):
+        with pytest.raises(ValueError, match=r"needs data of the form \(x, y\)"):
+            later(truncated_batch_size=5)
+    else:
+        with pytest.raises(PrivacyError, match=r"dp-accounting 0\.6"):
+            later(truncated_batch_size=5)
 
 
 def test_digits_are_the_same_split_every_time():

@@ -26,10 +26,11 @@ _WHERE = {
     ),
     "PrivacyError": "errors",
     **dict.fromkeys(["AdaptiveClip", "AutomaticClip", "PerLayerClip"], "clips"),
+    **dict.fromkeys(["plan", "PrivacyPlan"], "planning"),
 }  # fmt: skip
 _MODULES = (
     "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "label_dp", "noise",
-    "optimizers", "pate", "plots",
+    "optimizers", "pate", "planning", "plots",
 )  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         noise,
         optimizers,
         pate,
+        planning,
         plots,
     )
     from tfdpfl.accounting import (
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
         DPRMSprop,
         make_dp_optimizer_class,
     )
+    from tfdpfl.planning import PrivacyPlan, plan
 
 
 def __getattr__(name: str):

@@ -3,6 +3,10 @@
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
+
+PLAN = "_tfdpfl_plan"
+"""The attribute by which the pieces of a `tfdpfl.plan` know it."""
 
 
 def callers() -> Iterator[FrameType]:
@@ -11,3 +15,14 @@ def callers() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def running_fits() -> Iterator[dict[str, Any]]:
+    """The arguments of the calls of `fit` that are running, the innermost first."""
+    return (frame.f_locals for frame in callers() if frame.f_code.co_name == "fit")
+
+
+def trained_by(fit: dict[str, Any]) -> Any:
+    """The optimizer of the model of a running `fit`, out of its loss-scaling wrapper if there is one."""
+    optimizer = getattr(fit.get("self"), "optimizer", None)
+    return getattr(optimizer, "inner_optimizer", optimizer)

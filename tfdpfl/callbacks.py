@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._frames import callers
+from tfdpfl._frames import PLAN, running_fits
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
@@ -129,6 +129,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         call = _fit_arguments(self.model)
+        for planned in filter(None, (getattr(piece, PLAN, None) for piece in (optimizer, call.get("x"), self))):
+            planned.check(optimizer, call)
         data = self._describe(call)
         fit = _Fit(self.model, optimizer, data, self._data_number, int(per_call), call, self.params.get("steps"))
         for other in self._before_me():
@@ -141,7 +143,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._fit is not None:
             self._fit.cut_off()
         self._fit = fit
-        self._stepped |= {id(d): d for d in [{id(optimizer._dp): optimizer._dp}, *map(stepped_on, self.model.weights)]}
+        own = {id(optimizer._dp): optimizer._dp}
+        self._stepped |= {id(d): d for d in [own, *map(stepped_on, _weights(self.model))]}
         self._limit: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -352,9 +355,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if len(past):
                 priced(1)  # what cannot be added up is refused now
             return None
-        planned = self._planned()
-        if priced(planned) <= self.target_epsilon:  # the search for the last step that fits may take a minute
-            return planned
+        planned, more = self._planned()
+        for number in (planned + more, planned):  # the search for the last step that fits may take a minute
+            if priced(number) <= self.target_epsilon:
+                return number
         try:
             most = compute_num_steps(
                 target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
@@ -370,15 +374,17 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
-    def _planned(self) -> int:
-        """How many steps (passes, if shuffled) Keras says it will take, and an execution (epoch) more; where it does
-        not say, more than any training takes."""
-        epochs, fit = self.params.get("epochs"), self._running()
-        if not epochs or not self.params.get("steps"):
-            return MOST_STEPS
+    def _planned(self) -> tuple[int, int]:
+        """How many steps (passes, if shuffled) Keras says it will take, and an execution's (epoch's) number of them;
+        where it does not say, more than any training takes."""
+        epochs, steps, fit = self.params.get("epochs"), self.params.get("steps"), self._running()
+        if not epochs or not steps:
+            return MOST_STEPS, 0
+        passes = self._passes_per_epoch or 1
         if fit.shuffled:
-            return (epochs + 1) * self._passes_per_epoch
-        return fit.steps_in(epochs * self.params["steps"] + fit.stride)
+            return epochs * passes, passes
+        planned = fit.steps_in(epochs * steps)
+        return planned, fit.steps_in(epochs * steps + fit.stride) - planned
 
     def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:
         """Whether after so many steps of the fit the next one passes the target; if shuffled the next epoch, or pass
@@ -400,7 +406,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         x = call.get("x")
         declared = declared_sampling(x)
         if declared is not None:
-            return self._poisson(declared)
+            return self._poisson(declared) if declared.kind == "poisson" else self._in_order(declared, call)
         length = _length(x)
         if length is not None:
             if self.sampling not in (None, "shuffle"):
@@ -413,13 +419,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
             batch = min(call.get("batch_size") or 32, length)
             self._check_batch_size(batch)
-            groups = self._optimizer.num_microbatches
-            if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
-                raise PrivacyError(
-                    f"The last batch of an epoch has {length % batch} of the {length} examples, which num_microbatches="
-                    f"{groups} does not divide. Leave out examples (x[:{length - length % batch}]) or use "
-                    "num_microbatches=None."
-                )
+            self._check_groups(length, batch, call)
             return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
         if made_from(x) is not None:
             again = passed_through(x, ("cache", "snapshot", "save"))
@@ -435,6 +435,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
                     "num_examples and batch_size (the expected one)."
                 )
+        if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
+            raise PrivacyError(
+                "sample_from_datasets with repeat() draws some examples more often than others (weighted or class-"
+                "balanced sampling), which has no price. Draw with tfdpfl.data.poisson_batches, and weight the loss, "
+                "by sample_weight or class_weight."
+            )
         missing = [
             said
             for said, given in (
@@ -513,7 +519,45 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         # A whole batch size at or above the expected one: a higher rate costs no less.
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
         self._check_batch_size(size)
-        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": "poisson"}
+        has = getattr(self._optimizer, "rows_per_unit", None) or 1
+        if has != declared.rows_per_unit:
+            raise PrivacyError(
+                f"In the batches {declared.rows_per_unit} rows are one {declared.unit}, and the optimizer clips "
+                f"{'each row by itself' if has == 1 else f'{has} as one'}. Give it rows_per_unit="
+                f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
+            )
+        more: dict[str, Any] = {"unit": declared.unit} if declared.unit != "example" else {}
+        if declared.truncated_batch_size is not None:
+            more["truncated_batch_size"] = declared.truncated_batch_size
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": "poisson", **more}
+
+    def _in_order(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
+        """Of batches that hold each example once a pass; or once a round of passes, sampled."""
+        if declared.kind == "cyclic_poisson":
+            raise PrivacyError(
+                "cyclic_poisson bounds how often an example takes part, for correlated noise, and the optimizer's is "
+                "fresh for every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the optimizer "
+                "noise=."
+            )
+        if self.sampling not in (None, "shuffle"):
+            raise PrivacyError(
+                f"sampling={self.sampling!r}, but the batches hold each example once a pass. Leave sampling out."
+            )
+        n, size = declared.num_examples, round(declared.sampling_rate * declared.num_examples)
+        if self.num_examples not in (None, n):
+            raise ValueError(f"num_examples={self.num_examples}, but the batches hold {n} examples; give their number.")
+        self._check_batch_size(size)
+        self._check_groups(n, size, call)
+        return {"num_examples": n, "batch_size": size, "sampling": "shuffle"}
+
+    def _check_groups(self, length: int, batch: int, call: dict[str, Any]) -> None:
+        groups = self._optimizer.num_microbatches
+        if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
+            raise PrivacyError(
+                f"The last batch of an epoch has {length % batch} of the {length} examples, which num_microbatches="
+                f"{groups} does not divide. Leave out examples (x[:{length - length % batch}]) or use "
+                "num_microbatches=None."
+            )
 
     def _check_batch_size(self, size: int) -> None:
         if self.batch_size not in (None, size):
@@ -536,8 +580,8 @@ class _Fit:
     """One call of `fit`.
 
     Attributes:
-      data: num_examples, batch_size (of a logical batch) and sampling, and the adjacency where it is not the
-        sampling's own.
+      data: num_examples, batch_size (of a logical batch) and sampling, and what of adjacency, unit and truncation is
+        not as usual.
       batches: the same as the optimizer counts it.
       physical: size of the batches that come in.
       parts: how many of them make a logical batch, and an update.
@@ -564,9 +608,12 @@ class _Fit:
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
-        known_as = (data["sampling"], data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0]))
-        sampling = _counts.SAMPLINGS.index(known_as, 1) if self.uses == 1 else _counts.ACROSS_PASSES
-        self.batches = (data_number, sampling, data["num_examples"], self.data["batch_size"])
+        adjacency = data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0])
+        sampling = _counts.SAMPLINGS.index((data["sampling"], adjacency, data.get("unit", "example")), 1)
+        if self.uses > 1:
+            sampling = _counts.ACROSS_PASSES
+        cut = data.get("truncated_batch_size") or 0
+        self.batches = (data_number, sampling, data["num_examples"], self.data["batch_size"], cut)
 
     def _uses(self, steps: int | None) -> int:
         """In how many passes a logical batch may lie."""
@@ -640,7 +687,7 @@ class _Fit:
             self.optimizer._dp.drop_partial()
             halved = self.optimizer.num_microbatches is not None
             multiplier = self.optimizer.noise_multiplier / self.parts / (2 if halved else 1)
-            row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, multiplier, taken, 0]
+            row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
         self.end()
 
@@ -658,9 +705,17 @@ _LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDic
 def _stepping(model: Any) -> dict[int, Any]:
     """The mechanisms that stepped on a model's weights, by id."""
     found: dict[int, Any] = {}
-    for v in model.weights:
+    for v in _weights(model):
         found |= stepped_on(v)
     return found
+
+
+def _weights(model: Any) -> list[Any]:
+    """A model's weights; of one that Keras 2 has not built yet, those of its layers that are."""
+    try:
+        return list(model.weights)
+    except ValueError:
+        return [v for layer in model.layers for v in _weights(layer)]
 
 
 def _steps_on(model: Any) -> int:
@@ -669,7 +724,7 @@ def _steps_on(model: Any) -> int:
 
 def _fingerprint(model: Any) -> int:
     """A number that tells weights apart, whichever of them are trainable."""
-    return sum(zlib.crc32(np.asarray(v).tobytes()) for v in model.weights)
+    return sum(zlib.crc32(np.asarray(v).tobytes()) for v in _weights(model))
 
 
 def private_optimizer(model: Any) -> Any:
@@ -692,13 +747,12 @@ def private_optimizer(model: Any) -> Any:
 
 def _running_fits() -> list[Any]:
     """The models whose `fit` is running, the innermost first."""
-    return [frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name == "fit"]
+    return [given.get("self") for given in running_fits()]
 
 
 def _fit_arguments(model: Any) -> dict[str, Any]:
     """The arguments of the `fit` call that is running: Keras does not tell callbacks what data it trains on."""
-    fits = (frame.f_locals for frame in callers() if frame.f_code.co_name == "fit")
-    return next((dict(given) for given in fits if given.get("self") is model), {})
+    return next((dict(given) for given in running_fits() if given.get("self") is model), {})
 
 
 def _length(x: Any) -> int | None:

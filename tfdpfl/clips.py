@@ -65,6 +65,17 @@ class AdaptiveClip:
             )
         return (noise_multiplier**-2 - (2 * stddev) ** -2) ** -0.5, stddev
 
+    def after(self, clip: float, noisy_count: float, clients_per_round: float) -> float:
+        """The clip of the next round.
+
+        Args:
+          clip: this round's.
+          noisy_count: the sum over clients of 1/2 for an update within the clip and -1/2 for another, with noise.
+          clients_per_round: the fixed number of clients that the count is divided by.
+        """
+        within = min(1.0, max(0.0, noisy_count / clients_per_round + 0.5))
+        return clip * math.exp(-self.learning_rate * (within - self.target_quantile))
+
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerClip:

@@ -94,6 +94,80 @@ def test_fine_and_coarse_noise_are_bounded_where_the_exact_value_is_known():
         assert exact * (1 - 1e-9) <= epsilon <= exact * 1.01
 
 
+truncated = pytest.mark.skipif(
+    not hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"), reason="needs dp-accounting 0.6"
+)
+
+
+@truncated
+@pytest.mark.slow
+def test_truncated_poisson_sampling_costs_what_was_published():
+    steps = [((4, 0.5, 2, 1.0), 3), ((3, 0.5, 2, 1.0), 2)]
+    ledger = PrivacyLedger()
+    for arguments, count in steps:
+        ledger.add(dp_accounting.TruncatedSubsampledGaussianDpEvent(*arguments), count)
+    assert ledger.epsilon(1e-6) == pytest.approx(17.904330, rel=1e-5)  # arXiv:2508.15089, jax-privacy's doctest
+
+
+@truncated
+def test_truncation_is_priced_for_a_neighbour_with_one_example_more_and_costs_little_where_it_is_rare():
+    run = dict(num_examples=2000, batch_size=60, noise_multiplier=1.0, num_steps=20, delta=1e-5)
+    event = Run(truncated_batch_size=80, **{k: v for k, v in run.items() if k != "delta"}).dp_event
+    assert event.event == dp_accounting.TruncatedSubsampledGaussianDpEvent(2001, 0.03, 80, 1.0)
+    costs = [compute_epsilon(**run, truncated_batch_size=size) for size in (None, 110, 66)]
+    assert costs[0] <= costs[1] * 1.001 <= costs[0] * 1.01
+    assert costs[2] > 1.5 * costs[0]
+    report = privacy_report(**run, truncated_batch_size=66, accountant="rdp")
+    assert report.accountant == "pld" and "of more than 66 a random subset of so many stays" in report.statement()
+    ledger = PrivacyLedger()
+    said = dict(num_examples=2000, batch_size=60, truncated_batch_size=66)
+    ledger.record(1.0, 20, **said)
+    assert ledger.epsilon(1e-5) == costs[2] and PrivacyLedger.from_dict(ledger.to_dict()) == ledger
+    ledger.record(1.0, 1, num_examples=2000, batch_size=60, sampling="shuffle")
+    with pytest.raises(PrivacyError, match="different neighbours"):  # none that both are priced for
+        ledger.epsilon(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(sampling="shuffle"), "has a price for sampling='poisson'"),
+        (dict(adjacency="zero_out"), "not for 'poisson' with 'zero_out'"),
+        (dict(max_examples_per_user=2), "no price for max_examples_per_user=2"),
+        (dict(num_microbatches=25), "no price for num_microbatches=25"),
+        (dict(truncated_batch_size=0), "truncated_batch_size must be"),
+    ],
+)
+def test_truncation_without_a_price_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        compute_epsilon(**{**RUN, "truncated_batch_size": 300, "num_steps": 5, **changes})
+
+
+@pytest.mark.skipif(hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"), reason="has a price with 0.6")
+def test_truncation_needs_a_newer_accountant():
+    with pytest.raises(PrivacyError, match=r"dp-accounting 0\.6"):
+        compute_epsilon(**RUN, truncated_batch_size=300, num_steps=5)
+
+
+def test_users_as_units_are_said_and_do_not_add_up_with_examples():
+    said = dict(num_examples=600, batch_size=30, unit="user")
+    report = privacy_report(**said, noise_multiplier=1.0, num_steps=10, delta=1e-5, accountant="rdp")
+    text = report.statement()
+    assert "one user and all that is theirs" in text and "expected batch size 30 of 600 users" in text
+    assert "every user joins every batch" in text and "clipped as one" in text
+    same = privacy_report(num_examples=600, batch_size=30, noise_multiplier=1.0, num_steps=10, delta=1e-5,
+                          accountant="rdp")  # fmt: skip
+    assert report.epsilon == same.epsilon and "user" not in same.statement()
+    ledger = PrivacyLedger().record(1.0, 10, **said)
+    ledger.record(1.0, 10, num_examples=6000, batch_size=30)
+    with pytest.raises(PrivacyError, match="different units"):
+        ledger.epsilon(1e-5)
+    with pytest.raises(ValueError, match="unit must be one of 'example', 'user'"):
+        compute_epsilon(**RUN, num_steps=1, unit="patient")
+    with pytest.raises(ValueError, match="unit='user'"):
+        compute_epsilon(**RUN, num_steps=1, unit="user", max_examples_per_user=2)
+
+
 # How examples come into batches
 
 

@@ -68,8 +68,8 @@ class Steps:
         self.take = lambda z=1.0: count(tf.constant(z, tf.float64))
 
     def announce(self, steps, passes=0, sampling=1, n=100, batch=10, data=0.0):
-        self.counter.passes[(data, sampling, n, batch)] = passes
-        self.counter.announce((data, sampling, n, batch), steps)
+        self.counter.passes[(data, sampling, n, batch, 0)] = passes
+        self.counter.announce((data, sampling, n, batch, 0), steps)
 
     @property
     def ledger(self):
@@ -149,8 +149,8 @@ def test_a_table_that_is_taken_back_takes_back_no_step():
 TABLES = st.lists(
     st.tuples(
         st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([0.0, 7.0]), st.sampled_from([0.0, 1.0, 2.0]),
-        st.just(100.0), st.sampled_from([10.0, 20.0]), st.sampled_from([0.5, 1.0]), st.integers(1, 9).map(float),
-        st.integers(1, 9).map(float),
+        st.just(100.0), st.sampled_from([10.0, 20.0]), st.sampled_from([0.0, 20.0]), st.sampled_from([0.5, 1.0]),
+        st.integers(1, 9).map(float), st.integers(1, 9).map(float),
     ),
     max_size=8, unique_by=lambda row: row[: _counts.STEPS],
 ).map(lambda rows: np.array(rows, float).reshape(-1, len(_counts.COLUMNS)))  # fmt: skip

@@ -1,4 +1,4 @@
-"""What training costs: ε from σ and steps, either of those from ε, reports in English and JSON, and a
+"""What training costs: any one of ε, σ, steps and batch size from the others, reports in English and JSON, and a
 ledger of what ran.
 
 Every figure goes one way: what ran is a dp-accounting event (`Run.dp_event`, `PrivacyLedger.dp_event`), and
@@ -6,7 +6,12 @@ Every figure goes one way: what ran is a dp-accounting event (`Run.dp_event`, `P
 price.
 """
 
-from tfdpfl.accounting.calibration import compute_epsilon, compute_noise_multiplier, compute_num_steps
+from tfdpfl.accounting.calibration import (
+    compute_batch_size,
+    compute_epsilon,
+    compute_noise_multiplier,
+    compute_num_steps,
+)
 from tfdpfl.accounting.ledger import PrivacyLedger
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, price
 from tfdpfl.accounting.report import PrivacyReport, privacy_report, privacy_statement
@@ -20,6 +25,7 @@ __all__ = [
     "PrivacyLedger",
     "PrivacyReport",
     "Run",
+    "compute_batch_size",
     "compute_epsilon",
     "compute_noise_multiplier",
     "compute_num_steps",

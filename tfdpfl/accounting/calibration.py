@@ -1,4 +1,4 @@
-"""Any one of (ε, σ, steps) from the others: ε is priced, σ and steps are searched for over that price."""
+"""Any one of (ε, σ, steps, batch size) from the others: ε is priced, the others are searched for over that price."""
 
 import dataclasses
 import functools
@@ -30,6 +30,8 @@ def compute_epsilon(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> float:
     """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
     never NaN.
@@ -52,6 +54,8 @@ def compute_epsilon(
         adjacency: Which data sets are neighbours; None takes the sampling's own: `"add_or_remove_one"` for
             poisson and none, `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
         max_examples_per_user: How many examples neighbours may differ in: the ε of a user who has no more.
+        truncated_batch_size: Of a larger Poisson sample a random subset of so many stays (dp-accounting 0.6).
+        unit: "example" or "user": what is sampled and clipped, and counted in `num_examples` and `batch_size`.
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -67,6 +71,8 @@ def compute_epsilon(
         num_microbatches=num_microbatches,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
     return _pricer(delta, accountant, run)(run)
 
@@ -84,6 +90,8 @@ def compute_noise_multiplier(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most `target_epsilon`, to 0.1 %; never 0, never
     over the target.
@@ -107,6 +115,8 @@ def compute_noise_multiplier(
         num_microbatches=num_microbatches,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
     if run.participations == 0:
         raise ValueError(
@@ -159,6 +169,8 @@ def compute_num_steps(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> int:
     """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many as
     whole epochs hold.
@@ -181,9 +193,11 @@ def compute_num_steps(
         num_microbatches=num_microbatches,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
-    unit = run.steps_per_participation
-    with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * unit)  # noqa: E731
+    steps_each = run.steps_per_participation
+    with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * steps_each)  # noqa: E731
     pricer = _pricer(delta, accountant, run)
     epsilon = lambda uses: pricer(with_uses(uses))  # noqa: E731
     if epsilon(1) > target:
@@ -204,7 +218,69 @@ def compute_num_steps(
         uses -= 1
     while epsilon(uses + 1) <= target:
         uses += 1
-    return uses * unit
+    return uses * steps_each
+
+
+def compute_batch_size(
+    *,
+    target_epsilon: float,
+    num_examples: int,
+    noise_multiplier: float,
+    delta: float,
+    num_epochs: float | None = None,
+    num_steps: int | None = None,
+    sampling: str = "poisson",
+    accountant: str = "pld",
+    adjacency: str | None = None,
+    max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
+) -> int:
+    """Returns the largest (expected) batch size whose ε is at most `target_epsilon`: with Poisson sampling, the
+    largest sampling rate times `num_examples`.
+
+    Args:
+        target_epsilon: The ε that may not be passed, above 0.
+        num_examples: As all that follow, see `compute_epsilon`.
+
+    Raises:
+        ValueError: An argument is out of its range, or batches of one example pass the target.
+        PrivacyError: The batch size does not change ε under this sampling.
+    """
+    target = _check_target(target_epsilon)
+    with_size = lambda size: Run(  # noqa: E731
+        num_examples=num_examples,
+        batch_size=size,
+        noise_multiplier=noise_multiplier,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        sampling=sampling,
+        adjacency=adjacency,
+        max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
+    )
+    run = with_size(1)
+    if run.sampling not in ("poisson", "fixed_size"):
+        raise PrivacyError(
+            f"sampling={run.sampling!r} costs the same at every batch size, so none is the largest: give batch_size"
+        )
+    pricer = _pricer(delta, accountant, run)
+    epsilon = lambda size: pricer(with_size(size))  # noqa: E731
+    if epsilon(1) > target:
+        raise ValueError(
+            f"target_epsilon={target:g} is passed by batches of one example (ε = {epsilon(1):.4g}): "
+            "raise the target or noise_multiplier, or take fewer steps"
+        )
+    n = run.num_examples
+    if epsilon(n) <= target:
+        return n
+    size = max(_calibrate(pricer, lambda size: with_size(round(size)), target, 1, n, 0.5, discrete=True), 1)
+    while epsilon(size) > target:
+        size -= 1
+    while epsilon(size + 1) <= target:
+        size += 1
+    return size
 
 
 def _check_target(target_epsilon: float) -> float:

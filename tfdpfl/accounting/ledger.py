@@ -55,6 +55,10 @@ class _Counted:
     def steps(self) -> int:
         return self.run.steps
 
+    @property
+    def unit(self) -> str:
+        return self.run.unit
+
     def stated_for(self, adjacency: str) -> "DpEvent | None":
         return _stated_for(self.run, adjacency)
 
@@ -71,6 +75,8 @@ _Row = Run | _Applied | _Counted
 def _stated_for(run: Run, adjacency: str) -> "DpEvent | None":
     """The event of a run for other neighbours than it was recorded for; None where it has none."""
     if adjacency not in ADJACENCIES_OF[run.sampling]:
+        return None
+    if run.truncated_batch_size is not None and adjacency != run.adjacency:
         return None
     return dataclasses.replace(run, adjacency=adjacency).dp_event
 
@@ -101,6 +107,8 @@ class PrivacyLedger:
         num_microbatches: int | None = None,
         adjacency: str | None = None,
         max_examples_per_user: int = 1,
+        truncated_batch_size: int | None = None,
+        unit: str = "example",
         new_pass: bool = False,
     ) -> "PrivacyLedger":
         """Adds DP-SGD steps that ran, in their order, and returns the ledger. Arguments are those of
@@ -112,6 +120,7 @@ class PrivacyLedger:
             epochs: In their place: passes over the data, which begin anew. Under `"shuffle"` also beside
                 `steps`, if the passes were begun and not all ended.
             num_examples: As those that follow, see `compute_epsilon`.
+            truncated_batch_size, unit: See `tfdpfl.accounting.Run`.
             new_pass: Under `"shuffle"`, that the first of these steps begins a new pass over the data though
                 the last pass may not have ended, as every call of `fit` does. Without it, steps continue the
                 pass that the last ones were in.
@@ -126,6 +135,8 @@ class PrivacyLedger:
             num_microbatches=num_microbatches,
             adjacency=adjacency,
             max_examples_per_user=max_examples_per_user,
+            truncated_batch_size=truncated_batch_size,
+            unit=unit,
         )
         if run.steps == 0:
             return self
@@ -191,6 +202,8 @@ class PrivacyLedger:
         epochs: int | None = None,
         adjacency: str | None = None,
         dataset: str | None = None,
+        truncated_batch_size: int | None = None,
+        unit: str = "example",
     ) -> "PrivacyLedger":
         """Notes that `origin` has taken `steps` such steps in all, and returns the ledger.
 
@@ -212,6 +225,8 @@ class PrivacyLedger:
             num_epochs=epochs,
             sampling=sampling if known else "none",
             adjacency=adjacency if known else "zero_out",
+            truncated_batch_size=truncated_batch_size if known else None,
+            unit=unit,
         )
         if run.steps:
             self._unite(_Counted(origin, dataset, run, not known))
@@ -285,6 +300,12 @@ class PrivacyLedger:
             raise PrivacyError(
                 f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not "
                 "add up: record them with the same max_examples_per_user"
+            )
+        units = sorted({row.unit for row in self._rows if not isinstance(row, _Applied)})
+        if units[1:]:
+            raise PrivacyError(
+                f"the ledger's rows protect different units ({' and '.join(units)}), which do not add up: a user may "
+                "have many examples. Record all with the same unit"
             )
         events = [event for row in self._rows if (event := self._event(row, adjacency)) is not None]
         if not events:

@@ -113,7 +113,7 @@ def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: 
     kept = delta - sum(n * _beyond_support(leaf) for leaf, n in leaves)
     rdp = _rdp_epsilon(leaves, kept if kept > 0 else delta, adjacency)
     pld = None
-    if accountant == "pld":
+    if accountant == "pld" or any(map(_is_truncated, (leaf for leaf, _ in leaves))):  # those are known to PLD alone
         pld = _pld_epsilon(leaves, kept if kept > 0 else delta, adjacency, guide=rdp)
     if pld is None and rdp is None:
         raise PrivacyError(_no_price(leaves, adjacency))
@@ -129,6 +129,11 @@ def _no_price(leaves: Leaves, adjacency: str) -> str:
     from dp_accounting import dp_event
 
     poisson = any(isinstance(leaf, dp_event.PoissonSampledDpEvent) for leaf, _ in leaves)
+    if any(_is_truncated(leaf) for leaf, _ in leaves) and adjacency == "add_or_remove_one":
+        return (
+            "truncated batches are priced by privacy loss distributions alone, which gave no figure here: take a δ of "
+            "at least 1e-12, and no more than 3 million steps"
+        )
     if adjacency == "replace_one" and poisson and not _pld_replaces():
         return (
             "sampling='poisson' under adjacency='replace_one' is priced by dp-accounting 0.6, and an older one is "
@@ -158,6 +163,13 @@ def _beyond_support(leaf: "DpEvent") -> float:
     if hasattr(leaf, "event"):
         chance = getattr(leaf, "sampling_probability", 1.0)
         return chance * sum(n * _beyond_support(inner) for inner, n in _leaves(leaf.event))
+    if _is_truncated(leaf):
+        from scipy.stats import binom
+
+        # Where a batch is full an example that is in it pushed another out.
+        n, rate, size = leaf.dataset_size, leaf.sampling_probability, leaf.truncated_batch_size
+        one, two = (tail(shift / leaf.noise_multiplier if leaf.noise_multiplier else math.inf) for shift in (1, 2))
+        return rate * one + float(binom.sf(size - 1, n - 1, rate)) * two
     laplace = tuple(getattr(dp_event, name, ()) for name in ("LaplaceDpEvent", "DiscreteLaplaceDpEvent"))
     sigma = None if isinstance(leaf, laplace) else getattr(leaf, "noise_multiplier", None)
     if sigma is None:
@@ -236,6 +248,22 @@ def _halved(leaf: "DpEvent") -> "DpEvent":
     return dp_event.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, half)
 
 
+def _is_truncated(leaf: "DpEvent") -> bool:
+    return hasattr(leaf, "truncated_batch_size")
+
+
+def _untruncated(leaf: "DpEvent") -> "DpEvent":
+    from dp_accounting import dp_event
+
+    if not _is_truncated(leaf):
+        return leaf
+    return dp_event.PoissonSampledDpEvent(leaf.sampling_probability, dp_event.GaussianDpEvent(leaf.noise_multiplier))
+
+
+def _is_sampled(leaf: "DpEvent") -> bool:
+    return hasattr(leaf, "event") or _is_truncated(leaf)
+
+
 def _is_group(leaf: "DpEvent") -> bool:
     return hasattr(leaf, "step") and hasattr(leaf, "size")
 
@@ -288,7 +316,11 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
         return None
     if sum(n for _, n in others) > _MOST_SAMPLED_STEPS and guide is not None:
         return None
-    interval = _discretization(leaves, guide)
+    if guide is None and any(_is_truncated(leaf) for leaf, _ in leaves):  # where batches are rarely full, about theirs
+        plain = [(_untruncated(leaf), n) for leaf, n in leaves]
+        interval = _discretization(leaves, _rdp_epsilon(plain, delta, adjacency))
+    else:
+        interval = _discretization(leaves, guide)
     if gaussians:
         others.append((dp_event.GaussianDpEvent(1 / mu), 1))
     if adjacency == "replace_one":
@@ -405,7 +437,7 @@ def _leaves(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]
 
 
 def _sampled_steps(leaves: Leaves) -> int:
-    return sum(n for leaf, n in leaves if hasattr(leaf, "event"))
+    return sum(n for leaf, n in leaves if _is_sampled(leaf))
 
 
 def _mixture_losses(leaf: "DpEvent") -> tuple[float, float]:
@@ -427,8 +459,8 @@ def _discretization(leaves: Leaves, guide: float | None) -> float:
     """
     widest, spread = 0.0, math.inf
     for leaf, count in leaves:
-        sampled = hasattr(leaf, "event")
-        sigma = getattr(leaf.event if sampled else leaf, "noise_multiplier", None)
+        sampled = _is_sampled(leaf)
+        sigma = getattr(getattr(leaf, "event", leaf), "noise_multiplier", None)
         if hasattr(leaf, "sensitivities"):
             range_, scale = _mixture_losses(leaf)
             widest, spread = max(widest, _MIXTURE_POINT * range_), min(spread, scale)

@@ -37,6 +37,10 @@ _USER = (
     "No user may have more than {k} examples, which is taken for granted. Each of them is clipped by itself, and all "
     "may be in one batch."
 )
+_USERS_ARE_UNITS = (
+    "What is protected is a user: each is sampled with all their examples or not at all, and what a batch has of them "
+    "is clipped as one."
+)
 _ACCOUNTANT_TEXT = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi differential privacy (RDP)"}
 _GROUPED = (
     "Microbatches clip group means, so one example can move the clipped sum by twice the clip: "
@@ -71,6 +75,8 @@ class PrivacyReport:
         shuffled_epsilon: For Poisson sampling, what the same run costs if batches were only shuffled
             (zero-out adjacency, or replace-one where that is the run's).
         max_examples_per_user: How many examples neighbours may differ in.
+        truncated_batch_size: The size that larger batches are cut to, or None.
+        unit: What is sampled, clipped and protected: "example" or "user".
         rows: What ran, a line for each mechanism.
         notes: What the figure takes for granted, in sentences.
     """
@@ -89,6 +95,8 @@ class PrivacyReport:
     sampling_rate: float | None = None
     shuffled_epsilon: float | None = None
     max_examples_per_user: int = 1
+    truncated_batch_size: int | None = None
+    unit: str | None = "example"
     rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -98,7 +106,10 @@ class PrivacyReport:
         lines.append(f"  epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g}")
         lines.append(f"  adjacency: {self.adjacency} ({self._neighbours()})")
         if self.sampling is not None:
-            lines.append(f"  sampling: {self.sampling} ({_SAMPLING_TEXT[self.sampling]})")
+            text = self._of_unit(_SAMPLING_TEXT[self.sampling])
+            if self.truncated_batch_size is not None:
+                text += f"; of more than {self.truncated_batch_size} a random subset of so many stays"
+            lines.append(f"  sampling: {self.sampling} ({text})")
         lines.append(f"  accountant: {self.accountant} ({_ACCOUNTANT_TEXT[self.accountant]})")
         lines.append(f"  mechanism: {self._mechanism()}")
         lines += [f"    {row}" for row in self.rows if len(self.rows) > 1]
@@ -117,8 +128,13 @@ class PrivacyReport:
         return {name: "inf" if value == math.inf else value for name, value in fields.items()}
 
     def _neighbours(self) -> str:
-        text, k = _ADJACENCY_TEXT[self.adjacency], self.max_examples_per_user
+        text, k = self._of_unit(_ADJACENCY_TEXT[self.adjacency]), self.max_examples_per_user
         return text if k == 1 else text.replace("one example", f"one user's examples, at most {k}")
+
+    def _of_unit(self, text: str) -> str:
+        return text.replace("one example", "one user and all that is theirs").replace("example", "user") if (
+            self.unit == "user"
+        ) else text  # fmt: skip
 
     def _mechanism(self) -> str:
         if self.sampling is None or self.noise_multiplier is None or self.num_examples is None:
@@ -127,8 +143,8 @@ class PrivacyReport:
         groups = f" in {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return (
             f"DP-SGD, noise multiplier {self.noise_multiplier:g}, {self.steps} steps, "
-            f"{batches} {self.batch_size}{groups} of {self.num_examples} examples; "
-            f"one example can touch {self.participations} of the steps"
+            f"{batches} {self.batch_size}{groups} of {self.num_examples} {self.unit}s; "
+            f"one {self.unit} can touch {self.participations} of the steps"
         )
 
 
@@ -145,6 +161,8 @@ def privacy_report(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> PrivacyReport:
     """Returns `compute_epsilon` of the same arguments, with all that it depends on. Raises as that does."""
     run = Run(
@@ -157,11 +175,15 @@ def privacy_report(
         num_microbatches=num_microbatches,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     )
     assert run.adjacency is not None
     shuffled = None
     if run.sampling == "poisson" and run.batch_size < run.num_examples:
-        shuffled = dataclasses.replace(run, sampling="shuffle", adjacency=_shuffled_adjacency(run.adjacency))
+        shuffled = dataclasses.replace(
+            run, sampling="shuffle", adjacency=_shuffled_adjacency(run.adjacency), truncated_batch_size=None
+        )
     return report_of([run], run.dp_event, delta, accountant, run.adjacency, shuffled)
 
 
@@ -178,6 +200,8 @@ def privacy_statement(
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
+    truncated_batch_size: int | None = None,
+    unit: str = "example",
 ) -> str:
     """Returns what a DP-SGD run promises, in English: ε with its δ, adjacency, sampling and accountant, and
     what is assumed.
@@ -197,6 +221,8 @@ def privacy_statement(
         accountant=accountant,
         adjacency=adjacency,
         max_examples_per_user=max_examples_per_user,
+        truncated_batch_size=truncated_batch_size,
+        unit=unit,
     ).statement()
 
 
@@ -242,6 +268,8 @@ def report_of(
     notes += [_SAMPLING_NOTES[s] for s in dict.fromkeys(run.sampling for run in runs) if s in _SAMPLING_NOTES]
     if any(run.grouped for run in runs):
         notes.append(_GROUPED)
+    if only("unit") == "user":
+        notes.append(_USERS_ARE_UNITS)
     if users[0] > 1:
         notes.append(_USER.format(k=users[0]))
     n = only("num_examples")
@@ -265,6 +293,8 @@ def report_of(
         if shuffled is None
         else price(shuffled.dp_event, delta, accountant, str(shuffled.adjacency)).epsilon,
         max_examples_per_user=users[0],
+        truncated_batch_size=only("truncated_batch_size"),
+        unit=only("unit"),
         rows=(*map(_row, runs), *others),
         notes=(*notes, _COVERED, _NOT_COVERED, _SEED),
     )
@@ -282,7 +312,9 @@ def rounded_up(epsilon: float, digits: int = 5) -> str:
 
 def _row(run: Run) -> str:
     return (
-        f"{run.sampling}, batch {run.batch_size} of {run.num_examples}, noise multiplier {run.noise_multiplier:g}, "
+        f"{run.sampling}, batch {run.batch_size} of {run.num_examples}"
+        f"{'' if run.truncated_batch_size is None else f' cut to {run.truncated_batch_size}'}"
+        f"{'' if run.unit == 'example' else f' {run.unit}s'}, noise multiplier {run.noise_multiplier:g}, "
         f"{run.steps} steps, {run.participations} participations"
     )
 

@@ -20,6 +20,7 @@ ADJACENCIES_OF = {
     "none": ("add_or_remove_one", "zero_out", "replace_one"),
 }
 SAMPLINGS = tuple(ADJACENCIES_OF)
+UNITS = ("example", "user")
 ADJACENCIES = ("add_or_remove_one", "replace_one", "zero_out")
 
 
@@ -59,6 +60,9 @@ class Run:
             more of them. They may all be in one batch, whose noise counts as σ over their number; under Poisson
             sampling each comes by a coin of its own (Choquette-Choo et al. 2024, arXiv:2401.10294), which
             dp-accounting 0.6 prices closely; an older one has only looser bounds.
+        truncated_batch_size: With Poisson sampling: of a larger sample a uniform subset of so many stays
+            (arXiv:2508.15089).
+        unit: What is sampled and clipped, and what an "example" is then in all of the above: `"example"` or `"user"`.
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -75,6 +79,8 @@ class Run:
     adjacency: str | None = None
     starts_mid_epoch: bool = False
     max_examples_per_user: int = 1
+    truncated_batch_size: int | None = None
+    unit: str = "example"
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
@@ -109,6 +115,28 @@ class Run:
         self._check_microbatches(put)
         self._check_adjacency(put)
         self._check_group(put)
+        self._check_truncation(put)
+        put("unit", _checks.choice("unit", self.unit, UNITS))
+        if self.unit == "user" and self.max_examples_per_user > 1:
+            raise ValueError(
+                f"max_examples_per_user={self.max_examples_per_user} is of examples that are clipped each by itself: "
+                "where unit='user' a user counts whole, so leave it out"
+            )
+
+    def _check_truncation(self, put: Callable[[str, Any], None]) -> None:
+        if self.truncated_batch_size is None:
+            return
+        mend = "give the size of all batches, or leave it out"
+        put("truncated_batch_size", _checks.whole("truncated_batch_size", self.truncated_batch_size, 1, mend))
+        # Where an example is blanked or replaced, it may push another out of the batch, for which there is no price.
+        if self.sampling != "poisson" or self.adjacency != "add_or_remove_one":
+            raise PrivacyError(
+                f"truncated_batch_size={self.truncated_batch_size} has a price for sampling='poisson' with "
+                f"adjacency='add_or_remove_one', not for {self.sampling!r} with {self.adjacency!r}: leave it out"
+            )
+        if self.grouped or self.max_examples_per_user > 1:
+            what = "num_microbatches" if self.grouped else "max_examples_per_user"
+            raise PrivacyError(f"truncated_batch_size has no price for {what}={getattr(self, what)}: leave one out")
 
     def _check_microbatches(self, put: Callable[[str, Any], None]) -> None:
         if self.num_microbatches is None:
@@ -214,11 +242,29 @@ class Run:
             if self.sampling == "poisson" and self.max_examples_per_user > 1:
                 sigma = self.noise_multiplier / self._sensitivity_to_one
                 step = _sampled_group(self.sampling_rate, sigma, self.max_examples_per_user)
+            elif self.truncated_batch_size is not None:
+                step = self._truncated()
             elif self.sampling == "poisson":
                 step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
             elif self.sampling == "fixed_size":
                 step = dp_event.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, step)
         return dp_event.SelfComposedDpEvent(step, self.participations)
+
+
+    def _truncated(self) -> "DpEvent":
+        from dp_accounting import dp_event
+
+        assert self.truncated_batch_size is not None
+        truncated = getattr(dp_event, "TruncatedSubsampledGaussianDpEvent", None)
+        if truncated is None:
+            raise PrivacyError(
+                f"truncated_batch_size={self.truncated_batch_size} is priced by dp-accounting 0.6, and an older one is "
+                "installed: upgrade dp-accounting, or leave it out"
+            )
+        # A neighbour may have one example more.
+        return truncated(
+            self.num_examples + 1, self.sampling_rate, self.truncated_batch_size, self.noise_multiplier
+        )  # fmt: skip
 
 
 @functools.cache

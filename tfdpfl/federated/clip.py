@@ -9,18 +9,6 @@ from collections.abc import Mapping, Sequence
 from tfdpfl.accounting import _checks
 from tfdpfl.clips import AdaptiveClip as AdaptiveClip
 
-    def after(self, clip: float, noisy_count: float, clients_per_round: float) -> float:
-        """The clip of the next round.
-
-        Args:
-          clip: this round's.
-          noisy_count: the sum over clients of 1/2 for an update within the clip and -1/2 for another, with noise.
-          clients_per_round: the fixed number of clients that the count is divided by.
-        """
-        within = min(1.0, max(0.0, noisy_count / clients_per_round + 0.5))
-        return clip * math.exp(-self.learning_rate * (within - self.target_quantile))
-
-
 CONTRIBUTING, UPDATE_NORM = "contributing", "update_norm"
 _COUNTS = ("num_examples", "num_batches")  # what TFF adds to a model's own metrics
 

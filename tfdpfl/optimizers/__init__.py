@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._frames import callers
+from tfdpfl._frames import PLAN, callers, running_fits, trained_by
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.clipping import tapes
 from tfdpfl.clipping.finished import before_it_runs, raw_variable
@@ -117,6 +117,10 @@ class DPOptimizer:
 
     def _update(self, loss, variables: list, table) -> list[tf.Tensor | None]:
         """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
+        planned = getattr(self, PLAN, None)
+        for fit in running_fits() if planned is not None else ():
+            if trained_by(fit) is self:
+                planned.check(self, fit)
         try:
             private = self._dp.update(loss, variables, table)
         except PrivacyError as error:  # without the walk through the graph, of which Keras 2 prints every line

@@ -19,21 +19,23 @@ from tfdpfl._process import renew_after_fork
 from tfdpfl.accounting import PrivacyLedger
 
 ROWS = 64
-COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "multiplier", "steps", "passes")
-ORIGIN, DATA, SAMPLING, NUM_EXAMPLES, BATCH_SIZE, MULTIPLIER, STEPS, PASSES = range(len(COLUMNS))
+COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "truncated", "multiplier", "steps", "passes")
+ORIGIN, DATA, SAMPLING, NUM_EXAMPLES, BATCH_SIZE, TRUNCATED, MULTIPLIER, STEPS, PASSES = range(len(COLUMNS))
 KEY = slice(0, STEPS)  # what tells rows apart
 
-# How batches were drawn, and for which neighbours that is priced; by the number that stands in the table. Of 0 nothing
-# is known: every example is taken to be in every batch, and the batch's size to be public. Of the last, batches reach
-# from one pass into the next, so that an example may be in one more than once, and a pass is counted as often.
+# How batches were drawn, for which neighbours that is priced, and what is drawn and protected; by the number that
+# stands in the table. Of 0 nothing is known: every example is taken to be in every batch, and its size to be public. Of
+# the last, batches reach from one pass into the next, so that an example may be in one more than once, and a pass is
+# counted as often.
 SAMPLINGS = (
-    ("none", "zero_out"),
-    ("poisson", "add_or_remove_one"),
-    ("shuffle", "zero_out"),
-    ("fixed_size", "replace_one"),
-    ("none", "add_or_remove_one"),
-    ("none", "zero_out"),
-    ("shuffle", "zero_out"),
+    ("none", "zero_out", "example"),
+    ("poisson", "add_or_remove_one", "example"),
+    ("shuffle", "zero_out", "example"),
+    ("fixed_size", "replace_one", "example"),
+    ("none", "add_or_remove_one", "example"),
+    ("none", "zero_out", "example"),
+    ("poisson", "add_or_remove_one", "user"),
+    ("shuffle", "zero_out", "example"),
 )
 UNKNOWN, ACROSS_PASSES = 0, len(SAMPLINGS) - 1
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
@@ -53,7 +55,7 @@ def number_of(name: str | None) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """How the batch of a step was drawn: data set, sampling, examples, batch size and passes, zeros if that is not
+    """How the batch of a step was drawn: data set, sampling, examples, batch size, cut, passes, zeros if that is not
     known; and which part of a logical batch it is, -1 if any."""
 
     known: tf.Tensor
@@ -71,22 +73,20 @@ class Counter:
             make = lambda value: tf.Variable(value, trainable=False)  # noqa: E731
             self.origin = make(np.float64(new_origin()))
             self.table = make(np.zeros([ROWS, len(COLUMNS)]))
-            # Data set, sampling, examples, batch size; passes begun; of a logical batch the next part, and of how many
-            # (0: any); for how many more batches that is known.
-            self.batches = make(np.zeros(8))
+            # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun;
+            # of a logical batch the next part, and of how many (0: any); for how many more batches that is known.
+            self.batches = make(np.zeros(9))
             self.nonfinite = make(np.int64(0))
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
-        self.passes: dict[tuple[float, int, int, int], int] = {}  # over the data that were begun, by how they are drawn
+        self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
         renew_after_fork(self)
 
     def _renew(self) -> None:
         self.origin.assign(new_origin())
 
-    def announce(
-        self, data: tuple[float, int, int, int], batches: int, part: int = 0, parts: int = 0
-    ) -> None:
-        """Says how the next ``batches`` are drawn: (data set's number, sampling's, examples, batch size). With
+    def announce(self, data: tuple[float, int, int, int, int], batches: int, part: int = 0, parts: int = 0) -> None:
+        """Says how the next ``batches`` are drawn: (data set's number, sampling's, examples, batch size, cut to). With
         ``parts``, so many make a logical batch, which that size is of; the next is its number ``part``. Of batches
         after these nothing is known."""
         said = (*data, self.passes.get(data, 0), part, parts, batches)
@@ -107,7 +107,7 @@ class Counter:
     def drawn(self) -> Drawn:
         """How the batch of the step that is traced was drawn; the next one is another."""
         batches = tf.convert_to_tensor(self.batches)
-        known, (part, parts, more) = batches[:5], tf.unstack(batches[5:])
+        known, (part, parts, more) = batches[:6], tf.unstack(batches[6:])
         after = tf.stack([tf.math.floormod(part + 1, tf.maximum(parts, 1)), parts, tf.maximum(more - 1, 0)])
         self.batches.assign(tf.concat([known, after], 0))
         place = tf.where((more > 0) & (parts > 0), part, -1)
@@ -136,7 +136,7 @@ class Counter:
         # Where there is no row left, the first holds what would need more: at the least noise, of unknown batches.
         least = tf.minimum(old[:, MULTIPLIER], multiplier)
         zero = tf.zeros_like(least)
-        shared = tf.stack([zero + self.origin, zero + SHARED, zero, zero, zero, least, old[:, STEPS] + 1, zero], 1)
+        shared = tf.stack([zero + self.origin, zero + SHARED, *[zero] * 4, least, old[:, STEPS] + 1, zero], 1)
         row = tf.where(full[:, None], shared, row)
         tables = tf.where(here[:, :, None], row[:, None], tables)
         self.table.assign(tables[0])
@@ -194,9 +194,9 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
     ledger = PrivacyLedger()
     shuffled: dict[bytes, np.ndarray] = {}
     for row in rows:
-        sampling, adjacency = SAMPLINGS[int(row[SAMPLING])]
+        sampling, adjacency, unit = SAMPLINGS[int(row[SAMPLING])]
         if sampling != "shuffle":
-            _count(ledger, row, sampling, adjacency)
+            _count(ledger, row, sampling, adjacency, unit)
         # A pass may have steps of more and of less noise; an example is in one of them.
         elif (key := row[:MULTIPLIER].tobytes()) in shuffled:
             other = shuffled[key]
@@ -205,11 +205,11 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
         else:
             shuffled[key] = row
     for row in shuffled.values():
-        _count(ledger, row, "shuffle", "zero_out")
+        _count(ledger, row, "shuffle", "zero_out", "example")
     return ledger
 
 
-def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str) -> None:
+def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str, unit: str) -> None:
     origin, steps, data = f"{int(row[ORIGIN]):x}", int(row[STEPS]), float(row[DATA])
     dataset = f"{int(data):x}" if data > 0 else None
     if int(row[SAMPLING]) == UNKNOWN:
@@ -228,5 +228,5 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
             epochs = min(epochs, steps)
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
-        adjacency=adjacency, dataset=dataset,
+        adjacency=adjacency, dataset=dataset, truncated_batch_size=int(row[TRUNCATED]) or None, unit=unit,
     )  # fmt: skip

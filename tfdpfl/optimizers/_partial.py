@@ -44,7 +44,7 @@ class Partial:
             self.sums = [make(s.shape, s.dtype) for s in sums]
             self.units = make([], tf.float32)
             self.multiplier = make([], tf.float64)
-            self.known = make([5], tf.float64)
+            self.known = make([6], tf.float64)
             self.odd = make([], tf.int64)
 
     def add(self, part: Part, done: Callable[[Part], list[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:

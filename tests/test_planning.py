@@ -1,0 +1,165 @@
+"""`tfdpfl.plan`: its figures are the accountant's, it trains to its target, its pieces go together or not at all."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdpfl
+from tfdpfl.callbacks import PrivacyBudget
+from tfdpfl.data import poisson_batches
+from tfdpfl.errors import PrivacyError
+
+N, DELTA = 200, 1e-4
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(N, 4)).astype("float32"), RNG.integers(0, 3, N)
+FOUR = dict(target_epsilon=2.0, batch_size=20, epochs=2)
+
+
+def plan(x=X, y=Y, **changes):
+    return tfdpfl.plan(x, y, **{**FOUR, "delta": DELTA, "accountant": "rdp", **changes})
+
+
+def model_with(optimizer):
+    model = tf.keras.Sequential([tf.keras.layers.Dense(3)])  # not built: as tutorials write it
+    model.compile(optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def spent(sigma, batch, steps):
+    return tfdpfl.compute_epsilon(
+        num_examples=N, batch_size=batch, noise_multiplier=sigma, num_steps=steps, delta=DELTA, accountant="rdp"
+    )
+
+
+def test_five_lines_train_to_the_target_and_say_so():
+    made = plan()
+    model = model_with(made.optimizer("adam", learning_rate=1e-2))
+    log = model.fit(made.batches, epochs=made.epochs, callbacks=[made.callback], verbose=0)
+    assert model.optimizer.num_dp_steps == made.epochs * made.steps_per_epoch == 20
+    assert log.history["epsilon"][-1] == pytest.approx(made.epsilon) == spent(made.noise_multiplier, 20, 20)
+    assert 0.99 * 2.0 < made.callback.report.epsilon <= 2.0
+    assert "epsilon = 2 at delta = 0.0001" in made.statement() and ", 20 steps" in made.statement()
+    optimizer = model.optimizer
+    assert (optimizer.l2_norm_clip, optimizer.expected_batch_size) == (1.0, 20)
+    assert float(optimizer.learning_rate) == pytest.approx(1e-2)
+    with pytest.raises(PrivacyError, match="no room for another"):  # the target is spent
+        model.fit(made.batches, callbacks=[made.callback], verbose=0)
+
+
+def test_any_three_give_the_fourth():
+    sigma = plan().noise_multiplier
+    assert spent(sigma, 20, 20) <= 2.0 < spent(0.998 * sigma, 20, 20)
+    three = dict(target_epsilon=None, noise_multiplier=sigma)
+    assert plan(**three).target_epsilon == spent(sigma, 20, 20)
+    longest = plan(epochs=None, noise_multiplier=1.5)
+    assert spent(1.5, 20, longest.epochs * 10) <= 2.0 < spent(1.5, 20, (longest.epochs + 1) * 10)
+    for length, steps in (({}, lambda size: 2 * (N // size)), ({"steps_per_epoch": 7}, lambda size: 14)):
+        size = plan(batch_size=None, noise_multiplier=1.5, **length).batch_size
+        assert spent(1.5, size, steps(size)) <= 2.0 < spent(1.5, size + 1, steps(size + 1)) and 1 < size < N
+    assert plan(batch_size=None, noise_multiplier=50.0).batch_size == N
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": None}, "Give three of .*; noise_multiplier, epochs are missing"),
+        ({"noise_multiplier": 1.0}, "all four are given: leave one out"),
+        ({"epochs": 2.5}, "epochs must be a whole number of at least 1, got 2.5"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": N + 1}, "batch_size must be at most num_examples=200"),
+        ({"target_epsilon": -1.0}, "target_epsilon must be .* above 0"),
+        ({"delta": 2}, "delta must be strictly between 0 and 1"),
+        ({"l2_norm_clip": 0.0}, "l2_norm_clip must be .* above 0"),
+        ({"sampling": "weighted"}, "sampling='weighted' has no plan"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch must be"),
+        ({"epochs": None, "noise_multiplier": 1.5, "steps_per_epoch": 999}, "allows .* steps, and"),
+        ({"batch_size": None, "noise_multiplier": 0.1}, "passed by batches of one example"),
+        ({"y": Y[1:]}, "same first dimension"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused_in_one_sentence(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_what_the_plan_decides_is_not_given_to_its_optimizer():
+    made = plan()
+    for wrong in ({"noise_multiplier": 0.1}, {"l2_norm_clip": 9.0}, {"expected_batch_size": 5}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* is the plan's to decide"):
+            made.optimizer("sgd", **wrong)
+    with pytest.raises(ValueError, match="must be a name or a class"):
+        made.optimizer(tf.keras.optimizers.SGD(0.1))
+    for kind in ("sgd", tf.keras.optimizers.SGD, tfdpfl.DPSGD):
+        assert type(made.optimizer(kind, learning_rate=0.1)) is tfdpfl.DPSGD
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return plan(), plan(epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "data", "callback", "message"),
+    [
+        (0, 0, 1, "those of another plan|the plan's callback is not"),
+        (0, 1, 0, "those of another plan"),
+        (1, 0, 0, "those of another plan|noise_multiplier="),
+        (0, 0, None, "callback is not among"),
+        (0, "budget", None, "callback is not among"),
+        (0, "arrays", 0, "fit was given a ndarray, not the batches"),
+        (0, "drawn", 0, "fit was given a .*, not the batches"),
+        (0, "mapped", 0, "fit was given a .*, not the batches"),
+        ("own", 0, 0, "optimizer has noise_multiplier=.*another's"),
+        ("own", 0, None, "callback is not among"),
+        ("clip", 0, 0, "optimizer has l2_norm_clip=5.0, and the plan 1.0"),
+    ],
+)
+def test_a_piece_with_what_is_not_its_plans_is_refused_before_the_first_update(
+    plans, optimizer, data, callback, message
+):
+    own = {
+        "own": lambda: tfdpfl.DPSGD(1.0, 0.1, expected_batch_size=20),
+        "clip": lambda: tfdpfl.DPSGD(5.0, plans[0].noise_multiplier, expected_batch_size=20),
+    }
+    model = model_with(own[optimizer]() if optimizer in own else plans[optimizer].optimizer("sgd"))
+    model.build((None, 4))
+    budgets = [] if callback is None else [plans[callback].callback]
+    if data == "budget" or (optimizer == "own" and callback is None):
+        budgets = [PrivacyBudget(delta=DELTA, accountant="rdp")]
+    given = {
+        "arrays": lambda: (X, Y),
+        "drawn": lambda: (poisson_batches((X, Y), expected_batch_size=20, steps=2),),
+        "mapped": lambda: (plans[0].batches.map(lambda x, y: (x, y)),),
+    }
+    given = given[data]() if data in given else (plans[data if data in (0, 1) else 0].batches,)
+    before = model.get_weights()
+    with pytest.raises(PrivacyError, match=f"(?i){message}"):
+        model.fit(*given, callbacks=budgets, verbose=0)
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_a_second_fit_with_another_plans_pieces_is_refused_though_nothing_is_traced_anew(plans):
+    one, other = plan(), plan()  # the same settings
+    model = model_with(one.optimizer("sgd"))
+    model.fit(one.batches, callbacks=[one.callback], verbose=0)
+    for a, b in ((other, other), (other, one), (one, other)):
+        with pytest.raises(PrivacyError, match=r"another plan|callback is not"):
+            model.fit(a.batches, callbacks=[b.callback], verbose=0)
+    assert model.optimizer.num_dp_steps == 10
+
+
+@pytest.mark.slow
+def test_a_loaded_model_goes_on_within_the_target(tmp_path):
+    made = plan()
+    model = model_with(made.optimizer("sgd"))
+    model.fit(made.batches, callbacks=[made.callback], verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = plan()  # in a new process all is made anew
+    loaded = tf.keras.models.load_model(tmp_path / "model.keras")
+    log = loaded.fit(again.batches, epochs=5, callbacks=[again.callback], verbose=0)
+    assert again.callback.report.steps == 20 and log.history["epsilon"][-1] <= 2.0
+    assert math.isclose(again.callback.report.epsilon, again.epsilon)

@@ -1,0 +1,506 @@
+"""The data sets for `fit`: which examples come into a batch is drawn as the accountant assumes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdpfl.data.declared import SamplingDeclaration, declare
+from tfdpfl.data.draws import Passes, Words
+from tfdpfl.data.sources import Examples, examples_of
+from tfdpfl.data.users import Users, users_of
+from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+_EMPTY_BATCHES = ("auto", "keep", "zero_weight")
+# Two: TensorFlow's gradient of a strided 1×1 convolution crashes on a batch of one (oneDNN, 2.14 and 2.21).
+_PLACEHOLDERS = 2
+
+
+def poisson_batches(
+    arrays_or_dataset: Any,
+    sampling_rate: float | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    *,
+    expected_batch_size: float | None = None,
+    physical_batch_size: int | None = None,
+    truncated_batch_size: int | None = None,
+    user_ids: Any = None,
+    examples_per_user: int | None = None,
+    map_fn: Callable | None = None,
+    augment: Callable | None = None,
+    copies: int = 1,
+    num_parallel_calls: int | None = None,
+    empty_batches: str = "auto",
+) -> tf.data.Dataset:
+    """Returns a `tf.data.Dataset` of Poisson-sampled batches, for `fit`.
+
+        model.fit(poisson_batches((x, y), expected_batch_size=256, steps=200), epochs=10)
+
+    What it promises:
+
+    * Every batch holds each unit (an example; a user, with ``user_ids``) with probability `sampling_rate`,
+      independently of every other unit and batch. The batch size varies and can be 0.
+    * The draws come from the generator that noise comes from, keyed by the operating system's entropy for each pass.
+    * Every pass over the dataset (every epoch of `fit`) draws `steps` new batches. Ten epochs of 200 are 2000 steps of
+      the subsampled Gaussian mechanism; none repeats the batches of an earlier epoch.
+    * The batch dimension of `element_spec` is None, so a `tf.function` is traced once for all batch sizes; with
+      ``truncated_batch_size`` all batches have one size.
+    * `declared_sampling(dataset)` gives the `SamplingDeclaration`. Anything chained behind (`.map`, `.prefetch`, …)
+      drops it: transform the data before, by ``map_fn``, or inside the model.
+    * Of data on disk only the rows of the batches that are being made are in memory.
+
+    Give the DP optimizer `expected_batch_size=sampling_rate * num_examples` too (of users: times their number), so that
+    its update is not divided by the size of the batch that was drawn, which tells how many examples there are.
+
+    Args:
+        arrays_or_dataset: The data, in the structure that `fit` takes from a dataset: `x`, `(x, y)` or `(x, y,
+            sample_weight)`, where each may be an array, a tuple, a list of arrays (it becomes a tuple) or a dict.
+            Leaves are arrays `[num_examples, ...]`: numpy, tensors, pandas, lists of numbers, which are kept in memory;
+            or `np.memmap`, h5py's and other arrays on disk, which are read row by row. float64 arrays become Keras's
+            `floatx`, as in `fit`. Or an object with `__len__` and `__getitem__(i)` that gives single examples (of
+            grain, Hugging Face, your own), called from several threads at once. Or a finite `tf.data.Dataset` of
+            *single* examples of equal shapes (`.unbatch()` a batched one: each element is what privacy protects), read
+            once into memory.
+        sampling_rate: Probability in (0, 1]. Exactly one of this and `expected_batch_size`.
+        steps: Logical batches per pass, at least 1. Required.
+        seed: None draws from the operating system's entropy, as privacy needs: who can guess the batches voids the
+            amplification. A seed makes pass k of the dataset reproducible; it is for tests only.
+        expected_batch_size: Mean batch size in (0, num_examples]; the rate is `expected_batch_size / num_examples`.
+        physical_batch_size: How many rows the memory has room for, about. A batch is drawn once and cut into a fixed
+            number k of physical ones, `k = ceil(expected rows / physical_batch_size)`, each with its share of the units
+            to the nearest whole number. A pass has steps * k of them. Give the optimizer
+            `gradient_accumulation_steps=k` (`declared_sampling(dataset).physical_batches`).
+        truncated_batch_size: Batches all of this size, filled up with all-zero examples of weight 0; of a larger draw a
+            random subset stays. Elements are `(x, y, sample_weight)`. It has a price of its own (dp-accounting 0.6),
+            hardly higher than Poisson sampling's if it is six √expected above the expected size.
+        user_ids: An id for each example, or {user: numbers of their examples}. Then users are sampled, and they are
+            what privacy protects.
+        examples_per_user: With ``user_ids``: how many rows a user has in a batch, one after the other: random ones of
+            their examples. Who has fewer comes with all of them, repeated. Give the optimizer `rows_per_unit` of as
+            many.
+        map_fn: What makes an example of what is stored (decoding, a random crop), as for `tf.data.Dataset.map`, of one
+            example at a time.
+        augment: The same, behind ``map_fn``, for every copy of an example apart.
+        copies: How many rows each example becomes, one after the other, to be augmented each by itself. Give the
+            optimizer `rows_per_unit` of as many: their mean gradient is clipped once (De et al. 2022,
+            arXiv:2204.13650).
+        num_parallel_calls: For reading and mapping; None lets tf.data choose.
+        empty_batches: What stands for a draw of no example. With oneDNN (the default on CPUs) TensorFlow's
+            convolutions fail on a batch of size 0, and its max pooling aborts the process.
+            `"keep"`: a batch of size 0.
+            `"zero_weight"`: elements are `(x, y, sample_weight)`, weights of 1 where the data have none, and an empty
+            draw is replaced by all-zero examples of weight 0, whose gradient is 0: ε and the mean update stay as they
+            are. But weights do not reach activity regularizers and `add_loss`: with such a model take `"keep"`. Keras
+            refuses `class_weight` beside it: give `(x, y, weight_of_class[y])`.
+            `"auto"`: `"zero_weight"` where there is a `y`, some `x` has three dimensions or more (images, series) and a
+            pass has an empty batch with probability over 1e-9; else `"keep"`.
+
+    Raises:
+        ValueError: an argument is out of its range, the arrays differ in length or hold nothing, a user has no
+            examples, or the dataset is infinite, batched or of unequal shapes.
+        PrivacyError: the sampling asked for has no price: examples with rates of their own, or truncation with an older
+            dp-accounting.
+
+    Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", section 3.1; Mironov et al. 2019, "Rényi
+    Differential Privacy of the Sampled Gaussian Mechanism", for add/remove of an example.
+    """
+    steps = _checked_steps(steps)
+    if empty_batches not in _EMPTY_BATCHES:
+        raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
+    examples = examples_of(arrays_or_dataset)
+    users, rows_of_user = _checked_users(user_ids, examples_per_user, examples)
+    number = users.number if users else examples.number
+    rate = _checked_rate(sampling_rate, expected_batch_size, number)
+    rows = rows_of_user * _positive("copies", copies, "how many rows each example becomes")
+    parts = _parts(physical_batch_size, rate * number * rows)
+    if truncated_batch_size is not None:
+        mend = "the size of all batches, six √expected above the expected one"
+        truncated_batch_size = _positive("truncated_batch_size", truncated_batch_size, mend)
+        _check_truncation_has_a_price()
+
+    def draw(words: Words) -> Iterator[np.ndarray]:
+        for _ in range(steps):
+            units = words.each(number, rate)
+            if truncated_batch_size is not None and len(units) > truncated_batch_size:
+                units = words.some(units, truncated_batch_size)
+            for part in np.array_split(units, parts):
+                yield users.some_of(part, rows_of_user, words) if users else part
+
+    declaration = SamplingDeclaration(
+        "poisson", rate, number, steps, seed, parts, truncated_batch_size, rows, "user" if users else "example"
+    )
+    pipeline = _Pipeline(examples, map_fn, augment, copies, num_parallel_calls)
+    if truncated_batch_size is not None:
+        size: int | None = -(-truncated_batch_size // parts) * rows
+        least = -(-truncated_batch_size // parts) * rows
+    else:
+        size, least = None, 0
+        log_never = number * math.log1p(-rate) / parts if rate < 1 else -math.inf
+        if pipeline.fills_empty(empty_batches, math.log(steps * parts) + log_never > math.log(1e-9)):
+            least = -(-_PLACEHOLDERS // rows) * rows
+    return declare(pipeline.dataset(Passes(draw, seed), steps * parts, least, size), declaration)
+
+
+def shuffled_batches(
+    arrays_or_dataset: Any,
+    batch_size: int,
+    seed: int | None = None,
+    *,
+    map_fn: Callable | None = None,
+    num_parallel_calls: int | None = None,
+) -> tf.data.Dataset:
+    """Returns a `tf.data.Dataset` that goes through the data in another random order in every pass, as `fit` does with
+    arrays; of data that `fit` could not shuffle, too. It is priced without amplification.
+
+    Args:
+        arrays_or_dataset: As those that follow, see `poisson_batches`.
+        batch_size: Examples in a batch; the last of a pass may have fewer.
+
+    Raises:
+        ValueError: as `poisson_batches`.
+    """
+    examples = examples_of(arrays_or_dataset)
+    size, steps = _batches_of(batch_size, examples.number)
+
+    def draw(words: Words) -> Iterator[np.ndarray]:
+        order = words.order(examples.number)
+        yield from (order[at : at + size] for at in range(0, len(order), size))
+
+    dataset = _Pipeline(examples, map_fn, None, 1, num_parallel_calls).dataset(Passes(draw, seed), steps)
+    rate = size / examples.number
+    return declare(dataset, SamplingDeclaration("shuffle", rate, examples.number, steps, seed, max_participations=None))
+
+
+def fixed_order(
+    arrays_or_dataset: Any,
+    batch_size: int,
+    *,
+    max_participations: int | None = None,
+    map_fn: Callable | None = None,
+    num_parallel_calls: int | None = None,
+) -> tf.data.Dataset:
+    """Returns a `tf.data.Dataset` of the data in their own order, the same in every pass, for correlated noise.
+
+    What it promises: each example is in one batch of a pass, and in the same one, so that from one participation to its
+    next there are as many steps as a pass has batches (`min_separation`), as long as passes are whole. Shuffle the data
+    once, before, if their order means something.
+
+    Args:
+        arrays_or_dataset: As those that follow, see `poisson_batches`.
+        batch_size: Examples in a batch; the last of a pass may have fewer.
+        max_participations: How many passes will be made at most; None leaves it to the training's length.
+
+    Raises:
+        ValueError: as `poisson_batches`.
+    """
+    examples = examples_of(arrays_or_dataset)
+    size, steps = _batches_of(batch_size, examples.number)
+    if max_participations is not None:
+        max_participations = _positive("max_participations", max_participations, "how many passes there will be")
+
+    def draw(words: Words) -> Iterator[np.ndarray]:
+        number = examples.number
+        yield from (np.arange(at, min(at + size, number)) for at in range(0, number, size))
+
+    dataset = _Pipeline(examples, map_fn, None, 1, num_parallel_calls).dataset(Passes(draw, None), steps)
+    return declare(
+        dataset,
+        SamplingDeclaration(
+            "fixed_order", size / examples.number, examples.number, steps, min_separation=steps,
+            max_participations=max_participations,
+        ),
+    )  # fmt: skip
+
+
+def cyclic_poisson(
+    arrays_or_dataset: Any,
+    steps: int,
+    seed: int | None = None,
+    *,
+    groups: int,
+    expected_batch_size: float,
+    max_participations: int | None = None,
+    map_fn: Callable | None = None,
+    num_parallel_calls: int | None = None,
+    empty_batches: str = "auto",
+) -> tf.data.Dataset:
+    """Returns a `tf.data.Dataset` of Poisson samples from one group of examples after the other, for correlated noise
+    of as many bands as there are groups (Choquette-Choo et al. 2023, arXiv:2306.08153).
+
+    What it promises: each example is assigned to one of the groups at random, independently of all others, once. (Equal
+    groups would tell of one example more.) At step t, group ``t mod groups`` is sampled, each of it by an independent
+    coin. So from one participation to its next there are ``groups`` steps or more, as long as passes are whole.
+
+    Args:
+        arrays_or_dataset: As those that follow, see `poisson_batches`.
+        steps: Batches in a pass, a multiple of ``groups``.
+        groups: How many groups.
+        expected_batch_size: Mean batch size, at most num_examples / groups; the coin's bias is
+            ``expected_batch_size * groups / num_examples``.
+        max_participations: How often an example takes part at most; None leaves it to the training's length.
+
+    Raises:
+        ValueError: as `poisson_batches`; or passes would not be whole rounds.
+    """
+    steps = _checked_steps(steps)
+    groups = _positive("groups", groups, "how many groups the examples are assigned to")
+    if steps % groups:
+        raise ValueError(
+            f"steps={steps} is not a multiple of groups={groups}, so that a new pass would come too early to some of "
+            f"them: take {max(steps // groups, 1) * groups}."
+        )
+    if empty_batches not in _EMPTY_BATCHES:
+        raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
+    if max_participations is not None:
+        max_participations = _positive("max_participations", max_participations, "how often an example takes part")
+    examples = examples_of(arrays_or_dataset)
+    number = examples.number
+    size = _real("expected_batch_size", expected_batch_size)
+    if not 0 < size * groups <= number:
+        raise ValueError(
+            f"expected_batch_size must be in (0, {number / groups:g}], the mean size of a group, got "
+            f"{expected_batch_size!r}."
+        )
+    rate = size * groups / number
+    group_of = Words(seed)(number) % np.uint64(groups)
+    members = [np.flatnonzero(group_of == g) for g in range(groups)]
+
+    def draw(words: Words) -> Iterator[np.ndarray]:
+        for step in range(steps):
+            group = members[step % groups]
+            yield group[words.each(len(group), rate)]
+
+    pipeline = _Pipeline(examples, map_fn, None, 1, num_parallel_calls)
+    fills = pipeline.fills_empty(empty_batches, math.log(steps) - size > math.log(1e-9))
+    dataset = pipeline.dataset(Passes(draw, None if seed is None else seed + 1), steps, _PLACEHOLDERS if fills else 0)
+    return declare(
+        dataset,
+        SamplingDeclaration(
+            "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations
+        ),
+    )
+
+
+class _Pipeline:
+    """How drawn numbers become batches."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        map_fn: Callable | None,
+        augment: Callable | None,
+        copies: int,
+        num_parallel_calls: int | None,
+    ):
+        import tensorflow as tf
+
+        self._examples, self._copies = examples, copies
+        for name, function in (("map_fn", map_fn), ("augment", augment)):
+            if function is not None and not callable(function):
+                raise ValueError(f"{name}={function!r:.99} must be a function of one example, as Dataset.map takes it.")
+        self._functions = (map_fn, augment)
+        parallel = num_parallel_calls
+        if parallel is not None:
+            parallel = _positive("num_parallel_calls", parallel, "how many run at once, or None")
+        self._parallel = tf.data.AUTOTUNE if parallel is None else parallel
+        self._spec = tf.data.Dataset.from_tensors(0).map(lambda _: self._blank(examples.spec))
+        for function in self._functions:
+            self._spec = self._spec if function is None else self._spec.map(function)
+        self._spec = self._spec.element_spec
+        self._weighted = _is_pair_or_triple(self._spec) and len(self._spec) == 3
+
+    @staticmethod
+    def _blank(spec: Any) -> Any:
+        import tensorflow as tf
+
+        return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), spec)
+
+    def fills_empty(self, empty_batches: str, likely: bool) -> bool:
+        """Whether all-zero examples of weight 0 are to stand for an empty draw."""
+        import tensorflow as tf
+
+        if empty_batches == "zero_weight":
+            self._check_weightable('empty_batches="zero_weight"', 'use "keep"')
+        if empty_batches != "auto":
+            return empty_batches == "zero_weight"
+        # Of what has no static shape it is not known: it may be an image.
+        images = _is_pair_or_triple(self._spec) and any(
+            s.shape.rank is None or s.shape.rank >= 2 for s in tf.nest.flatten(self._spec[0])
+        )
+        return likely and images
+
+    def _check_weightable(self, asked: str, mend: str) -> None:
+        if not _is_pair_or_triple(self._spec):
+            raise ValueError(f"{asked} needs data of the form (x, y) or (x, y, sample_weight); {mend}.")
+
+    def dataset(self, draws: Callable[[], Iterator], length: int, least: int = 0, size: int | None = None) -> Any:
+        """Batches of what ``draws`` gives, ``length`` of them in a pass.
+
+        Args:
+            least: how many rows stand for an empty draw; with ``size``, how many all have. They are blank, of weight 0.
+            size: the static number of rows; None where it varies.
+        """
+        import tensorflow as tf
+
+        if size is not None:
+            self._check_weightable("truncated_batch_size", "leave it out")
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False  # it would copy the data once more
+        dataset = tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([None], tf.int64))
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
+        slow = not self._examples.in_memory or any(self._functions)
+        dataset = dataset.map(
+            lambda numbers: self._batch(self._examples.take(numbers), least, size),
+            num_parallel_calls=self._parallel if slow else None,
+        )
+        return dataset.with_options(options).prefetch(2)
+
+    def _batch(self, rows: Any, least: int, size: int | None) -> Any:
+        import tensorflow as tf
+
+        count = tf.shape(tf.nest.flatten(rows)[0])[0]
+        total = count * self._copies
+        mapped = self._mapped(rows, count)
+        if least:
+            if not self._weighted:
+                mapped = (*mapped, tf.ones([total], tf.keras.backend.floatx()))
+            more = least - total if size is not None else tf.where(total == 0, least, 0)
+            mapped = tf.nest.map_structure(
+                lambda leaf: tf.concat([leaf, tf.zeros(tf.concat([[more], tf.shape(leaf)[1:]], 0), leaf.dtype)], 0),
+                mapped,
+            )
+        return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [size, *leaf.shape[1:]]), mapped)
+
+    def _mapped(self, rows: Any, count: tf.Tensor) -> Any:
+        import tensorflow as tf
+
+        map_fn, augment = self._functions
+        if map_fn is None and augment is None:
+            return self._copied(rows)
+
+        def blank() -> Any:
+            return tf.nest.map_structure(
+                lambda s: tf.zeros([0, *(n or 0 for n in s.shape)], s.dtype), self._spec
+            )
+
+        def mapped() -> Any:
+            each = tf.data.Dataset.from_tensor_slices(rows)
+            if map_fn is not None:
+                each = each.map(map_fn)
+            if self._copies > 1:
+                one = lambda *e: tf.data.Dataset.from_tensors(e[0] if len(e) == 1 else e)  # noqa: E731
+                each = each.flat_map(lambda *e: one(*e).repeat(self._copies))
+            if augment is not None:
+                each = each.map(augment)
+            return each.batch(tf.cast(count * self._copies, tf.int64), drop_remainder=True).get_single_element()
+
+        batch = tf.cond(count > 0, mapped, blank)
+        return tf.nest.map_structure(lambda t, s: tf.ensure_shape(t, [None, *s.shape]), batch, self._spec)
+
+    def _copied(self, rows: Any) -> Any:
+        import tensorflow as tf
+
+        if self._copies == 1:
+            return rows
+        return tf.nest.map_structure(lambda leaf: tf.repeat(leaf, self._copies, axis=0), rows)
+
+
+def _is_pair_or_triple(spec: Any) -> bool:
+    return isinstance(spec, tuple) and not hasattr(spec, "_fields") and len(spec) in (2, 3)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+
+def _checked_users(user_ids: Any, examples_per_user: Any, examples: Examples) -> tuple[Users | None, int]:
+    if user_ids is None:
+        if examples_per_user is not None:
+            raise ValueError(f"examples_per_user={examples_per_user!r} needs user_ids, an id for each example.")
+        return None, 1
+    if examples_per_user is None:
+        raise ValueError("user_ids needs examples_per_user, how many rows of a user's a batch has, for example 4.")
+    rows = _positive("examples_per_user", examples_per_user, "how many rows of a user's a batch has")
+    return users_of(user_ids, examples.number), rows
+
+
+def _parts(physical_batch_size: Any, expected_rows: float) -> int:
+    if physical_batch_size is None:
+        return 1
+    room = _positive("physical_batch_size", physical_batch_size, "how many rows the memory has room for")
+    return max(math.ceil(expected_rows / room - 1e-9), 1)
+
+
+def _check_truncation_has_a_price() -> None:
+    from dp_accounting import dp_event
+
+    if not hasattr(dp_event, "TruncatedSubsampledGaussianDpEvent"):
+        raise PrivacyError(
+            "truncated_batch_size is priced by dp-accounting 0.6, and an older one is installed: upgrade "
+            "dp-accounting, or leave it out."
+        )
+
+
+def _batches_of(batch_size: Any, number: int) -> tuple[int, int]:
+    size = _positive("batch_size", batch_size, "how many examples a batch has")
+    if size > number:
+        raise ValueError(f"batch_size={size} is more than the {number} examples.")
+    return size, -(-number // size)
+
+
+def _checked_steps(steps: Any) -> int:
+    return _positive("steps", steps, "the number of batches in one pass (one epoch of fit)")
+
+
+def _positive(name: str, value: Any, what: str) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} must be {what}, an integer of at least 1, got {value!r}.")
+    return number
+
+def _checked_rate(sampling_rate: Any, expected_batch_size: Any, num_examples: int) -> float:
+    if np.ndim(sampling_rate):
+        raise PrivacyError(
+            f"sampling_rate must be a number, got a {type(sampling_rate).__name__}. A rate of its own for each example "
+            "(weighted or class-balanced sampling) has no price: weight the loss instead, by sample_weight. Was it "
+            "meant as data, give all arrays as one tuple: poisson_batches((x, y), ...)."
+        )
+    if (sampling_rate is None) == (expected_batch_size is None):
+        raise ValueError(
+            "Give exactly one of sampling_rate and expected_batch_size, got "
+            f"sampling_rate={sampling_rate!r} and expected_batch_size={expected_batch_size!r}."
+        )
+    if sampling_rate is not None:
+        rate = _real("sampling_rate", sampling_rate)
+        if not 0 < rate <= 1:
+            raise ValueError(
+                f"sampling_rate must be in (0, 1], got {sampling_rate!r}; "
+                "for a number of examples use expected_batch_size."
+            )
+        return rate
+    size = _real("expected_batch_size", expected_batch_size)
+    if not 0 < size <= num_examples:
+        raise ValueError(
+            f"expected_batch_size must be in (0, {num_examples}], the number of examples, "
+            f"got {expected_batch_size!r}."
+        )
+    return size / num_examples
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, (bool, str)):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a number, got {value!r}.") from error

@@ -1,0 +1,83 @@
+"""What a data set declares about its sampling: what an accountant may rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+_ATTRIBUTE = "tfdpfl_sampling"
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingDeclaration:
+    """How the batches of a dataset are drawn: what an accountant may rely on.
+
+    A unit is what privacy protects: an example, or a user with all that is theirs.
+
+    Attributes:
+        kind: how units come into a logical batch, which is the batch of one update:
+            `"poisson"`: each with probability `sampling_rate`, independently of all else.
+            `"cyclic_poisson"`: each belongs to one of `min_separation` groups, assigned independently and uniformly;
+            at step t group `t mod min_separation` is sampled as above.
+            `"shuffle"`: each in one batch of a pass.
+            `"fixed_order"`: the same, and every pass has the same batches in the same order.
+        sampling_rate: that probability; for the last two, the batch size over `num_examples`.
+        num_examples: how many units are sampled.
+        steps: logical batches in one pass over the dataset (one epoch of `fit`).
+        seed: the public seed that the batches come from; None if they come from the system's entropy.
+        physical_batches: into how many batches of the dataset each logical batch is cut. They hold each unit once, and
+            belong into one update together.
+        truncated_batch_size: of a logical batch with more units a uniform subset of so many stays; None for no bound.
+        rows_per_unit: consecutive rows of a batch that are one unit.
+        unit: "example" or "user".
+        min_separation: steps from one participation of a unit to its next, at least, while passes are whole.
+        max_participations: how often a unit may take part in all; None if the data set sets no bound.
+    """
+
+    kind: str
+    sampling_rate: float
+    num_examples: int
+    steps: int
+    seed: int | None = None
+    physical_batches: int = 1
+    truncated_batch_size: int | None = None
+    rows_per_unit: int = 1
+    unit: str = "example"
+    min_separation: int = 1
+    max_participations: int | None = None
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The mean number of units in a logical batch (before it is truncated); the denominator for a DP optimizer's
+        `expected_batch_size`."""
+        groups = self.min_separation if self.kind == "cyclic_poisson" else 1
+        return self.sampling_rate * self.num_examples / groups
+
+
+def declare(dataset: Any, declaration: SamplingDeclaration) -> Any:
+    """Lets a data set declare its sampling, and returns it."""
+    setattr(dataset, _ATTRIBUTE, declaration)
+    return dataset
+
+def declared_sampling(dataset: Any) -> SamplingDeclaration | None:
+    """Returns what `dataset` declares about its sampling, or None where it declares nothing.
+
+    The declaration belongs to the very object that `poisson_batches` returned. A dataset made from it by
+    `.map`, `.batch`, `.take` and the like declares nothing, since such a step may change what was promised.
+    """
+    return getattr(dataset, _ATTRIBUTE, None)
+
+
+def made_from(dataset: Any) -> SamplingDeclaration | None:
+    """What the data set declares that `dataset` was made from, however many steps ago."""
+    inputs = dataset._inputs() if hasattr(dataset, "_inputs") else []
+    return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
+
+
+def passed_through(dataset: Any, names: tuple[str, ...]) -> str | None:
+    """Which of the named transformations (as in "cache") made a data set, however many steps ago; of Poisson batches
+    those behind the draw."""
+    kind = type(dataset).__name__.lower()
+    found = next((name for name in names if name in kind), None)
+    inputs = dataset._inputs() if hasattr(dataset, "_inputs") and declared_sampling(dataset) is None else []
+    return found or next(filter(None, (passed_through(i, names) for i in inputs)), None)

@@ -1,0 +1,74 @@
+"""Whose an example is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tfdpfl.data.draws import Words
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Users:
+    """Users and the numbers of their examples: those of user u are ``rows[starts[u]:starts[u + 1]]``."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def number(self) -> int:
+        return len(self.starts) - 1
+
+    def some_of(self, users: np.ndarray, each: int, words: Words) -> np.ndarray:
+        """``each`` random examples of every user, one user after the other: int64 [len(users) * each].
+
+        Who has fewer comes with all of them, again and again in one random order, so that each of their examples
+        stands for its share of the user's mean on average.
+        """
+        begin, count = self.starts[users], np.diff(self.starts)[users]
+        whose = np.repeat(np.arange(len(users)), count)
+        first = np.cumsum(count) - count
+        rows = self.rows[np.arange(len(whose)) + np.repeat(begin - first, count)]
+        shuffled = rows[np.lexsort([words(len(rows)), whose])]
+        return shuffled[(first[:, None] + np.arange(each) % count[:, None]).ravel()]
+
+
+def users_of(user_ids: Any, num_examples: int) -> Users:
+    """From an id for each example, or from {user: numbers of their examples}; what it made, it takes again.
+
+    Raises:
+        ValueError: an example has no user or two, or a user has no examples.
+    """
+    if isinstance(user_ids, Users):
+        return user_ids
+    if isinstance(user_ids, Mapping):
+        parts = [np.asarray(rows).ravel() for rows in user_ids.values()]
+        without = next((user for user, rows in zip(user_ids, parts, strict=True) if not len(rows)), None)
+        if without is not None:
+            raise ValueError(
+                f"user_ids has a user without examples, {without!r}: leave them out. (Who has none takes no part, and "
+                "is not to count among those that are sampled.)"
+            )
+        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        if sorted(rows.tolist()) != list(range(num_examples)):
+            raise ValueError(
+                f"user_ids names {len(rows)} examples ({len(set(rows.tolist()))} different ones) of {num_examples}: "
+                "give each example's number, from 0 on, to one user."
+            )
+        return Users(rows.astype(np.int64), np.cumsum([0, *map(len, parts)]))
+    ids = np.asarray(user_ids.to_numpy() if hasattr(user_ids, "to_numpy") else user_ids)
+    if ids.shape != (num_examples,):
+        raise ValueError(
+            f"user_ids must be one id for each of the {num_examples} examples, got the shape {list(ids.shape)}."
+        )
+    missing = np.array([i is None or i != i for i in ids]) if ids.dtype.kind in "Of" else np.zeros(1, bool)
+    if missing.any():
+        raise ValueError(
+            f"user_ids has no user for {int(missing.sum())} examples, the first at {int(missing.argmax())}: leave "
+            "these out, or give each an id of its own."
+        )
+    _, whose = np.unique(ids.astype(str) if ids.dtype.kind == "O" else ids, return_inverse=True)
+    return Users(np.argsort(whose, kind="stable"), np.cumsum([0, *np.bincount(whose)]))

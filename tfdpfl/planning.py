@@ -1,0 +1,302 @@
+"""`plan`: data and a target in; noise, batches, optimizer, callback and statement out, which fit each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from tfdpfl._frames import PLAN
+from tfdpfl.accounting import (
+    PrivacyReport,
+    _checks,
+    compute_batch_size,
+    compute_epsilon,
+    compute_noise_multiplier,
+    compute_num_steps,
+    privacy_report,
+)
+from tfdpfl.data import declared_sampling, examples_of, poisson_batches, shuffled_batches, users_of
+from tfdpfl.errors import PrivacyError
+
+# What an optimizer has where it is not told otherwise.
+_DEFAULTS = {
+    "expected_batch_size": None, "num_microbatches": None, "gradient_accumulation_steps": 1, "rows_per_unit": 1,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PrivacyPlan:
+    """A private training, planned; made by `tfdpfl.plan`.
+
+    Its pieces know each other. Where one is used without the others, or with those of another plan, training is refused
+    before the first update. (An optimizer of a loaded model counts as the plan's if its settings are.)
+
+    Attributes:
+        target_epsilon: the ε that training stops before.
+        delta: δ.
+        noise_multiplier: σ.
+        batch_size: the expected number of examples in a batch.
+        epochs, steps_per_epoch: how long to train.
+        num_examples: size of the data.
+        l2_norm_clip, sampling, accountant: as they were given.
+        batches: the data set for `fit`.
+    """
+
+    target_epsilon: float
+    delta: float
+    noise_multiplier: float
+    batch_size: int
+    epochs: int
+    steps_per_epoch: int
+    num_examples: int
+    l2_norm_clip: Any
+    sampling: str
+    accountant: str
+    batches: Any = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        setattr(self.batches, PLAN, self)
+
+    @functools.cached_property
+    def callback(self) -> Any:
+        """The `PrivacyBudget` for `fit`: it writes ε into the logs and stops before ``target_epsilon`` is passed. Its
+        ``report`` says what really ran."""
+        from tfdpfl.callbacks import PrivacyBudget
+
+        budget = PrivacyBudget(self.num_examples, self.delta, self.target_epsilon, accountant=self.accountant)
+        setattr(budget, PLAN, self)
+        return budget
+
+    def optimizer(self, optimizer: str | type = "adam", **kwargs: Any) -> Any:
+        """A DP optimizer for `compile`, with this plan's clip, noise and denominator.
+
+        Args:
+          optimizer: a Keras optimizer's name ("adam", "sgd", ...) or class, or one of tfdpfl's.
+          **kwargs: that optimizer's arguments, such as ``learning_rate``.
+
+        Raises:
+          ValueError: an argument is the plan's to decide, or there is no such optimizer.
+        """
+        import tensorflow as tf
+
+        from tfdpfl.optimizers import make_dp_optimizer_class
+
+        decided = self._settings
+        taken = sorted(decided.keys() & kwargs.keys())
+        if taken:
+            raise ValueError(
+                f"{taken[0]}={kwargs[taken[0]]!r} is the plan's to decide ({decided[taken[0]]!r}): leave it out, or "
+                "make another plan."
+            )
+        if isinstance(optimizer, str):
+            optimizer = type(tf.keras.optimizers.get(optimizer))
+        elif not inspect.isclass(optimizer):
+            raise ValueError(
+                f"optimizer={optimizer!r:.99} must be a name or a class; give its arguments beside it: "
+                'plan.optimizer("adam", learning_rate=1e-3).'
+            )
+        made = make_dp_optimizer_class(optimizer)(**{**decided, **kwargs})
+        setattr(made, PLAN, self)
+        return made
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the plan decides of an optimizer, beside what it leaves as it is."""
+        declared = declared_sampling(self.batches)
+        assert declared is not None
+        settings = {"l2_norm_clip": self.l2_norm_clip, "noise_multiplier": self.noise_multiplier}
+        if self.sampling == "poisson":
+            settings["expected_batch_size"] = float(self.batch_size)
+        if declared.physical_batches > 1:
+            settings["gradient_accumulation_steps"] = declared.physical_batches
+        if declared.rows_per_unit > 1:
+            settings["rows_per_unit"] = declared.rows_per_unit
+        return settings
+
+    @functools.cached_property
+    def report(self) -> PrivacyReport:
+        """What the whole plan costs. (``callback.report`` is of what ran.)"""
+        declared = declared_sampling(self.batches)
+        assert declared is not None
+        return privacy_report(
+            num_examples=self.num_examples,
+            batch_size=self.batch_size,
+            noise_multiplier=self.noise_multiplier,
+            num_steps=self.epochs * self.steps_per_epoch if self.sampling == "poisson" else None,
+            num_epochs=self.epochs if self.sampling == "shuffle" else None,
+            delta=self.delta,
+            sampling=self.sampling,
+            accountant=self.accountant,
+            truncated_batch_size=declared.truncated_batch_size,
+            unit=declared.unit,
+        )
+
+    @property
+    def epsilon(self) -> float:
+        """The ε of the whole plan, at most ``target_epsilon``."""
+        return self.report.epsilon
+
+    def statement(self) -> str:
+        """What the whole plan promises, in English."""
+        return self.report.statement()
+
+    def check(self, optimizer: Any, fit: Mapping[str, Any]) -> None:
+        """That a call of `fit` trains with this plan's pieces; its pieces ask. ``fit`` has the call's arguments.
+
+        Raises:
+          PrivacyError: a piece is another's, or missing.
+        """
+        data, callbacks = fit.get("x"), fit.get("callbacks")
+        callbacks = getattr(callbacks, "callbacks", callbacks) or []
+        if data is not self.batches:
+            what = "those of another plan" if hasattr(data, PLAN) else f"a {type(data).__name__}"
+            raise PrivacyError(
+                f"fit was given {what}, not the batches that the noise was planned for. Give it plan.batches; for "
+                "other data make another plan."
+            )
+        if not any(getattr(callback, PLAN, None) is self for callback in callbacks):
+            raise PrivacyError(
+                "The plan's callback is not among the callbacks of this fit, so that nothing would stop it at "
+                "target_epsilon. Give fit callbacks=[plan.callback]."
+            )
+        wanted = {**_DEFAULTS, **self._settings}
+        has = {name: getattr(optimizer, name, _DEFAULTS.get(name)) or _DEFAULTS.get(name) for name in wanted}
+        other = next((name for name in wanted if has[name] != wanted[name]), None)
+        if other is not None:
+            raise PrivacyError(
+                f"The model's optimizer has {other}={has[other]!r}, and the plan {wanted[other]!r}: it is another's. "
+                "Compile the model with plan.optimizer(...)."
+            )
+
+
+def plan(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    delta: float,
+    target_epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    batch_size: int | None = None,
+    epochs: int | None = None,
+    steps_per_epoch: int | None = None,
+    l2_norm_clip: Any = 1.0,
+    sampling: str = "poisson",
+    accountant: str = "pld",
+    **batches: Any,
+) -> PrivacyPlan:
+    """Plans a private training: everything that must fit together, from one place.
+
+        plan = tfdpfl.plan(x, y, target_epsilon=1.0, delta=1e-5, batch_size=256, epochs=10)
+        model.compile(plan.optimizer("adam", learning_rate=1e-3), loss=..., metrics=["accuracy"])
+        model.fit(plan.batches, epochs=plan.epochs, callbacks=[plan.callback])
+        print(plan.statement())
+
+    Of ``target_epsilon``, ``noise_multiplier``, ``batch_size`` and ``epochs`` give three, and the plan finds the
+    fourth: the ε, the least noise, the largest batch, or the most whole epochs.
+
+    Args:
+      x, y, sample_weight: the data, as `fit` takes them; or all that `tfdpfl.data.poisson_batches` takes, as x alone.
+        With ``user_ids`` users are what is sampled, counted and protected, in place of examples.
+      delta: δ, below 1 / num_examples to mean anything.
+      target_epsilon: the ε not to pass, for data sets that differ in the presence of one example.
+      noise_multiplier: σ, the noise's standard deviation over the clip.
+      batch_size: the expected number of examples in a batch.
+      epochs: how often `fit` goes through ``batches``.
+      steps_per_epoch: updates in an epoch; None takes ``num_examples // batch_size``, so that an example takes part
+        about once.
+      l2_norm_clip: the optimizer's; ε does not depend on it.
+      sampling: "poisson"; or "shuffle": each example once an epoch, at a much larger ε, and for data sets of which one
+        has a blank in place of an example.
+      accountant: "pld" (tight) or "rdp".
+      **batches: what else `tfdpfl.data.poisson_batches` takes.
+
+    Raises:
+      ValueError: an argument is out of its range, or not three of the four are given.
+      PrivacyError: no plan meets the target.
+    """
+    four = {
+        "target_epsilon": target_epsilon, "noise_multiplier": noise_multiplier, "batch_size": batch_size,
+        "epochs": epochs,
+    }  # fmt: skip
+    unknown = [name for name, value in four.items() if value is None]
+    if len(unknown) != 1:
+        raise ValueError(
+            f"Give three of {', '.join(four)}, and the plan finds the fourth; "
+            + (f"{', '.join(unknown)} are missing." if unknown else "all four are given: leave one out.")
+        )
+    if sampling not in ("poisson", "shuffle"):
+        raise ValueError(f"sampling={sampling!r} has no plan: take 'poisson', for which ε is smallest, or 'shuffle'.")
+    if sampling == "shuffle" and steps_per_epoch is not None:
+        raise ValueError(f"steps_per_epoch={steps_per_epoch}: a shuffled epoch has all examples; leave it out.")
+    if epochs is not None:
+        epochs = _checks.whole("epochs", epochs, 1, "count the passes over the batches")
+    if steps_per_epoch is not None:
+        mend = "count the updates in an epoch, or leave it to the plan"
+        steps_per_epoch = _checks.whole("steps_per_epoch", steps_per_epoch, 1, mend)
+    if isinstance(l2_norm_clip, int | float):
+        l2_norm_clip = _checks.real("l2_norm_clip", l2_norm_clip, "it bounds a gradient's norm; 1.0 is usual", above=0)
+    data = x if y is None and sample_weight is None else (x, y, sample_weight)
+    examples = examples_of(data)
+    num_examples = examples.number
+    users = batches.get("user_ids")
+    if users is not None:
+        batches["user_ids"] = users = users_of(users, num_examples)
+        num_examples = users.number
+    known: dict[str, Any] = {
+        "num_examples": num_examples, "delta": delta, "sampling": sampling, "accountant": accountant,
+        "truncated_batch_size": batches.get("truncated_batch_size"),
+    }  # fmt: skip
+    target: Any = target_epsilon
+    sigma: Any = noise_multiplier
+    size: Any = batch_size
+    passes: Any = epochs
+    if size is None:
+        length = {"num_epochs": passes} if steps_per_epoch is None else {"num_steps": passes * steps_per_epoch}
+        size = compute_batch_size(target_epsilon=target, noise_multiplier=sigma, **length, **known)
+        # fit takes whole steps an epoch, which may be fewer than epochs * num_examples / batch_size.
+        while steps_per_epoch is None and size < num_examples and target >= compute_epsilon(
+            noise_multiplier=sigma, batch_size=size + 1, num_steps=passes * (num_examples // (size + 1)), **known
+        ):  # fmt: skip
+            size += 1
+    size = known["batch_size"] = _checks.whole("batch_size", size, 1, "count the examples of a batch")
+    if steps_per_epoch is None:
+        steps_per_epoch = max(num_examples // size, 1) if sampling == "poisson" else -(-num_examples // size)
+    if passes is None:
+        steps = compute_num_steps(target_epsilon=target, noise_multiplier=sigma, **known)
+        if sampling == "shuffle":  # it counts the whole batches of an epoch, which may have one more
+            steps = steps // max(num_examples // size, 1) * steps_per_epoch
+        passes = steps // steps_per_epoch
+        if passes == 0:
+            raise PrivacyError(
+                f"target_epsilon={target:g} allows {steps} steps, and an epoch has {steps_per_epoch}: raise the target "
+                f"or noise_multiplier, or give steps_per_epoch={steps}."
+            )
+    if sampling == "shuffle":
+        known["num_epochs"] = passes
+    else:
+        known["num_steps"] = passes * steps_per_epoch
+    if sigma is None:
+        sigma = compute_noise_multiplier(target_epsilon=target, **known)
+    if target is None:
+        target = compute_epsilon(noise_multiplier=sigma, **known)
+    if sampling == "shuffle":
+        drawn = shuffled_batches(examples, size, **batches)
+    else:
+        drawn = poisson_batches(examples, expected_batch_size=size, steps=steps_per_epoch, **batches)
+    return PrivacyPlan(
+        target_epsilon=target,
+        delta=delta,
+        noise_multiplier=sigma,
+        batch_size=size,
+        epochs=passes,
+        steps_per_epoch=steps_per_epoch,
+        num_examples=num_examples,
+        l2_norm_clip=l2_norm_clip,
+        sampling=sampling,
+        accountant=accountant,
+        batches=drawn,
+    )
