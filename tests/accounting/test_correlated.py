@@ -1,6 +1,7 @@
 """Correlated noise on paper: matrices against numpy's algebra, sensitivities against every participation there is,
 prices against published figures and against DP-SGD's."""
 
+import itertools
 import json
 import math
 
@@ -28,7 +29,7 @@ def worst(matrix, separation, most):
     n, best = len(matrix), 0.0
     for chosen in range(1 << n):
         at = [i for i in range(n) if chosen >> i & 1]
-        if len(at) <= most and all(b - a >= separation for a, b in zip(at, at[1:], strict=False)):
+        if len(at) <= most and all(b - a >= separation for a, b in itertools.pairwise(at)):
             best = max(best, (matrix[:, at].sum(1) ** 2).sum())
     return best
 
@@ -53,7 +54,8 @@ def test_a_column_that_grows_or_is_negative_is_bounded_by_one_that_does_not():
         column = rng.normal(size=6)
         matrix = sum(np.diag(np.full(8 - i, c), -i) for i, c in enumerate(column))
         for separation, most in [(1, 8), (2, 3), (4, 2), (6, 2)]:
-            assert (moved_by_toeplitz(column, 8, separation, most) ** 2).sum() >= worst(abs(matrix), separation, most) - 1e-9
+            bound = (moved_by_toeplitz(column, 8, separation, most) ** 2).sum()
+            assert bound >= worst(abs(matrix), separation, most) - 1e-9
     # With no use near another it is exact.
     assert (moved_by_toeplitz(np.array([1.0, -2.0]), 8, 2, 3) ** 2).sum() == pytest.approx(15)
 
@@ -115,7 +117,7 @@ def test_correlated_noise_beats_independent_noise_for_epochs_in_order():
     assert errors[2] == min(errors)
 
 
-# -- prices --------------------------------------------------------------------------------------------------------------
+# -- prices ----------------------------------------------------------------------------------------------------------
 
 
 def epsilon(noise, z, delta=1e-5, accountant="pld", **how):
@@ -179,8 +181,12 @@ def test_where_the_normals_end_is_in_the_price():
     """Each of the noises that an example moves may be where the neighbour's cannot."""
     noise = Tree()
     few = CorrelatedRun(noise=noise, noise_multiplier=2, num_steps=4, max_participations=1).dp_event
-    assert few.noises == 3 and few.largest == 0.5
+    assert few.shifts[0] == (3, 0.5)
     assert price(few, 1e-300, adjacency="zero_out").epsilon == math.inf
+    moved = CorrelatedRun(noise=Banded(bands=2, min_separation=2, max_participations=2, coefficients=(1, 0.5)), noise_multiplier=1, num_steps=9, min_separation=2, max_participations=2).dp_event
+    unit = math.sqrt(2 * 1.25)
+    assert sum(n * s**2 for n, s in moved.shifts) == pytest.approx(2 * 1.25 / unit**2, rel=0.1)
+    assert [n for n, _ in moved.shifts] == [2, 2]
     assert epsilon(Tree(), 0.1, num_steps=1000, delta=1e-5) == math.inf  # one use in a node moves it by ten deviations
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz
+from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.strategies import Banded, Noise, Tree, noise_from_dict
 from tfdpfl.errors import PrivacyError
 
@@ -75,7 +76,8 @@ class CorrelatedRun:
         if self.adjacency not in offered:
             how = "without sampling" if self.sampling_rate is None else "with cyclic sampling"
             raise PrivacyError(
-                f"correlated noise {how} has no price for adjacency={self.adjacency!r}: take {' or '.join(map(repr, offered))}"
+                f"correlated noise {how} has no price for adjacency={self.adjacency!r}: take "
+                f"{' or '.join(map(repr, offered))}"
             )
 
     @property
@@ -103,20 +105,23 @@ class CorrelatedRun:
             # The rounds of the groups see one of an example's uses each, which moves other noises than the last
             # (Choquette-Choo et al. 2023, arXiv:2306.08153, Theorem 4).
             column = self.noise.column(self.num_steps)  # type: ignore[attr-defined]
-            step = _moving(np.abs(column), stddev)
+            step = _moving_each(np.abs(column) / stddev)
             if self.sampling_rate is not None and self.sampling_rate < 1:
                 step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
             return dp_event.SelfComposedDpEvent(step, self.participations)
         if isinstance(self.noise, Tree):
             sensitivity = self.noise.sensitivity(self.num_steps, self.min_separation, self.max_participations)
             leaves = min(self.num_steps, self.noise.restart_every or self.num_steps)
-            nodes = self.participations * leaves.bit_length()
-            largest = min(self.participations, -(-leaves // self.min_separation))
-            return moving(sensitivity / stddev, nodes, largest / stddev)
+            # What moves by u clips passes the end of the normals more often than u that move by one each only where it is
+            # likely to (tail(u) / u is largest at either end of 1 … u, as long as it is small).
+            most, shifts = self.participations, [(float(self.participations * leaves.bit_length()), 1 / stddev)]
+            for level in range(leaves.bit_length()):
+                uses = min(most, -(-(1 << level) // self.min_separation))
+                shifts.append((most / uses, uses / stddev))
+            return _moving(sensitivity / stddev, shifts)
         column = self.noise.column(self.num_steps)  # type: ignore[attr-defined]
-        return _moving(
-            moved_by_toeplitz(column, self.num_steps, self.min_separation, self.max_participations), stddev
-        )
+        moved = moved_by_toeplitz(column, self.num_steps, self.min_separation, self.max_participations)
+        return _moving_each(moved / stddev)
 
     def text(self) -> str:
         kind = {k: v for k, v in self.noise.to_dict().items() if k in ("restart_every", "bands", "buffers")}
@@ -148,25 +153,27 @@ def _event_type() -> Any:
 
     @attr.s(frozen=True, auto_attribs=True)
     class CorrelatedGaussianDpEvent(dp_event.DpEvent):
-        """A Gaussian mechanism whose noise is many normals: `noises` of them move, each by `largest` standard
-        deviations at most (which tells where their tails end)."""
+        """A Gaussian mechanism whose noise is many normals. `shifts` tells how many of them move by how many standard
+        deviations: where their tails end, neighbours differ."""
 
         gaussian: dp_event.DpEvent
-        noises: int
-        largest: float
+        shifts: tuple[tuple[float, float], ...]
 
     return CorrelatedGaussianDpEvent
 
 
-def moving(shift: float, noises: int, largest: float) -> DpEvent:
+def _moving(shift: float, shifts: list[tuple[float, float]]) -> DpEvent:
     """The event of normals that one example moves by ``shift`` standard deviations in all."""
     from dp_accounting import dp_event
 
-    return _event_type()(dp_event.GaussianDpEvent(1 / shift), noises, largest)
+    return _event_type()(dp_event.GaussianDpEvent(1 / shift), tuple(shifts))
 
 
-def _moving(moved: np.ndarray, stddev: float) -> DpEvent:
-    return moving(float(np.linalg.norm(moved)) / stddev, int(np.count_nonzero(moved)), float(moved.max()) / stddev)
+def _moving_each(shifts: np.ndarray) -> DpEvent:
+    """The same, from what each of them is moved by."""
+    rounded, counts = np.unique(np.ceil(32 * shifts[shifts > 0]) / 32, return_counts=True)
+    pairs = zip(counts.tolist(), rounded.tolist(), strict=True)
+    return _moving(float(np.linalg.norm(shifts)), [(float(n), s) for n, s in pairs])
 
 
 def compute_noise_multiplier_of(
@@ -197,8 +204,6 @@ def compute_noise_multiplier_of(
     Raises:
       ValueError: an argument is out of its range, or no noise multiplier below 2^30 meets the target.
     """
-    from tfdpfl.accounting.pricing import price
-
     target = _checks.real("target_epsilon", target_epsilon, "give the ε to keep to", above=0)
 
     def epsilon(z: float) -> float:

@@ -1,8 +1,8 @@
 """How far one example can move correlated noise, given how often it takes part and how far apart. No noise here.
 
 With correlated noise, step t gets row t of ``C⁻¹ Z``, Z being independent normals. So ``C x + Z``, x the clipped sums,
-is what an observer has, and the sensitivity is the largest norm of ``C u`` over all that one example can add: at most one
-clip in each of at most ``most`` steps, ``separation`` or more of them apart (Choquette-Choo et al. 2023,
+is what an observer has, and the sensitivity is the largest norm of ``C u`` over all that one example can add: at most
+one clip in each of at most ``most`` steps, ``separation`` or more of them apart (Choquette-Choo et al. 2023,
 arXiv:2306.08153). It holds for data that adapt to what was released, too (Denisov et al. 2022, arXiv:2202.08312).
 """
 
@@ -24,8 +24,9 @@ def moved_by_toeplitz(column: np.ndarray, steps: int, separation: int, most: int
     """A bound on how far one example moves each of ``steps`` noises, in clips; its L2 norm is the sensitivity.
 
     Where the column does not grow and is not negative, no participations are worse than those at steps 0, separation,
-    2 · separation, … (Kalinin & Lampert 2024, arXiv:2405.13763). Any other column is replaced by the least such one that is above its absolute values: the norm of the result is an upper bound then. Where participations are
-    further apart than the column is long they do not meet, and the column stays as it is.
+    2 · separation, … (Kalinin & Lampert 2024, arXiv:2405.13763). Any other column is replaced by the least such one
+    that is above its absolute values: the norm of the result is an upper bound then. Where participations are further
+    apart than the column is long they do not meet, and the column stays as it is.
 
     Args:
       column: the first column of a lower triangular Toeplitz matrix; entries beyond its end are 0.

@@ -155,7 +155,7 @@ def _beyond_support(leaf: "DpEvent") -> float:
         return math.exp(-((SUPPORT - shift) ** 2) / 2) if shift < SUPPORT else 1.0
 
     if hasattr(leaf, "gaussian"):
-        return leaf.noises * tail(leaf.largest)
+        return sum(number * tail(shift) for number, shift in leaf.shifts)
     if hasattr(leaf, "sensitivities"):
         shifts = [abs(s) / leaf.standard_deviation if leaf.standard_deviation else math.inf for s in leaf.sensitivities]
         return sum(p * tail(s) for s, p in zip(shifts, leaf.sampling_probs, strict=True) if s)

@@ -24,6 +24,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from tensorflow.python.ops import control_flow_util
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl.accounting.correlated import compute_noise_multiplier_of as compute_noise_multiplier
+from tfdpfl.accounting.strategies import BLT, Banded, Noise, Tree
 from tfdpfl.errors import PrivacyError
 
 AES, PHILOX = "aes-128-ctr", "philox-4x32-10"
@@ -123,6 +125,10 @@ class Source:
                 return self._stream.words(np.empty(2, np.int64))
 
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
+
+    def unique(self) -> tf.Tensor:
+        """An int64 that no other run, object or process gets: a name, no secret."""
+        return self._philox_key()[0]
 
     @tf.autograph.experimental.do_not_convert
     def of_keys(self, size: int, keys: tf.Tensor, count: tf.Tensor) -> tf.Tensor:

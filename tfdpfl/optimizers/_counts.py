@@ -31,6 +31,9 @@ SAMPLINGS = (
     ("fixed_size", "replace_one"),
     ("none", "add_or_remove_one"),
     ("none", "zero_out"),
+    # These bound how often and how near to each other an example takes part: what correlated noise is priced by.
+    ("fixed_order", "zero_out"),
+    ("cyclic_poisson", "add_or_remove_one"),
 )
 UNKNOWN = 0
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
@@ -85,8 +88,9 @@ class Counter:
 
     def taken_back(self, saved: tf.Variable) -> int:
         """How many of this object's steps the saved table does not know of: it was loaded since."""
-        rows = np.asarray(saved)
-        return max(self.steps - int(rows[rows[:, ORIGIN] == self.origin.numpy(), STEPS].sum()), 0)
+        rows, own = np.asarray(saved), self.table.numpy()
+        known = np.isin(rows[:, ORIGIN], [*own[own[:, STEPS] > 0, ORIGIN], self.origin.numpy()])
+        return max(self.steps - int(rows[known, STEPS].sum()), 0)
 
     def count(self, multiplier: tf.Tensor, saved: tf.Variable) -> None:
         """Counts a step that is traced, here and in the table that is saved."""

@@ -12,12 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl import noise
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import check_clip
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers._chain import Chain
 
 # Divided by 2^31 examples, and with all the digits of a small normal, still above float32's least normal number.
 LEAST_STDDEV = 1e-20
@@ -61,7 +64,7 @@ class Mechanism:
     of which would be saved.)
     """
 
-    def __init__(self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed):
+    def __init__(self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed, correlated=None):
         self.l2_norm_clip = _number(
             "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
         )
@@ -86,8 +89,18 @@ class Mechanism:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0):
             raise ValueError(f"seed={seed!r} must be a non-negative integer, or None for the system's entropy.")
         self.seed = None if seed is None else int(seed)
+        if isinstance(correlated, dict):
+            correlated = noise_from_dict(correlated)
+        if correlated is not None and not isinstance(correlated, Noise):
+            raise ValueError(f"noise={correlated!r} must be None, or tfdpfl.noise.Tree, Banded or BLT.")
+        if correlated is not None and self.num_microbatches is not None:
+            raise ValueError(
+                f"num_microbatches={num_microbatches!r} regroups examples, which correlated noise has no price for. Use "
+                "num_microbatches=None."
+            )
         self.source = noise.Source(self.seed)
         self.counter = _counts.Counter()
+        self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
 
     def config(self) -> dict:
@@ -97,6 +110,7 @@ class Mechanism:
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self.expected_batch_size,
             "seed": self.seed,
+            "noise": None if self.chain is None else self.chain.noise.to_dict(),
         }
 
     def rows(self) -> np.ndarray:
@@ -104,6 +118,16 @@ class Mechanism:
         if not tf.executing_eagerly():
             raise RuntimeError("What ran can be read between steps, not in a function that is being traced.")
         return self.counter.rows(self.table)
+
+    def own_variables(self) -> set[int]:
+        """The ids of what it writes by itself: counts of steps, and noise."""
+        of_chain = [] if self.chain is None or self.chain.stream is None else [self.chain.table, *self.chain.stream.state]
+        return {id(v) for v in [self.table, *of_chain]}
+
+    def ledger(self) -> PrivacyLedger:
+        """What is known to have run, with its price."""
+        rows = self.rows()
+        return _counts.ledger_of(rows) if self.chain is None else self.chain.ledger(rows)
 
     def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
         """The noisy gradients, one for each variable (None where the loss does not depend on it); ``table`` is the
@@ -126,7 +150,11 @@ class Mechanism:
         if self.noise_multiplier > 0:
             stddev = self.noise_multiplier * self.l2_norm_clip / denominator
             shapes = [raw_variable(variables[i]).shape for i in used]
-            normals = self.source.gaussian(shapes, stddev)
+            if self.chain is None:
+                normals = self.source.gaussian(shapes, stddev)
+            else:
+                rows = self.chain.next(self.source, self.counter, [id(raw_variable(variables[i])) for i in used])
+                normals = [row * (self.chain.noise.unit * stddev) for row in rows]
             for i, normal in zip(used, normals, strict=True):
                 # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
                 means[i] = tf.cast(tf.cast(means[i], normal.dtype) + normal, means[i].dtype)
