@@ -535,9 +535,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             apart = getattr(declared, "min_separation", 1)
         if apart < noise.min_separation and sampling is not None:
             raise PrivacyError(
-                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use of an "
-                f"example to its next, but the data ({sampling}) keep {apart}. Give fit "
-                "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
+                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use of "
+                f"an example to its next, but the data ({sampling}) keep {apart}. Give fit tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
             )
         if sampling == "cyclic_poisson" and apart != noise.min_separation:
             raise PrivacyError(
@@ -549,9 +548,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             begun = sum(self._optimizer._dp.counter.passes.values())
             if begun + epochs > noise.max_participations:
                 raise PrivacyError(
-                    f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of an "
-                    f"example, but with these {epochs} epochs there are {begun + epochs}. Train for fewer, or make the "
-                    "noise for more."
+                    f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of "
+                    f"an example, but with these {epochs} epochs there are {begun + epochs}. Train for fewer, or make "
+                    "the noise for more."
                 )
 
     def _bounded(self, declared: SamplingDeclaration) -> dict[str, Any]:
@@ -559,7 +558,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self.sampling not in (None, declared.kind):
             raise PrivacyError(f"sampling={self.sampling!r}, but the data say {declared.kind!r}. Leave sampling out.")
         if self.num_examples not in (None, declared.num_examples):
-            raise ValueError(f"num_examples={self.num_examples}, but the data hold {declared.num_examples}: leave it out.")
+            raise ValueError(f"num_examples={self.num_examples}, but the data hold {declared.num_examples}.")
         if declared.kind == "cyclic_poisson":
             self._check_poisson()
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
@@ -568,7 +567,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         ordered = self._optimizer.noise is None and declared.kind == "fixed_order"
         sampling = "shuffle" if ordered else declared.kind
         if self._optimizer.noise is None and not ordered:
-            raise PrivacyError("Batches of groups in turns have a price for correlated noise alone: give noise=Banded(...).")
+            raise PrivacyError("Batches of groups in turns have a price for correlated noise alone: noise=Banded(...).")
         return {"num_examples": declared.num_examples, "batch_size": size, "sampling": sampling}
 
     def _check_batch_size(self, size: int) -> None:

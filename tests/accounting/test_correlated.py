@@ -183,7 +183,9 @@ def test_where_the_normals_end_is_in_the_price():
     few = CorrelatedRun(noise=noise, noise_multiplier=2, num_steps=4, max_participations=1).dp_event
     assert few.shifts[0] == (3, 0.5)
     assert price(few, 1e-300, adjacency="zero_out").epsilon == math.inf
-    moved = CorrelatedRun(noise=Banded(bands=2, min_separation=2, max_participations=2, coefficients=(1, 0.5)), noise_multiplier=1, num_steps=9, min_separation=2, max_participations=2).dp_event
+    how = {"min_separation": 2, "max_participations": 2}
+    noise = Banded(bands=2, coefficients=(1, 0.5), **how)
+    moved = CorrelatedRun(noise=noise, noise_multiplier=1, num_steps=9, **how).dp_event
     unit = math.sqrt(2 * 1.25)
     assert sum(n * s**2 for n, s in moved.shifts) == pytest.approx(2 * 1.25 / unit**2, rel=0.1)
     assert [n for n, _ in moved.shifts] == [2, 2]

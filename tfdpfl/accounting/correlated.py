@@ -112,8 +112,8 @@ class CorrelatedRun:
         if isinstance(self.noise, Tree):
             sensitivity = self.noise.sensitivity(self.num_steps, self.min_separation, self.max_participations)
             leaves = min(self.num_steps, self.noise.restart_every or self.num_steps)
-            # What moves by u clips passes the end of the normals more often than u that move by one each only where it is
-            # likely to (tail(u) / u is largest at either end of 1 … u, as long as it is small).
+            # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as few
+            # as can be: the chance over the uses is largest at either end, as long as it is small.
             most, shifts = self.participations, [(float(self.participations * leaves.bit_length()), 1 / stddev)]
             for level in range(leaves.bit_length()):
                 uses = min(most, -(-(1 << level) // self.min_separation))

@@ -67,8 +67,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
 _DOC_FTRL = """SGD with differential privacy and noise that is correlated over the steps (Kairouz et al. 2021,
     arXiv:2103.00039).
 
-    The same as `DPSGD`, but that ``noise`` is `tfdpfl.noise.Tree` where it is not given. Its price rests on how often the
-    data let an example take part, and not on sampling: plain ``fit`` on arrays lets it once an epoch.
+    The same as `DPSGD`, but that ``noise`` is `tfdpfl.noise.Tree` where it is not given. Its price rests on how often
+    the data let an example take part, and not on sampling: plain ``fit`` on arrays lets it once an epoch.
 
         model.compile(optimizer=DPFTRL(l2_norm_clip=1.0, noise_multiplier=4.0, learning_rate=0.1), loss=...)
     """

@@ -138,10 +138,9 @@ class Chain:
         shape = (1 + ROWS, len(COLUMNS))
         if saved is None or tuple(saved.shape) != shape or np.asarray(saved)[0, KIND] not in (0, self.kind):
             raise PrivacyError(
-                f"The file's optimizer has not the correlated noise of this one ({self.noise}, noise_multiplier="
-                f"{self.noise_multiplier:g}), so its steps cannot go on. Load it into an optimizer of the same noise; or "
-                "load the weights alone (model.load_weights of a file saved by save_weights before compile) and give "
-                "PrivacyBudget that training's ledger=."
+                "What the file holds is not the correlated noise of this one, which no step can go on from. Compile the "
+                f"model with the file's noise_multiplier and noise (here {self.noise_multiplier:g} and {self.noise}), or "
+                "load the file before compile and give PrivacyBudget that training's ledger=."
             )
 
     def meet(self, rows: np.ndarray) -> None:
