@@ -15,8 +15,8 @@ from tfdpfl._version import __version__
 
 _WHERE = {
     **dict.fromkeys(
-        ["DPSGD", "DPAdam", "DPAdamW", "DPAdagrad", "DPRMSprop", "make_dp_optimizer_class", "DPKerasSGDOptimizer",
-         "DPKerasAdamOptimizer", "DPKerasAdagradOptimizer"],
+        ["DPSGD", "DPAdam", "DPAdamW", "DPAdagrad", "DPRMSprop", "DPFTRL", "make_dp_optimizer_class",
+         "DPKerasSGDOptimizer", "DPKerasAdamOptimizer", "DPKerasAdagradOptimizer"],
         "optimizers",
     ),
     **dict.fromkeys(
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from tfdpfl.clips import AdaptiveClip, AutomaticClip, PerLayerClip
     from tfdpfl.errors import PrivacyError
     from tfdpfl.optimizers import (
+        DPFTRL,
         DPSGD,
         DPAdagrad,
         DPAdam,

@@ -92,7 +92,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             mend = "give the ε to stop at, or None to train without a limit"
             target_epsilon = _checks.real("target_epsilon", target_epsilon, mend, above=0)
         self.target_epsilon = target_epsilon
-        self.sampling = None if sampling is None else _checks.choice("sampling", sampling, SAMPLINGS)
+        self.sampling = None if sampling is None else _checks.choice("sampling", sampling, (*SAMPLINGS, "fixed_order"))
         if batch_size is not None:
             batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch, or leave it out")
             if num_examples is not None and batch_size > num_examples:
@@ -253,7 +253,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "this ledger has it."
             )
         for model, (steps, left) in list(_LEFT.items()):
-            theirs = [_counts.ledger_of(dp.rows()) for dp in _stepping(model).values()] if weights in left else []
+            theirs = [dp.ledger() for dp in _stepping(model).values()] if weights in left else []
             if any(not other.origins <= ledger.origins for other in theirs):
                 self._say(
                     f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
@@ -301,7 +301,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._fit.cut_off()
         ledger = PrivacyLedger().merge(self._given)
         for dp in self._seen():
-            ledger.merge(_counts.ledger_of(dp.rows()))
+            ledger.merge(dp.ledger())
         return ledger.of_dataset(self._dataset)
 
     def _seen(self) -> list[Any]:
@@ -342,6 +342,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """How many steps (passes, if shuffled) of this fit the target allows."""
         fit, past = self._running(), self.ledger
         dp = fit.optimizer
+        if dp.noise is not None:
+            return self._allowed_of_correlated()
         halved = dp.num_microbatches not in (None, fit.physical)
         multiplier = dp.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
 
@@ -371,6 +373,29 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if fit.shuffled:
             most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1) * fit.uses
         if not len(past):
+            return most
+        return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
+
+    def _allowed_of_correlated(self) -> int | None:
+        """As `_allowed`, for noise whose steps are one mechanism."""
+        fit = self._running()
+        dp, data = fit.optimizer._dp, fit.data
+
+        def priced(number: int) -> float:
+            passes = number if fit.shuffled else fit.passes_in(number)
+            steps = number * math.ceil(data["num_examples"] / data["batch_size"]) if fit.shuffled else number
+            ledger = PrivacyLedger().merge(self._given)
+            for other in self._seen():
+                if other is not dp:
+                    ledger.merge(other.ledger())
+            ledger.merge(dp.chain.ledger(dp.rows(), steps, passes, fit.batches))
+            return ledger.of_dataset(self._dataset).epsilon(self.delta, self.accountant)
+
+        if self.target_epsilon is None:
+            priced(1)  # what has no price is refused now
+            return None
+        most = sum(self._planned())
+        if priced(most) <= self.target_epsilon:
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
@@ -405,6 +430,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """num_examples, batch_size and sampling of the data that `fit` was given."""
         x = call.get("x")
         declared = declared_sampling(x)
+        if self._optimizer.noise is not None:
+            self._check_bounded(declared, call)
+            if declared is not None:
+                return self._bounded(declared)
         if declared is not None:
             return self._poisson(declared) if declared.kind == "poisson" else self._in_order(declared, call)
         length = _length(x)
@@ -466,7 +495,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         if made_from(x) is None:
             self._check_against(x)
-        data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": self.sampling}
+        ordered = self._optimizer.noise is None and self.sampling == "fixed_order"
+        sampling = "shuffle" if ordered else self.sampling  # with fresh noise only the number of uses counts
+        data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": sampling}
         if self.sampling == "none" and self._optimizer.expected_batch_size is None:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
@@ -559,6 +590,53 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "num_microbatches=None."
             )
 
+    def _check_bounded(self, declared: SamplingDeclaration | None, call: dict[str, Any]) -> None:
+        """That the data bound how often an example takes part, and as correlated noise was made for."""
+        noise, x = self._optimizer.noise, call.get("x")
+        sampling = "shuffle" if _length(x) is not None else self.sampling if declared is None else declared.kind
+        if sampling not in (None, "shuffle", "fixed_order", "cyclic_poisson"):
+            raise PrivacyError(
+                f"sampling={sampling!r} does not bound how often an example takes part, which {type(noise).__name__} "
+                "noise is priced by. Give fit batches that do: tfdpfl.data.fixed_order or tfdpfl.data.cyclic_poisson; "
+                "arrays that fit shuffles; or train with noise=None."
+            )
+        if sampling == "fixed_order" and declared is None and self.num_examples and self.batch_size:
+            apart = self.num_examples // self.batch_size
+        else:
+            apart = getattr(declared, "min_separation", 1)
+        if apart < noise.min_separation and sampling is not None:
+            raise PrivacyError(
+                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use of "
+                f"an example to its next, but the data ({sampling}) keep {apart}. Give fit "
+                "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
+            )
+        if sampling == "cyclic_poisson" and apart != noise.min_separation:
+            raise PrivacyError(
+                f"The batches come from {apart} groups in turns, but {type(noise).__name__} noise was made for "
+                f"min_separation={noise.min_separation}. Give it the number of groups."
+            )
+        epochs = self.params.get("epochs")
+        if sampling != "cyclic_poisson" and noise.max_participations is not None and epochs is not None:
+            begun = sum(self._optimizer._dp.counter.passes.values())
+            if begun + epochs > noise.max_participations:
+                raise PrivacyError(
+                    f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of "
+                    f"an example, but with these {epochs} epochs there are {begun + epochs}. Train for fewer, or make "
+                    "the noise for more."
+                )
+
+    def _bounded(self, declared: SamplingDeclaration) -> dict[str, Any]:
+        """What data say of themselves whose batches keep an example's uses apart."""
+        if self.sampling not in (None, declared.kind):
+            raise PrivacyError(f"sampling={self.sampling!r}, but the data say {declared.kind!r}. Leave sampling out.")
+        if self.num_examples not in (None, declared.num_examples):
+            raise ValueError(f"num_examples={self.num_examples}, but the data hold {declared.num_examples}.")
+        if declared.kind == "cyclic_poisson":
+            self._check_poisson()
+        size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
+        self._check_batch_size(size)
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
+
     def _check_batch_size(self, size: int) -> None:
         if self.batch_size not in (None, size):
             raise ValueError(f"batch_size={self.batch_size}, but the data come in batches of {size}; leave it out.")
@@ -608,8 +686,11 @@ class _Fit:
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
-        adjacency = data.get("adjacency", ADJACENCIES_OF[data["sampling"]][0])
-        sampling = _counts.SAMPLINGS.index((data["sampling"], adjacency, data.get("unit", "example")), 1)
+        adjacency = data.get("adjacency", ADJACENCIES_OF.get(data["sampling"], (None,))[0])
+        sampling = next(
+            i for i, (kind, of, unit) in enumerate(_counts.SAMPLINGS)
+            if i and (kind, unit) == (data["sampling"], data.get("unit", "example")) and adjacency in (None, of)
+        )  # fmt: skip
         if self.uses > 1:
             sampling = _counts.ACROSS_PASSES
         cut = data.get("truncated_batch_size") or 0
@@ -625,6 +706,9 @@ class _Fit:
         return 1 + math.ceil((self.parts - 1) / max(n // b, 1))
 
     def begin(self) -> None:
+        chain = self.optimizer._dp.chain
+        if chain is not None and self.data["sampling"] == "cyclic_poisson":
+            chain.begin_data()  # its groups may be others than before
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
         # A logical batch goes on where it may lie in several passes, and all of it was drawn as what comes.
@@ -647,6 +731,9 @@ class _Fit:
         if number <= 0:
             return
         self.passes += number
+        chain = self.optimizer._dp.chain
+        if chain is not None:
+            chain.begin_pass(self.batches[1])
         if self.counts_passes:
             self._counter.passes[self.batches] = self._counter.passes.get(self.batches, 0) + number * self.uses
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.correlated import ADJACENCIES_OF_BOUNDED, ADJACENCIES_OF_CYCLIC, CorrelatedRun
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.report import PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, ADJACENCIES_OF, Run
@@ -69,7 +70,39 @@ class _Counted:
         )
 
 
-_Row = Run | _Applied | _Counted
+@dataclass(frozen=True)
+class _Correlated:
+    """A training with correlated noise. `origins` tells who took its steps: each begins after so many of them."""
+
+    origins: tuple[tuple[str, int], ...]
+    dataset: str | None
+    run: CorrelatedRun
+
+    @property
+    def adjacency(self) -> str | None:
+        return self.run.adjacency
+
+    @property
+    def steps(self) -> int:
+        return self.run.num_steps
+
+    def stated_for(self, adjacency: str) -> "DpEvent | None":
+        offered = ADJACENCIES_OF_BOUNDED if self.run.sampling_rate is None else ADJACENCIES_OF_CYCLIC
+        return dataclasses.replace(self.run, adjacency=adjacency).dp_event if adjacency in offered else None
+
+    def text(self) -> str:
+        return self.run.text()
+
+    def goes_on_from(self, other: "_Correlated") -> bool:
+        """Whether the other is what this one was earlier, or the same."""
+        begun = tuple(origin for origin in self.origins if origin[1] < other.steps)
+        alike = self.dataset == other.dataset and begun == other.origins and self.steps >= other.steps
+        return alike and bool(other.origins) and (self.run.noise, self.run.noise_multiplier) == (
+            other.run.noise, other.run.noise_multiplier,
+        )  # fmt: skip
+
+
+_Row = Run | _Applied | _Counted | _Correlated
 
 
 def _stated_for(run: Run, adjacency: str) -> "DpEvent | None":
@@ -232,6 +265,41 @@ class PrivacyLedger:
             self._unite(_Counted(origin, dataset, run, not known))
         return self
 
+    def count_correlated(
+        self, origins: Sequence[tuple[str, int]], run: CorrelatedRun, *, dataset: str | None = None
+    ) -> "PrivacyLedger":
+        """Notes that a training with correlated noise has come as far as `run` says, and returns the ledger.
+
+        Of two notes on the same training the longer one stands; trainings that have only their beginnings in common add
+        up.
+
+        Args:
+            origins: Who took the steps: (a name, the number of steps before), the first first. Without any the
+                training is one by itself.
+            run: What ran, from the first step on.
+            dataset: A name for the data set, if it has one.
+        """
+        if run.num_steps:
+            self._unite_correlated(_Correlated(tuple((str(o), int(n)) for o, n in origins), dataset, run))
+        return self
+
+    def _unite_correlated(self, new: _Correlated) -> None:
+        rows = [row for row in self._rows if isinstance(row, _Correlated)]
+        for row in rows:
+            if row.goes_on_from(new) and not new.goes_on_from(row):
+                return
+        # Of the same steps, seen twice, the more cautious view stands.
+        same = [row for row in rows if row.goes_on_from(new) and new.goes_on_from(row)]
+        bounds = [row.run for row in [new, *same]]
+        if same:
+            uses = [run.max_participations for run in bounds]
+            new = dataclasses.replace(new, run=dataclasses.replace(
+                new.run, min_separation=min(run.min_separation for run in bounds),
+                max_participations=None if None in uses else max(u for u in uses if u is not None),
+            ))  # fmt: skip
+        self._rows = [r for r in self._rows if not (isinstance(r, _Correlated) and new.goes_on_from(r))]
+        self._rows.append(new)
+
     def merge(self, other: "PrivacyLedger") -> "PrivacyLedger":
         """Adds what another ledger holds, and returns this one. Steps that optimizers counted are known by their
         origin, so those that both ledgers hold count once; all else adds up.
@@ -239,6 +307,8 @@ class PrivacyLedger:
         for row in other._rows:
             if isinstance(row, _Counted):
                 self._unite(row)
+            elif isinstance(row, _Correlated):
+                self._unite_correlated(row)
             elif isinstance(row, _Applied):
                 self.add(row.event, row.count, adjacency=row.adjacency)
             else:
@@ -282,7 +352,8 @@ class PrivacyLedger:
     @property
     def origins(self) -> set[str]:
         """Whose counted steps the ledger holds."""
-        return {row.origin for row in self._rows if isinstance(row, _Counted)}
+        counted = {row.origin for row in self._rows if isinstance(row, _Counted)}
+        return counted | {o for row in self._rows if isinstance(row, _Correlated) for o, _ in row.origins}
 
     @property
     def unknown_steps(self) -> int:
@@ -348,7 +419,10 @@ class PrivacyLedger:
         adjacency = self.adjacency
         recorded = [row for row in self._rows if isinstance(row, Run)]
         counted = [row.run for row in self._rows if isinstance(row, _Counted) and not row.unknown]
-        others = [row for row in self._rows if isinstance(row, _Applied) or (isinstance(row, _Counted) and row.unknown)]
+        others = [
+            row for row in self._rows
+            if isinstance(row, _Applied | _Correlated) or (isinstance(row, _Counted) and row.unknown)
+        ]  # fmt: skip
         runs = [dataclasses.replace(run, adjacency=adjacency) for run in [*recorded, *_added_up(counted)]]
         texts = [row.text() for row in others]
         report = report_of(runs, self.dp_event, delta, accountant, adjacency, others=texts, notes=tuple(notes))
@@ -368,6 +442,9 @@ class PrivacyLedger:
         for row in self._rows:
             if isinstance(row, _Applied):
                 rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency})
+                continue
+            if isinstance(row, _Correlated):
+                rows.append({"correlated": row.run.to_dict(), "origins": row.origins, "dataset": row.dataset})
                 continue
             run = row if isinstance(row, Run) else row.run
             saved: dict[str, Any] = {
@@ -392,7 +469,10 @@ class PrivacyLedger:
         ledger = cls()
         try:
             for row in saved["rows"]:
-                if "run" in row:
+                if "correlated" in row:
+                    run_of_all = CorrelatedRun.from_dict(row["correlated"])
+                    ledger.count_correlated(row["origins"], run_of_all, dataset=row["dataset"])
+                elif "run" in row:
                     run = Run(**row["run"])
                     if "origin" in row:
                         ledger._unite(_Counted(row["origin"], row["dataset"], run, row["unknown"]))

@@ -111,9 +111,12 @@ def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: 
             bound = min(bound, _converted(ones, delta, accountant, adjacency, *sizes))
         return bound
     kept = delta - sum(n * _beyond_support(leaf) for leaf, n in leaves)
-    rdp = _rdp_epsilon(leaves, kept if kept > 0 else delta, adjacency)
+    discrete = any(_is_discrete(leaf) for leaf, _ in leaves)
+    leaves = tuple((_as_gaussian(leaf), n) for leaf, n in leaves)
+    rdp = _rdp_epsilon(leaves, kept if kept > 0 else delta, adjacency, whole_orders=discrete)
     pld = None
-    if accountant == "pld" or any(map(_is_truncated, (leaf for leaf, _ in leaves))):  # those are known to PLD alone
+    # Truncated batches are known to PLD alone, discrete noise to RDP alone.
+    if (accountant == "pld" and not discrete) or any(_is_truncated(leaf) for leaf, _ in leaves):
         pld = _pld_epsilon(leaves, kept if kept > 0 else delta, adjacency, guide=rdp)
     if pld is None and rdp is None:
         raise PrivacyError(_no_price(leaves, adjacency))
@@ -157,6 +160,8 @@ def _beyond_support(leaf: "DpEvent") -> float:
     def tail(shift: float) -> float:
         return math.exp(-((SUPPORT - shift) ** 2) / 2) if shift < SUPPORT else 1.0
 
+    if hasattr(leaf, "gaussian"):
+        return sum(number * tail(shift) for number, shift in leaf.shifts)
     if hasattr(leaf, "sensitivities"):
         shifts = [abs(s) / leaf.standard_deviation if leaf.standard_deviation else math.inf for s in leaf.sensitivities]
         return sum(p * tail(s) for s, p in zip(shifts, leaf.sampling_probs, strict=True) if s)
@@ -178,7 +183,20 @@ def _beyond_support(leaf: "DpEvent") -> float:
     return uses * tail(1 / sigma if sigma > 1e-300 else math.inf)
 
 
-def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str) -> float | None:
+def _is_discrete(leaf: "DpEvent") -> bool:
+    return getattr(leaf, "discrete", False) or (hasattr(leaf, "event") and _is_discrete(leaf.event))
+
+
+def _as_gaussian(leaf: "DpEvent") -> "DpEvent":
+    """The Gaussian mechanism that an event of several noises, or of discrete ones, is priced as."""
+    import attr
+
+    if hasattr(leaf, "gaussian"):
+        return leaf.gaussian
+    return attr.evolve(leaf, event=_as_gaussian(leaf.event)) if hasattr(leaf, "event") else leaf
+
+
+def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str, whole_orders: bool = False) -> float | None:
     """ε by Rényi DP; None if an event is not supported."""
     import numpy as np
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
@@ -186,7 +204,8 @@ def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str) -> float | None:
     leaves = [(_dominating(leaf), n) for leaf, n in leaves]
     drawn = [_is_blanked_subset(leaf, adjacency) for leaf, _ in leaves]
     every_order = (*rdp.DEFAULT_RDP_ORDERS, *_MORE_ORDERS)
-    for orders in (every_order, tuple(order for order in every_order if order == int(order))):
+    whole = tuple(order for order in every_order if order == int(order))
+    for orders in (whole,) if whole_orders else (every_order, whole):
         for relation in _relations(adjacency):
             known = rdp.RdpAccountant(orders, relation)
             if all(own or known.supports(leaf) for (leaf, _), own in zip(leaves, drawn, strict=True)):

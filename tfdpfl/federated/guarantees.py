@@ -7,7 +7,6 @@ everything else, the cohorts included, stays as it is.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tfdpfl.accounting.participation import tree_sensitivity
 from tfdpfl.accounting.pricing import Price, check_delta, price
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation, RoundsRun
@@ -449,81 +449,3 @@ def _odds(hits: int, chances: int, rate: float, more_only: bool = False) -> floa
         higher = 1 - betainc(a, b, rate)
         won += (math.log(higher) if higher > 0 else -math.inf) - math.log1p(-rate)
     return float(won)
-
-
-@functools.lru_cache(maxsize=256)
-def tree_sensitivity(rounds: int, most: int, separation: int, restart_every: int | None = None) -> float:
-    """The largest squared L2 norm of what one client adds to the nodes of the trees over ``rounds``, in clips.
-
-    A node holds the sum over its rounds, so a client that is in c of them adds c clips to it. This is the largest sum
-    of c² over all ways to choose at most ``most`` rounds, at least ``separation`` apart: what TF Privacy's
-    tree_aggregation_accountant searches for, found by dynamic programming over levels instead of subtrees. Where that
-    would take long, and for separations above 64, which are rounded down by up to 1/32, it is an upper bound.
-
-    Args:
-      rounds: leaves in all.
-      most: largest number of participations.
-      separation: fewest rounds from one participation to the next, 1 where they may be adjacent.
-      restart_every: rounds in a tree; None for one tree.
-    """
-    most = min(most, -(-rounds // separation))
-    if most == 0:
-        return 0.0
-    trees = [restart_every] * (rounds // restart_every) if restart_every else []
-    rest = rounds - sum(trees)
-    trees += [rest] if rest else []
-    grain = 1 << max(0, separation.bit_length() - 6)
-    gap = separation // grain
-    if most**2 * gap**3 * len(trees) > 3e8:
-        # In level k no node holds more than ceil(2^k / separation) of them, and all hold `most` together.
-        return float(most * sum(min(most, -(-(1 << k) // separation)) for k in range(max(trees).bit_length())))
-    levels: list[_Span] = []
-    whole = _Span(0, np.zeros([1, 1, gap]))
-    for tree in trees:
-        for level in reversed(range(tree.bit_length())):
-            if tree >> level & 1:
-                while len(levels) <= level:
-                    levels.append(_subtree(len(levels), levels, grain, gap, most))
-                whole = _joined(whole, levels[level], most)
-    return float(whole.best[:, 0, 0].max())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Span:
-    """Consecutive leaves. ``best[c, l, r]`` is the largest sum of squares over its nodes with c participations, none in
-    its first l and last r grains of leaves; minus infinity where there is no room. ``grains`` is its length."""
-
-    grains: int
-    best: np.ndarray
-
-
-def _subtree(level: int, below: list[_Span], grain: int, gap: int, most: int) -> _Span:
-    if 1 << level <= grain:  # at most one participation; counted as a whole grain, which only leaves more room
-        best = np.full([2, gap, gap], -np.inf)
-        best[0] = 0.0
-        best[1, 0, 0] = level + 1.0
-        return _Span(1, best)
-    span = _joined(below[-1], below[-1], most)
-    root = np.arange(len(span.best), dtype=float) ** 2
-    return _Span(span.grains, span.best + root[:, None, None])
-
-
-def _joined(left: _Span, right: _Span, most: int) -> _Span:
-    a, b = left.best, right.best
-    gap = b.shape[2]
-    out = np.full([min(most + 1, len(a) + len(b) - 1), a.shape[1], gap], -np.inf)
-    out[0] = 0.0
-
-    def shift(size: int, by: int) -> np.ndarray:
-        return np.maximum(np.arange(size) - by, 0)
-
-    n = min(len(a), len(out))
-    out[1:n] = a[1:n][:, :, shift(gap, right.grains)]
-    n = min(len(b), len(out))
-    out[1:n] = np.maximum(out[1:n], b[1:n][:, shift(a.shape[1], left.grains), :])
-    for c in range(1, len(a)):
-        n = min(len(b), len(out) - c)
-        for d in range(gap if n > 1 else 0):  # d free grains before the border leave gap - 1 - d behind it
-            both = a[c, :, d][None, :, None] + b[1:n, gap - 1 - d, :][:, None, :]
-            np.maximum(out[c + 1 : c + n], both, out=out[c + 1 : c + n])
-    return _Span(left.grains + right.grains, out)

@@ -470,14 +470,14 @@ class DifferentialPrivacy(Strategy):
     def _fractions(self, node: int, reply: Message, names: list[str], metrics: NoisedMetrics | None) -> np.ndarray:
         """A client's metrics, each in [0, 1], and a 1 for having sent them; zeros where it did not."""
         assert metrics is not None
-        found = []
+        bounds, found = metrics.bounds(names), []
         try:
             record = only(reply.content.metric_records, "MetricRecord")
             for name in names:
                 value = record[name]
                 if isinstance(value, list) or not math.isfinite(value):
                     raise ValueError(f"{name}={value!r} is no finite number")
-                found.append(min(1.0, max(0.0, value / metrics.bound_of(name))))
+                found.append(min(1.0, max(0.0, value / bounds[name])))
         except Exception as error:
             log.warning("Node %d's metrics are left out: %s", node, error)
             return np.zeros(len(names) + 1)
@@ -730,12 +730,12 @@ def _named(name: str, metrics: Any) -> NoisedMetrics | None:
 
 
 def _names(metrics: NoisedMetrics | None) -> list[str]:
-    return sorted(metrics.bound) if metrics is not None and isinstance(metrics.bound, Mapping) else []
+    return list(metrics.bound) if metrics is not None and isinstance(metrics.bound, Mapping) else []
 
 
 def _means(means: np.ndarray, names: list[str], metrics: NoisedMetrics | None) -> dict[str, float]:
     assert metrics is not None
-    bounds = [*map(metrics.bound_of, names), 1.0]
+    bounds = [*metrics.bounds(names).values(), 1.0]
     return {name: float(m * bound) for name, m, bound in zip([*names, "contributing"], means, bounds, strict=True)}
 
 

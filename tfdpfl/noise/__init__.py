@@ -24,6 +24,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from tensorflow.python.ops import control_flow_util
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl.accounting.correlated import compute_noise_multiplier_of as compute_noise_multiplier
+from tfdpfl.accounting.strategies import BLT, Banded, Noise, Tree
 from tfdpfl.errors import PrivacyError
 
 AES, PHILOX = "aes-128-ctr", "philox-4x32-10"
@@ -110,6 +112,44 @@ class Source:
         self.generator = PHILOX
         return gaussian(shapes, stddev, self._philox_key(), tf.zeros([], tf.int64))
 
+    @tf.autograph.experimental.do_not_convert
+    def fresh_key(self) -> tf.Tensor:
+        """int64 [2]: a key for noise that is to be drawn again, another one in every run."""
+        if not _on_host():
+            return self._philox_key()
+
+        def draw():
+            with self._lock:
+                if self._stream is None:
+                    self._stream = _Stream(new_key(self._seed))
+                return self._stream.words(np.empty(2, np.int64))
+
+        return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
+
+    def unique(self) -> tf.Tensor:
+        """An int64 that no other run, object or process gets: a name, no secret."""
+        return self._philox_key()[0]
+
+    @tf.autograph.experimental.do_not_convert
+    def of_keys(self, size: int, keys: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        """float32 [size]: the standard normals of the first key, less those of the next ``count`` of the others.
+
+        Args:
+          keys: int64 [any, 2], secret. A key gives the same normals whenever it is asked, by the same generator.
+          count: int64 scalar, below the number of keys.
+        """
+        if _on_host():
+            self.generator = AES
+            row = tf.numpy_function(lambda keys, count: _of_keys(size, keys, int(count)), [keys, count], tf.float32)
+            return tf.ensure_shape(row, [size])
+        self.generator = PHILOX
+
+        def node(i: tf.Tensor | int) -> tf.Tensor:
+            return gaussian([[size]], 1.0, keys[i], tf.zeros([], tf.int64))[0]
+
+        at, row = tf.ones([], tf.int64), node(0)
+        return tf.while_loop(lambda i, _: i <= count, lambda i, row: (i + 1, row - node(i)), [at, row])[1]
+
     def _from_host(self, shapes: list[tf.TensorShape], stddev: tf.Tensor) -> list[tf.Tensor]:
         sizes = [shape.num_elements() for shape in shapes]
         line = _ALIGNED // 4
@@ -178,6 +218,14 @@ class _Stream:
 
 
 _ZEROS = memoryview(bytes(8 * _PAIRS))
+
+
+def _of_keys(size: int, keys: np.ndarray, count: int) -> np.ndarray:
+    one = np.ones([], np.float32)
+    row, *others = (_Stream(key).normals(size + size % 2, one) for key in keys[: count + 1])
+    for other in others:
+        np.subtract(row, other, out=row)
+    return row[:size]
 
 
 def _normals_in_numpy(

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import PLAN, callers, running_fits, trained_by
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.strategies import Noise, Tree
 from tfdpfl.clipping import tapes
 from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
@@ -51,6 +52,10 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         must not be in one twice.
       expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
         divides by the number of examples (or microbatches) in the batch. It is about the logical batch.
+      noise: None for fresh noise in every step; or `tfdpfl.noise.Tree`, `Banded` or `BLT`, whose steps take back some
+        of what earlier ones added (DP-FTRL, matrix factorisation). `PrivacyBudget` then asks for data that bound how
+        often an example takes part. What later steps need of earlier noise is saved with the optimizer, and is a
+        secret: who has it can take off some of the noise.
       seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
         every process that begins with it draws the same noise.
       **kwargs: every argument of {base}.
@@ -60,6 +65,16 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         layer and the mend. What is written beside the loss is looked at when TensorFlow has traced the function that
         is called, and every function around it; what Python does between two calls is not seen.
       ValueError: for arguments out of range.
+    """
+
+
+_DOC_FTRL = """SGD with differential privacy and noise that is correlated over the steps (Kairouz et al. 2021,
+    arXiv:2103.00039).
+
+    The same as `DPSGD`, but that ``noise`` is `tfdpfl.noise.Tree` where it is not given. Its price rests on how often
+    the data let an example take part, and not on sampling: plain ``fit`` on arrays lets it once an epoch.
+
+        model.compile(optimizer=DPFTRL(l2_norm_clip=1.0, noise_multiplier=4.0, learning_rate=0.1), loss=...)
     """
 
 
@@ -92,13 +107,14 @@ class DPOptimizer:
         *,
         expected_batch_size=None,
         rows_per_unit=1,
+        noise=None,
         seed=None,
         **kwargs,
     ):
         _check_backend()
         dp = Mechanism(
             l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size, seed,
-            rows_per_unit,
+            rows_per_unit, noise,
         )  # fmt: skip
         super().__init__(**kwargs)
         tapes.watch()
@@ -106,6 +122,14 @@ class DPOptimizer:
         self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
         if dp.clipping.start is not None:
             dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
+
+    def build(self, variables):
+        super().build(variables)
+        chain = self._dp.chain
+        if chain is not None and chain.table is None:
+            with tf.init_scope():
+                raw = [raw_variable(v) for v in variables]
+                chain.build([v.shape for v in raw], [id(v) for v in raw], self._add_state)
 
     @staticmethod
     def _check_graph(loss) -> None:
@@ -121,6 +145,8 @@ class DPOptimizer:
         for fit in running_fits() if planned is not None else ():
             if trained_by(fit) is self:
                 planned.check(self, fit)
+        if self._dp.chain is not None and self._dp.chain.table is None:
+            self.build(variables)
         try:
             private = self._dp.update(loss, variables, table)
         except PrivacyError as error:  # without the walk through the graph, of which Keras 2 prints every line
@@ -131,7 +157,7 @@ class DPOptimizer:
         def ask():
             optimizer, trains = own(), model and model()
             if optimizer is not None:
-                kept = [v for v in _variables_of(optimizer) if v is not optimizer._dp_ledger]
+                kept = [v for v in _variables_of(optimizer) if id(v) not in optimizer._dp.own_variables()]
                 kept += [v for v in (ref() for ref in trained) if v is not None]
                 optimizer._dp.check_finished(kept + (saved_weights(trains) if trains is not None else []))
 
@@ -182,6 +208,11 @@ class DPOptimizer:
         return "example" if self.rows_per_unit == 1 else f"unit of {self.rows_per_unit} rows"
 
     @property
+    def noise(self) -> Noise | None:
+        """The correlated noise, or None for fresh noise in every step."""
+        return None if self._dp.chain is None else self._dp.chain.noise
+
+    @property
     def num_dp_steps(self) -> int:
         """How many noisy updates have been computed, restarts included."""
         return sum(n for _, n in self._executed())
@@ -213,7 +244,7 @@ class DPOptimizer:
         """What ran: each step as its batch was drawn, where `PrivacyBudget` (or what else knew) said so before it; else
         as if every example took part."""
         self._dp.check_finished()
-        return _counts.ledger_of(self._dp.rows())
+        return self._dp.ledger()
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -224,10 +255,15 @@ class DPOptimizer:
 
     def load_own_variables(self, store):
         """Loads what Keras saved. Where Keras leaves all of it out, because layers were frozen or thawed since, the
-        ledger is loaded nevertheless: steps that ran stay counted."""
+        ledger is loaded nevertheless: steps that ran stay counted.
+
+        Raises:
+          PrivacyError: the file's correlated noise is not this optimizer's; nothing is loaded.
+        """
+        if self._dp.chain is not None:
+            self._dp.chain.check(_stored(self, store, self._dp.chain.table))
         super().load_own_variables(store)
-        place = str(next(i for i, v in enumerate(self.variables) if v is self._dp_ledger))
-        saved = store[place] if place in store.keys() else None  # noqa: SIM118
+        saved = _stored(self, store, self._dp_ledger)
         if saved is None or tuple(saved.shape) != tuple(self._dp_ledger.shape):
             warnings.warn(
                 "The file holds no ledger of a DP optimizer. What was spent on the weights in it is not known, and in "
@@ -241,10 +277,19 @@ class DPOptimizer:
 
     def save_own_variables(self, store):
         self._dp.counter.settle(self._dp_ledger)
+        if self._dp.chain is not None:
+            self._dp.chain.settle()
         super().save_own_variables(store)
 
     def __reduce__(self):
-        return _rebuild, (self._dp_base, self.get_config(), self._dp.rows())
+        segments = None if self._dp.chain is None else self._dp.chain.rows()
+        return _rebuild, (self._dp_base, self.get_config(), self._dp.rows(), segments)
+
+
+def _stored(optimizer, store, variable):
+    """What a file holds for one of the optimizer's variables, or None."""
+    place = str(next((i for i, v in enumerate(optimizer.variables) if v is variable), -1))
+    return store[place] if place in store.keys() else None  # noqa: SIM118
 
 
 def stepped_on(variable: Any) -> dict[int, Mechanism]:
@@ -257,11 +302,13 @@ def stepped_on(variable: Any) -> dict[int, Mechanism]:
     return variable._tfdpfl_stepped
 
 
-def _rebuild(base, config, rows):
+def _rebuild(base, config, rows, segments=None):
     """A pickled or copied optimizer: the same settings and ledger, and a key of its own, so that no noise is used
     twice."""
     optimizer = make_dp_optimizer_class(base).from_config(config)
     optimizer._dp.counter.meet(rows, optimizer._dp_ledger)
+    if segments is not None:
+        optimizer._dp.chain.meet(segments)
     return optimizer
 
 
@@ -318,11 +365,11 @@ def _make(base: type, name: str) -> type:
 
         from tfdpfl.optimizers._keras3 import Keras3Adapter as adapter
 
-        register, model = keras.saving.register_keras_serializable, keras.Model
+        model = keras.Model
     elif hasattr(base, "compute_gradients") and hasattr(base, "_create_iteration_variable"):
         from tfdpfl.optimizers._keras2 import Keras2Adapter as adapter
 
-        register, model = _keras2_of(base).utils.register_keras_serializable, _keras2_of(base).Model
+        model = _keras2_of(base).Model
     else:
         raise TypeError(
             f"{base.__module__}.{base.__name__} is not an optimizer that can be made private. Legacy optimizers "
@@ -334,7 +381,16 @@ def _make(base: type, name: str) -> type:
         "_dp_base": base,
         "_dp_model": model,
     })  # fmt: skip
-    return register(package="tfdpfl", name=name)(made)
+    return _registration(base)(package="tfdpfl", name=name)(made)
+
+
+def _registration(base: type):
+    """What registers an optimizer class with the Keras that it belongs to."""
+    if hasattr(base, "scale_loss"):
+        import keras
+
+        return keras.saving.register_keras_serializable
+    return _keras2_of(base).utils.register_keras_serializable
 
 
 def _keras2_of(base: type):
@@ -346,11 +402,25 @@ def _keras2_of(base: type):
     return tf.keras
 
 
+def _make_ftrl() -> type:
+    """DPSGD with another default."""
+
+    def __init__(self, l2_norm_clip, noise_multiplier, *args, noise=None, **kwargs):
+        noise = Tree() if noise is None else noise
+        super(made, self).__init__(l2_norm_clip, noise_multiplier, *args, noise=noise, **kwargs)
+
+    made = type("DPFTRL", (DPSGD,), {"__doc__": _DOC_FTRL, "__module__": __name__, "__init__": __init__})
+    made._dp_base = made
+    return _registration(tf.keras.optimizers.SGD)(package="tfdpfl", name="DPFTRL")(made)
+
+
 DPSGD = _make(tf.keras.optimizers.SGD, "DPSGD")
 DPAdam = _make(tf.keras.optimizers.Adam, "DPAdam")
 DPAdamW = _make(tf.keras.optimizers.AdamW, "DPAdamW")
 DPAdagrad = _make(tf.keras.optimizers.Adagrad, "DPAdagrad")
 DPRMSprop = _make(tf.keras.optimizers.RMSprop, "DPRMSprop")
+
+DPFTRL = _make_ftrl()
 
 # TensorFlow Privacy's names.
 DPKerasSGDOptimizer = DPSGD
@@ -358,6 +428,7 @@ DPKerasAdamOptimizer = DPAdam
 DPKerasAdagradOptimizer = DPAdagrad
 
 __all__ = [
+    "DPFTRL",
     "DPSGD",
     "DPAdagrad",
     "DPAdam",

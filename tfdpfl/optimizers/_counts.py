@@ -35,6 +35,9 @@ SAMPLINGS = (
     ("none", "add_or_remove_one", "example"),
     ("none", "zero_out", "example"),
     ("poisson", "add_or_remove_one", "user"),
+    # These bound how often and how near to each other an example takes part: what correlated noise is priced by.
+    ("fixed_order", "zero_out", "example"),
+    ("cyclic_poisson", "add_or_remove_one", "example"),
     ("shuffle", "zero_out", "example"),
 )
 UNKNOWN, ACROSS_PASSES = 0, len(SAMPLINGS) - 1
@@ -101,8 +104,9 @@ class Counter:
 
     def taken_back(self, saved: tf.Variable) -> int:
         """How many of this object's steps the saved table does not know of: it was loaded since."""
-        rows = np.asarray(saved)
-        return max(self.steps - int(rows[rows[:, ORIGIN] == self.origin.numpy(), STEPS].sum()), 0)
+        rows, own = np.asarray(saved), self.table.numpy()
+        known = np.isin(rows[:, ORIGIN], [*own[own[:, STEPS] > 0, ORIGIN], self.origin.numpy()])
+        return max(self.steps - int(rows[known, STEPS].sum()), 0)
 
     def drawn(self) -> Drawn:
         """How the batch of the step that is traced was drawn; the next one is another."""

@@ -12,11 +12,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl import clips, noise
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers._chain import Chain
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._partial import Part, Partial
 
@@ -66,8 +69,9 @@ class Mechanism:
     """
 
     def __init__(
-        self, l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed, rows_per_unit=1
-    ):
+        self, l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed, rows_per_unit=1,
+        correlated=None,
+    ):  # fmt: skip
         self.l2_norm_clip = clips.from_config(l2_norm_clip)
         if not isinstance(self.l2_norm_clip, clips.Clip):
             self.l2_norm_clip = _number(
@@ -104,8 +108,25 @@ class Mechanism:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0):
             raise ValueError(f"seed={seed!r} must be a non-negative integer, or None for the system's entropy.")
         self.seed = None if seed is None else int(seed)
+        if isinstance(correlated, dict):
+            correlated = noise_from_dict(correlated)
+        if correlated is not None and not isinstance(correlated, Noise):
+            raise ValueError(f"noise={correlated!r} must be None, or tfdpfl.noise.Tree, Banded or BLT.")
+        for name, usual in (("num_microbatches", None), ("parts", 1), ("rows_per_unit", 1)):
+            if correlated is not None and getattr(self, name) != usual:
+                name, value = {"parts": "gradient_accumulation_steps"}.get(name, name), getattr(self, name)
+                raise ValueError(
+                    f"{name}={value!r} beside noise={type(correlated).__name__}: correlated noise has a price for one "
+                    f"example a row and one batch a step. Leave {name} at {usual}, or use noise=None."
+                )
+        if correlated is not None and isinstance(self.l2_norm_clip, clips.AdaptiveClip):
+            raise ValueError(
+                f"l2_norm_clip={self.l2_norm_clip!r} beside noise={type(correlated).__name__}: steps of correlated noise "
+                "are one mechanism, of one clip. Give a number, or use noise=None."
+            )
         self.source = noise.Source(self.seed)
         self.counter = _counts.Counter()
+        self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
         self._partials: dict[tuple[int, ...], Partial] = {}
         with tf.init_scope():
@@ -120,6 +141,7 @@ class Mechanism:
             "expected_batch_size": self.expected_batch_size,
             "rows_per_unit": self.rows_per_unit,
             "seed": self.seed,
+            "noise": None if self.chain is None else self.chain.noise.to_dict(),
         }
 
     def rows(self) -> np.ndarray:
@@ -127,6 +149,16 @@ class Mechanism:
         if not tf.executing_eagerly():
             raise RuntimeError("What ran can be read between steps, not in a function that is being traced.")
         return self.counter.rows(self.table)
+
+    def own_variables(self) -> set[int]:
+        """The ids of what it writes by itself: counts of steps, and noise."""
+        of_chain = [] if self.chain is None or self.chain.stream is None else [self.chain.table, *self.chain.stream.state]
+        return {id(v) for v in [self.table, *of_chain]}
+
+    def ledger(self) -> PrivacyLedger:
+        """What is known to have run, with its price."""
+        rows = self.rows()
+        return _counts.ledger_of(rows) if self.chain is None else self.chain.ledger(rows)
 
     def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
         """The noisy gradients, one for each variable (None where the loss does not depend on it), zeros where the
@@ -151,8 +183,12 @@ class Mechanism:
             part = Part(sums, units, self.counter.drawn(), self._multiplier(clipped.batch_size))
 
             def done(whole: Part) -> list[tf.Tensor]:
+                rows = None
+                if self.chain is not None and self.noise_multiplier > 0:  # before the count, which is of its segment
+                    ids = [id(raw_variable(variables[i])) for i in used]
+                    rows = self.chain.next(self.source, self.counter, whole.drawn.known, ids)
                 self.counter.count(whole.drawn, whole.multiplier, table)
-                return self._noisy(whole)
+                return self._noisy(whole, rows)
 
             # Accumulate; and of a whole batch release the sum.
             if self.parts > 1:
@@ -177,8 +213,8 @@ class Mechanism:
             return tf.constant(self.expected_batch_size, tf.float32)
         return tf.cast(tf.maximum(units, 1), tf.float32)
 
-    def _noisy(self, whole: Part) -> list[tf.Tensor]:
-        """(sums + noise) / denominator. Of sums that are made of parts and have a denominator that only now is known,
+    def _noisy(self, whole: Part, rows: list[tf.Tensor] | None) -> list[tf.Tensor]:
+        """(sums + noise) / denominator, the noise being fresh, or ``rows`` of unit base normals that correlate. Of sums that are made of parts and have a denominator that only now is known,
         the division is to come; the others are divided already. What else was summed, for the clip, goes to it."""
         sums, denominator, norm = whole.sums, self._denominator(whole.units), self.clipping.norm
         multiplier, of_count = self.clipping.split(self.noise_multiplier, denominator)
@@ -187,8 +223,11 @@ class Mechanism:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
         if self.noise_multiplier > 0:
             stddev = multiplier * norm / denominator
-            normals = self.source.gaussian([s.shape for s in sums], stddev)
-            normals[at:] = [n * (of_count / stddev) for n in normals[at:]]
+            if rows is None:
+                normals = self.source.gaussian([s.shape for s in sums], stddev)
+                normals[at:] = [n * (of_count / stddev) for n in normals[at:]]
+            else:
+                normals = [row * (self.chain.noise.unit * stddev) for row in rows]
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
             sums = [tf.cast(tf.cast(s, n.dtype) + n, s.dtype) for s, n in zip(sums, normals, strict=True)]
         if of_count is not None:

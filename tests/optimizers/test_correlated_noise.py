@@ -1,0 +1,271 @@
+"""Correlated noise in the optimizers: its covariance against the matrix, the update against numpy, what goes on after a
+save, and what is told of it."""
+
+import dataclasses
+import pickle
+import types
+
+import conftest as c
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdpfl
+from tfdpfl.callbacks import PrivacyBudget
+from tfdpfl.noise import BLT, Banded, Source, Tree
+
+HOW = {"min_separation": 4, "max_participations": 3}
+NOISES = [Tree(restart_every=5), Banded(bands=3, **HOW), BLT(**HOW)]
+WIDE = (500, 300)
+
+
+def wide(noise, multiplier=2.0, optimizer=tfdpfl.DPSGD, **kwargs):
+    """A layer whose kernel has no gradient (its input is 0): its steps are the noise alone."""
+    model = tf.keras.Sequential([tf.keras.Input((WIDE[0],)), tf.keras.layers.Dense(WIDE[1])])
+    settings = {"expected_batch_size": 1, "learning_rate": 1.0, **kwargs}
+    model.compile(optimizer(0.5, multiplier, noise=noise, **settings), loss="mse")
+    return model
+
+
+def rows_of(model, steps):
+    """The noise of so many steps, over C."""
+    x, y = np.zeros((2, WIDE[0]), "float32"), np.zeros((2, WIDE[1]), "float32")
+    rows = []
+    for _ in range(steps):
+        before = model.get_weights()[0]
+        model.train_on_batch(x, y)
+        rows.append((before - model.get_weights()[0]).ravel() / 0.5)
+    return np.array(rows)
+
+
+def covariance(noise, rows):
+    """Of ``C W``, which is to be white, in the noise's own units."""
+    base = noise.matrix(len(rows)) @ rows / (2.0 * noise.unit)
+    return base @ base.T / base.shape[1]
+
+
+@pytest.fixture(scope="module", params=NOISES, ids=lambda noise: type(noise).__name__)
+def begun(request, tmp_path_factory):
+    """A noise, its rows of six steps, and the file that the model was saved in."""
+    model = wide(request.param)
+    rows = rows_of(model, 6)
+    path = str(tmp_path_factory.mktemp("models") / ("model.keras" if c.keras3() else "model.h5"))
+    model.save(path)
+    return request.param, rows, path, model
+
+
+def test_the_noise_has_the_matrix_covariance_also_after_a_load(begun):
+    noise, rows, path, _ = begun
+    loaded, again = (tf.keras.models.load_model(path) for _ in range(2))
+    later, others = rows_of(loaded, 4), rows_of(again, 4)
+    # The deviation of an entry is at most sqrt(2 / 150,000), 0.0037: 6 of them.
+    for all_rows in (np.vstack([rows, later]), np.vstack([rows, others])):
+        cov = covariance(noise, all_rows)
+        np.testing.assert_allclose(cov, np.eye(10), atol=0.022)
+        assert abs(np.diag(cov).mean() - 1) < 0.01
+        for wrong in (2 / 3, 3 / 2):
+            assert abs(np.diag(cov).mean() * wrong**2 - 1) > 0.3
+    # Two that go on from one file never add the same base normals.
+    bases = [noise.matrix(10) @ np.vstack([rows, more]) for more in (later, others)]
+    assert all(abs(np.corrcoef(a, b)[0, 1]) < 0.02 for a, b in zip(bases[0][6:], bases[1][6:], strict=True))
+    # Each is one training of ten steps; together they are two.
+    ledgers = [model.optimizer.ledger for model in (loaded, again)]
+    assert [ledger.steps for ledger in ledgers] == [10, 10]
+    both = tfdpfl.PrivacyLedger().merge(ledgers[0]).merge(ledgers[1])
+    assert both.steps == 20
+    assert both.epsilon(1e-5) > 1.2 * ledgers[0].epsilon(1e-5)
+    assert tfdpfl.PrivacyLedger().merge(ledgers[0]).merge(ledgers[0]) == ledgers[0]
+    assert tfdpfl.PrivacyLedger.from_dict(both.to_dict()) == both
+
+
+def test_a_state_that_is_put_back_is_another_training_from_there(begun):
+    noise, _, path, _ = begun
+    model = tf.keras.models.load_model(path)
+    opt = model.optimizer
+    variables = opt.variables if c.keras3() else opt.variables()
+    saved = [np.array(v) for v in variables]
+    first = rows_of(model, 2)
+    for v, value in zip(variables, saved, strict=True):
+        v.assign(value)
+    second = rows_of(model, 3)
+    assert abs(np.corrcoef(first[0], second[0])[0, 1]) < 0.9  # the past is in both, the base normals are not
+    assert opt.ledger.steps == 8 + 9 and opt.num_dp_steps == 11
+    assert pickle.loads(pickle.dumps(opt)).ledger == opt.ledger
+
+
+def test_another_noises_file_is_refused_and_nothing_is_loaded(begun, tmp_path):
+    noise, _, path, model = begun
+    if not c.keras3():
+        pytest.skip("Keras 2 makes the optimizer from the file")
+    weights = str(tmp_path / "w.weights.h5")
+    model.save_weights(weights)
+    for other, multiplier in [(dataclasses.replace(noise, min_separation=5), 2.0), (noise, 1.9)]:
+        mine = wide(other, multiplier)
+        rows_of(mine, 1)
+        before = [np.array(v) for v in mine.optimizer.variables]
+        with pytest.raises(ValueError, match="not the correlated noise of this one"):  # Keras makes it one
+            mine.load_weights(weights)
+        for v, value in zip(mine.optimizer.variables, before, strict=True):
+            np.testing.assert_array_equal(np.array(v), value)
+
+
+def test_config_and_classes_come_back(begun):
+    noise, _, path, model = begun
+    assert type(model.optimizer).from_config(model.optimizer.get_config()).noise == noise
+    assert tf.keras.models.load_model(path).optimizer.noise == noise
+    ftrl = tfdpfl.DPFTRL(1.0, 2.0)
+    assert ftrl.noise == Tree() and type(pickle.loads(pickle.dumps(ftrl))) is tfdpfl.DPFTRL
+    got = tf.keras.optimizers.get({"class_name": "tfdpfl>DPFTRL", "config": ftrl.get_config()})
+    assert type(got) is tfdpfl.DPFTRL and got.noise == Tree()
+
+
+@pytest.mark.parametrize("noise", NOISES[1:], ids=lambda noise: type(noise).__name__)
+def test_the_weights_are_those_of_dp_sgd_in_numpy(noise, monkeypatch):
+    """With known base normals: per-example clip, sum, C⁻¹ Z by numpy's solver, denominator."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4, 8, 3)).astype("float32"), rng.normal(size=(4, 8, 2)).astype("float32")
+    z = rng.normal(size=(4, 8)).astype("float32")
+    at = tf.Variable(0)
+
+    def gaussian(self, shapes, stddev):
+        return [stddev * tf.constant(z)[at.assign_add(1) - 1]]
+
+    monkeypatch.setattr(Source, "gaussian", gaussian)
+    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
+    model.compile(tfdpfl.DPSGD(0.3, 1.7, noise=noise, learning_rate=0.5, expected_batch_size=5), loss="mse")
+    kernel, bias = (w.astype(np.float64) for w in model.get_weights())
+    w = np.linalg.solve(noise.matrix(4), z.astype(np.float64)) * 1.7 * 0.3 * noise.unit
+    for t in range(4):
+        residual = x[t] @ kernel + bias - y[t]  # of the mean of two squares
+        sums = [np.zeros_like(kernel), np.zeros_like(bias)]
+        for i in range(8):
+            g = [np.outer(x[t, i], residual[i]), residual[i]]
+            clip = min(1, 0.3 / np.sqrt(sum((p**2).sum() for p in g)))
+            sums = [s + clip * p for s, p in zip(sums, g, strict=True)]
+        kernel = kernel - 0.5 * (sums[0] + w[t, :6].reshape(3, 2)) / 5
+        bias = bias - 0.5 * (sums[1] + w[t, 6:]) / 5
+        model.train_on_batch(x[t], y[t])
+    for ours, theirs in zip(model.get_weights(), (kernel, bias), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+# -- what is told of it ----------------------------------------------------------------------------------------------
+
+X, Y = c.examples(48)
+ORDERED = {"num_examples": 48, "delta": 1e-5, "sampling": "fixed_order", "batch_size": 12}
+
+
+def in_order(batch=12):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch)
+
+
+def fitted(noise, data, epochs, budget, multiplier=1.0, optimizer=tfdpfl.DPAdam, model=None, **kwargs):
+    model = model or c.compiled(optimizer(1.0, multiplier, noise=noise, expected_batch_size=12))
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[budget], **kwargs)
+    return model
+
+
+def of_rows(ledger):
+    """(steps, separation, uses) of each training in it."""
+    rows = [row["correlated"] for row in ledger.to_dict()["rows"]]
+    return [(row["num_steps"], row["min_separation"], row["max_participations"]) for row in rows]
+
+
+def test_a_training_as_planned_costs_one_gaussian_and_what_is_more_costs_more():
+    noise = Banded(bands=3, **HOW)
+    one = tfdpfl.compute_epsilon(
+        num_examples=1, batch_size=1, noise_multiplier=1.0, num_steps=1, sampling="none", delta=1e-5)  # fmt: skip
+    budget = PrivacyBudget(**ORDERED)
+    model = fitted(noise, in_order(), 3, budget)
+    assert of_rows(budget.ledger) == [(12, 4, 3)]
+    assert budget.ledger.epsilon(1e-5) == pytest.approx(one, rel=1e-6)
+    assert "Banded(bands=3)" in str(budget.report.rows)
+    x, y = X[:12], Y[:12]
+    model.train_on_batch(x, y)  # nobody said what is in it
+    assert of_rows(model.optimizer.ledger) == [(13, 1, None)]
+    assert model.optimizer.ledger.epsilon(1e-5) > 2 * one
+
+
+def test_a_pass_that_is_cut_brings_uses_nearer():
+    budget = PrivacyBudget(**ORDERED)
+    model = fitted(Tree(), in_order(), 2, budget)
+    fitted(None, in_order(), 1, budget, model=model, steps_per_epoch=3)
+    assert of_rows(budget.ledger) == [(11, 4, 3)]
+    fitted(None, in_order(), 1, budget, model=model)  # it begins at the first batch: three steps after the last time
+    assert of_rows(budget.ledger) == [(15, 3, 4)]
+
+
+def test_a_load_goes_on_with_the_passes(tmp_path):
+    path = str(tmp_path / ("m.keras" if c.keras3() else "m.h5"))
+    noise = Banded(bands=3, **HOW)
+    fitted(noise, in_order(), 2, PrivacyBudget(**ORDERED)).save(path)
+    budget = PrivacyBudget(**ORDERED)
+    fitted(None, in_order(), 1, budget, model=tf.keras.models.load_model(path))
+    assert of_rows(budget.ledger) == [(12, 4, 3)]
+
+
+def test_arrays_that_fit_shuffles_bound_the_uses_alone():
+    budget = PrivacyBudget(delta=1e-5)
+    model = c.compiled(tfdpfl.DPFTRL(1.0, 4.0))
+    model.fit(X, Y, batch_size=12, epochs=2, verbose=0, callbacks=[budget])
+    assert of_rows(budget.ledger) == [(8, 1, 2)]
+
+
+def test_the_target_is_kept_and_reached():
+    noise = Banded(bands=2, min_separation=4, max_participations=30)
+    budget = PrivacyBudget(target_epsilon=1.0, **ORDERED)
+    fitted(noise, in_order(), 30, budget)
+    (steps, _, _), = of_rows(budget.ledger)  # fmt: skip
+    assert budget.ledger.epsilon(1e-5) <= 1.0 and 0 < steps < 120
+    with pytest.raises(tfdpfl.PrivacyError, match="leaves no room"):
+        fitted(noise, in_order(), 3, PrivacyBudget(target_epsilon=0.1, **ORDERED), multiplier=0.5)
+
+
+def declared(kind, apart, data):
+    said = types.SimpleNamespace(
+        kind=kind, min_separation=apart, num_examples=48, steps=8, seed=None, expected_batch_size=12)  # fmt: skip
+    data.tfdpfl_sampling = said
+    return data
+
+
+def test_groups_in_turns_are_priced_with_their_sampling_and_begin_anew_with_new_data():
+    noise = Banded(bands=2, min_separation=2, max_participations=1)
+    budget = PrivacyBudget(delta=1e-5)
+    data = declared("cyclic_poisson", 2, in_order(6))
+    model = fitted(noise, data, 3, budget, multiplier=2.0)
+    once = tfdpfl.compute_epsilon(num_examples=48, batch_size=24, noise_multiplier=2.0, num_steps=12, delta=1e-5)
+    assert budget.ledger.epsilon(1e-5) == pytest.approx(once, rel=1e-9)
+    assert budget.ledger.adjacency == "add_or_remove_one"
+    fitted(None, declared("cyclic_poisson", 2, in_order(6)), 3, budget, model=model)
+    twice = tfdpfl.compute_epsilon(num_examples=48, batch_size=24, noise_multiplier=2.0, num_steps=24, delta=1e-5)
+    assert budget.ledger.epsilon(1e-5) == pytest.approx(twice, rel=1e-9)
+    assert [steps for steps, _, _ in of_rows(budget.ledger)] == [24, 24]
+
+
+@pytest.mark.parametrize(
+    "noise, data, said",
+    [
+        (Tree(), lambda: tfdpfl.data.poisson_batches((X, Y), 0.25, 4), "does not bound how often"),
+        (Banded(bands=3, **HOW), lambda: declared("fixed_order", 3, in_order()), "keep 3"),
+        (Banded(bands=3, **HOW), lambda: declared("cyclic_poisson", 5, in_order()), "5 groups"),
+    ],
+)
+def test_data_that_do_not_bound_the_uses_are_refused(noise, data, said):
+    with pytest.raises(tfdpfl.PrivacyError, match=said):
+        fitted(noise, data(), 1, PrivacyBudget(delta=1e-5))
+
+
+def test_more_epochs_than_the_noise_was_made_for_are_refused():
+    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0, noise=Banded(bands=3, **HOW)))
+    with pytest.raises(tfdpfl.PrivacyError, match="max_participations=3"):
+        fitted(None, in_order(), 4, PrivacyBudget(**ORDERED), model=model)
+    assert model.optimizer.num_dp_steps == 0
+    with pytest.raises(tfdpfl.PrivacyError, match="keep 1"):
+        model.fit(X, Y, epochs=1, verbose=0, callbacks=[PrivacyBudget(delta=1e-5)])
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="noise='tree'"):
+        tfdpfl.DPSGD(1.0, 1.0, noise="tree")
+    with pytest.raises(ValueError, match="num_microbatches=4"):
+        tfdpfl.DPFTRL(1.0, 1.0, num_microbatches=4)

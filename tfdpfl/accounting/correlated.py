@@ -1,0 +1,225 @@
+"""A run with correlated noise, as the accountant sees it: one Gaussian mechanism for all its steps, or one sampled for
+each round of the groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdpfl.accounting import _checks
+from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz
+from tfdpfl.accounting.pricing import price
+from tfdpfl.accounting.strategies import Banded, Noise, Tree, noise_from_dict
+from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+# Neighbours differ in what one example contributes; who else is in a batch, and when, stays. Where the order is fixed
+# or shuffled a data set with an example more has other batches: that has no price.
+ADJACENCIES_OF_BOUNDED = ("zero_out", "replace_one")
+ADJACENCIES_OF_CYCLIC = ("add_or_remove_one", "zero_out")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrelatedRun:
+    """One training run with correlated noise, validated.
+
+    Args:
+      noise: `tfdpfl.noise.Tree`, `Banded` or `BLT`, as the optimizer has it.
+      noise_multiplier: for `Tree` a node's standard deviation over the clip; else the base normals' over the clip and
+        the sensitivity that the noise was made for.
+      num_steps: noisy updates.
+      min_separation: fewest steps from one use of an example to its next, in what ran.
+      max_participations: most uses of an example; None for as many as there is room for.
+      sampling_rate: of cyclic Poisson sampling: ``min_separation`` groups, to one of which each example was assigned by
+        itself, take turns, and an example is taken with this probability when it is its group's. None for none.
+      adjacency: ``"zero_out"`` (one example contributes nothing; the default) or ``"replace_one"``; with a sampling
+        rate ``"add_or_remove_one"`` (the default) or ``"zero_out"``.
+
+    Raises:
+      ValueError: an argument is out of its range.
+      PrivacyError: the adjacency is not one that this can be priced for.
+    """
+
+    noise: Noise
+    noise_multiplier: float
+    num_steps: int
+    min_separation: int = 1
+    max_participations: int | None = None
+    sampling_rate: float | None = None
+    adjacency: str | None = None
+
+    def __post_init__(self) -> None:
+        put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
+        if not isinstance(self.noise, Noise):
+            raise ValueError(f"noise={self.noise!r} must be tfdpfl.noise.Tree, Banded or BLT.")
+        mend = "give the optimizer's noise_multiplier (0 for none)"
+        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, mend, at_least=0))
+        put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
+        mend = "count the steps from one use of an example to its next"
+        put("min_separation", _checks.whole("min_separation", self.min_separation, 1, mend))
+        if self.max_participations is not None:
+            mend = "count the uses of an example, or leave it out"
+            put("max_participations", _checks.whole("max_participations", self.max_participations, 0, mend))
+        if self.sampling_rate is not None:
+            mend = "give the probability with which a group's example is taken, or None"
+            put("sampling_rate", _checks.real("sampling_rate", self.sampling_rate, mend, above=0))
+            if self.sampling_rate > 1:
+                raise ValueError(f"sampling_rate={self.sampling_rate!r} is above 1: {mend}")
+        offered = ADJACENCIES_OF_BOUNDED if self.sampling_rate is None else ADJACENCIES_OF_CYCLIC
+        put("adjacency", offered[0] if self.adjacency is None else self.adjacency)
+        if self.adjacency not in offered:
+            how = "without sampling" if self.sampling_rate is None else "with cyclic sampling"
+            raise PrivacyError(
+                f"correlated noise {how} has no price for adjacency={self.adjacency!r}: take "
+                f"{' or '.join(map(repr, offered))}"
+            )
+
+    @property
+    def participations(self) -> int:
+        """How many noisy updates one example can touch."""
+        return most_participations(self.num_steps, self.min_separation, self.max_participations)
+
+    @property
+    def amplified(self) -> bool:
+        """Whether the sampling is in the price: bands that fit between two turns of a group."""
+        fits = isinstance(self.noise, Banded) and self.noise.bands <= self.min_separation
+        return self.sampling_rate is not None and fits
+
+    @property
+    def dp_event(self) -> DpEvent:
+        """What ran, for an accountant: its σ is relative to the sensitivity under `adjacency`."""
+        from dp_accounting import dp_event
+
+        if self.participations == 0:
+            return dp_event.NoOpDpEvent()
+        if self.noise_multiplier == 0:
+            return dp_event.NonPrivateDpEvent()
+        stddev = self.noise_multiplier * self.noise.unit / (2 if self.adjacency == "replace_one" else 1)  # in clips
+        if self.amplified:
+            # The rounds of the groups see one of an example's uses each, which moves other noises than the last
+            # (Choquette-Choo et al. 2023, arXiv:2306.08153, Theorem 4).
+            column = self.noise.column(self.num_steps)  # type: ignore[attr-defined]
+            step = _moving_each(np.abs(column) / stddev)
+            if self.sampling_rate is not None and self.sampling_rate < 1:
+                step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
+            return dp_event.SelfComposedDpEvent(step, self.participations)
+        if isinstance(self.noise, Tree):
+            sensitivity = self.noise.sensitivity(self.num_steps, self.min_separation, self.max_participations)
+            leaves = min(self.num_steps, self.noise.restart_every or self.num_steps)
+            # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as few
+            # as can be: the chance over the uses is largest at either end, as long as it is small.
+            most, shifts = self.participations, [(float(self.participations * leaves.bit_length()), 1 / stddev)]
+            for level in range(leaves.bit_length()):
+                uses = min(most, -(-(1 << level) // self.min_separation))
+                shifts.append((most / uses, uses / stddev))
+            return _moving(sensitivity / stddev, shifts)
+        column = self.noise.column(self.num_steps)  # type: ignore[attr-defined]
+        moved = moved_by_toeplitz(column, self.num_steps, self.min_separation, self.max_participations)
+        return _moving_each(moved / stddev)
+
+    def text(self) -> str:
+        kind = {k: v for k, v in self.noise.to_dict().items() if k in ("restart_every", "bands", "buffers")}
+        size = ", ".join(f"{k}={v}" for k, v in kind.items() if v is not None)
+        how = f"at most {self.participations} uses of an example, {self.min_separation} or more steps apart"
+        if self.sampling_rate is not None:
+            how = f"{self.min_separation} groups in turns, sampled at {self.sampling_rate:.4g}"
+            how += "" if self.amplified else " (not in the price)"
+        return (
+            f"{self.num_steps} steps with {type(self.noise).__name__}({size}) noise, noise multiplier "
+            f"{self.noise_multiplier:.4g}: {how}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as values that JSON can hold."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "noise": self.noise.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> CorrelatedRun:
+        """The run that `to_dict` saved."""
+        return cls(**{**saved, "noise": noise_from_dict(saved["noise"])})
+
+
+@functools.cache
+def _event_type() -> Any:
+    import attr
+    from dp_accounting import dp_event
+
+    @attr.s(frozen=True, auto_attribs=True)
+    class CorrelatedGaussianDpEvent(dp_event.DpEvent):
+        """A Gaussian mechanism whose noise is many normals. `shifts` tells how many of them move by how many standard
+        deviations: where their tails end, neighbours differ."""
+
+        gaussian: dp_event.DpEvent
+        shifts: tuple[tuple[float, float], ...]
+
+    return CorrelatedGaussianDpEvent
+
+
+def _moving(shift: float, shifts: list[tuple[float, float]]) -> DpEvent:
+    """The event of normals that one example moves by ``shift`` standard deviations in all."""
+    from dp_accounting import dp_event
+
+    return _event_type()(dp_event.GaussianDpEvent(1 / shift), tuple(shifts))
+
+
+def _moving_each(shifts: np.ndarray) -> DpEvent:
+    """The same, from what each of them is moved by."""
+    rounded, counts = np.unique(np.ceil(32 * shifts[shifts > 0]) / 32, return_counts=True)
+    pairs = zip(counts.tolist(), rounded.tolist(), strict=True)
+    return _moving(float(np.linalg.norm(shifts)), [(float(n), s) for n, s in pairs])
+
+
+def compute_noise_multiplier_of(
+    noise: Noise,
+    *,
+    target_epsilon: float,
+    delta: float,
+    num_steps: int,
+    min_separation: int | None = None,
+    max_participations: int | None = None,
+    sampling_rate: float | None = None,
+    adjacency: str | None = None,
+    accountant: str = "pld",
+) -> float:
+    """The smallest noise multiplier at which a run with this noise costs no more than ``target_epsilon``.
+
+        noise = tfdpfl.noise.Banded(bands=4, min_separation=240, max_participations=10)
+        sigma = tfdpfl.noise.compute_noise_multiplier(noise, target_epsilon=8, delta=1e-5, num_steps=2400)
+
+    Args:
+      noise: as the optimizer is to have it.
+      target_epsilon: ε that must not be passed.
+      delta: δ of it.
+      num_steps, sampling_rate, adjacency: as in `CorrelatedRun`.
+      min_separation, max_participations: of the data; None takes those that the noise was made for.
+      accountant: "pld" or "rdp".
+
+    Raises:
+      ValueError: an argument is out of its range, or no noise multiplier below 2^30 meets the target.
+    """
+    target = _checks.real("target_epsilon", target_epsilon, "give the ε to keep to", above=0)
+
+    def epsilon(z: float) -> float:
+        run = CorrelatedRun(
+            noise=noise, noise_multiplier=z, num_steps=num_steps, sampling_rate=sampling_rate, adjacency=adjacency,
+            min_separation=noise.min_separation if min_separation is None else min_separation,
+            max_participations=noise.max_participations if max_participations is None else max_participations,
+        )  # fmt: skip
+        return price(run.dp_event, delta, accountant, str(run.adjacency)).epsilon
+
+    low, high = 2.0**-10, 1.0
+    while epsilon(high) > target:
+        low, high = high, 2 * high
+        if high > 2.0**30:
+            raise ValueError(f"target_epsilon={target_epsilon!r} at delta={delta!r} is met by no noise below 2^30.")
+    while high / low > 1 + 1e-5:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if epsilon(middle) <= target else (middle, high)
+    return high

@@ -1,0 +1,247 @@
+"""Which steps of correlated noise belong together, and what they cost.
+
+With correlated noise the steps of a training are one mechanism. They may be taken by several processes, each of which
+goes on from a state that an earlier one saved; and a state may be taken up twice, from when on there are two trainings
+with a common past. So a table of segments is kept beside the noise: a segment is what one optimizer object in one process
+took in a row. Its row says which segment it goes on from, and after how many steps. `_counts` counts the steps of each.
+
+Each end of such a tree is priced as a whole training. That is an upper bound for all of them together: what an example
+moves in the common past counts once for each.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl._process import renew_after_fork
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.correlated import CorrelatedRun
+from tfdpfl.accounting.strategies import Noise
+from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import Source
+from tfdpfl.noise.correlated import Stream
+from tfdpfl.optimizers import _counts
+
+ROWS = 128
+COLUMNS = ("id", "parent", "since", "pass_begun", "separation")
+ID, PARENT, SINCE, PASS_BEGUN, SEPARATION = range(len(COLUMNS))
+# The first row of the table: the segment that the state is of, the step that comes next, and whose noise it is.
+STEP, KIND, LOST = 1, 2, 3
+# How data may be drawn that bound how often an example takes part.
+SHUFFLE, ORDERED, CYCLIC = (
+    next(i for i, row in enumerate(_counts.SAMPLINGS) if row[0] == kind)
+    for kind in ("shuffle", "fixed_order", "cyclic_poisson")
+)
+
+
+class Chain:
+    """Correlated noise of one optimizer object in one process: draws it, and knows where it goes on."""
+
+    def __init__(self, noise: Noise, noise_multiplier: float):
+        self.noise, self.noise_multiplier = noise, noise_multiplier
+        # What the state of one training is of no use for another: for other noise, or noise of another size.
+        self.kind = _counts.number_of(json.dumps([noise.to_dict(), noise_multiplier], sort_keys=True))
+        self.stream: Stream | None = None
+        self._places: dict[int, int] = {}
+        self.table: Any = None  # the optimizer's variable
+        with tf.init_scope():
+            make = lambda value: tf.Variable(value, trainable=False)  # noqa: E731
+            # In no file: the segment that this object is in and the step that it expects; all its segments.
+            self._own = make(np.zeros([1 + ROWS, len(COLUMNS)]))
+        self.met = np.zeros([0, len(COLUMNS)])
+        renew_after_fork(self)
+
+    def _renew(self) -> None:
+        self._own[0].assign(np.zeros(len(COLUMNS)))  # the next step begins a segment of this process
+
+    def build(self, shapes: list, ids: list[int], add_state: Any) -> None:
+        """Makes what is saved, for the weights that the optimizer is for."""
+        table = np.zeros([1 + ROWS, len(COLUMNS)])
+        table[0, KIND] = self.kind
+        self.table = add_state("dp_noise_steps", table)
+        self.stream = Stream(self.noise, shapes, add_state)
+        self._places = {i: place for place, i in enumerate(ids)}
+
+    def next(self, source: Source, counter: _counts.Counter, known: tf.Tensor, ids: list[int]) -> list[tf.Tensor]:
+        """The next row of noise for the weights of these ids, of unit base normals. Traced before the step is counted,
+        so that it counts for the right segment; ``known`` is how its batch was drawn (`_counts.Drawn`)."""
+        assert self.stream is not None
+        unknown = [i for i in ids if i not in self._places]
+        if unknown:
+            raise PrivacyError(
+                "The optimizer's correlated noise was made for other weights than this step trains. Compile the model "
+                "again with a new optimizer, or freeze and thaw layers before its first step."
+            )
+        step = self._go_on(source, counter, known)
+        rows = self.stream.next(source, tf.cast(step, tf.int64))
+        return [rows[self._places[i]] for i in ids]
+
+    def _go_on(self, source: Source, counter: _counts.Counter, known: tf.Tensor) -> tf.Tensor:
+        """The step's number, from 0. Begins a segment where the state is not what this object left."""
+        own, saved = tf.convert_to_tensor(self._own), tf.convert_to_tensor(self.table)
+        goes_on = (own[0, ID] > 0) & tf.reduce_all(tf.equal(own[0, : STEP + 1], saved[0, : STEP + 1]))
+        # Of new groups nothing goes on: an example may be in another one.
+        anew = ~goes_on & tf.equal(known[1], CYCLIC)
+        step = tf.where(anew, tf.zeros_like(saved[0, STEP]), saved[0, STEP])
+        drawn = tf.bitwise.bitwise_and(source.unique(), (1 << 51) - 1)
+        current = tf.where(goes_on, own[0, ID], tf.cast(drawn, tf.float64) + 1)
+        parent = tf.where(anew, tf.zeros_like(step), saved[0, ID])
+        of_parent = tf.equal(saved[1:, ID], parent) & (parent > 0)
+        begun, apart = tf.unstack(tf.reduce_sum(tf.where(of_parent[:, None], saved[1:, PASS_BEGUN:], 0.0), 0))
+        row = tf.stack([current, parent, step, begun, apart])
+        tables = []
+        for table in (own, saved):
+            free = tf.equal(table[1:, ID], 0)
+            here = tf.one_hot(tf.argmax(tf.cast(free, tf.int32)), ROWS, True, False) & free & ~goes_on
+            rows = tf.where(here[:, None], row, table[1:])
+            lost = tf.maximum(table[0, LOST], tf.cast(~goes_on & ~tf.reduce_any(free), tf.float64))
+            head = tf.stack([current, step + 1, tf.constant(self.kind, tf.float64), lost, 0.0])
+            tables.append(tf.concat([head[None], rows], 0))
+        self._own.assign(tables[0])
+        self.table.assign(tables[1])
+        counter.origin.assign(current)
+        return step
+
+    # -- what Python says between steps ------------------------------------------------------------------------------
+
+    def begin_pass(self, sampling: int) -> None:
+        """A pass over the data begins with the next step: notes how long the last one was."""
+        if self.table is None:
+            return
+        own, saved = self._own.numpy(), np.array(self.table)
+        step = saved[0, STEP]
+        for table in (own, saved):
+            for row in table[1:]:
+                if row[ID] == saved[0, ID] > 0:
+                    length = step - row[PASS_BEGUN]
+                    if length > 0 and row[PASS_BEGUN] >= 0:
+                        row[SEPARATION] = min(row[SEPARATION] or length, length)
+                    row[PASS_BEGUN] = step
+        if sampling == CYCLIC and step % self.noise.min_separation:
+            own[0] = 0  # the turns of the groups begin anew: so does the noise
+        self._own.assign(own)
+        self.table.assign(saved)
+
+    def begin_data(self) -> None:
+        """Data begin whose groups are others."""
+        self._own[0].assign(np.zeros(len(COLUMNS)))
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def check(self, saved: np.ndarray | None) -> None:
+        """Raises a `PrivacyError` where a table to be loaded is of another noise."""
+        shape = (1 + ROWS, len(COLUMNS))
+        if saved is None or tuple(saved.shape) != shape or np.asarray(saved)[0, KIND] not in (0, self.kind):
+            raise PrivacyError(
+                "What the file holds is not the correlated noise of this one, which no step can go on from. Compile the "
+                f"model with the file's noise_multiplier and noise (here {self.noise_multiplier:g} and {self.noise}), or "
+                "load the file before compile and give PrivacyBudget that training's ledger=."
+            )
+
+    def meet(self, rows: np.ndarray) -> None:
+        """Takes in segments that came another way than in the saved table."""
+        self.met = united(self.met, rows)
+
+    def rows(self) -> np.ndarray:
+        """All segments that are known."""
+        saved = np.zeros([1, len(COLUMNS)]) if self.table is None else np.array(self.table)
+        own = self._own.numpy()
+        if max(saved[0, LOST], own[0, LOST]) > 0:
+            raise PrivacyError(
+                f"This training was taken up more than {ROWS} times from saved states, of which no more are known: its ε "
+                "is not known any more."
+            )
+        self.met = united(self.met, saved[1:], own[1:])
+        return self.met
+
+    def settle(self) -> None:
+        """Writes all segments that are known into the table that is saved."""
+        if self.table is None:
+            return
+        rows = self.rows()
+        if len(rows) <= ROWS:
+            table = np.array(self.table)
+            table[1:] = 0
+            table[1 : 1 + len(rows)] = rows
+            self.table.assign(table)
+
+    # -- what it costs -----------------------------------------------------------------------------------------------
+
+    def ledger(
+        self, counted: np.ndarray, more_steps: int = 0, more_passes: int = 0, batches: tuple = ()
+    ) -> PrivacyLedger:
+        """What ran, from the rows of `_counts`; and, with ``more_steps``, what would have run after so many more from
+        the state as it is, on data drawn as ``batches`` says."""
+        segments = {row[ID]: row for row in self.rows()}
+        current = 0.0 if self.table is None else float(np.array(self.table)[0, ID])
+        step = 0 if self.table is None else int(np.array(self.table)[0, STEP])
+        drawn: dict[float, list[np.ndarray]] = {}
+        for row in counted:
+            drawn.setdefault(row[_counts.ORIGIN], []).append(row)
+        # Steps of which it is not known where they belong may have come at any place.
+        strays = sum(int(row[_counts.STEPS]) for i in drawn if i not in segments for row in drawn[i])
+        ends = {i: int(s[SINCE] + sum(r[_counts.STEPS] for r in drawn.get(i, []))) for i, s in segments.items()}
+        covered = {p for p, end in ends.items() if any(s[PARENT] == p and s[SINCE] >= end for s in segments.values())}
+        ledger = PrivacyLedger()
+        last = [(i, end) for i, end in ends.items() if i not in covered and end > 0]
+        foreseen = current if more_steps else None
+        if foreseen is not None:
+            anew = batches[1] == CYCLIC and float(self._own[0, ID]) != current
+            last = [(i, end) for i, end in last if anew or (i, end) != (current, step)]
+            last.append((0.0 if anew else current, (0 if anew else step) + more_steps))
+        for number, (i, end) in enumerate(last):
+            ahead = foreseen is not None and number == len(last) - 1
+            path = [i] if i else []
+            while path and segments[path[-1]][PARENT] in segments:
+                path.append(segments[path[-1]][PARENT])
+            rows = [row for p in path for row in drawn.get(p, [])]
+            known = {tuple(row[_counts.DATA : _counts.MULTIPLIER]) for row in rows}
+            passes = sum(row[_counts.PASSES] for row in rows)
+            if ahead:
+                known.add(tuple(float(b) for b in batches))
+                passes += more_passes
+            apart = segments[i][SEPARATION] if i else 0.0
+            if ahead and i and step > segments[i][PASS_BEGUN]:
+                length = step - segments[i][PASS_BEGUN]  # of the last pass, which ends here
+                apart = min(apart or length, length)
+            run = self._run(end, known, int(passes), int(apart), strays, ahead and more_passes > 1)
+            names = {k[0] for k in known}
+            name = names.pop() if len(names) == 1 else 0.0
+            origins = tuple((f"{int(p):x}", int(segments[p][SINCE])) for p in reversed(path))
+            ledger.count_correlated(origins, run, dataset=f"{int(name):x}" if name > 0 else None)
+        if not last and strays:
+            ledger.count_correlated((), self._run(strays, set(), 0, 0, 0, False))
+        return ledger
+
+    def _run(self, steps: int, known: set, passes: int, apart: int, strays: int, whole_passes: bool) -> CorrelatedRun:
+        how: dict[str, Any] = {}
+        _, sampling, n, batch, _ = next(iter(known)) if len(known) == 1 else (0.0,) * 5
+        if sampling == ORDERED:
+            # A pass that another follows: as long as was seen, and if none was, as the data are.
+            of_data = int(n // batch)
+            apart = min(apart or of_data, of_data) if whole_passes or passes > 1 else steps
+            how = {"min_separation": max(apart, 1), "max_participations": passes}
+        elif sampling == SHUFFLE:
+            how = {"max_participations": passes}
+        elif sampling == CYCLIC:
+            groups = self.noise.min_separation
+            how = {"min_separation": groups, "sampling_rate": min(batch * groups / n, 1.0)}
+        if strays:
+            how = {"max_participations": how["max_participations"] + strays} if "max_participations" in how else {}
+        return CorrelatedRun(noise=self.noise, noise_multiplier=self.noise_multiplier, num_steps=steps, **how)
+
+
+def united(*tables: np.ndarray) -> np.ndarray:
+    """The segments of all tables. What is known of one twice is the same, but for passes that ended since."""
+    found: dict[float, np.ndarray] = {}
+    for row in np.concatenate(tables):
+        if row[ID] > 0:
+            other = found.setdefault(row[ID], row.copy())
+            if row[SEPARATION] and (not other[SEPARATION] or row[SEPARATION] < other[SEPARATION]):
+                other[SEPARATION] = row[SEPARATION]
+            other[PASS_BEGUN] = max(other[PASS_BEGUN], row[PASS_BEGUN])
+    return np.array(list(found.values())).reshape(-1, len(COLUMNS))
