@@ -12,9 +12,9 @@ pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
-    "federated_hospitals": r"Orkney Hospital +\d\.\d+ +\d\.\d+ +0\.\d+ \[.*\n(.*\n)*.*example level: epsilon = ",
-    "federated_levels": r"client level, DP-FTRL +[\d.]+% +inf +[\d.]+ +inf\n(.*\n)*.*It is no bound",
-    "federated_nbafl": r"sound, all uploads seen +[\d.]+% +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+\n",
+    "federated_hospitals": r"round 2 +Orkney Hospital +loss .* q 0\.13 .*ε \d(.*\n)*Orkney Hospital( +\d\.\d+){3} \[",
+    "federated_levels": r"DP-FTRL +[\d.]+% +[\d.]+ +inf +[\d.]+ +inf\n(.*\n)* +2 +[\d.]+ +[\d.]+% +[-\d.]+ +[-\d.]+\n",
+    "federated_nbafl": r"sound, all uploads seen +[\d.]+% +\d+% to \d+%( +[\d.]+){5}\nsound, 40 clients once",
     "federated_shakespeare": r"always the commonest character: [\d.]+%\n(.*\n)*.*client level: epsilon = ",
 }
 

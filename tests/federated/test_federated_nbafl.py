@@ -1,5 +1,6 @@
 """NbAFL's formulas are the paper's, its claim is shown to be one, and the sound calibration holds."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -119,8 +120,14 @@ def test_each_round_is_priced_by_its_own_cohort():
     assert level.price(unknown, 1e-5).epsilon == price([1, 1])
     bounded = Participation(sampling="bounded", population=8, clients_per_round=4, max_participations=1)
     assert level.price(RoundsRun(rounds=2, participation=bounded), 1e-5).epsilon == price([1])
-    fixed = FixedSizeClientSampler(range(800), 4).participation
-    assert price([4] * 20, fixed) < 0.5 * price([4] * 20)
+    sampler = FixedSizeClientSampler(range(800), 4, seed=0)
+    drawn = RoundsRun(rounds=20, participation=sampler.participation, cohorts=[sampler(r) for r in range(20)])
+    assert level.price(drawn, 1e-5).epsilon < 0.5 * price([4] * 20)
+    assert level.price(drawn, 1e-5) == level.planned_price(
+        RoundsRun(rounds=20, participation=sampler.participation), 1e-5
+    )
+    gone = dataclasses.replace(drawn, absent=[cohort[:2] for cohort in drawn.cohorts])
+    assert level.price(gone, 1e-5).epsilon > 1.1 * level.price(drawn, 1e-5).epsilon
     assert nb.NbAFLLevel(clip=1, sigma_u=0, sigma_d=0, clients_per_round=1).price(unknown, 1e-5).epsilon == math.inf
 
 

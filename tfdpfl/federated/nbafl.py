@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from tfdpfl.accounting import _checks, compute_noise_multiplier
@@ -112,12 +113,19 @@ class NbAFLLevel:
         Cohorts of fixed size are priced with their amplification where that helps, and no other sampling is relied
         upon. A small cohort adds little noise; cohorts that are not recorded count as of one client.
         """
+        sizes = [max(1, size) for size in run.sizes()] or [1] * run.rounds
+        return self._price(run, sizes, delta, accountant)
+
+    def planned_price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
+        """The same before anything ran, where all of ``clients_per_round`` will come."""
+        return self._price(run, [self.clients_per_round] * run.rounds, delta, accountant)
+
+    def _price(self, run: RoundsRun, sizes: Sequence[int], delta: float, accountant: str) -> Price:
         from dp_accounting import dp_event
 
         most = participations(run)
         if most == 0:
             return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
-        sizes = [max(1, size) for size in run.sizes()] or [1] * run.rounds
         variances = Counter(sorted(size * self.sigma_u**2 + self._server_variance for size in sizes)[:most])
         if 0 in variances:
             return price(dp_event.NonPrivateDpEvent(), delta, accountant, self.adjacency)
@@ -204,7 +212,6 @@ def noise_of(
             of_sum = min(of_sum, compute_noise_multiplier(**chosen, **target))
         sigma_d = math.sqrt(max(0.0, (of_sum * clip) ** 2 - k * sigma_u**2)) / k
     participation = Participation(sampling="fixed_size" if k < n else "none", population=n, clients_per_round=k)
-    cohorts = [[str(i) for i in range(k)]] * rounds
     released = NbAFLLevel(clip=clip, sigma_u=sigma_u, sigma_d=sigma_d, clients_per_round=k)
     seen = RoundsRun(rounds=exposures, participation=dataclasses.replace(participation, sampling="none"))
     return NbAFL(
@@ -213,9 +220,7 @@ def noise_of(
         sigma_d=sigma_d,
         claimed_epsilon=None if min_dataset_size is None else 2 * calculate_c(delta) * clip * exposures / (m * sigma_u),
         upload_epsilon=LocalLevel(noise_multiplier=sigma_u / clip).price(seen, delta).epsilon,
-        release_epsilon=released.price(
-            RoundsRun(rounds=rounds, participation=participation, cohorts=cohorts), delta
-        ).epsilon,
+        release_epsilon=released.planned_price(RoundsRun(rounds=rounds, participation=participation), delta).epsilon,
         delta=delta,
     )
 
