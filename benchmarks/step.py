@@ -3,11 +3,17 @@
     python benchmarks/step.py --models mnist_cnn --batches 250 --competitors keras3,tfdpfl3
 
 Each competitor is built in a process of its own, by the Python of its own environment (`make bench` installs them), so
-that its peak memory is its own; the rounds alternate between these processes, so that a noisy machine slows all alike.
+that its peak memory is its own. The rounds alternate between these processes, of which one runs and the others wait.
 With --apart no two of them live at the same time. A step is one update of the weights on a batch that stays in memory.
-A ratio is the median over rounds of the ratio to the plain step of the same framework within the round. Growth is the
-peak beyond that of a process that has only the framework and the batch in it. A competitor that fails, or runs out of
-time or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
+
+Time is the CPU time of the process, which other work on the machine moves less than wall time. A ratio is the median
+over rounds of the ratio to the plain step of the same framework within the round. Beside it stands the least wall time
+of a step in all rounds, and its ratio. The first step, which traces, is one sample of CPU time. Growth is the peak
+beyond that of a process that has only the framework and the batch in it. A competitor that fails, or runs out of time
+or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
+
+With --keep, what the output has of others stays. Rows that were measured before 24 November 2026 are of wall time (the
+median, and the first step) and are marked so.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -133,9 +140,12 @@ class Result:
     batch_size: int
     competitor: str
     failure: str | None = None
+    clock: str = "wall, earlier"  # of ms, ratios and the first step
     rounds_ms: list[float] = dataclasses.field(default_factory=list)
     ms: float | None = None
     time_ratio: float | None = None
+    wall_ms: float | None = None
+    wall_ratio: float | None = None
     noise_share: float | None = None
     first_s: float | None = None
     first_ratio: float | None = None
@@ -154,7 +164,7 @@ def compare(model: str, batch_size: int, options: argparse.Namespace, progress: 
     """Measures all competitors on one model and batch size."""
     chosen = {name: COMPETITORS[name] for name in options.competitors}
     bare = {f"import {e.environment}": e._replace(mode="import") for e in chosen.values()}
-    results = {name: Result(model, batch_size, name) for name in [*bare, *chosen]}
+    results = {name: Result(model, batch_size, name, clock="CPU") for name in [*bare, *chosen]}
     workers: dict[str, Worker] = {}
     steps: dict[str, int] = {}
 
@@ -176,8 +186,9 @@ def compare(model: str, batch_size: int, options: argparse.Namespace, progress: 
         steps[name] = max(1, min(options.steps, int(options.round_seconds / max(seconds, 1e-6))))
 
     def run(name: str) -> None:
-        seconds = workers[name].ask(steps[name])
-        results[name].rounds_ms.append(statistics.median(seconds) * 1000)
+        result, (cpu, wall) = results[name], workers[name].ask(steps[name])
+        result.rounds_ms.append(cpu * 1000)
+        result.wall_ms = min(wall * 1000, result.wall_ms or math.inf)
 
     def measure_memory(name: str) -> None:
         results[name].peak_mb = workers[name].ask("peak")
@@ -224,6 +235,7 @@ def _summarise(result: Result, plain: Result | None, bare: Result) -> None:
         return
     pairs = zip(result.rounds_ms, plain.rounds_ms, strict=True)
     result.time_ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    result.wall_ratio = result.wall_ms / plain.wall_ms
     result.first_ratio = result.first_s / plain.first_s
     result.peak_ratio = result.peak_mb / plain.peak_mb
     if bare.peak_mb and plain.peak_mb > bare.peak_mb:
@@ -234,6 +246,9 @@ COLUMNS = {
     "ms a step": ("ms", "{:.2f}"),
     "µs an example": ("us_an_example", "{:.0f}"),
     "× plain": ("time_ratio", "{:.2f}"),
+    "clock": ("clock", "{}"),
+    "least wall ms": ("wall_ms", "{:.2f}"),
+    "wall × plain": ("wall_ratio", "{:.2f}"),
     "noise's share": ("noise_share", "{:.0%}"),
     "first step s": ("first_s", "{:.1f}"),
     "first × plain": ("first_ratio", "{:.2f}"),
@@ -258,14 +273,18 @@ def table(results: list[Result]) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """The geometric mean over models of each competitor's ratio, by batch size, over the models that it did."""
+    """The geometric mean over models of each competitor's ratio, by clock and batch size, over the models that it
+    did."""
     lines = []
-    for name, entry in COMPETITORS.items():
-        for size in sorted({r.batch_size for r in results}):
-            ratios = [r.time_ratio for r in results if (r.competitor, r.batch_size) == (name, size) and r.time_ratio]
-            if entry.reference and ratios:
-                mean = math.exp(statistics.fmean(map(math.log, ratios)))
-                lines.append(f"- {name}, batch {size}: {mean:.2f} × plain, geometric mean of {len(ratios)} models")
+    for name, size, clock in itertools.product(
+        COMPETITORS, sorted({r.batch_size for r in results}), sorted({r.clock for r in results})
+    ):
+        of = [r for r in results if (r.competitor, r.batch_size, r.clock) == (name, size, clock)]
+        ratios = [r.time_ratio for r in of if r.time_ratio]
+        if COMPETITORS[name].reference and ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            models = f"{len(ratios)} models" if len(ratios) > 1 else "1 model"
+            lines.append(f"- {name}, batch {size} ({clock}): {mean:.2f} × plain, geometric mean of {models}")
     return "\n".join(lines)
 
 
@@ -287,17 +306,19 @@ def plot(results: list[Result], path: Path, title: str) -> None:
     )  # fmt: skip
     for axis, size in zip(axes[0], sizes, strict=True):
         for i, name in enumerate(shown):
-            found = {r.model: r.time_ratio for r in results if (r.competitor, r.batch_size) == (name, size)}
-            at = [models.index(m) + 0.8 * (i + 0.5) / len(shown) for m in found]
-            bars = axis.barh(at, [v or 1 for v in found.values()], 0.8 / len(shown), color=f"C{i}")
-            axis.bar_label(bars, [f"{v:.2f}" if v else "failed" for v in found.values()], padding=2, fontsize=6)
+            found = [r for r in results if (r.competitor, r.batch_size) == (name, size)]
+            at = [models.index(r.model) + 0.8 * (i + 0.5) / len(shown) for r in found]
+            bars = axis.barh(at, [r.time_ratio or 1 for r in found], 0.8 / len(shown), color=f"C{i}")
+            texts = [f"{r.time_ratio:.2f}" if r.time_ratio else "failed" for r in found]
+            texts = [text + "*" * (r.clock != "CPU") for text, r in zip(texts, found, strict=True)]
+            axis.bar_label(bars, texts, padding=2, fontsize=6)
         axis.set(xscale="log", xlabel="DP step / plain step of the same framework", title=f"batch {size}")
         axis.axvline(1, color="0.5", linewidth=0.8)
         axis.set_yticks([i + 0.4 for i in range(len(models))], models)
         axis.invert_yaxis()
         axis.margins(x=0.2)
     axes[0][-1].legend([Patch(color=f"C{i}") for i in range(len(shown))], shown, fontsize=7, loc="lower right")
-    figure.suptitle(title)
+    figure.suptitle(f"{title}; CPU time (*: wall time, of earlier days)")
     figure.savefig(path, dpi=130)
 
 
@@ -332,9 +353,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=30, help="most steps a round")
     parser.add_argument(
-        "--round-seconds", type=float, default=1.0, help="slow competitors do fewer steps, at least one"
+        "--round-seconds", type=float, default=0.5, help="CPU time; slow competitors do fewer steps, at least one"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds for a build or a round")
     parser.add_argument(
         "--memory-limit", type=float, default=0.6 * available_mb, help="MB for one competitor"
@@ -343,7 +364,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--apart", action="store_true", help="one process at a time, a new one each round: where two do not fit"
     )
     parser.add_argument(
-        "--keep", action="store_true", help="what the output has of other models, batches and environments stays"
+        "--keep", action="store_true", help="what the output has of other models, batches and competitors stays"
     )
     parser.add_argument("--output", type=Path, default=HERE / "results" / "step", help="where tables and plots go")
     return parser.parse_args(arguments)
@@ -359,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
     versions = _versions({entry.environment for entry in COMPETITORS.values()})
     options.output.parent.mkdir(parents=True, exist_ok=True)
     models, order = list(MODELS), list(COMPETITORS)
-    results = _kept(options.output, combinations, environments) if options.keep else []
+    results = _kept(options.output, combinations, options.competitors) if options.keep else []
     with tqdm(total=counted * len(combinations), disable=None) as progress:
         for model, batch_size in combinations:
             found = compare(model, batch_size, options, progress)
@@ -373,16 +394,13 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\n{summary(results)}")
 
 
-def _kept(output: Path, combinations: list[tuple[str, int]], environments: set[str]) -> list[Result]:
-    """What an earlier run measured of other combinations, or in other environments: ratios are of one environment."""
+def _kept(output: Path, combinations: list[tuple[str, int]], competitors: list[str]) -> list[Result]:
+    """What an earlier run measured and this one will not. Its ratios are to the plain step of its own run."""
     path = output.with_name(output.name + ".json")
     if not path.exists():
         return []
     earlier = [Result(**found) for found in json.loads(path.read_text())["results"]]
-    return [
-        r for r in earlier
-        if (r.model, r.batch_size) not in combinations or COMPETITORS[r.competitor].environment not in environments
-    ]  # fmt: skip
+    return [r for r in earlier if (r.model, r.batch_size) not in combinations or r.competitor not in competitors]
 
 
 def _write(output: Path, results: list[Result], versions: dict[str, str]) -> None:

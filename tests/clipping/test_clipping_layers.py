@@ -82,6 +82,8 @@ SIMPLE = {
     "conv2d of uneven strides that divide": (normal(B, 9, 10, 8), lambda: [L.Conv2D(3, (4, 3), strides=(2, 3))]),
     "conv2d of many channels": (normal(2, 14, 14, 16), lambda: [L.Conv2D(4, 3, padding="same")]),
     "conv2d of many channels, valid": (normal(2, 14, 14, 17), lambda: [L.Conv2D(3, (3, 2))]),
+    "conv2d of large images": (normal(5, 24, 24, 8), lambda: [L.Conv2D(2, 3, padding="same")]),
+    "conv2d of large images, fewer than 4": (normal(3, 20, 32, 8), lambda: [L.Conv2D(3, (5, 4), strides=(1, 2))]),
     "conv2d of many filters at few places": (normal(B, 3, 3, 12), lambda: [L.Conv2D(40, 2)]),
     "conv2d grouped": (normal(B, 5, 5, 4), lambda: [L.Conv2D(6, 3, groups=2)]),
     "conv2d grouped, of uneven strides": (normal(B, 6, 5, 4), lambda: [L.Conv2D(6, 3, groups=2, strides=(2, 1))]),
@@ -107,6 +109,7 @@ SIMPLE = {
     "embedding of repeated ids": (ids(B, 7, vocabulary=3), lambda: [L.Embedding(3, 4), L.Dense(2, "tanh")]),
     "embedding of one id": (ids(B, 1), lambda: [L.Embedding(6, 4), L.Dense(2, "tanh")]),
     "embedding of rank 3 ids": (ids(B, 3, 2), lambda: [L.Embedding(6, 4)]),
+    "embedding of dozens of ids": (ids(B, 40, vocabulary=9), lambda: [L.Embedding(9, 3), L.Dense(2, "tanh")]),
     "embedding of many ids": (ids(3, 300, vocabulary=40), lambda: [L.Embedding(40, 3)]),
     "string lookup": (words, lambda: [
         K.Input((3,), dtype="string"), L.StringLookup(vocabulary=["cat", "dog"], mask_token=""), L.Embedding(4, 3)]),
@@ -164,8 +167,9 @@ if has("SpectralNormalization"):
 
 FAST = """dense of rank 2|dense of rank 3|einsum to two axes|conv1d causal dilated
 conv2d same strided|conv2d of 1x1 with stride 2|conv2d of many channels|conv2d of large strided kernels
-conv2d of many filters at few places|depthwise conv2d of multiplier 2|transposed conv2d
-embedding of repeated ids|embedding of one id|embedding of many ids|string lookup|category encoding
+conv2d of large images|conv2d of many filters at few places|depthwise conv2d of multiplier 2|transposed conv2d
+embedding of repeated ids|embedding of one id|embedding of dozens of ids|embedding of many ids|string lookup
+category encoding
 layernorm of rank 3|prelu with shared axes
 lstm|time distributed dense|frozen layers|groupnorm"""
 SLOW = set(SIMPLE) - set(FAST.replace("\n", "|").split("|"))

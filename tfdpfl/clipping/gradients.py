@@ -29,6 +29,9 @@ TYPICAL_LENGTH = 64
 # Gradients are formed where they take less than this many times the memory of the op's input and output. (A transformer
 # of width 256, whose attention is at the tie: 1.2 x plain and 1.1 to 1.3 x its memory; with 2, 1.1 x and 1.6 x.)
 FORMED_MEMORY = 1
+# Of more rows than these an embedding's norms are found by adding up the rows of each id: 64 rows of 64 entries take
+# half of what their Gram matrix does. (XLA, which knows no table of what it has seen, multiplies up to 256.)
+FEW_ROWS = 32
 
 
 class Units:
@@ -264,7 +267,7 @@ class Lookup:
         length = self.g.shape[1]
         if length == 1:
             return squares(self.g)
-        if length is not None and length <= 256:
+        if length is not None and length <= (256 if compiled() else FEW_ROWS):
             alike = tf.equal(self.ids[:, :, None], self.ids[:, None, :])
             gram = products(self.g)
             self.doubt = rounding(length, self.g.shape[2], dtype=gram.dtype) * tf.linalg.trace(gram)
@@ -355,6 +358,11 @@ def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) ->
     return Formed([reshaped(grouped, [grouped.shape[0] or units.count, *weight])])
 
 
+def compiled() -> bool:
+    """Whether XLA compiles what is traced here."""
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
 def turned(x: tf.Tensor) -> tf.Tensor:
     """The last two axes the other way round."""
     rank = x.shape.rank
@@ -364,7 +372,7 @@ def turned(x: tf.Tensor) -> tf.Tensor:
 def squares(x: tf.Tensor) -> tf.Tensor:
     """Sum of squares over all axes but the first."""
     axes = list(range(1, x.shape.rank))
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if compiled():
         return tf.reduce_sum(x * x, axes)
     # One pass without a copy of x, in about half the time; XLA has no such op, and fuses the two.
     return tf.square(tf.raw_ops.EuclideanNorm(input=x, axis=axes))

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.finished import check_finished, raw_variable
-from tfdpfl.clipping.gradients import TYPICAL_LENGTH, Formed, Lookup, Outer
+from tfdpfl.clipping.gradients import FEW_ROWS, TYPICAL_LENGTH, Formed, Lookup, Outer
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 
@@ -89,7 +89,7 @@ def _way(contribution: Any, shape: tf.TensorShape) -> tuple[str, int]:
         return ("formed", n * t * a * p) if contribution.forms() else ("ghost", n * t * t * (a + p))
     if isinstance(contribution, Lookup):
         t = contribution.g.shape[1] or TYPICAL_LENGTH
-        return "ghost", t * t * contribution.g.shape[-1]
+        return "ghost", (t if t <= FEW_ROWS else 1) * t * contribution.g.shape[-1]
     assert isinstance(contribution, Formed)
     return "formed", int(np.prod(shape.as_list()))
 

@@ -32,8 +32,8 @@ AES, PHILOX = "aes-128-ctr", "philox-4x32-10"
 
 _PHILOX = 1
 _SMALL = 1 << 14
-# Pairs of normals made at once: their arrays fit the cache, and the calls of numpy, a dozen, cost a tenth.
-_PAIRS = 1 << 16
+# Pairs of normals made at once: their arrays fit the cache, and the calls of numpy, two dozen, cost a twentieth.
+_PAIRS = 1 << 17
 # Words nearer than this to either end get 64 bits more; beyond it float32 keeps no more digits than a word has.
 _NEAR = np.uint32(1 << 20)
 # A tensor whose first byte is so aligned is handed to TensorFlow without a copy.

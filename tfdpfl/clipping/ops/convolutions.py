@@ -16,6 +16,7 @@ from tfdpfl.clipping.gradients import (
     Outer,
     Units,
     Use,
+    compiled,
     dims_of,
     formed_fits,
     reshaped,
@@ -35,6 +36,11 @@ SPATIAL = frozenset(
     ResizeBicubic ResizeArea ScaleAndTranslate ExtractImagePatches ExtractVolumePatches FakeQuantWithMinMaxArgs
     AdjustContrastv2 AdjustHue AdjustSaturation RGBToHSV HSVToRGB""".split()
 )
+
+
+# Of an image with more entries, patches are laid out for a quarter of the batch at a time. More of a window at once
+# makes fewer and larger products, which take up to a third less.
+WHOLE_ENTRIES = 4096
 
 
 @moves(*CONVOLUTIONS, blocks=True)
@@ -164,17 +170,23 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         repeats = max(1.0, taps / math.prod(plan.strides))
         g_flat = flat(g, other, cout)
         forms = formed_fits(g_flat.shape[1] or TYPICAL_LENGTH, taps * cin, cout, repeats)
+        alone = units.single and state.rows == other.rows == state.blocks == other.blocks == 1
         if forms and taps > 1:
-            parts = []
-            for piece in plan.pieces(x, out):
-                with tf.control_dependencies(units.last_product):
-                    a = piece()
-                parts.append(tf.matmul(g_flat, flat(a, state, a.shape[-1]), transpose_a=True))
-                units.last_product = parts[-1:]
+            large = (x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
+            quarters = quartered(x, g_flat) if alone and large and not compiled() else [(x, g_flat)]
+            found: list[list[tf.Tensor]] = []
+            for x_part, g_part in quarters:
+                made = []
+                for piece in plan.pieces(x_part, out, parts=len(quarters)):
+                    with tf.control_dependencies(units.last_product):
+                        a = piece()
+                    made.append(tf.matmul(g_part, flat(a, state, a.shape[-1]), transpose_a=True))
+                    units.last_product = made[-1:]
+                found.append(made)
+            parts = [tf.concat(same, 0) if len(same) > 1 else same[0] for same in zip(*found, strict=True)]
             return Formed(parts, lambda pieces: layout(turned(tf.concat(pieces, -1))))
         (whole,) = plan.pieces(x, out, taps)
         a_flat = flat(whole(), state, taps * cin)
-        alone = units.single and state.rows == other.rows == state.blocks == other.blocks == 1
         gram = plan.gram(x, out) if alone and taps > 1 else None
         mark = ("conv", tuple(final), taps)
         needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
@@ -193,6 +205,13 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         else:
             parts.append(tf.einsum("utna,utnp->unap", v, g_flat))
     return Formed([layout(tf.concat(parts, 2))])
+
+
+def quartered(*tensors: tf.Tensor) -> list[tuple[tf.Tensor, ...]]:
+    """Quarters of the batch of each, the last of which takes what is left."""
+    size = tensors[0].shape[0] or tf.shape(tensors[0])[0]
+    sizes = [size // 4] * 3 + [size - 3 * (size // 4)]
+    return list(zip(*(tf.split(t, sizes, num=4) for t in tensors), strict=True))
 
 
 def batch_inputs(use: Use) -> list[int]:
