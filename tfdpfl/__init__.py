@@ -28,8 +28,8 @@ _WHERE = {
     "AdaptiveClip": "federated",
 }  # fmt: skip
 _MODULES = (
-    "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "label_dp", "noise",
-    "optimizers", "pate", "plots",
+    "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "flower", "label_dp",
+    "noise", "optimizers", "pate", "plots",
 )  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         datasets,
         errors,
         federated,
+        flower,
         label_dp,
         noise,
         optimizers,
