@@ -20,8 +20,10 @@ class _Anything(metaclass=_Kind):
     pass
 
 
-# TensorFlow Federated needs an environment of its own. To read signatures and docstrings its names suffice.
-for _name, _version in (("tensorflow_federated", "0.87.0"), ("tensorflow_privacy", "0.9.0")):
+# TensorFlow Federated and Flower need environments of their own. To read signatures and docstrings names suffice.
+_flwr = ["", ".app", ".serverapp", ".serverapp.strategy", ".supercore", ".supercore.privacy_accounting"]
+_absent = [("tensorflow_federated", "0.87.0"), ("tensorflow_privacy", "0.9.0")]
+for _name, _version in [*_absent, *((f"flwr{_part}", "1.41.0") for _part in _flwr)]:
     sys.modules[_name] = types.ModuleType(_name)
     sys.modules[_name].__version__ = _version
     sys.modules[_name].__getattr__ = lambda name: getattr(_Anything, name)

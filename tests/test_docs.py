@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)]
 NEEDS_TFF = {"docs/federated.md"}
+NEEDS_FLOWER = {"docs/flower.md"}
 
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -161,6 +162,8 @@ def namespace(tf):
 def test_every_snippet_runs(page, tmp_path, monkeypatch):
     if name_of(page) in NEEDS_TFF:
         pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
+    if name_of(page) in NEEDS_FLOWER:
+        pytest.importorskip("flwr", reason="needs Flower, which is on the keras3 stack")
     import tensorflow as tf
 
     monkeypatch.chdir(tmp_path)

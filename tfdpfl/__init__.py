@@ -29,8 +29,8 @@ _WHERE = {
     **dict.fromkeys(["plan", "PrivacyPlan"], "planning"),
 }  # fmt: skip
 _MODULES = (
-    "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "label_dp", "noise",
-    "optimizers", "pate", "planning", "plots",
+    "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "flower", "label_dp",
+    "noise", "optimizers", "pate", "planning", "plots",
 )  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         datasets,
         errors,
         federated,
+        flower,
         label_dp,
         noise,
         optimizers,

@@ -159,13 +159,11 @@ class Cluster:
             self.check(until)
         for number in range(HOSPITALS):
             self.flwr("supernode", "register", str(self.folder / f"hospital-{number}.pub"), "hospitals")
-            port = free_port()
             self.start(
                 f"hospital-{number}.node", "flower-supernode", "--superlink", f"{ADDRESS}:{self.port}",
                 "--root-certificates", authority,
                 "--auth-supernode-private-key", str(self.folder / f"hospital-{number}"),
-                "--host", ADDRESS, "--port", str(port), "--ssl-ca-certfile", authority,
-                "--ssl-certfile", str(self.folder / "server.crt"), "--ssl-keyfile", str(self.folder / "server.key"),
+                "--host", ADDRESS, "--port", str(free_port()),
                 "--node-config", f'partition-id={number} ledger="{self.folder / f"ledger-{number}.json"}"',
             )  # fmt: skip
         self.start("run", "flwr", "run", str(HERE), "hospitals", "--stream")

@@ -151,6 +151,16 @@ class DifferentialPrivacy(Strategy):
         """Rounds that count: those whose result was released, or may have been."""
         return len(self._journal.charged)
 
+    @property
+    def cohorts(self) -> list[list[str]]:
+        """The node ids that each of these rounds asked. As secret as the sampling is to be."""
+        return [*self._journal.charged]
+
+    @property
+    def contributors(self) -> list[list[str]]:
+        """Those of each cohort whose update is in the sum."""
+        return [*self._journal.replied]
+
     def statement(self) -> str:
         """What was promised, in English."""
         z = self.privacy[0].noise_multiplier
@@ -375,10 +385,11 @@ class DifferentialPrivacy(Strategy):
             self._keep_report(node, reply)
         log.info("aggregate_train: %d of %d clients' updates are in the sum", len(replied), len(opened.groups))
 
-        shapes = [*(part.shape for part in total.total.values()), (), metrics.shape]
+        parts = total.total
+        shapes = [*(part.shape for part in parts.values()), (), metrics.shape]
         normals = self._normals(shapes) if of_updates or of_count or names else [np.zeros(shape) for shape in shapes]
         noisy = {}
-        for (name, part), normal in zip(total.total.items(), normals, strict=False):
+        for (name, part), normal in zip(parts.items(), normals, strict=False):
             w = opened.base[name]
             with np.errstate(over="ignore"):
                 part += normal * of_updates

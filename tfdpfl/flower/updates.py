@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
+from scipy.linalg.blas import daxpy
 
 # Entries at a time: they stay in the cache, and a product of so many takes no second thread.
 _BLOCK = 8192
@@ -14,8 +15,8 @@ _BLOCK = 8192
 class ClippedSum:
     """The sum of clients' updates, each of an L2 norm of at most ``l2_norm_clip`` over all its arrays.
 
-    An update is what a client returned minus ``base``. One client's arrays change the sum by at most the clip, in
-    float64, whatever they hold: what cannot be an update of ``base`` changes nothing and raises.
+    An update is what a client returned minus ``base``. One client's arrays change the sum by at most the clip, but for
+    1e-7 of it, whatever they hold: what cannot be an update of ``base`` changes nothing and raises.
 
     Arrays of ``base`` that are not floating-point, as counters are, take no part.
 
@@ -29,10 +30,20 @@ class ClippedSum:
 
     def __init__(self, base: Mapping[str, np.ndarray], l2_norm_clip: float):
         self.base, self.l2_norm_clip = base, l2_norm_clip
-        self.total = {name: np.zeros(w.shape) for name, w in base.items() if w.dtype.kind == "f"}
-        if not self.total:
+        # What clients returned, times their factors, and the factors: the model is taken off once, at the end.
+        self._returned = {name: np.zeros(w.size) for name, w in base.items() if w.dtype.kind == "f"}
+        self._factors = 0.0
+        if not self._returned:
             held = ", ".join(f"{name}: {w.dtype}" for name, w in base.items()) or "nothing"
             raise ValueError(f"the model has no floating-point arrays ({held}), so there is nothing to clip")
+
+    @property
+    def total(self) -> dict[str, np.ndarray]:
+        """The sum, in float64."""
+        return {
+            name: (summed - self._factors * self.base[name].reshape(-1)).reshape(self.base[name].shape)
+            for name, summed in self._returned.items()
+        }
 
     def add(self, arrays: Mapping[str, np.ndarray]) -> float:
         """Adds a client's update and returns the norm that it had.
@@ -49,30 +60,33 @@ class ClippedSum:
                 raise ValueError(f"{name!r} has shape {value.shape}, not {w.shape}")
             if value.dtype.kind not in "fiub":
                 raise ValueError(f"{name!r} is of {value.dtype}, which is no real number")
-        squared = 0.0
-        with np.errstate(all="ignore"):
-            for _, block in self._blocks(arrays):
-                squared += float(block @ block)
-        if not math.isfinite(squared):
-            raise ValueError("numbers that are not finite, or too large to square")
-        norm = math.sqrt(squared)
+        norm = self._norm(arrays)
         factor = self.l2_norm_clip / norm if norm > self.l2_norm_clip else 1.0
-        for part, block in self._blocks(arrays):
-            np.multiply(block, factor, out=block)
-            np.add(part, block, out=part)
+        room = np.empty(_BLOCK)
+        for name, into in self._returned.items():
+            value = arrays[name].reshape(-1)
+            for at in range(0, into.size, _BLOCK):
+                part = into[at : at + _BLOCK]
+                block = room[: part.size]
+                np.copyto(block, value[at : at + _BLOCK])
+                daxpy(block, part, a=factor)  # into part, in one pass
+        self._factors += factor
         return norm
 
-    def _blocks(self, arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Parts of the total, and what the update has there, in float64 that may be overwritten."""
-        room = np.empty(_BLOCK)
-        for name, total in self.total.items():
-            w, value, into = self.base[name].reshape(-1), arrays[name].reshape(-1), total.reshape(-1)
-            exact = np.empty(_BLOCK, np.result_type(w, value)) if w.dtype == value.dtype else room
-            for at in range(0, w.size, _BLOCK):
-                part = into[at : at + _BLOCK]
-                difference, block = exact[: part.size], room[: part.size]
+    def _norm(self, arrays: Mapping[str, np.ndarray]) -> float:
+        squared, room = 0.0, np.empty(_BLOCK)
+        with np.errstate(all="ignore"):
+            for name in self._returned:
+                w, value = self.base[name].reshape(-1), arrays[name].reshape(-1)
                 # In the weights' own type, as clients subtract, then in float64: half the time of one mixed step.
-                np.subtract(value[at : at + _BLOCK], w[at : at + _BLOCK], out=difference, dtype=difference.dtype)
-                if difference is not block:
-                    np.copyto(block, difference)
-                yield part, block
+                exact = np.empty(_BLOCK, w.dtype) if w.dtype == value.dtype else room
+                for at in range(0, w.size, _BLOCK):
+                    block = room[: min(_BLOCK, w.size - at)]
+                    difference = exact[: block.size]
+                    np.subtract(value[at : at + _BLOCK], w[at : at + _BLOCK], out=difference, dtype=exact.dtype)
+                    if exact is not room:
+                        np.copyto(block, difference)
+                    squared += float(block @ block)
+        if not math.isfinite(squared):
+            raise ValueError("numbers that are not finite, or too large to square")
+        return math.sqrt(squared)

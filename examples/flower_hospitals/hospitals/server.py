@@ -32,7 +32,7 @@ class Averaging(FedAvg):
 def main(grid: Grid, context: Context) -> None:
     strategy = Averaging(len(HOSPITALS))
     start = ArrayRecord(make_model().get_weights())
-    result = strategy.start(grid, start, num_rounds=int(context.run_config["num-rounds"]), timeout=300)
+    result = strategy.start(grid, start, num_rounds=int(context.run_config.get("num-rounds", 3)), timeout=300)
     content = RecordDict({"arrays": result.arrays or start, "config": ConfigRecord()})
     questions = [Message(content, node, MessageType.EVALUATE) for node in grid.get_node_ids()]
     answers = [reply for reply in grid.send_and_receive(questions, timeout=300) if not reply.has_error()]
