@@ -267,7 +267,8 @@ def test_a_client_leaves_when_its_own_budget_is_spent_and_the_others_go_on(tmp_p
     train(Reading(EXAMPLES), data, num_rounds=4, **more)
     process = Reading(EXAMPLES)
     history = train(process, data, num_rounds=5, **more)
-    assert [sorted(cohort) for cohort in history.cohorts] == [["a", "b", "c"]] * 3 + [["a", "c"]] * 2
+    assert [sorted(cohort) for cohort in history.cohorts] == [["a", "b", "c"]] * 5  # as they were drawn
+    assert [list(left) for left in history.left_out] == [[]] * 3 + [["b"]] * 2
     assert process.read == [[100, 50]] or process.read == [[50, 100]]
     assert history.left_at == {"b": 4}  # in this call; in the one before, from round 3
     guarantee, run_ = history.trainings["example"]
