@@ -165,7 +165,10 @@ def test_a_cohort_is_checked_after_a_restart_with_those_before_it(tmp_path):
     fixed = dict(sampling="bounded", population=8, clients_per_round=1, max_participations=3)
     run(Counting(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 3, checkpoint_dir=tmp_path, **quick)
     with pytest.raises(PrivacyError, match="max_participations=3"):
-        run(Untrained(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 4, checkpoint_dir=tmp_path, **quick)
+        run(
+            Untrained(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 9, checkpoint_dir=tmp_path, rounds_per_price=100,
+            **quick,
+        )  # fmt: skip
 
 
 # -- what clients' data really hold -----------------------------------------------------------------------------------
