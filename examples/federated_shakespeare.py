@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", help="a folder with the plays' input.txt; default: $TFDPFL_DATA_DIR")
     parser.add_argument("--sampling-rate", type=float, default=0.25)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--noise-multiplier", type=float, default=0.9)
     parser.add_argument("--target-epsilon", type=float, default=10.0)
     parser.add_argument("--checkpoint-dir", help="a folder to go on from when run again")
