@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", help="a folder with the plays' input.txt; default: $TFDPFL_DATA_DIR")
     parser.add_argument("--sampling-rate", type=float, default=0.25)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--noise-multiplier", type=float, default=0.9)
     parser.add_argument("--target-epsilon", type=float, default=10.0)
     parser.add_argument("--checkpoint-dir", help="a folder to go on from when run again")
@@ -153,11 +153,12 @@ def main() -> None:
     left.plot(*zip(*points, strict=True), marker="o", label="the private model")
     left.axhline(most_common, color="C3", linestyle="--", label="always the commonest character")
     left.set(xlabel="round", ylabel="next characters guessed right", ylim=(0, None))
-    left.set_title(f"It learns to spell: {points[-1][1]:.0%} of next characters, {most_common:.0%} without learning")
+    verdict = "It learns to spell" if points[-1][1] > most_common else "It has not learnt yet"
+    left.set_title(f"{verdict}: {points[-1][1]:.0%} of next characters, {most_common:.0%} without learning")
     left.legend(loc="lower right")
     plots.epsilon_over_time(history, target=arguments.target_epsilon, ax=right)
     right.set_ylabel("ε of one writer, with all of their texts")
-    right.set_title(f"and {len(clients)} writers stay within their budget")
+    right.set_title(f"{len(clients)} writers stay within their budget")
     left.figure.savefig(arguments.output, dpi=150)
     print(f"\nAccuracy and ε over the rounds: {arguments.output}")
 

@@ -239,6 +239,12 @@ def test_the_ledger_of_examples_is_each_clients_own():
     assert gaussian_delta(batches.price_by_client(run, 1e-5)["a"].epsilon, 1.0) == pytest.approx(1e-5, rel=0.02)
     assert batches.price(rounds(3), 1e-5) == batches.price_by_client(run, 1e-5)["a"]
     assert promise.price(rounds(2, cohorts=[[], []]), 1e-5).epsilon == 0
+    # Before anything ran: of a client with the fewest examples, but for those without any.
+    assert promise.price(rounds(1, examples={"a": 1000, "c": 50, "z": 0}), 1e-5, "rdp") == ledger["c"]
+    # Who gave nothing pays nothing for that round.
+    away = dataclasses.replace(run, absent=[["a"], [], ["c"]])
+    assert promise.price_by_client(away, 1e-5, "rdp")["a"] == promise._price(2, 1000, 1e-5, "rdp")
+    assert promise.price_by_client(away, 1e-5, "rdp")["c"].epsilon == 0
     with pytest.raises(PrivacyError, match="num_examples"):
         promise.price(rounds(3, cohorts=[["a"], ["a"], ["z"]], examples={"a": 10}), 1e-5)
 

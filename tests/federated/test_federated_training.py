@@ -165,7 +165,10 @@ def test_a_cohort_is_checked_after_a_restart_with_those_before_it(tmp_path):
     fixed = dict(sampling="bounded", population=8, clients_per_round=1, max_participations=3)
     run(Counting(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 3, checkpoint_dir=tmp_path, **quick)
     with pytest.raises(PrivacyError, match="max_participations=3"):
-        run(Untrained(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 4, checkpoint_dir=tmp_path, **quick)
+        run(
+            Untrained(GAUSSIAN), declared(lambda r: ["c1"], **fixed), 9, checkpoint_dir=tmp_path, rounds_per_price=100,
+            **quick,
+        )  # fmt: skip
 
 
 # -- what clients' data really hold -----------------------------------------------------------------------------------
@@ -267,7 +270,8 @@ def test_a_client_leaves_when_its_own_budget_is_spent_and_the_others_go_on(tmp_p
     train(Reading(EXAMPLES), data, num_rounds=4, **more)
     process = Reading(EXAMPLES)
     history = train(process, data, num_rounds=5, **more)
-    assert [sorted(cohort) for cohort in history.cohorts] == [["a", "b", "c"]] * 3 + [["a", "c"]] * 2
+    assert [sorted(cohort) for cohort in history.cohorts] == [["a", "b", "c"]] * 5  # as they were drawn
+    assert [list(left) for left in history.left_out] == [[]] * 3 + [["b"]] * 2
     assert process.read == [[100, 50]] or process.read == [[50, 100]]
     assert history.left_at == {"b": 4}  # in this call; in the one before, from round 3
     guarantee, run_ = history.trainings["example"]

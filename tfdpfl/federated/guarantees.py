@@ -163,7 +163,8 @@ class ExampleLevel:
           PrivacyError: Poisson steps, and the run does not say how many examples each client of its cohorts holds.
         """
         if not run.cohorts:
-            return self._price(participations(run), min(run.num_examples.values(), default=None), delta, accountant)
+            fewest = min(filter(None, run.num_examples.values()), default=None)
+            return self._price(participations(run), fewest, delta, accountant)
         participations(run)
         prices = [self._price(*row, delta, accountant) for row in self._worst(set(self._rows(run).values()))]
         return max(prices, key=lambda found: found.epsilon)
@@ -176,8 +177,9 @@ class ExampleLevel:
         return {client: known[row] for client, row in rows.items()}
 
     def _rows(self, run: RoundsRun) -> dict[str, tuple[int, int | None]]:
-        """How often each client took part, and how many examples it holds, where that matters."""
+        """How often each client gave something, and how many examples it holds, where that matters."""
         counts = Counter(client for cohort in run.cohorts for client in cohort)
+        counts.subtract(client for absent in run.absent for client in absent)
         sizes = run.num_examples if self.sampling == "poisson" else {}
         return {client: (count, sizes.get(client)) for client, count in counts.items()}
 

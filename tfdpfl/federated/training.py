@@ -369,7 +369,7 @@ class _Ledger:
             self._check.add(cohort, test)
 
     def without_spent(self, round_: _Round, datasets: list[Any]) -> list[Any]:
-        """The data sets of a round without those clients that have no budget left for it, who leave its cohort."""
+        """The data sets of a round without those clients that have no budget left for it."""
         if not self.budgets:
             return datasets
         guarantee, run = self.runs(round_.number, round_)["example"]
@@ -379,7 +379,7 @@ class _Ledger:
         for client, dataset in zip(there, datasets, strict=True):
             if client in self.budgets and not self._affords(events[client], guarantee, self.budgets[client]):
                 self.left_at.setdefault(client, round_.number)
-                round_.cohort = [other for other in round_.cohort if other != client]
+                round_.absent[client] = "its budget is spent"
                 round_.examples.pop(client, None)
             else:
                 kept.append(dataset)
@@ -577,15 +577,10 @@ class _Clients:
             if fault is None:
                 found.append(dataset)
             elif self._leaves_out:
-                self._leave_out(round_, client, fault)
+                round_.absent[client] = fault
             else:
                 raise ValueError(_bad(client, fault))
         return found
-
-    def _leave_out(self, round_: _Round, client: str, fault: str) -> None:
-        round_.absent[client] = fault
-        if self._counted:
-            round_.examples[client] = 0
 
     def without_unreadable(self, round_: _Round, datasets: list[Any], error: Exception) -> list[Any]:
         """The data sets that can be read to their end, where a round failed; its error, if that is all of them."""
@@ -599,7 +594,8 @@ class _Clients:
                 fault = f"cannot be read ({_first_line(unreadable)})"
                 if not self._leaves_out:
                     raise ValueError(_bad(client, fault)) from error
-                self._leave_out(round_, client, fault)
+                round_.absent[client] = fault
+                round_.examples.pop(client, None)
         if len(readable) == len(datasets):
             raise error
         return readable
