@@ -82,7 +82,8 @@ def main() -> None:
     report = flow.report()
     print(f"\n{report}")
     try:
-        report.plot(args.output, alone=float(alone.mean()))
+        asked = flow.queries_
+        report.plot(args.output, alone=float(np.mean(teachers.predict(x_public[asked]) == y_public[asked])))
         print(f"\nThe same in a picture: {args.output}")
     except ImportError as error:
         print(f"\nNo picture: {error}")

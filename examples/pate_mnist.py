@@ -140,10 +140,9 @@ def trained(
     return teachers
 
 
-def conclude(flow: PATE, teachers: Any, test_data: tuple[np.ndarray, np.ndarray], output: str) -> None:
-    """The table and the picture."""
-    x_test, y_test = test_data
-    alone = float(np.mean(teachers.predict(x_test) == y_test))
+def conclude(flow: PATE, teachers: Any, x: np.ndarray, y: np.ndarray, output: str) -> None:
+    """The table and the picture. Single teachers are measured on what was asked: `x` and `y` at the queries."""
+    alone = float(np.mean(teachers.predict(x[flow.queries_]) == y[flow.queries_]))
     report = flow.report()
     print(f"\n{report}")
     print(f"  one teacher alone right: {alone:.2%} (private)")
@@ -173,7 +172,7 @@ def notebook(data: Any, num_teachers: int, args: argparse.Namespace) -> None:
     flow = PATE(teachers, LNMax(gamma), lambda: student_fn(data.x_train.shape[1:]), DELTA, epochs=args.student_epochs)
     test_data = data.x_test[rest], data.y_test[rest]
     flow.fit(data.x_test, data.y_test, queries=queries, test_data=test_data)
-    conclude(flow, teachers, test_data, args.output)
+    conclude(flow, teachers, data.x_test, data.y_test, args.output)
 
 
 def better(data: Any, num_teachers: int, args: argparse.Namespace) -> None:
@@ -207,7 +206,7 @@ def better(data: Any, num_teachers: int, args: argparse.Namespace) -> None:
         rounds=4,
         test_data=test_data,
     )
-    conclude(flow, teachers, test_data, args.output)
+    conclude(flow, teachers, data.x_test, data.y_test, args.output)  # queries count from the first image
 
 
 def main() -> None:

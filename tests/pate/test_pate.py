@@ -357,6 +357,7 @@ def test_a_data_dependent_epsilon_says_so_wherever_it_is_printed():
     for text in (repr(epsilon), str(epsilon), f"{epsilon}", f"{epsilon:.2f}", f"{epsilon:>9.3g}", "%s" % epsilon):  # noqa: UP031
         assert LABEL in text
     assert LABEL in json.dumps(epsilon.to_dict()) and LABEL in repr(pickle.loads(pickle.dumps(epsilon)))
+    assert LABEL in str(round(epsilon, 2)) and round(epsilon, 2) == round(float(epsilon), 2)
     assert LABEL in repr([epsilon]) and LABEL in str(pysyft_analysis(random_votes(9)))
     public = GNMax(20).epsilon(votes, 1e-5, data_dependent=False)
     assert LABEL not in f"{public} {public!r} {public:.2f}" and public.to_dict()["warning"] is None

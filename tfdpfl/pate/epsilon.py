@@ -16,7 +16,7 @@ class Epsilon(float):
             house. `smooth_sensitivity_release` makes one that may.
         order: The Rényi order it was converted at; None where it comes from privacy loss distributions.
 
-    Arithmetic gives plain floats, as does `float(epsilon)`.
+    `round` keeps the label; arithmetic gives plain floats, as does `float(epsilon)`.
     """
 
     delta: float
@@ -43,6 +43,9 @@ class Epsilon(float):
 
     def __format__(self, spec: str) -> str:
         return self._labelled(float.__format__(self, spec))
+
+    def __round__(self, digits: int | None = None) -> Epsilon:  # type: ignore[override]
+        return Epsilon(float.__round__(self, digits or 0), self.delta, self.data_dependent, self.order)
 
     def to_dict(self) -> dict[str, Any]:
         """The figure with its label, ready for JSON."""

@@ -86,6 +86,7 @@ class PATEReport:
         """Draws how often labels and student are right, and what they cost, and returns the figure.
 
         Bars say which figures may be published and which are drawn from the votes: the picture as a whole is private.
+        Under a data-dependent budget all are, since the votes decided how many queries were put.
 
         Args:
             path: Where to save it as well.
@@ -101,10 +102,13 @@ class PATEReport:
             "labels given to the student": (self.label_accuracy, False),
             "student": (self.student_accuracy, False),
         }
-        known = {name: (100 * value, private) for name, (value, private) in right.items() if value is not None}
+        all_private = self.budget_data_dependent
+        known = {
+            name: (100 * value, private or all_private) for name, (value, private) in right.items() if value is not None
+        }
         costs = {
-            "whatever the votes": (float(self.epsilon), False),
-            "given the votes, with noise": (float(self.sanitized.epsilon), False),
+            "whatever the votes": (float(self.epsilon), all_private),
+            "given the votes, with noise": (float(self.sanitized.epsilon), all_private),
             "given the votes": (float(self.epsilon_data_dependent), True),
         }
         least = min((value for value, _ in known.values()), default=0)
@@ -115,8 +119,9 @@ class PATEReport:
         _bars(below, costs, f"ε at δ = {self.epsilon.delta:g}: smaller is more private", "{:.3g}", 0)
         below.margins(x=0.15)
         marks = dict(zip(*reversed(below.get_legend_handles_labels()), strict=True))
-        names = ["may be published", "private"]
-        figure.legend([marks[str(p)] for p in (False, True)], names, loc="outside lower center", ncols=2)
+        names = {"False": "may be published", "True": "private"}
+        shown = [name for name in names if name in marks]
+        figure.legend([marks[n] for n in shown], [names[n] for n in shown], loc="outside lower center", ncols=2)
         taught = f"teach a student that is right on {self.student_accuracy:.1%}" if self.student_accuracy else "vote"
         figure.suptitle(f"{self.num_teachers} teachers who share no data {taught}", fontsize=11)
         return _saved(figure, path)
