@@ -635,21 +635,15 @@ def test_replies_without_a_round_are_ignored(caplog):
     assert strategy.rounds_charged == 1
 
 
-def test_what_a_failed_write_has_left_spoils_no_shorter_line(tmp_path):
+def test_what_a_failed_write_has_left_spoils_no_shorter_line(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no space left")
+
     journal = Journal(tmp_path / "ledger", {})
-    real = journal._file
-
-    class Full:
-        def write(self, text):
-            return real.write(text[:-9])
-
-        def __getattr__(self, name):
-            return getattr(real, name)
-
-    journal._file = Full()
-    with pytest.raises(OSError):
-        journal.begin([str(node) for node in range(100)])
-    journal._file = real
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(OSError):
+            journal.begin([str(node) for node in range(100)])
     journal.begin([])
     journal.charge([])
     journal.close()
