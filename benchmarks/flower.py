@@ -133,12 +133,12 @@ def simulate(clients_in_many: int) -> None:
         got = json.loads(line[1])
         cells = [name, got["rounds"], f"{got['s']:.2f}", f"{got['server']:.3f}", got["replied"], f"{got['norm']:.2f}"]
         rows.append(f"| {' | '.join(map(str, cells))} |")
-    note(
-        "simulate",
-        "## Simulated clients\n\nRay, one CPU core a client, a model of 100,000 weights in numpy; medians over rounds."
-        "\n\n| | rounds | s a round | s of CPU in aggregate_train | updates in the sums | norm of the model |\n"
-        "| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows),
-    )
+        note(  # after each, for they take long
+            "simulate",
+            "## Simulated clients\n\nRay, one CPU core a client, a model of 100,000 weights in numpy; medians over rounds."
+            "\n\n| | rounds | s a round | s of CPU in aggregate_train | updates in the sums | norm of the model |\n"
+            "| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows),
+        )
 
 
 def numpy_client():

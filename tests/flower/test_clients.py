@@ -263,11 +263,16 @@ def test_nbafl_weights_are_within_the_clip_and_a_missing_client_counts_with_what
     result = strategy.start(FakeGrid(3, lambda m, n: clients(m, n) if n == 0 else None), start, num_rounds=1)
     one = 2.0 * np.array([5.0] * 6 + [6.0] * 4) / math.sqrt(6 * 25 + 4 * 36)
     np.testing.assert_allclose(flat(result.arrays), (one + 2 * np.array([0.0] * 6 + [1.0] * 4)) / 3, atol=1e-4)
-    # Of three that were asked one added noise: the price is that of its noise, not of three's.
-    level = strategy.privacy[1]
-    assert strategy.epsilon == pytest.approx(
-        replace_one(math.sqrt(level.sigma_u**2 + (3 * level.sigma_d) ** 2) / 4.0, 1), rel=1e-6
-    )
+
+
+def test_nbafl_is_priced_by_the_noise_of_those_that_replied():
+    strategy = NbAFLStrategy(flower.FedAvg(), **PLAN)
+    clients = Clients(shifted(1.0), [nbafl_mod(**PLAN)])
+    strategy.start(FakeGrid(3, lambda m, n: clients(m, n) if n == 0 else None), model(), num_rounds=1)
+    level = strategy.privacy[1]  # three were asked
+    stddev = math.sqrt(level.sigma_u**2 + (3 * level.sigma_d) ** 2)
+    assert math.isfinite(strategy.epsilon)
+    assert strategy.epsilon == pytest.approx(replace_one(stddev / 4.0, 1), rel=1e-6)
 
 
 def test_a_steps_gradient_is_clipped_then_noised_and_paid():

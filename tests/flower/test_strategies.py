@@ -21,6 +21,7 @@ from tfdpfl import AdaptiveClip, PrivacyError
 from tfdpfl.federated import NoisedMetrics, RoundsRun
 from tfdpfl.flower import DifferentialPrivacyAdaptiveClipping as Adaptive
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
+from tfdpfl.flower.journal import Journal
 
 CLIENTS = 5
 
@@ -632,3 +633,20 @@ def test_replies_without_a_round_are_ignored(caplog):
     assert strategy.aggregate_train(1, replies)[0] is not None
     assert strategy.aggregate_train(1, replies) == (None, None) and "belongs to no round" in caplog.text
     assert strategy.rounds_charged == 1
+
+
+def test_what_a_failed_write_has_left_spoils_no_shorter_line(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no space left")
+
+    journal = Journal(tmp_path / "ledger", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(OSError):
+            journal.begin([str(node) for node in range(100)])
+    journal.begin([])
+    journal.charge([])
+    journal.close()
+    again = Journal(tmp_path / "ledger", {})
+    assert again.charged == [[]] and again.begun is None
+    again.close()
