@@ -30,7 +30,7 @@ _WHERE = {
 }  # fmt: skip
 _MODULES = (
     "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "flower", "label_dp",
-    "noise", "optimizers", "pate", "planning", "plots",
+    "noise", "optimizers", "pate", "planning", "plots", "tuning",
 )  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         pate,
         planning,
         plots,
+        tuning,
     )
     from tfdpfl.accounting import (
         PrivacyLedger,

@@ -425,7 +425,7 @@ class PrivacyLedger:
         ]  # fmt: skip
         runs = [dataclasses.replace(run, adjacency=adjacency) for run in [*recorded, *_added_up(counted)]]
         texts = [row.text() for row in others]
-        report = report_of(runs, self.dp_event, delta, accountant, adjacency, others=texts, notes=tuple(notes))
+        report = report_of(runs, self.dp_event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
         if not others:
             return report
         applied = sum(row.steps for row in others)

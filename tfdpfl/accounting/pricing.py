@@ -94,7 +94,7 @@ def price(
     delta = check_delta(delta)
     accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
     adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
-    leaves = tuple(_leaves(event))
+    leaves = tuple(leaves_of(event))
     try:
         return _price(leaves, delta, accountant, adjacency)
     except TypeError:  # an event that holds a list is no key of a cache
@@ -110,7 +110,7 @@ def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: 
             ones = tuple((leaf.step, n) for leaf, n in leaves)
             bound = min(bound, _converted(ones, delta, accountant, adjacency, *sizes))
         return bound
-    kept = delta - sum(n * _beyond_support(leaf) for leaf, n in leaves)
+    kept = delta - sum(n * beyond_support(leaf) for leaf, n in leaves)
     discrete = any(_is_discrete(leaf) for leaf, _ in leaves)
     leaves = tuple((_as_gaussian(leaf), n) for leaf, n in leaves)
     rdp = _rdp_epsilon(leaves, kept if kept > 0 else delta, adjacency, whole_orders=discrete)
@@ -149,7 +149,7 @@ def _no_price(leaves: Leaves, adjacency: str) -> str:
     )
 
 
-def _beyond_support(leaf: "DpEvent") -> float:
+def beyond_support(leaf: "DpEvent") -> float:
     """The δ that a use of the event loses where its noise ends.
 
     Shifted noise is where the other noise cannot be with the probability that noise passes SUPPORT minus the shift,
@@ -166,8 +166,9 @@ def _beyond_support(leaf: "DpEvent") -> float:
         shifts = [abs(s) / leaf.standard_deviation if leaf.standard_deviation else math.inf for s in leaf.sensitivities]
         return sum(p * tail(s) for s, p in zip(shifts, leaf.sampling_probs, strict=True) if s)
     if hasattr(leaf, "event"):
-        chance = getattr(leaf, "sampling_probability", 1.0)
-        return chance * sum(n * _beyond_support(inner) for inner, n in _leaves(leaf.event))
+        # In the mean, so many runs of a search could show where noise ends.
+        chance = getattr(leaf, "sampling_probability", 1.0) * getattr(leaf, "mean", 1.0)
+        return chance * sum(n * beyond_support(inner) for inner, n in leaves_of(leaf.event))
     if _is_truncated(leaf):
         from scipy.stats import binom
 
@@ -442,21 +443,26 @@ def _relations(adjacency: str) -> list[Any]:
     return [Relation.ADD_OR_REMOVE_ONE]
 
 
-def _leaves(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]:
+def leaves_of(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]:
     """The events that compositions are made of, each with how often it ran."""
     from dp_accounting import dp_event
 
     if isinstance(event, dp_event.ComposedDpEvent):
         for part in event.events:
-            yield from _leaves(part, count)
+            yield from leaves_of(part, count)
     elif isinstance(event, dp_event.SelfComposedDpEvent):
-        yield from _leaves(event.event, count * event.count)
+        yield from leaves_of(event.event, count * event.count)
     elif not isinstance(event, dp_event.NoOpDpEvent):
         yield event, count
 
 
-def _sampled_steps(leaves: Leaves) -> int:
-    return sum(n for leaf, n in leaves if _is_sampled(leaf))
+def _sampled_steps(leaves: Leaves) -> float:
+    return sum(n * _times_rounded(leaf) for leaf, n in leaves if _is_sampled(leaf))
+
+
+def _times_rounded(leaf: "DpEvent") -> float:
+    """How many sampled steps' rounding an event has: a search 2 + shape times a run's (arXiv:2110.03620, Theorem 2)."""
+    return (2 + leaf.shape) * _sampled_steps(list(leaves_of(leaf.event))) if hasattr(leaf, "shape") else 1
 
 
 def _mixture_losses(leaf: "DpEvent") -> tuple[float, float]:

@@ -1,12 +1,14 @@
 """An ε with everything it depends on, as data and as English."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.others import Others, others
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
 from tfdpfl.errors import PrivacyError
@@ -79,6 +81,7 @@ class PrivacyReport:
         unit: What is sampled, clipped and protected: "example" or "user".
         rows: What ran, a line for each mechanism.
         notes: What the figure takes for granted, in sentences.
+        event: What ran, for an accountant, if it is kept.
     """
 
     epsilon: float
@@ -99,6 +102,15 @@ class PrivacyReport:
     unit: str | None = "example"
     rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    event: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    @functools.cached_property
+    def others(self) -> Others:
+        """ρ of zCDP and μ of GDP where there are such, and how many members a membership test can find at most. They
+        are found when they are first asked for."""
+        if self.event is None:
+            return Others(None, None, None)
+        return others(self.event, self.accountant, self.adjacency)
 
     def statement(self) -> str:
         """The report in English, several lines. ε is rounded up."""
@@ -111,6 +123,7 @@ class PrivacyReport:
                 text += f"; of more than {self.truncated_batch_size} a random subset of so many stays"
             lines.append(f"  sampling: {self.sampling} ({text})")
         lines.append(f"  accountant: {self.accountant} ({_ACCOUNTANT_TEXT[self.accountant]})")
+        lines += self._others()
         lines.append(f"  mechanism: {self._mechanism()}")
         lines += [f"    {row}" for row in self.rows if len(self.rows) > 1]
         if self.shuffled_epsilon is not None:
@@ -124,12 +137,25 @@ class PrivacyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as values that strict JSON can hold: an infinite ε is the string "inf"."""
-        fields = {**dataclasses.asdict(self), "rows": list(self.rows), "notes": list(self.notes)}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "event"}
+        fields |= {"rows": list(self.rows), "notes": list(self.notes), **self.others._asdict()}
         return {name: "inf" if value == math.inf else value for name, value in fields.items()}
 
     def _neighbours(self) -> str:
         text, k = self._of_unit(_ADJACENCY_TEXT[self.adjacency]), self.max_examples_per_user
         return text if k == 1 else text.replace("one example", f"one user's examples, at most {k}")
+
+    def _others(self) -> list[str]:
+        rho, mu, tpr = self.others
+        lines = []
+        if rho is not None and mu is not None and 0 < rho < math.inf:
+            lines.append(f"  the same in other terms: zCDP rho = {rounded_up(rho)}, GDP mu = {rounded_up(mu)}")
+        if tpr is not None:
+            percent = rounded_up(min(100 * tpr, 100.0), 3)
+            lines.append(
+                f"  a membership test that is wrong of 1 % of non-members finds at most {percent} % of members"
+            )
+        return lines
 
     def _of_unit(self, text: str) -> str:
         return text.replace("one example", "one user and all that is theirs").replace("example", "user") if (
@@ -233,7 +259,7 @@ def report_of(
     accountant: str,
     adjacency: str,
     shuffled: Run | None = None,
-    others: Sequence[str] = (),
+    texts: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> PrivacyReport:
     """The report of an event that `runs` make up.
@@ -243,7 +269,7 @@ def report_of(
         event: All rows as one event.
         delta: As those that follow, see `tfdpfl.accounting.price`.
         shuffled: The run to price beside it.
-        others: The rows that are no runs, a text for each.
+        texts: The rows that are no runs, a text for each.
         notes: Sentences to put before the report's own.
 
     Raises:
@@ -295,8 +321,9 @@ def report_of(
         max_examples_per_user=users[0],
         truncated_batch_size=only("truncated_batch_size"),
         unit=only("unit"),
-        rows=(*map(_row, runs), *others),
+        rows=(*map(_row, runs), *texts),
         notes=(*notes, _COVERED, _NOT_COVERED, _SEED),
+        event=event,
     )
 
 

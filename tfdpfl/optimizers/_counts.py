@@ -222,6 +222,7 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
         ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset)
         return
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
+    truncated = int(row[TRUNCATED]) or None
     epochs = None
     if sampling == "shuffle":
         # No pass has more steps than this; and no example more uses than there were steps, unless it is in one twice.
@@ -232,5 +233,5 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
             epochs = min(epochs, steps)
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
-        adjacency=adjacency, dataset=dataset, truncated_batch_size=int(row[TRUNCATED]) or None, unit=unit,
+        adjacency=adjacency, dataset=dataset, truncated_batch_size=truncated, unit=unit,
     )  # fmt: skip

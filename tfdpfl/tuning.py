@@ -1,0 +1,223 @@
+"""Hyperparameters by random search, priced as one mechanism: many private runs, of which the best alone is kept.
+
+The number of runs must be random. Of a fixed number the best costs up to as many times the ε of one; with a random one
+that is drawn apart from the data, the price hardly grows with it (Liu & Talwar 2019, arXiv:1811.07971; Papernot &
+Steinke 2022, arXiv:2110.03620).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
+from tfdpfl.accounting.pricing import leaves_of
+from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """The best run of a search: all of it that may be kept.
+
+    Attributes:
+        parameters: its hyperparameters.
+        score: what it was chosen by.
+        result: what else it returned: a model, weights.
+    """
+
+    parameters: dict[str, Any]
+    score: float
+    result: Any
+
+
+class RandomSearch:
+    """Random search with a random number of runs.
+
+        space = {"learning_rate": [1e-3, 1e-2], "momentum": scipy.stats.uniform(0, 1)}
+        search = tfdpfl.tuning.RandomSearch(space, spends=plan, mean_runs=8)
+        print(search.report(delta=1e-5).epsilon)  # of the whole search
+        best = search.run(train)  # train(parameters) -> (score, result, what it spent)
+
+    What it promises: hyperparameters are drawn independently for each run, the number of runs from a truncated negative
+    binomial distribution, apart from the data. The best run alone is returned. Then all of the search costs
+    `RepeatAndSelectDpEvent` (arXiv:2110.03620, Theorem 2), in Rényi DP.
+
+    What it takes for granted: nothing else of the runs gets out, not their number, nor the scores of the others (no
+    logs). And the score is of the run's private result alone: measured on public data, or by another private mechanism
+    that is in what a run spends. Of a validation set that is private and read in plain, its examples are not protected.
+
+    Args:
+        space: {name: values}, each a list, or a distribution with `rvs` (scipy's): as scikit-learn's
+            `RandomizedSearchCV` takes them.
+        spends: what a run spends at most: a `tfdpfl.PrivacyPlan`, a `tfdpfl.accounting.Run`, or a ledger.
+        mean_runs: the mean number of runs, at least 1.
+        shape: η of the distribution: 1 is geometric, 0 logarithmic (a heavier tail, at a smaller price).
+        num_runs: refused, with the reason: a fixed number of runs has no such price.
+        seed: None draws from the operating system's entropy, as privacy needs; a seed is for tests.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        PrivacyError: the number of runs is fixed, or what a run spends is not private.
+    """
+
+    def __init__(
+        self,
+        space: dict[str, Any],
+        *,
+        spends: Any,
+        mean_runs: float | None = None,
+        shape: float = 1.0,
+        num_runs: int | None = None,
+        seed: int | None = None,
+    ):
+        if num_runs is not None or mean_runs is None:
+            raise PrivacyError(
+                f"num_runs={num_runs!r}: the best of a fixed number of runs may cost as many times what one costs, "
+                "since who sees it knows that all the others were worse. Give mean_runs: the number is then drawn at "
+                "random."
+            )
+        self.mean_runs = _checks.real("mean_runs", mean_runs, "give the mean number of runs", at_least=1)
+        mend = "1 is geometric, 0 logarithmic"
+        self.shape = _checks.real("shape", shape, mend, at_least=0)
+        if not isinstance(space, dict) or not space:
+            raise ValueError(f"space={space!r:.99} must be a dict of names and what to draw from, as scikit-learn's.")
+        self.space = space
+        self._spends, self.adjacency = _spent(spends)
+        self._times = 0
+        self._seed = seed
+
+    def run(self, train: Callable[[dict[str, Any]], tuple[float, Any, Any]], *, maximize: bool = True) -> Selected:
+        """Trains a hidden number of times, and returns the best run. To run it again costs again.
+
+        Args:
+            train: takes hyperparameters, and returns (score, result, what it spent): the last is a `PrivacyBudget`, a
+                ledger or an event. A run may spend less than was said, by fewer steps, and nothing else.
+            maximize: whether the best score is the highest. NaN is the worst.
+
+        Raises:
+            PrivacyError: a run spent what was not said.
+        """
+        self._times += 1  # whatever comes of it
+        best: Selected | None = None
+        highest = -math.inf
+        for parameters in self._draws():
+            score, result, spent = train(dict(parameters))
+            self._check(*_spent(spent))
+            score = float(score)
+            value = -math.inf if math.isnan(score) else score if maximize else -score
+            if best is None or value > highest:
+                best, highest = Selected(parameters, score, result), value
+        assert best is not None
+        return best
+
+    def number_of_runs(self) -> int:
+        """Draws the number of runs, for a tuner that draws hyperparameters at random and each by itself, such as
+        keras-tuner's: `RandomSearch(build, max_trials=search.number_of_runs(), ...)`. Keep it hidden, and of that tuner
+        its best model alone; one draw is one search, and counts."""
+        self._times += 1
+        return self._number(self._uniform(self._seed))
+
+    @property
+    def event(self) -> DpEvent:
+        """A whole search, as a dp-accounting event."""
+        from dp_accounting import dp_event
+
+        return dp_event.RepeatAndSelectDpEvent(self._spends, self.mean_runs, self.shape)
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """The searches that ran; before, the one that is planned."""
+        return PrivacyLedger().add(self.event, max(self._times, 1), adjacency=self.adjacency)
+
+    def report(self, delta: float) -> PrivacyReport:
+        """The price of `ledger`."""
+        note = (
+            f"The best of a random number of runs, {self.mean_runs:g} in the mean, is kept; neither their number nor "
+            "anything of the others is covered, nor are examples that scores were measured on."
+        )
+        return self.ledger.report(delta, "rdp", [note])
+
+    def _check(self, spent: DpEvent, adjacency: str) -> None:
+        said, has = (_counts(event) for event in (self._spends, spent))
+        more = next((leaf for leaf, n in has.items() if n > said[leaf]), None)
+        if more is not None or adjacency != self.adjacency:
+            raise PrivacyError(
+                f"A run spent {has[more] if more is not None else 0} x {more} ({adjacency}), and spends= allows "
+                f"{said[more]} ({self.adjacency}). All runs must cost the same: tune what changes no ε (learning "
+                "rates, clips, layers), or give spends= the run that costs most in each."
+            )
+
+    def _draws(self) -> list[dict[str, Any]]:
+        from sklearn.model_selection import ParameterSampler
+
+        number = self._number(self._uniform(self._seed))
+        seeds = [secrets.randbelow(2**32) if self._seed is None else (self._seed + i) % 2**32 for i in range(number)]
+        # One at a time: several at once would be drawn from lists without repetition.
+        return [next(iter(ParameterSampler(self.space, 1, random_state=seed))) for seed in seeds]
+
+    @staticmethod
+    def _uniform(seed: int | None) -> float:
+        import numpy as np
+
+        return secrets.randbelow(2**53) / 2**53 if seed is None else float(np.random.default_rng(seed).random())
+
+    def _number(self, uniform: float) -> int:
+        """The distribution's quantile (arXiv:2110.03620, Definition 1)."""
+        gamma, eta = self._gamma(), self.shape
+        if gamma == 1:
+            return 1
+        # P(1), and from one to the next P(k + 1) = P(k) (1 - gamma) (k + eta) / (k + 1).
+        scale = -math.log(gamma) if eta == 0 else math.expm1(-eta * math.log(gamma)) / eta
+        first = (1 - gamma) / scale
+        number, chance, below = 1, first, first
+        while below <= uniform and chance > 1e-300:
+            chance *= (1 - gamma) * (number + eta) / (number + 1)
+            number, below = number + 1, below + chance
+        return number
+
+    def _gamma(self) -> float:
+        from scipy.optimize import brentq
+
+        def mean(log_gamma: float) -> float:
+            g = math.exp(log_gamma)
+            if self.shape == 0:
+                return (1 / g - 1) / -log_gamma
+            return self.shape * (1 - g) / (g * -math.expm1(self.shape * log_gamma))
+
+        if self.mean_runs <= 1 + 1e-9:
+            return 1.0
+        return math.exp(brentq(lambda u: mean(u) - self.mean_runs, -60, -1e-9, xtol=1e-14))
+
+
+def _spent(what: Any) -> tuple[DpEvent, str]:
+    """What was, or is to be spent, as an event, and the neighbours that it is stated for."""
+    from dp_accounting import dp_event
+
+    if isinstance(what, dp_event.DpEvent):
+        return what, "add_or_remove_one"
+    if isinstance(what, Run):
+        assert what.adjacency is not None
+        return what.dp_event, what.adjacency
+    if hasattr(what, "noise_multiplier") and isinstance(getattr(what, "report", None), PrivacyReport):  # a plan
+        return what.report.event, what.report.adjacency
+    ledger = what if isinstance(what, PrivacyLedger) else getattr(what, "ledger", None)
+    if not isinstance(ledger, PrivacyLedger):
+        raise ValueError(
+            "What a run spends must be a plan, a Run, a PrivacyBudget, a ledger or a dp-accounting event, got "
+            f"{what!r:.99}"
+        )
+    return ledger.dp_event, ledger.adjacency
+
+
+def _counts(event: DpEvent) -> Counter[Any]:
+    counts: Counter[Any] = Counter()
+    for leaf, n in leaves_of(event):
+        counts[leaf] += n
+    return counts
