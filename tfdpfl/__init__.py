@@ -15,8 +15,8 @@ from tfdpfl._version import __version__
 
 _WHERE = {
     **dict.fromkeys(
-        ["DPSGD", "DPAdam", "DPAdamW", "DPAdagrad", "DPRMSprop", "make_dp_optimizer_class", "DPKerasSGDOptimizer",
-         "DPKerasAdamOptimizer", "DPKerasAdagradOptimizer"],
+        ["DPSGD", "DPAdam", "DPAdamBC", "DPAdamW", "DPAdagrad", "DPRMSprop", "make_dp_optimizer_class",
+         "DPKerasSGDOptimizer", "DPKerasAdamOptimizer", "DPKerasAdagradOptimizer"],
         "optimizers",
     ),
     **dict.fromkeys(
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         DPSGD,
         DPAdagrad,
         DPAdam,
+        DPAdamBC,
         DPAdamW,
         DPKerasAdagradOptimizer,
         DPKerasAdamOptimizer,

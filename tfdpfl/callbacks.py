@@ -413,6 +413,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
             batch = min(call.get("batch_size") or 32, length)
             self._check_batch_size(batch)
+            rows = self._optimizer.rows_per_unit
+            if rows > 1 and (call.get("shuffle", True) or length % rows or batch % rows):
+                raise PrivacyError(
+                    f"With rows_per_unit={rows} rows in a row are one unit, and fit tears units apart: give it "
+                    f"shuffle=False, whole units ({length} rows are given) and a batch_size (now {batch}) that {rows} "
+                    "divides; or use tfdpfl.data.poisson_batches."
+                )
+            length, batch = length // rows, batch // rows
             groups = self._optimizer.num_microbatches
             if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
                 raise PrivacyError(
@@ -435,6 +443,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
                     "num_examples and batch_size (the expected one)."
                 )
+        if self._optimizer.rows_per_unit > 1:
+            raise PrivacyError(
+                f"Whether a {type(x).__name__} keeps the rows of a unit together, of which rows_per_unit="
+                f"{self._optimizer.rows_per_unit} are one, is not known. Use tfdpfl.data.poisson_batches."
+            )
         missing = [
             said
             for said, given in (
@@ -507,8 +520,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         if self.params.get("steps") and self.params["steps"] % parts:
             raise PrivacyError(
-                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} make:"
-                f" give fit a steps_per_epoch that {parts} divides."
+                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} "
+                f"make: give fit a steps_per_epoch that {parts} divides."
             )
         # A whole batch size at or above the expected one: a higher rate costs no less.
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)

@@ -22,6 +22,7 @@ from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._mechanism import Mechanism
 
 _DOC = """{base} with differential privacy: every example's gradient is clipped, and Gaussian noise is added.
@@ -40,8 +41,10 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
     the optimizer, with the sampling of the batches where `PrivacyBudget` knows it.
 
     Args:
-      l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together.
-      noise_multiplier: the noise's standard deviation over C; 0 trains without privacy.
+      l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together; or a
+        `tfdpfl.AdaptiveClip`, `PerLayerClip` or `AutomaticClip`. ``current_clip`` tells what the next step clips to.
+      noise_multiplier: the noise's standard deviation over C; 0 trains without privacy. With an `AdaptiveClip` it is
+        the total: the count that moves the clip is paid out of it.
       num_microbatches: None to clip every example by itself (best). With M, the mean gradient of each of M groups is
         clipped, as in TensorFlow Privacy; the sensitivity to one example is then 2 C and the ledger says so.
       gradient_accumulation_steps: k, how many batches make one logical batch, of which the update, the noise, the
@@ -50,6 +53,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         must not be in one twice.
       expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
         divides by the number of examples (or microbatches) in the batch. It is about the logical batch.
+      rows_per_unit: m, where m rows in a row are one unit of privacy (copies of one augmented example, rows of one
+        user): their mean gradient is clipped once, and the sensitivity to a unit is C. Batches must be of whole units.
       seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
         every process that begins with it draws the same noise.
       **kwargs: every argument of {base}.
@@ -158,7 +163,7 @@ class DPOptimizer:
     @property
     def unit(self) -> str:
         """Whose part in a step is bounded, and what ε is about."""
-        return "example" if self.rows_per_unit == 1 else f"unit of {self.rows_per_unit} rows"
+        return "example" if self.rows_per_unit == 1 else f"{self.rows_per_unit} consecutive rows"
 
     @property
     def num_dp_steps(self) -> int:
@@ -329,6 +334,7 @@ DPSGD = _make(tf.keras.optimizers.SGD, "DPSGD")
 DPAdam = _make(tf.keras.optimizers.Adam, "DPAdam")
 DPAdamW = _make(tf.keras.optimizers.AdamW, "DPAdamW")
 DPAdagrad = _make(tf.keras.optimizers.Adagrad, "DPAdagrad")
+DPAdamBC = _make(AdamBC, "DPAdamBC")
 DPRMSprop = _make(tf.keras.optimizers.RMSprop, "DPRMSprop")
 
 # TensorFlow Privacy's names.
@@ -340,6 +346,7 @@ __all__ = [
     "DPSGD",
     "DPAdagrad",
     "DPAdam",
+    "DPAdamBC",
     "DPAdamW",
     "DPKerasAdagradOptimizer",
     "DPKerasAdamOptimizer",
