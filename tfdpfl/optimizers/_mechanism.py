@@ -129,8 +129,9 @@ class Mechanism:
         """The noisy gradients, one for each variable (None where the loss does not depend on it), zeros where the
         logical batch goes on (see `where_whole`); ``table`` is the saved one, in which the step is counted."""
         replicas = _replicas.number()
-        if replicas > 1 and (self.parts > 1 or self.num_microbatches is not None):
-            name = "gradient_accumulation_steps" if self.parts > 1 else "num_microbatches"
+        adapts = self.clipping.start is not None
+        if replicas > 1 and (self.parts > 1 or self.num_microbatches is not None or adapts):
+            name = "gradient_accumulation_steps" if self.parts > 1 else "AdaptiveClip" if adapts else "num_microbatches"
             raise PrivacyError(f"{name} on {replicas} replicas is not supported. Leave it out, or train on one device.")
         # Clip, and sum over the batch.
         rows = self.rows_per_unit if self.rows_per_unit > 1 else None
