@@ -15,7 +15,7 @@ from tfdpfl._version import __version__
 
 _WHERE = {
     **dict.fromkeys(
-        ["DPSGD", "DPAdam", "DPAdamW", "DPAdagrad", "DPRMSprop", "DPFTRL", "make_dp_optimizer_class",
+        ["DPSGD", "DPAdam", "DPAdamBC", "DPAdamW", "DPAdagrad", "DPRMSprop", "DPFTRL", "make_dp_optimizer_class",
          "DPKerasSGDOptimizer", "DPKerasAdamOptimizer", "DPKerasAdagradOptimizer"],
         "optimizers",
     ),
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         DPSGD,
         DPAdagrad,
         DPAdam,
+        DPAdamBC,
         DPAdamW,
         DPKerasAdagradOptimizer,
         DPKerasAdamOptimizer,

@@ -448,6 +448,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
             batch = min(call.get("batch_size") or 32, length)
             self._check_batch_size(batch)
+            rows = self._optimizer.rows_per_unit
+            if rows > 1 and (call.get("shuffle", True) or length % rows or batch % rows):
+                raise PrivacyError(
+                    f"With rows_per_unit={rows} rows in a row are one unit, and fit tears units apart: give it "
+                    f"shuffle=False, whole units ({length} rows are given) and a batch_size (now {batch}) that {rows} "
+                    "divides; or use tfdpfl.data.poisson_batches."
+                )
+            length, batch = length // rows, batch // rows
             self._check_groups(length, batch, call)
             return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
         if made_from(x) is not None:
@@ -464,6 +472,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
                     "num_examples and batch_size (the expected one)."
                 )
+        if self._optimizer.rows_per_unit > 1:
+            raise PrivacyError(
+                f"Whether a {type(x).__name__} keeps the rows of a unit together, of which rows_per_unit="
+                f"{self._optimizer.rows_per_unit} are one, is not known. Use tfdpfl.data.poisson_batches."
+            )
         if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
             raise PrivacyError(
                 "sample_from_datasets with repeat() draws some examples more often than others (weighted or class-"
@@ -544,8 +557,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         if self.params.get("steps") and self.params["steps"] % parts:
             raise PrivacyError(
-                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} make:"
-                f" give fit a steps_per_epoch that {parts} divides."
+                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} "
+                f"make: give fit a steps_per_epoch that {parts} divides."
             )
         # A whole batch size at or above the expected one: a higher rate costs no less.
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
@@ -652,6 +665,76 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "Under Poisson sampling one example more regroups the microbatches of all that follow it, which has no "
                 "price. Use num_microbatches=None."
             )
+
+
+class AveragedWeights(tf.keras.callbacks.Callback):
+    """Averages a model's weights over the updates of a training, and leaves it with the averages.
+
+        model.fit(x, y, validation_data=validation, callbacks=[budget, tfdpfl.callbacks.AveragedWeights(decay=0.999)])
+
+    Noise that each step adds is averaged out of the weights, so that a privately trained model is often better for it
+    (De et al. 2022, arXiv:2204.13650, section 3). It costs no privacy: what is averaged is private already. Validation
+    within `fit` sees the averages; training goes on from the weights themselves.
+
+    Args:
+      decay: how much of the average stays at each update, 0 < decay < 1. Of the first updates less stays:
+        ``min(decay, (1 + t) / (10 + t))`` at update t.
+
+    Attributes:
+      averages: the weights that are trained, averaged, as arrays. Another `fit` with the same callback goes on with
+        them.
+
+    Raises:
+      ValueError: a decay out of its range.
+    """
+
+    def __init__(self, decay: float = 0.999):
+        super().__init__()
+        self.decay = _checks.probability("decay", decay, "0.999 is usual; more for longer trainings")
+        self.averages: list[np.ndarray] = []
+        self._updates = self._seen = 0
+        self._trained: list[np.ndarray] = []  # while the averages are in their place
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self._seen = self._iterations()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        now = self._iterations()
+        if now == self._seen:  # a logical batch goes on
+            return
+        self._updates, self._seen = self._updates + now - self._seen, now
+        stays = np.float32(min(self.decay, (1 + self._updates) / (10 + self._updates)))
+        weights = self._weights()
+        if len(weights) != len(self.averages):
+            self.averages = [w.copy() for w in weights]
+        self.averages = [stays * a + (1 - stays) * w for a, w in zip(self.averages, weights, strict=True)]
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        if self.averages and self.model in _running_fits():
+            self._trained = self._weights()
+            self._put(self.averages)
+
+    def on_test_end(self, logs: dict | None = None) -> None:
+        if self._trained:
+            self._put(self._trained)
+            self._trained = []
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        if self.averages:
+            self._put(self.averages)
+            if self.model in _LEFT:  # they are what private steps left
+                steps, left = _LEFT[self.model]
+                _LEFT[self.model] = steps, left | {_fingerprint(self.model)}
+
+    def _iterations(self) -> int:
+        return int(np.asarray(self.model.optimizer.iterations))
+
+    def _weights(self) -> list[np.ndarray]:
+        return [np.array(v) for v in self.model.trainable_weights]
+
+    def _put(self, values: list[np.ndarray]) -> None:
+        for variable, value in zip(self.model.trainable_weights, values, strict=True):
+            variable.assign(value.astype(variable.dtype if isinstance(variable.dtype, str) else variable.dtype.name))
 
 
 class _Fit:

@@ -18,7 +18,8 @@ X, Y = c.examples(N)
 
 
 def model_of(k, z=0.0, kind=tfdpfl.DPSGD, compiled=None, **kwargs):
-    return c.compiled(kind(CLIP, z, gradient_accumulation_steps=k, **{"learning_rate": 0.3, **kwargs}), **(compiled or {}))
+    optimizer = kind(CLIP, z, gradient_accumulation_steps=k, **{"learning_rate": 0.3, **kwargs})
+    return c.compiled(optimizer, **(compiled or {}))
 
 
 def fit(model, *watching, x=X, y=Y, batch_size=4, **kwargs):
@@ -62,7 +63,7 @@ def test_updates_are_those_of_numpy_on_the_logical_batches_across_epochs_and_fit
 def test_moments_schedule_average_and_noise_are_those_of_one_large_batch(compiled):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.02])
     given = {"kind": tfdpfl.DPAdamW, "learning_rate": schedule, "use_ema": True, "ema_overwrite_frequency": 2}
-    given |= {"z": 0.0 if "jit_compile" in compiled else 0.7, "seed": 3, "compiled": compiled}  # XLA draws other normals
+    given |= {"z": 0.0 if "jit_compile" in compiled else 0.7, "seed": 3, "compiled": compiled}  # XLA draws others
     small, large = fit(model_of(3, **given), epochs=2), fit(model_of(1, **given), batch_size=12, epochs=2)
     assert_same(small.get_weights(), large.get_weights())
     for a, b in zip(small.optimizer.variables, large.optimizer.variables, strict=True):
@@ -163,8 +164,8 @@ def budget(**kwargs):
 
 
 def cost(passes, z=2.0):
-    return tfdpfl.compute_epsilon(
-        num_examples=N, batch_size=N, num_steps=passes, noise_multiplier=z, delta=1e-3, sampling="none", accountant="rdp")  # fmt: skip
+    of = {"num_examples": N, "batch_size": N, "sampling": "none", "delta": 1e-3, "accountant": "rdp"}
+    return tfdpfl.compute_epsilon(num_steps=passes, noise_multiplier=z, **of)
 
 
 def test_a_shuffled_pass_of_whole_logical_batches_costs_what_it_costs_in_one():
@@ -217,17 +218,18 @@ def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
 
 
 def test_a_part_out_of_place_makes_its_batch_unknown():
-    counter, partial = _counts.Counter(), _partial.Partial(3, [tf.zeros([2])])
-    found = []
+    counter = _counts.Counter()
+    part_of = lambda value: _partial.Part(
+        [value * tf.ones([2])], tf.ones([]), counter.drawn(tf.zeros([])), tf.constant(6.0, tf.float64)
+    )
+    partial, found = _partial.Partial(3, part_of(0.0)), []
 
     def done(whole):
         found.append((whole.drawn.known.numpy().tolist(), float(whole.multiplier), whole.sums[0].numpy().tolist()))
         return whole.sums
 
     def add(value):
-        one = tf.ones([])
-        part = _partial.Part([value * tf.ones([2])], one, counter.drawn(), tf.constant(6.0, tf.float64))
-        return partial.add(part, done)
+        return partial.add(part_of(value), done)
 
     said = (0.0, 1, 100, 12)
     counter.announce(said, 3, 0, 3)

@@ -946,30 +946,6 @@ def test_the_first_optimizer_imports_tensorflow():
     assert run("import sys, tfdpfl; tfdpfl.DPAdam; print('tensorflow' in sys.modules)") == "True"
 
 
-TWO_REPLICAS = """
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import numpy as np, tfdpfl
-with tf.distribute.MirroredStrategy({devices}).scope():
-    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
-    model.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=1.0, seed=1), loss="mse")
-before = model.get_weights()
-try:
-    model.fit(np.ones([8, 3], "f"), np.ones([8, 2], "f"), batch_size=4, verbose=0)
-    print("trained", model.optimizer.num_dp_steps)
-except tfdpfl.PrivacyError as error:
-    assert all((a == b).all() for a, b in zip(before, model.get_weights()))
-    print("refused:", [line for line in str(error).splitlines() if "replicas" in line][-1].strip())
-"""
-
-
-@pytest.mark.slow
-def test_two_replicas_are_refused_and_one_trains():
-    assert "MirroredStrategy runs 2 replicas" in run(TWO_REPLICAS.replace("{devices}", "['CPU:0', 'CPU:1']"))
-    assert run(TWO_REPLICAS.replace("{devices}", "['CPU:0']")) == "trained 2"
-
-
 @pytest.mark.slow
 def test_training_warns_of_nothing():
     x, y = c.examples(8)

@@ -64,7 +64,7 @@ class Steps:
 
     def __init__(self):
         self.counter, self.saved = _counts.Counter(), tf.Variable(np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
-        count = tf.function(lambda z: self.counter.count(self.counter.drawn(), z, self.saved))
+        count = tf.function(lambda z: self.counter.count(self.counter.drawn(tf.zeros([])), z, self.saved))
         self.take = lambda z=1.0: count(tf.constant(z, tf.float64))
 
     def announce(self, steps, passes=0, sampling=1, n=100, batch=10, data=0.0):
@@ -499,7 +499,7 @@ def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
             steps.saved.assign(table)
         steps.counter.settle(steps.saved)
         steps.announce(1, passes=1, sampling=2)
-        steps.counter.count(steps.counter.drawn(), tf.constant(1.0, tf.float64), steps.saved)
+        steps.counter.count(steps.counter.drawn(tf.zeros([])), tf.constant(1.0, tf.float64), steps.saved)
         table = steps.saved.numpy()
     assert steps.ledger.steps == restarts and steps.ledger.unknown_steps == 0
     assert steps.ledger.report(DELTA, "rdp").participations == restarts

@@ -119,7 +119,10 @@ class BatchAxis:
         found = self._refused(op, states) or self._moved(op, states)
         if isinstance(found, Mixed) and found.name == op.name:
             found = self._met_before(op, states) or found
-        return found if isinstance(found, list) else [found] * len(op.outputs)
+        given = found if isinstance(found, list) else [found] * len(op.outputs)
+        if op.type in BODIES and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
+            self.sources += [t for t, s in zip(op.outputs, given, strict=True) if isinstance(s, Batch)]
+        return given
 
     def _met_before(self, op: tf.Operation, states: list[State]) -> Mixed | None:
         """Where examples met earlier, if that is why an op's shape is not known: that is what is to be mended."""

@@ -24,6 +24,7 @@ from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._mechanism import Mechanism
 
 _DOC = """{base} with differential privacy: every example's gradient is clipped, and Gaussian noise is added.
@@ -42,8 +43,10 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
     the optimizer, with the sampling of the batches where `PrivacyBudget` knows it.
 
     Args:
-      l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together.
-      noise_multiplier: the noise's standard deviation over C; 0 trains without privacy.
+      l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together; or a
+        `tfdpfl.AdaptiveClip`, `PerLayerClip` or `AutomaticClip`. ``current_clip`` tells what the next step clips to.
+      noise_multiplier: the noise's standard deviation over C; 0 trains without privacy. With an `AdaptiveClip` it is
+        the total: the count that moves the clip is paid out of it.
       num_microbatches: None to clip every example by itself (best). With M, the mean gradient of each of M groups is
         clipped, as in TensorFlow Privacy; the sensitivity to one example is then 2 C and the ledger says so.
       gradient_accumulation_steps: k, how many batches make one logical batch, of which the update, the noise, the
@@ -52,6 +55,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         must not be in one twice.
       expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
         divides by the number of examples (or microbatches) in the batch. It is about the logical batch.
+      rows_per_unit: m, where m rows in a row are one unit of privacy (copies of one augmented example, rows of one
+        user): their mean gradient is clipped once, and the sensitivity to a unit is C. Batches must be of whole units.
       noise: None for fresh noise in every step; or `tfdpfl.noise.Tree`, `Banded` or `BLT`, whose steps take back some
         of what earlier ones added (DP-FTRL, matrix factorisation). `PrivacyBudget` then asks for data that bound how
         often an example takes part. What later steps need of earlier noise is saved with the optimizer, and is a
@@ -205,7 +210,7 @@ class DPOptimizer:
     @property
     def unit(self) -> str:
         """Whose part in a step is bounded, and what ε is about."""
-        return "example" if self.rows_per_unit == 1 else f"unit of {self.rows_per_unit} rows"
+        return "example" if self.rows_per_unit == 1 else f"{self.rows_per_unit} consecutive rows"
 
     @property
     def noise(self) -> Noise | None:
@@ -418,6 +423,7 @@ DPSGD = _make(tf.keras.optimizers.SGD, "DPSGD")
 DPAdam = _make(tf.keras.optimizers.Adam, "DPAdam")
 DPAdamW = _make(tf.keras.optimizers.AdamW, "DPAdamW")
 DPAdagrad = _make(tf.keras.optimizers.Adagrad, "DPAdagrad")
+DPAdamBC = _make(AdamBC, "DPAdamBC")
 DPRMSprop = _make(tf.keras.optimizers.RMSprop, "DPRMSprop")
 
 DPFTRL = _make_ftrl()
@@ -432,6 +438,7 @@ __all__ = [
     "DPSGD",
     "DPAdagrad",
     "DPAdam",
+    "DPAdamBC",
     "DPAdamW",
     "DPKerasAdagradOptimizer",
     "DPKerasAdamOptimizer",

@@ -67,8 +67,8 @@ class Automatic(Clipping):
         return clip.l2_norm_clip
 
     def clipped(self, plan, variables, denominator):
-        factor = lambda norms: [self.norm / (norms[0] + self.clip.stability)]
-        return plan.scaled_by([plan.squared_norms()], factor, denominator), None
+        clip, stability = self.norm, self.clip.stability
+        return plan.scaled_by([plan.squared_norms()], lambda norms: [clip / (norms[0] + stability)], denominator), None
 
 
 class PerLayer(Clipping):
@@ -92,7 +92,10 @@ class PerLayer(Clipping):
             check_clip(share)
         present = list(dict.fromkeys(group_of))  # a group may have no weight that is trained
         norms2 = plan.squared_norms_of([present.index(g) for g in group_of])
-        factors = lambda norms: [shares[g] / tf.maximum(n, shares[g]) for g, n in zip(present, norms, strict=True)]
+
+        def factors(norms: list[tf.Tensor]) -> list[tf.Tensor]:
+            return [shares[g] / tf.maximum(n, shares[g]) for g, n in zip(present, norms, strict=True)]
+
         return plan.scaled_by(norms2, factors, denominator), None
 
 

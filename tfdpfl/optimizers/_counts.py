@@ -14,9 +14,11 @@ import secrets
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from tfdpfl._process import renew_after_fork
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.optimizers import _replicas
 
 ROWS = 64
 COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "truncated", "multiplier", "steps", "passes")
@@ -56,6 +58,17 @@ def number_of(name: str | None) -> float:
     return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (_EXACT - 1))
 
 
+def plain_variable(_, **settings):
+    """For `tf.variable_creator_scope`: what no function waits for, and no strategy mirrors."""
+    return resource_variable_ops.default_variable_creator_v2(**settings)
+
+
+def in_memory(value: np.ndarray | tf.Tensor) -> tf.Variable:
+    """A variable that is not the optimizer's, so that no file holds it."""
+    with tf.init_scope(), tf.variable_creator_scope(plain_variable):
+        return tf.Variable(value, trainable=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """How the batch of a step was drawn: data set, sampling, examples, batch size, cut, passes, zeros if that is not
@@ -72,14 +85,12 @@ class Counter:
     """
 
     def __init__(self):
-        with tf.init_scope():
-            make = lambda value: tf.Variable(value, trainable=False)  # noqa: E731
-            self.origin = make(np.float64(new_origin()))
-            self.table = make(np.zeros([ROWS, len(COLUMNS)]))
-            # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun;
-            # of a logical batch the next part, and of how many (0: any); for how many more batches that is known.
-            self.batches = make(np.zeros(9))
-            self.nonfinite = make(np.int64(0))
+        self.origin = in_memory(np.float64(new_origin()))
+        self.table = in_memory(np.zeros([ROWS, len(COLUMNS)]))
+        # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun; of a
+        # logical batch the next part, and of how many (0: any); for how many more batches that is known.
+        self.batches = in_memory(np.zeros(9))
+        self.nonfinite = in_memory(np.int64(0))
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
         self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
@@ -90,7 +101,7 @@ class Counter:
 
     def announce(self, data: tuple[float, int, int, int, int], batches: int, part: int = 0, parts: int = 0) -> None:
         """Says how the next ``batches`` are drawn: (data set's number, sampling's, examples, batch size, cut to). With
-        ``parts``, so many make a logical batch, which that size is of; the next is its number ``part``. Of batches
+        ``parts``, so many make a logical batch, of which that is the size; the next is its number ``part``. Of batches
         after these nothing is known."""
         said = (*data, self.passes.get(data, 0), part, parts, batches)
         if said != self._announced[0]:  # for most batches it is the same: to make a tensor costs more than to assign it
@@ -108,17 +119,24 @@ class Counter:
         known = np.isin(rows[:, ORIGIN], [*own[own[:, STEPS] > 0, ORIGIN], self.origin.numpy()])
         return max(self.steps - int(rows[known, STEPS].sum()), 0)
 
-    def drawn(self) -> Drawn:
-        """How the batch of the step that is traced was drawn; the next one is another."""
+    def drawn(self, nonfinite: tf.Tensor) -> Drawn:
+        """How the batch of the step that is traced was drawn, of which so many examples were not finite; the next one
+        is another. Of several replicas the first alone knows."""
+        if not _replicas.is_first():
+            return Drawn(tf.zeros([self.batches.shape[0] - 3], tf.float64), tf.constant(-1, tf.int64))
+        self.nonfinite.assign_add(tf.cast(nonfinite, tf.int64))
         batches = tf.convert_to_tensor(self.batches)
-        known, (part, parts, more) = batches[:6], tf.unstack(batches[6:])
+        known, (part, parts, more) = batches[:-3], tf.unstack(batches[-3:])
         after = tf.stack([tf.math.floormod(part + 1, tf.maximum(parts, 1)), parts, tf.maximum(more - 1, 0)])
         self.batches.assign(tf.concat([known, after], 0))
         place = tf.where((more > 0) & (parts > 0), part, -1)
         return Drawn(tf.where(more > 0, known, tf.zeros_like(known)), tf.cast(place, tf.int64))
 
     def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable) -> None:
-        """Counts a step that is traced, here and in the table that is saved."""
+        """Counts a step that is traced, here and in the table that is saved, which takes the first replica's word."""
+        if not _replicas.is_first():
+            saved.assign(tf.zeros(saved.shape, tf.float64))
+            return
         known = drawn.known
         key = tf.concat([[self.origin], known[:-1], [multiplier]], 0)
         own, kept = tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)

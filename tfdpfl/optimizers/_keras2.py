@@ -6,13 +6,13 @@ import weakref
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
 
 from tfdpfl._frames import callers
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import function_graph
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers._counts import plain_variable
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
 _ROWS = "tfdpfl_rows"
@@ -32,7 +32,8 @@ class Keras2Adapter:
 
     def _add_state(self, name: str, value: np.ndarray) -> tf.Variable:
         with tf.init_scope():
-            variable = tf.Variable(value, trainable=False, name=name)
+            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            variable = tf.Variable(value, trainable=False, name=name, aggregation=first)
         self._variables.append(variable)
         return variable
 
@@ -57,7 +58,7 @@ class Keras2Adapter:
         """As Keras does, but as if before the step: TensorFlow traces a function twice that makes variables."""
         if tf.distribute.has_strategy():
             return super().build(var_list)
-        with tf.init_scope(), tf.variable_creator_scope(_plain_variable):
+        with tf.init_scope(), tf.variable_creator_scope(plain_variable):
             return super().build(var_list)
 
     @tf.autograph.experimental.do_not_convert
@@ -107,6 +108,10 @@ class Keras2Adapter:
         self._dp.where_whole(lambda: super(Keras2Adapter, self).apply_gradients(grads_and_vars, *args, **kwargs))
         return self.iterations
 
+    def aggregate_gradients(self, grads_and_vars):
+        """Nothing: they are summed over the replicas, and all have the same noise."""
+        return list(grads_and_vars)
+
     def _is_private(self, g, public: set[int]) -> bool:
         """Whether a gradient follows from released ones and from nothing else that could hold data.
 
@@ -135,10 +140,6 @@ class Keras2Adapter:
             elif not _is_data_free(t.op):
                 return False
         return True
-
-
-def _plain_variable(_, **settings):
-    return resource_variable_ops.default_variable_creator_v2(**settings)
 
 
 def _is_data_free(op: tf.Operation) -> bool:

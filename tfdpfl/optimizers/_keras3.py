@@ -44,7 +44,7 @@ class Keras3Adapter:
 
         variable = keras.Variable(
             lambda shape, dtype: tf.constant(value, dtype),
-            shape=value.shape, dtype=str(value.dtype), trainable=False, name=name,
+            shape=value.shape, dtype=str(value.dtype), trainable=False, name=name, aggregation="only_first_replica",
         )  # fmt: skip
         self._track_variable(variable)
         return variable
@@ -78,6 +78,9 @@ class Keras3Adapter:
         if not self.built:  # in a branch of the graph no variables are made
             self.build(variables)
         self._dp.where_whole(lambda: super(Keras3Adapter, self).apply(private, variables))
+
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        return list(grads_and_vars)  # they are summed over the replicas, and all have the same noise
 
     @tf.autograph.experimental.do_not_convert
     def minimize(self, loss, var_list, tape=None):

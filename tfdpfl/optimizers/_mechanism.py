@@ -18,7 +18,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers import _counts, _replicas
 from tfdpfl.optimizers._chain import Chain
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._partial import Part, Partial
@@ -83,14 +83,14 @@ class Mechanism:
             "It is the noise's standard deviation over l2_norm_clip; tfdpfl.compute_noise_multiplier finds it.",
         )  # fmt: skip
         self.num_microbatches = _count("num_microbatches", num_microbatches, "None clips every example by itself.")
-        parts = _count("gradient_accumulation_steps", parts, "It is how many batches make one update, 1 for each by itself.")
+        parts = _count("gradient_accumulation_steps", parts, "It is how many batches make one update; 1 is usual.")
         self.parts = 1 if parts is None else parts
-        rows = _count("rows_per_unit", rows_per_unit, "It is how many rows in a row are one unit, 1 for each by itself.")
+        rows = _count("rows_per_unit", rows_per_unit, "It is how many rows in a row are one unit; 1 is usual.")
         self.rows_per_unit = 1 if rows is None else rows
         if self.rows_per_unit > 1 and self.num_microbatches is not None:
             raise ValueError(
-                f"rows_per_unit={rows_per_unit!r} and num_microbatches={num_microbatches!r} both say whose mean gradient "
-                "is clipped. Leave num_microbatches out: a unit is a group of its own, and costs half as much."
+                f"rows_per_unit={rows_per_unit!r} and num_microbatches={num_microbatches!r} both say whose mean "
+                "gradient is clipped. Leave num_microbatches out: a unit is a group of its own, and costs half as much."
             )
         if expected_batch_size is not None:
             expected_batch_size = _number(
@@ -129,8 +129,7 @@ class Mechanism:
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
         self._partials: dict[tuple[int, ...], Partial] = {}
-        with tf.init_scope():
-            self.pending = tf.Variable(np.int64(0), trainable=False)  # parts that the last step left
+        self.pending = _counts.in_memory(np.int64(0))  # parts that the last step left
 
     def config(self) -> dict:
         return {
@@ -163,24 +162,30 @@ class Mechanism:
     def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
         """The noisy gradients, one for each variable (None where the loss does not depend on it), zeros where the
         logical batch goes on (see `where_whole`); ``table`` is the saved one, in which the step is counted."""
-        strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync > 1:
-            raise PrivacyError(
-                f"{type(strategy).__name__} runs {strategy.num_replicas_in_sync} replicas, which would draw noise "
-                "apart. Train on one device for now."
-            )
+        replicas = _replicas.number()
+        apart = {
+            "gradient_accumulation_steps": self.parts > 1,
+            "num_microbatches": self.num_microbatches is not None,
+            "AdaptiveClip": self.clipping.start is not None,
+            "noise": self.chain is not None,
+        }
+        name = next((name for name, given in apart.items() if given), None)
+        if replicas > 1 and name is not None:
+            raise PrivacyError(f"{name} on {replicas} replicas is not supported. Leave it out, or train on one device.")
         # Clip, and sum over the batch.
-        plan = Plan(loss, variables, self.num_microbatches, self.rows_per_unit if self.rows_per_unit > 1 else None)
-        known = self.expected_batch_size if self.parts > 1 else self._denominator(plan.units.count)
+        rows = self.rows_per_unit if self.rows_per_unit > 1 else None
+        plan = Plan(_replicas.undivided(loss), variables, self.num_microbatches, rows)
+        (units,) = _replicas.summed([tf.cast(plan.units.count, tf.float32)])
+        known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         clipped, count = self.clipping.clipped(plan, variables, known)
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
         used = [i for i, s in enumerate(clipped.sum) if s is not None]
-        with tf.control_dependencies([clipped.num_units]):  # not in an execution that finds the data at their end
-            self.counter.nonfinite.assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
+        # Not where the clip, or a check, stops the step; and not in an execution that finds the data at their end.
+        with tf.control_dependencies([clipped.num_units] if count is None else [clipped.num_units, count]):
+            (nonfinite,) = _replicas.summed([tf.cast(clipped.num_nonfinite, tf.float32)])
             sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in used]
             sums += [] if count is None else [count]
-            units = tf.cast(clipped.num_units, tf.float32)
-            part = Part(sums, units, self.counter.drawn(), self._multiplier(clipped.batch_size))
+            part = Part(sums, units, self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size))
 
             def done(whole: Part) -> list[tf.Tensor]:
                 rows = None
@@ -192,7 +197,7 @@ class Mechanism:
 
             # Accumulate; and of a whole batch release the sum.
             if self.parts > 1:
-                released, pending = self._partial([variables[i] for i in used], part.sums).add(part, done)
+                released, pending = self._partial([variables[i] for i in used], part).add(part, done)
                 self.pending.assign(pending)
             else:
                 released = done(part)
@@ -211,17 +216,18 @@ class Mechanism:
     def _denominator(self, units: tf.Tensor) -> tf.Tensor:
         if self.expected_batch_size is not None:
             return tf.constant(self.expected_batch_size, tf.float32)
-        return tf.cast(tf.maximum(units, 1), tf.float32)
+        return tf.maximum(units, 1)
 
     def _noisy(self, whole: Part, rows: list[tf.Tensor] | None) -> list[tf.Tensor]:
-        """(sums + noise) / denominator, the noise being fresh, or ``rows`` of unit base normals that correlate. Of sums that are made of parts and have a denominator that only now is known,
-        the division is to come; the others are divided already. What else was summed, for the clip, goes to it."""
+        """(sums + noise) / denominator, the noise being fresh, or ``rows`` of unit base normals that correlate. Of sums
+        that are made of parts and have a denominator that only now is known, the division is to come; the others are
+        divided already. What else was summed, for the clip, goes to it."""
         sums, denominator, norm = whole.sums, self._denominator(whole.units), self.clipping.norm
         multiplier, of_count = self.clipping.split(self.noise_multiplier, denominator)
         at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
-        if self.noise_multiplier > 0:
+        if self.noise_multiplier > 0 and _replicas.is_first():
             stddev = multiplier * norm / denominator
             if rows is None:
                 normals = self.source.gaussian([s.shape for s in sums], stddev)
@@ -230,17 +236,18 @@ class Mechanism:
                 normals = [row * (self.chain.noise.unit * stddev) for row in rows]
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
             sums = [tf.cast(tf.cast(s, n.dtype) + n, s.dtype) for s, n in zip(sums, normals, strict=True)]
+        sums = _replicas.summed(sums)
         if of_count is not None:
             self.clipping.adapt(sums[at], denominator)
         return sums
 
     # -- logical batches of several parts --------------------------------------------------------------------
 
-    def _partial(self, variables: Sequence, sums: Sequence[tf.Tensor]) -> Partial:
+    def _partial(self, variables: Sequence, part: Part) -> Partial:
         """What there is of the logical batch for these variables; steps on others are of another."""
         which = tuple(id(raw_variable(v)) for v in variables)
         if which not in self._partials:
-            self._partials[which] = Partial(self.parts, sums)
+            self._partials[which] = Partial(self.parts, part)
         return self._partials[which]
 
     def where_whole(self, apply: Callable[[], Any]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
 
-from tfdpfl.optimizers._counts import Drawn
+from tfdpfl.optimizers._counts import Drawn, in_memory
 
 
 @dataclasses.dataclass
@@ -35,17 +35,12 @@ class Partial:
     file: a restart begins the logical batch anew. (No tf.Module, which would be saved.)
     """
 
-    def __init__(self, parts: int, sums: Sequence[tf.Tensor]):
+    def __init__(self, parts: int, part: Part):
         self.parts = parts
-        # Eagerly, and as plain variables: TensorFlow traces a function twice that makes variables of its own.
-        with tf.init_scope(), tf.variable_creator_scope(_plain):
-            make = lambda shape, dtype: tf.Variable(tf.zeros(shape, dtype), trainable=False)  # noqa: E731
-            self.at = make([], tf.int64)
-            self.sums = [make(s.shape, s.dtype) for s in sums]
-            self.units = make([], tf.float32)
-            self.multiplier = make([], tf.float64)
-            self.known = make([6], tf.float64)
-            self.odd = make([], tf.int64)
+        make = lambda like: in_memory(np.zeros(like.shape, like.dtype.as_numpy_dtype))  # noqa: E731
+        self.at, self.odd = in_memory(np.int64(0)), in_memory(np.int64(0))
+        self.sums = [make(s) for s in part.sums]
+        self.units, self.multiplier, self.known = make(part.units), make(part.multiplier), make(part.drawn.known)
 
     def add(self, part: Part, done: Callable[[Part], list[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Adds a part. Returns what ``done`` makes of the whole, zeros before the last part; and how many parts are
@@ -97,7 +92,3 @@ class Partial:
 
     def drop(self) -> None:
         self.at.assign(0)
-
-
-def _plain(_, **settings):
-    return resource_variable_ops.default_variable_creator_v2(**settings)

@@ -1,0 +1,216 @@
+"""Adam without the noise's bias, averaged weights, frozen backbones and LoRA, several devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import conftest as c
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdpfl
+from tfdpfl import PrivacyError, callbacks
+
+keras = tf.keras
+KERAS3 = c.keras3()
+CLIP = 0.6
+X, Y = c.examples(12)
+
+# -- bias-corrected Adam -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("floor", [None, 1e-3])
+def test_bias_corrected_adam_takes_the_noises_variance_off_the_second_moment(floor):
+    """Of noise too small to be seen in the weights' last digits φ is as it is said, and the update numpy's."""
+    z, size, rate, betas = 2.0, 12, 0.05, (0.9, 0.99)
+    of_adam = {"learning_rate": rate, "beta_1": betas[0], "beta_2": betas[1]}
+    optimizer = tfdpfl.DPAdamBC(CLIP, z, expected_batch_size=size, variance_floor=floor, **of_adam)
+    optimizer._dp.source.gaussian = lambda shapes, stddev: [tf.zeros(s) for s in shapes]  # noise off, price and φ on
+    model = c.compiled(optimizer)
+    phi = (z * CLIP / size) ** 2
+    values, m, v = c.weights(), 0.0, 0.0
+    for t in range(1, 4):
+        model.train_on_batch(X, Y)
+        g = c.flat(c.clipped_sum(values, X, Y, CLIP)) / size
+        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g**2
+        least = phi / 10 if floor is None else floor
+        scale = np.sqrt(np.maximum(v / (1 - betas[1] ** t) - phi, least)) + 1e-7
+        flat = c.flat(values) - rate * m / (1 - betas[0] ** t) / scale
+        ends = np.cumsum([w.size for w in values])
+        values = [part.reshape(w.shape) for part, w in zip(np.split(flat, ends[:-1]), values, strict=True)]
+        np.testing.assert_allclose(c.flat(model.get_weights()), flat, atol=2e-5)
+    assert np.any(v / (1 - betas[1] ** 3) < phi) and model.optimizer.executed == [(z, 3)]
+    again = tfdpfl.DPAdamBC.from_config(model.optimizer.get_config())
+    assert again.get_config()["variance_floor"] == floor
+
+
+@pytest.mark.parametrize(
+    "clip, given, message",
+    [(1.0, {}, "give it expected_batch_size"), (tfdpfl.AdaptiveClip(), {"expected_batch_size": 4}, "does not adapt"),
+     (1.0, {"expected_batch_size": 4, "amsgrad": True}, "amsgrad"), (1.0, {"variance_floor": 0.0}, "variance_floor=0")],
+)  # fmt: skip
+def test_bias_corrected_adam_refuses_what_it_cannot_correct(clip, given, message):
+    with pytest.raises(ValueError, match=message):
+        c.compiled(tfdpfl.DPAdamBC(clip, 1.0, **given)).train_on_batch(X, Y)
+
+
+# -- averaged weights --------------------------------------------------------------------------------------------
+
+
+class Weights(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.after, self.validated = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after.append(c.flat(self.model.get_weights()))
+
+    def on_test_begin(self, logs=None):
+        self.validated.append(c.flat(self.model.get_weights()))
+
+
+def test_weights_are_averaged_over_updates_and_training_goes_on_from_the_last(recwarn):
+    averaged, seen = callbacks.AveragedWeights(decay=0.5), Weights()
+    model = c.compiled(tfdpfl.DPSGD(CLIP, 1.0, learning_rate=0.3, gradient_accumulation_steps=2))
+    watched = callbacks.PrivacyBudget(delta=1e-3, accountant="rdp")
+    model.fit(X, Y, batch_size=3, epochs=2, validation_data=(X, Y), callbacks=[watched, averaged, seen], verbose=0)
+    average = seen.after[1]
+    for t, after in enumerate(seen.after[1::2], 1):
+        stays = min(0.5, (1 + t) / (10 + t))
+        average = stays * average + (1 - stays) * after
+        if t == 2:
+            np.testing.assert_allclose(seen.validated[0], average, atol=1e-6)
+            np.testing.assert_array_equal(seen.after[4], seen.after[3])  # a part: from the weights, not the averages
+    np.testing.assert_allclose(c.flat(model.get_weights()), average, atol=1e-6)
+    model.fit(X, Y, batch_size=3, callbacks=[watched], verbose=0)
+    assert not [w for w in recwarn if "not those that private steps left" in str(w.message)]
+    with pytest.raises(ValueError, match="decay"):
+        callbacks.AveragedWeights(decay=1.5)
+
+
+# -- frozen backbones --------------------------------------------------------------------------------------------
+
+
+def adapted(rank=2):
+    backbone = keras.layers.Dense(64, activation="tanh", name="backbone")
+    head = keras.layers.Dense(c.CLASSES, name="head")
+    model = keras.Sequential([keras.Input((c.WIDTH,)), backbone, head])
+    if rank and KERAS3:
+        backbone.enable_lora(rank)
+        head.enable_lora(rank)
+    elif not rank:
+        backbone.trainable = False
+    model.compile(tfdpfl.DPAdam(CLIP, 1.0, learning_rate=0.1), loss=c.cross_entropy())
+    return model
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.skipif(not KERAS3, reason="Keras 3 has LoRA"))])
+def test_what_is_frozen_stays_to_the_bit_through_training_and_files(rank, tmp_path):
+    model = adapted(rank)
+    frozen = lambda m: [np.asarray(v).tobytes() for v in (m.non_trainable_weights)]
+    before = frozen(model)
+    assert before
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    assert frozen(model) == before
+    model.save(tmp_path / "m.keras")
+    again = keras.models.load_model(tmp_path / "m.keras")
+    if rank:  # Keras saves what LoRA adds as a part of the kernel
+        np.testing.assert_allclose(again.predict(X, verbose=0), model.predict(X, verbose=0), atol=1e-5)
+    else:
+        assert frozen(again) == before
+    assert again.optimizer.executed == [(1.0, 3)]
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.skipif(not KERAS3, reason="Keras 3 has LoRA"))])
+def test_what_is_frozen_costs_no_work_for_each_example(rank):
+    """No norm and no sum is made for it: the engine looks at the trained weights alone."""
+    model = adapted(rank)
+    table = str(tfdpfl.clipping.explain(model, (X, Y)))
+    for v in model.non_trainable_weights:
+        assert f"{getattr(v, 'path', v.name)} " not in table
+    gradients, trained = [], [getattr(v, "_value", v) for v in model.trainable_weights]
+    x, y = tf.constant(X), tf.constant(Y)
+
+    @tf.function
+    def sums(x, y):
+        loss = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+        r = tfdpfl.clipping.clipped_gradients(loss, model.trainable_weights, CLIP)
+        return r.sum, r.norms
+
+    got, norms = sums(x, y)
+    for i in range(len(X)):
+        with tf.GradientTape() as tape:
+            out = model(x[i : i + 1], training=True)
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y[i : i + 1], out, from_logits=True))
+        gradients.append([np.asarray(g) for g in tape.gradient(loss, trained)])
+    columns = [np.stack(g) for g in zip(*gradients, strict=True)]
+    np.testing.assert_allclose(norms, c.norms_of(columns), rtol=1e-4)
+    factors = np.minimum(1, CLIP / np.maximum(c.norms_of(columns), 1e-30))
+    want = [np.tensordot(factors, g, 1) for g in columns]
+    np.testing.assert_allclose(c.flat([g.numpy() for g in got]), c.flat(want), atol=1e-4)
+
+
+# -- several devices ---------------------------------------------------------------------------------------------
+
+
+DEVICES = """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import conftest as c, numpy as np, tfdpfl
+
+# On Keras 3 the last batch has 5: 3 on the one device and 2 on the other.
+x, y = c.examples(13 if c.keras3() else 16)
+
+def train(two, make, clip, z, **kwargs):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if two else tf.distribute.get_strategy()
+    with strategy.scope():
+        model = c.compiled(make(clip, z, **kwargs))
+    budget = tfdpfl.callbacks.PrivacyBudget(delta=1e-3, accountant="rdp")
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[budget])
+    return model, budget
+
+for make, clip, z, kwargs in (
+    (tfdpfl.DPAdam, 0.6, 1.0, {"seed": 1, "learning_rate": 0.05}),
+    (tfdpfl.DPSGD, 0.6, 0.0, {"clipnorm": 0.01}),
+    (tfdpfl.DPSGD, tfdpfl.PerLayerClip(0.3), 0.5, {"seed": 3, "expected_batch_size": 8}),
+):
+    (one, priced), (two, both) = (train(n, make, clip, z, **kwargs) for n in (False, True))
+    for a, b in zip(one.get_weights(), two.get_weights()):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert one.optimizer.executed == two.optimizer.executed == [(z, 4)], two.optimizer.executed
+    assert priced.report.epsilon == both.report.epsilon and both.ledger.unknown_steps == 0
+    for v in two.trainable_variables:
+        v = getattr(v, "_value", v)
+        assert len({part.numpy().tobytes() for part in v.values}) == 1  # the same on both
+for given in ({"gradient_accumulation_steps": 2}, {"num_microbatches": 2}):
+    try:
+        train(True, tfdpfl.DPSGD, 1.0, 1.0, **given)
+        raise SystemExit("was not refused")
+    except tfdpfl.PrivacyError as error:
+        assert next(iter(given)) in str(error) and "2 replicas" in str(error)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_two_devices_make_the_update_of_one_with_one_noise_and_one_count():
+    tests = Path(__file__).parent.parent
+    path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", str(tests.parent))])
+    of = {"capture_output": True, "text": True, "timeout": 600, "env": {**os.environ, "PYTHONPATH": path}}
+    done = subprocess.run([sys.executable, "-c", DEVICES], check=False, **of)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("done")
+
+
+@pytest.mark.parametrize("name", ["ParameterServerStrategyV2", "MultiWorkerMirroredStrategy", "TPUStrategy"])
+def test_other_strategies_are_refused_by_name(name, monkeypatch):
+    from tfdpfl.optimizers import _replicas
+
+    strategy = type(name, (), {"num_replicas_in_sync": 1 if "Parameter" in name else 2})()
+    monkeypatch.setattr(_replicas.tf.distribute, "get_strategy", lambda: strategy)
+    with pytest.raises(PrivacyError, match=f"{name} .*MirroredStrategy"):
+        _replicas.number()

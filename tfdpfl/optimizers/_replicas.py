@@ -1,0 +1,70 @@
+"""Several replicas of one step (tf.distribute): one sum of all examples, one noise, one count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.errors import PrivacyError
+
+
+def number() -> int:
+    """How many replicas take the step.
+
+    Raises:
+      PrivacyError: by a strategy under which that is not known to be one step.
+    """
+    strategy = tf.distribute.get_strategy()
+    name, count = type(strategy).__name__, strategy.num_replicas_in_sync
+    if "ParameterServer" in name:
+        raise PrivacyError(
+            f"{name} lets workers take steps on weights of different age, each with noise of its own. Train under "
+            "MirroredStrategy, or on one device."
+        )
+    if count > 1 and name != "MirroredStrategy":
+        raise PrivacyError(
+            f"{name} runs {count} replicas, of which each would draw noise of its own. Train under MirroredStrategy "
+            "(several devices of one machine), or on one device."
+        )
+    return count
+
+
+def is_first() -> bool:
+    """Whether what is traced is the replica that draws the noise and counts."""
+    context = tf.distribute.get_replica_context()
+    return context is None or int(tf.get_static_value(context.replica_id_in_sync_group)) == 0
+
+
+def summed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Each summed over all replicas, the same on all."""
+    if number() == 1:
+        return list(tensors)
+    return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+
+
+def undivided(loss: tf.Tensor) -> tf.Tensor:
+    """The loss as one device would have it: Keras divides by the number of replicas, and so each example's gradient,
+    before it is clipped. (A loss that is taken for one of those, and is not, costs no privacy.)"""
+    count = number()
+    return loss * tf.cast(count, loss.dtype) if count > 1 and _is_divided(loss, count) else loss
+
+
+def _is_divided(t: tf.Tensor, count: int) -> bool:
+    """Whether all that is added up in it was multiplied by 1 / count."""
+    kind, inputs = t.op.type, list(t.op.inputs)
+    if kind in ("Identity", "Cast", "Squeeze", "Reshape"):
+        return _is_divided(inputs[0], count)
+    if kind in ("AddV2", "AddN"):
+        return all(_constant(x) == 0 or _is_divided(x, count) for x in inputs)
+    if kind == "Mul":
+        known = [_constant(x) for x in inputs]
+        close = [k is not None and bool(np.isclose(k, 1 / count, rtol=1e-2)) for k in known]
+        return any(close) or any(k is None and _is_divided(x, count) for k, x in zip(known, inputs, strict=True))
+    return False
+
+
+def _constant(t: tf.Tensor) -> float | None:
+    value = tf.get_static_value(t) if t.shape.rank == 0 else None
+    return None if value is None else float(value)
