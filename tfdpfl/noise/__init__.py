@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from tensorflow.python.ops import control_flow_util
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl.accounting.correlated import Compared, compare
 from tfdpfl.accounting.correlated import compute_noise_multiplier_of as compute_noise_multiplier
 from tfdpfl.accounting.strategies import BLT, Banded, Noise, Tree
 from tfdpfl.errors import PrivacyError

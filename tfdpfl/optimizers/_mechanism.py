@@ -64,7 +64,9 @@ class Mechanism:
     of which would be saved.)
     """
 
-    def __init__(self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed, correlated=None):
+    def __init__(
+        self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed, correlated=None
+    ):
         self.l2_norm_clip = _number(
             "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
         )
@@ -121,7 +123,7 @@ class Mechanism:
 
     def own_variables(self) -> set[int]:
         """The ids of what it writes by itself: counts of steps, and noise."""
-        of_chain = [] if self.chain is None or self.chain.stream is None else [self.chain.table, *self.chain.stream.state]
+        of_chain = [] if self.chain is None else self.chain.variables
         return {id(v) for v in [self.table, *of_chain]}
 
     def ledger(self) -> PrivacyLedger:
