@@ -321,7 +321,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
                     "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
                 )
-        generators = dict.fromkeys(dp.source.generator for dp in self._seen())
+        generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.secure_noise)
         notes = [
             *self._notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
@@ -341,7 +341,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         def priced(number: int) -> float:
             ledger = copy.deepcopy(past)
             more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number}
-            ledger.record(multiplier, **more, **fit.data)
+            ledger.record(multiplier, discrete=dp.secure_noise, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:
@@ -362,7 +362,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return 0
         if fit.shuffled:
             most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1)
-        if not len(past):
+        if not len(past) and not dp.secure_noise:  # what is discrete costs a little more
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
@@ -672,7 +672,8 @@ class _Fit:
         taken = self.stride - int(self._counter.batches.numpy()[-1])
         if not self._ended and self.awaited and taken > 0:
             multiplier = self.optimizer.noise_multiplier / (1 if self.optimizer.num_microbatches is None else 2)
-            row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, multiplier, taken, 0]
+            kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
+            row = [_counts.new_origin(), 0, kind, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
         self.end()
 

@@ -135,6 +135,7 @@ class PrivacyLedger:
         adjacency: str | None = None,
         max_examples_per_user: int = 1,
         new_pass: bool = False,
+        discrete: bool = False,
     ) -> "PrivacyLedger":
         """Adds DP-SGD steps that ran, in their order, and returns the ledger. Arguments are those of
         `compute_epsilon`.
@@ -159,6 +160,7 @@ class PrivacyLedger:
             num_microbatches=num_microbatches,
             adjacency=adjacency,
             max_examples_per_user=max_examples_per_user,
+            discrete=discrete,
         )
         if run.steps == 0:
             return self
@@ -224,6 +226,7 @@ class PrivacyLedger:
         epochs: int | None = None,
         adjacency: str | None = None,
         dataset: str | None = None,
+        discrete: bool = False,
     ) -> "PrivacyLedger":
         """Notes that `origin` has taken `steps` such steps in all, and returns the ledger.
 
@@ -235,6 +238,7 @@ class PrivacyLedger:
             noise_multiplier: As those that follow, see `record`.
             num_examples: None if nothing is known of the batches: every example is then taken to be in each.
             dataset: A name for the data set, if it has one.
+            discrete: See `tfdpfl.accounting.Run`.
         """
         known = num_examples is not None
         run = Run(
@@ -245,6 +249,7 @@ class PrivacyLedger:
             num_epochs=epochs,
             sampling=sampling if known else "none",
             adjacency=adjacency if known else "zero_out",
+            discrete=discrete,
         )
         if run.steps:
             self._unite(_Counted(origin, dataset, run, not known))

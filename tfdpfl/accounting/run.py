@@ -59,6 +59,8 @@ class Run:
             more of them. They may all be in one batch, whose noise counts as σ over their number; under Poisson
             sampling each comes by a coin of its own (Choquette-Choo et al. 2024, arXiv:2401.10294), which
             dp-accounting 0.6 prices closely; an older one has only looser bounds.
+        discrete: Whether the noise is discrete Gaussian (`secure_noise=True`), which is priced by Rényi DP of whole
+            orders: there it is what a Gaussian's is, sampled or not (Canonne, Kamath & Steinke 2020, arXiv:2004.00010).
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -75,6 +77,7 @@ class Run:
     adjacency: str | None = None
     starts_mid_epoch: bool = False
     max_examples_per_user: int = 1
+    discrete: bool = False
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
@@ -109,6 +112,11 @@ class Run:
         self._check_microbatches(put)
         self._check_adjacency(put)
         self._check_group(put)
+        if self.discrete and (self.sampling == "fixed_size" or self.max_examples_per_user > 1):
+            raise PrivacyError(
+                "discrete noise has no price for sampling='fixed_size' or several examples of a user: take "
+                "sampling='poisson' or 'shuffle', or train without secure_noise"
+            )
 
     def _check_microbatches(self, put: Callable[[str, Any], None]) -> None:
         if self.num_microbatches is None:
@@ -210,6 +218,8 @@ class Run:
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
         step = dp_event.GaussianDpEvent(self.noise_multiplier / self.sensitivity)
+        if self.discrete:
+            step = _discrete_type()(step)
         if self.batch_size < self.num_examples:
             if self.sampling == "poisson" and self.max_examples_per_user > 1:
                 sigma = self.noise_multiplier / self._sensitivity_to_one
@@ -219,6 +229,23 @@ class Run:
             elif self.sampling == "fixed_size":
                 step = dp_event.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, step)
         return dp_event.SelfComposedDpEvent(step, self.participations)
+
+
+@functools.cache
+def _discrete_type() -> Any:
+    import attr
+    from dp_accounting import dp_event
+
+    @attr.s(frozen=True, auto_attribs=True)
+    class DiscreteGaussianDpEvent(dp_event.DpEvent):
+        """Discrete Gaussian noise on whole numbers, as the Gaussian that it has the whole Rényi orders of. No tail of it
+        is cut off."""
+
+        gaussian: dp_event.DpEvent
+        shifts: tuple = ()
+        discrete: bool = True
+
+    return DiscreteGaussianDpEvent
 
 
 @functools.cache

@@ -52,6 +52,9 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         of what earlier ones added (DP-FTRL, matrix factorisation). `PrivacyBudget` then asks for data that bound how
         often an example takes part. What later steps need of earlier noise is saved with the optimizer, and is a
         secret: who has it can take off some of the noise.
+      secure_noise: True rounds the clipped sum to a grid and adds discrete Gaussian noise from the cryptographic
+        generator, exactly drawn: nothing is lost to floating point's holes (Mironov 2012). A draw takes about ten times
+        as long. Priced by Rényi DP. On the host's CPU alone.
       seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
         every process that begins with it draws the same noise.
       **kwargs: every argument of {base}.
@@ -103,6 +106,7 @@ class DPOptimizer:
         *,
         expected_batch_size=None,
         noise=None,
+        secure_noise=False,
         seed=None,
         **kwargs,
     ):
@@ -112,7 +116,7 @@ class DPOptimizer:
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r} would apply noise to each part of a "
                 "batch. Use larger batches (the cost per example stays flat) and leave it at 1."
             )
-        dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed, noise)
+        dp = Mechanism(l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed, noise, secure_noise)
         super().__init__(**kwargs)
         self._dp = dp
         self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
@@ -170,6 +174,7 @@ class DPOptimizer:
     noise_multiplier = _setting("noise_multiplier")
     num_microbatches = _setting("num_microbatches")
     expected_batch_size = _setting("expected_batch_size")
+    secure_noise = _setting("secure_noise")
 
     @property
     def noise(self) -> Noise | None:

@@ -3,7 +3,8 @@
 With correlated noise the steps of a training are one mechanism. They may be taken by several processes, each of which
 goes on from a state that an earlier one saved; and a state may be taken up twice, from when on there are two trainings
 with a common past. So a table of segments is kept beside the noise: a segment is what one optimizer object in one
-process took in a row. Its row says which segment it goes on from, and after how many steps. `_counts` counts the steps of each.
+process took in a row. Its row says which segment it goes on from, and after how many steps. `_counts` counts the steps
+of each.
 
 Each end of such a tree is priced as a whole training. That is an upper bound for all of them together: what an example
 moves in the common past counts once for each.
@@ -144,8 +145,8 @@ class Chain:
         if saved is None or tuple(saved.shape) != shape or np.asarray(saved)[0, KIND] not in (0, self.kind):
             raise PrivacyError(
                 "What the file holds is not the correlated noise of this one, which no step can go on from. Compile the "
-                f"model with the noise_multiplier and noise of the file (here: {self.noise_multiplier:g}, {self.noise}), "
-                "or load the file before compile and give PrivacyBudget that training's ledger=."
+                f"model with the file's noise_multiplier and noise (here {self.noise_multiplier:g}, {self.noise}), or "
+                "load the file before compile and give PrivacyBudget that training's ledger=."
             )
 
     def meet(self, rows: np.ndarray) -> None:

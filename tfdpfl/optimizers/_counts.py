@@ -36,6 +36,7 @@ SAMPLINGS = (
     ("cyclic_poisson", "add_or_remove_one"),
 )
 UNKNOWN = 0
+DISCRETE = 16  # is added to the sampling's number where the noise is discrete
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
 _EXACT = 1 << 52  # float64 holds every whole number up to it
 
@@ -65,6 +66,7 @@ class Counter:
             # Data set, sampling, examples, batch size; passes begun; for how many more steps that is known.
             self.batches = make(np.zeros(6))
             self.nonfinite = make(np.int64(0))
+        self.discrete = False
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
         self.passes: dict[tuple[float, int, int, int], int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
@@ -97,7 +99,8 @@ class Counter:
         batches = tf.convert_to_tensor(self.batches)
         known = tf.where(batches[-1] > 0, batches[:-1], tf.zeros_like(batches[:-1]))
         self.batches.assign(tf.concat([batches[:-1], tf.maximum(batches[-1:] - 1, 0)], 0))
-        key = tf.concat([[self.origin], known[:-1], [multiplier]], 0)
+        kind = np.eye(5)[1] * (DISCRETE if self.discrete else 0)
+        key = tf.concat([[self.origin], (known + kind)[:-1], [multiplier]], 0)
         own, kept = tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)
         # A table that was emptied (an optimizer's variables are set to zero) begins anew with all that ran here.
         kept = tf.where(tf.reduce_any(kept[:, STEPS] > 0), kept, own)
@@ -175,7 +178,7 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
     ledger = PrivacyLedger()
     shuffled: dict[bytes, np.ndarray] = {}
     for row in rows:
-        sampling, adjacency = SAMPLINGS[int(row[SAMPLING])]
+        sampling, adjacency = SAMPLINGS[int(row[SAMPLING]) % DISCRETE]
         if sampling != "shuffle":
             _count(ledger, row, sampling, adjacency)
         # A pass may have steps of more and of less noise; an example is in one of them.
@@ -193,10 +196,11 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
 def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str) -> None:
     origin, steps, data = f"{int(row[ORIGIN]):x}", int(row[STEPS]), float(row[DATA])
     dataset = f"{int(data):x}" if data > 0 else None
-    if int(row[SAMPLING]) == UNKNOWN:
+    discrete = row[SAMPLING] >= DISCRETE
+    if int(row[SAMPLING]) % DISCRETE == UNKNOWN:
         # Rows that were shared may be of the same multiplier as steps of their origin, and are not the same steps.
         origin += "+" if data == SHARED else ""
-        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset)
+        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, discrete=bool(discrete))
         return
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
     epochs = None
@@ -205,5 +209,5 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
         epochs = min(max(int(row[PASSES]), -(-steps // -(-n // batch))), steps)
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
-        adjacency=adjacency, dataset=dataset,
+        adjacency=adjacency, dataset=dataset, discrete=bool(discrete),
     )  # fmt: skip

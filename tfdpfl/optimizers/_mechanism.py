@@ -65,8 +65,9 @@ class Mechanism:
     """
 
     def __init__(
-        self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed, correlated=None
-    ):
+        self, l2_norm_clip, noise_multiplier, num_microbatches, expected_batch_size, seed, correlated=None,
+        secure_noise=False,
+    ):  # fmt: skip
         self.l2_norm_clip = _number(
             "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
         )
@@ -97,11 +98,17 @@ class Mechanism:
             raise ValueError(f"noise={correlated!r} must be None, or tfdpfl.noise.Tree, Banded or BLT.")
         if correlated is not None and self.num_microbatches is not None:
             raise ValueError(
-                f"num_microbatches={num_microbatches!r} regroups examples, which correlated noise has no price for. Use "
-                "num_microbatches=None."
+                f"num_microbatches={num_microbatches!r} regroups examples, which correlated noise has no price for. "
+                "Use num_microbatches=None."
             )
+        if not isinstance(secure_noise, bool):
+            raise ValueError(f"secure_noise={secure_noise!r} must be True or False.")
+        if secure_noise and correlated is not None:
+            raise ValueError("secure_noise=True draws fresh noise on a grid: use noise=None with it.")
+        self.secure_noise = secure_noise
         self.source = noise.Source(self.seed)
         self.counter = _counts.Counter()
+        self.counter.discrete = secure_noise
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
 
@@ -112,6 +119,7 @@ class Mechanism:
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self.expected_batch_size,
             "seed": self.seed,
+            "secure_noise": self.secure_noise,
             "noise": None if self.chain is None else self.chain.noise.to_dict(),
         }
 
@@ -145,11 +153,15 @@ class Mechanism:
             denominator = tf.cast(tf.maximum(plan.units.count, 1), tf.float32)
         else:
             denominator = tf.constant(self.expected_batch_size, tf.float32)
-        clipped = plan.finish(plan.squared_norms(), self.l2_norm_clip, denominator)
+        secure = self.secure_noise and self.noise_multiplier > 0
+        divided_by = tf.ones_like(denominator) if secure else denominator
+        clipped = plan.finish(plan.squared_norms(), self.l2_norm_clip, divided_by)
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
         means = list(clipped.sum)
         used = [i for i, m in enumerate(means) if m is not None]
-        if self.noise_multiplier > 0:
+        if secure:
+            self._add_on_grid(means, used, denominator)
+        elif self.noise_multiplier > 0:
             stddev = self.noise_multiplier * self.l2_norm_clip / denominator
             shapes = [raw_variable(variables[i]).shape for i in used]
             if self.chain is None:
@@ -172,6 +184,16 @@ class Mechanism:
             self.counter.count(self._multiplier(clipped.batch_size), table)
             self.counter.nonfinite.assign_add(tf.cast(clipped.num_nonfinite, tf.int64))
         return result
+
+    def _add_on_grid(self, sums: list, used: list[int], denominator: tf.Tensor) -> None:
+        """Puts the noisy means in the place of the sums: rounded to a grid, whole noise added, then divided."""
+        sizes = [sums[i].shape.num_elements() for i in used]
+        step, sigma = noise.grid(self.l2_norm_clip, self.noise_multiplier, sum(sizes))
+        drawn = tf.split(self.source.discrete(sum(sizes), sigma), sizes)
+        for i, part in zip(used, drawn, strict=True):
+            # What follows the whole numbers' sum depends on nothing else of the data: its rounding is harmless.
+            whole = tf.cast(tf.round(tf.cast(sums[i], tf.float64) / step), tf.int64) + tf.reshape(part, sums[i].shape)
+            sums[i] = tf.cast(tf.cast(whole, tf.float64) * step / tf.cast(denominator, tf.float64), sums[i].dtype)
 
     def _multiplier(self, batch_size: tf.Tensor) -> tf.Tensor:
         """The noise's standard deviation over the sensitivity to one example."""
