@@ -535,8 +535,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             apart = getattr(declared, "min_separation", 1)
         if apart < noise.min_separation and sampling is not None:
             raise PrivacyError(
-                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use of "
-                f"an example to its next, but the data ({sampling}) keep {apart}. Give fit "
+                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use "
+                f"of an example to its next, but the data ({sampling}) keep {apart}. Give fit "
                 "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
             )
         if sampling == "cyclic_poisson" and apart != noise.min_separation:

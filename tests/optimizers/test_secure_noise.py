@@ -1,5 +1,4 @@
-"""Noise on a grid: the sampler against the discrete Gaussian's own probabilities, the sum's sensitivity on neighbours, and
-its price."""
+"""Noise on a grid: the sampler against the discrete Gaussian's probabilities, the sum's sensitivity, the price."""
 
 import conftest as c
 import numpy as np
@@ -54,7 +53,9 @@ def test_the_grid_holds_the_roundings_norm():
         step, sigma = discrete.grid(0.7, 1.3, size)
         assert np.log2(step) % 1 == 0 and np.sqrt(size) * step <= 0.7 / 1024
         assert 1.3 * (0.7 + np.sqrt(size) * step) <= sigma * step <= 1.3 * 0.7 * 1.002 + step
-    assert discrete.grid(1.0, 1e9, 10)[1] <= 1 << 31  # a coarser grid, and more noise
+    assert discrete.grid(1.0, 1e7, 10)[1] <= 1 << 31  # a coarser grid, and more noise
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        discrete.grid(1.0, 1e9, 10)
     rounded = rng.normal(size=(200, 1000))
     step, _ = discrete.grid(1.0, 1.0, 1000)
     example = rng.normal(size=1000)

@@ -238,8 +238,8 @@ def _discrete_type() -> Any:
 
     @attr.s(frozen=True, auto_attribs=True)
     class DiscreteGaussianDpEvent(dp_event.DpEvent):
-        """Discrete Gaussian noise on whole numbers, as the Gaussian that it has the whole Rényi orders of. No tail of it
-        is cut off."""
+        """Discrete Gaussian noise on whole numbers, as the Gaussian whose whole Rényi orders it has. No tail is cut
+        off."""
 
         gaussian: dp_event.DpEvent
         shifts: tuple = ()

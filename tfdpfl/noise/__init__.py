@@ -136,7 +136,7 @@ class Source:
         """
         if not _on_host():
             raise PrivacyError(
-                "secure_noise=True draws on the host's CPU, and this step is compiled by XLA or runs on an accelerator. "
+                "secure_noise=True draws on the host's CPU, but XLA compiles this step or it runs on an accelerator. "
                 "Compile the model with jit_compile=False, and train where TensorFlow sees none."
             )
         self.generator = AES

@@ -6,7 +6,7 @@ grid, with the probabilities that the theorem is about.
 
 The draw is Karney's (2016, "Sampling exactly from the normal distribution", Algorithm D): the number of whole standard
 deviations, a place within the next one, and a coin that says whether they are kept. Coins are thrown in floating point
-where that decides them for sure, and with as many digits as it takes where it does not, so that no probability is rounded.
+where that decides them for sure, and with more digits where it does not, so that no probability is rounded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fractions import Fraction
 
 import numpy as np
 
-# Rounding moves a sum of d coordinates by up to sqrt(d) steps; the step is small enough that this is at most so much of C.
+# Rounding moves a sum of d coordinates by up to sqrt(d) steps; the step is so small that this is at most so much of C.
 _ROUNDING = 2.0**-10
 _LARGEST = 1 << 31  # of the standard deviation, in steps
 _DIGITS = 60
-# What floating point may get wrong of a coin's bias (fewer than 50 roundings of 2^-53), and corrections that it leaves out.
+# What floating point may get wrong of a coin's bias (under 50 roundings of 2^-53), and corrections that it leaves out.
 _UNSURE = 2.0**-45
 _BLOCK = 1 << 16
 _USUAL = 5  # numbers of whole standard deviations that words of 64 bits tell apart well enough
@@ -43,6 +43,10 @@ def grid(l2_norm_clip: float, noise_multiplier: float, size: int) -> tuple[float
     def deviations(exponent: int) -> int:
         return math.ceil(noise_multiplier * (l2_norm_clip * 2.0**-exponent + root) * (1 + 2.0**-50))
 
+    if noise_multiplier * root > _LARGEST / 2:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier!r} on {size} weights is more than a grid of 2^31 steps holds: take less."
+        )
     while deviations(exponent) > _LARGEST:
         exponent += 1
     return 2.0**exponent, max(deviations(exponent), 1)
@@ -96,7 +100,7 @@ def _candidates(words: Words, count: int, sigma: int) -> np.ndarray:
 
 @functools.cache
 def _cells() -> np.ndarray:
-    """Where, among words of 64 bits, the next number of whole standard deviations begins: that it is k has a probability
+    """Where, among words of 64 bits, the next number of whole standard deviations begins. It is k with a probability
     near exp(-k²/2) over the sum of these. What it lacks of that, the coin has. From the last on it is drawn apart."""
     with localcontext() as context:
         context.prec = _DIGITS
