@@ -330,7 +330,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
                     "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
                 )
-        generators = dict.fromkeys(dp.source.generator for dp in self._seen())
+        generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.secure_noise)
         notes = [
             *self._notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
@@ -350,7 +350,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         def priced(number: int) -> float:
             ledger = copy.deepcopy(past)
             more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number * fit.uses}
-            ledger.record(multiplier, **more, **fit.data)
+            ledger.record(multiplier, discrete=dp.secure_noise, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:
@@ -372,7 +372,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return 0
         if fit.shuffled:
             most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1) * fit.uses
-        if not len(past):
+        if not len(past) and not dp.secure_noise:  # what is discrete costs a little more
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
@@ -619,8 +619,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             apart = getattr(declared, "min_separation", 1)
         if apart < noise.min_separation and sampling is not None:
             raise PrivacyError(
-                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use of "
-                f"an example to its next, but the data ({sampling}) keep {apart}. Give fit "
+                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use "
+                f"of an example to its next, but the data ({sampling}) keep {apart}. Give fit "
                 "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
             )
         if sampling == "cyclic_poisson" and apart != noise.min_separation:
@@ -857,7 +857,8 @@ class _Fit:
             self.optimizer._dp.drop_partial()
             halved = self.optimizer.num_microbatches is not None
             multiplier = self.optimizer.noise_multiplier / self.parts / (2 if halved else 1)
-            row = [_counts.new_origin(), 0, _counts.UNKNOWN, 0, 0, 0, multiplier, taken, 0]
+            kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
+            row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
         self.end()
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz
 from tfdpfl.accounting.pricing import price
-from tfdpfl.accounting.strategies import Banded, Noise, Tree, noise_from_dict
+from tfdpfl.accounting.strategies import BLT, ERRORS, Banded, Noise, Tree, noise_from_dict
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ class CorrelatedRun:
         if isinstance(self.noise, Tree):
             sensitivity = self.noise.sensitivity(self.num_steps, self.min_separation, self.max_participations)
             leaves = min(self.num_steps, self.noise.restart_every or self.num_steps)
-            # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as few
-            # as can be: the chance over the uses is largest at either end, as long as it is small.
+            # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as
+            # few as can be: the chance over the uses is largest at either end, as long as it is small.
             most, shifts = self.participations, [(float(self.participations * leaves.bit_length()), 1 / stddev)]
             for level in range(leaves.bit_length()):
                 uses = min(most, -(-(1 << level) // self.min_separation))
@@ -223,3 +223,80 @@ def compute_noise_multiplier_of(
         middle = math.sqrt(low * high)
         low, high = (low, middle) if epsilon(middle) <= target else (middle, high)
     return high
+
+
+class Compared(NamedTuple):
+    """One line of `compare`: the error of the running sums, and the noise multiplier that it is at."""
+
+    noise: Noise
+    error: float
+    noise_multiplier: float
+    sampled: bool
+
+
+def compare(
+    num_steps: int,
+    min_separation: int = 1,
+    max_participations: int | None = None,
+    *,
+    target_epsilon: float | None = None,
+    delta: float | None = None,
+    sampling_rate: float | None = None,
+    kind: str = "rms",
+) -> list[Compared]:
+    """Which noise for which training: the error of the running sums at equal privacy, the least first.
+
+        for noise, error, noise_multiplier, sampled in tfdpfl.noise.compare(2400, 240, 10):
+            print(f"{error:8.2f}", noise)
+
+    The error is the standard deviation of the noise in a sum over the steps, in clips: what the weights of plain SGD
+    have of it, over the learning rate. ``Banded(bands=1)`` is independent noise.
+
+    Args:
+      num_steps: noisy updates.
+      min_separation: fewest steps from one use of an example to its next: the steps of an epoch, if each has the same
+        order; 1 if arrays are shuffled.
+      max_participations: most uses of an example (epochs); None for as many as there is room for.
+      target_epsilon, delta: the privacy that all are to have; None for that of one Gaussian mechanism of σ = 1.
+      sampling_rate: the probability with which Poisson sampling takes an example in a step. With it and a target, bands
+        that are drawn from groups in turns (one band: plain Poisson sampling) are compared, too.
+      kind: ``"rms"`` or ``"max"`` over the steps.
+
+    Raises:
+      ValueError: an argument is out of its range, or one of target_epsilon and delta is missing.
+    """
+    if (target_epsilon is None) != (delta is None) or (sampling_rate is not None and target_epsilon is None):
+        raise ValueError("Give target_epsilon and delta together, and sampling_rate only with them.")
+    kind = _checks.choice("kind", kind, ERRORS)
+    num_steps = _checks.whole("num_steps", num_steps, 1, "count the noisy updates")
+    base = Noise(min_separation=min_separation, max_participations=max_participations)
+    apart, uses = base.min_separation, most_participations(num_steps, base.min_separation, base.max_participations)
+    how: dict[str, Any] = {"min_separation": apart, "max_participations": uses}
+    widths = [1 << i for i in range(7)]
+    noises: list[Noise] = [Tree(**how)]
+    noises += [Tree(restart_every=apart, **how)] if 1 < apart < num_steps else []
+    fitting = [b for b in widths if b <= min(apart, num_steps)]
+    noises += [Banded(bands=b, num_steps=num_steps, objective=kind, **how) for b in fitting]
+    noises += [BLT(buffers=m, num_steps=num_steps, objective=kind, **how) for m in (2, 3) if num_steps > 2]
+    sigma = 1.0
+    if target_epsilon is not None and delta is not None:
+        one = Banded(bands=1, max_participations=1)
+        sigma = compute_noise_multiplier_of(one, target_epsilon=target_epsilon, delta=delta, num_steps=1)
+    found = []
+    for noise in noises:
+        sensitivity = noise.sensitivity(num_steps, apart, uses)
+        multiplier = sigma * sensitivity / noise.unit
+        found.append(Compared(noise, sigma * noise.error(num_steps, kind), multiplier, False))
+    if sampling_rate is not None and target_epsilon is not None and delta is not None:
+        for b in widths:
+            if b * sampling_rate > 1:
+                break
+            noise = Banded(bands=b, min_separation=b, max_participations=1, num_steps=num_steps, objective=kind)
+            multiplier = compute_noise_multiplier_of(
+                noise, target_epsilon=target_epsilon, delta=delta, num_steps=num_steps, min_separation=b,
+                max_participations=-(-num_steps // b), sampling_rate=b * sampling_rate,
+            )  # fmt: skip
+            variances = noise.variances(num_steps)
+            error = math.sqrt(variances.max() if kind == "max" else variances.mean())
+            found.append(Compared(noise, multiplier * noise.unit * error, multiplier, True))
+    return sorted(found, key=lambda line: line.error)

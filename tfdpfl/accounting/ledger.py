@@ -143,6 +143,7 @@ class PrivacyLedger:
         truncated_batch_size: int | None = None,
         unit: str = "example",
         new_pass: bool = False,
+        discrete: bool = False,
     ) -> "PrivacyLedger":
         """Adds DP-SGD steps that ran, in their order, and returns the ledger. Arguments are those of
         `compute_epsilon`.
@@ -170,6 +171,7 @@ class PrivacyLedger:
             max_examples_per_user=max_examples_per_user,
             truncated_batch_size=truncated_batch_size,
             unit=unit,
+            discrete=discrete,
         )
         if run.steps == 0:
             return self
@@ -237,6 +239,7 @@ class PrivacyLedger:
         dataset: str | None = None,
         truncated_batch_size: int | None = None,
         unit: str = "example",
+        discrete: bool = False,
     ) -> "PrivacyLedger":
         """Notes that `origin` has taken `steps` such steps in all, and returns the ledger.
 
@@ -248,6 +251,7 @@ class PrivacyLedger:
             noise_multiplier: As those that follow, see `record`.
             num_examples: None if nothing is known of the batches: every example is then taken to be in each.
             dataset: A name for the data set, if it has one.
+            discrete: See `tfdpfl.accounting.Run`.
         """
         known = num_examples is not None
         run = Run(
@@ -260,6 +264,7 @@ class PrivacyLedger:
             adjacency=adjacency if known else "zero_out",
             truncated_batch_size=truncated_batch_size if known else None,
             unit=unit,
+            discrete=discrete,
         )
         if run.steps:
             self._unite(_Counted(origin, dataset, run, not known))

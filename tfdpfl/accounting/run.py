@@ -63,6 +63,8 @@ class Run:
         truncated_batch_size: With Poisson sampling: of a larger sample a uniform subset of so many stays
             (arXiv:2508.15089).
         unit: What is sampled and clipped, and what an "example" is then in all of the above: `"example"` or `"user"`.
+        discrete: Whether the noise is discrete Gaussian (`secure_noise=True`), which is priced by Rényi DP of whole
+            orders: there it is what a Gaussian's is, sampled or not (Canonne, Kamath & Steinke 2020, arXiv:2004.00010).
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -81,6 +83,7 @@ class Run:
     max_examples_per_user: int = 1
     truncated_batch_size: int | None = None
     unit: str = "example"
+    discrete: bool = False
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
@@ -121,6 +124,11 @@ class Run:
             raise ValueError(
                 f"max_examples_per_user={self.max_examples_per_user} is of examples that are clipped each by itself: "
                 "where unit='user' a user counts whole, so leave it out"
+            )
+        if self.discrete and (self.sampling == "fixed_size" or self.max_examples_per_user > 1):
+            raise PrivacyError(
+                "discrete noise has no price for sampling='fixed_size' or several examples of a user: take "
+                "sampling='poisson' or 'shuffle', or train without secure_noise"
             )
 
     def _check_truncation(self, put: Callable[[str, Any], None]) -> None:
@@ -238,6 +246,8 @@ class Run:
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
         step = dp_event.GaussianDpEvent(self.noise_multiplier / self.sensitivity)
+        if self.discrete:
+            step = _discrete_type()(step)
         if self.batch_size < self.num_examples:
             if self.sampling == "poisson" and self.max_examples_per_user > 1:
                 sigma = self.noise_multiplier / self._sensitivity_to_one
@@ -265,6 +275,23 @@ class Run:
         return truncated(
             self.num_examples + 1, self.sampling_rate, self.truncated_batch_size, self.noise_multiplier
         )  # fmt: skip
+
+
+@functools.cache
+def _discrete_type() -> Any:
+    import attr
+    from dp_accounting import dp_event
+
+    @attr.s(frozen=True, auto_attribs=True)
+    class DiscreteGaussianDpEvent(dp_event.DpEvent):
+        """Discrete Gaussian noise on whole numbers, as the Gaussian whose whole Rényi orders it has. No tail is cut
+        off."""
+
+        gaussian: dp_event.DpEvent
+        shifts: tuple = ()
+        discrete: bool = True
+
+    return DiscreteGaussianDpEvent
 
 
 @functools.cache

@@ -198,8 +198,8 @@ class Banded(_Toeplitz):
     """
 
     bands: int
-    num_steps: int | None = None
-    coefficients: tuple[float, ...] | None = None
+    num_steps: Any = None  # an int once it is made
+    coefficients: Any = None  # a tuple of floats once it is made
     objective: str = "rms"
 
     def __post_init__(self) -> None:
@@ -249,9 +249,9 @@ class BLT(_Toeplitz):
     """
 
     buffers: int = 2
-    num_steps: int | None = None
-    decay: tuple[float, ...] | None = None
-    scale: tuple[float, ...] | None = None
+    num_steps: Any = None  # an int, and tuples of floats, once it is made
+    decay: Any = None
+    scale: Any = None
     objective: str = "rms"
     _MOST: ClassVar[int] = 10
 
@@ -276,7 +276,6 @@ class BLT(_Toeplitz):
         mend = f"give {self.buffers} numbers, decays between 0 and 1, scales of at least 0 with a sum of at most 1"
         self._put("decay", _numbers("decay", self.decay, mend))
         self._put("scale", _numbers("scale", self.scale, mend))
-        assert self.decay is not None and self.scale is not None
         fits = len(self.decay) == len(self.scale) == self.buffers and all(0 <= d < 1 for d in self.decay)
         if not fits or min(self.scale) < 0 or sum(self.scale) > 1:
             raise ValueError(f"decay={self.decay!r} and scale={self.scale!r} do not fit: {mend}")
@@ -301,7 +300,7 @@ class BLT(_Toeplitz):
         return inverse
 
 
-_KINDS = {kind.__name__: kind for kind in (Tree, Banded, BLT)}
+_KINDS: dict[Any, Any] = {kind.__name__: kind for kind in (Tree, Banded, BLT)}
 
 
 def noise_from_dict(saved: dict[str, Any]) -> Noise:
@@ -402,7 +401,9 @@ def best_buffers(
             powers = decay**i
             column = np.concatenate([[1.0], powers @ scale])
             moved = moved_by_toeplitz(column, num_steps, separation, most)
-            to_column = sum(np.concatenate([moved[k * separation :], np.zeros(k * separation)]) for k in range(most))
+            to_column = moved.copy()
+            for k in range(1, most):
+                to_column[: num_steps - k * separation] += moved[k * separation :]
             inverse_powers = inverse_decay**i
             geometric = np.cumsum(inverse_powers, 0)
             sums = np.concatenate([[1.0], 1 + geometric @ inverse_scale])

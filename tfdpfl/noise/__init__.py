@@ -24,9 +24,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from tensorflow.python.ops import control_flow_util
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl.accounting.correlated import Compared, compare
 from tfdpfl.accounting.correlated import compute_noise_multiplier_of as compute_noise_multiplier
 from tfdpfl.accounting.strategies import BLT, Banded, Noise, Tree
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise.discrete import discrete_gaussian, grid
 
 AES, PHILOX = "aes-128-ctr", "philox-4x32-10"
 
@@ -125,6 +127,27 @@ class Source:
                 return self._stream.words(np.empty(2, np.int64))
 
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
+
+    @tf.autograph.experimental.do_not_convert
+    def discrete(self, size: int, sigma: int) -> tf.Tensor:
+        """int64 [size]: independent discrete Gaussians of this many whole steps; see `tfdpfl.noise.discrete`.
+
+        Raises `PrivacyError` where a step is compiled or runs on an accelerator, which Python cannot draw for.
+        """
+        if not _on_host():
+            raise PrivacyError(
+                "secure_noise=True draws on the host's CPU, but XLA compiles this step or it runs on an accelerator. "
+                "Compile the model with jit_compile=False, and train where TensorFlow sees none."
+            )
+        self.generator = AES
+
+        def draw():
+            with self._lock:
+                if self._stream is None:
+                    self._stream = _Stream(new_key(self._seed))
+                return discrete_gaussian(self._stream.words, size, sigma)
+
+        return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [size])
 
     def unique(self) -> tf.Tensor:
         """An int64 that no other run, object or process gets: a name, no secret."""

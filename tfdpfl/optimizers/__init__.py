@@ -61,6 +61,9 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         of what earlier ones added (DP-FTRL, matrix factorisation). `PrivacyBudget` then asks for data that bound how
         often an example takes part. What later steps need of earlier noise is saved with the optimizer, and is a
         secret: who has it can take off some of the noise.
+      secure_noise: True rounds the clipped sum to a grid and adds discrete Gaussian noise from the cryptographic
+        generator, exactly drawn: nothing is lost to floating point's holes (Mironov 2012). A draw takes about ten times
+        as long. Priced by Rényi DP. On the host's CPU alone.
       seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
         every process that begins with it draws the same noise.
       **kwargs: every argument of {base}.
@@ -113,13 +116,14 @@ class DPOptimizer:
         expected_batch_size=None,
         rows_per_unit=1,
         noise=None,
+        secure_noise=False,
         seed=None,
         **kwargs,
     ):
         _check_backend()
         dp = Mechanism(
             l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size, seed,
-            rows_per_unit, noise,
+            rows_per_unit, noise, secure_noise,
         )  # fmt: skip
         super().__init__(**kwargs)
         tapes.watch()
@@ -201,6 +205,7 @@ class DPOptimizer:
     num_microbatches = _setting("num_microbatches")
     expected_batch_size = _setting("expected_batch_size")
     rows_per_unit = _setting("rows_per_unit")
+    secure_noise = _setting("secure_noise")
 
     @property
     def current_clip(self) -> float | list[float]:

@@ -2,8 +2,9 @@
 
 With correlated noise the steps of a training are one mechanism. They may be taken by several processes, each of which
 goes on from a state that an earlier one saved; and a state may be taken up twice, from when on there are two trainings
-with a common past. So a table of segments is kept beside the noise: a segment is what one optimizer object in one process
-took in a row. Its row says which segment it goes on from, and after how many steps. `_counts` counts the steps of each.
+with a common past. So a table of segments is kept beside the noise: a segment is what one optimizer object in one
+process took in a row. Its row says which segment it goes on from, and after how many steps. `_counts` counts the steps
+of each.
 
 Each end of such a tree is priced as a whole training. That is an upper bound for all of them together: what an example
 moves in the common past counts once for each.
@@ -65,6 +66,11 @@ class Chain:
         self.table = add_state("dp_noise_steps", table)
         self.stream = Stream(self.noise, shapes, add_state)
         self._places = {i: place for place, i in enumerate(ids)}
+
+    @property
+    def variables(self) -> list:
+        """What is saved."""
+        return [] if self.stream is None else [self.table, *self.stream.state]
 
     def next(self, source: Source, counter: _counts.Counter, known: tf.Tensor, ids: list[int]) -> list[tf.Tensor]:
         """The next row of noise for the weights of these ids, of unit base normals. Traced before the step is counted,
@@ -138,7 +144,7 @@ class Chain:
         if saved is None or tuple(saved.shape) != shape or np.asarray(saved)[0, KIND] not in (0, self.kind):
             raise PrivacyError(
                 "What the file holds is not the correlated noise of this one, which no step can go on from. Compile the "
-                f"model with the file's noise_multiplier and noise (here {self.noise_multiplier:g} and {self.noise}), or "
+                f"model with the file's noise_multiplier and noise (here {self.noise_multiplier:g}, {self.noise}), or "
                 "load the file before compile and give PrivacyBudget that training's ledger=."
             )
 
@@ -152,8 +158,7 @@ class Chain:
         own = self._own.numpy()
         if max(saved[0, LOST], own[0, LOST]) > 0:
             raise PrivacyError(
-                f"This training was taken up more than {ROWS} times from saved states, of which no more are known: its ε "
-                "is not known any more."
+                f"This training was taken up more than {ROWS} times from saved states: its ε is not known any more."
             )
         self.met = united(self.met, saved[1:], own[1:])
         return self.met

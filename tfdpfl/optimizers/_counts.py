@@ -43,6 +43,7 @@ SAMPLINGS = (
     ("shuffle", "zero_out", "example"),
 )
 UNKNOWN, ACROSS_PASSES = 0, len(SAMPLINGS) - 1
+DISCRETE = 16  # is added to the sampling's number where the noise is discrete
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
 _EXACT = 1 << 52  # float64 holds every whole number up to it
 
@@ -91,6 +92,7 @@ class Counter:
         # logical batch the next part, and of how many (0: any); for how many more batches that is known.
         self.batches = in_memory(np.zeros(9))
         self.nonfinite = in_memory(np.int64(0))
+        self.discrete = False
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
         self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
@@ -138,7 +140,8 @@ class Counter:
             saved.assign(tf.zeros(saved.shape, tf.float64))
             return
         known = drawn.known
-        key = tf.concat([[self.origin], known[:-1], [multiplier]], 0)
+        kind = np.eye(known.shape[0])[SAMPLING - DATA] * (DISCRETE if self.discrete else 0)
+        key = tf.concat([[self.origin], (known + kind)[:-1], [multiplier]], 0)
         own, kept = tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)
         # A table that was emptied (an optimizer's variables are set to zero) begins anew with all that ran here.
         kept = tf.where(tf.reduce_any(kept[:, STEPS] > 0), kept, own)
@@ -216,7 +219,7 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
     ledger = PrivacyLedger()
     shuffled: dict[bytes, np.ndarray] = {}
     for row in rows:
-        sampling, adjacency, unit = SAMPLINGS[int(row[SAMPLING])]
+        sampling, adjacency, unit = SAMPLINGS[int(row[SAMPLING]) % DISCRETE]
         if sampling != "shuffle":
             _count(ledger, row, sampling, adjacency, unit)
         # A pass may have steps of more and of less noise; an example is in one of them.
@@ -234,10 +237,11 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
 def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str, unit: str) -> None:
     origin, steps, data = f"{int(row[ORIGIN]):x}", int(row[STEPS]), float(row[DATA])
     dataset = f"{int(data):x}" if data > 0 else None
-    if int(row[SAMPLING]) == UNKNOWN:
+    discrete = row[SAMPLING] >= DISCRETE
+    if int(row[SAMPLING]) % DISCRETE == UNKNOWN:
         # Rows that were shared may be of the same multiplier as steps of their origin, and are not the same steps.
         origin += "+" if data == SHARED else ""
-        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset)
+        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, discrete=bool(discrete))
         return
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
     truncated = int(row[TRUNCATED]) or None
@@ -245,11 +249,11 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
     if sampling == "shuffle":
         # No pass has more steps than this; and no example more uses than there were steps, unless it is in one twice.
         epochs = max(int(row[PASSES]), -(-steps // -(-n // batch)))
-        if int(row[SAMPLING]) == ACROSS_PASSES:
+        if int(row[SAMPLING]) % DISCRETE == ACROSS_PASSES:
             origin += "*"  # not the same steps as others of this batch size
         else:
             epochs = min(epochs, steps)
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
-        adjacency=adjacency, dataset=dataset, truncated_batch_size=truncated, unit=unit,
+        adjacency=adjacency, dataset=dataset, truncated_batch_size=truncated, unit=unit, discrete=bool(discrete),
     )  # fmt: skip

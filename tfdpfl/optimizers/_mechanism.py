@@ -70,7 +70,7 @@ class Mechanism:
 
     def __init__(
         self, l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed, rows_per_unit=1,
-        correlated=None,
+        correlated=None, secure_noise=False,
     ):  # fmt: skip
         self.l2_norm_clip = clips.from_config(l2_norm_clip)
         if not isinstance(self.l2_norm_clip, clips.Clip):
@@ -121,11 +121,23 @@ class Mechanism:
                 )
         if correlated is not None and isinstance(self.l2_norm_clip, clips.AdaptiveClip):
             raise ValueError(
-                f"l2_norm_clip={self.l2_norm_clip!r} beside noise={type(correlated).__name__}: steps of correlated noise "
-                "are one mechanism, of one clip. Give a number, or use noise=None."
+                f"l2_norm_clip={self.l2_norm_clip!r} beside noise={type(correlated).__name__}: steps of correlated "
+                "noise are one mechanism, of one clip. Give a number, or use noise=None."
             )
+        if not isinstance(secure_noise, bool):
+            raise ValueError(f"secure_noise={secure_noise!r} must be True or False.")
+        if secure_noise and correlated is not None:
+            raise ValueError("secure_noise=True draws fresh noise on a grid: use noise=None with it.")
+        if secure_noise and (self.parts > 1 or isinstance(self.l2_norm_clip, clips.Clip)):
+            what = f"gradient_accumulation_steps={self.parts}" if self.parts > 1 else f"l2_norm_clip={l2_norm_clip!r}"
+            raise ValueError(
+                f"{what} beside secure_noise=True: the grid is made for one sum of a known sensitivity. Give "
+                "l2_norm_clip a number and take whole batches, or leave secure_noise out."
+            )
+        self.secure_noise = secure_noise
         self.source = noise.Source(self.seed)
         self.counter = _counts.Counter()
+        self.counter.discrete = secure_noise
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
         self._partials: dict[tuple[int, ...], Partial] = {}
@@ -140,6 +152,7 @@ class Mechanism:
             "expected_batch_size": self.expected_batch_size,
             "rows_per_unit": self.rows_per_unit,
             "seed": self.seed,
+            "secure_noise": self.secure_noise,
             "noise": None if self.chain is None else self.chain.noise.to_dict(),
         }
 
@@ -151,7 +164,7 @@ class Mechanism:
 
     def own_variables(self) -> set[int]:
         """The ids of what it writes by itself: counts of steps, and noise."""
-        of_chain = [] if self.chain is None or self.chain.stream is None else [self.chain.table, *self.chain.stream.state]
+        of_chain = [] if self.chain is None else self.chain.variables
         return {id(v) for v in [self.table, *of_chain]}
 
     def ledger(self) -> PrivacyLedger:
@@ -168,6 +181,7 @@ class Mechanism:
             "num_microbatches": self.num_microbatches is not None,
             "AdaptiveClip": self.clipping.start is not None,
             "noise": self.chain is not None,
+            "secure_noise": self.secure_noise,
         }
         name = next((name for name, given in apart.items() if given), None)
         if replicas > 1 and name is not None:
@@ -177,6 +191,8 @@ class Mechanism:
         plan = Plan(_replicas.undivided(loss), variables, self.num_microbatches, rows)
         (units,) = _replicas.summed([tf.cast(plan.units.count, tf.float32)])
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
+        if self._on_grid:
+            known = tf.ones([])
         clipped, count = self.clipping.clipped(plan, variables, known)
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
         used = [i for i, s in enumerate(clipped.sum) if s is not None]
@@ -224,6 +240,8 @@ class Mechanism:
         divided already. What else was summed, for the clip, goes to it."""
         sums, denominator, norm = whole.sums, self._denominator(whole.units), self.clipping.norm
         multiplier, of_count = self.clipping.split(self.noise_multiplier, denominator)
+        if self._on_grid:
+            return self._rounded_and_noisy(sums, denominator)
         at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
@@ -240,6 +258,22 @@ class Mechanism:
         if of_count is not None:
             self.clipping.adapt(sums[at], denominator)
         return sums
+
+    @property
+    def _on_grid(self) -> bool:
+        return self.secure_noise and self.noise_multiplier > 0
+
+    def _rounded_and_noisy(self, sums: list[tf.Tensor], denominator: tf.Tensor) -> list[tf.Tensor]:
+        """The sums, rounded to a grid, with whole noise added, and then divided."""
+        sizes = [s.shape.num_elements() for s in sums]
+        step, sigma = noise.grid(self.l2_norm_clip, self.noise_multiplier, sum(sizes))
+        drawn = tf.split(self.source.discrete(sum(sizes), sigma), sizes)
+        means = []
+        for total, part in zip(sums, drawn, strict=True):
+            # What follows the whole numbers' sum depends on nothing else of the data: its rounding is harmless.
+            whole = tf.cast(tf.round(tf.cast(total, tf.float64) / step), tf.int64) + tf.reshape(part, total.shape)
+            means.append(tf.cast(tf.cast(whole, tf.float64) * step / tf.cast(denominator, tf.float64), total.dtype))
+        return means
 
     # -- logical batches of several parts --------------------------------------------------------------------
 
