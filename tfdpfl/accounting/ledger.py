@@ -377,7 +377,7 @@ class PrivacyLedger:
                 f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not "
                 "add up: record them with the same max_examples_per_user"
             )
-        units = sorted({row.unit for row in self._rows if not isinstance(row, _Applied)})
+        units = sorted({getattr(row, "unit", "example") for row in self._rows if not isinstance(row, _Applied)})
         if units[1:]:
             raise PrivacyError(
                 f"the ledger's rows protect different units ({' and '.join(units)}), which do not add up: a user may "

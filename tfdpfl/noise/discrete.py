@@ -45,7 +45,8 @@ def grid(l2_norm_clip: float, noise_multiplier: float, size: int) -> tuple[float
 
     if noise_multiplier * root > _LARGEST / 2:
         raise ValueError(
-            f"noise_multiplier={noise_multiplier!r} on {size} weights is more than a grid of 2^31 steps holds: take less."
+            f"noise_multiplier={noise_multiplier!r} on {size} weights is more than a grid of 2^31 steps holds: "
+            "take less."
         )
     while deviations(exponent) > _LARGEST:
         exponent += 1
@@ -124,7 +125,8 @@ def _corrections() -> list[Decimal]:
 
 
 def _below(words: Words, start: Fraction, bits: int, k: int, j: int, sigma: int) -> bool:
-    """Whether a uniform number whose first bits are known is below the coin's bias: more are drawn until it is plain."""
+    """Whether a uniform number whose first bits are known is below the coin's bias: more are drawn until it
+    is plain."""
     corrections = _corrections()
     with localcontext() as context:
         context.prec = 2 * _DIGITS

@@ -88,8 +88,8 @@ class Counter:
     def __init__(self):
         self.origin = in_memory(np.float64(new_origin()))
         self.table = in_memory(np.zeros([ROWS, len(COLUMNS)]))
-        # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun; of a
-        # logical batch the next part, and of how many (0: any); for how many more batches that is known.
+        # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun; of
+        # a logical batch the next part, and of how many (0: any); for how many more batches that is known.
         self.batches = in_memory(np.zeros(9))
         self.nonfinite = in_memory(np.int64(0))
         self.discrete = False
