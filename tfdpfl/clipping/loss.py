@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import constant, key
-from tfdpfl.clipping.refusals import ALONE, OVERLAP, WEIGHTED, mixing
+from tfdpfl.clipping.refusals import OVERLAP, WEIGHTED, mixing
 from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
 from tfdpfl.errors import PrivacyError
 
@@ -142,7 +142,7 @@ class LossOfOne:
     def _refusal(self, state, op: tf.Operation) -> PrivacyError:
         origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
         through = f"{op.type} {op.name!r}" if op.name != origin.name else None
-        return PrivacyError(mixing(origin, through) + (ALONE if self.static == 1 else ""))
+        return PrivacyError(mixing(origin, through, self.static))
 
     def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
         """[B, ..., rows at the batch axis, ...]."""
