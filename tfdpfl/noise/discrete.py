@@ -101,7 +101,7 @@ def _candidates(words: Words, count: int, sigma: int) -> np.ndarray:
 
 @functools.cache
 def _cells() -> np.ndarray:
-    """Where, among words of 64 bits, the next number of whole standard deviations begins. It is k with a probability
+    """Where, among words of 64 bits, the next number of whole standard deviations begins. A word is of k with a chance
     near exp(-k²/2) over the sum of these. What it lacks of that, the coin has. From the last on it is drawn apart."""
     with localcontext() as context:
         context.prec = _DIGITS
@@ -125,8 +125,7 @@ def _corrections() -> list[Decimal]:
 
 
 def _below(words: Words, start: Fraction, bits: int, k: int, j: int, sigma: int) -> bool:
-    """Whether a uniform number whose first bits are known is below the coin's bias: more are drawn until it
-    is plain."""
+    """Whether a uniform number whose first bits are known is below the coin's bias: more are drawn till it is plain."""
     corrections = _corrections()
     with localcontext() as context:
         context.prec = 2 * _DIGITS

@@ -143,9 +143,9 @@ class Chain:
         shape = (1 + ROWS, len(COLUMNS))
         if saved is None or tuple(saved.shape) != shape or np.asarray(saved)[0, KIND] not in (0, self.kind):
             raise PrivacyError(
-                "What the file holds is not the correlated noise of this one, which no step can go on from. Compile "
-                f"the model with the file's noise_multiplier and noise (here {self.noise_multiplier:g}, {self.noise}), "
-                "or load the file before compile and give PrivacyBudget that training's ledger=."
+                "What the file holds is not this one's correlated noise, which no step can go on from. Compile the "
+                f"model with the file's noise_multiplier and noise (here {self.noise_multiplier:g}, {self.noise}), or "
+                "load the file before compile and give PrivacyBudget that training's ledger=."
             )
 
     def meet(self, rows: np.ndarray) -> None:
