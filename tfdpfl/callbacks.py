@@ -435,7 +435,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if declared is not None:
                 return self._bounded(declared)
         if declared is not None:
-            return self._poisson(declared) if declared.kind == "poisson" else self._in_order(declared, call)
+            return self._poisson(declared, call) if declared.kind == "poisson" else self._in_order(declared, call)
         length = _length(x)
         if length is not None:
             if self.sampling not in (None, "shuffle"):
@@ -539,7 +539,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
             )
 
-    def _poisson(self, declared: SamplingDeclaration) -> dict[str, Any]:
+    def _poisson(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
         if self.sampling not in (None, "poisson"):
             raise PrivacyError(f"sampling={self.sampling!r}, but the data are Poisson batches. Leave sampling out.")
         if self.num_examples not in (None, declared.num_examples):
@@ -555,10 +555,18 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"update of {parts}: give it gradient_accumulation_steps={declared.physical_batches}, or draw the "
                 "batches with another physical_batch_size."
             )
-        if self.params.get("steps") and self.params["steps"] % parts:
+        if parts > 1 and (self.params.get("steps") or 0) % parts:
             raise PrivacyError(
                 f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} "
-                f"make: give fit a steps_per_epoch that {parts} divides."
+                "make: leave steps_per_epoch out, and give poisson_batches the number of samples as steps."
+            )
+        stream = call.get("steps_per_epoch")
+        if parts > 1 and stream is not None:
+            # Keras 3 takes a batch off a stream to build a model with, so that what follows is out of step.
+            raise PrivacyError(
+                f"steps_per_epoch={stream} reads the batches as one stream, in which it is not seen where the "
+                f"{parts} of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
+                "steps."
             )
         # A whole batch size at or above the expected one: a higher rate costs no less.
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
@@ -612,6 +620,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"sampling={sampling!r} does not bound how often an example takes part, which {type(noise).__name__} "
                 "noise is priced by. Give fit batches that do: tfdpfl.data.fixed_order or tfdpfl.data.cyclic_poisson; "
                 "arrays that fit shuffles; or train with noise=None."
+            )
+        if sampling == "fixed_order" and declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
+            raise PrivacyError(
+                "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
+                "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
             )
         if sampling == "fixed_order" and declared is None and self.num_examples and self.batch_size:
             apart = self.num_examples // self.batch_size

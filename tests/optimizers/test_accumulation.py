@@ -294,3 +294,10 @@ def test_parts_that_make_no_sample_are_refused(k, data, said, message):
         model.fit(data, callbacks=[budget(**said)], verbose=0)
     assert_same(model.get_weights(), c.weights(), 0)
     assert model.optimizer.executed == []
+
+
+def test_samples_that_come_as_one_stream_are_refused():
+    model = model_of(2, 2.0, expected_batch_size=6)
+    with pytest.raises(PrivacyError, match="as one stream"):
+        model.fit(sample(2), steps_per_epoch=2, callbacks=[budget()], verbose=0)
+    assert model.optimizer.executed == []

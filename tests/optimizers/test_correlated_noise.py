@@ -255,6 +255,28 @@ def test_data_that_do_not_bound_the_uses_are_refused(noise, data, said):
         fitted(noise, data(), 1, PrivacyBudget(delta=1e-5))
 
 
+def test_what_says_it_keeps_an_order_and_shuffles_is_refused():
+    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0, noise=Banded(bands=3, **HOW)))
+    with pytest.raises(tfdpfl.PrivacyError, match="nearer to each other"):
+        shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(48).batch(12)
+        fitted(None, shuffled, 1, PrivacyBudget(**ORDERED), model=model)
+    assert model.optimizer.num_dp_steps == 0
+
+
+def test_the_sources_of_the_package_say_what_the_noise_needs():
+    ordered, budget = tfdpfl.data.fixed_order((X, Y), batch_size=12), PrivacyBudget(delta=1e-5)
+    by_hand = PrivacyBudget(**ORDERED)
+    for data, watched in ((ordered, budget), (in_order(), by_hand)):
+        fitted(Banded(bands=3, **HOW), data, 2, watched, multiplier=2.0)
+    assert budget.ledger.epsilon(1e-5) == pytest.approx(by_hand.ledger.epsilon(1e-5), rel=1e-9)
+    turns = tfdpfl.data.cyclic_poisson((X, Y), steps=6, groups=2, expected_batch_size=12)
+    noise = Banded(bands=2, min_separation=2, max_participations=1)
+    budget = PrivacyBudget(delta=1e-5)
+    fitted(noise, turns, 3, budget, multiplier=2.0)
+    once = tfdpfl.compute_epsilon(num_examples=48, batch_size=24, noise_multiplier=2.0, num_steps=9, delta=1e-5)
+    assert budget.ledger.epsilon(1e-5) == pytest.approx(once, rel=1e-9)
+
+
 def test_more_epochs_than_the_noise_was_made_for_are_refused():
     model = c.compiled(tfdpfl.DPSGD(1.0, 1.0, noise=Banded(bands=3, **HOW)))
     with pytest.raises(tfdpfl.PrivacyError, match="max_participations=3"):
