@@ -195,7 +195,7 @@ def test_parts_of_which_one_is_not_known_are_priced_as_if_each_held_every_exampl
     model.train_on_batch(X[:4], Y[:4])
     fit(model, watched)  # begins anew: what is half unknown would have no price
     assert watched.ledger.unknown_steps == 0 and watched.report.epsilon == pytest.approx(cost(2, 3.0))
-    model.optimizer._dp.counter.announce((0.0, 2, N, 12), 1)
+    model.optimizer._dp.counter.announce((0.0, 2, N, 12, 0), 1)
     for _ in range(3):
         model.train_on_batch(X[:4], Y[:4])
     assert sorted(model.optimizer.executed) == [(1.0, 1), (3.0, 4)]
@@ -231,7 +231,7 @@ def test_a_part_out_of_place_makes_its_batch_unknown():
     def add(value):
         return partial.add(part_of(value), done)
 
-    said = (0.0, 1, 100, 12)
+    said = (0.0, 1, 100, 12, 0)
     counter.announce(said, 3, 0, 3)
     for value in (1.0, 2.0, 4.0):
         add(value)
@@ -239,7 +239,7 @@ def test_a_part_out_of_place_makes_its_batch_unknown():
     counter.announce(said, 2, 1, 3)  # the first part never came
     for value in (1.0, 2.0, 4.0):
         add(value)
-    assert found.pop() == ([0.0] * 5, 2.0, [7.0, 7.0])
+    assert found.pop() == ([0.0] * 6, 2.0, [7.0, 7.0])
     add(8.0)
     counter.announce(said, 3, 0, 3)  # a new one begins
     for value in (1.0, 2.0, 4.0):

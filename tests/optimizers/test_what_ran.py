@@ -388,7 +388,7 @@ def test_an_example_is_used_no_more_often_than_there_were_steps():
     model, watched = compiled(), budget(N)
     fit(model, watched, batch_size=N, epochs=2)
     assert watched.report.participations == 2
-    rows = np.array([[1.0, 0, 2, N, 50, Z, 3, 9]])
+    rows = np.array([[1.0, 0, 2, N, 50, 0, Z, 3, 9]])
     assert _counts.ledger_of(rows).report(DELTA, "rdp").participations == 3
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.correlated import ADJACENCIES_OF_BOUNDED, ADJACENCIES_OF_CYCLIC, CorrelatedRun
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.report import PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, ADJACENCIES_OF, Run
@@ -14,6 +13,8 @@ from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+    from tfdpfl.accounting.correlated import CorrelatedRun
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class _Correlated:
 
     origins: tuple[tuple[str, int], ...]
     dataset: str | None
-    run: CorrelatedRun
+    run: "CorrelatedRun"
 
     @property
     def adjacency(self) -> str | None:
@@ -87,6 +88,8 @@ class _Correlated:
         return self.run.num_steps
 
     def stated_for(self, adjacency: str) -> "DpEvent | None":
+        from tfdpfl.accounting.correlated import ADJACENCIES_OF_BOUNDED, ADJACENCIES_OF_CYCLIC
+
         offered = ADJACENCIES_OF_BOUNDED if self.run.sampling_rate is None else ADJACENCIES_OF_CYCLIC
         return dataclasses.replace(self.run, adjacency=adjacency).dp_event if adjacency in offered else None
 
@@ -271,7 +274,7 @@ class PrivacyLedger:
         return self
 
     def count_correlated(
-        self, origins: Sequence[tuple[str, int]], run: CorrelatedRun, *, dataset: str | None = None
+        self, origins: Sequence[tuple[str, int]], run: "CorrelatedRun", *, dataset: str | None = None
     ) -> "PrivacyLedger":
         """Notes that a training with correlated noise has come as far as `run` says, and returns the ledger.
 
@@ -475,6 +478,8 @@ class PrivacyLedger:
         try:
             for row in saved["rows"]:
                 if "correlated" in row:
+                    from tfdpfl.accounting.correlated import CorrelatedRun  # it loads numpy, which most need not
+
                     run_of_all = CorrelatedRun.from_dict(row["correlated"])
                     ledger.count_correlated(row["origins"], run_of_all, dataset=row["dataset"])
                 elif "run" in row:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tfdpfl.accounting import _checks, fixed_size
+from tfdpfl.accounting import _checks
 from tfdpfl.accounting.run import ADJACENCIES
 from tfdpfl.errors import PrivacyError
 
@@ -402,6 +402,8 @@ def _losses(leaf: "DpEvent", interval: float, relation: Any) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _subset_losses(leaf: "DpEvent", interval: float) -> Any:
+    from tfdpfl.accounting import fixed_size
+
     return fixed_size.losses(leaf, interval)
 
 
