@@ -123,6 +123,13 @@ def test_every_refusal_of_the_code_is_explained():
     assert [(place, said) for place, said in found if not any(row in said for row in rows)] == []
 
 
+def test_the_tests_of_pitfalls_are_there():
+    said = re.findall(r"`(test_\w+)`", (DOCS / "pitfalls.md").read_text("utf-8"))
+    files = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    there = {name for text in files for name in re.findall(r"^def (test_\w+)", text, re.M)}
+    assert len(said) > 30 and set(said) <= there
+
+
 @pytest.mark.slow
 def test_the_command_line_prints_what_is_shown():
     from click.testing import CliRunner
