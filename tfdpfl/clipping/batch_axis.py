@@ -121,7 +121,8 @@ class BatchAxis:
             found = self._met_before(op, states) or found
         given = found if isinstance(found, list) else [found] * len(op.outputs)
         if op.type in BODIES and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
-            self.sources += [t for t, s in zip(op.outputs, given, strict=True) if isinstance(s, Batch)]
+            # A function whose gradient was taken has more results than the op gives out.
+            self.sources += [t for t, s in zip(op.outputs, given, strict=False) if isinstance(s, Batch)]
         return given
 
     def _met_before(self, op: tf.Operation, states: list[State]) -> Mixed | None:
