@@ -1,5 +1,6 @@
 """The whole flow: a student of answers alone, a budget that is not passed, reports that label what is private."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -185,6 +186,10 @@ def test_reports_and_plots_label_what_is_private(tmp_path):
     assert [bar.get_facecolor() == below.patches[2].get_facecolor() for bar in [*above.patches, *below.patches]] == [
         True, True, False, False, False, True
     ]  # fmt: skip
+    # Where the votes decide how many queries are put, nothing of it may be published.
+    figure = dataclasses.replace(report, budget=2.0, budget_data_dependent=True).plot(alone=0.9)
+    assert len({bar.get_facecolor() for axes in figure.axes for bar in axes.patches}) == 1
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["private"]
 
 
 def test_delta_is_about_the_private_examples_and_not_the_queries():

@@ -295,6 +295,8 @@ def test_what_a_model_is_known_by_tells_all_that_changes_its_training():
         lambda: made("tanh"),
         lambda: made(renamed(2.0)),
         lambda: made(renamed(3.0)),
+        lambda: made(lambda x: tf.nn.relu(x) - x),
+        lambda: made(lambda x: x - tf.nn.relu(x)),  # the same ops, wired otherwise
         lambda: made(rate=0.03),
         lambda: made(optimizer="RMSprop"),
         lambda: made(loss="sparse_categorical_crossentropy"),
