@@ -135,7 +135,7 @@ def simulate(clients_in_many: int) -> None:
         rows.append(f"| {' | '.join(map(str, cells))} |")
         note(  # after each, for they take long
             "simulate",
-            "## Simulated clients\n\nRay, one CPU core a client, a model of 100,000 weights in numpy; medians over rounds."
+            "## Simulated clients\n\nRay, a core a client, a model of 100,000 weights in numpy; medians over rounds."
             "\n\n| | rounds | s a round | s of CPU in aggregate_train | updates in the sums | norm of the model |\n"
             "| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows),
         )
