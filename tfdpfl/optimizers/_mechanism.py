@@ -172,9 +172,8 @@ class Mechanism:
         rows = self.rows()
         return _counts.ledger_of(rows) if self.chain is None else self.chain.ledger(rows)
 
-    def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
-        """The noisy gradients, one for each variable (None where the loss does not depend on it), zeros where the
-        logical batch goes on (see `where_whole`); ``table`` is the saved one, in which the step is counted."""
+    def check_replicas(self) -> None:
+        """Raises a `PrivacyError` where several replicas would take a step that they have no common form of."""
         replicas = _replicas.number()
         apart = {
             "gradient_accumulation_steps": self.parts > 1,
@@ -186,6 +185,11 @@ class Mechanism:
         name = next((name for name, given in apart.items() if given), None)
         if replicas > 1 and name is not None:
             raise PrivacyError(f"{name} on {replicas} replicas is not supported. Leave it out, or train on one device.")
+
+    def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
+        """The noisy gradients, one for each variable (None where the loss does not depend on it), zeros where the
+        logical batch goes on (see `where_whole`); ``table`` is the saved one, in which the step is counted."""
+        self.check_replicas()
         # Clip, and sum over the batch.
         rows = self.rows_per_unit if self.rows_per_unit > 1 else None
         plan = Plan(_replicas.undivided(loss), variables, self.num_microbatches, rows)
