@@ -12,6 +12,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)]
 NEEDS_TFF = {"docs/federated.md"}
 NEEDS_FLOWER = {"docs/flower.md"}
+DIFFERS = NEEDS_TFF | {"README.md", "docs/training.md"}  # between Keras 2 and 3
 
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -165,7 +166,10 @@ def namespace(tf):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
+@pytest.mark.parametrize("page", [
+    pytest.param(page, id=name_of(page), marks=[pytest.mark.both_stacks] * (name_of(page) in DIFFERS))
+    for page in PAGES if snippets(page)
+])  # fmt: skip
 def test_every_snippet_runs(page, tmp_path, monkeypatch):
     if name_of(page) in NEEDS_TFF:
         pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")

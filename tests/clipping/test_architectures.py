@@ -3,21 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    K,
-    L,
-    assert_close,
-    check_model,
-    engine,
-    example_losses,
-    normal,
-    norms_of,
-    per_example_gradients,
-    rng,
-)
+from helpers import K, L, check_model, normal, rng
 
 from tfdpfl import PrivacyError
-from tfdpfl.clipping import clipped_gradients, fix
+from tfdpfl.clipping import clipped_gradients
 
 pytestmark = pytest.mark.slow
 B = 4
@@ -172,12 +161,6 @@ def features_that_interact():
     return K.Model([x, i], L.Dense(1)(L.Flatten()(of(lambda r: r @ tf.transpose(r, [0, 2, 1]))(rows)))), [a, b]
 
 
-def lenet():
-    x, data = numbers(10, 10, 1)
-    y = L.MaxPooling2D()(L.Conv2D(3, 3, **relu)(x))
-    return K.Model(x, L.Dense(3)(L.Dense(5, **relu)(L.Flatten()(L.Conv2D(4, 2, **relu)(y))))), data
-
-
 def residual_network(norm=lambda: L.GroupNormalization(2)):
     x, data = numbers(8, 8, 3)
     y = L.Conv2D(4, 3, padding="same")(x)
@@ -212,31 +195,6 @@ def inverted_residual_with_squeeze_and_excite():
     return K.Model(x, L.Dense(2)(L.Flatten()(y))), data
 
 
-def u_net():
-    x, data = numbers(8, 8, 2)
-    down = L.Conv2D(3, 3, padding="same", **relu)(x)
-    low = L.Conv2D(4, 3, padding="same", **relu)(L.MaxPooling2D()(down))
-    up = L.Concatenate()([L.Conv2DTranspose(3, 2, strides=2)(low), down])
-    return K.Model(x, L.Conv2D(1, 1)(L.Conv2D(3, 3, padding="same", **relu)(up))), data
-
-
-def super_resolution():
-    x, data = numbers(4, 4, 2)
-    y = L.Conv2D(8, 3, padding="same")(x)
-    return K.Model(x, L.Conv2D(1, 3)(of(lambda y: tf.nn.depth_to_space(y, 2))(y))), data
-
-
-def dilated_context():
-    x, data = numbers(9, 9, 2)
-    y = L.Conv2D(3, 3, dilation_rate=2, **relu)(L.SeparableConv2D(3, 2)(x))
-    return K.Model(x, L.Dense(2)(L.GlobalAveragePooling2D()(y))), data
-
-
-def video():
-    x, data = numbers(4, 6, 6, 1)
-    return K.Model(x, L.Dense(2)(L.Flatten()(L.MaxPooling3D()(L.Conv3D(2, 3, padding="same", **relu)(x))))), data
-
-
 def fast_text():
     i, data = words(7, high=30)
     return K.Model(i, L.Dense(2)(L.GlobalAveragePooling1D()(L.Embedding(30, 4)(i)))), data
@@ -254,19 +212,9 @@ def masked_lstm():
     return K.Model(i, L.Dense(2)(L.LSTM(3)(L.Embedding(6, 3, mask_zero=True)(i)))), data
 
 
-def bidirectional_lstm():
-    x, data = numbers(4, 3)
-    return K.Model(x, L.TimeDistributed(L.Dense(2))(L.Bidirectional(L.LSTM(3, return_sequences=True))(x))), data
-
-
 def stacked_gru():
     x, data = numbers(4, 3)
     return K.Model(x, L.Dense(2)(L.GRU(3)(L.GRU(4, return_sequences=True, unroll=True)(x)))), data
-
-
-def recurrent_convolutions():
-    x, data = numbers(3, 5, 5, 1)
-    return K.Model(x, L.Dense(2)(L.GlobalAveragePooling2D()(L.ConvLSTM2D(2, 3)(x)))), data
 
 
 def temporal_convolutions():
@@ -283,86 +231,12 @@ def gated_waves():
     return K.Model(x, L.Conv1D(2, 1)(L.Multiply()([L.Conv1D(3, 2, padding="causal", **relu)(x), gate]))), data
 
 
-def block(x, causal=False):
-    y = L.LayerNormalization()(x)
-    x = L.Add()([x, L.MultiHeadAttention(2, 2)(y, y, use_causal_mask=causal)])
-    return L.Add()([x, L.Dense(4)(L.Dense(6, activation="gelu")(L.LayerNormalization()(x)))])
-
-
-def encoder():
-    i, data = words(5)
-    place = made(lambda x, w: x + w)((5, 4))
-    return K.Model(i, L.Dense(2)(of(lambda x: x[:, 0])(block(block(place(L.Embedding(6, 4)(i))))))), data
-
-
-def decoder_with_tied_weights():
-    i, data = words(5)
-
-    class Tied(L.Layer):
-        def build(self, _):
-            self.table = self.add_weight(name="table", shape=(6, 4), initializer="glorot_normal")
-            self.built = True
-
-        def call(self, x, reverse=False):
-            table = tf.convert_to_tensor(self.table)
-            return tf.matmul(x, table, transpose_b=True) if reverse else tf.gather(table, x)
-
-    tied = Tied()
-    return K.Model(i, tied(L.LayerNormalization()(block(block(tied(i), True), True)), reverse=True)), data
-
-
-def sequence_to_sequence():
-    (source, a), (target, b) = numbers(4, 3), numbers(3, 2, seed=1)
-    memory, state = L.GRU(3, return_sequences=True, return_state=True)(source)
-    query = L.GRU(3, return_sequences=True)(target, initial_state=state)
-    return K.Model([source, target], L.Dense(2)(L.Concatenate()([query, L.Attention()([query, memory])]))), [a, b]
-
-
-def vision_transformer():
-    x, data = numbers(6, 6, 2)
-    patches = L.Reshape((9, 4))(L.Conv2D(4, 2, strides=2)(x))
-    token = made(lambda x, w: tf.concat([tf.broadcast_to(w, [tf.shape(x)[0], 1, 4]), x], 1))((1, 4))
-    return K.Model(x, L.Dense(2)(of(lambda x: x[:, 0])(block(token(patches))))), data
-
-
-def mixer():
-    x, data = numbers(5, 4)
-    turn = L.Permute((2, 1))
-    y = L.Add()([x, turn(L.Dense(5)(L.Dense(3, **relu)(turn(L.LayerNormalization()(x)))))])
-    return K.Model(x, L.Dense(2)(L.GlobalAveragePooling1D()(L.Add()([y, L.Dense(4, **relu)(y)])))), data
-
-
-def learned_queries():
-    x, data = numbers(5, 4)
-    queries = made(lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1, 1]))((2, 4))(x)
-    return K.Model(x, L.Dense(2)(L.Flatten()(L.MultiHeadAttention(2, 2)(queries, x)))), data
-
-
-def graph_convolution():
-    (a, first), (x, second) = numbers(5, 5), numbers(5, 3, seed=1)
-    h = L.Dense(4, **relu)(of(lambda a, x: tf.nn.softmax(a) @ x)(a, x))
-    return K.Model([a, x], L.Dense(2)(L.GlobalAveragePooling1D()(of(lambda a, h: tf.nn.softmax(a) @ h)(a, h)))), [
-        first, second]  # fmt: skip
-
-
-def mobile_net_after_fix():
-    model = K.applications.MobileNetV2((32, 32, 3), alpha=0.35, weights=None, classes=3, classifier_activation=None)
-    return fix(model).model, normal(2, 32, 32, 3)
-
-
-def residual_network_after_fix():
-    model, data = residual_network(L.BatchNormalization)
-    return fix(model).model, data
-
-
+# What test_ecosystem.py trains is not here: the rest is.
 EXACT = [logistic_regression, multilayer_perceptron, wide_and_deep, highway_network, several_tasks, autoencoder,
          deep_sets, steps_of_an_ode, mixture_of_experts, hypernetwork, siamese, two_towers,
          ranker_of_raw_features, factorization_machine, neural_collaborative_filtering, features_that_interact,
-         lenet, residual_network, inception_block, dense_block, inverted_residual_with_squeeze_and_excite,
-         u_net, super_resolution, dilated_context, video, fast_text, text_convolutions, masked_lstm,
-         bidirectional_lstm, stacked_gru, recurrent_convolutions, temporal_convolutions, gated_waves, encoder,
-         decoder_with_tied_weights, sequence_to_sequence, vision_transformer, mixer, learned_queries,
-         graph_convolution, residual_network_after_fix]  # fmt: skip
+         residual_network, inception_block, dense_block, inverted_residual_with_squeeze_and_excite, fast_text,
+         text_convolutions, masked_lstm, stacked_gru, temporal_convolutions, gated_waves]  # fmt: skip
 
 
 @pytest.mark.parametrize("build", EXACT, ids=lambda f: f.__name__.replace("_", " "))
@@ -372,33 +246,11 @@ def test_a_model_that_keeps_examples_apart_is_exact(build):
     check_model(model, x, tolerance=2e-5)
 
 
-def test_a_mobile_net_after_fix_is_exact():
-    K.utils.set_random_seed(1)
-    model, x = mobile_net_after_fix()
-    # 50 layers, at kinks of relu: gradients in float32 differ by a hundredth between machines. These are in float64.
-    policy = K.mixed_precision.global_policy()
-    K.mixed_precision.set_global_policy("float64")
-    try:
-        exact, _ = mobile_net_after_fix()
-    finally:
-        K.mixed_precision.set_global_policy(policy)
-    exact.set_weights(model.get_weights())
-    losses = [lambda x, m=m: example_losses(m(x, training=False)) for m in (model, exact)]
-    gradients = per_example_gradients(losses[1], x.astype("float64"), exact.trainable_variables)
-    _, norms, _ = engine(losses[0], x, model.trainable_variables, 1.0)
-    assert_close([norms], [norms_of(gradients)], 2e-3)
-
-
 # Refused
 
 
 def with_batch_normalisation():
     return residual_network(L.BatchNormalization)
-
-
-def mobile_net():
-    model = K.applications.MobileNetV2((32, 32, 3), alpha=0.35, weights=None, classes=3, classifier_activation=None)
-    return model, normal(2, 32, 32, 3)
 
 
 def negatives_in_the_batch():
@@ -446,7 +298,6 @@ def mixed_up_examples():
 
 REFUSED = {
     with_batch_normalisation: "batch_normalization.*GroupNormalization",
-    mobile_net: "GroupNormalization",
     negatives_in_the_batch: "MatMul",
     minibatch_discrimination: "Sub",
     attention_between_examples: "MatMul",
@@ -468,4 +319,3 @@ def test_a_model_whose_examples_meet_is_refused_with_the_ops_name(build, message
 
     with pytest.raises(PrivacyError, match=f"(?s){message}"):
         step.get_concrete_function()
-
