@@ -649,13 +649,15 @@ def test_random_images_are_clipped_as_they_were_drawn(layer, batch):
 
 
 def clip_sum(losses, variables, x, clip, m=None):
-    @tf.function(input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)])
+    """For each of the batches ``x`` the clipped sum, the norms, and how many of them are not finite."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, *x[0].shape[1:]], x[0].dtype)])
     def step(x):
         r = clipped_gradients(tf.reduce_mean(losses(x)), variables, clip, m)
         return r.sum, r.norms, r.num_nonfinite
 
-    sums, each, bad = step(tf.constant(x))
-    return np.concatenate([np.ravel(s) for s in sums if s is not None]), each.numpy(), int(bad)
+    for sums, each, bad in map(step, map(tf.constant, x)):
+        yield np.concatenate([np.ravel(s) for s in sums if s is not None]), each.numpy(), int(bad)
 
 
 ARCHITECTURES = {
@@ -675,13 +677,12 @@ def test_one_example_more_moves_the_sum_by_at_most_the_clip(layers, shape):
     losses = lambda x: example_losses(model(x))
     x, clip = normal(B, *shape), 0.3
     outlier = 1e4 * normal(1, *shape, seed=9)
-    without = clip_sum(losses, model.trainable_variables, x, clip)[0]
-    with_it = clip_sum(losses, model.trainable_variables, np.concatenate([x, outlier]), clip)[0]
+    batches = [x, np.concatenate([x, outlier]), np.concatenate([x[1:], outlier])]
+    without, with_it, replaced = (s for s, *_ in clip_sum(losses, model.trainable_variables, batches, clip))
     assert np.linalg.norm(with_it - without) <= clip * (1 + 1e-4)
-    replaced = clip_sum(losses, model.trainable_variables, np.concatenate([x[1:], outlier]), clip)[0]
     assert np.linalg.norm(replaced - without) <= 2 * clip * (1 + 1e-4)
-    groups = clip_sum(losses, model.trainable_variables, x, clip, m=2)[0]
-    changed = clip_sum(losses, model.trainable_variables, np.concatenate([outlier, x[1:]]), clip, m=2)[0]
+    batches = [x, np.concatenate([outlier, x[1:]])]
+    groups, changed = (s for s, *_ in clip_sum(losses, model.trainable_variables, batches, clip, m=2))
     assert np.linalg.norm(changed - groups) <= 2 * clip * (1 + 1e-4)
 
 
@@ -734,10 +735,9 @@ def test_an_example_that_is_not_finite_adds_exactly_zero_and_is_counted(shape, l
     model = K.Sequential([K.Input(shape), *layers()])
     losses = lambda x: example_losses(model(x))
     x = normal(B, *shape)
-    clean = clip_sum(losses, model.trainable_variables, x, 0.3)
     dirty = np.concatenate([x, x[:1]])
     dirty[B].reshape(-1)[:] = value
-    got = clip_sum(losses, model.trainable_variables, dirty, 0.3)
+    clean, got = clip_sum(losses, model.trainable_variables, [x, dirty], 0.3)
     assert got[2] == 1 and not np.isfinite(got[1][B])
     np.testing.assert_allclose(got[1][:B], clean[1], rtol=1e-5)
     np.testing.assert_allclose(got[0], clean[0], atol=1e-5 * np.abs(clean[0]).max())
@@ -748,8 +748,8 @@ def test_an_example_that_looks_up_a_row_of_nan_adds_exactly_zero():
     matrix = tf.Variable(normal(3, 2))
     x = rng().integers(0, 5, (B, 4)).astype("int32")
     losses = lambda x: example_losses(tf.tanh(tf.gather(table, x) @ matrix))
-    clean = clip_sum(losses, [table, matrix], x, 0.3)
-    got = clip_sum(losses, [table, matrix], np.concatenate([x, [[0, 1, 5, 2]]]).astype("int32"), 0.3)
+    dirty = np.concatenate([x, [[0, 1, 5, 2]]]).astype("int32")
+    clean, got = clip_sum(losses, [table, matrix], [x, dirty], 0.3)
     assert got[2] == 1
     np.testing.assert_allclose(got[0], clean[0], atol=1e-6)
 
@@ -990,8 +990,10 @@ AROUND = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(("name", "together"), [
+    *((name, 1) for name in AROUND),
+    ("two private steps", 2), ("an average of weights", 2), ("a statistic", 2), ("trained beside a branch", 2),
+])  # fmt: skip
 def test_what_is_done_around_a_private_step_counts(name, together):
     what, fine = AROUND[name]
     x = normal(12, 4)
@@ -1052,7 +1054,7 @@ def test_a_pools_gradient_at_fixed_places_is_refused():
         return example_losses(back)
 
     with pytest.raises(PrivacyError, match="MaxPoolGrad"):
-        clip_sum(losses, [w], normal(B, 4), 1.0)
+        next(clip_sum(losses, [w], [normal(B, 4)], 1.0))
 
 
 @pytest.mark.parametrize("static", [None, 4])

@@ -86,19 +86,22 @@ COPIES = {
 }
 
 
-QUICK = ("saved and loaded", "weights loaded", "pickled optimizer")
-WAYS = [pytest.param(way, jit, marks=() if way in QUICK and not jit else pytest.mark.slow)
-        for way in COPIES for jit in (False, True) if not (jit and way == "deepcopy of the model")]  # fmt: skip
+QUICK = ("saved and loaded", "pickled optimizer")
+WAYS = [pytest.param(way, False, marks=() if way in QUICK else pytest.mark.slow) for way in COPIES]
+WAYS += [pytest.param(way, True, marks=pytest.mark.slow) for way in (  # by a file, by a config, by objects
+    "saved and loaded", "cloned, optimizer from its config", "deepcopy of the optimizer")]  # fmt: skip
 
 
-@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("way", "jit"), WAYS)
-def test_copies_of_a_model_draw_independent_noise(way, jit, trained, tmp_path):
-    """K-fold, or one template for three hospitals: the difference of two copies must hold the noise of both."""
+def test_copies_of_a_model_draw_independent_noise(way, jit, tmp_path):
+    """K-fold, or one template for three hospitals: the difference of two copies must hold the noise of both, whether
+    they are of a new model or of one that has trained."""
     model = template(jit)
-    before = [update(model)] if trained else []
-    first, second = COPIES[way](model, tmp_path), COPIES[way](model, tmp_path)
-    assert_independent(*before, update(model), update(first), update(second), update(first))
+    copied = lambda: COPIES[way](model, tmp_path)
+    first, second = copied(), copied()
+    draws = [update(model)]
+    third, fourth = copied(), copied()
+    assert_independent(*draws, *map(update, (model, first, second, first, third, fourth)))
 
 
 @pytest.mark.parametrize("jit", JIT)
