@@ -263,6 +263,7 @@ def sample(parts, epochs_of=4):
     return data
 
 
+@pytest.mark.slow
 def test_a_poisson_sample_in_parts_is_priced_as_the_sample_that_it_is():
     watched, model = budget(), model_of(2, 2.0, expected_batch_size=6)
     model.train_on_batch(X[:4], Y[:4])  # a part that does not belong to it

@@ -108,6 +108,7 @@ def test_an_adaptive_clip_pays_for_its_count(k):
     assert 0.62 < np.std(counts) / stddev < 1.48 and abs(np.mean(counts)) < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initial, k", [(0.1, 1), (100.0, 2)])
 def test_a_hundred_steps_find_the_median_from_anywhere(initial, k):
     norms = np.exp(np.random.default_rng(0).normal(size=256) * 0.5)

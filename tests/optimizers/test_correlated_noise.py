@@ -171,6 +171,7 @@ def of_rows(ledger):
     return [(row["num_steps"], row["min_separation"], row["max_participations"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_a_training_as_planned_costs_one_gaussian_and_what_is_more_costs_more():
     noise = Banded(bands=3, **HOW)
     one = tfdpfl.compute_epsilon(
@@ -195,6 +196,7 @@ def test_a_pass_that_is_cut_brings_uses_nearer():
     assert of_rows(budget.ledger) == [(15, 3, 4)]
 
 
+@pytest.mark.slow
 def test_a_load_goes_on_with_the_passes(tmp_path):
     path = str(tmp_path / ("m.keras" if c.keras3() else "m.h5"))
     noise = Banded(bands=3, **HOW)
@@ -228,6 +230,7 @@ def declared(kind, apart, data):
     return data
 
 
+@pytest.mark.slow
 def test_groups_in_turns_are_priced_with_their_sampling_and_begin_anew_with_new_data():
     noise = Banded(bands=2, min_separation=2, max_participations=1)
     budget = PrivacyBudget(delta=1e-5)
@@ -263,6 +266,7 @@ def test_what_says_it_keeps_an_order_and_shuffles_is_refused():
     assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.slow
 def test_the_sources_of_the_package_say_what_the_noise_needs():
     ordered, budget = tfdpfl.data.fixed_order((X, Y), batch_size=12), PrivacyBudget(delta=1e-5)
     by_hand = PrivacyBudget(**ORDERED)
