@@ -17,6 +17,7 @@ import logging
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import statistics
@@ -131,14 +132,18 @@ def simulate(clients_in_many: int) -> None:
         if not line:
             raise RuntimeError(done.stdout[-2000:] + done.stderr[-3000:])
         got = json.loads(line[1])
-        cells = [name, got["rounds"], f"{got['s']:.2f}", f"{got['server']:.3f}", got["replied"], f"{got['norm']:.2f}"]
+        cells = [
+            name, got["rounds"], f"{got['s']:.2f}", f"{got['process']:.2f}", f"{got['server']:.3f}", got["replied"],
+            f"{got['mb']:.0f}", f"{got['norm']:.2f}",
+        ]  # fmt: skip
         rows.append(f"| {' | '.join(map(str, cells))} |")
         note(  # after each, for they take long
             "simulate",
             "## Simulated clients\n\n"
-            "Ray, one CPU core a client, a model of 100,000 weights in numpy; medians over rounds."
-            "\n\n| | rounds | s a round | s of CPU in aggregate_train | updates in the sums | norm of the model |\n"
-            "| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows),
+            "Ray, one CPU core a client, a model of 100,000 weights in numpy; medians over rounds. CPU and memory are the "
+            "server process's; what clients compute is in neither."
+            "\n\n| | rounds | s a round | s of CPU a round | of these in aggregate_train | answers | peak MB | "
+            "norm of the model |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows),
         )
 
 
@@ -173,7 +178,7 @@ def one_simulation(nodes: int, rounds: int, private: bool) -> None:
 
     from tfdpfl.flower import DifferentialPrivacyFixedClipping
 
-    server, cpu, ends, replied = ServerApp(), [], [], []
+    server, cpu, ends, replied, process = ServerApp(), [], [], [], []
 
     @server.main()
     def main(grid, context):
@@ -193,6 +198,7 @@ def one_simulation(nodes: int, rounds: int, private: bool) -> None:
             result = aggregate_train(server_round, replies)
             cpu.append(time.process_time() - began)
             ends.append(time.monotonic())
+            process.append(time.process_time())
             return result
 
         strategy.aggregate_train = timed
@@ -201,6 +207,8 @@ def one_simulation(nodes: int, rounds: int, private: bool) -> None:
         spans = [b - a for a, b in itertools.pairwise(ends)]
         print("RESULT " + json.dumps({
             "rounds": rounds, "s": statistics.median(spans), "server": statistics.median(cpu[1:]),
+            "process": statistics.median(b - a for a, b in itertools.pairwise(process)),
+            "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
             "replied": sum(replied), "norm": float(np.linalg.norm(result.arrays["w"].numpy())),
         }), flush=True)  # fmt: skip
 
