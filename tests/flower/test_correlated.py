@@ -1,8 +1,11 @@
-"""Correlated noise over a strategy's rounds: its covariance, what one client moves, its price, and what a crash leaves."""
+"""Correlated noise over a strategy's rounds: its covariance, what one client moves, its price, what a crash leaves."""
 
 import itertools
+import json
 import logging
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from flower_fakes import FakeGrid, arrays_in, flat, model, moved, reply
 from flwr.serverapp import strategy as flower
 
 import tfdpfl
-from tfdpfl import AdaptiveClip, PrivacyError
+from tfdpfl import PrivacyError
 from tfdpfl.flower import DifferentialPrivacyAdaptiveClipping as Adaptive
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
 from tfdpfl.noise import BLT, Banded, Tree
@@ -110,7 +113,7 @@ def test_one_client_moves_what_is_priced_and_keeps_to_its_limits(kind):
     for there in (True, False):
         strategy, means = of(kind, noise_multiplier=0.0, seed=3), [np.zeros(10)]
         update = moved(lambda number: 100.0 * np.eye(10)[number])
-        answer = lambda message, number, u=update, there=there: u(message, number) if number or there else None  # noqa: E731
+        answer = lambda message, number, u=update, there=there: u(message, number) if number or there else None
         grid = FakeGrid(CLIENTS, answer)
         strategy.start(grid, model(), num_rounds=ROUNDS, evaluate_fn=lambda n, a, m=means: m.append(flat(a)))
         ends.append(2 * np.diff(means[1:], axis=0))
@@ -166,4 +169,26 @@ def test_what_has_no_price_is_refused():
         with pytest.raises(ValueError, match=message):
             of("tree", **arguments)
     with pytest.raises(ValueError, match="fixed clip"):
-        Adaptive(flower.FedAvg(), noise_multiplier=1.0, clip=AdaptiveClip(), clients_per_round=2, delta=1e-5, noise=Tree())
+        Adaptive(flower.FedAvg(), noise_multiplier=1.0, clients_per_round=2, delta=1e-5, noise=Tree())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["independent", "banded"])
+def test_a_server_that_is_killed_at_any_time_has_charged_what_it_showed_and_repeats_no_noise(kind, tmp_path):
+    here = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, os.path.join(here, "flower_killed.py"), tmp_path, kind], capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    got = json.loads(done.stdout.split("RESULT ")[1])
+    assert got["kills"] >= 4 and 8 < got["released"] <= got["charged"]
+    lives = {}
+    for path in sorted(tmp_path.glob("shown-*")):
+        lives.setdefault(path.stem.split("-")[1], []).append(np.load(path))
+    rows = np.concatenate([np.diff(models, axis=0) for models in lives.values() if len(models) > 1])
+    between = np.corrcoef(rows) - np.eye(len(rows))
+    assert np.abs(between).max() < 0.7  # neighbours of these bands: -0.6; the same noise: 1
+    if kind == "independent":
+        assert np.abs(between).max() < 0.15
+    assert np.abs(rows.std(axis=1) - rows.std()).max() < 0.25 * rows.std()

@@ -19,7 +19,8 @@ _WHERE = {
     **dict.fromkeys(["AdaptiveClip", "NoisedMetrics"], "clip"),
     **dict.fromkeys(["Guarantee", "Participation", "RoundsRun"], "privacy"),
     **dict.fromkeys(
-        ["ClientLevel", "TreeLevel", "LocalLevel", "ExampleLevel", "DistributedLevel", "CohortCheck"], "guarantees"
+        ["ClientLevel", "TreeLevel", "CorrelatedLevel", "LocalLevel", "ExampleLevel", "DistributedLevel", "CohortCheck"],
+        "guarantees",
     ),
     "NbAFLLevel": "nbafl",
     **dict.fromkeys(["compute_noise_multiplier", "skellam_level", "total_price"], "calibration"),

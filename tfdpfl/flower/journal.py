@@ -85,8 +85,8 @@ class Journal:
             return arrays, json.loads(str(saved["about"]))
 
     def keep(self, rounds: int, past: Sequence[np.ndarray]) -> None:
-        """Keeps what noise needs of ``rounds`` rounds, before the last of them is charged. That of one round less stays:
-        it is what counts if the last is never charged."""
+        """Keeps what noise needs of ``rounds`` rounds, before the last is charged. That of one round less stays: it is
+        what counts if the last is never charged."""
         if self._path is None:
             return
         self._replace(self._noise(rounds), {str(i): value for i, value in enumerate(past)})
@@ -100,8 +100,8 @@ class Journal:
         """
         if self._path is None or not self._noise(rounds).exists():
             raise PrivacyError(
-                f"the correlated noise of the first {rounds} rounds is not beside ledger_path: without it the next round "
-                "could not take any of it back. Restore the file, or begin a training of its own with another path"
+                f"the correlated noise of the first {rounds} rounds is not beside ledger_path: without it the next "
+                "round could take none of it back. Restore the file, or begin a training of its own with another path"
             )
         with np.load(self._noise(rounds), allow_pickle=False) as saved:
             return [saved[str(i)] for i in range(len(saved))]

@@ -612,7 +612,7 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
       client_reports: by node, what clients said of their own privacy (see `example_dp`).
 
     Raises:
-      ValueError: an argument is out of its range or does not go with another, or the strategy compares clients with each other.
+      ValueError: an argument is out of its range or does not go with another; or the strategy compares clients.
       PrivacyError: ``ledger_path`` is of another training.
 
     Source: McMahan et al. 2018, arXiv:1710.06963, algorithm 1.
