@@ -17,6 +17,7 @@ from flwr.serverapp import strategy as flower
 
 import tfdpfl
 from tfdpfl import PrivacyError
+from tfdpfl.federated import NoisedMetrics
 from tfdpfl.flower import DifferentialPrivacyAdaptiveClipping as Adaptive
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
 from tfdpfl.noise import BLT, Banded, Tree
@@ -92,6 +93,15 @@ def test_the_noise_is_that_of_the_matrix_over_restarts_and_lost_rounds(kind, tmp
             strategy._journal.close()
             monkeypatch.setattr(tfdpfl.flower.journal.Journal, "charge", charge)
         strategy = of(kind, ledger_path=tmp_path / "ledger")
+        if number == 3:  # the same strategy goes on after its disk was full
+
+            def full(self, replied):
+                raise OSError("no space left")
+
+            monkeypatch.setattr(tfdpfl.flower.journal.Journal, "charge", full)
+            strategy.start(grid, start, num_rounds=number)
+            assert strategy.rounds_charged == number - 1
+            monkeypatch.setattr(tfdpfl.flower.journal.Journal, "charge", charge)
         models.append(flat(strategy.start(grid, start, num_rounds=number).arrays))
         strategy._journal.close()
     assert strategy.rounds_charged == ROUNDS
@@ -132,6 +142,12 @@ def test_the_price_is_that_of_the_rounds_that_ran(kind):
     epsilon = tfdpfl.accounting.price(exact, 1e-5, "rdp", "zero_out").epsilon
     # Of a tree every node counts there, of the matrix those that some sum needs: no more.
     assert epsilon * (1 - 1e-6) <= strategy.epsilon <= epsilon * 1.02
+    if kind == "tree":  # metrics are paid beside it, for the rounds that a client may be in
+        noised = NoisedMetrics(noise_multiplier=5.0, bound={"loss": 1.0})
+        beside = of(kind, train_metrics=noised)
+        beside.start(FakeGrid(CLIENTS, same), model(), num_rounds=ROUNDS)
+        both = dp_event.GaussianDpEvent(((worst(kind) / Z) ** 2 + MOST / 25) ** -0.5)
+        assert beside.epsilon >= tfdpfl.accounting.price(both, 1e-5, "rdp", "zero_out").epsilon * (1 - 1e-6)
     limited = of(kind, target_epsilon=strategy.epsilon * 1.001)
     limited.start(FakeGrid(CLIENTS, same), model(), num_rounds=ROUNDS)
     assert limited.rounds_charged == ROUNDS
@@ -157,8 +173,12 @@ def test_a_kept_noise_that_is_gone_or_cannot_be_kept_releases_nothing(tmp_path, 
         strategy.start(grid, model(), num_rounds=2)
     assert strategy.rounds_charged == 1
     strategy._journal.close()
-    with pytest.raises(PrivacyError, match="another"):
-        of("banded", noise=Banded(bands=2, coefficients=(1.0, 0.5), **LIMITS), ledger_path=tmp_path / "ledger")
+    for other in (
+        dict(noise=Banded(bands=2, coefficients=(1.0, 0.5), **LIMITS)),
+        dict(train_metrics=NoisedMetrics(noise_multiplier=5.0, bound={"loss": 1.0})),
+    ):
+        with pytest.raises(PrivacyError, match="another"):
+            of("banded", **other, ledger_path=tmp_path / "ledger")
 
 
 def test_what_has_no_price_is_refused():

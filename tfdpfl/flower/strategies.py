@@ -137,7 +137,7 @@ class DifferentialPrivacy(Strategy):
                 "noise_multiplier": z,
                 "clip": repr(clip),
                 "sampling": self._cohorts.header(),
-                "noise": None if noise is None else [repr(noise), repr(train_metrics)],
+                "train_metrics": None if noise is None else repr(train_metrics),  # else they are in `privacy`
                 "evaluations": None if self._evaluate_metrics == UNPROTECTED else repr(self._evaluate_metrics),
             },
         )
