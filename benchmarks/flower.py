@@ -1,6 +1,7 @@
 """What privacy costs a Flower server, and what a federation bears.
 
-    python benchmarks/flower.py aggregate     # 10^7 weights, 100 clients: FedAvg's own aggregation, and ours; or --clients 1000 --weights 100000
+    python benchmarks/flower.py aggregate     # 10^7 weights, 100 clients: FedAvg's own aggregation, and ours
+    python benchmarks/flower.py aggregate --clients 1000 --weights 100000
     python benchmarks/flower.py simulate      # Ray: 10 of 100 clients with and without DP; then 1,000 clients a round
     python benchmarks/flower.py kills         # 50 SuperNodes on loopback, 10 % of them killed, through 50 rounds
 
@@ -109,8 +110,8 @@ def aggregate(clients: int, weights: int, repeats: int) -> None:
     rows = [f"| {name} | {statistics.median(t):.2f} | {statistics.median(t) / base:.2f} |" for name, t in found.items()]
     note(
         "aggregate" if clients == 100 else f"aggregate-{clients}",
-        f"## Aggregation, {clients:,} clients\n\n{weights:.0e} weights, {clients} clients; seconds of CPU for a round, median of {repeats} "
-        "in turns; noise, ledger and the inner FedAvg included.\n\n| | s | × FedAvg |\n| --- | --- | --- |\n"
+        f"## Aggregation, {clients:,} clients\n\n{weights:.0e} weights, {clients} clients; seconds of CPU for a round, median of "
+        f"{repeats} in turns; noise, ledger and the inner FedAvg included.\n\n| | s | × FedAvg |\n| --- | --- | --- |\n"
         + "\n".join(rows),
     )
 
