@@ -110,7 +110,7 @@ def aggregate(clients: int, weights: int, repeats: int) -> None:
     rows = [f"| {name} | {statistics.median(t):.2f} | {statistics.median(t) / base:.2f} |" for name, t in found.items()]
     note(
         "aggregate" if clients == 100 else f"aggregate-{clients}",
-        f"## Aggregation, {clients:,} clients\n\n{weights:.0e} weights, {clients} clients; seconds of CPU for a round, median of "
+        f"## Aggregation, {clients:,} clients\n\n{weights:.0e} weights; seconds of CPU for a round, median of "
         f"{repeats} in turns; noise, ledger and the inner FedAvg included.\n\n| | s | × FedAvg |\n| --- | --- | --- |\n"
         + "\n".join(rows),
     )
