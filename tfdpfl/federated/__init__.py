@@ -19,8 +19,9 @@ _WHERE = {
     **dict.fromkeys(["AdaptiveClip", "NoisedMetrics"], "clip"),
     **dict.fromkeys(["Guarantee", "Participation", "RoundsRun"], "privacy"),
     **dict.fromkeys(
-        ["ClientLevel", "TreeLevel", "LocalLevel", "ExampleLevel", "DistributedLevel", "CohortCheck"], "guarantees"
+        ["ClientLevel", "CorrelatedLevel", "TreeLevel", "LocalLevel", "ExampleLevel", "DistributedLevel"], "guarantees"
     ),
+    "CohortCheck": "guarantees",
     "NbAFLLevel": "nbafl",
     **dict.fromkeys(["compute_noise_multiplier", "skellam_level", "total_price"], "calibration"),
     **dict.fromkeys(["local_runtime", "remote_runtime", "WorkerLost"], "runtime"),

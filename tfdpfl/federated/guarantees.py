@@ -22,6 +22,8 @@ from tfdpfl.federated.privacy import Participation, RoundsRun
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+    from tfdpfl.accounting.strategies import Noise
+
 SAMPLINGS = ("poisson", "fixed_size", "bounded", "none")
 
 
@@ -103,6 +105,43 @@ class TreeLevel:
         # The nodes together are one Gaussian mechanism, for clients that adapt to what was released, too (Denisov et
         # al. 2022, arXiv:2202.08312).
         return dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(squared))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrelatedLevel:
+    """A clipped sum of clients' updates in every round, with Gaussian noise that is correlated over the rounds.
+
+    Attributes:
+      noise: `tfdpfl.noise.Tree`, `Banded` or `BLT`.
+      noise_multiplier: what the noise takes for one: see there.
+    """
+
+    noise: Noise
+    noise_multiplier: float
+    level: str = "client"
+    adjacency: str = "zero_out"
+
+    def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
+        """An upper bound on ε for the rounds that ran: no sampling is relied upon, only the participation limits.
+
+        Raises:
+          PrivacyError: the cohorts are not what the sampler declared.
+        """
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant: one mechanism for all rounds."""
+        from tfdpfl.accounting.correlated import CorrelatedRun
+
+        p = run.participation
+        return CorrelatedRun(
+            noise=self.noise,
+            noise_multiplier=self.noise_multiplier,
+            num_steps=run.rounds,
+            min_separation=p.min_separation if p.sampling == "bounded" else 1,
+            max_participations=participations(run),
+            adjacency=self.adjacency,
+        ).dp_event
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A journal is a file of lines of JSON. ``begin`` is written before a round's messages are sent, ``charge`` before its
 result is released. What was begun and never charged was never released. Beside it lies the last model, in a file that
-is replaced at once.
+is replaced at once, and what correlated noise keeps of earlier rounds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,8 @@ class Journal:
         """Replaces the last model, all or nothing."""
         if self._path is None:
             return
-        new = self._model.with_suffix(".new")
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            named: dict[str, Any] = {f"array/{name}": value for name, value in arrays.items()}
-            np.savez(file, about=np.array(json.dumps(about)), **named)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self._model)
-        self._sync_folder()
+        named: dict[str, Any] = {f"array/{name}": value for name, value in arrays.items()}
+        self._replace(self._model, {"about": np.array(json.dumps(about)), **named})
 
     def load(self) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
         """The last model, and what was said about it; None if there is none."""
@@ -90,6 +84,28 @@ class Journal:
             arrays = {name.removeprefix("array/"): saved[name] for name in saved if name != "about"}
             return arrays, json.loads(str(saved["about"]))
 
+    def keep(self, rounds: int, past: Sequence[np.ndarray]) -> None:
+        """Keeps what noise needs of ``rounds`` rounds, before the last is charged. That of one round less stays: it is
+        what counts if the last is never charged."""
+        if self._path is None:
+            return
+        self._replace(self._noise(rounds), {str(i): value for i, value in enumerate(past)})
+        self._noise(rounds - 2).unlink(missing_ok=True)
+
+    def kept(self, rounds: int) -> list[np.ndarray]:
+        """What `keep` had for so many rounds.
+
+        Raises:
+          PrivacyError: it is gone.
+        """
+        if self._path is None or not self._noise(rounds).exists():
+            raise PrivacyError(
+                f"the correlated noise of the first {rounds} rounds is not beside ledger_path: without it the next "
+                "round could take none of it back. Restore the file, or begin a training of its own with another path"
+            )
+        with np.load(self._noise(rounds), allow_pickle=False) as saved:
+            return [saved[str(i)] for i in range(len(saved))]
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -98,6 +114,19 @@ class Journal:
     def _model(self) -> Path:
         assert self._path is not None
         return self._path.with_name(self._path.name + ".npz")
+
+    def _noise(self, rounds: int) -> Path:
+        assert self._path is not None
+        return self._path.with_name(f"{self._path.name}.noise-{rounds}.npz")
+
+    def _replace(self, path: Path, named: dict[str, Any]) -> None:
+        new = path.with_suffix(".new")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            np.savez(file, **named)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        self._sync_folder()
 
     def _read(self, header: dict[str, Any]) -> None:
         assert self._file is not None

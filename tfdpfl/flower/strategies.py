@@ -19,11 +19,11 @@ import numpy as np
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.report import rounded_up
+from tfdpfl.accounting.strategies import Noise
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
-from tfdpfl.federated.guarantees import ClientLevel, participations
+from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, participations
 from tfdpfl.federated.privacy import Participation, RoundsRun
-from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSampler
 from tfdpfl.flower._flwr import (
     COMPARE,
     ArrayRecord,
@@ -40,6 +40,8 @@ from tfdpfl.flower._flwr import (
     only,
     record_of,
 )
+from tfdpfl.flower.cohorts import Cohorts
+from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.updates import ClippedSum
 
@@ -77,6 +79,7 @@ class DifferentialPrivacy(Strategy):
         train_metrics: NoisedMetrics | None = None,
         evaluate_metrics: NoisedMetrics | str | None = None,
         accountant: str = "pld",
+        noise: Noise | None = None,
         seed: int | None = None,
         privacy: tuple[Any, ...] | None = None,
     ):
@@ -101,11 +104,20 @@ class DifferentialPrivacy(Strategy):
         self._evaluate_metrics: NoisedMetrics | str | None = (
             UNPROTECTED if evaluate_metrics == UNPROTECTED else _named("evaluate_metrics", evaluate_metrics)
         )
-        self._cohorts = _Cohorts(clients_per_round, sampling_rate, population, max_participations, min_separation, seed)
+        self._noise = noise
+        if noise is not None:
+            max_participations, min_separation = _limits_with(
+                noise, clip, sampling_rate, max_participations, min_separation
+            )
+        self._rows: Rows | None = None
+        self._past: list[np.ndarray] | None = None  # what correlated noise keeps of the rounds that were charged
+        self._cohorts = Cohorts(clients_per_round, sampling_rate, population, max_participations, min_separation, seed)
         self._clip, self.current_clip = clip, clip.initial if isinstance(clip, AdaptiveClip) else float(clip)
         self._noise_multiplier = z
         of_metrics = [self._train_metrics.noise_multiplier] if self._train_metrics else []
-        own = ClientLevel(noise_multiplier=combined(z, *of_metrics) if of_metrics else z)
+        own: ClientLevel | CorrelatedLevel = ClientLevel(noise_multiplier=combined(z, *of_metrics) if of_metrics else z)
+        if noise is not None:
+            own = CorrelatedLevel(noise=noise, noise_multiplier=z)
         self.privacy: tuple[Any, ...] = (own,) if privacy is None else privacy
         if isinstance(clip, AdaptiveClip) and self._cohorts.denominator is not None:
             clip.split(z, self._cohorts.denominator)  # refuses a count that costs too much before anything runs
@@ -125,6 +137,7 @@ class DifferentialPrivacy(Strategy):
                 "noise_multiplier": z,
                 "clip": repr(clip),
                 "sampling": self._cohorts.header(),
+                "train_metrics": None if noise is None else repr(train_metrics),  # else they are in `privacy`
                 "evaluations": None if self._evaluate_metrics == UNPROTECTED else repr(self._evaluate_metrics),
             },
         )
@@ -139,7 +152,8 @@ class DifferentialPrivacy(Strategy):
     @property
     def ledger(self) -> PrivacyLedger:
         """All that was released so far, as events; lost rounds that nobody saw are not among them."""
-        return self._ledger_of(self._journal.charged, self._journal.evaluations)
+        run = self._rounds(self.rounds_charged, self._journal.charged)
+        return self._ledger_of(run, self._journal.evaluations)
 
     @property
     def epsilon(self) -> float:
@@ -176,35 +190,35 @@ class DifferentialPrivacy(Strategy):
             lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
         return "\n".join(lines)
 
-    def _ledger_of(self, cohorts: list[list[str]], evaluations: int) -> PrivacyLedger:
+    def _ledger_of(self, run: RoundsRun, evaluations: int) -> PrivacyLedger:
         from dp_accounting import dp_event
 
-        p = self.participation
-        most = participations(RoundsRun(rounds=len(cohorts), participation=p, cohorts=cohorts))
-        return self._events(most, evaluations, dp_event)
-
-    def _events(self, rounds: int, evaluations: int, dp_event: Any) -> PrivacyLedger:
         def gaussian(z: float) -> Any:
             return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()
 
-        event = gaussian(self.privacy[0].noise_multiplier)
-        if self.participation.sampling == "poisson":
-            event = dp_event.PoissonSampledDpEvent(self._cohorts.sampling_rate, event)
-        ledger = PrivacyLedger().add(event, rounds, adjacency="zero_out")
+        most, ledger, own = participations(run), PrivacyLedger(), self.privacy[0]
+        if isinstance(own, CorrelatedLevel):
+            ledger.add(own.event(run), min(1, most), adjacency="zero_out")
+            if self._train_metrics:
+                ledger.add(gaussian(self._train_metrics.noise_multiplier), most, adjacency="zero_out")
+        else:
+            event = gaussian(own.noise_multiplier)
+            if self.participation.sampling == "poisson":
+                event = dp_event.PoissonSampledDpEvent(self._cohorts.sampling_rate, event)
+            ledger.add(event, most, adjacency="zero_out")
         if evaluations and isinstance(self._evaluate_metrics, NoisedMetrics):
             ledger.add(gaussian(self._evaluate_metrics.noise_multiplier), evaluations, adjacency="zero_out")
         return ledger
+
+    def _rounds(self, rounds: int, cohorts: list[list[str]] | None = None) -> RoundsRun:
+        return RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts or [])
 
     def _fits(self, rounds: int) -> bool:
         """Whether ε stays within the target with so many rounds in all. The quick accountant is asked first."""
         if self.target_epsilon is None or rounds <= self._fitting:
             return True
-        from dp_accounting import dp_event
-
-        p = self.participation
-        most = participations(RoundsRun(rounds=rounds, participation=p))
         evaluations = rounds if isinstance(self._evaluate_metrics, NoisedMetrics) else 0
-        ledger = self._events(most, max(evaluations, self._journal.evaluations), dp_event)
+        ledger = self._ledger_of(self._rounds(rounds), max(evaluations, self._journal.evaluations))
         fits = any(
             ledger.epsilon(self.delta, accountant) <= self.target_epsilon
             for accountant in dict.fromkeys(["rdp", self.accountant])
@@ -251,7 +265,7 @@ class DifferentialPrivacy(Strategy):
             self._cohorts.know(grid, self._cohorts.population or 0)
         rounds = self._room(wanted)
         if rounds == 0 and wanted and not self.rounds_charged:
-            one = self._events(1, 0, _dp_event()).epsilon(self.delta, self.accountant)
+            one = self._ledger_of(self._rounds(1), 0).epsilon(self.delta, self.accountant)
             raise PrivacyError(
                 f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for one round, which "
                 f"costs {one:.4g}: raise noise_multiplier, or the target"
@@ -345,6 +359,7 @@ class DifferentialPrivacy(Strategy):
             log.info("The next round would pass %s: no messages are sent", self._limit)
             self.stopped_by = self._limit
             return []
+        self._know_past()
         messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun)
         opened = _opened(base, messages, server_round)
         try:
@@ -387,7 +402,7 @@ class DifferentialPrivacy(Strategy):
 
         parts = total.total
         shapes = [*(part.shape for part in parts.values()), (), metrics.shape]
-        normals = self._normals(shapes) if of_updates or of_count or names else [np.zeros(shape) for shape in shapes]
+        normals, past = self._drawn(shapes, bool(of_updates), bool(of_count or names))
         noisy = {}
         for (name, part), normal in zip(parts.items(), normals, strict=False):
             w = opened.base[name]
@@ -400,10 +415,13 @@ class DifferentialPrivacy(Strategy):
             metrics += normals[-1] * (self._train_metrics.noise_multiplier * math.sqrt(len(metrics)))
 
         try:
+            if past is not None:
+                self._journal.keep(self.rounds_charged + 1, past)
             self._journal.charge(replied)
         except OSError as error:
             log.error("Round %d is not released: the ledger cannot be written (%s)", server_round, error)
             return None, None
+        self._past = past  # now, and not before, the noise was used
         if isinstance(self._clip, AdaptiveClip):
             self.current_clip = self._clip.after(clip, count, clients)
         weight = getattr(self.strategy, "weighted_by_key", "num-examples")
@@ -499,7 +517,25 @@ class DifferentialPrivacy(Strategy):
         if isinstance(self._clip, AdaptiveClip):
             of_updates, of_count = self._clip.split(self._noise_multiplier, clients)
             return of_updates * clip, of_count
-        return self._noise_multiplier * clip, 0.0
+        return self._noise_multiplier * clip * (1.0 if self._noise is None else self._noise.unit), 0.0
+
+    def _know_past(self) -> None:
+        """Reads what correlated noise needs of earlier rounds, where this object did not draw it."""
+        if self._noise is not None and self._noise_multiplier and self.rounds_charged and self._past is None:
+            self._past = self._journal.kept(self.rounds_charged)
+
+    def _drawn(
+        self, shapes: list[tuple[int, ...]], of_updates: bool, of_others: bool
+    ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """A round's normals, the last two those of the count and the metrics; and what correlated noise is to keep."""
+        if self._noise is None or not of_updates:
+            return self._normals(shapes) if of_updates or of_others else [np.zeros(shape) for shape in shapes], None
+        self._know_past()
+        others = self._normals(shapes[-2:])  # makes the source
+        if self._rows is None or self._rows.shapes != shapes[:-2]:
+            self._rows = Rows(self._noise, shapes[:-2])
+        rows, past = self._rows.row(self._source, self.rounds_charged, self._past)
+        return [*rows, *others], past
 
     def _keep_report(self, node: int, reply: Message) -> None:
         from tfdpfl.flower.reports import report_in
@@ -519,107 +555,6 @@ class DifferentialPrivacy(Strategy):
         if self._source is None:
             self._source = noise.Source(self._seed)
         return [np.asarray(drawn) for drawn in self._source.gaussian(shapes, 1.0)]
-
-
-class _Cohorts:
-    """Who is asked in a round, and what that allows to be claimed."""
-
-    def __init__(
-        self,
-        clients_per_round: int | None,
-        sampling_rate: float | None,
-        population: int | None = None,
-        max_participations: int | None = None,
-        min_separation: int = 1,
-        seed: int | None = None,
-    ):
-        if (clients_per_round is None) == (sampling_rate is None):
-            raise ValueError(
-                f"give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
-                f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round"
-            )
-        if clients_per_round is not None:
-            clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count a round's clients")
-        if population is not None:
-            population = _checks.whole("population", population, clients_per_round or 1, "count all clients, or None")
-        self.sampling_rate = sampling_rate
-        if sampling_rate is not None:
-            PoissonClientSampler(["a client"], sampling_rate, seed)  # says what is wrong with a rate
-        self._most = max_participations
-        self._apart = _checks.whole("min_separation", min_separation, 1, "1 lets participations be adjacent")
-        if max_participations is not None:
-            _checks.whole("max_participations", max_participations, 1, "give the most rounds of a client, or None")
-        self._bounded = max_participations is not None or min_separation > 1
-        if self._bounded and sampling_rate is not None:
-            raise ValueError(
-                "max_participations and min_separation go with clients_per_round: a coin for every client in every "
-                f"round (sampling_rate={sampling_rate!r}) keeps to no limit"
-            )
-        self.population, self._given = population, population
-        self._clients_per_round, self._seed = clients_per_round, seed
-        self._known: set[int] = set()
-
-    def header(self) -> dict[str, Any]:
-        names = "sampling_rate", "_clients_per_round", "_most", "_apart", "_given"
-        return {name.strip("_"): getattr(self, name) for name in names}
-
-    @property
-    def denominator(self) -> float | None:
-        """What the mean is divided by; None until the population is known."""
-        if self.sampling_rate is None:
-            return self._clients_per_round
-        return None if self.population is None else self.sampling_rate * self.population
-
-    def know(self, grid: Grid, at_least: int) -> None:
-        """Takes the clients that are connected for all that there are, where nobody said."""
-        if self.population is None:
-            self.population = max(1, at_least, len([*grid.get_node_ids()]), self._clients_per_round or 1)
-
-    @property
-    def participation(self) -> Participation:
-        kind = "poisson" if self.sampling_rate is not None else "bounded" if self._bounded else "none"
-        clients = self.denominator or 1
-        return Participation(
-            sampling=kind,
-            population=max(self.population or 1, math.ceil(clients)),
-            clients_per_round=clients,
-            max_participations=self._most,
-            min_separation=self._apart,
-        )
-
-    def messages(
-        self, messages: list[Message], grid: Grid, charged: list[list[str]], begun: list[str] | None
-    ) -> list[Message]:
-        """The strategy's messages, or where it may not choose whom to ask, such to the clients that are drawn."""
-        if self.sampling_rate is None and not self._bounded:
-            return messages
-        model = messages[0]
-        if any(not _same(message.content, model.content) for message in messages[1:]):
-            raise ValueError(
-                "the strategy has a message of its own for each client, so that no others can be drawn: leave "
-                "sampling_rate, max_participations and min_separation out"
-            )
-        connected = sorted(grid.get_node_ids())
-        again = [node for node in connected if str(node) in (begun or ())]
-        if begun is not None and (again or not begun):
-            cohort = again  # a round that was lost has the clients that it had
-        elif self.sampling_rate is not None:
-            cohort = PoissonClientSampler(connected, self.sampling_rate, self._seed)(len(charged)) if connected else []
-        else:
-            cohort = self._within_limits(connected, charged)
-        log.info("configure_train: asks the clients that were drawn, of %d", len(connected))
-        kind, ttl = model.metadata.message_type, model.metadata.ttl
-        return [Message(model.content, dst_node_id=node, message_type=kind, ttl=ttl) for node in cohort]
-
-    def _within_limits(self, connected: list[int], charged: list[list[str]]) -> list[int]:
-        names = sorted({*map(str, connected), *(client for cohort in charged for client in cohort)})
-        assert self._clients_per_round is not None
-        sampler = AvailabilityClientSampler(
-            names, min(self._clients_per_round, len(names)), lambda number: map(str, connected), self._most,
-            self._apart, self._seed,
-        )  # fmt: skip
-        sampler.remember(dict(enumerate(charged)))
-        return [int(client) for client in sampler(len(charged))]
 
 
 class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
@@ -662,17 +597,22 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
       evaluate_metrics: the same for what clients find when they evaluate, each evaluation being charged; or
         "unprotected", which passes on exact values, for data whose privacy is nobody's concern.
       accountant: "pld" or "rdp".
+      noise: `tfdpfl.noise.Tree`, `Banded` or `BLT` takes back in later rounds a part of the noise of earlier ones, so
+        that the model has less of it; None draws each round's by itself. With clients_per_round: the strategy keeps
+        each client to ``max_participations`` and ``min_separation``, or, where they are not given, to those that the
+        noise was made for, and ε is that of the rounds that ran within them. What later rounds need of the noise lies
+        beside the ledger and is a secret: who has it can take off some of the noise.
       seed: for tests only. None takes the operating system's entropy, for noise and cohorts.
 
     Attributes:
-      privacy: the guarantees, one `ClientLevel`.
+      privacy: the guarantees, one `ClientLevel`, or with ``noise`` a `CorrelatedLevel`.
       epsilon, ledger: of what was released so far.
       current_clip: the clip of the next round.
       stopped_by: "target_epsilon" if that ended the training, else None.
       client_reports: by node, what clients said of their own privacy (see `example_dp`).
 
     Raises:
-      ValueError: an argument is out of its range, or the strategy compares clients with each other.
+      ValueError: an argument is out of its range or does not go with another; or the strategy compares clients.
       PrivacyError: ``ledger_path`` is of another training.
 
     Source: McMahan et al. 2018, arXiv:1710.06963, algorithm 1.
@@ -708,10 +648,24 @@ class DifferentialPrivacyAdaptiveClipping(DifferentialPrivacy):
         super().__init__(strategy, noise_multiplier=noise_multiplier, clip=clip, delta=delta, **others)
 
 
-def _dp_event() -> Any:
-    from dp_accounting import dp_event
-
-    return dp_event
+def _limits_with(
+    noise: Noise, clip: Any, sampling_rate: Any, max_participations: int | None, min_separation: int
+) -> tuple[int | None, int]:
+    """The limits on a client's rounds: those given, or else those that the noise was made for."""
+    if not isinstance(noise, Noise):
+        raise ValueError(f"noise={noise!r} must be tfdpfl.noise.Tree, Banded or BLT, or None for independent noise")
+    if isinstance(clip, AdaptiveClip):
+        raise ValueError(
+            "noise goes with a fixed clip: where the clip moves, rounds take back noise of another size than was "
+            "added. Take DifferentialPrivacyFixedClipping"
+        )
+    if sampling_rate is not None:
+        raise ValueError(
+            f"noise goes with clients_per_round: correlated noise has no price for a coin in every round "
+            f"(sampling_rate={sampling_rate!r})"
+        )
+    most = noise.max_participations if max_participations is None else max_participations
+    return most, noise.min_separation if min_separation == 1 else min_separation
 
 
 def _opened(base: dict[str, np.ndarray], messages: list[Message], server_round: int) -> _Round:
@@ -723,10 +677,6 @@ def _opened(base: dict[str, np.ndarray], messages: list[Message], server_round: 
             raise PrivacyError(f"the strategy asks node {node} twice in a round, which would count it twice")
         message.metadata.group_id = groups[node] = f"{server_round}-{token}"
     return _Round(base, groups)
-
-
-def _same(a: RecordDict, b: RecordDict) -> bool:
-    return a is b or (a.keys() == b.keys() and all(a[key] is b[key] or a[key] == b[key] for key in a))
 
 
 def _named(name: str, metrics: Any) -> NoisedMetrics | None:

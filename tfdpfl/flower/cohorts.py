@@ -1,0 +1,116 @@
+"""Who is asked in a round."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tfdpfl.accounting import _checks
+from tfdpfl.federated.privacy import Participation
+from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSampler
+from tfdpfl.flower._flwr import Grid, Message, RecordDict, log
+
+
+class Cohorts:
+    """Who is asked in a round, and what that allows to be claimed."""
+
+    def __init__(
+        self,
+        clients_per_round: int | None,
+        sampling_rate: float | None,
+        population: int | None = None,
+        max_participations: int | None = None,
+        min_separation: int = 1,
+        seed: int | None = None,
+    ):
+        if (clients_per_round is None) == (sampling_rate is None):
+            raise ValueError(
+                f"give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
+                f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round"
+            )
+        if clients_per_round is not None:
+            clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count a round's clients")
+        if population is not None:
+            population = _checks.whole("population", population, clients_per_round or 1, "count all clients, or None")
+        self.sampling_rate = sampling_rate
+        if sampling_rate is not None:
+            PoissonClientSampler(["a client"], sampling_rate, seed)  # says what is wrong with a rate
+        self._most = max_participations
+        self._apart = _checks.whole("min_separation", min_separation, 1, "1 lets participations be adjacent")
+        if max_participations is not None:
+            _checks.whole("max_participations", max_participations, 1, "give the most rounds of a client, or None")
+        self._bounded = max_participations is not None or min_separation > 1
+        if self._bounded and sampling_rate is not None:
+            raise ValueError(
+                "max_participations and min_separation go with clients_per_round: a coin for every client in every "
+                f"round (sampling_rate={sampling_rate!r}) keeps to no limit"
+            )
+        self.population, self._given = population, population
+        self._clients_per_round, self._seed = clients_per_round, seed
+        self._known: set[int] = set()
+
+    def header(self) -> dict[str, Any]:
+        names = "sampling_rate", "_clients_per_round", "_most", "_apart", "_given"
+        return {name.strip("_"): getattr(self, name) for name in names}
+
+    @property
+    def denominator(self) -> float | None:
+        """What the mean is divided by; None until the population is known."""
+        if self.sampling_rate is None:
+            return self._clients_per_round
+        return None if self.population is None else self.sampling_rate * self.population
+
+    def know(self, grid: Grid, at_least: int) -> None:
+        """Takes the clients that are connected for all that there are, where nobody said."""
+        if self.population is None:
+            self.population = max(1, at_least, len([*grid.get_node_ids()]), self._clients_per_round or 1)
+
+    @property
+    def participation(self) -> Participation:
+        kind = "poisson" if self.sampling_rate is not None else "bounded" if self._bounded else "none"
+        clients = self.denominator or 1
+        return Participation(
+            sampling=kind,
+            population=max(self.population or 1, math.ceil(clients)),
+            clients_per_round=clients,
+            max_participations=self._most,
+            min_separation=self._apart,
+        )
+
+    def messages(
+        self, messages: list[Message], grid: Grid, charged: list[list[str]], begun: list[str] | None
+    ) -> list[Message]:
+        """The strategy's messages, or where it may not choose whom to ask, such to the clients that are drawn."""
+        if self.sampling_rate is None and not self._bounded:
+            return messages
+        model = messages[0]
+        if any(not _same(message.content, model.content) for message in messages[1:]):
+            raise ValueError(
+                "the strategy has a message of its own for each client, so that no others can be drawn: leave "
+                "sampling_rate, max_participations and min_separation out"
+            )
+        connected = sorted(grid.get_node_ids())
+        again = [node for node in connected if str(node) in (begun or ())]
+        if begun is not None and (again or not begun):
+            cohort = again  # a round that was lost has the clients that it had
+        elif self.sampling_rate is not None:
+            cohort = PoissonClientSampler(connected, self.sampling_rate, self._seed)(len(charged)) if connected else []
+        else:
+            cohort = self._within_limits(connected, charged)
+        log.info("configure_train: asks the clients that were drawn, of %d", len(connected))
+        kind, ttl = model.metadata.message_type, model.metadata.ttl
+        return [Message(model.content, dst_node_id=node, message_type=kind, ttl=ttl) for node in cohort]
+
+    def _within_limits(self, connected: list[int], charged: list[list[str]]) -> list[int]:
+        names = sorted({*map(str, connected), *(client for cohort in charged for client in cohort)})
+        assert self._clients_per_round is not None
+        sampler = AvailabilityClientSampler(
+            names, min(self._clients_per_round, len(names)), lambda number: map(str, connected), self._most,
+            self._apart, self._seed,
+        )  # fmt: skip
+        sampler.remember(dict(enumerate(charged)))
+        return [int(client) for client in sampler(len(charged))]
+
+
+def _same(a: RecordDict, b: RecordDict) -> bool:
+    return a is b or (a.keys() == b.keys() and all(a[key] is b[key] or a[key] == b[key] for key in a))
