@@ -26,6 +26,8 @@ _SMALLEST_PLD_DELTA = 1e-12
 # Rounding in the convolutions of sampled steps moves δ, either way, by up to a tenth of this a step, as measured
 # where sampling at a rate near 1 has the closed form of none.
 _ROUNDING_OF_A_STEP = 2.0**-52
+# Putting two distributions together moves it by up to 3e-15, as measured: the share of so many steps.
+_FEWEST_ADDED = 16
 # Of 10^7 sampled steps PLD's price takes half a minute and is 0.3 % below RDP's.
 _MOST_SAMPLED_STEPS = 3_000_000
 # Of more, RDP's price is taken.
@@ -361,10 +363,9 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
     try:
         with _numerics():
             steps = [
-                (_cached(_subset_losses, leaf, interval) if own else _cached(_losses, leaf, interval, relation))
-                .self_compose(n)
+                _cached(_repeated, leaf, interval, None if own else relation)(n)
                 for (leaf, n), own in zip(others, drawn, strict=True)
-            ]  # fmt: skip
+            ]
             epsilon = float(functools.reduce(lambda a, b: a.compose(b), steps).get_epsilon_for_delta(delta))
     except _NUMERICAL:
         return None
@@ -392,19 +393,35 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     return high
 
 
-@functools.lru_cache(maxsize=16)  # of at most some MB each
-def _losses(leaf: "DpEvent", interval: float, relation: Any) -> Any:
-    """The privacy loss distribution of one use of an event."""
-    from dp_accounting import pld
+class _Repeated:
+    """The privacy loss distribution of n uses of an event; of None for a relation, where one of a subset is blanked.
 
-    return pld.PLDAccountant(relation, interval).compose(leaf)._pld
+    A training is priced again after each epoch, so the last price's distribution is remembered, and an epoch's: to put
+    them together takes a tenth of the time that composing all steps anew takes.
+    """
+
+    def __init__(self, leaf: "DpEvent", interval: float, relation: Any):
+        from dp_accounting import pld
+
+        from tfdpfl.accounting import fixed_size
+
+        one = fixed_size.losses(leaf, interval) if relation is None else (
+            pld.PLDAccountant(relation, interval).compose(leaf)._pld
+        )  # fmt: skip
+        self._of = functools.lru_cache(maxsize=2)(one.self_compose)
+        self._last: tuple[int, Any] = (0, None)
+
+    def __call__(self, n: int) -> Any:
+        before, losses = self._last
+        if losses is None or not _FEWEST_ADDED <= n - before <= before:
+            losses = self._of(n)
+        else:
+            losses = losses.compose(self._of(n - before))
+        self._last = n, losses
+        return losses
 
 
-@functools.lru_cache(maxsize=16)
-def _subset_losses(leaf: "DpEvent", interval: float) -> Any:
-    from tfdpfl.accounting import fixed_size
-
-    return fixed_size.losses(leaf, interval)
+_repeated = functools.lru_cache(maxsize=16)(_Repeated)  # of at most some MB each
 
 
 def _cached(function: Any, leaf: "DpEvent", *how: Any) -> Any:
@@ -501,7 +518,7 @@ def _discretization(leaves: Leaves, guide: float | None) -> float:
     if guide is None or not math.isfinite(guide):
         grid = max(1e-4, 5e-6 * widest)
     else:
-        far_finer = min(0.05 * spread, 1e-3 * guide) if math.isfinite(spread) else 0.0
+        far_finer = min(0.1 * spread, 1e-3 * guide) if math.isfinite(spread) else 0.0
         grid = max(min(1e-4, 1e-3 * guide), 5e-6 * widest, 5e-6 * guide, far_finer)
     return 1e-4 * 2.0 ** math.floor(math.log2(grid / 1e-4) + 1e-9)
 
