@@ -3,7 +3,8 @@
     python benchmarks/long_run.py [--epochs 200] [--steps 100] [--data arrays|poisson]
 
 Prints the CPU time of an epoch with the callback, and with one that does nothing on the same occasions, over one
-without any (20 steps an epoch, interleaved, medians), then trains `epochs` x `steps` steps and prints each tenth's memory and CPU time an epoch.
+without any (20 steps an epoch, interleaved, medians), then trains `epochs` x `steps` steps and prints each tenth's
+memory and CPU time an epoch.
 """
 
 from __future__ import annotations
