@@ -908,7 +908,7 @@ def _steps_on(model: Any) -> int:
 
 def _fingerprint(model: Any) -> int:
     """A number that tells weights apart, whichever of them are trainable."""
-    return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8)) for v in _weights(model))
+    return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in _weights(model))
 
 
 def private_optimizer(model: Any) -> Any:
