@@ -19,7 +19,7 @@ DELTA = 1e-5
 
 def gaussian_epsilon(z, delta):
     """Balle & Wang 2018 (arXiv:1805.06530), theorem 8."""
-    spent = lambda e: norm.cdf(0.5 / z - e * z) - np.exp(e) * norm.cdf(-0.5 / z - e * z) - delta  # noqa: E731
+    spent = lambda e: norm.cdf(0.5 / z - e * z) - np.exp(e) * norm.cdf(-0.5 / z - e * z) - delta
     return brentq(spent, 0, 200)
 
 
