@@ -260,7 +260,7 @@ class _Problem:
             slope = self.gradient(found) + tilt
             if np.linalg.norm(slope) <= self.tolerance / 2:
                 return found
-            found = found - cg(self._curved(found), slope, maxiter=10 * self.size)[0]
+            found = found - cg(self._curved(found), slope, atol=0.0, maxiter=10 * self.size)[0]
         raise PrivacyError(
             "the minimum was not found as well as its price demands: take a smaller C, data of a smaller data_norm, or "
             "solver='gradient'"
