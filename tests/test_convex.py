@@ -107,7 +107,7 @@ def test_noise_hides_where_the_solver_stopped(monkeypatch):
 def test_one_step_is_the_noisy_gradient_of_all_rows(classes):
     y = RNG.integers(0, classes, 40)
     model = DPLogisticRegression(
-        1.0, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="gradient", max_iter=1, seed=3,
+        1.0, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="gradient", num_steps=1, seed=3,
         classes=[0, 1, 2][:classes],
     ).fit(X, y)  # fmt: skip
     rows = scaled(X, 2.0)
@@ -120,13 +120,13 @@ def test_one_step_is_the_noisy_gradient_of_all_rows(classes):
 
 
 def test_many_steps_are_priced_as_many_and_find_the_minimum(monkeypatch):
-    once, often = fitted(solver="gradient", max_iter=1), fitted(solver="gradient", max_iter=64)
+    once, often = fitted(solver="gradient", num_steps=1), fitted(solver="gradient", num_steps=64)
     assert often.noise_multiplier_ == pytest.approx(8 * once.noise_multiplier_, rel=2e-3)
     ledger = PrivacyLedger().add(often.dp_event_, adjacency=often.adjacency)
     assert 0.995 < ledger.epsilon(DELTA) <= 1.0
     draws(monkeypatch, *np.zeros(100))
     least = LogisticRegression(C=0.01, fit_intercept=False, tol=1e-10, max_iter=1000).fit(scaled(X, 2.0), Y)
-    assert np.allclose(fitted(solver="gradient", max_iter=100, C=0.01).coef_, least.coef_, atol=1e-5)
+    assert np.allclose(fitted(solver="gradient", num_steps=100, C=0.01).coef_, least.coef_, atol=1e-5)
 
 
 def test_output_is_the_minimum_with_noise_for_how_far_a_row_moves_it():
@@ -187,7 +187,7 @@ def test_an_intercept_is_found_and_no_noise_repeats():
     [
         ({"epsilon": 0}, "epsilon"), ({"epsilon": float("nan")}, "epsilon"), ({"delta": 0}, "delta"),
         ({"delta": 1.0}, "delta"), ({"data_norm": 0}, "data_norm"), ({"C": -1}, "C must"),
-        ({"max_iter": 0}, "max_iter"), ({"solver": "lbfgs"}, "solver"), ({"seed": -1}, "seed"),
+        ({"num_steps": 0}, "num_steps"), ({"solver": "lbfgs"}, "solver"), ({"seed": -1}, "seed"),
         ({"classes": [0]}, "two classes or more"), ({"classes": [1, 2]}, "not one of classes"),
     ],
 )  # fmt: skip

@@ -47,10 +47,10 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         cost more than a quarter of ε (`regularization_` tells).
       fit_intercept: whether there is one.
       solver: "objective" adds a random linear term to what is minimised (objective perturbation: Kifer et al. 2012;
-        approximate minima: Iyengar et al. 2019); two classes. "gradient" takes ``max_iter`` noisy steps of gradient
+        approximate minima: Iyengar et al. 2019); two classes. "gradient" takes ``num_steps`` noisy steps of gradient
         descent on all rows. "output" adds noise to the minimum (Chaudhuri et al. 2011, and what "bolt-on" does).
         "auto" takes "objective" for two classes and "gradient" for more.
-      max_iter: the steps of "gradient".
+      num_steps: the steps of "gradient".
       classes: the classes, where the labels that occur are themselves private; None takes those that occur.
       seed: for tests alone; None takes the operating system's entropy.
 
@@ -70,7 +70,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     adjacency = "zero_out"
 
     def __init__(
-        self, epsilon, delta, *, data_norm=1.0, C=1.0, fit_intercept=True, solver="auto", max_iter=100, classes=None,
+        self, epsilon, delta, *, data_norm=1.0, C=1.0, fit_intercept=True, solver="auto", num_steps=100, classes=None,
         seed=None,
     ):  # fmt: skip
         self.epsilon = epsilon
@@ -79,7 +79,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.C = C
         self.fit_intercept = fit_intercept
         self.solver = solver
-        self.max_iter = max_iter
+        self.num_steps = num_steps
         self.classes = classes
         self.seed = seed
 
@@ -158,13 +158,13 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     def _gradient(self, problem: _Problem):
         from dp_accounting import dp_event
 
-        z = _multiplier(self.epsilon, self.delta, self.max_iter)
+        z = _multiplier(self.epsilon, self.delta, self.num_steps)
         step = 1 / (problem.curvature * len(problem.x) + problem.regularization)
         w = np.zeros(problem.size)
-        for _ in range(self.max_iter):
+        for _ in range(self.num_steps):
             noise = z * problem.sensitivity * problem.normals()
             w = w - step * (problem.gradient(w) + noise)
-        return w, z, dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), self.max_iter)
+        return w, z, dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), self.num_steps)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         check_delta(self.delta)
         _checks.real("data_norm", self.data_norm, "give the largest norm of a row", above=0)
         _checks.real("C", self.C, "1.0 is usual; smaller is stronger", above=0)
-        _checks.whole("max_iter", self.max_iter, 1, "100 is usual")
+        _checks.whole("num_steps", self.num_steps, 1, "100 is usual")
         if self.seed is not None:
             _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
         return _checks.choice("solver", self.solver, SOLVERS)
