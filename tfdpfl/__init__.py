@@ -29,8 +29,8 @@ _WHERE = {
     **dict.fromkeys(["plan", "PrivacyPlan"], "planning"),
 }  # fmt: skip
 _MODULES = (
-    "accounting", "audit", "callbacks", "clipping", "data", "datasets", "errors", "federated", "flower", "label_dp",
-    "noise", "optimizers", "pate", "planning", "plots", "tuning",
+    "accounting", "audit", "callbacks", "clipping", "convex", "data", "datasets", "errors", "federated", "flower",
+    "label_dp", "noise", "optimizers", "pate", "planning", "plots", "tuning",
 )  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         audit,
         callbacks,
         clipping,
+        convex,
         data,
         datasets,
         errors,

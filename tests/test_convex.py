@@ -1,0 +1,229 @@
+import numpy as np
+import pytest
+from scipy import integrate
+from scipy.optimize import brentq
+from scipy.stats import norm
+from sklearn.base import clone
+from sklearn.linear_model import LogisticRegression
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import tfdpfl
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.convex import DPLogisticRegression, _Problem
+from tfdpfl.noise import Source
+
+RNG = np.random.default_rng(7)
+X, Y = RNG.normal(size=(40, 500)), RNG.integers(0, 2, 40)
+DELTA = 1e-5
+
+
+def gaussian_epsilon(z, delta):
+    """Balle & Wang 2018 (arXiv:1805.06530), theorem 8."""
+    spent = lambda e: norm.cdf(0.5 / z - e * z) - np.exp(e) * norm.cdf(-0.5 / z - e * z) - delta
+    return brentq(spent, 0, 200)
+
+
+def scaled(x, bound):
+    return x * np.minimum(1, bound / np.linalg.norm(x, axis=1, keepdims=True))
+
+
+def slope(x, y, w, regularization):
+    """Of the sum of losses of two classes, and the regulariser."""
+    return x.T @ (1 / (1 + np.exp(-x @ w)) - y) + regularization * w
+
+
+def fitted(**settings):
+    model = DPLogisticRegression(1.0, DELTA, data_norm=2.0, fit_intercept=False, seed=3)
+    return model.set_params(**settings).fit(X, Y)
+
+
+def std(noise):
+    """Of 500 normals; another one by half is 10 of its own deviations away."""
+    return np.sqrt((noise**2).mean())
+
+
+def draws(monkeypatch, *values):
+    left = iter(values)
+    monkeypatch.setattr(Source, "gaussian", lambda self, shapes, stddev: [_Array(np.full(shapes[0], next(left)))])
+
+
+class _Array(np.ndarray):
+    def __new__(cls, value):
+        return np.asarray(value, float).view(cls)
+
+    def numpy(self):
+        return np.asarray(self)
+
+
+# -- objective perturbation --------------------------------------------------------------------------------------
+
+
+def test_the_linear_term_has_the_noise_that_the_price_is_of():
+    model = fitted(solver="objective")
+    tilt = -slope(scaled(X, 2.0), Y, model.coef_[0], model.regularization_)
+    assert std(tilt) == pytest.approx(2.0 * model.noise_multiplier_, rel=0.15)
+    curvature = np.log1p(2.0**2 / 4 / model.regularization_)
+    assert 0.98 <= gaussian_epsilon(model.noise_multiplier_, 0.99 * DELTA) + curvature <= 0.99
+
+
+@pytest.mark.parametrize(("C", "least"), [(1.0, 0.0), (1e-3, DELTA / 2)])
+def test_what_a_row_can_do_to_the_output_is_within_epsilon_and_delta(C, least):
+    """The output's density on a line, by a change of variables from the linear term to the minimum."""
+    model = DPLogisticRegression(1.0, DELTA, data_norm=2.0, C=C, fit_intercept=False, solver="objective", seed=3)
+    model.fit([[2.0], [-2.0]], [0, 1])
+    regularization, sigma = model.regularization_, 2.0 * model.noise_multiplier_
+
+    def tilt(w, zeros, ones):  # rows of 2, so many of either class
+        return -(2 * (zeros + ones) / (1 + np.exp(-2 * w)) - 2 * ones + regularization * w)
+
+    def density(w, zeros, ones):
+        p = 1 / (1 + np.exp(-2 * w))
+        hessian = 4 * (zeros + ones) * p * (1 - p) + regularization
+        return norm.pdf(tilt(w, zeros, ones), scale=sigma) * hessian
+
+    worst = 0.0
+    for others in (0, 1, 30, 10**6):  # which push the weight to where the row is taken for the other class
+        around = brentq(lambda w, n=others: tilt(w, n, 0), -20, 20) if others else 0.0
+        w = around + np.linspace(-15, 15, 200_001) * sigma / regularization
+        one, other = density(w, others, 1), density(w, others, 0)
+        for p, q in ((one, other), (other, one)):
+            assert integrate.trapezoid(p, w) == pytest.approx(1, abs=1e-6)
+            worst = max(worst, integrate.trapezoid(np.maximum(p - np.exp(1.0) * q, 0), w))
+    assert least < worst <= DELTA
+
+
+def test_noise_hides_where_the_solver_stopped(monkeypatch):
+    draws(monkeypatch, 0.0, 0.0, 0.0, 1.0)
+    exact, moved = fitted(solver="objective"), fitted(solver="objective")
+    assert np.abs(slope(scaled(X, 2.0), Y, exact.coef_[0], exact.regularization_)).max() < 2e-6
+    around = (moved.coef_ - exact.coef_).mean() / (2 * 2e-6 / exact.regularization_)  # of 2 tolerances
+    assert 0.009 < gaussian_epsilon(around, 0.01 * DELTA) <= 0.01
+
+
+# -- gradient descent, output ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_one_step_is_the_noisy_gradient_of_all_rows(classes):
+    y = RNG.integers(0, classes, 40)
+    model = DPLogisticRegression(
+        1.0, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="gradient", num_steps=1, seed=3,
+        classes=[0, 1, 2][:classes],
+    ).fit(X, y)  # fmt: skip
+    rows = scaled(X, 2.0)
+    residuals = np.full([40, classes], 1 / classes) - np.eye(classes)[y]
+    gradient = (residuals[:, 1:] if classes == 2 else residuals).T @ rows
+    step = 1 / (40 * 2.0**2 * (0.25 if classes == 2 else 0.5) + 2)
+    sensitivity = 2.0 * (1 if classes == 2 else 2**0.5)
+    assert std(-model.coef_ / step - gradient) == pytest.approx(sensitivity * model.noise_multiplier_, rel=0.15)
+    assert 0.995 < gaussian_epsilon(model.noise_multiplier_, DELTA) <= 1.0
+
+
+def test_many_steps_are_priced_as_many_and_find_the_minimum(monkeypatch):
+    once, often = fitted(solver="gradient", num_steps=1), fitted(solver="gradient", num_steps=64)
+    assert often.noise_multiplier_ == pytest.approx(8 * once.noise_multiplier_, rel=2e-3)
+    ledger = PrivacyLedger().add(often.dp_event_, adjacency=often.adjacency)
+    assert 0.995 < ledger.epsilon(DELTA) <= 1.0
+    draws(monkeypatch, *np.zeros(100))
+    least = LogisticRegression(C=0.01, fit_intercept=False, tol=1e-10, max_iter=1000).fit(scaled(X, 2.0), Y)
+    assert np.allclose(fitted(solver="gradient", num_steps=100, C=0.01).coef_, least.coef_, atol=1e-5)
+
+
+def test_output_is_the_minimum_with_noise_for_how_far_a_row_moves_it():
+    rows = scaled(X, 2.0)
+    least = LogisticRegression(C=0.5, fit_intercept=False, tol=1e-10, max_iter=1000).fit(rows, Y)
+    model = fitted(solver="output", C=0.5)
+    assert std(model.coef_ - least.coef_) == pytest.approx(model.noise_multiplier_ * 2.0 / 2, rel=0.15)
+    assert 0.995 < gaussian_epsilon(model.noise_multiplier_, DELTA) <= 1.0
+    three = np.arange(40) % 3
+    model = DPLogisticRegression(1e3, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="output", seed=1)
+    least = LogisticRegression(C=0.5, fit_intercept=False, tol=1e-10, max_iter=1000).fit(rows, three)
+    model.fit(X, three)
+    noise = model.coef_ - least.coef_
+    assert std(noise) == pytest.approx(model.noise_multiplier_ * 2.0 * 2**0.5 / 2, rel=0.15)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("intercept", [False, True])
+def test_a_row_changes_the_gradient_by_no_more_than_is_declared(classes, intercept):
+    model = DPLogisticRegression(1.0, DELTA, data_norm=3.0, fit_intercept=intercept)
+    rows = model._rows(np.array([[1e200, -1e200], [3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e-320, 0.0]]))
+    lengths = np.linalg.norm(rows[:, :2], axis=1)
+    assert np.allclose(lengths, [3, 3, 0.1, 0, 0]) and np.allclose(rows[1, :2], [1.8, 2.4])
+    moved, curved = [], []
+    for label in range(classes):
+        for scale in (0.0, 1.0, -50.0, 50.0):
+            whole = _Problem(rows[:2], np.array([0, label]), classes, model._norm, 1.0)
+            less = _Problem(rows[:1], np.array([0]), classes, model._norm, 1.0)
+            w = scale * RNG.normal(size=whole.size)
+            moved.append(np.linalg.norm(whole.gradient(w) - less.gradient(w)))
+            hessian = [np.array([p._curved(w) @ v for v in np.eye(p.size)]) for p in (whole, less)]
+            curved.append(np.linalg.eigvalsh(hessian[0] - hessian[1]).max())
+    assert 0.9 * whole.sensitivity < max(moved) <= whole.sensitivity * (1 + 1e-9)
+    assert max(curved) <= whole.curvature * (1 + 1e-9)
+    assert classes > 2 or max(curved) > 0.99 * whole.curvature
+
+
+# -- an estimator ------------------------------------------------------------------------------------------------
+
+
+def test_the_solver_is_chosen_by_what_is_public():
+    assert fitted().solver_ == "objective" and fitted().dp_event_ is None
+    three = DPLogisticRegression(1.0, DELTA, classes=["a", "b", "c"]).fit(X, np.where(Y, "a", "c"))
+    assert three.solver_ == "gradient" and three.coef_.shape == (3, 500) and three.predict_proba(X).shape == (40, 3)
+    assert set(three.predict(X)) <= {"a", "b", "c"}
+
+
+def test_an_intercept_is_found_and_no_noise_repeats():
+    x, y = RNG.normal(size=(500, 1)), np.r_[np.zeros(50), np.ones(450)]
+    model = DPLogisticRegression(20.0, DELTA, data_norm=3.0).fit(x, y)
+    least = LogisticRegression().fit(x, y)
+    assert model.intercept_[0] == pytest.approx(least.intercept_[0], abs=0.3)
+    assert (clone(model).fit(x, y).coef_ != model.coef_).all() and (fitted().coef_ == fitted().coef_).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"epsilon": 0}, "epsilon"), ({"epsilon": float("nan")}, "epsilon"), ({"delta": 0}, "delta"),
+        ({"delta": 1.0}, "delta"), ({"data_norm": 0}, "data_norm"), ({"C": -1}, "C must"),
+        ({"num_steps": 0}, "num_steps"), ({"solver": "lbfgs"}, "solver"), ({"seed": -1}, "seed"),
+        ({"classes": [0]}, "two classes or more"), ({"classes": [1, 2]}, "not one of classes"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(settings, said):
+    model = DPLogisticRegression(1.0, DELTA).set_params(**settings)
+    with pytest.raises(ValueError, match=said):
+        model.fit(X, Y)
+    assert not hasattr(model, "coef_")
+
+
+def test_objective_perturbation_of_many_classes_is_refused():
+    with pytest.raises(tfdpfl.PrivacyError, match="a proof for two classes, and there are 3"):
+        DPLogisticRegression(1.0, DELTA, solver="objective").fit(X, np.arange(40) % 3)
+
+
+def test_a_minimum_that_is_not_found_is_refused(monkeypatch):
+    monkeypatch.setattr("tfdpfl.convex.minimize", lambda *args, **kwargs: type("Found", (), {"x": np.full(500, 1e9)}))
+    monkeypatch.setattr("tfdpfl.convex.cg", lambda a, b, **kwargs: (0 * b, 0))
+    with pytest.raises(tfdpfl.PrivacyError, match="the minimum was not found"):
+        fitted()
+
+
+@pytest.mark.slow
+@parametrize_with_checks([DPLogisticRegression(50.0, DELTA, data_norm=10.0, seed=0)])
+def test_scikit_learn_takes_it_for_one_of_its_own(estimator, check):
+    if "default_constructible" in str(check):
+        pytest.skip("ε and δ have no default")
+    check(estimator)
+
+
+@pytest.mark.slow
+def test_adult_is_learnt_nearly_as_well_as_without_privacy():
+    try:
+        x, y, x_test, y_test = tfdpfl.datasets.load_adult()
+    except FileNotFoundError:
+        pytest.skip("no Adult data")
+    plain = LogisticRegression(max_iter=500).fit(x, y).score(x_test, y_test)
+    private = DPLogisticRegression(1.0, 1e-6, data_norm=3.0).fit(x, y).score(x_test, y_test)
+    assert private > plain - 0.015
