@@ -5,7 +5,9 @@ the op's inputs are kept, turn by turn; and a list of zeros, an element a turn, 
 several such outputs. The gradient of the loss with respect to that list is the gradient with respect to the op's output
 at each turn. Together they are one such op on rows (example, turn), outside of the loop, which any rule can take.
 
-What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass.
+What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass. A
+function runs all loops and calls that read variables, also those that nobody uses: once all of it is traced, what was
+replaced is taken off that list (`_leave_out`).
 """
 
 from __future__ import annotations
@@ -115,6 +117,33 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
             )
 
 
+def _leave_out(graph: tf.Graph) -> None:
+    """Has a function that was traced not run the loops and calls that were replaced, unless something that it gives
+    out, or writes, is made of them. They themselves write nothing: `_path`."""
+    replaced = {op.name: op for op in getattr(graph, "_tfdpfl_replaced", ())}
+    if not replaced:
+        return
+    graph._tfdpfl_replaced = []
+    kept = [op for op in graph.control_outputs if op.name not in replaced]
+    todo, live = [*kept, *(t.op for t in graph.outputs)], set()
+    while todo:
+        op = todo.pop()
+        if op.name not in live:
+            live.add(op.name)
+            todo += [t.op for t in op.inputs]
+            todo += [before for before in op.control_inputs if before.name not in replaced]
+    gone = {name: op for name, op in replaced.items() if name not in live}
+    graph.control_outputs[:] = [op for op in graph.control_outputs if op.name not in gone]
+    for op in gone.values():
+        for later in op._control_outputs:  # waits for what the op waited for instead
+            before = {o.name: o for o in [*later.control_inputs, *op.control_inputs, *(t.op for t in op.inputs)]}
+            later._remove_all_control_inputs()
+            later._add_control_inputs([o for name, o in before.items() if name != op.name])
+
+
+graph_tools.when_traced(_leave_out)
+
+
 class Opened:
     """All loops and calls on the way to ``targets`` that use weights and can be opened, opened.
 
@@ -150,8 +179,8 @@ class Opened:
                             if not draws:
                                 analysis.graph._tfdpfl_opened.append((consumer, i, old))
                 self.now[key(old)] = new
-            # A loop that reads variables runs beside its copy though nobody uses it. It is left whole: gradients may be
-            # taken of it yet, and what it reads may be written before its copy is made.
+            # It is left whole: gradients may be taken of it yet, and another plan may find it used again.
+            analysis.graph._tfdpfl_replaced = [*getattr(analysis.graph, "_tfdpfl_replaced", ()), op]
 
     @staticmethod
     def _to_open(op: tf.Operation, a: BatchAxis) -> bool:
