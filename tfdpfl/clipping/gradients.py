@@ -384,8 +384,18 @@ def lost_squares(x: tf.Tensor) -> float:
 
 
 def products(x: tf.Tensor) -> tf.Tensor:
-    """The Gram matrices of x [..., T, A], [..., T, T]."""
-    return tf.matmul(x, x, transpose_b=True)
+    """The Gram matrices of x [..., T, A], [..., T, T]; for ops that take in the same x (queries, keys and values) once."""
+    graph, root = tf.compat.v1.get_default_graph(), x
+    while root.graph is graph and root.op.type in ("Identity", "Reshape", "ExpandDims", "Squeeze"):
+        root = root.op.inputs[0]
+    if not hasattr(graph, "_tfdpfl_products"):
+        graph._tfdpfl_products = {}
+    known = graph._tfdpfl_products
+    # All of a tensor's entries in the same order and shape are the same tensor.
+    what = (id(root.graph), root.name, tuple(x.shape)) if tuple(x.shape).count(None) < 2 else (id(x.graph), x.name)
+    if what not in known:
+        known[what] = tf.matmul(x, x, transpose_b=True)
+    return known[what]
 
 
 def reshaped(x: tf.Tensor, dims: list) -> tf.Tensor:
