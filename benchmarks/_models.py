@@ -190,7 +190,7 @@ def _block_norms(size: dict[str, int]) -> list[tuple[int, int]]:
     return size["layers"] * [*attention, (t, width), (t, 4 * width), (t, 4 * width), (t, width)]
 
 
-# For `floor` in _worker.py, of models whose norms no formed gradients give: what ops that use weights take in, and their
+# For `floor` in _worker.py, of models whose gradients are not formed: what ops that use weights take in, and their
 # outputs' gradients, an example's [rows, entries], each once. Biases and scales, which cost less, are left out.
 NORMS = {
     "mlp": [(1, 784), (1, 1024), (1, 1024), (1, 1024), (1, 1024), (1, 10)],

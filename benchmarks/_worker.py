@@ -82,7 +82,8 @@ def _floor(tf: Any, x: np.ndarray, weights: int, norms: list[tuple[int, int]], l
     @tf.function
     def more() -> Any:
         found = source.gaussian([[weights]], 1.0)
-        found += [tf.raw_ops.EuclideanNorm(input=r, axis=[1]) if r.shape.rank == 2 else tf.matmul(r, r, transpose_b=True) for r in rows]
+        found += [tf.raw_ops.EuclideanNorm(input=r, axis=[1]) for r in rows if r.shape.rank == 2]
+        found += [tf.matmul(r, r, transpose_b=True) for r in rows if r.shape.rank == 3]
         if lookup is not None:
             distinct, where = tf.unique(keys)
             summed = tf.math.unsorted_segment_sum(gradient, where, tf.size(distinct))
