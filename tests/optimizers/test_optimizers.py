@@ -130,8 +130,7 @@ def test_an_empty_batch_gets_the_noise_of_any_other():
     np.testing.assert_allclose(empty, noise, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("jit_compile", [None, True])
+@pytest.mark.parametrize("jit_compile", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_tables_rows_are_added_to_the_noise_of_all_of_it(jit_compile):
     """Rows that are looked up once, twice and never; with equal seeds the noise of two steps is the same."""
     table = tf.Variable(tf.zeros([7, 3]))
@@ -165,6 +164,7 @@ def test_a_tables_rows_are_added_to_the_noise_of_all_of_it(jit_compile):
     assert np.unique(noise).size == 21 and 0.4 < noise.std() / (CLIP / 2) < 1.6
 
 
+@pytest.mark.slow
 def test_a_partial_last_batch_is_divided_by_its_own_size():
     x, y = c.examples(6)
     model = c.compiled(sgd())

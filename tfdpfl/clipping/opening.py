@@ -7,7 +7,7 @@ at each turn. Together they are one such op on rows (example, turn), outside of 
 
 What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass. A
 function runs all loops and calls that read variables, also those that nobody uses: once all of it is traced, what was
-replaced is taken off that list (`_leave_out`).
+replaced is taken off that list.
 """
 
 from __future__ import annotations
@@ -118,25 +118,14 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
 
 
 def _leave_out(graph: tf.Graph) -> None:
-    """Has a function that was traced not run the loops and calls that were replaced, unless something that it gives
-    out, or writes, is made of them. They themselves write nothing: `_path`."""
+    """Has a function that was traced run the loops and calls that were replaced only for those that take in what they
+    give out. They write nothing (`_path`), so nothing else is to wait for them."""
     replaced = {op.name: op for op in getattr(graph, "_tfdpfl_replaced", ())}
-    if not replaced:
-        return
-    graph._tfdpfl_replaced = []
-    kept = [op for op in graph.control_outputs if op.name not in replaced]
-    todo, live = [*kept, *(t.op for t in graph.outputs)], set()
-    while todo:
-        op = todo.pop()
-        if op.name not in live:
-            live.add(op.name)
-            todo += [t.op for t in op.inputs]
-            todo += [before for before in op.control_inputs if before.name not in replaced]
-    gone = {name: op for name, op in replaced.items() if name not in live}
-    graph.control_outputs[:] = [op for op in graph.control_outputs if op.name not in gone]
-    for op in gone.values():
+    if replaced:
+        graph.control_outputs[:] = [op for op in graph.control_outputs if op.name not in replaced]
+    for op in replaced.values():
         for later in op._control_outputs:  # waits for what the op waited for instead
-            before = {o.name: o for o in [*later.control_inputs, *op.control_inputs, *(t.op for t in op.inputs)]}
+            before = {o.name: o for o in [*later.control_inputs, *op.control_inputs]}
             later._remove_all_control_inputs()
             later._add_control_inputs([o for name, o in before.items() if name != op.name])
 
