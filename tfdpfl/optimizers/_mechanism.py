@@ -16,6 +16,7 @@ from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
+from tfdpfl.clipping.gradients import added
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts, _replicas
@@ -257,7 +258,7 @@ class Mechanism:
             else:
                 normals = [row * (self.chain.noise.unit * stddev) for row in rows]
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
-            sums = [tf.cast(tf.cast(s, n.dtype) + n, s.dtype) for s, n in zip(sums, normals, strict=True)]
+            sums = [tf.cast(added(s, n), s.dtype) for s, n in zip(sums, normals, strict=True)]
         sums = _replicas.summed(sums)
         if of_count is not None:
             self.clipping.adapt(sums[at], denominator)
