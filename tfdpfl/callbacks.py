@@ -175,7 +175,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
-        fit.awaited = False
+        fit.awaited, fit.seen = False, batch + 1
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
             fit.optimizer._dp.check_finished(saved_weights(self.model))
         if fit.stride > 1:
@@ -200,6 +200,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         fit = self._running()
         fit.silence()
+        fit.check_pass()
         _, left = _LEFT.get(fit.model, (0, set()))
         _LEFT[fit.model] = (_steps_on(fit.model), left | {_fingerprint(fit.model)})
         if logs is not None:
@@ -277,6 +278,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"The Poisson batches come from seed={declared.seed}: who knows it knows the batches, and the same "
                 "seed gives the same ones again. For a model to publish draw them with seed=None."
             ] = None
+        chain = optimizer._dp.chain
+        if chain is not None and fit.data["sampling"] == "fixed_order" and chain.order_is_not_known:
+            self._notes[
+                "The training goes on from a saved state. That an example's uses lie as far apart as is priced holds "
+                "if the data come in the same order as before it: not shuffled, or with a fixed seed."
+            ] = None
         if optimizer._dp.seed is not None:
             self._notes[
                 f"The noise comes from seed={optimizer._dp.seed}: who knows it can take the noise off. For a model to "
@@ -300,7 +307,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._fit is not None and self._fit.model not in _running_fits():
             self._fit.cut_off()
         ledger = PrivacyLedger().merge(self._given)
-        for dp in self._seen():
+        for dp in self.seen():
             ledger.merge(dp.ledger())
         return ledger.of_dataset(self._dataset)
 
@@ -330,7 +337,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
                     "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
                 )
-        generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.secure_noise)
+        generators = dict.fromkeys(dp.source.generator for dp in self.seen() if not dp.secure_noise)
         notes = [
             *self._notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
@@ -385,7 +392,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             passes = number if fit.shuffled else fit.passes_in(number)
             steps = number * math.ceil(data["num_examples"] / data["batch_size"]) if fit.shuffled else number
             ledger = PrivacyLedger().merge(self._given)
-            for other in self._seen():
+            for other in self.seen():
                 if other is not dp:
                     ledger.merge(other.ledger())
             ledger.merge(dp.chain.ledger(dp.rows(), steps, passes, fit.batches))
@@ -705,17 +712,17 @@ class AveragedWeights(tf.keras.callbacks.Callback):
         super().__init__()
         self.decay = _checks.probability("decay", decay, "0.999 is usual; more for longer trainings")
         self.averages: list[np.ndarray] = []
-        self._updates = self._seen = 0
+        self._updates = self.seen = 0
         self._trained: list[np.ndarray] = []  # while the averages are in their place
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self._seen = self._iterations()
+        self.seen = self._iterations()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         now = self._iterations()
-        if now == self._seen:  # a logical batch goes on
+        if now == self.seen:  # a logical batch goes on
             return
-        self._updates, self._seen = self._updates + now - self._seen, now
+        self._updates, self.seen = self._updates + now - self.seen, now
         stays = np.float32(min(self.decay, (1 + self._updates) / (10 + self._updates)))
         weights = self._weights()
         if len(weights) != len(self.averages):
@@ -766,6 +773,7 @@ class _Fit:
       counts_passes: whether no other callback of the same call does.
       announced: batches that the optimizer was told of.
       awaited: whether a batch was announced that has not ended.
+      seen: batches of this epoch that have ended.
     """
 
     def __init__(
@@ -777,7 +785,8 @@ class _Fit:
         self._counter = optimizer._dp.counter
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= _length(call.get("x")) is not None
-        self.passes = self.announced = self._steps_before = self._pending = 0
+        self._order = float(getattr(declared_sampling(call.get("x")), "order", 0) or 1)  # 1: as the caller says
+        self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
         self._ended, self.awaited, self.counts_passes = False, False, True
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
@@ -795,16 +804,17 @@ class _Fit:
     def _uses(self, steps: int | None) -> int:
         """In how many passes a logical batch may lie."""
         n, b = self.data["num_examples"], self.physical
+        self._pass = pass_ = max(min(n // b, steps or n // b), 1)
         if not self.whole:
             return 1 if self.parts == 1 and n % b == 0 else 1 + math.ceil((self.parts * b - 1) / n)
         if self.parts == 1 or (steps and steps % self.parts == 0 and self.passes_in(steps) == 1):
             return 1
-        return 1 + math.ceil((self.parts - 1) / max(n // b, 1))
+        return 1 + math.ceil((self.parts - 1) / pass_)
 
     def begin(self) -> None:
         chain = self.optimizer._dp.chain
-        if chain is not None and self.data["sampling"] == "cyclic_poisson":
-            chain.begin_data()  # its groups may be others than before
+        if chain is not None:
+            chain.begin_data(self.batches[1], self._order)
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
         # A logical batch goes on where it may lie in several passes, and all of it was drawn as what comes.
@@ -846,6 +856,16 @@ class _Fit:
         self.announced, self.awaited = self.announced + batches, True
         parts = self.parts if self.parts > 1 and self.uses == 1 else 0
         self._counter.announce(self.batches, batches, batch % self.parts, parts)
+
+    def check_pass(self) -> None:
+        """That an epoch that has ended was as long as the price of logical batches takes passes to be."""
+        if self.uses > 1 and self.whole and self.seen < self._pass:
+            self.optimizer._dp.drop_partial()
+            raise PrivacyError(
+                f"num_examples={self.data['num_examples']} in batches of {self.physical} make {self._pass} a pass, but "
+                f"the data ended after {self.seen} batches, so that a logical batch of {self.parts} may hold an "
+                "example more often than is priced. Give PrivacyBudget the number of examples that the data have."
+            )
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
