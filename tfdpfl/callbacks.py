@@ -307,7 +307,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._fit is not None and self._fit.model not in _running_fits():
             self._fit.cut_off()
         ledger = PrivacyLedger().merge(self._given)
-        for dp in self.seen():
+        for dp in self._seen():
             ledger.merge(dp.ledger())
         return ledger.of_dataset(self._dataset)
 
@@ -337,7 +337,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
                     "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
                 )
-        generators = dict.fromkeys(dp.source.generator for dp in self.seen() if not dp.secure_noise)
+        generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.secure_noise)
         notes = [
             *self._notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
@@ -392,7 +392,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             passes = number if fit.shuffled else fit.passes_in(number)
             steps = number * math.ceil(data["num_examples"] / data["batch_size"]) if fit.shuffled else number
             ledger = PrivacyLedger().merge(self._given)
-            for other in self.seen():
+            for other in self._seen():
                 if other is not dp:
                     ledger.merge(other.ledger())
             ledger.merge(dp.chain.ledger(dp.rows(), steps, passes, fit.batches))
@@ -712,17 +712,17 @@ class AveragedWeights(tf.keras.callbacks.Callback):
         super().__init__()
         self.decay = _checks.probability("decay", decay, "0.999 is usual; more for longer trainings")
         self.averages: list[np.ndarray] = []
-        self._updates = self.seen = 0
+        self._updates = self._seen = 0
         self._trained: list[np.ndarray] = []  # while the averages are in their place
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self.seen = self._iterations()
+        self._seen = self._iterations()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         now = self._iterations()
-        if now == self.seen:  # a logical batch goes on
+        if now == self._seen:  # a logical batch goes on
             return
-        self._updates, self.seen = self._updates + now - self.seen, now
+        self._updates, self._seen = self._updates + now - self._seen, now
         stays = np.float32(min(self.decay, (1 + self._updates) / (10 + self._updates)))
         weights = self._weights()
         if len(weights) != len(self.averages):

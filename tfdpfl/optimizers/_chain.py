@@ -60,7 +60,7 @@ class Chain:
         renew_after_fork(self)
 
     def _renew(self) -> None:
-        self._own[0].assign(np.zeros(len(COLUMNS)))  # the next step begins a segment of this process
+        self._own[0, :ORDER].assign(np.zeros(ORDER))  # the next step begins a segment of this process
 
     def build(self, shapes: list, ids: list[int], add_state: Any) -> None:
         """Makes what is saved, for the weights that the optimizer is for."""
