@@ -817,8 +817,10 @@ class _Fit:
             chain.begin_data(self.batches[1], self._order)
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
-        # A logical batch goes on where it may lie in several passes, and all of it was drawn as what comes.
-        self.optimizer._dp.drop_partial(unless=self.batches if self.uses > 1 else None)
+        # A logical batch goes on where it may lie in several passes, all of it was drawn as what comes, and they were
+        # whole.
+        goes_on = self.uses > 1 and self.optimizer._dp.whole_pass
+        self.optimizer._dp.drop_partial(unless=self.batches if goes_on else None)
         self._pending = int(self.optimizer._dp.pending)
 
     @property
@@ -853,13 +855,15 @@ class _Fit:
 
     def announce(self, batch: int, batches: int) -> None:
         """Tells the optimizer of the next execution's batches, of which the first is number ``batch`` of the epoch."""
-        self.announced, self.awaited = self.announced + batches, True
+        self.announced, self.awaited, self.optimizer._dp.whole_pass = self.announced + batches, True, False
         parts = self.parts if self.parts > 1 and self.uses == 1 else 0
         self._counter.announce(self.batches, batches, batch % self.parts, parts)
 
     def check_pass(self) -> None:
         """That an epoch that has ended was as long as the price of logical batches takes passes to be."""
-        if self.uses > 1 and self.whole and self.seen < self._pass:
+        short = self.uses > 1 and self.seen < self._pass
+        self.optimizer._dp.whole_pass = self.whole and not short
+        if short and self.whole and not self.model.stop_training:
             self.optimizer._dp.drop_partial()
             raise PrivacyError(
                 f"num_examples={self.data['num_examples']} in batches of {self.physical} make {self._pass} a pass, but "

@@ -323,6 +323,19 @@ def test_a_pass_that_is_shorter_than_the_data_brings_more_uses_into_a_logical_ba
     assert watched.report.epsilon == pytest.approx(cost(6))
 
 
+def test_passes_that_were_cut_do_not_meet_in_a_logical_batch():
+    """Else four beginnings of passes would be in one, with the same examples, and priced as two."""
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    model = model_of(5, 2.0)
+    for _ in range(3):
+        fit(model, budget(), Stops())
+        assert parts_of(model) == 2
+    assert model.optimizer.executed == []
+
+
 def test_a_pass_that_ends_before_its_data_says_so():
     def some():
         yield from ((X[i : i + 4], Y[i : i + 4]) for i in (0, 4))
