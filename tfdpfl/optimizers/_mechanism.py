@@ -141,6 +141,7 @@ class Mechanism:
         self.counter.discrete = secure_noise
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
+        self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = _counts.in_memory(np.int64(0))  # parts that the last step left
 
