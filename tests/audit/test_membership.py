@@ -149,6 +149,7 @@ def test_a_regressor_with_flat_labels_does_not_broadcast(keras):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_memorised_random_labels_are_found_and_untrained_ones_are_not(keras):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(400, 20)).astype("float32"), rng.integers(0, 2, 400)
