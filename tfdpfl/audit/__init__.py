@@ -2,5 +2,6 @@
 
 from tfdpfl.audit.epsilon import audit_epsilon
 from tfdpfl.audit.membership import MembershipReport, membership_inference
+from tfdpfl.reports import ProjectReport, report
 
-__all__ = ["MembershipReport", "audit_epsilon", "membership_inference"]
+__all__ = ["MembershipReport", "ProjectReport", "audit_epsilon", "membership_inference", "report"]
