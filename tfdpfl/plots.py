@@ -139,8 +139,8 @@ def epsilon_by_delta(
             (line,) = ax.plot(*zip(*points, strict=True), marker="o", label=_plain(name))
             colors[name] = line.get_color()
     for name, (delta, bound) in (measured or {}).items():
-        marker = dict(marker="^", markersize=10, markeredgecolor="k", linestyle="")
-        ax.plot(delta, bound, **marker, color=colors.get(name, "0.3"), label=f"found by an audit: {_plain(name)}")
+        color, label = colors.get(name, "0.3"), f"found by an audit: {_plain(name)}"
+        ax.plot(delta, bound, "^", markersize=10, markeredgecolor="k", color=color, label=label)
     ax.set(xlabel="δ", ylabel="ε", xscale="log", ylim=(0, None))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)  # over no curve
     return ax
@@ -175,7 +175,7 @@ def noise_errors(compared: Sequence[Any], *, ax: Axes | None = None) -> Axes:
 
 
 def panels(count: int) -> list[Axes]:
-    """Axes side by side in a new figure, which is ``.figure`` of each.
+    """So many axes (`count`) side by side in a new figure, which is ``.figure`` of each.
 
     Raises:
       ImportError: as `privacy_utility`.
