@@ -144,8 +144,10 @@ def test_what_an_audit_found_is_held_against_the_promise():
     assert not bound(other).measured[0].refuted  # at that δ more is promised
     most = gaussian(3.0).report(DELTA).others.tpr_at_1_percent_fpr
     for low, refuted in ((most * 0.99, False), (most * 1.01, True)):
-        attack = MembershipReport(attack="loss", auc=0.6, auc_interval=(0.5, 0.7), tpr_at_low_fpr=0.5,
-                                  tpr_interval=(low, 0.9), confidence=0.9, num_members=9, num_non_members=9)  # fmt: skip
+        attack = MembershipReport(
+            attack="loss", auc=0.6, auc_interval=(0.5, 0.7), tpr_at_low_fpr=0.5, tpr_interval=(low, 0.9),
+            confidence=0.95, num_members=9, num_non_members=9,
+        )  # fmt: skip
         assert bound(attack).measured[0].refuted == refuted
 
 
