@@ -936,7 +936,11 @@ def _fingerprint(model: Any) -> int:
 
 
 def private_optimizer(model: Any) -> Any:
-    """The DP optimizer that a compiled model trains with, out of its loss-scaling wrapper if there is one."""
+    """The DP optimizer that a compiled `model` trains with, out of its loss-scaling wrapper if there is one.
+
+    Raises:
+      PrivacyError: it trains with another, or holds a second DP optimizer.
+    """
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(optimizer, DPOptimizer):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tfdpfl.audit.epsilon import audit_epsilon
 from tfdpfl.audit.membership import MembershipReport, membership_inference
 from tfdpfl.audit.one_run import OneRunReport, one_run_bounds
+from tfdpfl.reports import ProjectReport, report
 
 if TYPE_CHECKING:
     from tfdpfl.audit.canaries import OneRunAudit
@@ -15,9 +16,11 @@ __all__ = [
     "MembershipReport",
     "OneRunAudit",
     "OneRunReport",
+    "ProjectReport",
     "audit_epsilon",
     "membership_inference",
     "one_run_bounds",
+    "report",
 ]
 
 
