@@ -197,8 +197,8 @@ def fixed_order(
     Args:
         arrays_or_dataset: As those that follow, see `poisson_batches`.
         batch_size: Examples in a batch; the last of a pass may have fewer.
-        max_participations: How many passes will be made at most, with one optimizer: more are refused. None leaves it to
-            the training's length.
+        max_participations: How many passes will be made at most, with one optimizer: more are refused. None leaves
+            it to the training's length.
 
     Raises:
         ValueError: as `poisson_batches`.
