@@ -163,11 +163,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     "that does) or the target."
                 )
         self._epoch = epoch
+        fit.first = None
         self._passes_before = fit.passes
         fit.begin_passes(self._passes_per_epoch or 1)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
+        fit.first = batch if fit.first is None else fit.first
         if self._passes_per_epoch is None:  # how long an epoch is turns out as it runs
             fit.begin_passes(self._passes_before + fit.passes_in(batch + fit.stride) - fit.passes)
         steps = self.params.get("steps")
@@ -175,7 +177,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
-        fit.awaited, fit.seen = False, batch + 1
+        fit.awaited, fit.seen = False, batch + 1 - (fit.first or 0)
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
             fit.optimizer._dp.check_finished(saved_weights(self.model))
         if fit.stride > 1:
@@ -437,6 +439,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """num_examples, batch_size and sampling of the data that `fit` was given."""
         x = call.get("x")
         declared = declared_sampling(x)
+        if declared is not None:
+            self._check_uses(declared, call)
         if self._optimizer.noise is not None:
             self._check_bounded(declared, call)
             if declared is not None:
@@ -465,7 +469,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             length, batch = length // rows, batch // rows
             self._check_groups(length, batch, call)
             return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
-        if made_from(x) is not None:
+        origin = made_from(x)
+        if origin is not None and origin.kind != "poisson":
+            priced = {"shuffle": ("shuffle", "none"), "fixed_order": ("fixed_order", "shuffle", "none")}
+            if self.sampling not in priced.get(origin.kind, ()):
+                raise PrivacyError(
+                    f"A {type(x).__name__} was made from batches of kind {origin.kind!r}, which sampling="
+                    f"{self.sampling!r} does not describe. Pass those batches themselves to fit."
+                )
+        elif origin is not None:
             again = passed_through(x, ("cache", "snapshot", "save"))
             if again is not None:
                 raise PrivacyError(
@@ -513,14 +525,46 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"gradient_accumulation_steps={parts} adds up, which has no price. Use tfdpfl.data.poisson_batches, "
                 "which cuts one sample into batches, or sampling='shuffle'."
             )
-        if made_from(x) is None:
+        if origin is None:
             self._check_against(x)
+        else:
+            self._check_said_of(origin)
         ordered = self._optimizer.noise is None and self.sampling == "fixed_order"
         sampling = "shuffle" if ordered else self.sampling  # with fresh noise only the number of uses counts
         data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": sampling}
         if self.sampling == "none" and self._optimizer.expected_batch_size is None:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
+
+    def _check_said_of(self, origin: SamplingDeclaration) -> None:
+        """That what is said of data that were made from others does not contradict what those declare."""
+        if origin.rows_per_unit > 1 or origin.physical_batches > 1 or origin.truncated_batch_size is not None:
+            raise PrivacyError(
+                f"The data were made from batches with {origin.rows_per_unit} rows of each {origin.unit}, cut into "
+                f"{origin.physical_batches} or truncated, which has another price than what PrivacyBudget is told of "
+                "them. Pass those batches themselves to fit, and change the data before them (map_fn)."
+            )
+        size = min(math.ceil(origin.expected_batch_size - 1e-9), origin.num_examples)
+        if self.num_examples != origin.num_examples or (self.batch_size or 0) < size:
+            raise PrivacyError(
+                f"num_examples={self.num_examples} and batch_size={self.batch_size}, but the data were made from "
+                f"batches of {size} from {origin.num_examples} examples. Give these numbers."
+            )
+
+    def _check_uses(self, declared: SamplingDeclaration, call: dict[str, Any]) -> None:
+        """That the epochs to come keep to what the data set declares."""
+        most, epochs = getattr(declared, "max_participations", None), self.params.get("epochs")
+        if most is None or epochs is None:
+            return
+        passes = self._optimizer._dp.counter.passes.items()
+        begun = sum(n for key, n in passes if key[0] == self._data_number and key[2] == declared.num_examples)
+        each = declared.steps // declared.min_separation  # 1, or rounds of the groups
+        uses = (begun + epochs - (call.get("initial_epoch") or 0)) * each
+        if uses > most:
+            raise PrivacyError(
+                f"The data were declared with max_participations={most} uses of an example, but with these epochs "
+                f"there are {uses}. Train for fewer, or declare more."
+            )
 
     def _check_against(self, x: Any) -> None:
         """That what TensorFlow tells of a data set does not contradict what is said of it."""
@@ -651,6 +695,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         epochs = self.params.get("epochs")
         if sampling != "cyclic_poisson" and noise.max_participations is not None and epochs is not None:
             begun = sum(self._optimizer._dp.counter.passes.values())
+            epochs -= call.get("initial_epoch") or 0
             if begun + epochs > noise.max_participations:
                 raise PrivacyError(
                     f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of "
@@ -774,6 +819,7 @@ class _Fit:
       announced: batches that the optimizer was told of.
       awaited: whether a batch was announced that has not ended.
       seen: batches of this epoch that have ended.
+      first: the number of its first. Keras 2 goes on with a number from a backup, and with data from their beginning.
     """
 
     def __init__(
@@ -788,6 +834,7 @@ class _Fit:
         self._order = float(getattr(declared_sampling(call.get("x")), "order", 0) or 1)  # 1: as the caller says
         self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
         self._ended, self.awaited, self.counts_passes = False, False, True
+        self.first: int | None = None
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
@@ -857,7 +904,7 @@ class _Fit:
         """Tells the optimizer of the next execution's batches, of which the first is number ``batch`` of the epoch."""
         self.announced, self.awaited, self.optimizer._dp.whole_pass = self.announced + batches, True, False
         parts = self.parts if self.parts > 1 and self.uses == 1 else 0
-        self._counter.announce(self.batches, batches, batch % self.parts, parts)
+        self._counter.announce(self.batches, batches, (batch - (self.first or 0)) % self.parts, parts)
 
     def check_pass(self) -> None:
         """That an epoch that has ended was as long as the price of logical batches takes passes to be."""
@@ -865,6 +912,8 @@ class _Fit:
         self.optimizer._dp.whole_pass = self.whole and not short
         if short and self.whole and not self.model.stop_training:
             self.optimizer._dp.drop_partial()
+            if self.first:
+                return
             raise PrivacyError(
                 f"num_examples={self.data['num_examples']} in batches of {self.physical} make {self._pass} a pass, but "
                 f"the data ended after {self.seen} batches, so that a logical batch of {self.parts} may hold an "

@@ -347,3 +347,46 @@ def test_a_pass_that_ends_before_its_data_says_so():
     with pytest.raises(PrivacyError, match="ended after 2 batches"):
         model.fit(data, epochs=4, verbose=0, callbacks=[watched])
     assert model.optimizer.executed == [] and parts_of(model) == 0
+
+
+def test_a_clip_that_shrinks_within_a_logical_batch_is_in_the_price():
+    """Noise is of the last clip, and earlier parts were clipped to a larger one: a state may be loaded in between."""
+    adaptive = tfdpfl.DPSGD(tfdpfl.AdaptiveClip(initial=4.0), 2.0, gradient_accumulation_steps=2, learning_rate=0.3)
+    model = c.compiled(adaptive)
+    model.train_on_batch(X[:4], Y[:4])
+    adaptive._dp.clipping.variable.assign(np.float32(1.0))
+    model.train_on_batch(X[4:8], Y[4:8])
+    assert adaptive.executed == [(2.0 / 2 / 4, 1)]  # nobody said that the parts have no example in common
+    adaptive._dp.clipping.variable.assign(np.float32(1.0))
+    for _ in range(2):
+        model.train_on_batch(X[:4], Y[:4])
+    assert adaptive.executed == [(0.25, 1), (1.0, 1)]
+
+
+class Interrupted(keras.callbacks.Callback):
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after -= 1
+        if not self.after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_backup_within_a_sample_goes_on_with_whole_samples(tmp_path):
+    """Keras 2 goes on with batch number 3, and with the data from their beginning: 5 batches are two samples."""
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path), save_freq=3)
+    data = tfdpfl.data.poisson_batches((X, Y), expected_batch_size=6, steps=4, physical_batch_size=3)
+    with pytest.raises(KeyboardInterrupt):
+        model_of(2, 2.0, expected_batch_size=6).fit(data, verbose=0, callbacks=[backup, budget(), Interrupted(5)])
+    model, places = model_of(2, 2.0, expected_batch_size=6), []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            places.append(int(self.model.optimizer._dp.counter.batches.numpy()[-3]))
+
+    model.fit(data, verbose=0, callbacks=[
+        keras.callbacks.BackupAndRestore(str(tmp_path), save_freq=3), budget(), Watch()])  # fmt: skip
+    assert places == [i % 2 for i in range(8 if c.keras3() else 5)]

@@ -332,3 +332,34 @@ def test_a_state_that_is_put_back_within_a_pass_brings_uses_next_to_each_other()
     model.fit(fixed(), epochs=3, verbose=0, callbacks=[budget, Back()])
     # Batches 0 1 2 | 3 0 1, and from the state after 2: 2 3 0 1 2 3, the first of which was the one before.
     assert sorted(of_rows(budget.ledger)) == [(6, 4, 2), (9, 1, 5)]
+
+
+def test_steps_of_which_the_segments_are_lost_are_priced_as_steps():
+    """A SavedModel of Keras 2 brings the rows alone. (12 steps before were 4 steps with more uses, once.)"""
+    model = c.compiled(tfdpfl.DPSGD(1.0, 2.0, noise=Tree()))
+    for _ in range(3):
+        model.train_on_batch(X[:12], Y[:12])
+    alone = model.optimizer.ledger.epsilon(1e-5)
+    other = c.compiled(tfdpfl.DPSGD(1.0, 2.0, noise=Tree()))
+    other.optimizer._dp.counter.meet(model.optimizer._dp.rows(), other.optimizer._dp_ledger)
+    other.train_on_batch(X[:12], Y[:12])
+    assert sorted(of_rows(other.optimizer.ledger)) == [(3, 1, None), (4, 1, None)]
+    assert other.optimizer.ledger.epsilon(1e-5) > 1.2 * alone
+
+
+@pytest.mark.parametrize("kind", ["fixed_order", "cyclic_poisson"])
+def test_more_uses_than_the_data_declare_are_refused_before_the_first(kind):
+    if kind == "fixed_order":
+        noise, data = Tree(), tfdpfl.data.fixed_order((X, Y), 12, max_participations=2)
+    else:
+        noise = Banded(bands=2, min_separation=2, max_participations=1)
+        data = tfdpfl.data.cyclic_poisson(
+            (X, Y), steps=4, groups=2, expected_batch_size=12, max_participations=2)  # fmt: skip
+    enough = 2 if kind == "fixed_order" else 1
+    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0, noise=noise, expected_batch_size=12))
+    with pytest.raises(tfdpfl.PrivacyError, match="declared with max_participations=2"):
+        fitted(None, data, enough + 1, PrivacyBudget(delta=1e-5), model=model)
+    assert model.optimizer.num_dp_steps == 0
+    fitted(None, data, enough, PrivacyBudget(delta=1e-5), model=model)
+    with pytest.raises(tfdpfl.PrivacyError, match="declared with max_participations=2"):
+        fitted(None, data, 1, PrivacyBudget(delta=1e-5), model=model)

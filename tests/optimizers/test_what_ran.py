@@ -604,6 +604,18 @@ def slices(batch, drop=False):
         ),
         (lambda: draws().cache(), {"sampling": "poisson", "batch_size": 2}, r"cache\(\) stands behind Poisson"),
         (lambda: draws().cache().prefetch(1), {}, r"cache\(\) stands behind Poisson"),
+        (
+            lambda: tfdpfl.data.fixed_order((X, Y), 20).prefetch(1), {"sampling": "poisson", "batch_size": 20},
+            "of kind 'fixed_order', which sampling='poisson' does not",
+        ),
+        (
+            lambda: tfdpfl.data.poisson_batches((X, Y), 0.01, 2, copies=3).prefetch(1),
+            {"sampling": "poisson", "batch_size": 2}, "made from batches with 3 rows of each example",
+        ),
+        (
+            lambda: draws().prefetch(1), {"sampling": "poisson", "batch_size": 1},
+            "batch_size=1, but the data were made from batches of 2 from 200",
+        ),
     ],
 )  # fmt: skip
 def test_data_that_contradict_what_is_said_of_them_are_refused(data, said, message):

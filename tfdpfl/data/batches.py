@@ -197,7 +197,8 @@ def fixed_order(
     Args:
         arrays_or_dataset: As those that follow, see `poisson_batches`.
         batch_size: Examples in a batch; the last of a pass may have fewer.
-        max_participations: How many passes will be made at most; None leaves it to the training's length.
+        max_participations: How many passes will be made at most, with one optimizer: more are refused. None leaves
+            it to the training's length.
 
     Raises:
         ValueError: as `poisson_batches`.
@@ -258,7 +259,8 @@ def cyclic_poisson(
         groups: How many groups.
         expected_batch_size: Mean batch size, at most num_examples / groups; the coin's bias is
             ``expected_batch_size * groups / num_examples``.
-        max_participations: How often an example takes part at most; None leaves it to the training's length.
+        max_participations: How often an example takes part at most, with one optimizer: more is refused. None leaves
+            it to the training's length.
 
     Raises:
         ValueError: as `poisson_batches`; or passes would not be whole rounds.

@@ -237,12 +237,12 @@ class Chain:
             if ahead and i and step > segments[i][PASS_BEGUN]:
                 length = step - segments[i][PASS_BEGUN]  # of the last pass, which ends here
                 apart = min(apart or length, length)
-            run = self._run(end, known, int(passes), int(apart), strays, ahead and more_passes > 1)
+            run = self._run(end + strays, known, int(passes), int(apart), strays, ahead and more_passes > 1)
             names = {k[0] for k in known}
             name = names.pop() if len(names) == 1 else 0.0
             origins = tuple((f"{int(p):x}", int(segments[p][SINCE])) for p in reversed(path))
             ledger.count_correlated(origins, run, dataset=f"{int(name):x}" if name > 0 else None)
-        if not last and strays:
+        if strays:  # or of a training by itself, as what a file told without its segments
             ledger.count_correlated((), self._run(strays, set(), 0, 0, 0, False))
         return ledger
 

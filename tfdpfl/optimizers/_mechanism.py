@@ -207,7 +207,8 @@ class Mechanism:
             (nonfinite,) = _replicas.summed([tf.cast(clipped.num_nonfinite, tf.float32)])
             sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in used]
             sums += [] if count is None else [count]
-            part = Part(sums, units, self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size))
+            bound = tf.cast(self.clipping.norm, tf.float32)
+            part = Part(sums, units, self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size), bound)
 
             def done(whole: Part) -> list[tf.Tensor]:
                 rows = None

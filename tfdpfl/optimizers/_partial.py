@@ -20,12 +20,14 @@ class Part:
       units: how many units there were, float32.
       drawn: how the batch was drawn.
       multiplier: the noise's standard deviation over the sensitivity to one example, float64.
+      bound: the clip.
     """
 
     sums: list[tf.Tensor]
     units: tf.Tensor
     drawn: Drawn
     multiplier: tf.Tensor
+    bound: tf.Tensor
 
 
 class Partial:
@@ -41,6 +43,7 @@ class Partial:
         self.at, self.odd = in_memory(np.int64(0)), in_memory(np.int64(0))
         self.sums = [make(s) for s in part.sums]
         self.units, self.multiplier, self.known = make(part.units), make(part.multiplier), make(part.drawn.known)
+        self.bound = make(part.bound)
 
     def add(self, part: Part, done: Callable[[Part], list[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Adds a part. Returns what ``done`` makes of the whole, zeros before the last part; and how many parts are
@@ -60,16 +63,20 @@ class Partial:
         known = tf.where(odd > 0, tf.zeros_like(known), known)
         units = part.units + so_far(tf.convert_to_tensor(self.units))
         multiplier = tf.where(first, part.multiplier, tf.minimum(part.multiplier, self.multiplier))
+        bound = tf.maximum(part.bound, so_far(tf.convert_to_tensor(self.bound)))
         now = (at + 1) % self.parts
         for variable, value in (
             (self.at, now), (self.odd, odd), (self.known, known), (self.units, units), (self.multiplier, multiplier),
+            (self.bound, bound),
         ):  # fmt: skip
             variable.assign(value)
 
         def whole() -> list[tf.Tensor]:
             sums = [kept + s for kept, s in zip(self.sums, part.sums, strict=True)]
             price = tf.where(odd > 0, multiplier / self.parts, multiplier)
-            return done(Part(sums, units, dataclasses.replace(drawn, known=known), price))
+            # The noise is of the last part's clip. An adaptive one that was loaded since is another.
+            price *= tf.cast(part.bound / bound, tf.float64)
+            return done(Part(sums, units, dataclasses.replace(drawn, known=known), price, bound))
 
         def keep() -> list[tf.Tensor]:
             def begin() -> tf.Tensor:
