@@ -120,8 +120,8 @@ def replay(
 
     Seen is noise of the optimizers (not on several replicas, and not in a step that XLA compiles), of the label
     mechanisms, of PATE's aggregators, and of the Flower strategies and mods in one process. Not seen are TFF's
-    aggregators, which are serialised, and noise of your own. It shows nothing of other data than these: take
-    neighbours that are far apart, and a clip that clips.
+    aggregators, which are serialised, `tfdpfl.convex`, and noise of your own. It shows nothing of other data
+    than these: take neighbours that are far apart, and a clip that clips.
 
     Args:
       mechanism: takes the data, builds all that it needs, and returns what it releases: arrays, numbers, strings, Keras
