@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl import _tap
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
@@ -83,7 +84,7 @@ def local_dp_mod(
         except Exception as error:
             log.warning("The update is sent as none: %s", error)
         kept.spend(cost)
-        noisy = noised(sent, total.total, bound * z, normals)
+        noisy = noised(sent, total.total, bound * z, 1 / z, normals)
         private = RecordDict({key: record_of(noisy), "metrics": MetricRecord({weighted_by_key: 1.0})})
         answer = Message(private, reply_to=message)
         attach(answer, kept.report(delta))
@@ -111,15 +112,18 @@ class Normals:
 
 
 def noised(
-    base: Mapping[str, np.ndarray], added: Mapping[str, np.ndarray], stddev: float, normals: Normals
+    base: Mapping[str, np.ndarray], added: Mapping[str, np.ndarray], stddev: float, bound: float, normals: Normals
 ) -> dict[str, np.ndarray]:
-    """``base + added`` with noise, in the types of ``base``; what is not in ``added`` stays."""
-    drawn: list[Any] = normals([part.shape for part in added.values()]) if stddev else [0.0] * len(added)
-    found = dict(base)
-    for (name, part), normal in zip(added.items(), drawn, strict=True):
-        with np.errstate(over="ignore"):
-            found[name] = (base[name] + part + stddev * normal).astype(base[name].dtype)
-    return found
+    """``base + added`` with noise, in the types of ``base``; what is not in ``added`` stays. ``bound``: the norm that
+    ``added`` has at most, over ``stddev``."""
+    if not stddev:
+        return {**base, **{name: (base[name] + part).astype(base[name].dtype) for name, part in added.items()}}
+    noise = [stddev * normal for normal in normals([part.shape for part in added.values()])]
+    with np.errstate(over="ignore"):
+        values = [base[name] + part for name, part in added.items()]
+        out = [(v + n).astype(base[name].dtype) for name, v, n in zip(added, values, noise, strict=True)]
+    told = _tap.released(values, out, noise, [stddev] * len(out), bound)
+    return {**base, **dict(zip(added, told, strict=True))}
 
 
 def _setting(value: float | str, context: Context) -> Any:

@@ -65,7 +65,7 @@ def nbafl_mod(
         kept = ClientLedger(context, "local", ledger_path)
         event = dp_event.GaussianDpEvent(nbafl.sigma_u / (2 * l2_norm_clip))
         kept.spend(PrivacyLedger().add(event, adjacency="replace_one"))
-        noisy = noised(zero, total.total, nbafl.sigma_u, normals)
+        noisy = noised(zero, total.total, nbafl.sigma_u, l2_norm_clip / nbafl.sigma_u, normals)
         key = next(iter(reply.content.array_records))
         private = RecordDict({key: record_of(noisy), "metrics": MetricRecord({weighted_by_key: 1.0})})
         answer = Message(private, reply_to=message)
@@ -106,7 +106,7 @@ def clip_and_noise_gradients(
     except ValueError as error:
         log.warning("A gradient counts as zero: %s", error)
     ledger.add(dp_event.GaussianDpEvent(sigma / (2 * clip)), adjacency="replace_one")
-    return [*noised(zero, total.total, sigma, Normals(seed)).values()]
+    return [*noised(zero, total.total, sigma, clip / sigma, Normals(seed)).values()]
 
 
 class NbAFLStrategy(DifferentialPrivacy):

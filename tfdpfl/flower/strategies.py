@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl import _tap
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.report import rounded_up
@@ -403,16 +404,25 @@ class DifferentialPrivacy(Strategy):
         parts = total.total
         shapes = [*(part.shape for part in parts.values()), (), metrics.shape]
         normals, past = self._drawn(shapes, bool(of_updates), bool(of_count or names))
-        noisy = {}
-        for (name, part), normal in zip(parts.items(), normals, strict=False):
-            w = opened.base[name]
+        counted = np.array([count] if of_count else [])
+        stddevs = [of_updates] * len(parts) + [of_count] * len(counted)
+        noise = (normal * stddev for normal, stddev in zip(normals, stddevs, strict=False))
+        correlated = self._noise is not None  # no independent noise: each round moves its sum by the clip
+        if of_updates or of_count:
+            z = self._noise_multiplier
             with np.errstate(over="ignore"):
-                part += normal * of_updates
-                noisy[name] = (w + part / clients).astype(w.dtype)
-        count += float(normals[-2]) * of_count
+                _tap.add(
+                    [*parts.values(), *([counted] if of_count else [])], noise,
+                    [clip] * len(parts) if correlated else stddevs,
+                    1.0 if correlated else 1 / z if z else math.inf, moments=not correlated,
+                )  # fmt: skip
+        count = float(counted[0]) if of_count else count
+        with np.errstate(over="ignore"):
+            noisy = {name: (opened.base[name] + part / clients).astype(opened.base[name].dtype)
+                     for name, part in parts.items()}  # fmt: skip
         if names:
             assert self._train_metrics is not None
-            metrics += normals[-1] * (self._train_metrics.noise_multiplier * math.sqrt(len(metrics)))
+            self._add_noise(metrics, normals[-1], self._train_metrics)
 
         try:
             if past is not None:
@@ -470,7 +480,7 @@ class DifferentialPrivacy(Strategy):
         total = np.zeros(len(names) + 1)
         for node, reply in self._valid(opened, replies):
             total += self._fractions(node, reply, names, self._evaluate_metrics)
-        total += self._normals([total.shape])[0] * (self._evaluate_metrics.noise_multiplier * math.sqrt(len(total)))
+        self._add_noise(total, self._normals([total.shape])[0], self._evaluate_metrics)
         try:
             self._journal.charge_evaluation()
         except OSError as error:
@@ -518,6 +528,13 @@ class DifferentialPrivacy(Strategy):
             of_updates, of_count = self._clip.split(self._noise_multiplier, clients)
             return of_updates * clip, of_count
         return self._noise_multiplier * clip * (1.0 if self._noise is None else self._noise.unit), 0.0
+
+    @staticmethod
+    def _add_noise(total: np.ndarray, normal: np.ndarray, metrics: NoisedMetrics) -> None:
+        """To fractions, of which each client has one of each."""
+        z, root = metrics.noise_multiplier, math.sqrt(len(total))
+        if z > 0:
+            _tap.add([total], [normal * (z * root)], [z * root], 1 / z)
 
     def _know_past(self) -> None:
         """Reads what correlated noise needs of earlier rounds, where this object did not draw it."""

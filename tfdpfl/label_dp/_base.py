@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn.base import BaseEstimator
 
+from tfdpfl import _tap
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.label_dp._events import composed, pure_event
 
@@ -32,6 +33,12 @@ class Uniforms:
         """Integers x with probability proportional to e^(-parameter·|x|), as float64."""
         up, down = np.floor(np.log1p(-self(2, *shape)) / -parameter)  # geometric, each
         return up - down
+
+
+def noisy_counts(counts: np.ndarray, parameter: float, uniforms: Uniforms, replaced: int = 2) -> np.ndarray:
+    """Counts with discrete Laplace noise, float64; of one example that is replaced they move by ``replaced`` in L1."""
+    noise, charge = uniforms.discrete_laplace(parameter, counts.shape), replaced * parameter
+    return _tap.released([counts], [counts + noise], [noise], [1 / parameter], charge, replaced=charge, norm=1)[0]
 
 
 class LabelMechanism(BaseEstimator):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tfdpfl import _tap
+
 # A uniform number is a multiple of 2⁻⁵³, so what is rarer never comes; where lies are rarer than this, which class
 # they name is drawn by itself.
 FINEST, RARE = 2.0**-53, 2.0**-20
@@ -66,7 +68,16 @@ def release(
         share[rare] = uniforms(len(rare))
     lie = np.minimum(share * others, others - 1).astype(np.intp)  # rounding could reach the end of the interval
     lie += inside & (lie >= place)
-    return order[row, np.where(lies, lie, place)]
+    said = order[row, np.where(lies, lie, place)]
+
+    def loss(one: np.ndarray, other: np.ndarray, said: np.ndarray) -> float:
+        return float(abs(chance(one, said) - chance(other, said)).sum())
+
+    def chance(codes: np.ndarray, said: np.ndarray) -> np.ndarray:
+        """ln P(said | codes), up to what all codes share."""
+        return np.where(rank[row, codes] >= k, np.log((np.exp(epsilon) + k - 1) / k), epsilon * (said == codes))
+
+    return _tap.drawn(codes, said, epsilon, loss)
 
 
 def matrices(order: np.ndarray, k: np.ndarray, epsilon: float) -> np.ndarray:

@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from tfdpfl.accounting import _checks
 from tfdpfl.label_dp import _labels
-from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
 from tfdpfl.label_dp.priors import check_probabilities
 
 # Noisy vectors are whole multiples of 1/1024. The low bits of floating-point Laplace noise tell the label (Mironov
@@ -75,8 +75,9 @@ class ALIBI(TransformerMixin, LabelMechanism):
         check_is_fitted(self, "classes_")
         self._check()  # set_params may have been called since
         codes = _labels.encode(_labels.read(y)[0], self.classes_)
-        noisy = self._uniforms().discrete_laplace(self.epsilon / (2 * _STEPS), (len(codes), len(self.classes_)))
-        noisy[np.arange(len(codes)), codes] += _STEPS
+        steps = np.zeros((len(codes), len(self.classes_)))
+        steps[np.arange(len(codes)), codes] = _STEPS
+        noisy = noisy_counts(steps, self.epsilon / (2 * _STEPS), self._uniforms(), 2 * _STEPS)
         self._spend((float(self.epsilon), 2))
         self._count_release()
         self.noisy_ = noisy / _STEPS

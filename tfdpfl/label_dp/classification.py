@@ -9,6 +9,7 @@ from sklearn.base import TransformerMixin
 from sklearn.base import clone as sklearn_clone
 from sklearn.utils.validation import check_is_fitted
 
+from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
@@ -112,8 +113,12 @@ class RandomizedResponse(_LabelTransformer):
             if liar < _top_k.RARE:
                 step[lies] = 1 + (uniforms(int(lies.sum())) * (size - 1)).astype(np.intp)
             step *= lies
-            codes = codes + step
-            return _labels.decode(codes - size * (codes >= size), self.classes_, values)
+            said = codes + step
+            said = _tap.drawn(codes, said - size * (said >= size), self.epsilon, loss)
+            return _labels.decode(said, self.classes_, values)
+
+        def loss(one: np.ndarray, other: np.ndarray, said: np.ndarray) -> float:
+            return float(self.epsilon * np.sum((one == said) != (other == said)))
 
         return rebuild(_in_chunks(chunk, values))
 

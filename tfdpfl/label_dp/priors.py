@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
-from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
 from tfdpfl.label_dp.counts import nearest_counts
 
 _MOST_FOR_KMEANS = 200_000
@@ -216,7 +216,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
             counts, outcomes = self._sent(codes, groups, sizes, size), size
         else:
             counts, outcomes = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size), 2
-            counts = counts + self._uniforms().discrete_laplace(self.epsilon_ / 2, counts.shape)
+            counts = noisy_counts(counts, self.epsilon_ / 2, self._uniforms())
         self.noisy_counts_ = counts
         self._spend((self.epsilon_, outcomes))
         self._count_release()

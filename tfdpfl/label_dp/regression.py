@@ -11,10 +11,11 @@ from scipy import optimize, sparse
 from sklearn.base import TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
+from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
-from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
 from tfdpfl.label_dp._datasets import labels_of, with_labels
 from tfdpfl.label_dp.priors import check_probabilities
 
@@ -58,7 +59,7 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
         else:
             values = self._grid(numbers)
             counts = np.bincount(self._nearest(numbers, values), minlength=len(values))
-            noisy = np.maximum(counts + self._uniforms().discrete_laplace(self.prior_epsilon / 2, counts.shape), 0)
+            noisy = np.maximum(noisy_counts(counts, self.prior_epsilon / 2, self._uniforms()), 0)
             self._spend((float(self.prior_epsilon), 2))
             probabilities = noisy / noisy.sum() if noisy.sum() > 0 else np.full(len(values), 1 / len(values))
         self.values_, self.probabilities_ = values, probabilities
@@ -353,9 +354,7 @@ class UnbiasedRandomizer(_RegressionMechanism):
         self.expected_loss_ = float(self.probabilities_ @ (self.transition_matrix_ * errors).sum(axis=1))
 
     def _release(self, numbers: np.ndarray, uniforms: Callable) -> np.ndarray:
-        clipped = np.clip(numbers, self.values_[0], self.values_[-1])
-        below = np.clip(np.searchsorted(self.values_, clipped, "right") - 1, 0, len(self.values_) - 2)
-        part = (clipped - self.values_[below]) / np.diff(self.values_)[below]
+        below, part = self._between(numbers)
         place = below + (uniforms(len(numbers)) < part)
         reached = np.cumsum(self.transition_matrix_, axis=1)
         reached /= reached[:, -1:]
@@ -364,7 +363,22 @@ class UnbiasedRandomizer(_RegressionMechanism):
         for i in np.unique(place):
             here = place == i
             said[here] = np.searchsorted(reached[i], uniform[here], "right")
-        return self.outputs_[said]
+
+        def loss(one: np.ndarray, other: np.ndarray, said: np.ndarray) -> float:
+            return float(np.abs(np.log(chance(one, said) / chance(other, said))).sum())
+
+        def chance(numbers: np.ndarray, said: np.ndarray) -> np.ndarray:
+            below, part = self._between(numbers)
+            matrix = self.transition_matrix_
+            return (1 - part) * matrix[below, said] + part * matrix[below + 1, said]
+
+        return self.outputs_[_tap.drawn(numbers, said, self._response_epsilon, loss)]
+
+    def _between(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The place of the value of the grid below, and which part of the way to the next one a number is."""
+        clipped = np.clip(numbers, self.values_[0], self.values_[-1])
+        below = np.clip(np.searchsorted(self.values_, clipped, "right") - 1, 0, len(self.values_) - 2)
+        return below, (clipped - self.values_[below]) / np.diff(self.values_)[below]
 
 
 def _with_margin(epsilon: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl import clips, noise
+from tfdpfl import _tap, clips, noise
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping import graph as graph_tools
@@ -54,6 +54,24 @@ def _count(name: str, value, mend: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive integer or None. {mend}")
     return int(value)
+
+
+def _seen(
+    sums: list[tf.Tensor], noisy: list[tf.Tensor], normals: list[tf.Tensor], scales: list, bound: tf.Tensor, **options
+) -> list[tf.Tensor]:
+    """``noisy``; where a replay runs, what it says instead (`tfdpfl._tap`)."""
+    if _tap.tape is None or _replicas.number() > 1:
+        return noisy
+    count, where = len(sums), _tap.caller()
+
+    def take(scales, bound, *arrays):
+        before, after, drawn = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
+        return _tap.released(before, after, drawn, scales, 1.0 * bound, where=where, **options)
+
+    scales = tf.stack([tf.cast(scale, tf.float64) for scale in scales])
+    inputs = [scales, bound, *sums, *noisy, *normals]
+    told = tf.nest.flatten(tf.numpy_function(take, inputs, [s.dtype for s in noisy]))
+    return [tf.ensure_shape(t, s.shape) for t, s in zip(told, noisy, strict=True)]
 
 
 class Mechanism:
@@ -248,7 +266,7 @@ class Mechanism:
         sums, denominator, norm = whole.sums, self._denominator(whole.units), self.clipping.norm
         multiplier, of_count = self.clipping.split(self.noise_multiplier, denominator)
         if self._on_grid:
-            return self._rounded_and_noisy(sums, denominator)
+            return self._rounded_and_noisy(sums, denominator, whole.multiplier)
         at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
@@ -260,7 +278,11 @@ class Mechanism:
             else:
                 normals = [row * (self.chain.noise.unit * stddev) for row in rows]
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
-            sums = [tf.cast(added(s, n), s.dtype) for s, n in zip(sums, normals, strict=True)]
+            noisy = [tf.cast(added(s, n), s.dtype) for s, n in zip(sums, normals, strict=True)]
+            # Correlated noise is no independent one: a unit moves each step's sum by the clip.
+            scales = [stddev if rows is None else norm / denominator] * at + [of_count] * (len(sums) - at)
+            bound = 1 / whole.multiplier if rows is None else tf.ones([], tf.float64)
+            sums = _seen(sums, noisy, normals, scales, bound, moments=rows is None)
         sums = _replicas.summed(sums)
         if of_count is not None:
             self.clipping.adapt(sums[at], denominator)
@@ -270,17 +292,22 @@ class Mechanism:
     def _on_grid(self) -> bool:
         return self.secure_noise and self.noise_multiplier > 0
 
-    def _rounded_and_noisy(self, sums: list[tf.Tensor], denominator: tf.Tensor) -> list[tf.Tensor]:
+    def _rounded_and_noisy(
+        self, sums: list[tf.Tensor], denominator: tf.Tensor, multiplier: tf.Tensor
+    ) -> list[tf.Tensor]:
         """The sums, rounded to a grid, with whole noise added, and then divided."""
         sizes = [s.shape.num_elements() for s in sums]
         step, sigma = noise.grid(self.l2_norm_clip, self.noise_multiplier, sum(sizes))
         drawn = tf.split(self.source.discrete(sum(sizes), sigma), sizes)
-        means = []
-        for total, part in zip(sums, drawn, strict=True):
-            # What follows the whole numbers' sum depends on nothing else of the data: its rounding is harmless.
-            whole = tf.cast(tf.round(tf.cast(total, tf.float64) / step), tf.int64) + tf.reshape(part, total.shape)
-            means.append(tf.cast(tf.cast(whole, tf.float64) * step / tf.cast(denominator, tf.float64), total.dtype))
-        return means
+        drawn = [tf.reshape(part, total.shape) for total, part in zip(sums, drawn, strict=True)]
+        rounded = [tf.cast(tf.round(tf.cast(total, tf.float64) / step), tf.int64) for total in sums]
+        wholes = [total + part for total, part in zip(rounded, drawn, strict=True)]
+        wholes = _seen(rounded, wholes, drawn, [sigma] * len(sums), 1 / multiplier)
+        # What follows the whole numbers' sum depends on nothing else of the data: its rounding is harmless.
+        return [
+            tf.cast(tf.cast(whole, tf.float64) * step / tf.cast(denominator, tf.float64), total.dtype)
+            for whole, total in zip(wholes, sums, strict=True)
+        ]
 
     # -- logical batches of several parts --------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.pate import bounds, pricing
 from tfdpfl.pate.epsilon import Epsilon
@@ -388,7 +389,7 @@ class LNMax(Aggregator):
     def _answer(self, counts: np.ndarray) -> Answers:
         # The difference of two exponentials is Laplace, and drawn in half the time.
         noise = self._rng.standard_exponential(counts.shape) - self._rng.standard_exponential(counts.shape)
-        return _all_answered(self, counts, np.argmax(counts + noise / self.gamma, axis=1))
+        return _all_answered(self, counts, np.argmax(_noisy(counts, noise / self.gamma, self.parts[0]), axis=1))
 
 
 @dataclass(frozen=True)
@@ -450,7 +451,7 @@ class ConfidentGNMax(Aggregator):
     def _answer(self, counts: np.ndarray, scores: np.ndarray | None = None) -> Answers:
         seen = counts if scores is None else scores
         noise = self._rng.normal(scale=self.sigma_threshold, size=len(counts))
-        passed = seen.max(axis=1) + noise >= self.threshold
+        passed = _noisy(seen.max(axis=1), noise, self.parts[0]) >= self.threshold
         labels = np.full(len(counts), NO_LABEL)
         labels[passed] = _noisy_argmax(counts[passed], self.sigma, self._rng)
         check, vote = self.parts
@@ -530,7 +531,17 @@ def _check_sigma(name: str, value: Any) -> None:
 
 
 def _noisy_argmax(counts: np.ndarray, sigma: float, rng: np.random.Generator) -> np.ndarray:
-    return np.argmax(counts + rng.normal(scale=sigma, size=counts.shape), axis=1)
+    return np.argmax(_noisy(counts, rng.normal(scale=sigma, size=counts.shape), GaussianArgmax(sigma)), axis=1)
+
+
+def _noisy(values: np.ndarray, noise: np.ndarray, part: Part) -> np.ndarray:
+    """values + noise; a vote that moves changes two counts by 1 each, their maximum by 1."""
+    laplace = isinstance(part, LaplaceArgmax)
+    scale = 1 / part.gamma if isinstance(part, LaplaceArgmax) else part.sigma
+    charge = (2.0 if laplace else 1.0 if isinstance(part, Threshold) else math.sqrt(2)) / scale
+    return _tap.released(
+        [values], [values + noise], [noise], [scale], charge, replaced=charge, norm=1 if laplace else 2, by_row=True
+    )[0]
 
 
 def _all_answered(mechanism: Aggregator, counts: np.ndarray, labels: np.ndarray) -> Answers:
