@@ -8,6 +8,7 @@ CPU time of the process, median of interleaved rounds; the batch's words follow 
 import argparse
 import statistics
 import time
+from importlib import metadata
 
 import numpy as np
 import tensorflow as tf
@@ -53,7 +54,7 @@ def main():
             if at >= 2:
                 spent[name].append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
     print(f"{args.optimizer}, table {args.vocabulary} x {args.width}, batch {args.batch} x {args.length}, "
-          f"Keras {keras.__version__}, TensorFlow {tf.__version__}")  # fmt: skip
+          f"Keras {metadata.version('keras')}, TensorFlow {tf.__version__}")  # fmt: skip
     print("| step | CPU ms | of plain | wall ms (least) |\n| --- | --- | --- | --- |")
     plain = statistics.median(cpu for cpu, _ in spent["plain"])
     for name, times in spent.items():
