@@ -182,6 +182,32 @@ MODELS = {
     "tied_decoder": BenchmarkModel(tied_decoder, random_text(DECODER["vocabulary"], DECODER["tokens"], None)),
 }
 DEFAULT = list(MODELS)
+
+
+def _block_norms(size: dict[str, int]) -> list[tuple[int, int]]:
+    t, width = size["tokens"], size["width"]
+    attention = [(t, width)] * 6  # what it takes in; gradients of queries, keys and values; the last product's two
+    return size["layers"] * [*attention, (t, width), (t, 4 * width), (t, 4 * width), (t, width)]
+
+
+# For `floor` in _worker.py, of models whose gradients are not formed: what ops that use weights take in, and their
+# outputs' gradients, an example's [rows, entries], each once. Biases and scales, which cost less, are left out.
+NORMS = {
+    "mlp": [(1, 784), (1, 1024), (1, 1024), (1, 1024), (1, 1024), (1, 10)],
+    "embedding": [(1, WORD_WIDTH), (1, 64), (1, 64), (1, 10)],
+    "lstm": (_lstm := [(LSTM_STEPS, LSTM_FEATURES), (LSTM_STEPS, LSTM_WIDTH), (LSTM_STEPS, 4 * LSTM_WIDTH)]),
+    "lstm_rolled": _lstm,
+    "transformer": [*_block_norms(TRANSFORMER), (1, TRANSFORMER["width"]), (1, 10)],
+    "tied_decoder": [
+        *_block_norms(DECODER), (DECODER["tokens"], DECODER["width"]), (DECODER["tokens"], DECODER["vocabulary"])
+    ],
+}  # fmt: skip
+# The same of tables: ids an example, rows, entries.
+LOOKUPS = {
+    "embedding": (WORD_TOKENS, WORDS, WORD_WIDTH),
+    "transformer": (TRANSFORMER["tokens"], TRANSFORMER["vocabulary"], TRANSFORMER["width"]),
+    "tied_decoder": (DECODER["tokens"], DECODER["vocabulary"], DECODER["width"]),
+}
 MODELS |= {  # for growth with the model's size
     f"mlp_{width}": BenchmarkModel(functools.partial(mlp, width=width), random_batch((784,), 10))
     for width in (256, 4096)

@@ -31,12 +31,15 @@ def keras_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | No
     import tensorflow as tf
 
     tf.get_logger().setLevel("ERROR")
-    batches = iter(tf.data.Dataset.from_tensors((x, y)).repeat())
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    batches = iter(data)
     if mode == "import":
         next(batches)
         return None
-    from _models import MODELS
+    from _models import LOOKUPS, MODELS, NORMS
 
+    if mode == "floor" and model not in NORMS:
+        raise NotSupported("no floor is written for it")
     built = MODELS[model].build(tf.keras)
     reduction, optimizer = "sum_over_batch_size", "adam"
     if mode in ("tfdpfl", "noiseless"):
@@ -57,8 +60,37 @@ def keras_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | No
         whole = loss
         loss = lambda labels, logits: tf.reduce_mean(whole(labels, logits), 1)  # noqa: E731
     built.compile(optimizer=optimizer, loss=loss)
-    built.make_train_function()
-    return lambda: built.train_function(batches)
+    first = iter([lambda: built.fit(data.take(1), verbose=0)])  # as a user sees it: with the optimizer's variables
+    step = lambda: next(first, lambda: built.train_function(batches))()  # noqa: E731
+    if mode != "floor":
+        return step
+    more = _floor(tf, x, built.count_params(), NORMS[model], LOOKUPS.get(model))
+    return lambda: (step(), more())
+
+
+def _floor(tf: Any, x: np.ndarray, weights: int, norms: list[tuple[int, int]], lookup: Any) -> Step:
+    """What a private step does beside a plain one at the least, with TensorFlow's ops: the noise, and what squared
+    norms are made of: sums of squares of single rows, Gram matrices of several, sums of a table's rows by id."""
+    import tfdpfl
+
+    source = tfdpfl.noise.Source()
+    rows = [tf.random.normal([len(x), *((t, d) if t > 1 else (d,))]) for t, d in norms]
+    if lookup is not None:
+        gradient = tf.random.normal([x.size, lookup[2]])
+        keys = tf.constant((np.arange(len(x))[:, None] * lookup[1] + x).ravel())
+
+    @tf.function
+    def more() -> Any:
+        found = source.gaussian([[weights]], 1.0)
+        found += [tf.raw_ops.EuclideanNorm(input=r, axis=[1]) for r in rows if r.shape.rank == 2]
+        found += [tf.matmul(r, r, transpose_b=True) for r in rows if r.shape.rank == 3]
+        if lookup is not None:
+            distinct, where = tf.unique(keys)
+            summed = tf.math.unsorted_segment_sum(gradient, where, tf.size(distinct))
+            found.append(tf.raw_ops.EuclideanNorm(input=summed, axis=[1]))
+        return found  # else TensorFlow leaves out what nobody asks for
+
+    return more
 
 
 def _tfp_model(tf: Any, plain: Any, fast: bool) -> Any:

@@ -8,7 +8,9 @@ With --apart no two of them live at the same time. A step is one update of the w
 
 Time is the CPU time of the process, which other work on the machine moves less than wall time. A ratio is the median
 over rounds of the ratio to the plain step of the same framework within the round. Beside it stands the least wall time
-of a step in all rounds, and its ratio. The first step, which traces, is one sample of CPU time. Growth is the peak
+of a step in all rounds, and its ratio. The first step, which traces, is one sample of CPU time; of Keras it is a `fit`
+of one batch. A floor is the plain step, with as much noise and as many sums of squares and Gram matrices, of the same
+shapes, as a private step needs: TensorFlow's ops alone, and nothing of what puts them together. Growth is the peak
 beyond that of a process that has only the framework and the batch in it. A competitor that fails, or runs out of time
 or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
 
@@ -56,9 +58,11 @@ COMPETITORS = {
     "keras3": Competitor("keras3", "keras", "plain", None),
     "tfdpfl3": Competitor("keras3", "keras", "tfdpfl", "keras3"),
     "tfdpfl3_noiseless": Competitor("keras3", "keras", "noiseless", "keras3"),
+    "floor3": Competitor("keras3", "keras", "floor", "keras3"),
     "keras2": Competitor("tff", "keras", "plain", None),
     "tfdpfl2": Competitor("tff", "keras", "tfdpfl", "keras2"),
     "tfdpfl2_noiseless": Competitor("tff", "keras", "noiseless", "keras2"),
+    "floor2": Competitor("tff", "keras", "floor", "keras2"),
     "torch": Competitor("opacus", "torch", "plain", None),
     "opacus_hooks": Competitor("opacus", "torch", "hooks", "torch"),
     "opacus_ghost": Competitor("opacus", "torch", "ghost", "torch"),
@@ -299,7 +303,7 @@ def plot(results: list[Result], path: Path, title: str) -> None:
     sizes = sorted({r.batch_size for r in results})
     models = list(dict.fromkeys(r.model for r in results))
     shown = [n for n, e in COMPETITORS.items() if e.reference and any(r.competitor == n and r.ms for r in results)]
-    shown = [name for name in shown if not name.endswith("noiseless")]
+    shown = [name for name in shown if not name.endswith("noiseless") and not name.startswith("floor")]
     figure, axes = pyplot.subplots(
         1, len(sizes), figsize=(2 + 5 * len(sizes), 1.5 + 0.16 * len(models) * len(shown)), sharey=True, squeeze=False,
         layout="constrained",

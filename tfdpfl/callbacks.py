@@ -175,7 +175,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         fit = self._running()
-        fit.awaited = False
+        fit.awaited, fit.seen = False, batch + 1
         if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
             fit.optimizer._dp.check_finished(saved_weights(self.model))
         if fit.stride > 1:
@@ -200,6 +200,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         fit = self._running()
         fit.silence()
+        fit.check_pass()
         _, left = _LEFT.get(fit.model, (0, set()))
         _LEFT[fit.model] = (_steps_on(fit.model), left | {_fingerprint(fit.model)})
         if logs is not None:
@@ -276,6 +277,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._notes[
                 f"The Poisson batches come from seed={declared.seed}: who knows it knows the batches, and the same "
                 "seed gives the same ones again. For a model to publish draw them with seed=None."
+            ] = None
+        chain = optimizer._dp.chain
+        if chain is not None and fit.data["sampling"] == "fixed_order" and chain.order_is_not_known:
+            self._notes[
+                "The training goes on from a saved state. That an example's uses lie as far apart as is priced holds "
+                "if the data come in the same order as before it: not shuffled, or with a fixed seed."
             ] = None
         if optimizer._dp.seed is not None:
             self._notes[
@@ -766,6 +773,7 @@ class _Fit:
       counts_passes: whether no other callback of the same call does.
       announced: batches that the optimizer was told of.
       awaited: whether a batch was announced that has not ended.
+      seen: batches of this epoch that have ended.
     """
 
     def __init__(
@@ -777,7 +785,8 @@ class _Fit:
         self._counter = optimizer._dp.counter
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= _length(call.get("x")) is not None
-        self.passes = self.announced = self._steps_before = self._pending = 0
+        self._order = float(getattr(declared_sampling(call.get("x")), "order", 0) or 1)  # 1: as the caller says
+        self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
         self._ended, self.awaited, self.counts_passes = False, False, True
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
@@ -795,20 +804,23 @@ class _Fit:
     def _uses(self, steps: int | None) -> int:
         """In how many passes a logical batch may lie."""
         n, b = self.data["num_examples"], self.physical
+        self._pass = pass_ = max(min(n // b, steps or n // b), 1)
         if not self.whole:
             return 1 if self.parts == 1 and n % b == 0 else 1 + math.ceil((self.parts * b - 1) / n)
         if self.parts == 1 or (steps and steps % self.parts == 0 and self.passes_in(steps) == 1):
             return 1
-        return 1 + math.ceil((self.parts - 1) / max(n // b, 1))
+        return 1 + math.ceil((self.parts - 1) / pass_)
 
     def begin(self) -> None:
         chain = self.optimizer._dp.chain
-        if chain is not None and self.data["sampling"] == "cyclic_poisson":
-            chain.begin_data()  # its groups may be others than before
+        if chain is not None:
+            chain.begin_data(self.batches[1], self._order)
         self._counter.settle(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
-        # A logical batch goes on where it may lie in several passes, and all of it was drawn as what comes.
-        self.optimizer._dp.drop_partial(unless=self.batches if self.uses > 1 else None)
+        # A logical batch goes on where it may lie in several passes, all of it was drawn as what comes, and they were
+        # whole.
+        goes_on = self.uses > 1 and self.optimizer._dp.whole_pass
+        self.optimizer._dp.drop_partial(unless=self.batches if goes_on else None)
         self._pending = int(self.optimizer._dp.pending)
 
     @property
@@ -843,9 +855,21 @@ class _Fit:
 
     def announce(self, batch: int, batches: int) -> None:
         """Tells the optimizer of the next execution's batches, of which the first is number ``batch`` of the epoch."""
-        self.announced, self.awaited = self.announced + batches, True
+        self.announced, self.awaited, self.optimizer._dp.whole_pass = self.announced + batches, True, False
         parts = self.parts if self.parts > 1 and self.uses == 1 else 0
         self._counter.announce(self.batches, batches, batch % self.parts, parts)
+
+    def check_pass(self) -> None:
+        """That an epoch that has ended was as long as the price of logical batches takes passes to be."""
+        short = self.uses > 1 and self.seen < self._pass
+        self.optimizer._dp.whole_pass = self.whole and not short
+        if short and self.whole and not self.model.stop_training:
+            self.optimizer._dp.drop_partial()
+            raise PrivacyError(
+                f"num_examples={self.data['num_examples']} in batches of {self.physical} make {self._pass} a pass, but "
+                f"the data ended after {self.seen} batches, so that a logical batch of {self.parts} may hold an "
+                "example more often than is priced. Give PrivacyBudget the number of examples that the data have."
+            )
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
@@ -912,7 +936,11 @@ def _fingerprint(model: Any) -> int:
 
 
 def private_optimizer(model: Any) -> Any:
-    """The DP optimizer that a compiled model trains with, out of its loss-scaling wrapper if there is one."""
+    """The DP optimizer that a compiled `model` trains with, out of its loss-scaling wrapper if there is one.
+
+    Raises:
+      PrivacyError: it trains with another, or holds a second DP optimizer.
+    """
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(optimizer, DPOptimizer):

@@ -113,6 +113,31 @@ def statement(as_json: bool, **run: Any) -> None:
 
 
 @main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@_options(_DELTA)
+@click.option("--title", default="Privacy report", show_default=True, help="The project's name.")
+@click.option("--unit", "units", multiple=True, metavar="FILE=UNIT", help="What a ledger of events alone protects.")
+@click.option("--html", "page", type=click.Path(dir_okay=False, writable=True), help="A page to write as well.")
+@_JSON
+def report(
+    files: tuple[str, ...], delta: float, title: str, units: tuple[str, ...], page: str | None, as_json: bool
+) -> None:
+    """What ledgers promise together, each a FILE of what PrivacyLedger.to_dict gave, as JSON.
+
+    All are taken to be about the same data. A part is called by its file's name without the ending.
+    """
+    from tfdpfl.reports import read, report
+
+    with _clean_errors():
+        named = read(files)
+        said = dict(unit.partition("=")[::2] for unit in units)
+        made = report(named, delta=delta, title=title, units=said)
+        if page is not None:
+            made.to_html(page)
+        click.echo(made.to_json() if as_json else str(made))
+
+
+@main.command()
 @click.option("--data-dir", envvar="TFDPFL_DATA_DIR", help="Folder with MNIST; default: small digits.")
 @click.option("--epochs", type=int, help="Passes over the data.")
 @click.option("--output", default="tfdpfl-demo.png", show_default=True, help="The picture to write.")

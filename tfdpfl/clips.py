@@ -170,7 +170,7 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (AdaptiveClip, PerLay
 
 
 def to_config(clip: float | Clip) -> Any:
-    """A number as it is, a clip as a dictionary that JSON can hold."""
+    """`clip` for JSON: a number as it is, a clip as a dictionary."""
     if not isinstance(clip, Clip):
         return clip
     given = {field.name: getattr(clip, field.name) for field in dataclasses.fields(clip)}
@@ -178,7 +178,7 @@ def to_config(clip: float | Clip) -> Any:
 
 
 def from_config(clip: Any) -> Any:
-    """The inverse of `to_config`; all else as it is."""
+    """The inverse of `to_config`: `clip` from its dictionary; all else as it is."""
     if not isinstance(clip, Mapping) or clip.get("clip") not in _KINDS:
         return clip
     return _KINDS[clip["clip"]](**{name: value for name, value in clip.items() if name != "clip"})

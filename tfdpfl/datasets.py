@@ -22,7 +22,15 @@ _MNIST_SPLITS = (("train", 60_000), ("t10k", 10_000))
 
 
 class ImageData(NamedTuple):
-    """Images, float32 in [0, 1], `[n, height, width, 1]`, with their labels, int32 `[n]`."""
+    """Images with their labels.
+
+    Attributes:
+        name: Of the data set.
+        x_train: Images, float32 in [0, 1], `[n, height, width, 1]`.
+        y_train: Their labels, int32 `[n]`, from 0 on.
+        x_test, y_test: The same, for tests.
+        num_classes: How many different labels there are.
+    """
 
     name: str
     x_train: np.ndarray

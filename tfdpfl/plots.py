@@ -112,6 +112,40 @@ def epsilon_over_time(history: Any, *, target: float | None = None, ax: Axes | N
     return ax
 
 
+def epsilon_by_delta(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    measured: Mapping[str, tuple[float, float]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws ε against δ on a logarithmic axis, a line for each part of a project.
+
+    Args:
+      curves: for each name, pairs of (δ, ε), in any order; an infinite ε is left out.
+      measured: for each name, a pair of (δ, lower bound on ε) that an audit found, drawn as a triangle.
+      ax: as in `privacy_utility`.
+
+    Raises:
+      ImportError: as `privacy_utility`.
+      ValueError: no curve has a finite ε.
+    """
+    shown = {name: sorted((d, e) for d, e in points if e < np.inf) for name, points in curves.items()}
+    if not any(shown.values()):
+        raise ValueError("curves has no finite ε to draw: leave it out")
+    ax = ax or _axes()
+    colors = {}
+    for name, points in shown.items():
+        if points:
+            (line,) = ax.plot(*zip(*points, strict=True), marker="o", label=_plain(name))
+            colors[name] = line.get_color()
+    for name, (delta, bound) in (measured or {}).items():
+        color, label = colors.get(name, "0.3"), f"found by an audit: {_plain(name)}"
+        ax.plot(delta, bound, "^", markersize=10, markeredgecolor="k", color=color, label=label)
+    ax.set(xlabel="δ", ylabel="ε", xscale="log", ylim=(0, None))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)  # over no curve
+    return ax
+
+
 def noise_errors(compared: Sequence[Any], *, ax: Axes | None = None) -> Axes:
     """Draws what `tfdpfl.noise.compare` found as bars: the error of the running sums at equal privacy, least above.
 
@@ -141,7 +175,7 @@ def noise_errors(compared: Sequence[Any], *, ax: Axes | None = None) -> Axes:
 
 
 def panels(count: int) -> list[Axes]:
-    """Axes side by side in a new figure, which is ``.figure`` of each.
+    """So many axes (`count`) side by side in a new figure, which is ``.figure`` of each.
 
     Raises:
       ImportError: as `privacy_utility`.
@@ -158,3 +192,10 @@ def panels(count: int) -> list[Axes]:
 
 def _axes() -> Axes:
     return panels(1)[0]
+
+
+def _plain(name: str) -> str:
+    """A name as it is: a dollar begins no formula, and one that begins with an underscore is in the legend."""
+    text = name.replace("$", r"\$")
+    text = text if len(text) <= 40 else f"{text[:39]}…"
+    return f" {text}" if text.startswith("_") else text

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from tfdpfl.audit import audit_epsilon
+from tfdpfl.audit.epsilon import epsilon_of_mu
 from tfdpfl.label_dp import (
     ALIBI,
     KMeansPrior,
@@ -143,6 +144,37 @@ def test_the_bound_is_clopper_pearsons():
     assert less == pytest.approx(math.log((low - 0.1) / high))
 
 
+def gaussian(mu):
+    rng = np.random.default_rng(0)
+    return lambda far, n: far * mu + rng.normal(size=n)
+
+
+@pytest.mark.parametrize(("mu", "delta"), [(0.1, 0.01), (1.0, 1e-5), (2.0, 1e-3), (5.0, 1e-9), (30.0, 1e-6)])
+def test_the_epsilon_of_mu_is_the_one_of_balle_and_wang(mu, delta):
+    epsilon, cdf = epsilon_of_mu(mu, delta), stats.norm.cdf
+    log_second = epsilon + stats.norm.logcdf(-mu / 2 - epsilon / mu)
+    assert cdf(mu / 2 - epsilon / mu) - math.exp(log_second) == pytest.approx(delta, rel=1e-4)
+
+
+def test_a_gaussian_is_seen_twice_as_far_as_an_event_is():
+    mu = 1.99974  # ε 7.58 at δ = 1e-3
+    assert epsilon_of_mu(mu, 1e-3) == pytest.approx(7.58, abs=1e-3)
+    mechanism, how = gaussian(mu), dict(delta=1e-3, vectorized=True)
+    bounds = [audit_epsilon(mechanism, 0, 1, 2000, tradeoff="gaussian", **how) for _ in range(9)]
+    assert 6 <= np.median(bounds) <= max(bounds) <= 7.58
+    assert audit_epsilon(mechanism, 0, 1, 2000, **how) < 3.6
+    assert audit_epsilon(gaussian(0.0), 0, 1, 2000, tradeoff="gaussian", **how) < 0.5
+
+
+def test_the_gaussian_bound_holds_as_often_as_it_says():
+    mechanism, true, runs = gaussian(1.0), epsilon_of_mu(1.0, 1e-3), 100
+    bounds = [
+        audit_epsilon(mechanism, 0, 1, 300, 0.6, delta=1e-3, vectorized=True, tradeoff="gaussian") for _ in range(runs)
+    ]
+    over = sum(bound > true for bound in bounds)
+    assert 0 < over <= runs * 0.4 + 3 * math.sqrt(runs * 0.4 * 0.6)
+
+
 def test_identical_inputs_give_zero_and_different_answers_much():
     coin = np.random.default_rng(0)
     assert audit_epsilon(lambda _: coin.random() < 0.5, 0, 1, 2000) < 0.1
@@ -183,6 +215,8 @@ def test_the_stated_confidence_holds():
         (dict(confidence=1.0), "confidence must be strictly between 0 and 1, got 1.0"),
         (dict(delta=-0.1), "delta.*-0.1"),
         (dict(delta=1.0), "delta must be below 1, got 1.0"),
+        (dict(tradeoff="gaussian"), "delta must be above 0 with tradeoff"),
+        (dict(tradeoff="laplace", delta=0.1), "tradeoff.*gaussian.*laplace"),
         (dict(mechanism=lambda label: np.zeros(1 + label)), "shapes .1. and .2."),
         (dict(mechanism=lambda label, n: np.zeros(3), vectorized=True), "must return 100 outputs, got 3"),
         (dict(mechanism=lambda label: f"{np.random.random()}"), "too many to count"),

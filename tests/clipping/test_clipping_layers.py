@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tfdpfl.clipping import clipped_gradients, per_example_norms
+from tfdpfl.clipping.gradients import products
 from tfdpfl.clipping.ops import windows
 
 B = 4
@@ -783,3 +784,18 @@ def test_a_square_below_the_smallest_number_counts():
 
     x = np.eye(2, 4, dtype="f") * 1e19
     assert norms(x, np.full([2, 3], 5e-20, "f")).numpy().min() >= 0.5 * np.sqrt(3)
+
+
+def test_gram_matrices_of_the_same_rows_are_made_once():
+    value = normal(5, 4, 6)
+
+    @tf.function
+    def grams(x):
+        flat = tf.reshape(x, [-1, 6])
+        again, other, halves = tf.reshape(flat, [-1, 4, 6]), x + 1.0, tf.reshape(flat, [-1, 2, 6])
+        assert products(x) is products(again)
+        return products(x), products(other), products(halves), products(tf.reshape(x, [-1, 6, 4]))
+
+    shapes = [value, value + 1, value.reshape(10, 2, 6), value.reshape(5, 6, 4)]
+    for gram, rows in zip(grams(tf.constant(value)), shapes, strict=True):
+        np.testing.assert_allclose(gram, rows @ rows.transpose(0, 2, 1), rtol=1e-5, atol=1e-5)

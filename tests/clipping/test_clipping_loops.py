@@ -627,3 +627,36 @@ def test_a_first_state_with_two_axes_as_long_as_a_static_batch_is_refused_before
 
     with pytest.raises(PrivacyError, match=r"cannot be run on one example alone.*Leave the batch size free"):
         step.get_concrete_function()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_loop_that_was_replaced_runs_only_where_its_value_is_asked_for(asked):
+    """It reads variables, so TensorFlow runs it unless told otherwise."""
+    variables, kept = [A, R, C, S], []
+
+    @tf.function
+    def step(x):
+        y = normalised(x)
+        kept.append(y.op.inputs[0] if y.op.type == "Identity" else y)  # what nobody used when the loss was read
+        loss = tf.reduce_sum(y * y, 1)
+        with tf.control_dependencies([kept[-1].op]):
+            COUNTER.assign_add(1.0)
+        result = clipped_gradients(tf.reduce_mean(loss), variables, 0.1)
+        return result.sum, (tf.identity(kept[-1]) if asked else tf.zeros([B, U]))
+
+    before = float(COUNTER)
+    sums, y = step(tf.constant(X))
+    graph = step.get_concrete_function(tf.constant(X)).graph
+    todo, runs = [*graph.control_outputs, *(t.op for t in graph.outputs)], set()
+    while todo:
+        op = todo.pop()
+        if op.name not in runs:
+            runs.add(op.name)
+            todo += [*op.control_inputs, *(t.op for t in op.inputs)]
+    loops = [op.name for op in graph.get_operations() if op.type.endswith("While")]
+    assert len(loops) == 3  # as it was traced, as it is run, and backward
+    assert [name in runs for name in loops] == [asked, True, True]
+    assert float(COUNTER) == before + 1  # what waited for it still runs
+    each = per_example_gradients(lambda x: tf.reduce_sum(normalised(x) ** 2, 1), X, variables)
+    assert_close(sums, clipped_sums(each, 0.1))
+    np.testing.assert_allclose(y, normalised(tf.constant(X)) if asked else np.zeros([B, U]), rtol=1e-5)

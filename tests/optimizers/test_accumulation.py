@@ -80,7 +80,7 @@ def test_noise_is_drawn_once_a_logical_batch_at_the_size_that_it_is_priced_at():
     assert np.all(take(2) == 0) and np.all(take(4) == 0)
     noise = take(2) * 8 / z  # the denominator is the number of all parts' examples
     assert 0.98 < noise.std() < 1.02  # and so neither 2/3 nor 3/2
-    assert model.optimizer.executed == [(z, 1)]
+    assert model.optimizer.executed == [(z / 3, 1)]  # nobody said that the parts hold different examples
     assert np.all(take(2) == 0)
 
 
@@ -302,3 +302,48 @@ def test_samples_that_come_as_one_stream_are_refused():
     with pytest.raises(PrivacyError, match="as one stream"):
         model.fit(sample(2), steps_per_epoch=2, callbacks=[budget()], verbose=0)
     assert model.optimizer.executed == []
+
+
+def test_batches_of_which_nobody_said_how_they_were_drawn_may_all_hold_one_example():
+    """The same rows three times in a logical batch move its sum by three clips: a third of the noise each."""
+    model = model_of(3, 3.0)
+    for _ in range(3):
+        model.train_on_batch(X[:4], Y[:4])
+    assert model.optimizer.executed == [(1.0, 1)]
+    once = tfdpfl.compute_epsilon(
+        num_examples=N, batch_size=N, num_steps=1, noise_multiplier=1.0, sampling="none", delta=1e-3)  # fmt: skip
+    assert model.optimizer.ledger.epsilon(1e-3) == pytest.approx(once)
+
+
+def test_a_pass_that_is_shorter_than_the_data_brings_more_uses_into_a_logical_batch():
+    """2 batches a pass, k = 4: three passes may meet in a batch, whatever num_examples says."""
+    data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4)
+    watched = budget(sampling="shuffle", num_examples=N, batch_size=4)
+    with pytest.warns(UserWarning, match="hold an example 3 times"):
+        model_of(4, 2.0).fit(data, epochs=2, verbose=0, callbacks=[watched])
+    assert watched.report.epsilon == pytest.approx(cost(6))
+
+
+def test_passes_that_were_cut_do_not_meet_in_a_logical_batch():
+    """Else four beginnings of passes would be in one, with the same examples, and priced as two."""
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    model = model_of(5, 2.0)
+    for _ in range(3):
+        fit(model, budget(), Stops())
+        assert parts_of(model) == 2
+    assert model.optimizer.executed == []
+
+
+def test_a_pass_that_ends_before_its_data_says_so():
+    def some():
+        yield from ((X[i : i + 4], Y[i : i + 4]) for i in (0, 4))
+
+    spec = (tf.TensorSpec([None, *X.shape[1:]], tf.float32), tf.TensorSpec([None, *Y.shape[1:]], Y.dtype))
+    data = tf.data.Dataset.from_generator(some, output_signature=spec)
+    watched, model = budget(sampling="shuffle", num_examples=N, batch_size=4), model_of(4, 2.0)
+    with pytest.raises(PrivacyError, match="ended after 2 batches"):
+        model.fit(data, epochs=4, verbose=0, callbacks=[watched])
+    assert model.optimizer.executed == [] and parts_of(model) == 0

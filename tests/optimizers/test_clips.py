@@ -102,8 +102,8 @@ def test_an_adaptive_clip_pays_for_its_count(k):
         assert 0.98 < noise.std() / (raised * clips[-1]) < 1.02
         clips.append(model.optimizer.current_clip)
         within = 0.5 - np.log(clips[-1] / clips[-2]) / eta
-        counts.append((within - 0.5) * 8 - k)  # all of 2 examples a part are within: k more than half
-    assert model.optimizer.executed == [(z, 60)]
+        counts.append((within - 0.5) * 8)  # examples without a gradient are as if they were not there
+    assert model.optimizer.executed == [(z / k, 60)]  # each part may hold the same example
     # 60 normals of standard deviation 1: chi-square tails below 1e-6
     assert 0.62 < np.std(counts) / stddev < 1.48 and abs(np.mean(counts)) < 0.7
 
@@ -120,6 +120,17 @@ def test_a_hundred_steps_find_the_median_from_anywhere(initial, k):
     assert 0.9 < model.optimizer.current_clip < 1.1
 
 
+def test_blanks_that_fill_a_batch_do_not_move_the_adaptive_clip():
+    """They stand in the place of one example or more: each within the clip would move its count by more than 1/2."""
+    clips = []
+    for norms in ([], [0.0, 0.0], [5.0], [5.0, 0.0, 0.0], [0.5]):
+        clip = AdaptiveClip(initial=1.0, clipped_count_stddev=0.0)
+        model, x, y = linear([*norms, 0.0], clip, 0.0, expected_batch_size=4)
+        model.train_on_batch(x, y)
+        clips.append(np.log(model.optimizer.current_clip) / 0.2)
+    np.testing.assert_allclose(clips, [0, 0, 0.125, 0.125, -0.125], atol=1e-5)
+
+
 def test_the_clip_is_saved_and_goes_on(tmp_path):
     model = model_of(AdaptiveClip(initial=5.0))
     for _ in range(3):
@@ -132,7 +143,7 @@ def test_the_clip_is_saved_and_goes_on(tmp_path):
 
 
 def test_a_clip_that_falls_to_nothing_stops_with_the_reason_and_changes_nothing():
-    model, x, y = linear(np.zeros(8), AdaptiveClip(initial=1e-7, learning_rate=2.0, clipped_count_stddev=0.0), 0.0)
+    model, x, y = linear(np.full(8, 1e-9), AdaptiveClip(initial=1e-7, learning_rate=2.0, clipped_count_stddev=0.0), 0.0)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"the adaptive clip fell to 1e-08.*nearly all gradients"):
         model.fit(x, y, batch_size=8, epochs=20, verbose=0)
     steps = model.optimizer.num_dp_steps

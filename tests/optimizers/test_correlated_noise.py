@@ -204,6 +204,7 @@ def test_a_load_goes_on_with_the_passes(tmp_path):
     budget = PrivacyBudget(**ORDERED)
     fitted(None, in_order(), 1, budget, model=tf.keras.models.load_model(path))
     assert of_rows(budget.ledger) == [(12, 4, 3)]
+    assert "in the same order as before" in str(budget.report)
 
 
 def test_arrays_that_fit_shuffles_bound_the_uses_alone():
@@ -295,3 +296,39 @@ def test_bad_arguments_are_named():
         tfdpfl.DPSGD(1.0, 1.0, noise="tree")
     with pytest.raises(ValueError, match="num_microbatches=4"):
         tfdpfl.DPFTRL(1.0, 1.0, num_microbatches=4)
+
+
+def fixed(order=slice(None)):
+    return tfdpfl.data.fixed_order((X[order], Y[order]), 12)
+
+
+def test_data_in_another_order_bring_uses_next_to_each_other():
+    """An example of the last batch may come in the first one after it."""
+    budget = PrivacyBudget(delta=1e-5)
+    model = fitted(Tree(), fixed(), 1, budget)
+    fitted(None, fixed(), 1, budget, model=model)  # another data set of the same order
+    assert of_rows(budget.ledger) == [(8, 4, 2)]
+    stops = PrivacyBudget(delta=1e-5, target_epsilon=1.001 * budget.ledger.epsilon(1e-5))
+    with pytest.raises(tfdpfl.PrivacyError, match="leaves no room"):
+        fitted(None, fixed(slice(None, None, -1)), 1, stops, model=model)
+    fitted(None, fixed(slice(None, None, -1)), 1, budget, model=model)
+    assert of_rows(budget.ledger) == [(12, 1, 3)]
+
+
+def test_a_state_that_is_put_back_within_a_pass_brings_uses_next_to_each_other():
+    """The batch that follows it may be one of those just before it."""
+    class Back(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            found = self.model.optimizer.variables
+            found = found() if callable(found) else found
+            if self.model.optimizer.num_dp_steps == 3:
+                self.saved = [np.array(v) for v in found]
+            if self.model.optimizer.num_dp_steps == 6:
+                for v, value in zip(found, self.saved, strict=True):
+                    v.assign(value)
+
+    budget = PrivacyBudget(delta=1e-5)
+    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0, noise=Tree(), expected_batch_size=12))
+    model.fit(fixed(), epochs=3, verbose=0, callbacks=[budget, Back()])
+    # Batches 0 1 2 | 3 0 1, and from the state after 2: 2 3 0 1 2 3, the first of which was the one before.
+    assert sorted(of_rows(budget.ledger)) == [(6, 4, 2), (9, 1, 5)]

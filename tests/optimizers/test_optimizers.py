@@ -130,6 +130,40 @@ def test_an_empty_batch_gets_the_noise_of_any_other():
     np.testing.assert_allclose(empty, noise, atol=1e-5)
 
 
+@pytest.mark.parametrize("jit_compile", [None, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_tables_rows_are_added_to_the_noise_of_all_of_it(jit_compile):
+    """Rows that are looked up once, twice and never; with equal seeds the noise of two steps is the same."""
+    table = tf.Variable(tf.zeros([7, 3]))
+    x = np.array([[0, 1, 0], [1, 2, 5]], np.int32)
+    pull = np.array([[0.1], [3.0]], np.float32)  # the second example's norm is sqrt(3 * 3) x 3, over the clip
+
+    def update(clip, multiplier, x):
+        optimizer = sgd(clip, multiplier, seed=5, expected_batch_size=2)
+        optimizer.build([table])
+        table.assign(tf.zeros([7, 3]))
+
+        @tf.function(jit_compile=jit_compile)
+        def step(x, pull):
+            loss = lambda: tf.reduce_mean(tf.reduce_sum(tf.gather(table, x), [1, 2]) * pull[:, 0])
+            optimizer.minimize(loss, [table])
+
+        step(tf.constant(x), tf.constant(pull))
+        return -table.numpy()
+
+    expected, ones = np.zeros([7, 3]), np.ones(3)
+    for row, count in ((0, 2), (1, 1)):  # its norm is 0.1 x sqrt(3 x (2^2 + 1))
+        expected[row] += 0.1 * count * ones / 2
+    for row in (1, 2, 5):
+        expected[row] += CLIP / 3 * ones / 2
+    np.testing.assert_allclose(update(CLIP, 0.0, x), expected, atol=1e-6)
+    noisy, elsewhere = update(CLIP, 1.0, x), update(CLIP, 1.0, np.full_like(x, 6))
+    apart = np.zeros([7, 3])
+    apart[6] = (0.3 + CLIP / np.sqrt(3)) * ones / 2  # three times the same row: 3 x 3, cut to the clip
+    np.testing.assert_allclose(noisy - elsewhere, expected - apart, atol=1e-6)
+    noise = noisy - expected
+    assert np.unique(noise).size == 21 and 0.4 < noise.std() / (CLIP / 2) < 1.6
+
+
 @pytest.mark.slow
 def test_a_partial_last_batch_is_divided_by_its_own_size():
     x, y = c.examples(6)
@@ -222,6 +256,22 @@ def test_a_step_is_traced_once_though_the_optimizers_variables_are_new():
     slots = [v for v in model.optimizer.variables if v.shape.rank]
     assert {"m", "v", "average"} <= {part for v in slots for part in v.name.split("/")}
     assert all(np.any(v.numpy()) for v in slots)
+
+
+def test_a_step_of_ones_own_is_traced_once_though_it_makes_the_optimizers_variables():
+    x, y = c.examples(12)
+    model, optimizer, traced = c.classifier(), tfdpfl.DPAdam(CLIP, 0.0, learning_rate=0.05), []
+
+    @tf.function
+    def step(x, y):
+        traced.append(x)
+        optimizer.minimize(lambda: loss_of(model, x, y), model.trainable_variables)
+
+    step(tf.constant(x), tf.constant(y))
+    assert len(traced) == 1
+    other = c.classifier()
+    custom_step(other, tfdpfl.DPAdam(CLIP, 0.0, learning_rate=0.05))(x, y)
+    assert_same(model.get_weights(), other.get_weights())
 
 
 @pytest.mark.slow
@@ -549,10 +599,10 @@ def test_the_loss_scaling_that_keras_3_adds_by_itself_trains_and_keeps_the_noise
             assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
             step = lambda m=model: [m.train_on_batch(x[i::k], y[i::k]) for i in range(k)]
             updates.append(c.flat(c.update_of(model, step)))
-            assert inner.executed == [(z, 1)] and int(inner.iterations) == 1
+            assert inner.executed == [(z / k, 1)] and int(inner.iterations) == 1
             model.save(tmp_path / "m.keras")
             again = keras.models.load_model(tmp_path / "m.keras")
-            assert again.optimizer.inner_optimizer.executed == [(z, 1)]
+            assert again.optimizer.inner_optimizer.executed == [(z / k, 1)]
             again.train_on_batch(x, y)
     finally:
         keras.config.set_dtype_policy("float32")

@@ -380,16 +380,26 @@ class PrivacyLedger:
                 f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not "
                 "add up: record them with the same max_examples_per_user"
             )
+        _ = self.unit  # refuses several
+        events = [event for row in self._rows if (event := self._event(row, adjacency)) is not None]
+        if not events:
+            return dp_event.NoOpDpEvent()
+        return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
+
+    @property
+    def unit(self) -> str | None:
+        """What the recorded runs protect: "example" or "user"; None where there are events alone, which do not say.
+
+        Raises:
+            PrivacyError: They protect different units.
+        """
         units = sorted({getattr(row, "unit", "example") for row in self._rows if not isinstance(row, _Applied)})
         if units[1:]:
             raise PrivacyError(
                 f"the ledger's rows protect different units ({' and '.join(units)}), which do not add up: a user may "
                 "have many examples. Record all with the same unit"
             )
-        events = [event for row in self._rows if (event := self._event(row, adjacency)) is not None]
-        if not events:
-            return dp_event.NoOpDpEvent()
-        return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
+        return units[0] if units else None
 
     @staticmethod
     def _event(row: _Row, adjacency: str) -> "DpEvent | None":

@@ -62,7 +62,12 @@ def check_delta(delta: float) -> float:
 
 
 class Price(NamedTuple):
-    """An ε, with the accountant that proved it; it can be `"rdp"` where `"pld"` was asked for."""
+    """An ε, with the accountant that proved it.
+
+    Attributes:
+        epsilon: An upper bound; infinite where nothing is promised.
+        accountant: `"pld"` or `"rdp"`, which can be the second where the first was asked for.
+    """
 
     epsilon: float
     accountant: str

@@ -16,12 +16,12 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-_ADJACENCY_TEXT = {
+ADJACENCY_TEXT = {
     "add_or_remove_one": "data sets that differ in the presence of one example",
     "zero_out": "data sets of which one has a blank in place of one example; all batch sizes are public",
     "replace_one": "data sets of the same size that differ in one example",
 }
-_SAMPLING_TEXT = {
+SAMPLING_TEXT = {
     "poisson": "every example joins every batch by an independent coin (Poisson)",
     "shuffle": "every example is in exactly one batch of an epoch, as in fit; no amplification is claimed",
     "fixed_size": "every batch is a fresh random subset of fixed size",
@@ -118,7 +118,7 @@ class PrivacyReport:
         lines.append(f"  epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g}")
         lines.append(f"  adjacency: {self.adjacency} ({self._neighbours()})")
         if self.sampling is not None:
-            text = self._of_unit(_SAMPLING_TEXT[self.sampling])
+            text = self._of_unit(SAMPLING_TEXT[self.sampling])
             if self.truncated_batch_size is not None:
                 text += f"; of more than {self.truncated_batch_size} a random subset of so many stays"
             lines.append(f"  sampling: {self.sampling} ({text})")
@@ -142,7 +142,7 @@ class PrivacyReport:
         return {name: "inf" if value == math.inf else value for name, value in fields.items()}
 
     def _neighbours(self) -> str:
-        text, k = self._of_unit(_ADJACENCY_TEXT[self.adjacency]), self.max_examples_per_user
+        text, k = self._of_unit(ADJACENCY_TEXT[self.adjacency]), self.max_examples_per_user
         return text if k == 1 else text.replace("one example", f"one user's examples, at most {k}")
 
     def _others(self) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, special, stats
 
 from tfdpfl.accounting import _checks
 
@@ -23,17 +23,25 @@ def audit_epsilon(
     *,
     delta: float = 0.0,
     vectorized: bool = False,
+    tradeoff: str | None = None,
 ) -> float:
     """Returns an ε that the mechanism does not stay below, from repeated runs on two neighbouring inputs.
 
         audit_epsilon(lambda y: RandomizedResponse(1.0, 10).fit_transform(y)[0], y, y_other, trials=20_000)
 
-    Half of the runs choose the outputs that tell the two inputs apart best; the other half, untouched by that choice,
+    Half of the runs choose the outputs that tell the two inputs apart best; the others, untouched by that choice,
     count how often each input leads there. If p and q are the two frequencies' Clopper-Pearson bounds, from below and
     above, then ε ≥ ln((p - δ) / q).
 
     Promise: with probability `confidence` at least, the returned number is at most the mechanism's true ε at δ. A small
     one proves nothing: with n trials no more than about ln(n / 12) can be seen.
+
+    With ``tradeoff="gaussian"`` the same two bounds say how far apart two unit normals are that are as easy to tell
+    apart: μ ≥ Φ⁻¹(p) - Φ⁻¹(q); returned is the ε of that μ at δ, which is far more. That the mechanism is μ-GDP for no
+    smaller μ assumes nothing. That its ε at δ is no smaller is an assumption: that the pair is, at every error rate, as
+    hard to tell apart as two normals. So it is where Gaussian noise on a value of bounded L2 norm is all that touches
+    the data, once or many times, and a claim made for that is what it refutes. Of Laplace noise, randomized response or
+    sampled batches it may say too much: take the default there.
 
     Args:
         mechanism: Takes a data set and returns what an adversary sees: a number, a string, or an array of equal
@@ -45,6 +53,7 @@ def audit_epsilon(
         delta: δ of the claim to be tested.
         vectorized: Whether the mechanism takes (data set, trials) and returns that many independent outputs,
             `[trials, ...]`; much faster where it can.
+        tradeoff: None, or "gaussian" for mechanisms that are Gaussian noise; it needs a δ above 0.
 
     Returns:
         The lower bound, 0.0 where there is nothing to see.
@@ -52,20 +61,27 @@ def audit_epsilon(
     Raises:
         ValueError: An argument is out of its range, or the outputs have different shapes.
 
-    Source: Jagielski et al. 2020, arXiv:2006.07709; Clopper & Pearson 1934.
+    Source: Jagielski et al. 2020, arXiv:2006.07709; Clopper & Pearson 1934; for "gaussian" Dong, Roth & Su 2019,
+    arXiv:1905.02383, and Nasr et al. 2023, arXiv:2302.07956.
     """
     trials = _checks.whole("trials", trials, 20, "a few thousand runs see an ε of about 5")
     confidence = _checks.probability("confidence", confidence, "for instance 0.99")
     delta = _checks.real("delta", delta, "0 for pure ε-DP", at_least=0)
     if delta >= 1:
         raise ValueError(f"delta must be below 1, got {delta!r}: take the δ of the claim")
+    if tradeoff is not None:
+        _checks.choice("tradeoff", tradeoff, ("gaussian",))
+        if delta == 0:
+            raise ValueError('delta must be above 0 with tradeoff="gaussian": Gaussian noise has no finite ε at δ = 0')
+    bound = _epsilon if tradeoff is None else _mu
     seen = [_outputs(mechanism, data, trials, vectorized) for data in (dataset, neighbour)]
     if seen[0].shape[1:] != seen[1].shape[1:]:
         raise ValueError(
             f"mechanism returned outputs of the shapes {list(seen[0].shape[1:])} and {list(seen[1].shape[1:])}: return "
             "what can be compared, equal shapes for both inputs"
         )
-    half = trials // 2
+    # One place on a known curve is found with fewer runs than any event.
+    half = trials // (2 if tradeoff is None else 4)
     chosen, counted = [part[:half] for part in seen], [part[half:] for part in seen]
     score = _likelihood_ratio(*chosen)
     scores = [score(part) for part in chosen]
@@ -77,22 +93,47 @@ def audit_epsilon(
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, min(len(thresholds), 200)).astype(int)]
         hits = half - np.searchsorted(likely, thresholds, "left")
         misses = half - np.searchsorted(unlikely, thresholds, "left")
-        bounds = _epsilon(hits, misses, half, confidence, delta)
+        bounds = bound(hits, misses, half, confidence, delta)
         if bounds.max() > best:
             best, event = bounds.max(), (sign, thresholds[bounds.argmax()])
     sign, threshold = event
     likely, unlikely = (sign * score(part) >= threshold for part in (counted if sign == 1 else counted[::-1]))
-    return max(0.0, float(_epsilon(likely.sum(), unlikely.sum(), trials - half, confidence, delta)))
+    found = float(bound(likely.sum(), unlikely.sum(), trials - half, confidence, delta))
+    return max(0.0, found) if tradeoff is None else epsilon_of_mu(found, delta)
 
 
-def _epsilon(hits: Any, misses: Any, n: int, confidence: float, delta: float) -> np.ndarray:
-    """ln((p - δ) / q) of the Clopper-Pearson bounds, each with half of the error."""
+def _rates(hits: Any, misses: Any, n: int, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    """Clopper and Pearson: p from below and q from above, each with half of the error."""
     error = (1 - confidence) / 2
     hits, misses = np.asarray(hits), np.asarray(misses)
     low = np.where(hits > 0, stats.beta.ppf(error, np.maximum(hits, 1), n - hits + 1), 0.0)
     high = np.where(misses < n, stats.beta.ppf(1 - error, misses + 1, np.maximum(n - misses, 1)), 1.0)
+    return low, high
+
+
+def _epsilon(hits: Any, misses: Any, n: int, confidence: float, delta: float) -> np.ndarray:
+    """ln((p - δ) / q)."""
+    low, high = _rates(hits, misses, n, confidence)
     with np.errstate(divide="ignore"):
         return np.log(np.maximum(low - delta, 0)) - np.log(high)
+
+
+def _mu(hits: Any, misses: Any, n: int, confidence: float, delta: float) -> np.ndarray:
+    """Φ⁻¹(p) - Φ⁻¹(q)."""
+    low, high = _rates(hits, misses, n, confidence)
+    return special.ndtri(low) - special.ndtri(high)
+
+
+def epsilon_of_mu(mu: float, delta: float) -> float:
+    """The least ε ≥ 0 at which μ-GDP implies (ε, δ)-DP (Dong, Roth & Su 2019, corollary 2.13); 0 of no positive μ."""
+
+    def above(epsilon: float) -> float:
+        first, second = stats.norm.logcdf([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu])
+        return first + np.log1p(-np.exp(min(epsilon + second - first, 0.0))) - math.log(delta)
+
+    if not mu > 0 or 2 * stats.norm.cdf(mu / 2) - 1 <= delta:
+        return 0.0
+    return float(optimize.brentq(above, 0.0, mu * mu / 2 + mu * stats.norm.isf(delta) + 1e-9, xtol=1e-12))
 
 
 def _outputs(mechanism: Callable[..., Any], data: Any, trials: int, vectorized: bool) -> np.ndarray:

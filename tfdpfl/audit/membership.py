@@ -23,7 +23,10 @@ class MembershipReport:
       auc: probability that a random member scores above a random non-member (ties count half); 0.5 is guessing.
       auc_interval: (low, high), by DeLong on the logit scale.
       tpr_at_low_fpr: the largest fraction of members found while at most ``fpr`` of the non-members are accused.
-      tpr_interval: (low, high) of Clopper and Pearson, taking the threshold as given.
+      tpr_interval: (low, high) for the true positive rate of the best threshold that accuses at most ``fpr`` of all
+        non-members there are. Where that threshold lies is unknown too: order statistics of the non-members enclose it
+        whatever their distribution, and the members beyond are counted (Clopper and Pearson). With fewer than some 440
+        non-members (at 95 %) nothing encloses it from above, and ``low`` is 0.
       fpr: 0.01. With fewer than 100 non-members it means that none is accused.
       confidence: of both intervals.
       num_members: number of members.
@@ -112,17 +115,32 @@ def report_of(attack: str, members: np.ndarray, non_members: np.ndarray, confide
     auc = float(roc_auc_score(truth, scores))
     fpr, tpr, _ = roc_curve(truth, scores, drop_intermediate=False)
     found = float(tpr[fpr <= LOW_FPR].max())
-    exact = stats.binomtest(round(found * len(members)), len(members)).proportion_ci(confidence, "exact")
     return MembershipReport(
         attack=attack,
         auc=auc,
         auc_interval=_auc_interval(members, non_members, auc, confidence),
         tpr_at_low_fpr=found,
-        tpr_interval=(float(exact.low), float(exact.high)),
+        tpr_interval=_tpr_interval(members, non_members, confidence),
         confidence=confidence,
         num_members=len(members),
         num_non_members=len(non_members),
     )
+
+
+def _tpr_interval(members: np.ndarray, non_members: np.ndarray, confidence: float) -> tuple[float, float]:
+    """A quarter of the error for each threshold and each count. Of what is taken for a member at the best threshold,
+    non-members are at most ``fpr``: too many of n are seldom in there, so it lies above the outer-th highest of them.
+    Whatever lies above the inner-th highest is seldom more than that, so it takes in at least as much."""
+    error, m, n = (1 - confidence) / 4, len(members), len(non_members)
+    down = np.sort(non_members)[::-1]
+    # Least i with P(Bin ≥ i) ≤ error; largest i with P(Bin < i) ≤ error.
+    outer = int(stats.binom.isf(error, n, LOW_FPR)) + 1
+    inner = int(stats.binom.ppf(error, n, LOW_FPR))
+    least = int(np.sum(members > down[inner - 1])) if inner else 0
+    most = int(np.sum(members > down[outer - 1])) if outer <= n else m
+    low = stats.beta.ppf(error, least, m - least + 1) if least else 0.0
+    high = stats.beta.isf(error, most + 1, m - most) if most < m else 1.0
+    return float(low), float(high)
 
 
 def _auc_interval(members: np.ndarray, non_members: np.ndarray, auc: float, confidence: float) -> tuple[float, float]:
@@ -145,14 +163,15 @@ def _auc_interval(members: np.ndarray, non_members: np.ndarray, auc: float, conf
 
 
 def _minus_losses(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
-    return -_losses(model_or_losses, examples, loss, batch_size)
+    return -losses_of(model_or_losses, examples, loss, batch_size)
 
 
 # Each takes (model or losses, examples, loss, batch_size) and returns a score for each example, higher for members.
 ATTACKS: dict[str, Callable[[Any, Any, Any, int], np.ndarray]] = {"loss": _minus_losses}
 
 
-def _losses(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
+def losses_of(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
+    """[n]: as `membership_inference` reads its arguments."""
     if model_or_losses is None:
         return np.asarray(examples, np.float64)
     if hasattr(model_or_losses, "predict"):

@@ -61,5 +61,9 @@ def clipped_gradients(
 
 @tf.autograph.experimental.do_not_convert
 def per_example_norms(loss: tf.Tensor, variables: Sequence) -> tf.Tensor:
-    """The L2 norm of every example's gradient over all ``variables``, [batch]; see `clipped_gradients`."""
+    """The L2 norm of every example's gradient over all variables, [batch].
+
+    Args:
+      loss: As all that follow, see `clipped_gradients`.
+    """
     return tf.sqrt(Plan(loss, variables, None).squared_norms())

@@ -23,6 +23,9 @@ READ: weakref.WeakKeyDictionary[tf.Graph, dict[Handle, tuple[str, str]]] = weakr
 # By graph of a private update: what to ask of every function that runs it, once it is traced.
 _ASKED: weakref.WeakKeyDictionary[tf.Graph, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
+# By graph: at what version it was looked at, for which variables, and which of them it writes batch data to.
+_WRITTEN: weakref.WeakKeyDictionary[tf.Graph, tuple[int, frozenset[Handle], set[Handle]]] = weakref.WeakKeyDictionary()
+
 
 def before_it_runs(graph: tf.Graph, ask: Callable[[], None]) -> None:
     """Calls ``ask`` whenever a tf.function was traced that runs ``graph``, also one that was traced earlier and is
@@ -94,9 +97,7 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
     handles = {Handle(None, id(handle)): v for v in kept for handle in handles_of(v)}
     found: set[Handle] = set()
     for each in inside:
-        analysis = BatchAxis(each, resource)
-        analysis.vouched = lambda op: op.type not in CALLS and _holds_a_step(op)  # by `_choices`
-        found |= tainted(analysis, {*read, *handles, *chosen})
+        found |= _written(each, frozenset([*read, *handles, *chosen]))
     for handle, v in handles.items():
         if handle in found:
             raise PrivacyError(
@@ -110,6 +111,18 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
     for handle, op in chosen.items():
         if handle in found:
             raise _chosen_by_examples(op)
+
+
+def _written(graph: tf.Graph, handles: frozenset[Handle]) -> set[Handle]:
+    """Those of the variables that a graph of a step writes batch data to. It was the same when a function was traced
+    that is called in the one that is traced now."""
+    version, asked, found = _WRITTEN.get(graph, (-1, frozenset(), set()))
+    if version != graph.version or asked != handles:
+        analysis = BatchAxis(graph, resource)
+        analysis.vouched = lambda op: op.type not in CALLS and _holds_a_step(op)  # by `_choices`
+        found = tainted(analysis, set(handles))
+        _WRITTEN[graph] = graph.version, handles, found
+    return found
 
 
 def around(graph: tf.Graph) -> Iterator[tf.Graph]:

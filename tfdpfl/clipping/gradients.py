@@ -324,6 +324,18 @@ class Lookup:
         return cls(ids, tf.concat([p.g for p in parts], 1), parts[0].shape)
 
 
+def added(total: tf.Tensor, to: tf.Tensor) -> tf.Tensor:
+    """total + to, in the type of the latter. Of a table that a `Lookup` would make of a few rows these are added, in
+    place, and the table is never made."""
+    table = total
+    while table.op.type in ("Identity", "Reshape", "EnsureShape") and table.op.inputs[0].shape == to.shape:
+        table = table.op.inputs[0]
+    if table.op.type == "UnsortedSegmentSum" and table.shape == to.shape and table.dtype == to.dtype and not compiled():
+        rows, ids, _ = table.op.inputs
+        return tf.tensor_scatter_nd_add(to, tf.expand_dims(ids, -1), rows)
+    return tf.cast(total, to.dtype) + to
+
+
 class Formed:
     """The gradients themselves, or pieces of them: [U, ...] each, which ``layout`` puts together as [U, *shape], and
     likewise without the first axis."""
@@ -401,8 +413,18 @@ def lost_squares(x: tf.Tensor) -> float:
 
 
 def products(x: tf.Tensor) -> tf.Tensor:
-    """The Gram matrices of x [..., T, A], [..., T, T]."""
-    return tf.matmul(x, x, transpose_b=True)
+    """The Gram matrices of x [..., T, A], [..., T, T], once for all that take in the same x (queries, keys, values)."""
+    graph, root = tf.compat.v1.get_default_graph(), x
+    while root.graph is graph and root.op.type in ("Identity", "Reshape", "ExpandDims", "Squeeze"):
+        root = root.op.inputs[0]
+    if not hasattr(graph, "_tfdpfl_products"):
+        graph._tfdpfl_products = {}
+    known = graph._tfdpfl_products
+    # All of a tensor's entries in the same order and shape are the same tensor.
+    what = (id(root.graph), root.name, tuple(x.shape)) if tuple(x.shape).count(None) < 2 else (id(x.graph), x.name)
+    if what not in known:
+        known[what] = tf.matmul(x, x, transpose_b=True)
+    return known[what]
 
 
 def reshaped(x: tf.Tensor, dims: list) -> tf.Tensor:

@@ -208,6 +208,9 @@ def fix(model: Any) -> Fixed:
     layers without weights are in both models. The statistics that a batch normalisation had learned have no place in
     the new layer: train, or fine-tune.
 
+    Args:
+      model: it stays as it is.
+
     Raises:
       PrivacyError: for a subclassed model, whose layers cannot be replaced from outside; for a layer with weights that
         Keras cannot make from its config.

@@ -5,7 +5,9 @@ the op's inputs are kept, turn by turn; and a list of zeros, an element a turn, 
 several such outputs. The gradient of the loss with respect to that list is the gradient with respect to the op's output
 at each turn. Together they are one such op on rows (example, turn), outside of the loop, which any rule can take.
 
-What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass.
+What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass. A
+function runs all loops and calls that read variables, also those that nobody uses: once all of it is traced, what was
+replaced is taken off that list.
 """
 
 from __future__ import annotations
@@ -115,6 +117,22 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
             )
 
 
+def _leave_out(graph: tf.Graph) -> None:
+    """Has a function that was traced run the loops and calls that were replaced only for those that take in what they
+    give out. They write nothing (`_path`), so nothing else is to wait for them."""
+    replaced = {op.name: op for op in getattr(graph, "_tfdpfl_replaced", ())}
+    if replaced:
+        graph.control_outputs[:] = [op for op in graph.control_outputs if op.name not in replaced]
+    for op in replaced.values():
+        for later in op._control_outputs:  # waits for what the op waited for instead
+            before = {o.name: o for o in [*later.control_inputs, *op.control_inputs]}
+            later._remove_all_control_inputs()
+            later._add_control_inputs([o for name, o in before.items() if name != op.name])
+
+
+graph_tools.when_traced(_leave_out)
+
+
 class Opened:
     """All loops and calls on the way to ``targets`` that use weights and can be opened, opened.
 
@@ -150,8 +168,8 @@ class Opened:
                             if not draws:
                                 analysis.graph._tfdpfl_opened.append((consumer, i, old))
                 self.now[key(old)] = new
-            # A loop that reads variables runs beside its copy though nobody uses it. It is left whole: gradients may be
-            # taken of it yet, and what it reads may be written before its copy is made.
+            # It is left whole: gradients may be taken of it yet, and another plan may find it used again.
+            analysis.graph._tfdpfl_replaced = [*getattr(analysis.graph, "_tfdpfl_replaced", ()), op]
 
     @staticmethod
     def _to_open(op: tf.Operation, a: BatchAxis) -> bool:

@@ -32,6 +32,8 @@ class SamplingDeclaration:
         unit: "example" or "user".
         min_separation: steps from one participation of a unit to its next, at least, while passes are whole.
         max_participations: how often a unit may take part in all; None if the data set sets no bound.
+        order: of `"fixed_order"` a number made from some of the data, which tells whether another data set comes in the
+            same order. Not private; it is kept in memory alone.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class SamplingDeclaration:
     unit: str = "example"
     min_separation: int = 1
     max_participations: int | None = None
+    order: int | None = dataclasses.field(default=None, repr=False)
 
     @property
     def expected_batch_size(self) -> float:

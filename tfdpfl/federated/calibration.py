@@ -112,6 +112,13 @@ def skellam_level(
 ) -> DistributedLevel:
     """What `build_distributed_dp_fed_avg` will promise for a model of so many trainable weights.
 
+    Args:
+      noise_multiplier, clip, clients_per_round, bits: as in that builder.
+      num_weights: how many trainable weights the model has.
+
+    Raises:
+      ValueError: the bits are too few for a sum over so many clients.
+
     Source: Kairouz, Liu and Steinke 2021, arXiv:2102.06387, sections 4.1 and 4.2, as TFF computes it.
     """
     n, local = clients_per_round, noise_multiplier * clip / math.sqrt(clients_per_round)

@@ -33,6 +33,7 @@ class ClientLevel:
 
     Attributes:
       noise_multiplier: of all that a round releases together, relative to one client's contribution.
+      level, adjacency: what is protected, and the neighbouring relation.
     """
 
     noise_multiplier: float
@@ -75,6 +76,7 @@ class TreeLevel:
     Attributes:
       noise_multiplier: standard deviation of the noise of a tree's node, over the clip.
       restart_every: rounds in a tree; None for one tree over all rounds.
+      level, adjacency: what is protected, and the neighbouring relation.
     """
 
     noise_multiplier: float
@@ -114,6 +116,7 @@ class CorrelatedLevel:
     Attributes:
       noise: `tfdpfl.noise.Tree`, `Banded` or `BLT`.
       noise_multiplier: what the noise takes for one: see there.
+      level, adjacency: what is protected, and the neighbouring relation.
     """
 
     noise: Noise
@@ -152,6 +155,7 @@ class LocalLevel:
 
     Attributes:
       noise_multiplier: the standard deviation over the clip.
+      level, adjacency: what is protected, and the neighbouring relation.
     """
 
     noise_multiplier: float
@@ -184,6 +188,7 @@ class ExampleLevel:
       batch_size: the expected number of examples of a step.
       local_steps: steps of a participation (poisson).
       local_epochs: passes of a participation (batches).
+      level, adjacency: what is protected, and the neighbouring relation.
     """
 
     noise_multiplier: float
@@ -278,6 +283,7 @@ class DistributedLevel:
     Attributes:
       l1, l2: bounds on a client's contribution on the integer grid, after rounding.
       local_stddev: of one client's share, on the integer grid.
+      level, adjacency: what is protected, and the neighbouring relation.
     """
 
     l1: float

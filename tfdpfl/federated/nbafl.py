@@ -98,6 +98,7 @@ class NbAFLLevel:
       clip: C.
       sigma_u, sigma_d: standard deviations, of each client's noise and of the server's on the mean.
       clients_per_round: K, the mean's denominator.
+      level, adjacency: what is protected, and the neighbouring relation.
     """
 
     clip: float

@@ -64,6 +64,7 @@ class LedgerAccountant:
 
     @property
     def num_releases(self) -> int:
+        """How many releases the ledger holds."""
         return self.ledger.steps
 
     def compose(self, event: Any, count: int = 1) -> None:
@@ -71,6 +72,7 @@ class LedgerAccountant:
         self._add(self.ledger, event, count)
 
     def get_epsilon(self, delta: float) -> float:
+        """An upper bound on the ε of what ran, at δ."""
         return self.ledger.epsilon(check_delta(delta), self.accountant)
 
     def get_delta(self, epsilon: float) -> float:
@@ -85,6 +87,7 @@ class LedgerAccountant:
         return 1.0 if math.isclose(high, 0.0) else 10**high
 
     def get_privacy_spent(self, delta: float | None = None) -> Any:
+        """Flower's ``PrivacySpent`` at δ; None takes the accountant's own."""
         delta = self._config.target_delta if delta is None else delta
         return accounting.PrivacySpent(
             epsilon=self.get_epsilon(delta),
@@ -107,6 +110,7 @@ class LedgerAccountant:
         return after.epsilon(self._config.target_delta, self.accountant) > limit
 
     def state_dict(self) -> dict[str, object]:
+        """What ran and δ, as values that JSON can hold."""
         return {"delta": self._config.target_delta, "ledger": self.ledger.to_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

@@ -190,6 +190,7 @@ class NbAFLStrategy(DifferentialPrivacy):
 
     @property
     def local_epsilon(self) -> float:
+        """An upper bound on ε, at ``delta``, of what the client that replied most has sent."""
         return self.privacy[0].price(self._run, self.delta).epsilon
 
     @property

@@ -103,7 +103,7 @@ def report_in(reply: Message) -> dict[str, Any] | None:
 
 
 def client_reports(replies: Iterable[Message]) -> dict[int, dict[str, Any]]:
-    """By node, what clients said of their own privacy: for ``aggregate_train`` of a strategy of your own.
+    """By node, what clients said of their own privacy in ``replies``: for ``aggregate_train`` of your own strategy.
 
     A report has ``level`` ("example" or "local"), ``epsilon``, ``delta``, ``adjacency``, ``steps`` and ``ledger``,
     which `PrivacyLedger.from_dict` takes. It is the client's word.

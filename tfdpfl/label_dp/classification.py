@@ -127,6 +127,7 @@ class RandomizedResponse(_LabelTransformer):
 
     @property
     def transition_matrix_(self) -> np.ndarray:
+        """[K, K], P(class j is released | the label is class i)."""
         check_is_fitted(self, "classes_")
         size = len(self.classes_)
         return _top_k.matrices(np.arange(size)[None], np.array([size]), self.epsilon)[0]

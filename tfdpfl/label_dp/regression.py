@@ -219,6 +219,7 @@ class RROnBins(_RegressionMechanism):
 
     @property
     def transition_matrix_(self) -> np.ndarray:
+        """[bins, outputs], P(output j is released | label is in bin i)."""
         check_is_fitted(self, "outputs_")
         size = len(self.outputs_)
         return _top_k.matrices(np.arange(size)[None], np.array([size]), self._response_epsilon)[0][self.bins_]

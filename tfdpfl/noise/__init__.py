@@ -43,7 +43,7 @@ _ALIGNED = 64
 
 
 def new_key(seed: int | None = None) -> np.ndarray:
-    """A key of 128 bits as two int64: from the operating system's entropy, or from a seed (for tests only).
+    """A key of 128 bits as two int64: from the operating system's entropy, or from `seed` (for tests only).
 
     Raises `PrivacyError` where the system has no entropy to give.
     """

@@ -51,8 +51,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         clipped, as in TensorFlow Privacy; the sensitivity to one example is then 2 C and the ledger says so.
       gradient_accumulation_steps: k, how many batches make one logical batch, of which the update, the noise, the
         ledger, the schedule and the moments are those of one batch k times as large. A logical batch may go on in the
-        next epoch and the next `fit`; what there is of it is in memory alone, so a restart begins it anew. An example
-        must not be in one twice.
+        next epoch and the next `fit`; what there is of it is in memory alone, so a restart begins it anew. Where
+        nobody says how the parts were drawn (`PrivacyBudget` does), an example is taken to be in all of them.
       expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
         divides by the number of examples (or microbatches) in the batch. It is about the logical batch.
       rows_per_unit: m, where m rows in a row are one unit of privacy (copies of one augmented example, rows of one

@@ -32,6 +32,9 @@ COLUMNS = ("id", "parent", "since", "pass_begun", "separation")
 ID, PARENT, SINCE, PASS_BEGUN, SEPARATION = range(len(COLUMNS))
 # The first row of the table: the segment that the state is of, the step that comes next, and whose noise it is.
 STEP, KIND, LOST = 1, 2, 3
+# Of what this object keeps, in the same row: in which order its data last came, a number. A state that a pass was begun
+# with, and that this object did not leave, is there by the negative of its segment.
+ORDER = 4
 # How data may be drawn that bound how often an example takes part.
 SHUFFLE, ORDERED, CYCLIC = (
     next(i for i, row in enumerate(_counts.SAMPLINGS) if row[0] == kind)
@@ -57,7 +60,7 @@ class Chain:
         renew_after_fork(self)
 
     def _renew(self) -> None:
-        self._own[0].assign(np.zeros(len(COLUMNS)))  # the next step begins a segment of this process
+        self._own[0, :ORDER].assign(np.zeros(ORDER))  # the next step begins a segment of this process
 
     def build(self, shapes: list, ids: list[int], add_state: Any) -> None:
         """Makes what is saved, for the weights that the optimizer is for."""
@@ -98,6 +101,9 @@ class Chain:
         parent = tf.where(anew, tf.zeros_like(step), saved[0, ID])
         of_parent = tf.equal(saved[1:, ID], parent) & (parent > 0)
         begun, apart = tf.unstack(tf.reduce_sum(tf.where(of_parent[:, None], saved[1:, PASS_BEGUN:], 0.0), 0))
+        # Where a state is taken up in the middle of a pass, what comes next may have come just before it.
+        pass_begins = tf.equal(own[0, ID], -saved[0, ID]) & tf.equal(own[0, STEP], saved[0, STEP])
+        apart = tf.where(pass_begins | tf.equal(step, 0), apart, 1.0)
         row = tf.stack([current, parent, step, begun, apart])
         tables = []
         for table in (own, saved):
@@ -105,7 +111,7 @@ class Chain:
             here = tf.one_hot(tf.argmax(tf.cast(free, tf.int32)), ROWS, True, False) & free & ~goes_on
             rows = tf.where(here[:, None], row, table[1:])
             lost = tf.maximum(table[0, LOST], tf.cast(~goes_on & ~tf.reduce_any(free), tf.float64))
-            head = tf.stack([current, step + 1, tf.constant(self.kind, tf.float64), lost, 0.0])
+            head = tf.stack([current, step + 1, tf.constant(self.kind, tf.float64), lost, table[0, ORDER]])
             tables.append(tf.concat([head[None], rows], 0))
         self._own.assign(tables[0])
         self.table.assign(tables[1])
@@ -127,14 +133,32 @@ class Chain:
                     if length > 0 and row[PASS_BEGUN] >= 0:
                         row[SEPARATION] = min(row[SEPARATION] or length, length)
                     row[PASS_BEGUN] = step
+        if not (own[0, ID] > 0 and (own[0, : STEP + 1] == saved[0, : STEP + 1]).all()):
+            own[0, [ID, STEP]] = -saved[0, ID], step
         if sampling == CYCLIC and step % self.noise.min_separation:
             own[0] = 0  # the turns of the groups begin anew: so does the noise
         self._own.assign(own)
         self.table.assign(saved)
 
-    def begin_data(self) -> None:
-        """Data begin whose groups are others."""
-        self._own[0].assign(np.zeros(len(COLUMNS)))
+    def begin_data(self, sampling: int, order: float) -> None:
+        """A fit begins. Its groups may be others; its data may come in another order (a number for each) than those
+        before, so that an example may be used again at once."""
+        own = self._own.numpy()
+        if sampling == CYCLIC:
+            own[0] = 0
+        elif sampling == ORDERED:
+            if own[0, ORDER] not in (0, order) and self.table is not None:
+                saved = np.array(self.table)
+                for table in (own, saved):
+                    table[1:][table[1:, ID] == saved[0, ID], SEPARATION] = 1
+                self.table.assign(saved)
+            own[0, ORDER] = order
+        self._own.assign(own)
+
+    @property
+    def order_is_not_known(self) -> bool:
+        """Whether steps were taken before this object's, on data in an order that it has not seen."""
+        return self.table is not None and np.array(self.table)[0, STEP] > 0 == self._own.numpy()[0, ORDER]
 
     # -- saving ------------------------------------------------------------------------------------------------------
 

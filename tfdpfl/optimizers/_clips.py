@@ -119,8 +119,9 @@ class Adaptive(Clipping):
             "that does not learn (dead units, weights of zero), or give a number as l2_norm_clip."))]):  # fmt: skip
             clip = tf.identity(clip)
         clipped = plan.finish(plan.squared_norms(), clip, denominator)
-        within = tf.cast(clipped.norms <= tf.cast(clip, clipped.norms.dtype), tf.float32)
-        return clipped, tf.reduce_sum(within - 0.5)  # which one unit moves by 1/2
+        within = tf.cast(clipped.norms <= tf.cast(clip, clipped.norms.dtype), tf.float32) - 0.5
+        # One unit moves this by 1/2. Without a gradient it is as if it was not there: blanks fill up batches.
+        return clipped, tf.reduce_sum(tf.where(clipped.norms <= LEAST_CLIP, 0.0, within))
 
     def split(self, noise_multiplier, units):
         return self.clip.split(noise_multiplier, units, tf.maximum)

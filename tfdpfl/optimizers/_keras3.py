@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdpfl._frames import callers
 from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers._counts import plain_variable
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
 
@@ -49,6 +50,13 @@ class Keras3Adapter:
         self._track_variable(variable)
         return variable
 
+    def build(self, variables):
+        """As Keras does, but as if before the step: TensorFlow traces a function twice that makes variables."""
+        if tf.distribute.has_strategy():
+            return super().build(variables)
+        with tf.init_scope(), tf.variable_creator_scope(plain_variable):
+            return super().build(variables)
+
     def scale_loss(self, loss):
         self._check_graph(loss)
         if self._pending is not None and self._pending.graph is loss.graph:
@@ -76,7 +84,7 @@ class Keras3Adapter:
         if self.loss_scale_factor is not None:  # the base class divides by it
             # Which takes no rows: those are laid out, with zeros for the others.
             private = [g if g is None else tf.convert_to_tensor(g) * self.loss_scale_factor for g in private]
-        if not self.built:  # in a branch of the graph no variables are made
+        if not self.built:
             self.build(variables)
         self._dp.where_whole(lambda: super(Keras3Adapter, self).apply(private, variables))
 

@@ -15,6 +15,7 @@ from tfdpfl import clips, noise
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
+from tfdpfl.clipping.gradients import added
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
@@ -141,6 +142,7 @@ class Mechanism:
         self.counter.discrete = secure_noise
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
+        self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = _counts.in_memory(np.int64(0))  # parts that the last step left
 
@@ -294,7 +296,7 @@ class Mechanism:
             else:
                 normals = [row * (self.chain.noise.unit * stddev) for row in rows]
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
-            sums = [tf.cast(tf.cast(s, n.dtype) + n, s.dtype) for s, n in zip(sums, normals, strict=True)]
+            sums = [tf.cast(added(s, n), s.dtype) for s, n in zip(sums, normals, strict=True)]
         sums = _replicas.summed(sums)
         if of_count is not None:
             self.clipping.adapt(sums[at], denominator)

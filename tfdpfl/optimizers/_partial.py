@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.optimizers._counts import Drawn, in_memory
+from tfdpfl.optimizers._counts import DATA, SAMPLING, UNKNOWN, Drawn, in_memory
 
 
 @dataclasses.dataclass
@@ -48,11 +48,12 @@ class Partial:
         drawn = part.drawn
         at = tf.where(tf.equal(drawn.place, 0), tf.zeros([], tf.int64), tf.convert_to_tensor(self.at))
         first = tf.equal(at, 0)
-        # Parts that were drawn in different ways, or are not those that belong together, are of no known sampling.
-        # Each holds an example once, all of them may hold the same one.
+        # Parts that were drawn in different ways, or nobody knows how, or are not those that belong together, are of no
+        # known sampling. Each holds an example once, all of them may hold the same one.
         so_far = lambda kept: tf.where(first, tf.zeros_like(kept), kept)  # noqa: E731
         here = so_far(tf.convert_to_tensor(self.known))
         same = first | tf.reduce_all(tf.equal(here[:-1], drawn.known[:-1]))
+        same &= tf.not_equal(drawn.known[SAMPLING - DATA], UNKNOWN)
         same &= (drawn.place < 0) | tf.equal(drawn.place, at)
         odd = so_far(tf.convert_to_tensor(self.odd)) + tf.cast(~same, tf.int64)
         known = tf.concat([drawn.known[:-1], tf.maximum(drawn.known[-1:], here[-1:])], 0)

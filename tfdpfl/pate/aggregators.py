@@ -203,6 +203,9 @@ class Aggregator(abc.ABC):
     `seed=None` draws noise from the operating system's entropy, anew for every call: copies of an aggregator, in other
     processes too, do not repeat each other. With a seed they do, and whoever knows it can subtract the noise: it is
     for tests.
+
+    Args:
+        seed: For tests only; keyword only.
     """
 
     seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)

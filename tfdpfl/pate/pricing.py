@@ -24,7 +24,7 @@ ORDERS = 1 + np.geomspace(0.02, 1e4, 100)
 
 
 def compose(rdp_of_batches: Iterable[Any]) -> np.ndarray:
-    """Returns the total RDP `[orders]` of batches of queries, each `[queries, orders]`: RDP adds up."""
+    """Returns the total RDP `[orders]`, of all `rdp_of_batches` of queries, each `[queries, orders]`: RDP adds up."""
     return np.sum([np.sum(batch, axis=0) for batch in rdp_of_batches], axis=0)
 
 

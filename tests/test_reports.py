@@ -1,0 +1,271 @@
+"""A project's report: what adds up is composed, what does not is said, and the page has all figures and no links."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import types
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tfdpfl.accounting import PrivacyLedger, PrivacyReport
+from tfdpfl.accounting.report import rounded_up
+from tfdpfl.audit import MembershipReport, report
+from tfdpfl.cli import main
+from tfdpfl.label_dp import RandomizedResponse
+from tfdpfl.pate import GNMax
+
+DELTA = 1e-5
+VOID = {"meta", "img", "br"}
+
+
+def gaussian(sigma, steps=1, **how):
+    how = {"num_examples": 1000, "batch_size": 1000, "sampling": "none", **how}
+    return PrivacyLedger().record(sigma, steps, **how)
+
+
+def labels(seed=None):
+    mechanism = RandomizedResponse(1.0, 10, seed=seed)
+    mechanism.fit_transform(np.arange(50) % 10)
+    return mechanism
+
+
+def votes():
+    return GNMax(40.0).aggregate(np.tile([200, 50, 0], (20, 1)))
+
+
+def figure(epsilon, delta=DELTA, **more):
+    rest = dict(sampling=None, noise_multiplier=None, steps=1, participations=1, num_examples=None, batch_size=None)
+    return PrivacyReport(epsilon=epsilon, delta=delta, adjacency="add_or_remove_one", accountant="pld", **rest, **more)
+
+
+def test_parts_of_one_adjacency_are_composed_and_others_are_not():
+    made = report({"a": gaussian(3.0), "b": gaussian(4.0), "labels": labels(), "votes": votes()}, delta=DELTA)
+    whole = next(total for total in made.totals if total.parts == ("a", "b")).figures
+    # Two Gaussians are one: 1/3² + 1/4² = 1/2.4².
+    alone = gaussian(2.4).epsilon(DELTA)
+    assert whole.epsilon == pytest.approx(alone, rel=1e-3) and whole.gdp_mu == pytest.approx(1 / 2.4)
+    assert whole.zcdp_rho == pytest.approx(1 / 2.4**2 / 2)
+    assert {total.parts for total in made.totals} == {("a", "b"), ("labels",), ("votes",)}
+    (sentence,) = made.not_added
+    assert "a + b (one example, add_or_remove_one); labels (one label, replace_one); votes (one example" in sentence
+    assert [part.figures.epsilon for part in made.parts[2:]] == [
+        labels().ledger.epsilon(DELTA), pytest.approx(float(votes().epsilon(DELTA)))
+    ]  # fmt: skip
+    deltas, epsilons = zip(*whole.epsilons, strict=True)
+    assert deltas == (1e-3, 1e-4, 1e-5, 1e-6, 1e-7) and list(epsilons) == sorted(epsilons)
+    assert whole.accountants["pld"] < whole.accountants["rdp"]
+
+
+def test_steps_that_two_ledgers_saw_count_once():
+    first, both = PrivacyLedger().count("here", 3.0, 5), PrivacyLedger().count("here", 3.0, 9)
+    (total,) = report({"early": first, "late": both}, delta=DELTA).totals
+    assert total.figures.epsilon == both.epsilon(DELTA)
+
+
+def test_parts_without_an_event_share_delta():
+    (total,) = report({"a": figure(1.0, 1e-6), "b": gaussian(3.0)}, delta=DELTA).totals
+    assert total.figures.epsilon == 1.0 + gaussian(3.0).epsilon(DELTA / 2)
+    assert dict(total.figures.epsilons)[1e-6] is None  # half of it is below the first one's δ
+    alone = report({"a": figure(1.0, 1e-4)}, delta=DELTA)
+    assert alone.parts[0].figures.epsilon is None and "known at delta = 0.0001" in str(alone)
+
+
+def test_other_data_other_units_and_unknown_units_are_added_to_nothing():
+    made = report({"a": gaussian(3.0), "b": gaussian(3.0)}, delta=DELTA, data={"a": "north", "b": "south"})
+    assert [total.parts for total in made.totals] == [("a",), ("b",)] and "(north, south)" in made.not_added[0]
+    made = report({"a": gaussian(3.0), "b": gaussian(3.0, unit="user")}, delta=DELTA)
+    assert len(made.totals) == 2 and "one user" in made.not_added[0]
+    events = {name: PrivacyLedger().add(gaussian(3.0).dp_event) for name in "ab"}
+    made = report(events, delta=DELTA)
+    assert len(made.totals) == 2 and "What a protects is not recorded" in str(made)
+    made = report(events, delta=DELTA, units={"a": "client", "b": "client"})
+    assert [total.parts for total in made.totals] == [("a", "b")]
+    users = report({k: gaussian(3.0, max_examples_per_user=int(k)) for k in "23"}, delta=DELTA)
+    assert len(users.totals) == 2 and users.parts[0].unit == "user of at most 2 examples"
+
+
+def test_a_figure_that_may_not_be_published_is_nowhere():
+    secret = votes().epsilon(DELTA, data_dependent=True)
+    assert secret.data_dependent
+    made = report({"votes": secret, "more": votes()}, delta=DELTA)
+    text = made.to_html() + made.to_json() + str(made)
+    assert f"{float(secret):.4g}" not in text and "not to be published" in text
+    assert made.totals[0].parts == ("votes", "more") and made.totals[0].figures.epsilon is None
+
+
+def test_a_seed_is_warned_of_and_not_shown():
+    made = report({"labels": labels(seed=987654)}, delta=DELTA)
+    assert "seed" in made.warnings[0] and "987654" not in made.to_html() + made.to_json() + str(made)
+
+
+def test_what_clones_released_is_in_the_price():
+    from sklearn.base import clone
+
+    first = labels()
+    clone(first).fit_transform(np.arange(50) % 10)
+    made = report({"labels": first}, delta=DELTA)
+    assert made.parts[0].figures.epsilon == first.family_ledger.epsilon(DELTA) > first.ledger.epsilon(DELTA)
+    planned = report({"labels": RandomizedResponse(1.0, 10)}, delta=DELTA)
+    assert planned.parts[0].figures.epsilon > 0 and "planned" in planned.warnings[0]
+
+
+def test_federated_promises_are_told_by_level():
+    from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, LocalLevel
+    from tfdpfl.federated.privacy import Participation, RoundsRun
+
+    run = RoundsRun(rounds=3, participation=Participation(sampling="none", population=50, clients_per_round=10),
+                    cohorts=[[f"c{i}" for i in range(10)]] * 3)  # fmt: skip
+    client, local = ClientLevel(noise_multiplier=4.0), LocalLevel(noise_multiplier=8.0)
+    history = types.SimpleNamespace(
+        trainings={"client": (client, run), "local": (local, run)}, adjacency={}, lost_rounds=2
+    )
+    skellam = DistributedLevel(l1=100.0, l2=20.0, local_stddev=40.0)
+    made = report({"fed": history, "sum": (skellam, run)}, delta=DELTA)
+    prices = [client.price(run, DELTA).epsilon, local.price(run, DELTA).epsilon, skellam.price(run, DELTA).epsilon]
+    assert [part.figures.epsilon for part in made.parts] == prices
+    assert [part.unit for part in made.parts] == ["client", "client's update", "client"]
+    together = next(total for total in made.totals if len(total.parts) == 2).figures.epsilon
+    assert together == client.price(run, DELTA / 2).epsilon + skellam.price(run, DELTA / 2).epsilon
+    assert any("2 more rounds" in warning for warning in made.warnings)
+
+
+def test_what_an_audit_found_is_held_against_the_promise():
+    claimed = gaussian(3.0).epsilon(DELTA)
+    bound = lambda epsilon: report({"a": gaussian(3.0)}, delta=DELTA, audits={"a": epsilon})
+    assert not bound(claimed * 0.99).measured[0].refuted
+    worse = bound(claimed * 1.01)
+    assert worse.measured[0].refuted and "wrong" in worse.warnings[0] and "promise refuted" in worse.to_html()
+    other = types.SimpleNamespace(report=types.SimpleNamespace(epsilon=claimed * 1.01, delta=1e-6))
+    assert not bound(other).measured[0].refuted  # at that δ more is promised
+    most = gaussian(3.0).report(DELTA).others.tpr_at_1_percent_fpr
+    for low, refuted in ((most * 0.99, False), (most * 1.01, True)):
+        attack = MembershipReport(
+            attack="loss", auc=0.6, auc_interval=(0.5, 0.7), tpr_at_low_fpr=0.5, tpr_interval=(low, 0.9),
+            confidence=0.95, num_members=9, num_non_members=9,
+        )  # fmt: skip
+        assert bound(attack).measured[0].refuted == refuted
+
+
+class Page(HTMLParser):
+    """Refuses a page that is not well-formed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.links, self.text = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+
+EVIL = '</td><script>alert(1)</script><img src="http://example.org/x"> $x_{$ & "q"'
+
+
+def project():
+    parts = {EVIL: gaussian(3.0), "_b": gaussian(4.0, steps=2), "labels": labels(), "none": gaussian(0.0)}
+    return report(parts, delta=DELTA, title=EVIL, audits={EVIL: 0.5}, utility={EVIL: 0.97})
+
+
+def figures(saved):
+    """Every ε, ρ and μ of the JSON."""
+    for name, value in saved.items() if isinstance(saved, dict) else enumerate(saved):
+        if isinstance(value, dict | list):
+            yield from figures(value)
+        elif name in ("epsilon", "zcdp_rho", "gdp_mu", "pld", "rdp", "claimed") and value is not None:
+            yield value
+
+
+def check(text, saved):
+    """The text of a page has all figures, and the names as they are."""
+    shown = list(figures(saved))
+    assert len(shown) > 10
+    for value in shown:
+        assert rounded_up(math.inf if value == "inf" else value) in text
+    assert EVIL in text and "0.97" in text and "0.5000" in text
+    assert all(note in text for part in saved["parts"] for note in [*part["notes"], *part["mechanisms"]])
+
+
+def test_the_page_is_whole_and_asks_for_nothing(tmp_path):
+    made = project()
+    page = made.to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text("utf-8") == page
+    read = Page(page)
+    assert read.tags.count("img") == 1 and "script" not in read.tags
+    assert all(link.startswith("data:image/png;base64,") for link in read.links)
+    assert not re.search(r"https?://|//\w", page.replace("http://example.org/x", "").split("<body>")[0])
+    saved = json.loads(made.to_json(tmp_path / "page.json"), parse_constant=pytest.fail)
+    assert json.loads((tmp_path / "page.json").read_text("utf-8")) == saved
+    check("\n".join(read.text), saved)
+    assert "inf" in figures(saved) and any("infinite" in warning for warning in saved["warnings"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
+def test_a_browser_shows_it(tmp_path):
+    made = project()
+    made.to_html(tmp_path / "page.html")
+    how = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    run = subprocess.run(["chromium", *how, (tmp_path / "page.html").as_uri()], capture_output=True, text=True,
+                         timeout=120, check=True)  # fmt: skip
+    read = Page(run.stdout)
+    assert read.tags.count("img") == 1 and "script" not in read.tags
+    check("\n".join(read.text), made.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"parts": {}}, "parts must be a dict"),
+        ({"parts": {"a": 3}}, "no part of a report"),
+        ({"parts": {"a": gaussian(3.0).dp_event}}, "An event goes into a ledger"),
+        ({"parts": {"a": GNMax(40.0)}}, "has no ε"),
+        ({"delta": 1.0}, "delta must be"),
+        ({"data": {"b": "x"}}, "data names 'b'"),
+        ({"parts": {"a": gaussian(3.0), "b": gaussian(3.0)}, "data": {"a": "x"}}, "which data 'b'"),
+        ({"units": {"a": "client"}}, "recorded for one example"),
+        ({"audits": {"b": 1.0}}, "audits has 'b'"),
+        ({"audits": {"a": -1.0}}, "audits\\['a'\\]"),
+        ({"accountant": "moments"}, "accountant"),
+        ({"deltas": [0.0]}, "delta must be"),
+    ],
+)
+def test_a_bad_argument_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        report(**{"parts": {"a": gaussian(3.0)}, "delta": DELTA, **given})
+
+
+def test_the_command_reads_ledgers(tmp_path):
+    for name, sigma in (("first", 3.0), ("second", 4.0)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(gaussian(sigma).to_dict()))
+    files = [str(tmp_path / f"{name}.json") for name in ("first", "second")]
+    invoke = lambda *args: CliRunner().invoke(main, ["report", *args, "--delta", "1e-5"])
+    page = tmp_path / "page.html"
+    done = invoke(*files, "--json", "--html", str(page), "--title", "Two")
+    saved = json.loads(done.output)
+    assert done.exit_code == 0 and saved["totals"][0]["parts"] == ["first", "second"] and saved["title"] == "Two"
+    assert saved["totals"][0]["figures"]["gdp_mu"] == pytest.approx(1 / 2.4) and "<h1>Two" in page.read_text("utf-8")
+    assert "first + second: epsilon = " in invoke(*files).output
+    (tmp_path / "bad.json").write_text("[]")
+    refused = invoke(str(tmp_path / "bad.json"))
+    assert refused.exit_code == 2 and "holds no ledger" in refused.output
+    events = tmp_path / "events.json"
+    events.write_text(json.dumps(PrivacyLedger().add(gaussian(3.0).dp_event).to_dict()))
+    assert "one client, adjacency" in invoke(str(events), "--unit", "events=client").output
