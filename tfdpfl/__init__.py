@@ -26,6 +26,7 @@ _WHERE = {
     ),
     "PrivacyError": "errors",
     **dict.fromkeys(["AdaptiveClip", "AutomaticClip", "PerLayerClip"], "clips"),
+    "AdaFEST": "embeddings",
     **dict.fromkeys(["plan", "PrivacyPlan"], "planning"),
 }  # fmt: skip
 _MODULES = (
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         privacy_statement,
     )
     from tfdpfl.clips import AdaptiveClip, AutomaticClip, PerLayerClip
+    from tfdpfl.embeddings import AdaFEST
     from tfdpfl.errors import PrivacyError
     from tfdpfl.optimizers import (
         DPFTRL,

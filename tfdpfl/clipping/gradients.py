@@ -258,6 +258,7 @@ class Lookup:
         self.ids, self.g, self.shape = ids, g, shape
         self.same = ("lookup", tuple(shape))
         self.doubt: tf.Tensor | None = None
+        self._distinct: tuple[tf.Tensor, tf.Tensor] | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -273,9 +274,20 @@ class Lookup:
             self.doubt = rounding(length, self.g.shape[2], dtype=gram.dtype) * tf.linalg.trace(gram)
             return tf.reduce_sum(tf.where(alike, gram, tf.zeros_like(gram)), [1, 2])
         units, t = tf.shape(self.g)[0], tf.shape(self.g)[1]
-        distinct, where = tf.unique(self._keys(units))
+        distinct, where = self._unique(units)
         rows = tf.math.unsorted_segment_sum(tf.reshape(self.g, [units * t, self.g.shape[2]]), where, tf.size(distinct))
         return tf.math.unsorted_segment_sum(squares(rows), distinct // self.vocabulary, units)
+
+    def _unique(self, units: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if self._distinct is None:
+            self._distinct = tf.unique(self._keys(units))
+        return self._distinct
+
+    def looked_up(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Each unit with each row that it looks up, once: (units, rows), int64; rows are -1 for what is no row."""
+        units = tf.shape(self.g)[0]
+        keys = self._keys(units) if self.g.shape[1] == 1 else self._unique(units)[0]
+        return tf.maximum(keys, 0) // self.vocabulary, tf.where(keys < 0, keys, keys % self.vocabulary)
 
     def formed(self) -> tf.Tensor:
         units = tf.shape(self.g)[0]
@@ -298,6 +310,11 @@ class Lookup:
         g = tf.reshape(units.scaled(self.g, c), [-1, self.g.shape[2]])
         table = tf.math.unsorted_segment_sum(g, tf.reshape(self.ids, [-1]), self.vocabulary)
         return tf.reshape(table, self.shape)
+
+    def weighted_rows(self, c: tf.Tensor, units: Units) -> tf.IndexedSlices:
+        """As `weighted_sum`, of which each row is the sum of those of its number."""
+        g = tf.reshape(units.scaled(self.g, c), [-1, self.g.shape[2]])
+        return tf.IndexedSlices(g, tf.reshape(self.ids, [-1]), tf.constant(self.shape.as_list(), tf.int64))
 
     @classmethod
     def merged(cls, parts: list[Lookup]) -> Lookup:

@@ -33,7 +33,7 @@ from tfdpfl.clipping.gradients import Contribution, Formed, Lookup, Units, Use
 from tfdpfl.clipping.graph import CALLS, constant, inner_call, key
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import Opened, close
-from tfdpfl.clipping.pulling import carried_back, chain, inner_product, isometric, pullback, vocabulary_side
+from tfdpfl.clipping.pulling import carried_back, chain, inner_product, isometric, pullback, unmoved, vocabulary_side
 from tfdpfl.clipping.refusals import mixing
 from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.states import TAINTED, Batch, Handle, Items, Mixed, Public, Size, weighs
@@ -47,7 +47,7 @@ class ClippedGradients:
     Attributes:
       sum: for each variable, the sum over units (examples, or microbatches) of the clipped gradients, without noise.
         The L2 norm of one unit's part, over all variables together, is at most ``l2_norm_clip``. None where the loss
-        does not depend on the variable.
+        does not depend on the variable. (Rows with their numbers where `Plan.leave_in_rows` asks for them.)
       norms: [units], each unit's gradient norm before clipping; NaN or infinite where it was not finite.
       regularization: for each variable, the gradient of the part of the loss that depends on no example, or None.
       num_units: scalar int32, how many units there were.
@@ -55,7 +55,7 @@ class ClippedGradients:
       num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
     """
 
-    sum: list[tf.Tensor | None]
+    sum: list[tf.Tensor | tf.IndexedSlices | None]
     norms: tf.Tensor
     regularization: list[tf.Tensor | None]
     num_units: tf.Tensor
@@ -117,6 +117,7 @@ class Plan:
         losses, count = self._grouped(losses, num_microbatches, rows_per_unit)
         self.units = Units(self.batch_size, count, self.dtype)
         self.contributions = self._contributions(losses)
+        self.in_rows: frozenset[int] = frozenset()
 
     # -- reading the graph -----------------------------------------------------------------------------------
 
@@ -459,10 +460,15 @@ class Plan:
         if denominator is not None:
             cs = [c / tf.cast(denominator, self.dtype) for c in cs]
         units.mend([t for parts in self.merged for contribution, _, _ in parts for t in contribution.to_mend()])
-        sums: list[tf.Tensor | None] = []
+        sums: list[tf.Tensor | tf.IndexedSlices | None] = []
         before: list[tf.Tensor] = []
-        for group, parts in zip(self.group_of, self.merged, strict=True):
+        for i, (group, parts) in enumerate(zip(self.group_of, self.merged, strict=True)):
             total, c = None, cs[group]
+            if i in self.in_rows and len(parts) == 1 and isinstance(parts[0][0], Lookup) and unmoved(*parts[0][1:]):
+                with tf.control_dependencies(before):
+                    sums.append(parts[0][0].weighted_rows(c, units))
+                before = [sums[-1].values]
+                continue
             for contribution, weight, root in parts:
                 # One after the other: else the scaled copies for all of them are in memory at once.
                 with tf.control_dependencies(before):
@@ -483,6 +489,29 @@ class Plan:
             batch_size=self.batch_size,
             num_nonfinite=tf.reduce_sum(tf.cast(tf.logical_not(good), tf.int32)),
         )
+
+    # -- tables of which rows are looked up --------------------------------------------------------------------
+
+    def looked_up(self) -> list[int]:
+        """The places of the variables of which rows are looked up."""
+        return sorted({v for v, made, _, _ in self.contributions if isinstance(made, Lookup)})
+
+    def leave_in_rows(self, tables: Sequence[int]) -> None:
+        """Has the clipped sums of these variables given as `tf.IndexedSlices`, a row for each lookup, which are still
+        to be added up; as one tensor where a variable is used otherwise, too."""
+        self.in_rows = frozenset(tables)
+
+    def clipped_counts(self, tables: Sequence[int], clip: float, absent: tf.Tensor) -> list[tf.Tensor]:
+        """For each of these variables, which are in rows, how many units look up each of its rows, [rows]: a unit's
+        part, over all of them together, is scaled to an L2 norm of at most ``clip``. Those that are ``absent``
+        ([units]) have none."""
+        pairs = [self.merged[i][0][0].looked_up() for i in tables]
+        ones = [tf.cast(rows >= 0, self.dtype) for _, rows in pairs]
+        number = tf.add_n([tf.math.unsorted_segment_sum(one, unit, self.units.count)
+                           for one, (unit, _) in zip(ones, pairs, strict=True)])  # fmt: skip
+        factor = tf.where(absent, tf.zeros_like(number), clip / tf.maximum(tf.sqrt(number), clip))
+        return [tf.math.unsorted_segment_sum(tf.gather(factor, unit), rows, self.merged[i][0][0].vocabulary)
+                for i, (unit, rows) in zip(tables, pairs, strict=True)]  # fmt: skip
 
     def _regularization(self) -> list[tf.Tensor | None]:
         result: list[tf.Tensor | None] = [None] * len(self.variables)

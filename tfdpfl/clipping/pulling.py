@@ -28,6 +28,11 @@ def isometric(weight: tf.Tensor, root: tf.Tensor) -> bool:
     return True
 
 
+def unmoved(weight: tf.Tensor, root: tf.Tensor) -> bool:
+    """Whether the weight is the root itself, whatever its type."""
+    return isometric(weight, root) and all(link[0] in _UNMOVED for link in chain(weight, root))
+
+
 def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
     """What happens between the root and the weight, to tell whether two uses read the same entries."""
     links = []

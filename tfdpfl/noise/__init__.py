@@ -115,6 +115,26 @@ class Source:
         return gaussian(shapes, stddev, self._philox_key(), tf.zeros([], tf.int64))
 
     @tf.autograph.experimental.do_not_convert
+    def of_length(self, length: tf.Tensor, stddev: float | tf.Tensor) -> tf.Tensor:
+        """As `gaussian`, float32 [length], where the length (a scalar) is known only while the step runs. It must be
+        no secret."""
+        stddev = tf.cast(stddev, tf.float32)
+        if not _on_host():
+            self.generator = PHILOX
+            key, counter = tf.unstack(tf.bitcast(self._philox_key(), tf.uint64))
+            at = tf.stack([tf.zeros([], tf.uint64), counter])
+            return _pairs(tf.cast(length + 1, tf.int64) // 2, stddev, tf.expand_dims(key, 0), at)[:length]
+        self.generator = AES
+
+        def draw(length, stddev):
+            with self._lock:
+                if self._stream is None:
+                    self._stream = _Stream(new_key(self._seed))
+                return self._stream.normals(int(length + length % 2), stddev)[:length]
+
+        return tf.ensure_shape(tf.numpy_function(draw, [length, stddev], tf.float32), [None])
+
+    @tf.autograph.experimental.do_not_convert
     def fresh_key(self) -> tf.Tensor:
         """int64 [2]: a key for noise that is to be drawn again, another one in every run."""
         if not _on_host():

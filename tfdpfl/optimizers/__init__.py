@@ -64,6 +64,8 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
       secure_noise: True rounds the clipped sum to a grid and adds discrete Gaussian noise from the cryptographic
         generator, exactly drawn: nothing is lost to floating point's holes (Mironov 2012). A draw takes about ten times
         as long. Priced by Rényi DP. On the host's CPU alone.
+      sparse: `tfdpfl.AdaFEST` for models with large embedding tables: a step trains, and puts noise on, those rows
+        alone whose noisy count is high enough. The counts are paid for out of ``noise_multiplier``.
       seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
         every process that begins with it draws the same noise.
       **kwargs: every argument of {base}.
@@ -117,13 +119,14 @@ class DPOptimizer:
         rows_per_unit=1,
         noise=None,
         secure_noise=False,
+        sparse=None,
         seed=None,
         **kwargs,
     ):
         _check_backend()
         dp = Mechanism(
             l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size, seed,
-            rows_per_unit, noise, secure_noise,
+            rows_per_unit, noise, secure_noise, sparse,
         )  # fmt: skip
         super().__init__(**kwargs)
         tapes.watch()
@@ -207,6 +210,7 @@ class DPOptimizer:
     expected_batch_size = _setting("expected_batch_size")
     rows_per_unit = _setting("rows_per_unit")
     secure_noise = _setting("secure_noise")
+    sparse = _setting("sparse")
 
     @property
     def current_clip(self) -> float | list[float]:

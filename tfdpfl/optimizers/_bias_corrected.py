@@ -64,5 +64,9 @@ def _noise_variance(mechanism: Mechanism) -> float:
             f"DPAdamBC takes off the noise's variance, which must be the same in every step: give it {give}, or take "
             "DPAdam."
         )
+    if mechanism.sparse is not None:
+        raise PrivacyError(
+            "DPAdamBC takes off the noise's variance, which sparse=AdaFEST puts on some rows alone. Take DPAdam."
+        )
     stddev = mechanism.noise_multiplier * mechanism.clipping.first(mechanism.l2_norm_clip)
     return (stddev / mechanism.expected_batch_size) ** 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 import tensorflow as tf
@@ -71,13 +72,12 @@ class Keras2Adapter:
         loss, scale = self._without_scale(loss)
         private = self._update(loss, variables, self._dp_ledger)
         if scale is not None:
-            private = [g if g is None else g * tf.cast(scale, g.dtype) for g in private]
+            private = [g if g is None else _times(g, tf.cast(scale, g.dtype)) for g in private]
         return self._released(private, variables)
 
     def _released(self, private, variables):
-        for g in private:  # by name: a tensor would keep its graph alive
-            if g is not None:
-                self._dp_released.setdefault(g.graph, set()).add(g.name)
+        for g in _tensors(private):  # by name: a tensor would keep its graph alive
+            self._dp_released.setdefault(g.graph, set()).add(g.name)
         return list(zip(private, variables, strict=True))
 
     def _without_scale(self, loss):
@@ -94,7 +94,7 @@ class Keras2Adapter:
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
         grads_and_vars = list(grads_and_vars)
         public = {id(h) for v in [*(v for _, v in grads_and_vars), *self._variables] for h in handles_of(v)}
-        if not all(g is None or self._is_private(g, public) for g, _ in grads_and_vars):
+        if not all(self._is_private(g, public) for g in _tensors(g for g, _ in grads_and_vars)):
             grads, variables = map(list, zip(*grads_and_vars, strict=True))
             private = self._of_a_tape(grads, variables, self._dp_ledger)
             if private is None:
@@ -118,7 +118,7 @@ class Keras2Adapter:
         What else it may follow from: the variables in ``public`` (ids of handles), scalars that are no argument of
         the function, shapes, and noise.
         """
-        if isinstance(g, tf.IndexedSlices) or not isinstance(getattr(g, "graph", None), tf.Graph):
+        if not isinstance(getattr(g, "graph", None), tf.Graph):
             return False
         seen, todo = set(), [g]
         while todo:
@@ -140,6 +140,18 @@ class Keras2Adapter:
             elif not _is_data_free(t.op):
                 return False
         return True
+
+
+def _tensors(gradients: Iterable) -> list:
+    """What the gradients are made of: of rows their values and their numbers."""
+    slices = lambda g: isinstance(g, tf.IndexedSlices)  # noqa: E731
+    return [t for g in gradients if g is not None for t in ([g.values, g.indices] if slices(g) else [g])]
+
+
+def _times(g: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    if isinstance(g, tf.IndexedSlices):
+        return tf.IndexedSlices(g.values * factor, g.indices, g.dense_shape)
+    return g * factor
 
 
 def _is_data_free(op: tf.Operation) -> bool:

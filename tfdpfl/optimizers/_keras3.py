@@ -82,7 +82,8 @@ class Keras3Adapter:
             if private is None:
                 raise PrivacyError(NO_LOSS)
         if self.loss_scale_factor is not None:  # the base class divides by it
-            private = [g if g is None else g * self.loss_scale_factor for g in private]
+            # Which takes no rows: those are laid out, with zeros for the others.
+            private = [g if g is None else tf.convert_to_tensor(g) * self.loss_scale_factor for g in private]
         if not self.built:
             self.build(variables)
         self._dp.where_whole(lambda: super(Keras3Adapter, self).apply(private, variables))

@@ -14,12 +14,12 @@ import tensorflow as tf
 from tfdpfl import _tap, clips, noise
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.strategies import Noise, noise_from_dict
-from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.gradients import added
 from tfdpfl.clipping.plan import Plan
+from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts, _replicas
+from tfdpfl.optimizers import _counts, _replicas, _rows
 from tfdpfl.optimizers._chain import Chain
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._partial import Part, Partial
@@ -89,7 +89,7 @@ class Mechanism:
 
     def __init__(
         self, l2_norm_clip, noise_multiplier, num_microbatches, parts, expected_batch_size, seed, rows_per_unit=1,
-        correlated=None, secure_noise=False,
+        correlated=None, secure_noise=False, sparse=None,
     ):  # fmt: skip
         self.l2_norm_clip = clips.from_config(l2_norm_clip)
         if not isinstance(self.l2_norm_clip, clips.Clip):
@@ -154,6 +154,7 @@ class Mechanism:
                 "l2_norm_clip a number and take whole batches, or leave secure_noise out."
             )
         self.secure_noise = secure_noise
+        self.sparse = self._checked_sparse(sparse, correlated)
         self.source = noise.Source(self.seed)
         self.counter = _counts.Counter()
         self.counter.discrete = secure_noise
@@ -162,6 +163,29 @@ class Mechanism:
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = _counts.in_memory(np.int64(0))  # parts that the last step left
+
+    def _checked_sparse(self, sparse, correlated) -> AdaFEST | None:
+        if isinstance(sparse, dict):
+            sparse = AdaFEST(**sparse)
+        if sparse is None:
+            return None
+        if not isinstance(sparse, AdaFEST):
+            raise ValueError(f"sparse={sparse!r} must be None, or tfdpfl.AdaFEST.")
+        beside = {
+            f"num_microbatches={self.num_microbatches!r}": self.num_microbatches is not None,
+            f"gradient_accumulation_steps={self.parts}": self.parts > 1,
+            f"rows_per_unit={self.rows_per_unit}": self.rows_per_unit > 1,
+            f"noise={type(correlated).__name__}": correlated is not None,
+            "secure_noise=True": self.secure_noise,
+            f"l2_norm_clip={self.l2_norm_clip!r}": isinstance(self.l2_norm_clip, clips.AdaptiveClip),
+        }
+        for name in (name for name, given in beside.items() if given):
+            raise ValueError(
+                f"{name} beside sparse=AdaFEST: rows are chosen by the examples of one batch, with fresh noise and one "
+                "clip. Leave one of the two out."
+            )
+        sparse.split(self.noise_multiplier)
+        return sparse
 
     def config(self) -> dict:
         return {
@@ -174,6 +198,7 @@ class Mechanism:
             "seed": self.seed,
             "secure_noise": self.secure_noise,
             "noise": None if self.chain is None else self.chain.noise.to_dict(),
+            "sparse": None if self.sparse is None else self.sparse.to_dict(),
         }
 
     def rows(self) -> np.ndarray:
@@ -201,14 +226,18 @@ class Mechanism:
             "AdaptiveClip": self.clipping.start is not None,
             "noise": self.chain is not None,
             "secure_noise": self.secure_noise,
+            "sparse": self.sparse is not None,
         }
         name = next((name for name, given in apart.items() if given), None)
         if replicas > 1 and name is not None:
             raise PrivacyError(f"{name} on {replicas} replicas is not supported. Leave it out, or train on one device.")
 
-    def update(self, loss: tf.Tensor, variables: Sequence, table: tf.Variable) -> list[tf.Tensor | None]:
-        """The noisy gradients, one for each variable (None where the loss does not depend on it), zeros where the
-        logical batch goes on (see `where_whole`); ``table`` is the saved one, in which the step is counted."""
+    def update(
+        self, loss: tf.Tensor, variables: Sequence, table: tf.Variable
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """The noisy gradients, one for each variable (None where the loss does not depend on it; rows alone where
+        ``sparse`` chooses them), zeros where the logical batch goes on (see `where_whole`); ``table`` is the saved one,
+        in which the step is counted."""
         self.check_replicas()
         # Clip, and sum over the batch.
         rows = self.rows_per_unit if self.rows_per_unit > 1 else None
@@ -217,9 +246,11 @@ class Mechanism:
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         if self._on_grid:
             known = tf.ones([])
+        tables = [] if self.sparse is None else _rows.tables_of(self.sparse, plan, variables)
         clipped, count = self.clipping.clipped(plan, variables, known)
+        _rows.check_tables(plan, clipped, tables, variables)
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
-        used = [i for i, s in enumerate(clipped.sum) if s is not None]
+        used = [i for i, s in enumerate(clipped.sum) if s is not None and i not in tables]
         # Not where the clip, or a check, stops the step; and not in an execution that finds the data at their end.
         with tf.control_dependencies([clipped.num_units] if count is None else [clipped.num_units, count]):
             (nonfinite,) = _replicas.summed([tf.cast(clipped.num_nonfinite, tf.float32)])
@@ -242,15 +273,21 @@ class Mechanism:
                 self.pending.assign(pending)
             else:
                 released = done(part)
+            if self.sparse is not None:
+                stddev = self._stddev(self._denominator(units))
+                used += tables
+                released += _rows.kept(
+                    self.sparse, self.noise_multiplier, stddev, plan, clipped, tables, variables, self.source
+                )
         # What depends on no example goes beside the noise.
-        result: list[tf.Tensor | None] = [None] * len(variables)
+        result: list[tf.Tensor | tf.IndexedSlices | None] = [None] * len(variables)
         for i, mean in zip(used, released, strict=False):
             result[i] = mean
         for i, r in enumerate(clipped.regularization):
             if r is not None:
                 result[i] = r if result[i] is None else result[i] + r
         return [
-            g if g is None else graph_tools.released(tf.cast(g, raw_variable(v).dtype))
+            g if g is None else _rows.released(tf.cast(g, raw_variable(v).dtype))
             for g, v in zip(result, variables, strict=True)
         ]
 
@@ -263,15 +300,15 @@ class Mechanism:
         """(sums + noise) / denominator, the noise being fresh, or ``rows`` of unit base normals that correlate. Of sums
         that are made of parts and have a denominator that only now is known, the division is to come; the others are
         divided already. What else was summed, for the clip, goes to it."""
-        sums, denominator, norm = whole.sums, self._denominator(whole.units), self.clipping.norm
-        multiplier, of_count = self.clipping.split(self.noise_multiplier, denominator)
+        sums, denominator = whole.sums, self._denominator(whole.units)
+        _, of_count = self.clipping.split(self.noise_multiplier, denominator)
         if self._on_grid:
             return self._rounded_and_noisy(sums, denominator, whole.multiplier)
         at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
         if self.noise_multiplier > 0 and _replicas.is_first():
-            stddev = multiplier * norm / denominator
+            stddev = self._stddev(denominator)
             if rows is None:
                 normals = self.source.gaussian([s.shape for s in sums], stddev)
                 normals[at:] = [n * (of_count / stddev) for n in normals[at:]]
@@ -287,6 +324,13 @@ class Mechanism:
         if of_count is not None:
             self.clipping.adapt(sums[at], denominator)
         return sums
+
+    def _stddev(self, denominator: tf.Tensor) -> tf.Tensor:
+        """The standard deviation of the noise on every entry of the mean gradient."""
+        multiplier = self.clipping.split(self.noise_multiplier, denominator)[0]
+        if self.sparse is not None:  # whose counts are paid for out of it
+            multiplier = self.sparse.split(multiplier)[0]
+        return multiplier * self.clipping.norm / denominator
 
     @property
     def _on_grid(self) -> bool:
