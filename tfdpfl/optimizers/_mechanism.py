@@ -317,7 +317,7 @@ class Mechanism:
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
             noisy = [tf.cast(added(s, n), s.dtype) for s, n in zip(sums, normals, strict=True)]
             # Correlated noise is no independent one: a unit moves each step's sum by the clip.
-            scales = [stddev if rows is None else norm / denominator] * at + [of_count] * (len(sums) - at)
+            scales = [stddev if rows is None else self.clipping.norm / denominator] * at + [of_count] * (len(sums) - at)
             bound = 1 / whole.multiplier if rows is None else tf.ones([], tf.float64)
             sums = _seen(sums, noisy, normals, scales, bound, moments=rows is None)
         sums = _replicas.summed(sums)
