@@ -47,7 +47,7 @@ class SamplingDeclaration:
     unit: str = "example"
     min_separation: int = 1
     max_participations: int | None = None
-    order: int | None = dataclasses.field(default=None, repr=False)
+    order: int | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def expected_batch_size(self) -> float:
