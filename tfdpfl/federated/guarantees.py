@@ -27,9 +27,35 @@ if TYPE_CHECKING:
 SAMPLINGS = ("poisson", "fixed_size", "bounded", "none")
 
 
+class _OneEvent:
+    """A guarantee whose rounds are one event for an accountant."""
+
+    adjacency: str
+
+    def event(self, run: RoundsRun) -> DpEvent:
+        """What ran, for an accountant."""
+        raise NotImplementedError
+
+    def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
+        """An upper bound on ε for the rounds that ran; infinite without noise.
+
+        Raises:
+          PrivacyError: the cohorts are not what the sampler declared.
+        """
+        return price(self.event(run), delta, accountant, self.adjacency)
+
+
+def _separation(run: RoundsRun) -> int:
+    """How many rounds lie between two of a client's at least."""
+    return run.participation.min_separation if run.participation.sampling == "bounded" else 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientLevel:
+class ClientLevel(_OneEvent):
     """A clipped sum of clients' updates, with Gaussian noise from the server, in every round.
+
+    Poisson and fixed-size cohorts are priced with their amplification, which for the latter is less (the proof is in
+    docs/federated.md). Bounded participation and unknown sampling are priced without any.
 
     Attributes:
       noise_multiplier: of all that a round releases together, relative to one client's contribution.
@@ -39,17 +65,6 @@ class ClientLevel:
     noise_multiplier: float
     level: str = "client"
     adjacency: str = "zero_out"
-
-    def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
-        """An upper bound on ε for the rounds that ran; infinite without noise.
-
-        Poisson and fixed-size cohorts are priced with their amplification, which for the latter is less (the proof is
-        in docs/federated.md). Bounded participation and unknown sampling are priced without any.
-
-        Raises:
-          PrivacyError: the cohorts are not what the sampler declared.
-        """
-        return price(self.event(run), delta, accountant, self.adjacency)
 
     def event(self, run: RoundsRun) -> DpEvent:
         """What ran, for an accountant."""
@@ -70,8 +85,10 @@ class ClientLevel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeLevel:
+class TreeLevel(_OneEvent):
     """Sums over all rounds so far with tree-aggregated Gaussian noise (Kairouz et al. 2021, arXiv:2103.00039).
+
+    No sampling is relied upon, only the participation limits.
 
     Attributes:
       noise_multiplier: standard deviation of the noise of a tree's node, over the clip.
@@ -84,14 +101,6 @@ class TreeLevel:
     level: str = "client"
     adjacency: str = "zero_out"
 
-    def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
-        """An upper bound on ε for the rounds that ran: no sampling is relied upon, only the participation limits.
-
-        Raises:
-          PrivacyError: the cohorts are not what the sampler declared.
-        """
-        return price(self.event(run), delta, accountant, self.adjacency)
-
     def event(self, run: RoundsRun) -> DpEvent:
         """What ran, for an accountant."""
         from dp_accounting import dp_event
@@ -101,17 +110,17 @@ class TreeLevel:
             return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
-        p = run.participation
-        separation = p.min_separation if p.sampling == "bounded" else 1
-        squared = tree_sensitivity(run.rounds, most, separation, self.restart_every)
+        squared = tree_sensitivity(run.rounds, most, _separation(run), self.restart_every)
         # The nodes together are one Gaussian mechanism, for clients that adapt to what was released, too (Denisov et
         # al. 2022, arXiv:2202.08312).
         return dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(squared))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CorrelatedLevel:
+class CorrelatedLevel(_OneEvent):
     """A clipped sum of clients' updates in every round, with Gaussian noise that is correlated over the rounds.
+
+    No sampling is relied upon, only the participation limits.
 
     Attributes:
       noise: `tfdpfl.noise.Tree`, `Banded` or `BLT`.
@@ -124,34 +133,26 @@ class CorrelatedLevel:
     level: str = "client"
     adjacency: str = "zero_out"
 
-    def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
-        """An upper bound on ε for the rounds that ran: no sampling is relied upon, only the participation limits.
-
-        Raises:
-          PrivacyError: the cohorts are not what the sampler declared.
-        """
-        return price(self.event(run), delta, accountant, self.adjacency)
-
     def event(self, run: RoundsRun) -> DpEvent:
         """What ran, for an accountant: one mechanism for all rounds."""
         from tfdpfl.accounting.correlated import CorrelatedRun
 
-        p = run.participation
         return CorrelatedRun(
             noise=self.noise,
             noise_multiplier=self.noise_multiplier,
             num_steps=run.rounds,
-            min_separation=p.min_separation if p.sampling == "bounded" else 1,
+            min_separation=_separation(run),
             max_participations=participations(run),
             adjacency=self.adjacency,
         ).dp_event
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalLevel:
+class LocalLevel(_OneEvent):
     """Gaussian noise on each client's clipped update before it leaves the client.
 
-    The server and every observer see each noisy update by itself, so nobody's sampling helps.
+    The server and every observer see each noisy update by itself, so nobody's sampling helps. The price is of the
+    client that took part most: its update replaced by any other, each time.
 
     Attributes:
       noise_multiplier: the standard deviation over the clip.
@@ -161,10 +162,6 @@ class LocalLevel:
     noise_multiplier: float
     level: str = "local"
     adjacency: str = "replace_one"
-
-    def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
-        """An upper bound on ε for the client that took part most: its update replaced by any other, each time."""
-        return price(self.event(run), delta, accountant, self.adjacency)
 
     def event(self, run: RoundsRun) -> DpEvent:
         """What ran, for an accountant."""
