@@ -114,6 +114,12 @@ class Source:
         self.generator = PHILOX
         return gaussian(shapes, stddev, self._philox_key(), tf.zeros([], tf.int64))
 
+    def _opened(self) -> _Stream:
+        """The host's stream, for whoever holds the lock; its key is drawn when it is first asked for."""
+        if self._stream is None:
+            self._stream = _Stream(new_key(self._seed))
+        return self._stream
+
     @tf.autograph.experimental.do_not_convert
     def of_length(self, length: tf.Tensor, stddev: float | tf.Tensor) -> tf.Tensor:
         """As `gaussian`, float32 [length], where the length (a scalar) is known only while the step runs. It must be
@@ -128,9 +134,7 @@ class Source:
 
         def draw(length, stddev):
             with self._lock:
-                if self._stream is None:
-                    self._stream = _Stream(new_key(self._seed))
-                return self._stream.normals(int(length + length % 2), stddev)[:length]
+                return self._opened().normals(int(length + length % 2), stddev)[:length]
 
         return tf.ensure_shape(tf.numpy_function(draw, [length, stddev], tf.float32), [None])
 
@@ -142,9 +146,7 @@ class Source:
 
         def draw():
             with self._lock:
-                if self._stream is None:
-                    self._stream = _Stream(new_key(self._seed))
-                return self._stream.words(np.empty(2, np.int64))
+                return self._opened().words(np.empty(2, np.int64))
 
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
 
@@ -163,9 +165,7 @@ class Source:
 
         def draw():
             with self._lock:
-                if self._stream is None:
-                    self._stream = _Stream(new_key(self._seed))
-                return discrete_gaussian(self._stream.words, size, sigma)
+                return discrete_gaussian(self._opened().words, size, sigma)
 
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [size])
 
@@ -201,9 +201,7 @@ class Source:
 
         def draw(stddev):
             with self._lock:
-                if self._stream is None:
-                    self._stream = _Stream(new_key(self._seed))
-                numbers = self._stream.normals(starts[-1], stddev)
+                numbers = self._opened().normals(starts[-1], stddev)
             return [numbers[at:end].reshape(shape) for at, end, shape in places]
 
         # One call for all tensors: a call costs more than the numbers of a small one.
