@@ -479,11 +479,15 @@ def _of_votes(name: str, what: Any) -> _Source:
     return source
 
 
+def _cohorts(p: Any) -> str:
+    return f"{p.sampling}: {p.clients_per_round:g} of {p.population} clients in a round"
+
+
 def _of_rounds(name: str, guarantee: Any, run: Any, warnings: Sequence[str] = ()) -> _Source:
     p = run.participation
     source = _of_level(name, guarantee, lambda delta, accountant: guarantee.price(run, delta, accountant))
     source.event = guarantee.event(run) if hasattr(guarantee, "event") else None
-    source.sampling = f"{p.sampling}: {p.clients_per_round:g} of {p.population} clients in a round"
+    source.sampling = _cohorts(p)
     source.mechanisms = [f"{run.rounds} rounds of {guarantee!r}"]
     source.warnings = warnings
     if guarantee.level == "client":
@@ -501,7 +505,7 @@ def _of_level(name: str, guarantee: Any, cost: Callable[[float, str], Price]) ->
 def _of_strategy(name: str, what: Any, delta: float) -> Iterator[_Source]:
     """A Flower strategy's promises, and what clients said of their own."""
     p = what.participation
-    sampling = f"{p.sampling}: {p.clients_per_round:g} of {p.population} clients in a round"
+    sampling = _cohorts(p)
     if hasattr(what, "local_epsilon"):  # NbAFL, whose two levels have prices alone
         for guarantee, epsilon in zip(what.privacy, (what.local_epsilon, what.epsilon), strict=True):
             source = _of_level(f"{name}, {guarantee.level} level", guarantee, _fixed(epsilon, what.delta, "pld"))

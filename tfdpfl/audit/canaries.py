@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.audit.membership import losses_of
-from tfdpfl.audit.one_run import OneRunReport, check_delta, one_run_bounds
+from tfdpfl.audit.one_run import OneRunReport, one_run_bounds
 
 
 class OneRunAudit(tf.keras.callbacks.Callback):

@@ -9,6 +9,7 @@ import numpy as np
 from scipy import special, stats
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.audit.epsilon import epsilon_of_mu
 
 _MOST = 60.0  # of what is searched, ε or μ
@@ -93,10 +94,6 @@ def one_run_bounds(scores: Any, inserted: Any, *, delta: float, confidence: floa
 def _sides(m: int) -> list[int]:
     """How many guesses are made at either end: halves of all, down to ten."""
     return [k for k in (m // 2 ** (j + 1) for j in range(8)) if k >= 10]
-
-
-def check_delta(delta: Any) -> float:
-    return _checks.probability("delta", delta, "the δ of the claim, for instance 1e-5")
 
 
 def _largest(found: list[tuple[int, int]], refuted: Any) -> tuple[float, tuple[int, int]]:
