@@ -34,6 +34,7 @@ def live(folder, kind, life):
         new = folder / "new.npy"
         np.save(new, flat(arrays))
         os.replace(new, folder / f"shown-{life:03}-{number:03}.npy")
+        time.sleep(0.05)  # else the last rounds are over before they are seen, and nothing is killed in them
 
     grid = FakeGrid(CLIENTS, lambda message, number: reply(message, arrays_in(message)))
     strategy.start(grid, model(w=np.zeros((100, 20), np.float32)), num_rounds=ROUNDS, evaluate_fn=show)

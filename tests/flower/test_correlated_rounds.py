@@ -202,7 +202,7 @@ def test_a_server_that_is_killed_at_any_time_has_charged_what_it_showed_and_repe
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     got = json.loads(done.stdout.split("RESULT ")[1])
-    assert got["kills"] >= 4 and 4 < got["released"] <= got["charged"]  # fewer on a busy machine
+    assert got["kills"] >= 4 and 8 < got["released"] <= got["charged"]
     lives = {}
     for path in sorted(tmp_path.glob("shown-*")):
         lives.setdefault(path.stem.split("-")[1], []).append(np.load(path))
