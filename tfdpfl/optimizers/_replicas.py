@@ -23,6 +23,12 @@ def number() -> int:
             f"{name} lets workers take steps on weights of different age, each with noise of its own. Train under "
             "MirroredStrategy, or on one device."
         )
+    if count > 1 and "CollectiveAllReduce" in name:
+        raise PrivacyError(
+            "MultiWorkerMirroredStrategy's workers shuffle and sample the data each for itself, so that one step may "
+            "hold an example several times, and no worker knows. Train under MirroredStrategy (several devices of one "
+            "machine), or on one device."
+        )
     if count > 1 and name != "MirroredStrategy":
         raise PrivacyError(
             f"{name} runs {count} replicas, of which each would draw noise of its own. Train under MirroredStrategy "
