@@ -1,0 +1,238 @@
+"""The calls of `fit` that run, and what a `PrivacyBudget` keeps of its own: passes, logical batches, announcements."""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl._frames import running_fits
+from tfdpfl.accounting.run import ADJACENCIES_OF
+from tfdpfl.data import declared_sampling, passed_through
+from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers import DPOptimizer, _counts, stepped_on
+
+# By model: how many private steps it had seen in this process when an epoch last ended, and the fingerprints of the
+# weights at all those ends (which EarlyStopping may go back to).
+LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
+
+
+def stepping(model: Any) -> dict[int, Any]:
+    """The mechanisms that stepped on a model's weights, by id."""
+    found: dict[int, Any] = {}
+    for v in weights_of(model):
+        found |= stepped_on(v)
+    return found
+
+
+def weights_of(model: Any) -> list[Any]:
+    """A model's weights; of one that Keras 2 has not built yet, those of its layers that are."""
+    try:
+        return list(model.weights)
+    except ValueError:
+        return [v for layer in model.layers for v in weights_of(layer)]
+
+
+def steps_on(model: Any) -> int:
+    return sum(dp.counter.steps for dp in stepping(model).values())
+
+
+def fingerprint(model: Any) -> int:
+    """A number that tells weights apart, whichever of them are trainable."""
+    return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in weights_of(model))
+
+
+def private_optimizer(model: Any) -> Any:
+    """The DP optimizer that a compiled `model` trains with, out of its loss-scaling wrapper if there is one.
+
+    Raises:
+      PrivacyError: it trains with another, or holds a second DP optimizer.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(optimizer, DPOptimizer):
+        raise PrivacyError(
+            f"PrivacyBudget prices DP optimizers, but the model trains with {type(optimizer).__name__}. Compile it "
+            "with tfdpfl.DPAdam(l2_norm_clip=..., noise_multiplier=...) or another of tfdpfl's."
+        )
+    others = [name for name, value in vars(model).items() if isinstance(value, DPOptimizer) and value is not optimizer]
+    if others:
+        raise PrivacyError(
+            f"The model holds a second DP optimizer, {others[0]!r}, whose steps PrivacyBudget does not see. Price them "
+            "together with PrivacyLedger.add and each optimizer's ledger, without PrivacyBudget."
+        )
+    return optimizer
+
+
+def running_models() -> list[Any]:
+    """The models whose `fit` is running, the innermost first."""
+    return [given.get("self") for given in running_fits()]
+
+
+def fit_arguments(model: Any) -> dict[str, Any]:
+    """The arguments of the `fit` call that is running: Keras does not tell callbacks what data it trains on."""
+    return next((dict(given) for given in running_fits() if given.get("self") is model), {})
+
+
+def length(x: Any) -> int | None:
+    """Number of examples in arrays as `fit` takes them, or None for anything else."""
+    leaves = tf.nest.flatten(x) if isinstance(x, (dict, list, tuple)) else [x]
+    if leaves and all(hasattr(leaf, "shape") and hasattr(leaf, "__len__") and len(leaf.shape) for leaf in leaves):
+        return int(leaves[0].shape[0])
+    return None
+
+
+class Fit:
+    """One call of `fit`.
+
+    Attributes:
+      data: num_examples, batch_size (of a logical batch) and sampling, and what of adjacency, unit and truncation is
+        not as usual.
+      batches: the same as the optimizer counts it.
+      physical: size of the batches that come in.
+      parts: how many of them make a logical batch, and an update.
+      uses: how often one logical batch may hold an example.
+      stride: batches of an execution.
+      whole: whether a pass may end with a smaller batch, after which the next one begins a batch of its own.
+      passes: passes over the data that were begun.
+      counts_passes: whether no other callback of the same call does.
+      announced: batches that the optimizer was told of.
+      awaited: whether a batch was announced that has not ended.
+      seen: batches of this epoch that have ended.
+      first: the number of its first. Keras 2 goes on with a number from a backup, and with data from their beginning.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any, data: dict[str, Any], data_number: float, stride: int, call: dict[str, Any],
+        steps: int | None,
+    ):  # fmt: skip
+        self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride
+        self.parts, self.physical = optimizer._dp.parts, data["batch_size"]
+        self._counter = optimizer._dp.counter
+        self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
+        self.whole |= length(call.get("x")) is not None
+        self._order = float(getattr(declared_sampling(call.get("x")), "order", 0) or 1)  # 1: as the caller says
+        self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
+        self._ended, self.awaited, self.counts_passes = False, False, True
+        self.first: int | None = None
+        self.uses = self._uses(steps) if self.shuffled else 1
+        if self.shuffled:
+            self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
+        adjacency = data.get("adjacency", ADJACENCIES_OF.get(data["sampling"], (None,))[0])
+        sampling = next(
+            i for i, (kind, of, unit) in enumerate(_counts.SAMPLINGS)
+            if i and (kind, unit) == (data["sampling"], data.get("unit", "example")) and adjacency in (None, of)
+        )  # fmt: skip
+        if self.uses > 1:
+            sampling = _counts.ACROSS_PASSES
+        cut = data.get("truncated_batch_size") or 0
+        self.batches = (data_number, sampling, data["num_examples"], self.data["batch_size"], cut)
+
+    def _uses(self, steps: int | None) -> int:
+        """In how many passes a logical batch may lie."""
+        n, b = self.data["num_examples"], self.physical
+        self._pass = pass_ = max(min(n // b, steps or n // b), 1)
+        if not self.whole:
+            return 1 if self.parts == 1 and n % b == 0 else 1 + math.ceil((self.parts * b - 1) / n)
+        if self.parts == 1 or (steps and steps % self.parts == 0 and self.passes_in(steps) == 1):
+            return 1
+        return 1 + math.ceil((self.parts - 1) / pass_)
+
+    def begin(self) -> None:
+        chain = self.optimizer._dp.chain
+        if chain is not None:
+            chain.begin_data(self.batches[1], self._order)
+        self._counter.settle(self.optimizer._dp_ledger)
+        self._steps_before = self._counter.steps
+        # A logical batch goes on where it may lie in several passes, all of it was drawn as what comes, and they were
+        # whole.
+        goes_on = self.uses > 1 and self.optimizer._dp.whole_pass
+        self.optimizer._dp.drop_partial(unless=self.batches if goes_on else None)
+        self._pending = int(self.optimizer._dp.pending)
+
+    @property
+    def shuffled(self) -> bool:
+        return self.data["sampling"] == "shuffle"
+
+    def passes_in(self, steps: int) -> int:
+        """How many passes over the data so many steps in a row begin."""
+        n, b = self.data["num_examples"], self.physical
+        if not self.whole:  # batches may go across the border of two passes
+            return math.ceil(steps * b / n)
+        return 1 if steps <= math.ceil(n / b) else math.ceil(steps / max(n // b, 1))
+
+    def begin_passes(self, number: int) -> None:
+        """Counted for the optimizer, of which another fit may count some, too."""
+        if number <= 0:
+            return
+        self.passes += number
+        chain = self.optimizer._dp.chain
+        if chain is not None:
+            chain.begin_pass(self.batches[1])
+        if self.counts_passes:
+            self._counter.passes[self.batches] = self._counter.passes.get(self.batches, 0) + number * self.uses
+
+    def steps_in(self, batches: int) -> int:
+        """How many steps the first so many batches of the fit make."""
+        return (self._pending + batches) // self.parts
+
+    def steps_next(self) -> int:
+        """How many steps the next execution makes, or makes a beginning of."""
+        return max(self.steps_in(self.announced + self.stride) - self.steps_in(self.announced), 1)
+
+    def announce(self, batch: int, batches: int) -> None:
+        """Tells the optimizer of the next execution's batches, of which the first is number ``batch`` of the epoch."""
+        self.announced, self.awaited, self.optimizer._dp.whole_pass = self.announced + batches, True, False
+        parts = self.parts if self.parts > 1 and self.uses == 1 else 0
+        self._counter.announce(self.batches, batches, (batch - (self.first or 0)) % self.parts, parts)
+
+    def check_pass(self) -> None:
+        """That an epoch that has ended was as long as the price of logical batches takes passes to be."""
+        short = self.uses > 1 and self.seen < self._pass
+        self.optimizer._dp.whole_pass = self.whole and not short
+        if short and self.whole and not self.model.stop_training:
+            self.optimizer._dp.drop_partial()
+            if self.first:
+                return
+            raise PrivacyError(
+                f"num_examples={self.data['num_examples']} in batches of {self.physical} make {self._pass} a pass, but "
+                f"the data ended after {self.seen} batches, so that a logical batch of {self.parts} may hold an "
+                "example more often than is priced. Give PrivacyBudget the number of examples that the data have."
+            )
+
+    def silence(self) -> None:
+        """Nothing is known of steps from here on."""
+        self._counter.announce(self.batches, 0)
+
+    def end(self) -> None:
+        """The fit is over, and was not interrupted."""
+        if not self._ended:
+            self._ended = True
+            self.silence()
+
+    def cut_off(self) -> None:
+        """The fit is over, and may have been interrupted.
+
+        Other steps may have been taken for a batch that was announced and of which no end was seen. As many are counted
+        once more, as steps of which nothing is known. (Nothing ends the announcement at the moment of the interruption:
+        what Python calls when it frees a fit may come while TensorFlow builds a graph, and must not build ops.)
+        """
+        taken = self.stride - int(self._counter.batches.numpy()[-1])
+        if not self._ended and self.awaited and taken > 0:
+            # They may have come into a logical batch, with examples of other parts.
+            self.optimizer._dp.drop_partial()
+            halved = self.optimizer.num_microbatches is not None
+            multiplier = self.optimizer.noise_multiplier / self.parts / (2 if halved else 1)
+            kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
+            row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, taken, 0]
+            self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
+        self.end()
+
+    @property
+    def steps(self) -> int:
+        """What the optimizer has taken since the fit began."""
+        return self._counter.steps - self._steps_before

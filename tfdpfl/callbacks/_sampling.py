@@ -1,0 +1,324 @@
+"""How the batches of a `fit` are drawn: what the data say of themselves, and whether what is said of them agrees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from tfdpfl.callbacks._fits import length as length_of
+from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
+from tfdpfl.errors import PrivacyError
+
+
+class Sampling:
+    """What `PrivacyBudget` was told of the data, held against what `fit` was given.
+
+    Args:
+      said: the callback, with sampling, num_examples and batch_size, each of them None where nothing was said, and
+        Keras's params of the fit.
+      optimizer: the private one.
+      data_number: the data set's, as the optimizer counts it.
+    """
+
+    def __init__(self, said: Any, optimizer: Any, data_number: float):
+        self.sampling, self.num_examples, self.batch_size = said.sampling, said.num_examples, said.batch_size
+        self.params = said.params
+        self._optimizer, self._data_number = optimizer, data_number
+
+    def describe(self, call: dict[str, Any]) -> dict[str, Any]:
+        """num_examples, batch_size and sampling of the data that `fit` was given."""
+        x = call.get("x")
+        declared = declared_sampling(x)
+        if declared is not None:
+            self._check_uses(declared, call)
+        if self._optimizer.noise is not None:
+            self._check_bounded(declared, call)
+            if declared is not None:
+                return self._bounded(declared)
+        if declared is not None:
+            return self._poisson(declared, call) if declared.kind == "poisson" else self._in_order(declared, call)
+        length = length_of(x)
+        if length is not None:
+            if self.sampling not in (None, "shuffle"):
+                raise PrivacyError(
+                    f"sampling={self.sampling!r}, but fit was given arrays, which it shuffles. Leave sampling out, or "
+                    "pass tfdpfl.data.poisson_batches((x, y), ...) to fit."
+                )
+            n = self.num_examples if self.num_examples is not None else length
+            if length > n or (length < n and not call.get("validation_split")):
+                raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
+            batch = min(call.get("batch_size") or 32, length)
+            self._check_batch_size(batch)
+            rows = self._optimizer.rows_per_unit
+            if rows > 1 and (call.get("shuffle", True) or length % rows or batch % rows):
+                raise PrivacyError(
+                    f"With rows_per_unit={rows} rows in a row are one unit, and fit tears units apart: give it "
+                    f"shuffle=False, whole units ({length} rows are given) and a batch_size (now {batch}) that {rows} "
+                    "divides; or use tfdpfl.data.poisson_batches."
+                )
+            length, batch = length // rows, batch // rows
+            self._check_groups(length, batch, call)
+            return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
+        origin = made_from(x)
+        if origin is not None and origin.kind != "poisson":
+            priced = {"shuffle": ("shuffle", "none"), "fixed_order": ("fixed_order", "shuffle", "none")}
+            if self.sampling not in priced.get(origin.kind, ()):
+                raise PrivacyError(
+                    f"A {type(x).__name__} was made from batches of kind {origin.kind!r}, which sampling="
+                    f"{self.sampling!r} does not describe. Pass those batches themselves to fit."
+                )
+        elif origin is not None:
+            again = passed_through(x, ("cache", "snapshot", "save"))
+            if again is not None:
+                raise PrivacyError(
+                    f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
+                    "which are not drawn anew. Leave it out: poisson_batches prefetches, and keeps the data in memory."
+                )
+            if self.sampling != "poisson":
+                raise PrivacyError(
+                    f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
+                    "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data "
+                    "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
+                    "num_examples and batch_size (the expected one)."
+                )
+        if self._optimizer.rows_per_unit > 1:
+            raise PrivacyError(
+                f"Whether a {type(x).__name__} keeps the rows of a unit together, of which rows_per_unit="
+                f"{self._optimizer.rows_per_unit} are one, is not known. Use tfdpfl.data.poisson_batches."
+            )
+        if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
+            raise PrivacyError(
+                "sample_from_datasets with repeat() draws some examples more often than others (weighted or class-"
+                "balanced sampling), which has no price. Draw with tfdpfl.data.poisson_batches, and weight the loss, "
+                "by sample_weight or class_weight."
+            )
+        missing = [
+            said
+            for said, given in (
+                ("sampling='shuffle' (every example at most once a pass)", self.sampling),
+                ("num_examples", self.num_examples),
+                ("batch_size", self.batch_size),
+            )
+            if given is None
+        ]
+        if missing:
+            raise PrivacyError(
+                f"How {type(x).__name__} draws its batches is not known, so they cannot be priced. Use "
+                f"tfdpfl.data.poisson_batches, or give PrivacyBudget {' and '.join(missing)}, too."
+            )
+        if self.sampling == "poisson":
+            self._check_poisson()
+        parts = self._optimizer._dp.parts
+        if self.sampling != "shuffle" and parts > 1:
+            raise PrivacyError(
+                f"sampling={self.sampling!r}: an example may be in several of the batches that "
+                f"gradient_accumulation_steps={parts} adds up, which has no price. Use tfdpfl.data.poisson_batches, "
+                "which cuts one sample into batches, or sampling='shuffle'."
+            )
+        if origin is None:
+            self._check_against(x)
+        else:
+            self._check_said_of(origin)
+        ordered = self._optimizer.noise is None and self.sampling == "fixed_order"
+        sampling = "shuffle" if ordered else self.sampling  # with fresh noise only the number of uses counts
+        data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": sampling}
+        if self.sampling == "none" and self._optimizer.expected_batch_size is None:
+            data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
+        return data
+
+    def _check_said_of(self, origin: SamplingDeclaration) -> None:
+        """That what is said of data that were made from others does not contradict what those declare."""
+        if origin.rows_per_unit > 1 or origin.physical_batches > 1 or origin.truncated_batch_size is not None:
+            raise PrivacyError(
+                f"The data were made from batches with {origin.rows_per_unit} rows of each {origin.unit}, cut into "
+                f"{origin.physical_batches} or truncated, which has another price than what PrivacyBudget is told of "
+                "them. Pass those batches themselves to fit, and change the data before them (map_fn)."
+            )
+        size = min(math.ceil(origin.expected_batch_size - 1e-9), origin.num_examples)
+        if self.num_examples != origin.num_examples or (self.batch_size or 0) < size:
+            raise PrivacyError(
+                f"num_examples={self.num_examples} and batch_size={self.batch_size}, but the data were made from "
+                f"batches of {size} from {origin.num_examples} examples. Give these numbers."
+            )
+
+    def _check_uses(self, declared: SamplingDeclaration, call: dict[str, Any]) -> None:
+        """That the epochs to come keep to what the data set declares."""
+        most, epochs = getattr(declared, "max_participations", None), self.params.get("epochs")
+        if most is None or epochs is None:
+            return
+        passes = self._optimizer._dp.counter.passes.items()
+        begun = sum(n for key, n in passes if key[0] == self._data_number and key[2] == declared.num_examples)
+        each = declared.steps // declared.min_separation  # 1, or rounds of the groups
+        uses = (begun + epochs - (call.get("initial_epoch") or 0)) * each
+        if uses > most:
+            raise PrivacyError(
+                f"The data were declared with max_participations={most} uses of an example, but with these epochs "
+                f"there are {uses}. Train for fewer, or declare more."
+            )
+
+    def _check_against(self, x: Any) -> None:
+        """That what TensorFlow tells of a data set does not contradict what is said of it."""
+        assert self.num_examples is not None and self.batch_size is not None
+        shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(getattr(x, "element_spec", ()))]
+        sizes = {shape[0] for shape in shapes if shape is not None and shape.rank} - {None}
+        if self.sampling == "poisson" and sizes:
+            raise PrivacyError(
+                f"sampling='poisson', but all batches of the data set hold {min(sizes)} examples (its element_spec "
+                "says so). Under Poisson sampling the size varies: use tfdpfl.data.poisson_batches, or say "
+                "sampling='shuffle'."
+            )
+        if sizes - {self.batch_size}:
+            raise PrivacyError(
+                f"batch_size={self.batch_size}, but batches of the data set hold {min(sizes - {self.batch_size})} "
+                "examples (its element_spec says so); give that number."
+            )
+        batches = int(x.cardinality()) if hasattr(x, "element_spec") and hasattr(x, "cardinality") else -1
+        if self.sampling in ("poisson", "fixed_size") and 0 <= batches * self.batch_size < self.num_examples:
+            raise PrivacyError(
+                f"sampling={self.sampling!r} from num_examples={self.num_examples}, but the data set ends after "
+                f"{batches} batches, {batches * self.batch_size} examples at batch_size={self.batch_size}, and begins "
+                "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
+            )
+
+    def _poisson(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
+        if self.sampling not in (None, "poisson"):
+            raise PrivacyError(f"sampling={self.sampling!r}, but the data are Poisson batches. Leave sampling out.")
+        if self.num_examples not in (None, declared.num_examples):
+            raise ValueError(
+                f"num_examples={self.num_examples}, but the Poisson batches are drawn from {declared.num_examples} "
+                "examples; give their number."
+            )
+        self._check_poisson()
+        parts = self._optimizer._dp.parts
+        if declared.physical_batches != parts:
+            raise PrivacyError(
+                f"{declared.physical_batches} batches of the data make one Poisson sample, but the optimizer makes an "
+                f"update of {parts}: give it gradient_accumulation_steps={declared.physical_batches}, or draw the "
+                "batches with another physical_batch_size."
+            )
+        if parts > 1 and (self.params.get("steps") or 0) % parts:
+            raise PrivacyError(
+                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} "
+                "make: leave steps_per_epoch out, and give poisson_batches the number of samples as steps."
+            )
+        stream = call.get("steps_per_epoch")
+        if parts > 1 and stream is not None:
+            # Keras 3 takes a batch off a stream to build a model with, so that what follows is out of step.
+            raise PrivacyError(
+                f"steps_per_epoch={stream} reads the batches as one stream, in which it is not seen where the "
+                f"{parts} of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
+                "steps."
+            )
+        # A whole batch size at or above the expected one: a higher rate costs no less.
+        size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
+        self._check_batch_size(size)
+        has = getattr(self._optimizer, "rows_per_unit", None) or 1
+        if has != declared.rows_per_unit:
+            raise PrivacyError(
+                f"In the batches {declared.rows_per_unit} rows are one {declared.unit}, and the optimizer clips "
+                f"{'each row by itself' if has == 1 else f'{has} as one'}. Give it rows_per_unit="
+                f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
+            )
+        more: dict[str, Any] = {"unit": declared.unit} if declared.unit != "example" else {}
+        if declared.truncated_batch_size is not None:
+            more["truncated_batch_size"] = declared.truncated_batch_size
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": "poisson", **more}
+
+    def _in_order(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
+        """Of batches that hold each example once a pass; or once a round of passes, sampled."""
+        if declared.kind == "cyclic_poisson":
+            raise PrivacyError(
+                "cyclic_poisson bounds how often an example takes part, for correlated noise, and the optimizer's is "
+                "fresh for every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the optimizer "
+                "noise=."
+            )
+        if self.sampling not in (None, "shuffle"):
+            raise PrivacyError(
+                f"sampling={self.sampling!r}, but the batches hold each example once a pass. Leave sampling out."
+            )
+        n, size = declared.num_examples, round(declared.sampling_rate * declared.num_examples)
+        if self.num_examples not in (None, n):
+            raise ValueError(f"num_examples={self.num_examples}, but the batches hold {n} examples; give their number.")
+        self._check_batch_size(size)
+        self._check_groups(n, size, call)
+        return {"num_examples": n, "batch_size": size, "sampling": "shuffle"}
+
+    def _check_groups(self, length: int, batch: int, call: dict[str, Any]) -> None:
+        groups = self._optimizer.num_microbatches
+        if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
+            raise PrivacyError(
+                f"The last batch of an epoch has {length % batch} of the {length} examples, which num_microbatches="
+                f"{groups} does not divide. Leave out examples (x[:{length - length % batch}]) or use "
+                "num_microbatches=None."
+            )
+
+    def _check_bounded(self, declared: SamplingDeclaration | None, call: dict[str, Any]) -> None:
+        """That the data bound how often an example takes part, and as correlated noise was made for."""
+        noise, x = self._optimizer.noise, call.get("x")
+        sampling = "shuffle" if length_of(x) is not None else self.sampling if declared is None else declared.kind
+        if sampling not in (None, "shuffle", "fixed_order", "cyclic_poisson"):
+            raise PrivacyError(
+                f"sampling={sampling!r} does not bound how often an example takes part, which {type(noise).__name__} "
+                "noise is priced by. Give fit batches that do: tfdpfl.data.fixed_order or tfdpfl.data.cyclic_poisson; "
+                "arrays that fit shuffles; or train with noise=None."
+            )
+        if sampling == "fixed_order" and declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
+            raise PrivacyError(
+                "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
+                "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
+            )
+        if sampling == "fixed_order" and declared is None and self.num_examples and self.batch_size:
+            apart = self.num_examples // self.batch_size
+        else:
+            apart = getattr(declared, "min_separation", 1)
+        if apart < noise.min_separation and sampling is not None:
+            raise PrivacyError(
+                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use "
+                f"of an example to its next, but the data ({sampling}) keep {apart}. Give fit "
+                "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
+            )
+        if sampling == "cyclic_poisson" and apart != noise.min_separation:
+            raise PrivacyError(
+                f"The batches come from {apart} groups in turns, but {type(noise).__name__} noise was made for "
+                f"min_separation={noise.min_separation}. Give it the number of groups."
+            )
+        epochs = self.params.get("epochs")
+        if sampling != "cyclic_poisson" and noise.max_participations is not None and epochs is not None:
+            begun = sum(self._optimizer._dp.counter.passes.values())
+            epochs -= call.get("initial_epoch") or 0
+            if begun + epochs > noise.max_participations:
+                raise PrivacyError(
+                    f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of "
+                    f"an example, but with these {epochs} epochs there are {begun + epochs}. Train for fewer, or make "
+                    "the noise for more."
+                )
+
+    def _bounded(self, declared: SamplingDeclaration) -> dict[str, Any]:
+        """What data say of themselves whose batches keep an example's uses apart."""
+        if self.sampling not in (None, declared.kind):
+            raise PrivacyError(f"sampling={self.sampling!r}, but the data say {declared.kind!r}. Leave sampling out.")
+        if self.num_examples not in (None, declared.num_examples):
+            raise ValueError(f"num_examples={self.num_examples}, but the data hold {declared.num_examples}.")
+        if declared.kind == "cyclic_poisson":
+            self._check_poisson()
+        size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
+        self._check_batch_size(size)
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
+
+    def _check_batch_size(self, size: int) -> None:
+        if self.batch_size not in (None, size):
+            raise ValueError(f"batch_size={self.batch_size}, but the data come in batches of {size}; leave it out.")
+
+    def _check_poisson(self) -> None:
+        if self._optimizer.expected_batch_size is None:
+            raise PrivacyError(
+                "Under Poisson sampling the size of a batch is private, but the optimizer divides by it. Give the "
+                "optimizer expected_batch_size=sampling_rate * num_examples."
+            )
+        if self._optimizer.num_microbatches is not None:
+            raise PrivacyError(
+                "Under Poisson sampling one example more regroups the microbatches of all that follow it, which has no "
+                "price. Use num_microbatches=None."
+            )

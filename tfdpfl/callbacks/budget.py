@@ -1,0 +1,443 @@
+"""A Keras callback that prices the training while it runs, and ends it before the budget is passed."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import math
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from tfdpfl._frames import PLAN
+from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
+from tfdpfl.accounting.calibration import MOST_STEPS
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.run import SAMPLINGS
+from tfdpfl.callbacks._fits import (
+    LEFT,
+    Fit,
+    fingerprint,
+    fit_arguments,
+    private_optimizer,
+    running_models,
+    stepping,
+    steps_on,
+    weights_of,
+)
+from tfdpfl.callbacks._sampling import Sampling
+from tfdpfl.clipping.models import saved_weights
+from tfdpfl.data import declared_sampling
+from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers import _counts, stepped_on
+
+_GENERATOR = (
+    "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
+    "attacker who sees every digit of the weights may use (Mironov 2012)."
+)
+_START = "The weights that training began with are taken to be public."
+
+
+class PrivacyBudget(tf.keras.callbacks.Callback):
+    """Writes ``epsilon`` into the logs of every epoch, and stops training before ``target_epsilon`` is passed.
+
+        model.fit(x, y, callbacks=[tfdpfl.callbacks.PrivacyBudget(num_examples=len(x), delta=1e-5)])
+
+    What is priced is what ran. Before each batch the callback tells the optimizer how the batch was drawn, and the
+    optimizer counts its step so, in a variable that is saved with it. Batches of `tfdpfl.data.poisson_batches` are
+    Poisson samples; arrays given to `fit` are shuffled, each example used once an epoch, and priced without
+    amplification; for other data sets and generators say ``sampling`` and ``batch_size``. Steps that the callback did
+    not announce (`train_on_batch`, a `fit` without it, a second update on one batch) are priced as if every example
+    took part in each.
+
+    One callback serves one data set: all steps count that were taken by the optimizers of the models it sees, restarts
+    included.
+
+    Args:
+      num_examples: size of the training data; None takes it from the data. The size counts as public.
+      delta: δ of the reported ε, 0 < δ < 1; below 1 / num_examples to mean anything.
+      target_epsilon: the ε not to pass, or None.
+      sampling: "poisson", "shuffle", "fixed_size" or "none", for data that do not say themselves.
+      batch_size: (expected) batch size, likewise.
+      accountant: "pld" or "rdp".
+      ledger: what other optimizers did on the same data: the `ledger` of a callback, or of an optimizer. Steps that
+        this one sees as well count once.
+      dataset_name: a name for the data set. Steps on data sets of other names do not count: give two names only to
+        data sets that have no example, and no person, in common.
+
+    Attributes:
+      report: a `PrivacyReport` of what ran so far.
+      ledger: it as a `PrivacyLedger`, which `to_dict` makes ready to be saved next to the model.
+
+    Raises:
+      PrivacyError: when training begins, if the optimizer is not private or the model holds another one, the sampling
+        is unknown or contradicts the data, Poisson batches meet an optimizer without ``expected_batch_size``, or not
+        even one step fits the target; after the first step, if it writes batch data to a variable that the loss reads
+        or that is saved with the model (weights that are trained without the optimizer, too), or if there is a target
+        and several updates on one batch.
+    """
+
+    def __init__(
+        self,
+        num_examples: int | None = None,
+        delta: float | None = None,
+        target_epsilon: float | None = None,
+        *,
+        sampling: str | None = None,
+        batch_size: int | None = None,
+        accountant: str = "pld",
+        ledger: PrivacyLedger | None = None,
+        dataset_name: str | None = None,
+    ):
+        super().__init__()
+        if delta is None:
+            raise ValueError("delta=None: give the δ of the promise, for example 1e-5 (below 1 / num_examples).")
+        if num_examples is not None:
+            num_examples = _checks.whole("num_examples", num_examples, 1, "count the examples, or leave it to the data")
+        self.num_examples = num_examples
+        self.delta = check_delta(delta)
+        if target_epsilon is not None:
+            mend = "give the ε to stop at, or None to train without a limit"
+            target_epsilon = _checks.real("target_epsilon", target_epsilon, mend, above=0)
+        self.target_epsilon = target_epsilon
+        self.sampling = None if sampling is None else _checks.choice("sampling", sampling, (*SAMPLINGS, "fixed_order"))
+        if batch_size is not None:
+            batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch, or leave it out")
+            if num_examples is not None and batch_size > num_examples:
+                raise ValueError(f"batch_size={batch_size} is more than num_examples={num_examples}: one is off.")
+        self.batch_size = batch_size
+        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        if ledger is not None and not isinstance(ledger, PrivacyLedger):
+            raise ValueError(f"ledger={ledger!r:.99} must be a PrivacyLedger: PrivacyLedger.from_dict makes one.")
+        if dataset_name is not None and (not isinstance(dataset_name, str) or not dataset_name):
+            raise ValueError(f"dataset_name={dataset_name!r} must be a name, or None.")
+        self.dataset_name = dataset_name
+        self._data_number = _counts.number_of(dataset_name)
+        self._given = PrivacyLedger() if ledger is None else ledger
+        if len(self._given) and not len(self._given.of_dataset(self._dataset)):
+            raise ValueError(
+                f"ledger={ledger!r} is about other data sets than dataset_name={dataset_name!r}. Give the ledger of "
+                "this one, or the name that it was made with."
+            )
+        # By weight of the models seen, what steps on it, which counts when its model is gone, too.
+        self._stepped: dict[int, dict[int, Any]] = {}
+        self._fit: Fit | None = None
+        self._notes: dict[str, None] = {}  # what is to be said of the trainings so far, each once
+
+    # -- Keras's hooks ---------------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        if self._fit is not None and self._fit.model in running_models()[1:]:
+            raise PrivacyError(
+                "This PrivacyBudget watches a fit that is still running, and was given to another inside of it. Give "
+                "the inner one a PrivacyBudget of its own, or train after the outer one has ended."
+            )
+        self._optimizer = optimizer = private_optimizer(self.model)
+        # Keras 3 has the number itself, Keras 2 a variable under another name.
+        held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
+        per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
+        call = fit_arguments(self.model)
+        for planned in filter(None, (getattr(piece, PLAN, None) for piece in (optimizer, call.get("x"), self))):
+            planned.check(optimizer, call)
+        data = Sampling(self, optimizer, self._data_number).describe(call)
+        fit = Fit(self.model, optimizer, data, self._data_number, int(per_call), call, self.params.get("steps"))
+        for other in self._before_me():
+            fit.counts_passes = False
+            if other._fit is not None and other._fit.batches != fit.batches:
+                raise PrivacyError(
+                    "Two PrivacyBudgets of one fit say different things of its data (dataset_name, sampling, "
+                    "num_examples or batch_size), and a step is counted once. Give the fit one of them."
+                )
+        if self._fit is not None:
+            self._fit.cut_off()
+        self._fit = fit
+        own = {id(optimizer._dp): optimizer._dp}
+        self._stepped |= {id(d): d for d in [own, *map(stepped_on, weights_of(self.model))]}
+        self._limit: int | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        fit = self._running()
+        if fit.passes == 0:  # by now all callbacks have begun, one of which may have loaded a state
+            self._say_what_is_odd()
+            fit.begin()
+            steps = self.params.get("steps")
+            self._passes_per_epoch = fit.passes_in(steps) if steps else None
+            self._limit = self._allowed()
+            if self._is_full(0):
+                raise PrivacyError(
+                    f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
+                    f"{'epoch' if fit.shuffled else 'step'}. Raise noise_multiplier "
+                    f"(tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}) finds the smallest one "
+                    "that does) or the target."
+                )
+        self._epoch = epoch
+        fit.first = None
+        self._passes_before = fit.passes
+        fit.begin_passes(self._passes_per_epoch or 1)
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        fit = self._running()
+        fit.first = batch if fit.first is None else fit.first
+        if self._passes_per_epoch is None:  # how long an epoch is turns out as it runs
+            fit.begin_passes(self._passes_before + fit.passes_in(batch + fit.stride) - fit.passes)
+        steps = self.params.get("steps")
+        fit.announce(batch, fit.stride if steps is None else min(fit.stride, steps - batch))
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        fit = self._running()
+        fit.awaited, fit.seen = False, batch + 1 - (fit.first or 0)
+        if fit.announced <= 2 * fit.stride:  # by now the step is whole, and the next one has not begun
+            fit.optimizer._dp.check_finished(saved_weights(self.model))
+        if fit.stride > 1:
+            fit.silence()  # the data may have ended in the middle of an execution
+        if self._limit is None:
+            return
+        self._check_announced()
+        if self._is_full(fit.steps, batch + 1):
+            self._stop()
+
+    def _check_announced(self) -> None:
+        """That a training with a target took no step that was not in the plan."""
+        fit = self._running()
+        if self._limit is not None and fit.steps > fit.steps_in(fit.announced):
+            raise PrivacyError(
+                f"The model took {fit.steps} steps on {fit.announced} batches, so target_epsilon="
+                f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
+                "Make one update a batch in train_step, leave train_on_batch out of callbacks, or train without "
+                "target_epsilon."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        fit = self._running()
+        fit.silence()
+        fit.check_pass()
+        _, left = LEFT.get(fit.model, (0, set()))
+        LEFT[fit.model] = (steps_on(fit.model), left | {fingerprint(fit.model)})
+        if logs is not None:
+            logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
+        self._check_announced()
+        if self._is_full(fit.steps):
+            self._stop()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        self._running().end()
+        self._check_announced()
+
+    def _before_me(self) -> list[PrivacyBudget]:
+        """The other PrivacyBudgets of the fit that have begun already."""
+        given = getattr(fit_arguments(self.model).get("callbacks"), "callbacks", [])
+        return [c for c in given[: given.index(self) if self in given else 0] if isinstance(c, PrivacyBudget)]
+
+    def _running(self) -> Fit:
+        assert self._fit is not None
+        return self._fit
+
+    def _stop(self) -> None:
+        planned = self.params.get("epochs")
+        if self.params.get("verbose") and not self.model.stop_training and planned != self._epoch + 1:
+            print(f"\nPrivacyBudget stops the training in epoch {self._epoch + 1}, before target_epsilon is passed.")
+        self.model.stop_training = True
+
+    # -- what is to be said --------------------------------------------------------------------------------------
+
+    def _say_what_is_odd(self) -> None:
+        fit = self._running()
+        optimizer, counter, ledger = fit.optimizer, fit.optimizer._dp.counter, self.ledger
+        taken_back = counter.taken_back(optimizer._dp_ledger)
+        if taken_back:
+            self._say(
+                f"A state was loaded that knows of {taken_back} steps less than this optimizer has taken. They stay "
+                "counted: what ran, ran."
+            )
+        if ledger.unknown_steps:
+            warnings.warn(
+                f"{ledger.unknown_steps} steps ran of which only the noise is known, and are priced as if every "
+                "example took part in each. Give every fit on these data a PrivacyBudget.",
+                stacklevel=4,
+            )
+        weights = fingerprint(fit.model)
+        steps, left = LEFT.get(fit.model, (None, ()))
+        if steps == steps_on(fit.model) and weights not in left:
+            self._say(
+                "The weights are not those that private steps left: something else changed them (load_weights, "
+                "set_weights, training with another optimizer). What was spent on the new ones is in this ε only if "
+                "this ledger has it."
+            )
+        for model, (steps, left) in list(LEFT.items()):
+            theirs = [dp.ledger() for dp in stepping(model).values()] if weights in left else []
+            if any(not other.origins <= ledger.origins for other in theirs):
+                self._say(
+                    f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
+                    "If they were on these data, too, give PrivacyBudget that training's ledger=."
+                )
+        if fit.uses > 1:
+            self._say(
+                f"Batches reach from one pass over the data into the next, so that one may hold an example {fit.uses} "
+                f"times, and each pass is priced as {fit.uses}. Take a number of batches an epoch that "
+                "gradient_accumulation_steps divides, without .repeat() in front of .batch(), or Poisson batches."
+            )
+        expected, batch = optimizer.expected_batch_size, fit.data["batch_size"]
+        if expected is not None and not 0.5 <= batch / expected <= 2:
+            self._say(
+                f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
+                f"steps are {batch / expected:.3g} times what the learning rate says. ε is as it would be."
+            )
+        declared = declared_sampling(fit_arguments(self.model).get("x"))
+        if declared is not None and declared.seed is not None:
+            self._notes[
+                f"The Poisson batches come from seed={declared.seed}: who knows it knows the batches, and the same "
+                "seed gives the same ones again. For a model to publish draw them with seed=None."
+            ] = None
+        chain = optimizer._dp.chain
+        if chain is not None and fit.data["sampling"] == "fixed_order" and chain.order_is_not_known:
+            self._notes[
+                "The training goes on from a saved state. That an example's uses lie as far apart as is priced holds "
+                "if the data come in the same order as before it: not shuffled, or with a fixed seed."
+            ] = None
+        if optimizer._dp.seed is not None:
+            self._notes[
+                f"The noise comes from seed={optimizer._dp.seed}: who knows it can take the noise off. For a model to "
+                "publish train with seed=None."
+            ] = None
+
+    def _say(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes[text] = None
+            warnings.warn(text, stacklevel=4)
+
+    # -- prices ----------------------------------------------------------------------------------------------
+
+    @property
+    def _dataset(self) -> str | None:
+        return None if self.dataset_name is None else f"{int(self._data_number):x}"
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """All that ran on the data, this far."""
+        if self._fit is not None and self._fit.model not in running_models():
+            self._fit.cut_off()
+        ledger = PrivacyLedger().merge(self._given)
+        for dp in self._seen():
+            ledger.merge(dp.ledger())
+        return ledger.of_dataset(self._dataset)
+
+    def _seen(self) -> list[Any]:
+        """The mechanisms of the optimizers that were watched, and of others that stepped on the same weights before or
+        since."""
+        seen: dict[int, Any] = {}
+        for stepped in self._stepped.values():
+            seen |= stepped
+        return list(seen.values())
+
+    @property
+    def report(self) -> PrivacyReport:
+        """The price of all that ran on the data, this far.
+
+        Raises:
+          PrivacyError: the callback was given to no `fit`, so that it does not know what ran; or the model was trained
+            without privacy since.
+        """
+        if self._fit is None and not len(self._given):
+            raise PrivacyError("PrivacyBudget saw no training. Give it to fit: model.fit(..., callbacks=[budget]).")
+        if self._fit is not None:
+            since = getattr(self._fit.model, "optimizer", None)
+            since = getattr(since, "inner_optimizer", since)
+            if not hasattr(since, "_dp") and int(getattr(since, "iterations", 0)) > 0:
+                raise PrivacyError(
+                    f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
+                    "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
+                )
+        generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.secure_noise)
+        notes = [
+            *self._notes,
+            *(_GENERATOR.format(generator) for generator in generators if generator is not None),
+            _START,
+        ]
+        return self.ledger.report(self.delta, self.accountant, notes)
+
+    def _allowed(self) -> int | None:
+        """How many steps (passes, if shuffled) of this fit the target allows."""
+        fit, past = self._running(), self.ledger
+        dp = fit.optimizer
+        if dp.noise is not None:
+            return self._allowed_of_correlated()
+        halved = dp.num_microbatches not in (None, fit.physical)
+        multiplier = dp.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
+
+        def priced(number: int) -> float:
+            ledger = copy.deepcopy(past)
+            more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number * fit.uses}
+            ledger.record(multiplier, discrete=dp.secure_noise, **more, **fit.data)
+            return ledger.epsilon(self.delta, self.accountant)
+
+        if self.target_epsilon is None:
+            if len(past):
+                priced(1)  # what cannot be added up is refused now
+            return None
+        planned, more = self._planned()
+        for number in (planned + more, planned):  # the search for the last step that fits may take a minute
+            if priced(number) <= self.target_epsilon:
+                return number
+        try:
+            most = compute_num_steps(
+                target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
+                accountant=self.accountant, **fit.data,
+            )  # fmt: skip
+        except PrivacyError:
+            raise
+        except ValueError:
+            return 0
+        if fit.shuffled:
+            most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1) * fit.uses
+        if not len(past) and not dp.secure_noise:  # what is discrete costs a little more
+            return most
+        return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
+
+    def _allowed_of_correlated(self) -> int | None:
+        """As `_allowed`, for noise whose steps are one mechanism."""
+        fit = self._running()
+        dp, data = fit.optimizer._dp, fit.data
+
+        def priced(number: int) -> float:
+            passes = number if fit.shuffled else fit.passes_in(number)
+            steps = number * math.ceil(data["num_examples"] / data["batch_size"]) if fit.shuffled else number
+            ledger = PrivacyLedger().merge(self._given)
+            for other in self._seen():
+                if other is not dp:
+                    ledger.merge(other.ledger())
+            ledger.merge(dp.chain.ledger(dp.rows(), steps, passes, fit.batches))
+            return ledger.of_dataset(self._dataset).epsilon(self.delta, self.accountant)
+
+        if self.target_epsilon is None:
+            priced(1)  # what has no price is refused now
+            return None
+        most = sum(self._planned())
+        if priced(most) <= self.target_epsilon:
+            return most
+        return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
+
+    def _planned(self) -> tuple[int, int]:
+        """How many steps (passes, if shuffled) Keras says it will take, and an execution's (epoch's) number of them;
+        where it does not say, more than any training takes."""
+        epochs, steps, fit = self.params.get("epochs"), self.params.get("steps"), self._running()
+        if not epochs or not steps:
+            return MOST_STEPS, 0
+        passes = self._passes_per_epoch or 1
+        if fit.shuffled:
+            return epochs * passes, passes
+        planned = fit.steps_in(epochs * steps)
+        return planned, fit.steps_in(epochs * steps + fit.stride) - planned
+
+    def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:
+        """Whether after so many steps of the fit the next one passes the target; if shuffled the next epoch, or pass
+        within the epoch."""
+        if self._limit is None:
+            return False
+        fit = self._running()
+        if not fit.shuffled:
+            return steps + fit.steps_next() > self._limit
+        if steps_of_epoch is None:
+            return fit.passes + (self._passes_per_epoch or 1) > self._limit
+        after = self._passes_before + fit.passes_in(steps_of_epoch + fit.stride)
+        return self._passes_per_epoch is None and after > self._limit
