@@ -183,13 +183,7 @@ class Sampling:
             )
 
     def _poisson(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
-        if self.sampling not in (None, "poisson"):
-            raise PrivacyError(f"sampling={self.sampling!r}, but the data are Poisson batches. Leave sampling out.")
-        if self.num_examples not in (None, declared.num_examples):
-            raise ValueError(
-                f"num_examples={self.num_examples}, but the Poisson batches are drawn from {declared.num_examples} "
-                "examples; give their number."
-            )
+        size = self._agreed(declared, "poisson")
         self._check_poisson()
         parts = self._optimizer._dp.parts
         if declared.physical_batches != parts:
@@ -211,9 +205,6 @@ class Sampling:
                 f"{parts} of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
                 "steps."
             )
-        # A whole batch size at or above the expected one: a higher rate costs no less.
-        size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
-        self._check_batch_size(size)
         has = getattr(self._optimizer, "rows_per_unit", None) or 1
         if has != declared.rows_per_unit:
             raise PrivacyError(
@@ -234,14 +225,7 @@ class Sampling:
                 "fresh for every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the optimizer "
                 "noise=."
             )
-        if self.sampling not in (None, "shuffle"):
-            raise PrivacyError(
-                f"sampling={self.sampling!r}, but the batches hold each example once a pass. Leave sampling out."
-            )
-        n, size = declared.num_examples, round(declared.sampling_rate * declared.num_examples)
-        if self.num_examples not in (None, n):
-            raise ValueError(f"num_examples={self.num_examples}, but the batches hold {n} examples; give their number.")
-        self._check_batch_size(size)
+        n, size = declared.num_examples, self._agreed(declared, "shuffle")
         self._check_groups(n, size, call)
         return {"num_examples": n, "batch_size": size, "sampling": "shuffle"}
 
@@ -297,15 +281,24 @@ class Sampling:
 
     def _bounded(self, declared: SamplingDeclaration) -> dict[str, Any]:
         """What data say of themselves whose batches keep an example's uses apart."""
-        if self.sampling not in (None, declared.kind):
-            raise PrivacyError(f"sampling={self.sampling!r}, but the data say {declared.kind!r}. Leave sampling out.")
-        if self.num_examples not in (None, declared.num_examples):
-            raise ValueError(f"num_examples={self.num_examples}, but the data hold {declared.num_examples}.")
+        size = self._agreed(declared, declared.kind)
         if declared.kind == "cyclic_poisson":
             self._check_poisson()
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
+
+    def _agreed(self, declared: SamplingDeclaration, kind: str) -> int:
+        """The batch size of data that say themselves how they are drawn, if what the callback was told agrees."""
+        if self.sampling not in (None, kind):
+            raise PrivacyError(f"sampling={self.sampling!r}, but the data say {kind!r}. Leave sampling out.")
+        if self.num_examples not in (None, declared.num_examples):
+            raise ValueError(
+                f"num_examples={self.num_examples}, but the batches are drawn from {declared.num_examples} examples; "
+                "give their number."
+            )
+        # A whole batch size at or above the expected one: a higher rate costs no less.
         size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
         self._check_batch_size(size)
-        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
+        return size
 
     def _check_batch_size(self, size: int) -> None:
         if self.batch_size not in (None, size):
