@@ -431,7 +431,7 @@ def dataset():
         ({"num_microbatches": 4}, lambda: X[:198], {"num_examples": 198}, r"last batch .* has 6 of .*x\[:192\]"),
         ({}, lambda: poisson_batches((X, Y), 0.1, 3), {}, "expected_batch_size"),
         ({"expected_batch_size": 20, "num_microbatches": 5}, lambda: poisson_batches((X, Y), 0.1, 3), {}, "microbatch"),
-        ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3), {"sampling": "shuffle"}, "data say 'poisson'"),
+        ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3), {"sampling": "shuffle"}, "'poisson'"),
         ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3), {"num_examples": 7}, "num_examples=7"),
         ({}, lambda: X, {"sampling": "poisson"}, "shuffles"),
         ({}, lambda: X, {"num_examples": 7}, "num_examples=7"),
