@@ -28,8 +28,21 @@ class Averaging(FedAvg):
         return super().aggregate_train(server_round, replies)
 
 
+def wait_for_all(grid: Grid, seconds: float = 120) -> None:
+    """A strategy of Flower's would wait for ever, and without a word."""
+    until = time.monotonic() + seconds
+    while (connected := len({*grid.get_node_ids()})) < len(HOSPITALS):
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{connected} of {len(HOSPITALS)} hospitals are connected after {seconds:g} s. Where they are "
+                f"simulated, start them all: flwr run ... --federation-config 'num-supernodes={len(HOSPITALS)}'"
+            )
+        time.sleep(0.5)
+
+
 @app.main()
 def main(grid: Grid, context: Context) -> None:
+    wait_for_all(grid)
     strategy = Averaging(len(HOSPITALS))
     start = ArrayRecord(make_model().get_weights())
     result = strategy.start(grid, start, num_rounds=int(context.run_config.get("num-rounds", 3)), timeout=300)
