@@ -113,7 +113,7 @@ def test_a_bad_value_is_one_line_and_no_traceback(args, message):
 
 
 @pytest.mark.parametrize(
-    "args", [["epsilon"], ["epsilon", *RUN, "--sampling", "bernoulli"], ["audits"], ["epsilon", "--noise"]]
+    "args", [["epsilon"], ["epsilon", *RUN, "--sampling", "bernoulli"], ["judge"], ["epsilon", "--noise"]]
 )
 def test_a_bad_call_is_a_usage_error(args):
     result = invoke(*args)
@@ -122,9 +122,9 @@ def test_a_bad_call_is_a_usage_error(args):
 
 def test_help_lists_the_commands_and_version_the_version():
     text = ok("--help")
-    assert all(command in text for command in ("demo", "epsilon", "noise", "steps", "statement"))
+    assert all(command in text for command in ("audit", "demo", "epsilon", "noise", "steps", "statement"))
     assert __version__ in ok("--version")
-    for command in ("demo", "epsilon", "noise", "steps", "statement"):
+    for command in ("audit", "demo", "epsilon", "noise", "steps", "statement"):
         assert "--json" in ok(command, "--help")
 
 

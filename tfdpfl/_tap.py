@@ -22,7 +22,8 @@ class Release:
       bound: how far one unit that is added or removed may move ``values / scales``.
       replaced: the same for one that is replaced.
       norm: in which that is measured, 1 or 2: over all values, or over each row's where ``by_row``.
-      noise: what was added; None where it is known by no moments (correlated, or drawn).
+      noise: what was added; None of what is drawn.
+      moments: whether the noise is independent, with these scales.
       out: what was let out.
       loss: of what is drawn, (values, the neighbour's, out) → |ln of the ratio of their probabilities|.
     """
@@ -35,6 +36,7 @@ class Release:
     norm: int = 2
     by_row: bool = False
     noise: list[np.ndarray] | None = None
+    moments: bool = True
     out: list[np.ndarray] = dataclasses.field(default_factory=list)
     loss: Callable[[np.ndarray, np.ndarray, np.ndarray], float] | None = None
 
@@ -69,15 +71,14 @@ def released(
     moments: bool = True,
     where: str | None = None,
 ) -> list[Any]:
-    """``out``, which is ``values`` with ``noise``; or what a replay says instead. Arguments as `Release`; ``moments``:
-    whether the noise is independent, with these scales."""
+    """``out``, which is ``values`` with ``noise``; or what a replay says instead. Arguments as `Release`."""
     if tape is None:
         return list(out)
     copies = [[np.array(part) for part in parts] for parts in (values, noise, out)]
     return tape.take(
         Release(
             where or caller(), copies[0], [float(s) for s in scales], float(bound),
-            float(2 * bound if replaced is None else replaced), norm, by_row, copies[1] if moments else None, copies[2],
+            float(2 * bound if replaced is None else replaced), norm, by_row, copies[1], moments, copies[2],
         )
     )  # fmt: skip
 

@@ -138,6 +138,40 @@ def report(
 
 
 @main.command()
+@click.argument("scores", type=click.Path(exists=True, dir_okay=False))
+@click.option("--delta", type=float, help="Delta of the bound and of the claim.")
+@click.option("--epsilon", "claim", type=float, help="A claim to be tested.")
+@click.option("--ledger", type=click.Path(exists=True, dir_okay=False), help="The claim: a ledger's epsilon at delta.")
+@click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the bound.")
+@click.option("--gaussian", is_flag=True, help="Gaussian noise is all that touches the data: test by that bound.")
+@click.option("--one-training-each", is_flag=True, help="Each score is of a training of its own.")
+@_JSON
+def audit(
+    scores: str, delta: float | None, claim: float | None, ledger: str | None, as_json: bool, **how: Any
+) -> None:
+    """What an attack's SCORES show: a lower bound on epsilon, AUC, TPR at FPR 1 %.
+
+    SCORES is an .npz with the arrays scores and inserted (canaries, each put in by a coin or left out), or members and
+    non_members; or a .csv whose first line is score,inserted or score,member. Higher scores are taken for members. The
+    bound is for one example more or less. Exits with 1 where it refutes the claim.
+    """
+    from tfdpfl.audit._scores import report_of_scores
+
+    with _clean_errors():
+        if ledger is not None:
+            from tfdpfl.accounting.pricing import check_delta
+            from tfdpfl.reports import read
+
+            if claim is not None or delta is None:
+                raise BadArgument("--ledger tells epsilon at a --delta: give that, and no --epsilon")
+            claim = next(iter(read([ledger]).values())).epsilon(check_delta(delta))
+        made = report_of_scores(scores, delta=delta, claim=claim, **how)
+    _print(made, as_json, str)
+    if made.claim_stands is False:
+        raise SystemExit(1)
+
+
+@main.command()
 @click.option("--data-dir", envvar="TFDPFL_DATA_DIR", help="Folder with MNIST; default: small digits.")
 @click.option("--epochs", type=int, help="Passes over the data.")
 @click.option("--output", default="tfdpfl-demo.png", show_default=True, help="The picture to write.")

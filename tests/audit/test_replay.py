@@ -134,6 +134,29 @@ def test_what_a_release_may_not_do_has_a_name(fault, kind):
     assert report.mu == pytest.approx(1) or kind in ("order", "public")
 
 
+@pytest.mark.parametrize(
+    "seed, again, added, words",
+    [
+        (None, False, 0, "release 0 lets out is not the values with their noise"),
+        (0, False, 1, "release 0 is the same in both runs: its seed is no secret"),
+        (None, True, 1, "release 1 is that of release 0"),
+        (None, False, 1, None),
+    ],
+    ids=["left out", "from the source", "used twice", "sound"],
+)
+def test_noise_that_is_not_there_or_was_there_before_is_named(seed, again, added, words):
+    def mechanism(y):
+        rng, outs = np.random.default_rng(seed), []
+        noise = rng.normal(size=9)
+        for scale in (1.0, 2.0):
+            outs += _tap.released([y], [y + added * noise * scale], [noise * scale], [scale], 1 / scale)
+            noise = noise if again else rng.normal(size=9)
+        return outs
+
+    report = replay(mechanism, np.zeros(9), np.eye(9)[0], adjacency="zero_out")
+    assert [(f.kind, words in f.message) for f in report.findings] == ([("noise", True)] if words else []), report
+
+
 def test_scales_that_hang_on_the_data_are_not_public():
     report = replay(lambda y: noised(y, stddev=1 + y), 0.0, 1.0, adjacency="zero_out")
     assert "noise or denominator" in next(f for f in report.findings if f.kind == "public").message

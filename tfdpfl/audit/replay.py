@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tfdpfl.accounting import ADJACENCIES, _checks
 _ROUNDING = 1e-4  # float32's sums of a batch
 _DEVIATIONS = 7.0  # by which the size of noise is found wrong
 _ENOUGH = 64.0  # numbers of noise, below which its size is not judged
+_START = 8  # by as many first numbers noise is known again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +25,10 @@ class Finding:
 
     Attributes:
       kind: ``"sensitivity"``: a release moves by more than it is charged for; ``"noise"``: its noise is not of the size
-        that is charged; ``"public"``: shapes, noise, denominators or charges hang on the data; ``"order"``: which
-        releases there are hangs on them; ``"result"``: what is returned differs although all noisy values are the same,
-        so something goes round the noise; ``"epsilon"``: the losses add up to more than the claim.
+        that is charged, is not in what is let out, or was there before; ``"public"``: shapes, noise, denominators or
+        charges hang on the data; ``"order"``: which releases there are hangs on them; ``"result"``: what is returned
+        differs although all noisy values are the same, so something goes round the noise; ``"epsilon"``: the losses
+        add up to more than the claim.
       where: file and line of the release; of a result, its name in what is returned.
       message: what was seen.
     """
@@ -259,6 +261,8 @@ def _compared(
             longer = max(first, second, key=lambda tape: len(tape.seen)).seen
             at = min(len(first.seen), len(second.seen))
             tell("order", _place(longer[at].where), f"{len(first.seen)} and {len(second.seen)} releases")
+    for where, message in _misused(first.seen, second.seen):
+        tell("noise", where, message)
     for where, size in _sizes([*first.seen, *second.seen]).items():
         tell("noise", where, f"the noise is {size:.3g} times what is charged, in {_measure(where, first)}")
     if not any(f.kind in ("order", "public") for f in found.values()):
@@ -292,11 +296,41 @@ def _distances(a: _tap.Release, b: _tap.Release) -> np.ndarray:
     return np.linalg.norm(np.concatenate(rows, axis=1), ord=a.norm, axis=1)
 
 
+def _misused(*runs: list[_tap.Release]) -> Iterator[tuple[str, str]]:
+    """(place, what is wrong): noise that is not in what is let out, and noise that was there before."""
+    known: dict[bytes, tuple[int, int]] = {}
+    for run, releases in enumerate(runs):
+        for number, release in enumerate(releases):
+            where = _place(release.where)
+            parts = list(zip(release.values, release.noise or [], release.scales, release.out, strict=False))
+            if not all(_is_sum(*part) for part in parts):
+                yield where, f"what release {number} lets out is not the values with their noise"
+            for _, noise, scale, _ in parts:
+                # Eight normals, to four digits, are not the same twice; a few whole numbers may be.
+                start = np.asarray(noise, np.float64).ravel()[:_START]
+                if start.size < _START or (scale < 1000 and np.array_equal(start, np.round(start))):
+                    continue
+                key = np.round(start / scale, 4).tobytes()
+                if key not in known:
+                    known[key] = run, number
+                elif known[key][0] == run:
+                    yield where, f"the noise of release {number} is that of release {known[key][1]}"
+                else:
+                    yield where, f"the noise of release {number} is the same in both runs: its seed is no secret"
+
+
+def _is_sum(value: np.ndarray, noise: np.ndarray, scale: float, out: np.ndarray) -> bool:
+    digits = {2: 1e-2, 4: 1e-5}.get(out.dtype.itemsize, 1e-9)
+    value, noise, out = (np.asarray(part, np.float64) for part in (value, noise, out))
+    with np.errstate(all="ignore"):
+        return np.allclose(out, value + noise, rtol=digits, atol=1e-3 * scale, equal_nan=True)
+
+
 def _sizes(releases: list[_tap.Release]) -> dict[str, float]:
     """Of the places whose noise is not of its size: the noise's standard deviation over the declared one."""
     drawn: dict[str, list[tuple[float, float, float]]] = {}
     for release in releases:
-        for noise, scale in zip(release.noise or [], release.scales, strict=False):
+        for noise, scale in zip(release.noise or [] if release.moments else [], release.scales, strict=False):
             drawn.setdefault(_place(release.where), []).append(_moments(np.asarray(noise, np.float64), scale, release))
     wrong = {}
     for where, parts in drawn.items():
