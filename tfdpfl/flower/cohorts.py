@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation
 from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSampler
 from tfdpfl.flower._flwr import Grid, Message, RecordDict, log
@@ -47,7 +48,7 @@ class Cohorts:
             )
         self.population, self._given = population, population
         self._clients_per_round, self._seed = clients_per_round, seed
-        self._known: set[int] = set()
+        self._recognised = False  # whether the nodes are those that the ledger counts
 
     def header(self) -> dict[str, Any]:
         names = "sampling_rate", "_clients_per_round", "_most", "_apart", "_given"
@@ -102,7 +103,22 @@ class Cohorts:
         return [Message(model.content, dst_node_id=node, message_type=kind, ttl=ttl) for node in cohort]
 
     def _within_limits(self, connected: list[int], charged: list[list[str]]) -> list[int]:
-        names = sorted({*map(str, connected), *(client for cohort in charged for client in cohort)})
+        before, now = {client for cohort in charged for client in cohort}, {*map(str, connected)}
+        names = sorted(before | now)
+        if not self._recognised and before and now and before.isdisjoint(now):
+            raise PrivacyError(
+                f"none of the {len(now)} connected nodes is one of the {len(before)} that took part so far: they have "
+                "new ids, as nodes without keys, or of a SuperLink without --database, or simulated anew, and "
+                "max_participations and min_separation would count them from zero. Keep keys and database, or leave "
+                "both limits out"
+            )
+        self._recognised = True
+        if self._given is not None and len(names) > self._given:
+            raise PrivacyError(
+                f"{len(names)} nodes took part or are connected, of population={self._given}: some have got new ids, "
+                "for which max_participations and min_separation would count from zero. Keep keys and the SuperLink's "
+                "database, or count all clients"
+            )
         assert self._clients_per_round is not None
         sampler = AvailabilityClientSampler(
             names, min(self._clients_per_round, len(names)), lambda number: map(str, connected), self._most,

@@ -12,7 +12,7 @@ from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.errors import PrivacyError
 from tfdpfl.flower._flwr import ArrayRecord, Context, Message, MetricRecord, RecordDict, arrays_of, only
-from tfdpfl.flower.reports import ClientLedger, attach, over_budget, refused
+from tfdpfl.flower.reports import ClientLedger, attach, refused
 
 
 def example_dp(
@@ -84,16 +84,15 @@ def example_dp(
         cost = PrivacyLedger().record(
             noise_multiplier, local_steps, num_examples=n, batch_size=expected, sampling="poisson", adjacency="zero_out"
         )
-        over = over_budget(kept.with_more(cost), delta, target_epsilon)
-        if over:
-            return refused(message, over)
         if expected not in trainer:
             arguments = dict(
                 l2_norm_clip=l2_norm_clip, noise_multiplier=noise_multiplier, expected_batch_size=expected, seed=seed
             )
             trainer[expected] = _Trainer(model, loss, optimizer, {**arguments, **optimizer_arguments})
         sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
-        kept.spend(cost)
+        over = kept.spend(cost, delta, target_epsilon)
+        if over:
+            return refused(message, over)
         batches = poisson_batches((x, y), expected_batch_size=expected, steps=local_steps, seed=seed)
         weights = trainer[expected].fit([*sent.values()], batches, local_steps)
         key = next(iter(message.content.array_records))

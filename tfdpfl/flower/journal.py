@@ -38,6 +38,7 @@ class Journal:
         self.evaluations = 0
         self.begun: list[str] | None = None  # a cohort whose round was not charged
         self._file: Any = None
+        self._process = os.getpid()
         self._path = None if path is None else Path(path)
         if self._path is None:
             return
@@ -166,6 +167,11 @@ class Journal:
         """Raises `OSError` where it cannot be written; then it does not count, now or later."""
         if self._file is None:
             return
+        if os.getpid() != self._process:
+            raise PrivacyError(
+                f"ledger_path={str(self._path)!r} is of the process that this one was forked from: both would write "
+                "over each other's rounds. Make the strategy in the process that trains"
+            )
         text = json.dumps(line).encode() + b"\n"
         self._file.truncate(self._end)  # what an append that failed has left
         self._file.seek(self._end)

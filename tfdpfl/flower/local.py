@@ -83,7 +83,9 @@ def local_dp_mod(
             total.add(arrays_of(record))
         except Exception as error:
             log.warning("The update is sent as none: %s", error)
-        kept.spend(cost)
+        over = kept.spend(cost, delta, target_epsilon)  # another process may have spent meanwhile
+        if over:
+            return refused(message, over)
         noisy = noised(sent, total.total, bound * z, 1 / z, normals)
         private = RecordDict({key: record_of(noisy), "metrics": MetricRecord({weighted_by_key: 1.0})})
         answer = Message(private, reply_to=message)

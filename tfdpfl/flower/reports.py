@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +40,60 @@ class ClientLedger:
                 raise ValueError(
                     f"ledger_path={path!r} names {error}, but a node has node_id and {sorted(context.node_config)}"
                 ) from None
-        saved = None
-        if self._path is not None and self._path.exists():
-            saved = self._path.read_text()
-        elif self._key in context.state.config_records:
-            saved = str(context.state.config_records[self._key]["ledger"])
-        self.ledger = PrivacyLedger.from_dict(json.loads(saved)) if saved else PrivacyLedger()
+            if "{node_id}" in os.fspath(path) and not self._path.exists():
+                log.warning(
+                    "A new ledger begins at %s, named after this node's id. Nodes without keys, and all nodes of a "
+                    "SuperLink without --database, have another id when they start again, and with it an epsilon that "
+                    "begins anew: name the file by an entry of the node's config", self._path.absolute(),
+                )  # fmt: skip
+        self.ledger = self._kept()
 
     def with_more(self, more: PrivacyLedger) -> PrivacyLedger:
         return PrivacyLedger.from_dict(self.ledger.to_dict()).merge(more)
 
-    def spend(self, more: PrivacyLedger) -> None:
-        """Adds and keeps it. Raises `OSError` where it cannot be written."""
-        after = self.with_more(more)
-        text = json.dumps(after.to_dict())
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = self._path.with_name(self._path.name + ".new")
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self._path)
+    def spend(self, more: PrivacyLedger, delta: float = 0.0, target_epsilon: float | None = None) -> str | None:
+        """Adds and keeps it, on top of what other processes have spent from the same file by now. Where ε at ``delta``
+        would pass the target, nothing is spent, and what comes back says so.
+
+        Raises `OSError` where it cannot be written.
+        """
+        with self._alone():
+            self.ledger = self._kept()
+            after = self.with_more(more)
+            over = over_budget(after, delta, target_epsilon)
+            if over:
+                return over
+            text = json.dumps(after.to_dict())
+            if self._path is not None:
+                new = self._path.with_name(self._path.name + ".new")
+                with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(new, self._path)
         self._context.state[self._key] = ConfigRecord({"ledger": text})
         self.ledger = after
+        return None
+
+    def _kept(self) -> PrivacyLedger:
+        saved = None
+        if self._path is not None and self._path.exists():
+            saved = self._path.read_text()
+        elif self._key in self._context.state.config_records:
+            saved = str(self._context.state.config_records[self._key]["ledger"])
+        return PrivacyLedger.from_dict(json.loads(saved)) if saved else PrivacyLedger()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process spends from the file meanwhile."""
+        if self._path is None:
+            yield
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._path.with_name(self._path.name + ".lock")
+        with open(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600), "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
 
     def report(self, delta: float, **more: Any) -> dict[str, Any]:
         ledger = self.ledger

@@ -142,6 +142,21 @@ class DifferentialPrivacy(Strategy):
                 "evaluations": None if self._evaluate_metrics == UNPROTECTED else repr(self._evaluate_metrics),
             },
         )
+        began = bool(self._journal.charged) or self._journal.begun is not None
+        if seed is not None and began:
+            self._journal.close()
+            raise PrivacyError(
+                f"seed={seed!r} with a ledger that has rounds: the noise of the first of them would be drawn again. "
+                "seed is for tests; leave it out"
+            )
+        if ledger_path is not None:
+            place = os.path.abspath(ledger_path)
+            log.info("Ledger %s: %d rounds are charged", place, self.rounds_charged)
+            if not began and not os.path.isabs(ledger_path):
+                log.warning(
+                    "ledger_path=%r is looked for in the folder that this process runs in, and a new ledger begins at "
+                    "%s. A server that is started elsewhere would not find it: give the whole path", ledger_path, place,
+                )  # fmt: skip
 
     # What it promises.
 

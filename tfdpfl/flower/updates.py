@@ -25,7 +25,7 @@ class ClippedSum:
       l2_norm_clip: the clip.
 
     Raises:
-      ValueError: ``base`` has no floating-point array.
+      ValueError: ``base`` has no floating-point array, or one of complex numbers or of bytes, as bfloat16 arrives.
     """
 
     def __init__(self, base: Mapping[str, np.ndarray], l2_norm_clip: float):
@@ -33,6 +33,12 @@ class ClippedSum:
         # What clients returned, times their factors, and the factors: the model is taken off once, at the end.
         self._returned = {name: np.zeros(w.size) for name, w in base.items() if w.dtype.kind == "f"}
         self._factors = 0.0
+        for name, w in base.items():
+            if w.dtype.kind not in "fiub":
+                raise ValueError(
+                    f"the model's array {name!r} is of {w.dtype}, which is no number that can be clipped, nor a "
+                    "counter that stays: send it as float32"
+                )
         if not self._returned:
             held = ", ".join(f"{name}: {w.dtype}" for name, w in base.items()) or "nothing"
             raise ValueError(f"the model has no floating-point arrays ({held}), so there is nothing to clip")
