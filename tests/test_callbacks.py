@@ -46,6 +46,7 @@ def test_poisson_batches_are_priced_by_the_steps_that_ran():
     assert budget.report.sampling == "poisson" and budget.report.steps == 14
 
 
+@pytest.mark.slow
 def test_shuffled_arrays_are_priced_by_passes_without_amplification():
     model, budget = compiled(), PrivacyBudget(num_examples=N, delta=DELTA)
     log = model.fit(X, Y, batch_size=30, epochs=3, callbacks=[budget], verbose=0)  # 7 steps, the last one partial
@@ -86,6 +87,7 @@ def test_training_stops_before_the_step_that_would_pass_the_target(steps_per_exe
 
 @pytest.mark.parametrize("steps", [None, 10])
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
+@pytest.mark.one_stack
 def test_a_target_that_no_training_reaches_stops_none(accountant, steps):
     data = tf.data.Dataset.from_generator(
         lambda: ((X[i : i + 20], Y[i : i + 20]) for i in range(0, N, 20)),
@@ -107,6 +109,8 @@ def test_shuffled_training_stops_before_the_epoch_that_would_pass_the_target():
     assert log.history["epsilon"][-1] <= target * 1.0001
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_units_and_truncation_that_the_data_declare_are_priced_and_said():
     ids = np.arange(N) // 4
     data = poisson_batches((X, Y), expected_batch_size=10, steps=4, user_ids=ids, examples_per_user=1)
@@ -129,6 +133,8 @@ def test_units_and_truncation_that_the_data_declare_are_priced_and_said():
 
 
 @pytest.mark.parametrize("make", [data.shuffled_batches, data.fixed_order])
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_batches_that_hold_each_example_once_a_pass_are_priced_without_amplification(make):
     model, budget = compiled(), PrivacyBudget(delta=DELTA)
     log = model.fit(make((X, Y), 30), epochs=2, callbacks=[budget], verbose=0)
@@ -172,6 +178,7 @@ def uses(count):
 
 
 @pytest.mark.parametrize("poisson", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_steps_that_no_fit_took_count_as_steps_of_every_example(poisson):
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA)
     batches = poisson_batches((X, Y), expected_batch_size=20, steps=3)
@@ -190,6 +197,7 @@ def test_steps_that_no_fit_took_count_as_steps_of_every_example(poisson):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_epsilon_never_falls_when_the_sampling_or_the_optimizer_changes():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA)
     found = []
@@ -206,6 +214,7 @@ def test_epsilon_never_falls_when_the_sampling_or_the_optimizer_changes():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_ledger_tells_what_a_callback_before_saw(recwarn):
     model, first = compiled(), PrivacyBudget(delta=DELTA)
     model.fit(X, Y, batch_size=N, epochs=10, callbacks=[first], verbose=0)
@@ -224,6 +233,7 @@ def test_a_ledger_tells_what_a_callback_before_saw(recwarn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [None, 3])
+@pytest.mark.one_stack
 def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(target):
     model = compiled()
     allowed = None if target is None else uses(target) * 1.0001
@@ -237,6 +247,7 @@ def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(tar
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_what_lies_behind_poisson_batches_is_priced_as_said():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)
     model.fit(poisson_batches((X, Y), 0.1, 7).map(lambda x, y: (2 * x, y)), callbacks=[budget], verbose=0)
@@ -294,6 +305,7 @@ def test_one_device_of_a_strategy_is_like_none():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_training_that_the_target_ends_says_so(capsys):
     budget = PrivacyBudget(N, DELTA, uses(2) * 1.0001)
     compiled().fit(X, Y, batch_size=20, epochs=5, callbacks=[budget], verbose=2)
@@ -341,6 +353,7 @@ class Tracks(Thrice):
         return {"loss": self.tracker.result()}
 
 
+@pytest.mark.slow
 def test_metrics_that_a_model_keeps_are_shown_not_trained():
     model = Tracks()
     model.compile(tfdpfl.DPSGD(1.0, 2.0))
@@ -349,6 +362,7 @@ def test_metrics_that_a_model_keeps_are_shown_not_trained():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
     model, budget = Thrice(), PrivacyBudget(delta=DELTA)
     model.compile(tfdpfl.DPSGD(1.0, 2.0))
@@ -361,6 +375,7 @@ def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_steps_after_a_fit_count_when_the_model_is_gone():
     model, budget = compiled(), PrivacyBudget(delta=DELTA)
     model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
@@ -376,6 +391,7 @@ def test_steps_after_a_fit_count_when_the_model_is_gone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expected, adjacency", [(None, "zero_out"), (20.0, "add_or_remove_one")])
+@pytest.mark.one_stack
 def test_a_sum_that_is_divided_by_the_batch_size_tells_how_many_examples_there_are(expected, adjacency):
     """With one example more the denominator is another: nothing bounds that, so it is not claimed."""
     model = compiled(expected_batch_size=expected)
@@ -391,6 +407,8 @@ def test_a_second_private_optimizer_is_refused():
         model.fit(X, Y, callbacks=[PrivacyBudget(N, DELTA)], verbose=0)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_microbatches_cost_what_twice_the_sensitivity_costs():
     model, budget = compiled(num_microbatches=5), PrivacyBudget(num_examples=N, delta=DELTA)
     log = model.fit(X, Y, batch_size=20, epochs=1, callbacks=[budget], verbose=0)
@@ -399,12 +417,15 @@ def test_microbatches_cost_what_twice_the_sensitivity_costs():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_validation_split_leaves_the_validation_examples_out():
     model, budget = compiled(), PrivacyBudget(num_examples=N, delta=DELTA)
     model.fit(X, Y, batch_size=20, validation_split=0.5, callbacks=[budget], verbose=0)
     assert budget.report.num_examples == N // 2
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_no_noise_is_an_infinite_epsilon():
     model = compiled(0.0)
     assert model.fit(X, Y, callbacks=[PrivacyBudget(N, DELTA)], verbose=0).history["epsilon"] == [math.inf]
@@ -447,6 +468,7 @@ def test_what_cannot_be_priced_is_refused_before_the_first_update(optimizer, dat
     np.testing.assert_array_equal(before[0], model.get_weights()[0])
 
 
+@pytest.mark.one_stack
 def test_declared_sampling_of_other_data_is_believed():
     model = compiled()
     budget = PrivacyBudget(num_examples=N, delta=DELTA, sampling="shuffle", batch_size=20)

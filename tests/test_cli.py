@@ -28,6 +28,7 @@ def ok(*args):
     return result.output
 
 
+@pytest.mark.slow
 def test_epsilon_is_the_functions():
     printed = json.loads(ok("epsilon", *RUN, "--num-epochs", "2", "--json"))
     assert printed["epsilon"] == compute_epsilon(**KEYWORDS, noise_multiplier=2.0, num_epochs=2)

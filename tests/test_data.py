@@ -55,11 +55,13 @@ def included():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_each_example_is_drawn_with_the_rate_independently_of_others_and_of_other_batches(included):
     matrix, rate = included
     assert {name: z for name, z in z_scores(matrix, rate).items() if abs(z) > 4} == {}
 
 
+@pytest.mark.one_stack
 def test_pairs_of_examples_are_drawn_independently(included):
     matrix, rate = included
     steps, n = matrix.shape
@@ -211,8 +213,8 @@ def fit(model, dataset, epochs=2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "embedding"])
-@pytest.mark.parametrize("mean_size", [0.7, 5])
+@pytest.mark.parametrize(("kind", "mean_size"), [
+    ("dense", 0.7), ("embedding", 0.7), pytest.param("dense", 5, marks=pytest.mark.one_stack)])  # fmt: skip
 def test_fit_takes_empty_batches_and_batches_of_any_size_in_one_trace(kind, mean_size):
     layers = tf.keras.layers
     if kind == "dense":
@@ -246,7 +248,7 @@ def convolutional(strides=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.one_stack), True])
 def test_images_with_empty_draws_fit_in_one_trace_and_the_stand_in_moves_no_weight(weighted):
     x = np.random.default_rng(0).random((N, 9, 9, 1), np.float32)
     data = (x, ROWS % 2, np.full(N, 2.0)) if weighted else (x, ROWS % 2)
@@ -609,6 +611,7 @@ def test_mnist_is_read_from_its_files():
 
 
 @needs_data
+@pytest.mark.one_stack
 def test_adult_is_numbers_only():
     x_train, y_train, x_test, y_test = datasets.load_adult(DATA_DIR)
     assert x_train.shape == (32_561, 108) and x_test.shape == (16_281, 108)

@@ -184,6 +184,7 @@ def test_an_optimizer_that_trains_fewer_variables_later_draws_fresh_noise():
     assert similar.max() < 0.8
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_noise_and_other_seeds_other_noise():
     a, b, other = (Noise([(50,)], seed=s)()[0] for s in (5, 5, 6))
     np.testing.assert_array_equal(a, b)
@@ -233,6 +234,7 @@ def test_no_noise_is_drawn_when_none_is_asked():
     assert np.all(Noise([(30,)], multiplier=0.0)()[0] == 0)
 
 
+@pytest.mark.slow
 def test_noise_goes_on_through_retraces_and_other_batch_sizes():
     steps = Noise([(1000,)])
     drawn = [steps(batch=b)[0] * b for b in (4, 7, 4, 1, 7)]
@@ -263,6 +265,7 @@ def test_noise_under_xla_has_the_right_size_and_is_fresh():
     assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
 
 
+@pytest.mark.slow
 def test_a_loop_in_one_graph_draws_fresh_noise_each_turn():
     steps = Noise([(1000,)])
 
@@ -415,6 +418,7 @@ def test_where_there_is_an_accelerator_a_step_draws_by_philox():
     assert source.generator == noise.PHILOX
 
 
+@pytest.mark.slow
 def test_a_function_that_was_traced_in_one_way_and_runs_in_another_draws_afresh_or_not_at_all():
     def made():
         source = noise.Source()
@@ -532,6 +536,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no for
 
 
 @needs_fork
+@pytest.mark.slow
 def test_a_forked_process_draws_noise_of_its_own():
     source, idle = noise.Source(), noise.Source()
     source.gaussian([[1000]], 1.0)

@@ -33,6 +33,7 @@ def spent(sigma, batch, steps):
     )
 
 
+@pytest.mark.slow
 def test_five_lines_train_to_the_target_and_say_so():
     made = plan()
     model = model_with(made.optimizer("adam", learning_rate=1e-2))
@@ -48,6 +49,8 @@ def test_five_lines_train_to_the_target_and_say_so():
         model.fit(made.batches, callbacks=[made.callback], verbose=0)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_any_three_give_the_fourth():
     sigma = plan().noise_multiplier
     assert spent(sigma, 20, 20) <= 2.0 < spent(0.998 * sigma, 20, 20)
@@ -142,6 +145,7 @@ def test_a_piece_with_what_is_not_its_plans_is_refused_before_the_first_update(
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_second_fit_with_another_plans_pieces_is_refused_though_nothing_is_traced_anew(plans):
     one, other = plan(), plan()  # the same settings
     model = model_with(one.optimizer("sgd"))

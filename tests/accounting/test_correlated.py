@@ -94,6 +94,7 @@ def test_best_bands_are_a_least():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_best_buffers_are_jax_privacys():
     """Its golden values: 100,000 steps, one participation, largest error."""
     decay, scale = best_buffers(2, 100_000)
@@ -142,6 +143,7 @@ def test_bands_under_cyclic_sampling_cost_a_sampled_step_each_round(uses):
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_sampling_counts_for_no_matrix_that_is_wider_than_the_groups():
     wide = Banded(bands=8, min_separation=8, max_participations=10)
     how = {"num_steps": 80, "sampling_rate": 0.1, "adjacency": "zero_out"}
@@ -150,6 +152,7 @@ def test_sampling_counts_for_no_matrix_that_is_wider_than_the_groups():
     assert epsilon(blt, 1.0, min_separation=8, **how) == epsilon(blt, 1.0, num_steps=80, min_separation=8)
 
 
+@pytest.mark.slow
 def test_a_training_as_it_was_said_to_be_costs_one_gaussian():
     one = compute_epsilon(num_examples=1, batch_size=1, noise_multiplier=1.0, num_steps=1, sampling="none", delta=1e-5)
     how = {"min_separation": 30, "max_participations": 5}

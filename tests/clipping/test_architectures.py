@@ -240,6 +240,7 @@ EXACT = [logistic_regression, multilayer_perceptron, wide_and_deep, highway_netw
 
 
 @pytest.mark.parametrize("build", EXACT, ids=lambda f: f.__name__.replace("_", " "))
+@pytest.mark.one_stack
 def test_a_model_that_keeps_examples_apart_is_exact(build):
     K.utils.set_random_seed(1)
     model, x = build()

@@ -56,6 +56,7 @@ def slow(name, batch):
     pytest.param(name, batch, marks=slow(name, batch)) for name in MODELS for batch in (1, B, D, S)
     if batch != B or name in ("conv", "attention", "gather")
 ])  # fmt: skip
+@pytest.mark.one_stack
 def test_batches_of_known_size_agree_with_one_example_at_a_time(name, batch):
     model, x = model_and_batch(name, batch or B)
     check_model(model, x, batch=batch)
@@ -75,6 +76,7 @@ BRANCHES = {
 
 @pytest.mark.parametrize("batch", [pytest.param(None, marks=pytest.mark.slow), 1, 4])
 @pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.one_stack
 def test_branches_that_use_weights_agree(name, batch):
     check(lambda x: example_losses(BRANCHES[name](x)), normal(batch or 4, 4), [W, V], batch=batch)
 
@@ -83,6 +85,7 @@ def test_branches_that_use_weights_agree(name, batch):
     lambda x: tf.tanh(x @ W + tf.ones([tf.shape(x)[0], 3])),
     lambda x: tf.tanh(x @ W + tf.function(lambda x: x @ V)(x)),
 ], ids=["as long as the batch", "a call"])  # fmt: skip
+@pytest.mark.one_stack
 def test_a_branch_that_holds_the_static_batch_size_is_refused(branch):
     """Run on one example it would give as many rows as the batch has."""
     losses = lambda x: example_losses(tf.cond(FLAG, lambda: branch(x), lambda: x @ V))
@@ -111,6 +114,7 @@ def trained(layers, x, y, **fit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "lstm", "attention"])
+@pytest.mark.one_stack
 def test_fit_takes_one_example_at_a_time(name):
     shape, layers = MODELS[name]
     x, y = normal(1, *shape), normal(1, 2, seed=1)
@@ -124,6 +128,7 @@ def test_fit_takes_one_example_at_a_time(name):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_what_is_refused_for_an_only_example_says_a_mend_that_works():
     x, y = normal(4, 3), normal(4, 1, seed=1)
     layers = lambda: [Unfolded(), tanh(1)]

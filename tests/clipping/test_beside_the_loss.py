@@ -119,10 +119,12 @@ ON_A_BATCH = lambda model: model.train_on_batch(X[:3], Y[:3])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, compiled, train", [
-    *((name, {}, fit) for name in LEAKS),
-    *((name, AT_ONCE, fit) for name in ("learning rate after", "another function", "a step now and then")),
-    *((name, {"jit_compile": True}, fit) for name in ("learning rate before", "weight after")),
-    *((name, {}, ON_A_BATCH) for name in ("learning rate after", "steps as often as")),
+    *[pytest.param(name, {}, fit, marks=[pytest.mark.one_stack] * (i % 3 > 0)) for i, name in enumerate(LEAKS)],
+    *[pytest.param(*case, marks=pytest.mark.one_stack) for case in [
+        *((name, AT_ONCE, fit) for name in ("another function", "a step now and then")),
+        ("weight after", {"jit_compile": True}, fit), ("steps as often as", {}, ON_A_BATCH)]],
+    ("learning rate after", AT_ONCE, fit), ("learning rate before", {"jit_compile": True}, fit),
+    ("learning rate after", {}, ON_A_BATCH),
 ])  # fmt: skip
 def test_a_leak_beside_the_loss_is_refused_before_the_first_update(name, compiled, train):
     how, said = LEAKS[name]
@@ -148,8 +150,11 @@ PUBLIC = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [{}, {"steps_per_execution": 2}], ids=["", "steps_per_execution"])
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize(("name", "compiled"), [
+    ("two steps", AT_ONCE), ("a step every second time", {}),
+    *[pytest.param(*case, marks=pytest.mark.one_stack) for case in [
+        ("two steps", {}), ("a step every second time", AT_ONCE), ("a projection", {}), ("a schedule", AT_ONCE)]],
+])  # fmt: skip
 def test_what_is_public_beside_the_loss_trains(name, compiled):
     model = made(how=PUBLIC[name], **compiled)
     fit(model)
@@ -162,6 +167,7 @@ def test_what_is_public_beside_the_loss_trains(name, compiled):
     lambda: tfdpfl.DPAdam(1.0, 1.0, learning_rate=K.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
     lambda: tfdpfl.DPAdamW(1.0, 1.0, global_clipnorm=1.0),
 ])  # fmt: skip
+@pytest.mark.one_stack
 def test_what_optimizers_write_of_their_own_is_no_leak(optimizer):
     model = made(optimizer())
     fit(model)
@@ -345,6 +351,7 @@ def test_weights_that_the_outermost_function_is_given_are_public():
     lambda x: 0.1 * tf.ones([4, 3]) * tf.cast(tf.shape(x)[1], tf.float32), lambda x: EAGER,
 ], ids=["read", "made of variables", "constant", "made of a public length", "eager"])  # fmt: skip
 @pytest.mark.parametrize("within", [False, True])
+@pytest.mark.one_stack
 def test_weights_that_are_public_tensors_are_exact(weights, within):
     @tf.function(input_signature=[tf.TensorSpec([None, 4])])
     def norms(x):

@@ -174,13 +174,17 @@ category encoding
 layernorm of rank 3|prelu with shared axes
 lstm|time distributed dense|frozen layers|groupnorm"""
 SLOW = set(SIMPLE) - set(FAST.replace("\n", "|").split("|"))
+# Convolutions of other sizes than those above, and of those here, are the same ops on both stacks.
+ALSO = "conv1d same|conv2d valid|conv2d dilated|conv2d grouped|conv3d same|conv3d strided".split("|")
+SAME_OPS = {name for name in SLOW if name.startswith(("conv1d", "conv2d", "conv3d")) and name not in ALSO}
 
 
-def parameters(cases, slow=()):
-    return [pytest.param(*c, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, c in cases.items()]
+def parameters(cases, slow=(), one_stack=()):
+    marks = lambda name: [pytest.mark.slow] * (name in slow) + [pytest.mark.one_stack] * (name in one_stack)
+    return [pytest.param(*c, id=name, marks=marks(name)) for name, c in cases.items()]
 
 
-@pytest.mark.parametrize(("x", "layers"), parameters(SIMPLE, SLOW))
+@pytest.mark.parametrize(("x", "layers"), parameters(SIMPLE, SLOW, SAME_OPS))
 def test_layer_agrees_with_examples_one_by_one(x, layers):
     check_model(stack(*layers()), x)
 
@@ -345,13 +349,15 @@ CUSTOM = {
 }  # fmt: skip
 
 
-SLOW_CUSTOM = {"power of the input", "used as bias twice", "part of a table", "where", "maximum", "subtracted",
-               "divided by", "one hot", "time major", "cumulative sum", "batch matrix product", "low rank",
-               "softplus of a matrix", "scalar"}  # fmt: skip
+# On the older stack one of each way in which weights are used.
+ON_BOTH = {"tied to its own transpose", "table of every kind of use", "used as matrix and as scale", "low rank",
+           "weight standardisation", "two parts of a table", "matrices by id", "where", "batch matrix product",
+           "stopped gradient", "loop of tensor products", "branch by weights", "unused",
+           "dynamic flattening"}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, SLOW_CUSTOM))
+@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
 def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
     check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
 
@@ -423,18 +429,19 @@ def test_layer_that_calls_a_tf_function_agrees(method):
 # Sizes, types and other ways to hold weights
 
 
-@pytest.mark.parametrize("name", [
+@pytest.mark.parametrize("name", [  # the rest: test_batch_shapes.py, of sizes that could be another axis's
     "dense of rank 3", "conv1d same dilated", "lstm",
-    *[pytest.param(n, marks=pytest.mark.slow) for n in (
-        "lstm bidirectional", "gru", "masked embedding into lstm", "masking into rnn", "conv lstm", "conv2d grouped",
-        "conv2d same strided", "lstm unrolled", "embedding of repeated ids", "layernorm of rank 3",
-        "time distributed dense", "transposed conv2d", "depthwise conv2d", *[n for n in ["groupnorm"] if n in SIMPLE])],
+    *[pytest.param(n, marks=pytest.mark.slow) for n in ("masked embedding into lstm", "masking into rnn")],
+    *[pytest.param(n, marks=[pytest.mark.slow, pytest.mark.one_stack]) for n in (
+        "conv lstm", "conv2d grouped", "layernorm of rank 3", "transposed conv2d", "depthwise conv2d",
+        *[n for n in ["groupnorm"] if n in SIMPLE])],
 ])  # fmt: skip
 def test_static_batch_size_agrees(name):
     x, layers = SIMPLE[name]
     check_model(stack(*layers()), x, batch=len(x))
 
 
+@pytest.mark.slow
 def test_causal_mask_spread_over_a_static_batch_agrees():
     model, x = attention(causal=True)
     check_model(model, x, batch=len(x[0]))
@@ -461,14 +468,20 @@ SPREAD = {  # tokens, queries and positions for each example, in the ways that p
 }
 
 
-@pytest.mark.parametrize("batch", [pytest.param(None, marks=pytest.mark.slow), len(sequence)])
-@pytest.mark.parametrize("name", SPREAD)
+BOTH_SPREAD = ("tiled along two axes", "positions broadcast")  # in batches of any size, and on both stacks
+
+
+@pytest.mark.parametrize(("name", "batch"), [
+    *[pytest.param(n, len(sequence), marks=[pytest.mark.one_stack] * (n not in BOTH_SPREAD)) for n in SPREAD],
+    *[pytest.param(n, None, marks=pytest.mark.slow) for n in BOTH_SPREAD],
+])  # fmt: skip
 def test_weights_that_every_example_gets_agree(name, batch):
     function, shape = SPREAD[name]
     check_model(stack(tanh(4), Custom(function, shape), tanh(3), L.Flatten()), sequence, batch=batch)
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 @pytest.mark.parametrize("batch", [None, len(sequence)])
 def test_queries_that_every_example_gets_agree(batch):
     """As many queries as examples, so that only their place tells the axes apart."""
@@ -479,14 +492,14 @@ def test_queries_that_every_example_gets_agree(batch):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 @pytest.mark.parametrize("layers", [
-    lambda: [L.Conv2D(3, 3, strides=2, padding="same"), L.GlobalAveragePooling2D()],
     lambda: [L.Conv2D(3, 3, dilation_rate=2), L.GlobalAveragePooling2D()],
     lambda: [L.Conv2D(9, 1), L.Conv2D(2, 3, strides=2, padding="same"), L.GlobalAveragePooling2D()],
     lambda: [L.DepthwiseConv2D(2), L.GlobalMaxPooling2D()],
     lambda: [L.Conv2DTranspose(2, 3, strides=2), L.GlobalAveragePooling2D()],
     lambda: [L.Conv2D(6, 2), L.SeparableConv2D(2, 2), L.PReLU("ones", shared_axes=[1, 2]), L.GlobalMaxPooling2D()],
-], ids=["conv2d", "dilated", "of many channels", "depthwise", "transposed", "separable"])  # fmt: skip
+], ids=["dilated", "of many channels", "depthwise", "transposed", "separable"])  # fmt: skip
 def test_free_image_sizes_agree(layers):
     check_model(K.Sequential([K.Input((None, None, 3)), *layers(), L.Dense(2)]),
                 image, signature_shape=(None, None, None, 3))  # fmt: skip
@@ -496,9 +509,8 @@ def test_free_image_sizes_agree(layers):
 @pytest.mark.parametrize("layers", [
     lambda: [tanh(3), L.GlobalAveragePooling1D()],
     lambda: [L.Conv1D(3, 2, padding="causal"), L.GlobalMaxPooling1D()],
-    lambda: [L.LSTM(3)],
     lambda: [L.LayerNormalization(), L.GRU(2, return_sequences=True)],
-], ids=["dense", "conv1d", "lstm", "layernorm and gru"])  # fmt: skip
+], ids=["dense", "conv1d", "layernorm and gru"])  # fmt: skip
 def test_free_lengths_agree(layers):
     check_model(K.Sequential([K.Input((None, 4)), *layers(), L.Dense(2)]), sequence, signature_shape=(None, None, 4))
 
@@ -572,11 +584,12 @@ def test_weights_held_as_plain_tensors_agree():
     assert_close([s.numpy() for s in sums], clipped_sums(gradients, 0.7))
 
 
-JITTED = ["dense of rank 3", "conv2d same strided", "layernorm of rank 3", "embedding of repeated ids", "lstm unrolled",
-          "lstm", "gru", "masked embedding into lstm", "conv lstm"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(JITTED)])
+@pytest.mark.parametrize("name", [
+    "dense of rank 3", pytest.param("lstm", marks=pytest.mark.slow),
+    *[pytest.param(n, marks=[pytest.mark.slow, pytest.mark.one_stack]) for n in (
+        "conv2d same strided", "embedding of repeated ids", "masked embedding into lstm")],
+])  # fmt: skip
+@pytest.mark.slow
 def test_xla_agrees(name):
     x, layers = SIMPLE[name]
     check_model(stack(*layers()), x, batch=len(x), jit=True)
@@ -584,8 +597,10 @@ def test_xla_agrees(name):
 
 @pytest.mark.parametrize(("name", "m"), [
     ("dense of rank 3", 1), ("dense of rank 3", 2), ("conv2d same strided", 2), ("embedding of repeated ids", 2),
-    *[pytest.param(n, m, marks=pytest.mark.slow) for m in (1, 2, B) for n in (
-        "conv2d of many channels", "lstm", "layernorm of rank 3", "depthwise conv2d", "dense of width 1")],
+    pytest.param("lstm", 2, marks=pytest.mark.slow),
+    *[pytest.param(n, m, marks=[pytest.mark.slow, pytest.mark.one_stack]) for n, m in [
+        ("conv2d of many channels", 1), ("lstm", B), ("layernorm of rank 3", 2), ("depthwise conv2d", 2),
+        ("depthwise conv2d", B), ("dense of width 1", 1)]],
 ])  # fmt: skip
 def test_microbatches_clip_the_mean_gradient_of_consecutive_groups(name, m):
     x, layers = SIMPLE[name]
@@ -648,6 +663,7 @@ def dilated_convolutions_have_gradients():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 @few
 @given(size=st.tuples(small, small), kernel=st.tuples(*[st.integers(1, 5)] * 2), strides=st.tuples(small, small),
        rates=st.tuples(small, small), channels=st.sampled_from([1, 2, 3, 5, 8, 9]), filters=small,
@@ -706,6 +722,7 @@ def test_patches_are_tensorflows(kernel, strides, rates, channels, padding):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 @few
 @given(sizes=st.fixed_dictionaries({c: st.integers(1, 4) for c in "tudpq"}),
        x=st.sampled_from(["btd", "bdt", "bd", "btud", "tbd"]), w=st.sampled_from(["dp", "pd", "dpq", "tdp"]),

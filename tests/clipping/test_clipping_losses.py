@@ -159,6 +159,7 @@ def own_mean(y, p, ids):
     return tf.reduce_sum(squared(y, p) * mask, 1) / tf.reduce_sum(mask, 1)
 
 
+@pytest.mark.slow
 def test_masked_sequence_loss_is_the_mean_over_the_examples_own_valid_positions():
     check(sequences(mask=True), IDS, SEQUENCE, "mse", own_mean, extra=IDS)
 
@@ -180,11 +181,18 @@ def tagger(mask, layers, head):
     return K.Sequential([K.Input((5,), dtype="int32"), L.Embedding(6, 4, mask_zero=mask), *layers(), L.Dense(3, head)])
 
 
-@pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("loss", TAGGED)
-@pytest.mark.parametrize("layers", [
-    list, pytest.param(lambda: [L.LSTM(3, return_sequences=True)], marks=pytest.mark.slow),
-], ids=["dense", "lstm"])  # fmt: skip
+def recurrent():
+    return [L.LSTM(3, return_sequences=True)]
+
+
+@pytest.mark.parametrize(("layers", "loss", "mask"), [  # each two of these at least once
+    pytest.param(list, "sparse_categorical_crossentropy", False, marks=pytest.mark.slow),
+    (list, "categorical_crossentropy", True), (list, "mse", True),
+    *[pytest.param(recurrent, *c, marks=pytest.mark.slow) for c in [
+        ("sparse_categorical_crossentropy", True), ("categorical_crossentropy", False)]],
+    pytest.param(recurrent, "mse", False, marks=[pytest.mark.slow, pytest.mark.one_stack]),
+])  # fmt: skip
+@pytest.mark.slow
 def test_a_loss_at_each_position_in_batches_of_any_size(layers, loss, mask):
     """Of a data set, whose batches have no size in the graph: the shapes of what was masked are then tensors."""
     y, at_positions = TAGGED[loss]
@@ -268,6 +276,7 @@ def test_the_batch_size_is_taken_out_of_a_penalty_once(penalty, size):
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_penalty_on_the_inputs_alone_moves_nothing():
     """In a batch of unknown size what is left of it beside the examples is a number made of lengths."""
     model = K.Sequential([K.Input((4,)), L.ActivityRegularization(0.1), L.Dense(3)])
@@ -331,6 +340,7 @@ def test_keras_2s_ignored_class_has_a_mend_that_trains():
     assert all(np.isfinite(g).all() for g in got)
 
 
+@pytest.mark.slow
 def test_hinge_loss_is_refused_as_keras_looks_at_all_labels_to_decide_what_they_mean():
     with pytest.raises(PrivacyError, match=r"branch by data.*all of the batch's labels.*tf.maximum\(1 - t \* p, 0\)"):
         moved(classifier(), X, 2 * ONE_HOT - 1, 1.0, "hinge")

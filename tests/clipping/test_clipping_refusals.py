@@ -360,10 +360,11 @@ STATIC = ["constant for each place", "sums of constants by place", "computed con
           *[name for name in MIXING if name.startswith("places ")]]  # fmt: skip
 
 
-@pytest.mark.parametrize("losses", [  # what other tests look at more closely is slow here, and of the rest two thirds
-    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in TOLD or name in STATIC or i % 3 > 0))
-    for i, (name, f) in enumerate(MIXING.items())
-])
+@pytest.mark.one_stack  # what is no op of the tables in clipping/ops/ mixes, whatever TensorFlow calls it
+@pytest.mark.parametrize("losses", [  # the next test asks more of the rest; what another looks at again is slow here
+    pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in STATIC or i % 3 > 0))
+    for i, (name, f) in enumerate(MIXING.items()) if name not in TOLD
+])  # fmt: skip
 def test_what_lets_examples_meet_is_refused_or_keeps_them_apart(losses):
     """Refused while tracing, or by a check as the step runs; else another example's norm may not move."""
     x = normal(B, 4)
@@ -561,7 +562,9 @@ ALSO_ALLOWED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALSO_ALLOWED)) for n in ALLOWED])
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[pytest.mark.one_stack] * (n in ALSO_ALLOWED and n[0].islower())) for n in ALLOWED
+])  # fmt: skip
 def test_what_keeps_examples_apart_is_exact(name):
     made = ALLOWED[name]
     layer = made() if name[0].isupper() else L.Lambda(made)
@@ -623,8 +626,10 @@ AUGMENTATIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [None, B])
-@pytest.mark.parametrize("layer", AUGMENTATIONS.values(), ids=AUGMENTATIONS)
+@pytest.mark.parametrize(("layer", "batch"), [
+    *[pytest.param(layer, None, id=name) for name, layer in AUGMENTATIONS.items()],
+    *[pytest.param(AUGMENTATIONS[name], B, id=f"{name}-static") for name in ("rotation", "crop")],
+])  # fmt: skip
 def test_random_images_are_clipped_as_they_were_drawn(layer, batch):
     model = K.Sequential([K.Input((6, 6, 3)), L.Conv2D(3, 2, activation="sigmoid"), layer(), L.Flatten(), L.Dense(1)])
     clip = 0.01
@@ -670,8 +675,10 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize(("layers", "shape"), [
-    pytest.param(*c, id=name, marks=[pytest.mark.slow] * (name != "dense")) for name, c in ARCHITECTURES.items()
+    pytest.param(*c, id=name, marks=[pytest.mark.slow] * (name != "dense") + [pytest.mark.one_stack] * (
+        name == "sequences")) for name, c in ARCHITECTURES.items()
 ])  # fmt: skip
+@pytest.mark.slow
 def test_one_example_more_moves_the_sum_by_at_most_the_clip(layers, shape):
     model = K.Sequential([K.Input(shape), *layers()])
     losses = lambda x: example_losses(model(x))
@@ -723,13 +730,13 @@ BAD = {
     "lstm": ([3, 4], lambda: [L.LSTM(3)]),
     "layernorm": ([4], lambda: [L.LayerNormalization(), L.Dense(2)]),
 }
-SLOW_BAD = {"lstm", "transposed", "layernorm", "dense", "convolution, rows"}
+SLOW_BAD = {"lstm", "transposed", "layernorm", "convolution, rows"}
 
 
-@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("shape", "layers"), [
-    pytest.param(*c, id=name, marks=[pytest.mark.slow] * (name in SLOW_BAD))
-    for name, c in BAD.items()
+@pytest.mark.parametrize(("shape", "layers", "value"), [
+    *[pytest.param(*c, (np.nan, np.inf)[i % 2], id=name, marks=[pytest.mark.slow] * (name in SLOW_BAD))
+      for i, (name, c) in enumerate(BAD.items())],
+    pytest.param(*BAD["dense"], np.inf, id="dense-inf"),
 ])  # fmt: skip
 def test_an_example_that_is_not_finite_adds_exactly_zero_and_is_counted(shape, layers, value):
     model = K.Sequential([K.Input(shape), *layers()])
@@ -743,6 +750,7 @@ def test_an_example_that_is_not_finite_adds_exactly_zero_and_is_counted(shape, l
     np.testing.assert_allclose(got[0], clean[0], atol=1e-5 * np.abs(clean[0]).max())
 
 
+@pytest.mark.slow
 def test_an_example_that_looks_up_a_row_of_nan_adds_exactly_zero():
     table = tf.Variable(np.concatenate([normal(5, 3), np.full([1, 3], np.nan)]).astype("float32"))
     matrix = tf.Variable(normal(3, 2))
@@ -887,12 +895,12 @@ class Beside(Keeps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", [lambda: None, lambda: tf.keras.optimizers.Adam()])
-@pytest.mark.parametrize("draw, fine", [
-    (lambda x: tf.random.normal([8, 4]), True),
-    (lambda x: x, False),
-    (lambda x: tf.random.normal(tf.shape(x)), False),  # how many examples there are is not public, either
-])  # fmt: skip
+@pytest.mark.parametrize(("plain", "draw", "fine"), [
+    (lambda: None, lambda x: tf.random.normal([8, 4]), True),
+    (lambda: tf.keras.optimizers.Adam(), lambda x: tf.random.normal([8, 4]), True),
+    (lambda: tf.keras.optimizers.Adam(), lambda x: x, False),
+    (lambda: None, lambda x: tf.random.normal(tf.shape(x)), False),  # how many examples there are is not public, either
+], ids=["numbers", "numbers by Adam", "the batch by Adam", "numbers by the batch's size"])  # fmt: skip
 def test_weights_that_another_optimizer_trains_have_no_price(plain, draw, fine):
     x, y = normal(12, 4), normal(12, 1, seed=1)
     model = Beside(draw, plain())
@@ -921,6 +929,7 @@ class Remembers(L.Layer):
         return x - self.mean
 
 
+@pytest.mark.slow
 def test_a_statistic_that_a_layer_keeps_is_refused_before_the_first_update():
     """Also without PrivacyBudget; and where the model is only looked at."""
     x, y = normal(12, 4), normal(12, 1, seed=1)
@@ -991,8 +1000,11 @@ AROUND = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "together"), [
-    *((name, 1) for name in AROUND),
-    ("two private steps", 2), ("an average of weights", 2), ("a statistic", 2), ("trained beside a branch", 2),
+    *[pytest.param(n, 1, marks=[pytest.mark.one_stack] * (n not in ("two private steps", "trained on the batch")))
+      for n in AROUND if n not in ("nothing", "a loss that is shown")],
+    *[pytest.param(n, 2, marks=pytest.mark.one_stack) for n in (
+        "two private steps", "an average of weights", "a statistic", "trained beside a branch",
+        "a loss that is shown")],
 ])  # fmt: skip
 def test_what_is_done_around_a_private_step_counts(name, together):
     what, fine = AROUND[name]
@@ -1023,6 +1035,7 @@ def test_what_is_left_around_a_private_step_for_its_next_loss_is_refused():
     assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.slow
 def test_two_private_updates_in_one_step_are_two_steps():
     model = K.Sequential([K.Input((4,)), L.Dense(1)])
     first, second = tfdpfl.DPSGD(0.5, 0.0, learning_rate=1.0), tfdpfl.DPSGD(0.5, 0.0, learning_rate=1.0)

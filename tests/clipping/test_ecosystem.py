@@ -1179,6 +1179,14 @@ MENDED = {
     speech_by_alignment: FIX,
 }
 (TRAIN.append if keras3() else lambda f: MENDED.update({f: "give tf.nn.ctc_loss dense labels"}))(captcha)
+# On the older stack: layers that Keras 2 builds otherwise (recurrent, normalising, attention, lookups, frozen
+# applications), and train steps and losses of one's own.
+BOTH = {
+    digits_by_convolutions, head_on_a_frozen_application, video_frames_in_time, siamese_triplets,
+    knowledge_distillation, variational_autoencoder, adversaries_with_a_gradient_penalty, denoising_diffusion,
+    text_by_a_transformer, translation_letter_by_letter, income_from_raw_columns, weather, proximal_policy,
+    cats_and_dogs_from_scratch, adversaries_that_judge_all_at_once, q_learning, captcha,
+}  # fmt: skip
 REFUSED = {
     contrast_with_the_rest_of_the_batch: "what compares the examples of a batch",
     nodes_of_one_graph: "examples",
@@ -1246,22 +1254,29 @@ def is_refused(build, message):
         np.testing.assert_array_equal(a, b)
 
 
+def cases(builds, messages=None):
+    for build in builds:
+        marks = [] if build in BOTH else [pytest.mark.one_stack]
+        yield pytest.param(build, *([messages[build]] if messages else []), marks=marks, id=name(build))
+
+
 def name(value):
     return getattr(value, "__name__", "").replace("_", " ")
 
 
-@pytest.mark.parametrize("build", TRAIN, ids=name)
+@pytest.mark.parametrize("build", cases(TRAIN))
 def test_trains_with_only_the_optimizer_changed(build):
     trains(build)
 
 
-@pytest.mark.parametrize(("build", "mend"), MENDED.items(), ids=name)
+@pytest.mark.parametrize(("build", "mend"), cases(MENDED, MENDED))
 def test_trains_after_the_mend_that_its_refusal_names(build, mend):
     is_refused(build, mend)
     trains(build, mended=True)
 
 
-@pytest.mark.parametrize(("build", "message"), REFUSED.items(), ids=name)
+@pytest.mark.one_stack
+@pytest.mark.parametrize(("build", "message"), cases(REFUSED, REFUSED))
 def test_is_refused_by_name(build, message):
     is_refused(build, message)
 

@@ -58,6 +58,7 @@ def test_validate_accepts_a_model_that_keeps_examples_apart():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_data_set_stands_for_its_first_batch():
     model, batches = compiled(L.Conv2D(2, 3)), tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(4)
     validate(model, batches)
@@ -128,6 +129,8 @@ def test_a_registered_rule_is_used_and_exact():
         registry.RULES["Mul"] = old
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_fix_takes_layers_without_weights_as_they_are():
     """A Lambda's function has no config that Keras could make it from."""
     double = L.Lambda(lambda x: 2 * x, name="double")

@@ -62,13 +62,15 @@ def ctc(w, frames, labels, lengths=None, blank=0, major=False):
     ))  # fmt: skip
 
 
-@pytest.mark.parametrize("major", [True, False])
-@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize(("major", "lengths"), [(True, False), pytest.param(False, True, marks=pytest.mark.one_stack)])
+@pytest.mark.slow
 def test_ctc_with_dense_labels_is_exact(major, lengths):
     given = [LENGTHS] if lengths else []
     agrees(lambda w, *batch: ctc(w, *batch, major=major), FRAMES, LABELS, *given)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_ctc_with_the_last_class_as_blank_is_exact():
     agrees(lambda w, *batch: ctc(w, *batch, blank=-1), FRAMES, LABELS - 1)
 
@@ -91,6 +93,8 @@ def test_ctc_whose_lengths_are_of_the_batch_is_refused():
     )  # fmt: skip
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_ctc_whose_frames_are_examples_is_refused():
     """Time first is what it takes: here the examples are the frames of one utterance."""
 
@@ -103,6 +107,8 @@ def test_ctc_whose_frames_are_examples_is_refused():
         refused(loss, frames, match="No gradient belongs to one example alone", static=static)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_ctc_with_public_labels_that_differ_from_example_to_example_is_refused():
     def loss(w, frames):
         return ctc(w, frames, tf.constant(LABELS))
@@ -112,6 +118,7 @@ def test_ctc_with_public_labels_that_differ_from_example_to_example_is_refused()
 
 
 @pytest.mark.skipif(not keras3(), reason="Keras 3's loss")
+@pytest.mark.slow
 def test_keras_ctc_trains():
     model = K.Sequential([K.Input((12, 4)), L.Dense(6)])
     model.compile(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1), K.losses.CTC())
@@ -143,6 +150,7 @@ def sampler(y):
     return tf.random.log_uniform_candidate_sampler(tf.cast(y, tf.int64)[:, None], 1, 10, True, 50, seed=1)[0]
 
 
+@pytest.mark.slow
 def test_sampled_softmax_by_two_lookups_trains():
     """The mend of TensorFlow's own, which is refused."""
     tables = RNG.normal(size=(50, 4)).astype("float32")
@@ -172,6 +180,8 @@ def test_sampled_softmax_by_two_lookups_trains():
 # -- derivatives within the loss -----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_derivatives_by_the_input_one_output_at_a_time():
     """The mend of batch_jacobian, which is refused."""
 
@@ -195,6 +205,7 @@ def test_derivatives_by_the_input_one_output_at_a_time():
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cut", [np.s_[:, 1:3], np.s_[..., 0], np.s_[:, None, 2], np.s_[:, ::2], np.s_[..., None, 1:]])
+@pytest.mark.one_stack
 def test_the_gradient_of_a_slice_is_exact(cut, static):
     def loss(w, x):
         x = tf.convert_to_tensor(x)
@@ -208,6 +219,7 @@ def test_the_gradient_of_a_slice_is_exact(cut, static):
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cut", [np.s_[1:], np.s_[::-1], np.s_[:2], np.s_[0], np.s_[None, 1:]])
+@pytest.mark.one_stack
 def test_the_gradient_of_a_slice_of_examples_is_refused(cut, static):
     def loss(w, x):
         with tf.GradientTape() as tape:
@@ -229,6 +241,7 @@ def test_a_slice_that_turns_the_examples_round_is_refused():
     refused(loss, X, match="StridedSliceGrad.*takes some examples")
 
 
+@pytest.mark.slow
 def test_wgan_with_a_gradient_penalty_is_exact():
     def loss(w, x, z, e):
         h = tf.convert_to_tensor(x + e * (z - x))
@@ -244,6 +257,8 @@ def test_wgan_with_a_gradient_penalty_is_exact():
 # -- GANs, overlaps, branches --------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_real_and_generated_examples_are_added_not_joined():
     entropy = tf.nn.sigmoid_cross_entropy_with_logits
 
@@ -262,6 +277,7 @@ def test_real_and_generated_examples_are_added_not_joined():
 
 @pytest.mark.skipif(not keras3(), reason="Keras 3's losses")
 @pytest.mark.parametrize("name", ["Dice", "Tversky"])
+@pytest.mark.slow
 def test_an_overlap_is_each_examples_own_with_its_axes(name):
     x, y = RNG.random((6, 4, 4, 1)).astype("float32"), np.ones((6, 4, 4, 1), "float32")
     for given, ok in (({}, False), ({"axis": (1, 2, 3)}, True)):
@@ -339,6 +355,7 @@ def test_a_mend_works_as_its_words_say(mend, refuses, trains):
     agrees(lambda *given: tf.reduce_mean(trains(*given)), *batch, rtol=2e-5)
 
 
+@pytest.mark.one_stack
 def test_frames_that_come_before_the_batch_are_transposed():
     def loss(w, x, turned):
         x = tf.transpose(x, [1, 0, 2]) if turned else x
@@ -362,6 +379,8 @@ def test_a_shape_of_unknown_rank_is_said():
                 step(X)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_words_are_split_in_the_data_set():
     words, y = np.array([["a b"], ["b c"], ["c a"], ["b b"]], object), np.arange(4) % 2
     layer = L.TextVectorization(vocabulary=["a", "b", "c"], output_sequence_length=2)

@@ -77,6 +77,8 @@ def test_a_number_made_of_how_many_examples_pass_a_test_is_refused(number):
     (lambda n: 13 // n * n, B),  # 13 only where n divides 13
     (lambda n: tf.cast(tf.cast(n, tf.uint8), tf.int32) // n, 256),  # 0 from 256 on
 ])  # fmt: skip
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_integers_that_round_or_wrap_are_taken_as_on_a_batch_of_one(number, rows):
     x = normal(rows, D)
     norms = lambda x: engine(lambda x: scaled(x, number(tf.shape(x)[0]) + 1), x, [W], 1.0)[1]
@@ -186,6 +188,7 @@ def test_what_tensorflow_cannot_vectorise_is_carried_back_one_by_one():
     check(lambda x: example_losses(x @ padded()), X, [w])
 
 
+@pytest.mark.slow
 def test_a_step_that_examples_may_leave_out_is_refused_at_the_latest_where_it_is_priced():
     """Within a branch of its own a step does not see who chose the branch."""
     optimizer = tfdpfl.DPSGD(1.0, 0.0)

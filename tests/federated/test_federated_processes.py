@@ -343,6 +343,7 @@ def test_clients_without_data_or_with_nan_weights_are_counted_but_harmless():
     assert shown["num_examples"] == pytest.approx(35 / 5, abs=0.05)
 
 
+@pytest.mark.slow
 def test_noise_is_spent_on_the_metrics_that_are_asked_for_alone():
     process = build(build_dp_fed_avg, metrics=NoisedMetrics(noise_multiplier=1e-4, bound=3.0))
     shown = process.next(process.initialize(), CLIENTS).metrics["client_work"]["train"]
@@ -597,6 +598,7 @@ def test_a_loss_that_couples_examples_is_refused():
         example_process(loss=Coupled())
 
 
+@pytest.mark.slow
 def test_what_a_plan_says_of_skellam_noise_is_what_is_built():
     for clip, z, k in ((0.3, 1.5, 3), (4.0, 0.4, 40)):
         process = build(build_distributed_dp_fed_avg, clip=clip, noise_multiplier=z, clients_per_round=k)

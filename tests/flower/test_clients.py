@@ -167,6 +167,7 @@ def data_of(context):
 HOW = dict(l2_norm_clip=1.0, noise_multiplier=1.0, batch_size=50, local_steps=8, delta=1e-5)
 
 
+@pytest.mark.slow
 def test_example_dp_trains_and_each_client_tells_its_own_price():
     start = keras_model()
     train = example_dp(keras_model, data_of, loss=loss(), learning_rate=0.05, **HOW)
@@ -183,6 +184,7 @@ def test_example_dp_trains_and_each_client_tells_its_own_price():
         assert report["level"] == "example" and report["adjacency"] == "zero_out"
 
 
+@pytest.mark.slow
 def test_one_example_moves_a_participation_by_the_clip_and_nothing_is_left_for_the_next_client():
     """One SGD step on all examples with next to no noise: with an example blanked the weights move by at most
     rate * clip / batch. And the same message gives the same answer after another client's."""

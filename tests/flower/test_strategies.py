@@ -206,6 +206,7 @@ def test_the_noise_of_a_round_is_that_of_the_clip_it_applied_which_moves_afterwa
 
 
 @pytest.mark.parametrize("initial", [0.1, 1, 3, 100])
+@pytest.mark.slow
 def test_the_adaptive_clip_finds_the_median_norm(initial):
     norms = np.exp(0.5 * gauss.ppf((np.arange(31) + 0.5) / 31))
     clip = AdaptiveClip(initial=initial)

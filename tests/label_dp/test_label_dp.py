@@ -446,6 +446,7 @@ def test_an_automatic_share_depends_on_what_is_public_alone():
 
 
 @pytest.mark.parametrize("size", [60, 300, 2000])
+@pytest.mark.slow
 def test_an_automatic_share_is_nearly_the_best_and_more_epsilon_is_no_worse(size):
     x, y, clusterer = pure_groups(size=size, groups=60)
 

@@ -45,6 +45,7 @@ def parts_of(model):
 
 
 @pytest.mark.parametrize("denominator", [None, 9])
+@pytest.mark.slow
 def test_updates_are_those_of_numpy_on_the_logical_batches_across_epochs_and_fits(denominator):
     """22 examples in batches of 4 are 6 parts an epoch, the last of 2; k = 4 ends in the middle of each."""
     model = model_of(4, expected_batch_size=denominator)
@@ -57,9 +58,10 @@ def test_updates_are_those_of_numpy_on_the_logical_batches_across_epochs_and_fit
 
 
 @pytest.mark.parametrize(
-    "compiled", [{}, *(pytest.param({name: value}, marks=pytest.mark.slow) for name, value in (
+    "compiled", [{}, *(pytest.param({name: value}, marks=[pytest.mark.slow, pytest.mark.one_stack]) for name, value in (
         ("steps_per_execution", 2), ("jit_compile", True)))], ids=lambda d: next(iter(d), "plain"),
 )  # fmt: skip
+@pytest.mark.slow
 def test_moments_schedule_average_and_noise_are_those_of_one_large_batch(compiled):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.02])
     given = {"kind": tfdpfl.DPAdamW, "learning_rate": schedule, "use_ema": True, "ema_overwrite_frequency": 2}
@@ -74,6 +76,7 @@ def test_moments_schedule_average_and_noise_are_those_of_one_large_batch(compile
     assert small.optimizer.num_dp_steps == large.optimizer.num_dp_steps == 4
 
 
+@pytest.mark.slow
 def test_noise_is_drawn_once_a_logical_batch_at_the_size_that_it_is_priced_at():
     width, z = 100_000, 1.5
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(width, use_bias=False)])
@@ -86,6 +89,7 @@ def test_noise_is_drawn_once_a_logical_batch_at_the_size_that_it_is_priced_at():
     assert np.all(take(2) == 0)
 
 
+@pytest.mark.slow
 def test_one_example_moves_the_update_by_no_more_than_the_clip():
     x, y = X.copy(), Y
     x[5] *= 1e4
@@ -97,6 +101,7 @@ def test_one_example_moves_the_update_by_no_more_than_the_clip():
     assert 0.99 * CLIP < np.linalg.norm(updates[0] - updates[1]) <= CLIP * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_no_file_holds_a_sum_without_noise(tmp_path):
     """What is saved after a part is, in every variable and byte of the config, what was saved before it."""
     model = model_of(3, 1.0, kind=tfdpfl.DPAdam)
@@ -118,6 +123,7 @@ def test_no_file_holds_a_sum_without_noise(tmp_path):
     assert not kept & {np.asarray(saved.get_tensor(n)).tobytes() for n in names}
 
 
+@pytest.mark.slow
 def test_a_restart_begins_the_logical_batch_anew(tmp_path):
     model = model_of(3)
     for i in (0, 4, 8, 12):
@@ -135,6 +141,8 @@ def test_a_restart_begins_the_logical_batch_anew(tmp_path):
     assert_same(model.get_weights(), other.get_weights())
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_steps_on_other_variables_are_of_another_logical_batch():
     """Else what one left would be released by the other, a step later."""
     model, optimizer = c.classifier(), tfdpfl.DPSGD(CLIP, 0.0, gradient_accumulation_steps=2, learning_rate=0.3)
@@ -170,6 +178,7 @@ def cost(passes, z=2.0):
     return tfdpfl.compute_epsilon(num_steps=passes, noise_multiplier=z, **of)
 
 
+@pytest.mark.slow
 def test_a_shuffled_pass_of_whole_logical_batches_costs_what_it_costs_in_one():
     watched = budget()
     model = fit(model_of(3, 2.0), watched, epochs=2)
@@ -179,6 +188,8 @@ def test_a_shuffled_pass_of_whole_logical_batches_costs_what_it_costs_in_one():
     assert watched.ledger.unknown_steps == 0 and model.optimizer.num_dp_steps == 4
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_logical_batches_that_reach_into_the_next_pass_may_hold_an_example_twice():
     """6 parts a pass, k = 4: 4 of one, then 2 and 2. An example twice in a batch costs as four uses, and not two."""
     watched, model = budget(), model_of(4, 2.0)
@@ -191,6 +202,8 @@ def test_logical_batches_that_reach_into_the_next_pass_may_hold_an_example_twice
     assert watched.ledger.unknown_steps == 0
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_parts_of_which_one_is_not_known_are_priced_as_if_each_held_every_example():
     model, watched = model_of(3, 3.0), budget()
     fit(model, watched)
@@ -203,6 +216,8 @@ def test_parts_of_which_one_is_not_known_are_priced_as_if_each_held_every_exampl
     assert sorted(model.optimizer.executed) == [(1.0, 1), (3.0, 4)]
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
     """Else the last part of one pass and the first of the next would make a batch that is priced as one of a pass."""
     class Steps(keras.callbacks.Callback):
@@ -219,6 +234,7 @@ def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
     assert row["num_epochs"] == 2
 
 
+@pytest.mark.one_stack
 def test_a_part_out_of_place_makes_its_batch_unknown():
     counter = _counts.Counter()
     part_of = lambda value: _partial.Part(
@@ -249,6 +265,8 @@ def test_a_part_out_of_place_makes_its_batch_unknown():
     assert found == [([*said, 0], 6.0, [7.0, 7.0])]
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_target_stops_at_a_logical_batch():
     watched, model = budget(target_epsilon=cost(1)), model_of(3, 2.0)
     fit(model, watched, epochs=3)
@@ -266,6 +284,7 @@ def sample(parts, epochs_of=4):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_poisson_sample_in_parts_is_priced_as_the_sample_that_it_is():
     watched, model = budget(), model_of(2, 2.0, expected_batch_size=6)
     model.train_on_batch(X[:4], Y[:4])  # a part that does not belong to it
@@ -306,6 +325,8 @@ def test_samples_that_come_as_one_stream_are_refused():
     assert model.optimizer.executed == []
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_batches_of_which_nobody_said_how_they_were_drawn_may_all_hold_one_example():
     """The same rows three times in a logical batch move its sum by three clips: a third of the noise each."""
     model = model_of(3, 3.0)
@@ -317,6 +338,8 @@ def test_batches_of_which_nobody_said_how_they_were_drawn_may_all_hold_one_examp
     assert model.optimizer.ledger.epsilon(1e-3) == pytest.approx(once)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_pass_that_is_shorter_than_the_data_brings_more_uses_into_a_logical_batch():
     """2 batches a pass, k = 4: three passes may meet in a batch, whatever num_examples says."""
     data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4)
@@ -326,6 +349,8 @@ def test_a_pass_that_is_shorter_than_the_data_brings_more_uses_into_a_logical_ba
     assert watched.report.epsilon == pytest.approx(cost(6))
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_passes_that_were_cut_do_not_meet_in_a_logical_batch():
     """Else four beginnings of passes would be in one, with the same examples, and priced as two."""
     class Stops(keras.callbacks.Callback):
@@ -339,6 +364,8 @@ def test_passes_that_were_cut_do_not_meet_in_a_logical_batch():
     assert model.optimizer.executed == []
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_pass_that_ends_before_its_data_says_so():
     def some():
         yield from ((X[i : i + 4], Y[i : i + 4]) for i in (0, 4))
@@ -351,6 +378,8 @@ def test_a_pass_that_ends_before_its_data_says_so():
     assert model.optimizer.executed == [] and parts_of(model) == 0
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_clip_that_shrinks_within_a_logical_batch_is_in_the_price():
     """Noise is of the last clip, and earlier parts were clipped to a larger one: a state may be loaded in between."""
     adaptive = tfdpfl.DPSGD(tfdpfl.AdaptiveClip(initial=4.0), 2.0, gradient_accumulation_steps=2, learning_rate=0.3)

@@ -80,6 +80,7 @@ SPARSE = AdaFEST(threshold=4.0, clip=1.5)
     ("SGD", {}), ("SGD", {"momentum": 0.9, "global_clipnorm": 0.1}), ("Adagrad", {}),
     pytest.param("Adam", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_the_rows_that_enough_examples_look_up_are_trained_by_any_optimizer(name, kwargs):
     base = getattr(keras.optimizers, name)
     model = model_of(tfdpfl.make_dp_optimizer_class(base)(2.0, 0.0, learning_rate=0.1, sparse=SPARSE, **kwargs))
@@ -95,6 +96,8 @@ def test_the_rows_that_enough_examples_look_up_are_trained_by_any_optimizer(name
         assert np.all(g[s == 0] == 0)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_blanks_that_fill_up_a_batch_are_not_counted():
     """Poisson batches have rows of weight 0 where fewer were drawn, and looked-up words in them."""
     weight = np.repeat([1.0, 0.0], 20).astype("float32")
@@ -120,6 +123,7 @@ def test_tables_can_be_named_and_the_others_are_trained_whole():
     assert again.sparse == sparse
 
 
+@pytest.mark.slow
 def test_one_example_moves_counts_and_sums_by_no_more_than_their_clips():
     variables = [tf.Variable(t) for t in TABLES]
 
@@ -154,6 +158,8 @@ def share(got, z):
     return abs(got.mean() - p) < 5 * np.sqrt(p * (1 - p) / got.size)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_counts_and_kept_rows_have_their_noise_whether_looked_up_or_not():
     """All gradients are tiny: what moves a row is noise."""
     rows, n, z, z_counts, clip = 20_000, 3000, 1.0, 2.0, 0.5

@@ -63,6 +63,7 @@ def test_each_layer_is_clipped_by_itself(clips, each):
 
 
 @pytest.mark.parametrize("clip", [AutomaticClip(0.3), PerLayerClip([0.5, 0.2]), AdaptiveClip(initial=0.3)], ids=str)
+@pytest.mark.slow
 def test_one_example_moves_the_sum_by_no_more_than_the_bound_that_noise_is_measured_by(clip):
     bound = {AutomaticClip: 0.3, PerLayerClip: np.hypot(0.5, 0.2), AdaptiveClip: 0.3}[type(clip)]
     x = X.copy()
@@ -81,6 +82,7 @@ def noise_of(clip, z, expected=8, width=100_000, **kwargs):
     return model, lambda: c.flat(c.update_of(model, lambda: model.train_on_batch(x, y))) * expected
 
 
+@pytest.mark.slow
 def test_noise_is_of_the_whole_bound_in_every_coordinate():
     by_name = PerLayerClip({"only": 0.4, "other": 0.3})
     for clip, bound in ((PerLayerClip(0.5), 0.5), (by_name, 0.5), (AutomaticClip(2.0), 2.0)):
@@ -89,6 +91,7 @@ def test_noise_is_of_the_whole_bound_in_every_coordinate():
 
 
 @pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.slow
 def test_an_adaptive_clip_pays_for_its_count(k):
     """1/z² = 1/z_sum² + 1/(2σ_b)², as priced; the noise is measured by the clip that there was."""
     z, stddev, eta = 1.5, 1.0, 0.2
@@ -110,6 +113,7 @@ def test_an_adaptive_clip_pays_for_its_count(k):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("initial, k", [(0.1, 1), (100.0, 2)])
+@pytest.mark.one_stack
 def test_a_hundred_steps_find_the_median_from_anywhere(initial, k):
     norms = np.exp(np.random.default_rng(0).normal(size=256) * 0.5)
     norms /= np.median(norms)
@@ -120,6 +124,8 @@ def test_a_hundred_steps_find_the_median_from_anywhere(initial, k):
     assert 0.9 < model.optimizer.current_clip < 1.1
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_blanks_that_fill_a_batch_do_not_move_the_adaptive_clip():
     """They stand in the place of one example or more: each within the clip would move its count by more than 1/2."""
     clips = []
@@ -196,6 +202,8 @@ def test_the_mean_gradient_of_a_unit_is_clipped_once_and_divided_by_the_number_o
     assert model.optimizer.executed == [(0.0, 1)]
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_all_rows_of_a_unit_move_the_sum_by_the_clip_and_the_price_is_that_of_a_unit():
     x = X.copy()
     x[3:6] *= 1e4

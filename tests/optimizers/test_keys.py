@@ -20,7 +20,7 @@ from tfdpfl.optimizers import make_dp_optimizer_class
 keras = tf.keras
 KERAS3 = c.keras3()
 WIDTH = 100_000
-JIT = [False, pytest.param(True, marks=pytest.mark.slow)]
+JIT = [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.one_stack])]
 
 
 def template(jit=False, width=WIDTH, **kwargs):
@@ -87,21 +87,24 @@ COPIES = {
 
 
 QUICK = ("saved and loaded", "pickled optimizer")
-WAYS = [pytest.param(way, False, marks=() if way in QUICK else pytest.mark.slow) for way in COPIES]
-WAYS += [pytest.param(way, True, marks=pytest.mark.slow) for way in (  # by a file, by a config, by objects
-    "saved and loaded", "cloned, optimizer from its config", "deepcopy of the optimizer")]  # fmt: skip
+FILES = ("saved and loaded", "weights loaded", "checkpoint restored", "deepcopy of the model")  # by Keras itself
+WAYS = [pytest.param(way, False, marks=[pytest.mark.slow] * (way not in QUICK) + [pytest.mark.one_stack] * (
+    way not in FILES)) for way in COPIES]  # fmt: skip
+WAYS += [pytest.param(way, True, marks=[pytest.mark.slow, pytest.mark.one_stack]) for way in (
+    "saved and loaded", "deepcopy of the optimizer")]  # by a file, by objects
 
 
 @pytest.mark.parametrize(("way", "jit"), WAYS)
+@pytest.mark.slow
 def test_copies_of_a_model_draw_independent_noise(way, jit, tmp_path):
     """K-fold, or one template for three hospitals: the difference of two copies must hold the noise of both, whether
     they are of a new model or of one that has trained."""
     model = template(jit)
     copied = lambda: COPIES[way](model, tmp_path)
-    first, second = copied(), copied()
+    first, second = [copied()], [copied()] * (not jit)  # what XLA compiles anew for each model takes seconds
     draws = [update(model)]
-    third, fourth = copied(), copied()
-    assert_independent(*draws, *map(update, (model, first, second, first, third, fourth)))
+    third = copied()
+    assert_independent(*draws, *map(update, (model, *first, *second, *first, third)))
 
 
 @pytest.mark.parametrize("jit", JIT)
@@ -120,6 +123,7 @@ def test_an_optimizer_whose_variables_are_set_to_zero_keeps_its_secret(jit):
 
 
 @pytest.mark.parametrize("jit", JIT)
+@pytest.mark.slow
 def test_a_model_that_is_compiled_anew_or_loaded_back_does_not_repeat_noise(jit, tmp_path):
     model = template(jit)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
@@ -143,6 +147,7 @@ np.save(sys.argv[2], update(tf.keras.models.load_model(sys.argv[1])))
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_processes_that_go_on_from_one_file_draw_independent_noise(tmp_path):
     model = template()
     draws = [update(model)]
@@ -186,7 +191,7 @@ def holds(path, keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.one_stack)])
 def test_nothing_that_can_be_saved_holds_the_key(jit, drawn, tmp_path):
     model = template(jit, width=50)
     for _ in range(2):
@@ -226,6 +231,7 @@ def steps_of(model):
     return [step.get_concrete_function(tf.TensorSpec([None, 1]))]
 
 
+@pytest.mark.slow
 def test_a_module_that_holds_a_step_is_saved_without_its_key_or_not_at_all(drawn, tmp_path):
     for jit in (False, True):
         model = template(width=50)
@@ -248,6 +254,8 @@ def test_a_module_that_holds_a_step_is_saved_without_its_key_or_not_at_all(drawn
         assert holds(path, [key for key in drawn if len(key) >= 16]) == []
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_any_optimizers_class_has_its_own_key():
     made = make_dp_optimizer_class(keras.optimizers.Adamax)
     draws = []

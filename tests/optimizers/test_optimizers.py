@@ -93,6 +93,7 @@ def test_the_denominator_is_the_expected_batch_size_or_else_the_batch(expected):
     assert_same(update, [-g / (expected or 12) for g in c.clipped_sum(c.weights(), x, y, CLIP)])
 
 
+@pytest.mark.slow
 def test_batches_of_any_size_sum_alike_and_an_empty_one_moves_nothing():
     x, y = c.examples(30)
     model = c.classifier()
@@ -102,6 +103,7 @@ def test_batches_of_any_size_sum_alike_and_an_empty_one_moves_nothing():
         assert_same(c.update_of(model, lambda rows=rows: step(x[rows], y[rows])), want)
 
 
+@pytest.mark.slow
 def test_fit_takes_poisson_batches_and_divides_each_by_the_expected_size():
     x, y = c.examples(40)
     sizes = []
@@ -116,6 +118,7 @@ def test_fit_takes_poisson_batches_and_divides_each_by_the_expected_size():
     assert_same(model.get_weights(), values)
 
 
+@pytest.mark.slow
 def test_an_empty_batch_gets_the_noise_of_any_other():
     model = c.classifier()
     step = custom_step(model, sgd(multiplier=1.0, seed=2, expected_batch_size=4))
@@ -131,6 +134,7 @@ def test_an_empty_batch_gets_the_noise_of_any_other():
 
 
 @pytest.mark.parametrize("jit_compile", [None, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_tables_rows_are_added_to_the_noise_of_all_of_it(jit_compile):
     """Rows that are looked up once, twice and never; with equal seeds the noise of two steps is the same."""
     table = tf.Variable(tf.zeros([7, 3]))
@@ -193,6 +197,7 @@ def test_a_batch_that_microbatches_do_not_divide_is_refused_and_moves_nothing():
     assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.slow
 def test_no_example_moves_the_sum_by_more_than_the_clip():
     x, y = c.examples(8)
     x[3] *= 1e4
@@ -258,6 +263,7 @@ def test_a_step_is_traced_once_though_the_optimizers_variables_are_new():
     assert all(np.any(v.numpy()) for v in slots)
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_is_traced_once_though_it_makes_the_optimizers_variables():
     x, y = c.examples(12)
     model, optimizer, traced = c.classifier(), tfdpfl.DPAdam(CLIP, 0.0, learning_rate=0.05), []
@@ -386,6 +392,7 @@ def test_bfloat16_trains_with_the_float32_norms():
     assert_same(update, [-g / 12 for g in c.clipped_sum(c.weights(), x, y, CLIP)], rtol=0.05, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_schedule_runs():
     x, y = c.examples(4)
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 0.0])
@@ -588,6 +595,7 @@ def test_the_wrapper_that_keras_2_adds_by_itself_trains_and_keeps_the_noise():
 
 @pytest.mark.skipif(not KERAS3, reason="Keras 2 hands the scaled loss to the optimizer")
 @pytest.mark.parametrize("by", ["the policy", "hand", pytest.param("hand, k = 2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_loss_scaling_that_keras_3_adds_by_itself_trains_and_keeps_the_noise(by, tmp_path):
     x, y = c.examples(12)
     updates, k = [], 2 if "k" in by else 1

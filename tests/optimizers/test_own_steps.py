@@ -61,6 +61,7 @@ class Own(K.Sequential):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_a_train_step_that_applies_a_tapes_gradients_is_taken_as_it_is():
     model = Own([K.Input((c.WIDTH,)), L.Dense(c.HIDDEN, activation="tanh"), L.Dense(c.CLASSES)])
     model.set_weights(c.weights())
@@ -295,6 +296,7 @@ def test_while_another_tape_records_nothing_is_taken():
         step(X, Y)
 
 
+@pytest.mark.slow
 def test_two_networks_each_with_its_tape_and_optimizer():
     """A GAN's step, as TensorFlow's guide writes it: two tapes at once, asked after both."""
     first, second = c.classifier(), c.classifier(1)

@@ -137,6 +137,7 @@ def test_a_fresh_process_finds_the_classes_by_name(tmp_path):
     assert said.splitlines() == ["DPAdam", "[(0.9, 2)]"]
 
 
+@pytest.mark.slow
 def test_a_model_that_was_never_trained_saves_and_loads(tmp_path):
     model = trained(0)
     model.save(tmp_path / "model.keras")
@@ -147,6 +148,7 @@ def test_a_model_that_was_never_trained_saves_and_loads(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_model_loads_in_a_process_that_only_imported_the_package(tmp_path):
     trained(2).save(tmp_path / "model.keras")
     code = (

@@ -38,6 +38,8 @@ def test_draws_have_the_discrete_gaussians_probabilities(sigma):
     assert fit_of(values, sigma, sigma * 3 / 2) < 1e-6 and fit_of(values, sigma, sigma * 2 / 3) < 1e-6
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_coins_that_floating_point_cannot_decide_are_thrown_exactly(monkeypatch):
     monkeypatch.setattr(discrete, "_UNSURE", 2.0)  # none
     values = discrete.discrete_gaussian(words, 10_000, 2)
@@ -66,6 +68,7 @@ def test_the_grid_holds_the_roundings_norm():
         discrete.discrete_gaussian(words, 1, 0)
 
 
+@pytest.mark.slow
 def test_the_update_lies_on_the_grid_and_has_the_noise(monkeypatch):
     model = tf.keras.Sequential([tf.keras.Input((100,)), tf.keras.layers.Dense(200)])
     model.compile(tfdpfl.DPSGD(0.5, 2.0, secure_noise=True, learning_rate=1.0, expected_batch_size=1), loss="mse")
@@ -86,6 +89,8 @@ def test_the_update_lies_on_the_grid_and_has_the_noise(monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_it_is_priced_by_renyi_dp_of_whole_orders():
     x, y = c.examples(48)
     data = tfdpfl.data.poisson_batches((x, y), 0.25, 4)

@@ -71,6 +71,7 @@ class Weights(keras.callbacks.Callback):
         self.validated.append(c.flat(self.model.get_weights()))
 
 
+@pytest.mark.slow
 def test_weights_are_averaged_over_updates_and_training_goes_on_from_the_last(recwarn):
     averaged, seen = callbacks.AveragedWeights(decay=0.5), Weights()
     model = c.compiled(tfdpfl.DPSGD(CLIP, 1.0, learning_rate=0.3, gradient_accumulation_steps=2))
@@ -107,6 +108,7 @@ def adapted(rank=2):
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.skipif(not KERAS3, reason="Keras 3 has LoRA"))])
+@pytest.mark.slow
 def test_what_is_frozen_stays_to_the_bit_through_training_and_files(rank, tmp_path):
     model = adapted(rank)
     frozen = lambda m: [np.asarray(v).tobytes() for v in (m.non_trainable_weights)]

@@ -80,6 +80,7 @@ class Steps:
         return [(z, n) for *_, z, n, _ in self.counter.rows(self.saved).tolist()]
 
 
+@pytest.mark.slow
 def test_every_step_is_in_the_table_once():
     steps = Steps()
     for z in (1.0, 1.0, 2.0, 1.0, 0.0, 2.0):
@@ -158,6 +159,8 @@ TABLES = st.lists(
 
 
 @hypothesis.given(TABLES, TABLES, TABLES)
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_tables_unite_in_any_order_and_none_counts_twice(a, b, d):
     as_set = lambda rows: {tuple(row) for row in rows}
     assert as_set(_counts.united(a, a)) == as_set(a)
@@ -189,6 +192,7 @@ def test_folded_rows_beside_those_that_went_into_them_count_no_less(a, b):
 
 
 @hypothesis.given(TABLES, TABLES)
+@pytest.mark.slow
 def test_ledgers_of_tables_merge_as_the_tables_do(a, b):
     of = _counts.ledger_of
     merged = of(a).merge(of(b))
@@ -197,6 +201,8 @@ def test_ledgers_of_tables_merge_as_the_tables_do(a, b):
     assert again == merged and again.merge(of(a)) == merged
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_microbatches_halve_the_multiplier_unless_each_is_one_example():
     for microbatches, want in ((4, 1.0), (2, 0.5), (None, 1.0)):
         model = compiled(1.0, num_microbatches=microbatches)
@@ -218,6 +224,8 @@ def test_what_was_not_finite_is_counted_and_not_saved(tmp_path):
 # -- whose steps they were ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_ledger_and_an_optimizer_with_as_many_steps_are_not_taken_for_the_same():
     """Step totals were compared, so that ten steps of one hid ten steps of the other."""
     other = budget(N)
@@ -229,6 +237,8 @@ def test_a_ledger_and_an_optimizer_with_as_many_steps_are_not_taken_for_the_same
     assert watched.report.epsilon == pytest.approx(uses(1 + 10 + 1))
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_steps_that_a_ledger_and_the_optimizer_both_know_count_once():
     model, first = compiled(), budget(N)
     fit(model, first)
@@ -241,6 +251,8 @@ def test_steps_that_a_ledger_and_the_optimizer_both_know_count_once():
     )
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_steps_before_do_not_take_the_next_fits_sampling():
     model, watched = compiled(expected_batch_size=2.0), budget(N)
     everyone(model, 5)
@@ -250,6 +262,7 @@ def test_steps_before_do_not_take_the_next_fits_sampling():
     assert watched.report.sampling is None and "5 steps of which only the noise multiplier 2" in str(watched.report)
 
 
+@pytest.mark.slow
 def test_the_sampling_of_a_fit_without_the_callback_is_not_known():
     model, watched = compiled(), budget(N)
     fit(model)
@@ -259,6 +272,7 @@ def test_the_sampling_of_a_fit_without_the_callback_is_not_known():
 
 
 @pytest.mark.parametrize("again", [False, True])
+@pytest.mark.slow
 def test_a_fit_without_the_callback_after_recompiling_is_not_forgotten(again):
     model, watched = compiled(), budget(N)
     fit(model, watched)
@@ -271,6 +285,8 @@ def test_a_fit_without_the_callback_after_recompiling_is_not_forgotten(again):
     assert watched.report.epsilon == pytest.approx(uses(12 if again else 11))
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_model_that_was_trained_without_privacy_since_has_no_report():
     model, watched = compiled(), budget(N)
     fit(model, watched)
@@ -290,6 +306,8 @@ class Also(keras.callbacks.Callback):
             setattr(self, name, lambda *args, hook=hook, **kwargs: hook())
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_steps_that_another_callback_takes_are_not_of_the_fits_batches():
     model, watched = compiled(expected_batch_size=2.0), budget(N)
     extra = Also(on_train_batch_end=lambda: everyone(model, 1), on_epoch_end=lambda: everyone(model, 1))
@@ -298,6 +316,7 @@ def test_steps_that_another_callback_takes_are_not_of_the_fits_batches():
     assert watched.report.epsilon >= uses(4)
 
 
+@pytest.mark.slow
 def test_a_batch_that_never_came_announces_no_step_after_the_epoch():
     """Where the data's length is not known, Keras begins a batch, and then finds that there is none."""
     signature = (tf.TensorSpec((None, c.WIDTH)), tf.TensorSpec((None,), tf.int32))
@@ -338,6 +357,8 @@ def test_steps_taken_for_a_batch_that_was_cut_off_are_steps_of_every_example(hel
     assert watched.ledger.unknown_steps == 3
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_fit_inside_of_a_watched_fit_needs_a_callback_of_its_own():
     model, watched, other = compiled(), budget(N, target_epsilon=uses(2)), compiled()
     with pytest.raises(PrivacyError, match="fit that is still running"):
@@ -348,6 +369,8 @@ def test_a_fit_inside_of_a_watched_fit_needs_a_callback_of_its_own():
     assert len(log.history["epsilon"]) == 2 and log.history["epsilon"][-1] <= uses(2)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_two_callbacks_of_one_fit_agree_or_are_refused():
     model, first, second = compiled(), budget(N), budget(N, accountant="pld")
     fit(model, first, second)
@@ -358,6 +381,7 @@ def test_two_callbacks_of_one_fit_agree_or_are_refused():
     assert first.report.epsilon == pytest.approx(uses(2))
 
 
+@pytest.mark.slow
 def test_passes_of_a_fit_inside_of_another_add_up():
     model = compiled()
     data = slices(20)
@@ -373,6 +397,8 @@ def test_passes_of_a_fit_inside_of_another_add_up():
     assert outer.report.epsilon == pytest.approx(uses(5)) == pytest.approx(extra[0].report.epsilon)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_batches_that_cross_the_border_of_two_passes_are_a_use_in_each():
     """shuffle, repeat, batch: with 200 examples two batches of 120 are 240 uses."""
     model, watched = compiled(), budget(N, sampling="shuffle", batch_size=120)
@@ -384,6 +410,7 @@ def test_batches_that_cross_the_border_of_two_passes_are_a_use_in_each():
     assert arrays.report.epsilon == pytest.approx(uses(5))
 
 
+@pytest.mark.slow
 def test_an_example_is_used_no_more_often_than_there_were_steps():
     model, watched = compiled(), budget(N)
     fit(model, watched, batch_size=N, epochs=2)
@@ -392,6 +419,7 @@ def test_an_example_is_used_no_more_often_than_there_were_steps():
     assert _counts.ledger_of(rows).report(DELTA, "rdp").participations == 3
 
 
+@pytest.mark.slow
 def test_an_execution_that_the_data_end_in_announces_no_more_than_it_takes():
     model, watched = c.compiled(tfdpfl.DPSGD(1.0, Z, expected_batch_size=2.0), steps_per_execution=8), budget(N)
     extra = Also(on_train_batch_end=lambda: everyone(model, 8))
@@ -401,6 +429,7 @@ def test_an_execution_that_the_data_end_in_announces_no_more_than_it_takes():
 
 
 @pytest.mark.parametrize("way", ["shared layer", "custom loop", "other model"])
+@pytest.mark.slow
 def test_steps_on_the_same_weights_count_whoever_took_them(way):
     model, watched = compiled(), budget(N)
     if way == "shared layer":
@@ -428,12 +457,15 @@ def test_steps_on_the_same_weights_count_whoever_took_them(way):
     assert watched.report.epsilon == pytest.approx(uses(5))
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_target_that_another_callback_passed_is_said():
     model, watched = compiled(), budget(N, target_epsilon=uses(3))
     with pytest.raises(PrivacyError, match="leave train_on_batch out of callbacks"):
         fit(model, watched, Also(on_epoch_end=lambda: everyone(model, 9)))
 
 
+@pytest.mark.slow
 def test_batches_from_a_seed_are_said():
     model, watched = compiled(expected_batch_size=2.0), budget(N)
     model.fit(draws(seed=5), callbacks=[watched], verbose=0)
@@ -454,6 +486,8 @@ def test_a_whole_model_of_keras_2_brings_its_ledger(name, tmp_path):
     assert "tfdpfl_rows" not in model.optimizer.get_config()
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_copies_share_what_ran_before_and_add_what_each_runs(tmp_path):
     """K-fold, or one template for three hospitals."""
     model = compiled()
@@ -467,6 +501,7 @@ def test_copies_share_what_ran_before_and_add_what_each_runs(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "copy"])
+@pytest.mark.slow
 def test_a_copied_optimizer_knows_what_ran_and_is_another_from_then_on(way):
     model = compiled()
     fit(model, budget(N))
@@ -479,6 +514,7 @@ def test_a_copied_optimizer_knows_what_ran_and_is_another_from_then_on(way):
     assert watched.report.epsilon == pytest.approx(uses(3)) and watched.ledger.steps == 30
 
 
+@pytest.mark.slow
 def test_a_state_that_is_loaded_in_mid_run_is_said_and_takes_nothing_back():
     model, watched = compiled(), budget(N)
     fit(model, watched)
@@ -491,6 +527,8 @@ def test_a_state_that_is_loaded_in_mid_run_is_said_and_takes_nothing_back():
     assert watched.report.epsilon == pytest.approx(uses(3)) and "stay counted" in str(watched.report)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
     restarts, table = 3 * _counts.ROWS, None
     for _ in range(restarts):
@@ -509,6 +547,7 @@ def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
 # -- weights that come from elsewhere ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_that_something_else_changed_are_said():
     model, watched = compiled(), budget(N)
     fit(model, watched)
@@ -518,6 +557,8 @@ def test_weights_that_something_else_changed_are_said():
     assert "something else changed them" in str(watched.report)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_training_without_privacy_between_two_private_ones_is_said():
     model, watched, private = compiled(), budget(N), lambda: tfdpfl.DPSGD(1.0, Z)
     for optimizer in (private(), "sgd", private()):
@@ -531,6 +572,7 @@ def test_a_training_without_privacy_between_two_private_ones_is_said():
     assert any("training with another optimizer" in str(w.message) for w in said)
 
 
+@pytest.mark.slow
 def test_weights_that_early_stopping_goes_back_to_are_known(recwarn):
     model, watched = compiled(), budget(N)
     stops = keras.callbacks.EarlyStopping(monitor="loss", mode="max", patience=1, restore_best_weights=True)
@@ -539,6 +581,8 @@ def test_weights_that_early_stopping_goes_back_to_are_known(recwarn):
     assert not [w for w in recwarn if "something else changed" in str(w.message)]
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_weights_that_another_optimizer_left_are_said(tmp_path):
     """Keras 2's h5 brings weights without their ledger."""
     model = compiled()
@@ -572,6 +616,8 @@ def test_a_file_without_a_ledger_is_said(tmp_path):
 # -- data sets ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_steps_on_a_data_set_of_another_name_are_not_in_this_ones_epsilon():
     model, first, second = compiled(), budget(N, dataset_name="north"), budget(N, dataset_name="south")
     fit(model, first, epochs=3)
@@ -628,6 +674,7 @@ def test_data_that_contradict_what_is_said_of_them_are_refused(data, said, messa
     np.testing.assert_array_equal(before[0], model.get_weights()[0])
 
 
+@pytest.mark.slow
 def test_an_expected_batch_size_far_from_the_batches_is_said():
     model, watched = compiled(expected_batch_size=200.0), budget(N)
     with pytest.warns(UserWarning, match=r"expected_batch_size=200, but batches hold 20 .* 0.1 times"):
@@ -635,6 +682,7 @@ def test_an_expected_batch_size_far_from_the_batches_is_said():
     assert "expected_batch_size=200" in str(watched.report)
 
 
+@pytest.mark.slow
 def test_a_seed_and_the_generator_are_in_the_statement():
     model, watched = compiled(seed=7), budget(N)
     fit(model, watched)

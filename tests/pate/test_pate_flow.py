@@ -126,6 +126,7 @@ def test_no_answer_within_the_budget_is_an_error():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_interactive_asks_less_once_the_student_has_learnt():
     pate = flow(InteractiveGNMax(60, 10, 10, confidence=0.8, seed=0), student_fn).fit(X, Y, seed=0)
     first, last = pate.answers_[:60], pate.answers_[240:]
@@ -136,6 +137,7 @@ def test_interactive_asks_less_once_the_student_has_learnt():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_semi_supervised_student_uses_the_rest():
     sizes = []
 
@@ -162,6 +164,7 @@ def test_queries_may_be_chosen():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_reports_and_plots_label_what_is_private(tmp_path):
     pate = flow(ConfidentGNMax(150, 40, 20, seed=0)).fit(X, Y)
     report = pate.report()

@@ -80,6 +80,7 @@ def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
+@pytest.mark.one_stack
 def test_teachers_learn_on_disjoint_shards_and_votes_are_counts_of_predictions(together):
     X, y = blobs(302)
     ensemble = quick(3, epochs=8, together=together).fit(X, y)
@@ -100,6 +101,7 @@ def test_teachers_learn_on_disjoint_shards_and_votes_are_counts_of_predictions(t
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_teacher_sees_its_shard_alone():
     X, y = blobs(60)
     shards = [np.arange(0, 30), np.arange(30, 60)]
@@ -113,6 +115,7 @@ def test_a_teacher_sees_its_shard_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_hospitals_bring_their_own_shards():
     parts = [blobs(n, seed=n) for n in (20, 33, 20)]
     ensemble = quick(3).fit_shards(parts)
@@ -121,6 +124,7 @@ def test_hospitals_bring_their_own_shards():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_training_goes_on_where_it_stopped(tmp_path):
     X, y = blobs(80)
     whole = quick(4, checkpoint_dir=tmp_path).fit(X, y)
@@ -158,6 +162,7 @@ def test_models_that_cannot_be_stacked_are_trained_one_by_one():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_teachers_may_differ_in_architecture():
     made = []
 
@@ -201,6 +206,7 @@ def coupled(kind):
 
 
 @pytest.mark.parametrize("kind", ["loss", "lambda", "axis", "ignored", "sum", "activation", "softmax", "dense"])
+@pytest.mark.one_stack
 def test_teachers_in_a_stack_do_not_meet_in_loss_or_activation(kind):
     tf.keras.utils.set_random_seed(0)
     X, y = blobs(24)
@@ -227,6 +233,7 @@ def test_teachers_in_a_stack_do_not_meet_in_loss_or_activation(kind):
         assert ours == pytest.approx(keras, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_that_a_user_wrote_are_stacked_unless_they_keep_a_state():
     seen = tf.Variable(0.0)
 
@@ -280,6 +287,8 @@ def told(model):
     return _likeness.fingerprint(model, tf.constant(X40[:2]), Y40[:2])
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_what_a_model_is_known_by_tells_all_that_changes_its_training():
     def made(activation="relu", optimizer="Adam", rate=0.02, loss=None):
         model = tf.keras.Sequential(
@@ -310,6 +319,8 @@ def test_what_a_model_is_known_by_tells_all_that_changes_its_training():
     assert [told(make()) for make in makers] == first
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_subclassed_teachers_resume_and_a_changed_one_is_refused(tmp_path):
     X, y = blobs(60)
     whole = quick(2, subclassed, checkpoint_dir=tmp_path).fit(X, y, validation_split=0.2)
@@ -323,6 +334,8 @@ def test_subclassed_teachers_resume_and_a_changed_one_is_refused(tmp_path):
         quick(2, subclassed, checkpoint_dir=tmp_path).fit(X, y, class_weight="balanced")
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_models_of_several_inputs_vote():
     def two_inputs():
         layers = tf.keras.layers
@@ -340,6 +353,7 @@ def test_models_of_several_inputs_vote():
     assert ensemble.fit_shards(parts).votes(several).sum() == 120
 
 
+@pytest.mark.slow
 def test_labels_may_be_one_hot_and_losses_get_what_they_take():
     X, y = blobs(90)
     hot = np.eye(CLASSES)[y]
@@ -359,6 +373,7 @@ def test_labels_may_be_one_hot_and_losses_get_what_they_take():
         quick(2).fit(X, np.eye(2)[y % 2])
 
 
+@pytest.mark.slow
 def test_a_stack_logs_and_weighs_classes_as_keras_does():
     tf.keras.utils.set_random_seed(0)
     X, y = blobs(40)
@@ -383,6 +398,7 @@ def test_a_stack_logs_and_weighs_classes_as_keras_does():
             assert values == pytest.approx(alone[name], abs=1e-4), name
 
 
+@pytest.mark.one_stack
 def test_balanced_weights_are_each_teachers_own():
     X, y = blobs(60)
     ensemble = quick(2, epochs=1)
@@ -394,6 +410,8 @@ def test_balanced_weights_are_each_teachers_own():
         assert ensemble._class_weights[t] == pytest.approx(truth)
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_callbacks_are_new_for_each_teacher(capsys):
     made = []
 
@@ -442,6 +460,8 @@ def test_one_output_is_two_classes():
     assert (ensemble.votes(X).argmax(axis=1) == (y == 0)).mean() > 0.8
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
 def test_a_teacher_that_predicts_nan_is_named():
     X, y = blobs(40)
     ensemble = quick(2).fit(X, y)
