@@ -128,7 +128,7 @@ class DifferentialPrivacy(Strategy):
         self._evaluated: _Round | None = None
         self._fitting = 0  # so many rounds are known to be within the target
         self._done = 0  # rounds that a training which goes on had before
-        self._told = False
+        self._told = self._told_of_statistics = False
         self.stopped_by: str | None = None
         self.client_reports: dict[int, dict[str, Any]] = {}
         self._journal = Journal(
@@ -370,6 +370,7 @@ class DifferentialPrivacy(Strategy):
             ClippedSum(base, 1.0)
         except ValueError as error:
             raise PrivacyError(str(error)) from None
+        self._tell_of_statistics(base)
         self._cohorts.know(grid, len(messages))
         if not self._fits(self.rounds_charged + 1):
             log.info("The next round would pass %s: no messages are sent", self._limit)
@@ -385,6 +386,16 @@ class DifferentialPrivacy(Strategy):
             return []
         self._open = opened
         return messages
+
+    def _tell_of_statistics(self, base: Mapping[str, np.ndarray]) -> None:
+        found = [name for name in base if name.rpartition(".")[2] in ("running_mean", "running_var")]
+        if found and not self._told_of_statistics:
+            log.warning(
+                "The model holds statistics of batches (%s). They share the clip with the weights and get noise as "
+                "these do, and a variance may come out negative: let clients send net.named_parameters() in place of "
+                "net.state_dict(), or take GroupNorm", ", ".join(found[:3]),
+            )  # fmt: skip
+        self._told_of_statistics = True
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
