@@ -170,6 +170,15 @@ def test_a_dataset_of_examples_is_sampled_like_arrays(source):
     assert len({len(y) for _, y in batches}) > 3
 
 
+def test_arrays_that_change_afterwards_leave_the_batches_as_they_were():
+    """Else an order that was declared could be broken in place; memory that is aligned may be taken as it is."""
+    memory = np.zeros(1000 * 4 + 16, np.float32)
+    x = memory[-memory.ctypes.data // 4 % 16 :][:4000].reshape(1000, 4)
+    batches = fixed_order(x, 10)
+    x[:] = 7
+    assert all((batch == 0).all() for batch in batches.as_numpy_iterator())
+
+
 def test_the_sampling_is_declared_by_the_dataset_itself_only():
     dataset = poisson_batches(ROWS, expected_batch_size=5, steps=3)
     assert declared_sampling(dataset) == SamplingDeclaration("poisson", 0.25, N, 3)

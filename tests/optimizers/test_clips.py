@@ -74,6 +74,18 @@ def test_one_example_moves_the_sum_by_no_more_than_the_bound_that_noise_is_measu
     assert least < np.linalg.norm(sums[0] - sums[1]) <= bound * (1 + 1e-4)
 
 
+def test_an_automatic_clip_holds_under_mixed_float16():
+    """Where gradients are longer and shorter than its type holds well, too: the norm is of the unscaled loss."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        for scale in (1e3, 1e-4):
+            sums = [c.flat(update(model_of(AutomaticClip(0.3), expected_batch_size=1), scale * X[rows], Y[rows]))
+                    for rows in (np.arange(12), np.arange(11))]  # fmt: skip
+            assert 0.27 < np.linalg.norm(sums[0] - sums[1]) <= 0.3 * (1 + 1e-3)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
 def noise_of(clip, z, expected=8, width=100_000, **kwargs):
     """All of one step's noise, over what the denominator leaves; the loss depends on no weight's value."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(width, use_bias=False, name="only")])
