@@ -50,6 +50,7 @@ def running(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_flwr_run_simulates_three_hospitals_and_prints_their_table(tmp_path):
     pytest.importorskip("ray")
     home, elsewhere, ports = tmp_path / "home", tmp_path / "elsewhere", free_ports(2)
