@@ -137,7 +137,7 @@ class Placed(L.Layer):
 
 def vision_transformer():
     x = K.Input((6, 6, 2))
-    y = block(block(Placed(9, 4)(of(lambda x: cut(x, 2))(x))))
+    y = block(Placed(9, 4)(of(lambda x: cut(x, 2))(x)))
     return K.Model(x, L.Dense(3)(drop()(L.Flatten()(y)))), TOKENS, images(6, 6, 2), labels()
 
 
@@ -761,13 +761,6 @@ def masked_words():
     return MaskedWords(), None, (ids(5), ids(5, seed=1), hidden), "three"
 
 
-def question_and_answer():
-    x, data = words(5)
-    y = block(TokenAndPosition(5)(x))
-    ends = [L.Activation("softmax")(L.Flatten()(L.Dense(1, use_bias=False)(y))) for _ in range(2)]
-    return K.Model(x, ends), ["sparse_categorical_crossentropy"] * 2, data, (labels(5), labels(5, seed=6))
-
-
 def experts_chosen_for_each_word(mended=False):
     """A router, which a loss of its own balances: over all texts, or for each."""
 
@@ -791,15 +784,6 @@ def experts_chosen_for_each_word(mended=False):
     x, data = words(5)
     y = Switch()(TokenAndPosition(5)(x))
     return K.Model(x, L.Dense(2)(L.GlobalAveragePooling1D()(y))), TOKENS, data, labels(2)
-
-
-def captions_of_images():
-    """Features of a frozen network, and words that attend to them."""
-    x, (w, data) = K.Input((4, 4, 3)), words(4)
-    features = L.Dense(4)(L.Reshape((4, 3))(L.AveragePooling2D(2)(x)))
-    y = block(TokenAndPosition(4)(w), causal=True)
-    y = L.Add()([y, L.MultiHeadAttention(1, 4)(y, features)])
-    return K.Model([x, w], L.Dense(7)(y)), TOKENS, (images(4, 4, 3), data), ids(4, seed=3)
 
 
 # -- backbones with adapters ---------------------------------------------------------------------------------------
@@ -1154,7 +1138,7 @@ TRAIN = [
     variational_autoencoder, vectors_from_a_codebook, adversaries_with_a_gradient_penalty, denoising_diffusion,
     real_valued_flow, pixels_in_order, radiance_along_rays,
     text_by_a_transformer, text_by_a_recurrent_network, text_written_by_a_small_gpt, translation_letter_by_letter,
-    translation_by_a_transformer, names_in_sentences, masked_words, question_and_answer, captions_of_images,
+    translation_by_a_transformer, names_in_sentences, masked_words,
     language_model_with_adapters, tied_language_model, encoder_of_segments, disentangled_attention,
     images_and_text_towers, speech_encoder,
     income_from_raw_columns, gated_residual_selection, columns_by_a_transformer, forest_of_soft_trees,

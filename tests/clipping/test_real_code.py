@@ -349,6 +349,7 @@ MENDS = {
 
 
 @pytest.mark.parametrize(("mend", "refuses", "trains"), [(k, *v) for k, v in MENDS.items()], ids=range(len(MENDS)))
+@pytest.mark.one_stack
 def test_a_mend_works_as_its_words_say(mend, refuses, trains):
     batch = (X, MASK) if "mask" in mend else (X,)
     refused(refuses, *batch, match=mend)
