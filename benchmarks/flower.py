@@ -468,7 +468,7 @@ def server_kills(nodes: int, rounds: int, times: int, timeout: float) -> None:
             if not last:
                 if run.poll() is not None:
                     raise RuntimeError(f"it ended by itself:\n{all_.said()[-3000:]}")
-                time.sleep(chance.uniform(0, 0.6))
+                time.sleep(chance.uniform(0, 4))  # in the middle of a round, or after its model was seen
                 victims = of_folder(Path(temporary), "flwr-serverapp")
                 if not victims:
                     raise RuntimeError("no ServerApp's process was found")
