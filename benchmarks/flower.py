@@ -489,7 +489,7 @@ def server_kills(nodes: int, rounds: int, times: int, timeout: float) -> None:
         lives = [sorted(Path(temporary).glob(f"shown-{life:03}-*")) for life in range(times + 1)]
         models = [[np.load(path).ravel() for path in paths] for paths in lives]
         noise = np.concatenate([np.diff(of_life, axis=0) for of_life in models if len(of_life) > 1])
-        alike = float(np.abs(np.corrcoef(noise) - np.eye(len(noise))).max())
+        alike = float(np.abs(np.atleast_2d(np.corrcoef(noise)) - np.eye(len(noise))).max())
         released = len(noise)
     left = of_folder(Path(temporary))
     before = all(shown <= counted for counted, shown in survived)
