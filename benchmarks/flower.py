@@ -542,6 +542,7 @@ def main() -> None:
     server.add_argument("--times", type=int, default=6)
     server.add_argument("--timeout", type=float, default=60)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes end, too
     RESULTS = arguments.page
     logging.getLogger("flwr").setLevel(logging.WARNING)
     if arguments.part == "aggregate":
