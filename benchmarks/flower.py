@@ -468,7 +468,7 @@ def server_kills(nodes: int, rounds: int, times: int, timeout: float) -> None:
             if not last:
                 if run.poll() is not None:
                     raise RuntimeError(f"it ended by itself:\n{all_.said()[-3000:]}")
-                time.sleep(chance.uniform(0, 0.6))
+                time.sleep(chance.uniform(0, 4))  # in the middle of a round, or after its model was seen
                 victims = of_folder(Path(temporary), "flwr-serverapp")
                 if not victims:
                     raise RuntimeError("no ServerApp's process was found")
@@ -489,7 +489,7 @@ def server_kills(nodes: int, rounds: int, times: int, timeout: float) -> None:
         lives = [sorted(Path(temporary).glob(f"shown-{life:03}-*")) for life in range(times + 1)]
         models = [[np.load(path).ravel() for path in paths] for paths in lives]
         noise = np.concatenate([np.diff(of_life, axis=0) for of_life in models if len(of_life) > 1])
-        alike = float(np.abs(np.corrcoef(noise) - np.eye(len(noise))).max())
+        alike = float(np.abs(np.atleast_2d(np.corrcoef(noise)) - np.eye(len(noise))).max())
         released = len(noise)
     left = of_folder(Path(temporary))
     before = all(shown <= counted for counted, shown in survived)
@@ -542,6 +542,7 @@ def main() -> None:
     server.add_argument("--times", type=int, default=6)
     server.add_argument("--timeout", type=float, default=60)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes end, too
     RESULTS = arguments.page
     logging.getLogger("flwr").setLevel(logging.WARNING)
     if arguments.part == "aggregate":

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which all is ended")
     parser.add_argument("--keep", type=Path, help="a folder for logs and ledgers, to look at afterwards")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all that it started ends, too
     with tempfile.TemporaryDirectory(prefix="flower-hospitals-") as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,12 @@ pytest.importorskip("flwr")
 import dp_accounting
 from dp_accounting import dp_event
 from flower_fakes import FakeGrid, arrays_in, flat, model, moved, reply
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import strategy as flower
 
 from tfdpfl import PrivacyError, PrivacyLedger
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
+from tfdpfl.flower import local_dp_mod
 from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.reports import ClientLedger
 from tfdpfl.flower.updates import ClippedSum
@@ -156,6 +157,23 @@ def test_what_two_processes_of_a_client_spend_adds_up_and_stays_within_its_budge
     assert third.spend(cost, 1e-5, target) is None
     assert "over this client's target_epsilon" in fourth.spend(cost, 1e-5, target)
     assert opened().ledger.steps == 3
+
+    mod = local_dp_mod(
+        clip=1.0, noise_multiplier=4.0, delta=1e-5, target_epsilon=epsilon_of(1) + 1e-3, ledger_path=tmp_path / "b.json"
+    )
+
+    def asked(train):
+        message = Message(RecordDict({"arrays": model()}), 101, "train")
+        return mod(message, Context(1, 101, {}, RecordDict(), {}), train)
+
+    def same(message, context):
+        return reply(message, arrays_in(message))
+
+    def slow(message, context):  # while it trains for one server, another gets the update that its budget has room for
+        assert not asked(same).has_error()
+        return same(message, context)
+
+    assert "over this client's target_epsilon" in asked(slow).error.reason
 
 
 def test_a_clients_ledger_that_is_named_after_a_passing_id_is_told(tmp_path, caplog):

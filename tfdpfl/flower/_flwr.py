@@ -79,3 +79,32 @@ def only(records: Mapping[str, Any], what: str) -> Any:
     if len(records) != 1:
         raise ValueError(f"{len(records)} {what}s in place of one")
     return next(iter(records.values()))
+
+
+def as_before(value: np.ndarray, w: np.ndarray | None) -> np.ndarray:
+    """In the type that the model had, which strategies change: they average counters, and Adam makes float64."""
+    if w is None:
+        return value
+    with np.errstate(over="ignore"):
+        return value.astype(w.dtype) if w.dtype.kind == "f" else w
+
+
+def packed(value: Any) -> tuple[str, dict[str, np.ndarray]]:
+    """Arrays that a strategy holds, and how; nothing for all else."""
+    if isinstance(value, np.ndarray):
+        return "array", {"": value}
+    if isinstance(value, ArrayRecord):
+        return "record", arrays_of(value)
+    if isinstance(value, dict) and value and all(isinstance(v, np.ndarray) for v in value.values()):
+        return "dict", {str(name): v for name, v in value.items()}
+    if isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
+        return "list", {str(i): v for i, v in enumerate(value)}
+    return "", {}
+
+
+def unpacked(kind: str, parts: dict[str, np.ndarray]) -> Any:
+    if kind == "array":
+        return parts[""]
+    if kind == "record":
+        return record_of(parts)
+    return parts if kind == "dict" else [parts[str(i)] for i in range(len(parts))]

@@ -7,10 +7,8 @@ Adam) is post-processing.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -37,25 +35,21 @@ from tfdpfl.flower._flwr import (
     Result,
     Strategy,
     arrays_of,
+    as_before,
     log,
     only,
+    packed,
     record_of,
+    unpacked,
 )
 from tfdpfl.flower.cohorts import Cohorts
 from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
+from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
+from tfdpfl.flower.rounds import Round, open_round
 from tfdpfl.flower.updates import ClippedSum
 
 UNPROTECTED = "unprotected"
-
-
-@dataclasses.dataclass
-class _Round:
-    """A round whose messages are out."""
-
-    base: dict[str, np.ndarray]
-    groups: dict[int, str]  # the clients that were asked, and the group that a reply of each must name
-    seen: set[int] = dataclasses.field(default_factory=set)
 
 
 class DifferentialPrivacy(Strategy):
@@ -101,9 +95,9 @@ class DifferentialPrivacy(Strategy):
         self.target_epsilon = target_epsilon
         if target_epsilon is not None:
             _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
-        self._train_metrics = _named("train_metrics", train_metrics)
+        self._train_metrics = named("train_metrics", train_metrics)
         self._evaluate_metrics: NoisedMetrics | str | None = (
-            UNPROTECTED if evaluate_metrics == UNPROTECTED else _named("evaluate_metrics", evaluate_metrics)
+            UNPROTECTED if evaluate_metrics == UNPROTECTED else named("evaluate_metrics", evaluate_metrics)
         )
         self._noise = noise
         if noise is not None:
@@ -124,8 +118,8 @@ class DifferentialPrivacy(Strategy):
             clip.split(z, self._cohorts.denominator)  # refuses a count that costs too much before anything runs
         self._seed = seed
         self._source: Any = None
-        self._open: _Round | None = None
-        self._evaluated: _Round | None = None
+        self._open: Round | None = None
+        self._evaluated: Round | None = None
         self._fitting = 0  # so many rounds are known to be within the target
         self._done = 0  # rounds that a training which goes on had before
         self._told = self._told_of_statistics = False
@@ -335,7 +329,7 @@ class DifferentialPrivacy(Strategy):
                 "began with, or take another ledger_path"
             )
         for attribute, kind in about["strategy"].items():
-            setattr(self.strategy, attribute, _unpacked(kind, state.get(attribute, {})))
+            setattr(self.strategy, attribute, unpacked(kind, state.get(attribute, {})))
         self._done, self.current_clip = about["rounds"], about["clip"]
         self._cohorts.population = about["population"]
         log.info("Goes on after round %d, of %d that were charged", self._done, self.rounds_charged)
@@ -345,7 +339,7 @@ class DifferentialPrivacy(Strategy):
         held = {f"model/{name}": value for name, value in arrays_of(arrays).items()}
         kinds = {}
         for attribute, value in vars(self.strategy).items():
-            kind, parts = _packed(value)
+            kind, parts = packed(value)
             if kind:
                 kinds[attribute] = kind
                 held.update({f"strategy/{attribute}/{name}": part for name, part in parts.items()})
@@ -378,7 +372,7 @@ class DifferentialPrivacy(Strategy):
             return []
         self._know_past()
         messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun)
-        opened = _opened(base, messages, server_round)
+        opened = open_round(base, messages, server_round)
         try:
             self._journal.begin([str(node) for node in opened.groups])
         except OSError as error:
@@ -410,10 +404,10 @@ class DifferentialPrivacy(Strategy):
         assert clients is not None
         total, clip = ClippedSum(opened.base, self.current_clip), self.current_clip
         of_updates, of_count = self._stddevs(clip, clients)
-        names = _names(self._train_metrics)
+        names = names_of(self._train_metrics)
         count, metrics = 0.0, np.zeros(len(names) + 1 if names else 0)
         replied: list[str] = []
-        for node, reply in self._valid(opened, replies):
+        for node, reply in opened.valid(replies):
             try:
                 norm = total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
             except Exception as error:  # whatever a client sends, the round goes on without it
@@ -423,7 +417,7 @@ class DifferentialPrivacy(Strategy):
                 replied.append(str(node))
             count += 0.5 if norm <= clip else -0.5
             if names and math.isfinite(norm):
-                metrics += self._fractions(node, reply, names, self._train_metrics)
+                metrics += fractions(node, reply, names, self._train_metrics)
             self._keep_report(node, reply)
         log.info("aggregate_train: %d of %d clients' updates are in the sum", len(replied), len(opened.groups))
 
@@ -448,7 +442,7 @@ class DifferentialPrivacy(Strategy):
                      for name, part in parts.items()}  # fmt: skip
         if names:
             assert self._train_metrics is not None
-            self._add_noise(metrics, normals[-1], self._train_metrics)
+            add_noise(metrics, normals[-1], self._train_metrics)
 
         try:
             if past is not None:
@@ -468,12 +462,12 @@ class DifferentialPrivacy(Strategy):
         result, about = self.strategy.aggregate_train(self._done + server_round, [reply])
         if result is not None:
             result = record_of(
-                {name: _as_before(value, opened.base.get(name)) for name, value in arrays_of(result).items()}
+                {name: as_before(value, opened.base.get(name)) for name, value in arrays_of(result).items()}
             )
             self._save(self._done + server_round, result)
         about = MetricRecord({**(about or {}), "clip": clip, "epsilon": self.epsilon})
         if names:
-            about.update(_means(metrics / clients, names, self._train_metrics))
+            about.update(means_of(metrics / clients, names, self._train_metrics))
         return result, about
 
     # Evaluation by clients.
@@ -493,7 +487,7 @@ class DifferentialPrivacy(Strategy):
         if self._journal.evaluations >= self.rounds_charged:  # one a round is what the target has room for
             return []
         messages = [*self.strategy.configure_evaluate(self._done + server_round, arrays, config, grid)]
-        self._evaluated = _opened({}, messages, server_round) if messages else None
+        self._evaluated = open_round({}, messages, server_round) if messages else None
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -502,51 +496,19 @@ class DifferentialPrivacy(Strategy):
         opened, self._evaluated = self._evaluated, None
         if opened is None or not isinstance(self._evaluate_metrics, NoisedMetrics):
             return None
-        names = _names(self._evaluate_metrics)
+        names = names_of(self._evaluate_metrics)
         total = np.zeros(len(names) + 1)
-        for node, reply in self._valid(opened, replies):
-            total += self._fractions(node, reply, names, self._evaluate_metrics)
-        self._add_noise(total, self._normals([total.shape])[0], self._evaluate_metrics)
+        for node, reply in opened.valid(replies):
+            total += fractions(node, reply, names, self._evaluate_metrics)
+        add_noise(total, self._normals([total.shape])[0], self._evaluate_metrics)
         try:
             self._journal.charge_evaluation()
         except OSError as error:
             log.error("The evaluation is not released: the ledger cannot be written (%s)", error)
             return None
-        return MetricRecord(dict(_means(total / len(opened.groups), names, self._evaluate_metrics)))
+        return MetricRecord(dict(means_of(total / len(opened.groups), names, self._evaluate_metrics)))
 
-    # One client's reply.
-
-    def _valid(self, opened: _Round, replies: Iterable[Message]) -> Iterable[tuple[int, Message]]:
-        """The first answer of each client that was asked, to what it was asked."""
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                log.warning("Node %d: %s", node, reply.error.reason)
-            elif node not in opened.groups:
-                log.warning("Node %d answers unasked: ignored", node)
-            elif reply.metadata.group_id != opened.groups[node]:
-                log.warning("Node %d answers another round: ignored", node)
-            elif node in opened.seen:
-                log.warning("Node %d answers twice: the first counts", node)
-            else:
-                opened.seen.add(node)
-                yield node, reply
-
-    def _fractions(self, node: int, reply: Message, names: list[str], metrics: NoisedMetrics | None) -> np.ndarray:
-        """A client's metrics, each in [0, 1], and a 1 for having sent them; zeros where it did not."""
-        assert metrics is not None
-        bounds, found = metrics.bounds(names), []
-        try:
-            record = only(reply.content.metric_records, "MetricRecord")
-            for name in names:
-                value = record[name]
-                if isinstance(value, list) or not math.isfinite(value):
-                    raise ValueError(f"{name}={value!r} is no finite number")
-                found.append(min(1.0, max(0.0, value / bounds[name])))
-        except Exception as error:
-            log.warning("Node %d's metrics are left out: %s", node, error)
-            return np.zeros(len(names) + 1)
-        return np.array([*found, 1.0])
+    # What a round's sum gets.
 
     def _stddevs(self, clip: float, clients: float) -> tuple[float, float]:
         """Of the noise on the sum of updates, and of that on the count of those within the clip."""
@@ -554,13 +516,6 @@ class DifferentialPrivacy(Strategy):
             of_updates, of_count = self._clip.split(self._noise_multiplier, clients)
             return of_updates * clip, of_count
         return self._noise_multiplier * clip * (1.0 if self._noise is None else self._noise.unit), 0.0
-
-    @staticmethod
-    def _add_noise(total: np.ndarray, normal: np.ndarray, metrics: NoisedMetrics) -> None:
-        """To fractions, of which each client has one of each."""
-        z, root = metrics.noise_multiplier, math.sqrt(len(total))
-        if z > 0:
-            _tap.add([total], [normal * (z * root)], [z * root], 1 / z)
 
     def _know_past(self) -> None:
         """Reads what correlated noise needs of earlier rounds, where this object did not draw it."""
@@ -709,64 +664,3 @@ def _limits_with(
         )
     most = noise.max_participations if max_participations is None else max_participations
     return most, noise.min_separation if min_separation == 1 else min_separation
-
-
-def _opened(base: dict[str, np.ndarray], messages: list[Message], server_round: int) -> _Round:
-    """Marks messages, so that an answer to another round, or to one that was lost, is known."""
-    token, groups = secrets.token_hex(8), {}
-    for message in messages:
-        node = message.metadata.dst_node_id
-        if node in groups:
-            raise PrivacyError(f"the strategy asks node {node} twice in a round, which would count it twice")
-        message.metadata.group_id = groups[node] = f"{server_round}-{token}"
-    return _Round(base, groups)
-
-
-def _named(name: str, metrics: Any) -> NoisedMetrics | None:
-    if metrics is None:
-        return None
-    if not isinstance(metrics, NoisedMetrics) or not isinstance(metrics.bound, Mapping) or not metrics.bound:
-        raise ValueError(
-            f"{name} must be None or a NoisedMetrics whose bound names the metrics and the largest value of each, got "
-            f"{metrics!r}: for instance NoisedMetrics(noise_multiplier=10, bound={{'accuracy': 1.0}})"
-        )
-    return metrics
-
-
-def _names(metrics: NoisedMetrics | None) -> list[str]:
-    return list(metrics.bound) if metrics is not None and isinstance(metrics.bound, Mapping) else []
-
-
-def _means(means: np.ndarray, names: list[str], metrics: NoisedMetrics | None) -> dict[str, float]:
-    assert metrics is not None
-    bounds = [*metrics.bounds(names).values(), 1.0]
-    return {name: float(m * bound) for name, m, bound in zip([*names, "contributing"], means, bounds, strict=True)}
-
-
-def _as_before(value: np.ndarray, w: np.ndarray | None) -> np.ndarray:
-    """In the type that the model had, which strategies change: they average counters, and Adam makes float64."""
-    if w is None:
-        return value
-    with np.errstate(over="ignore"):
-        return value.astype(w.dtype) if w.dtype.kind == "f" else w
-
-
-def _packed(value: Any) -> tuple[str, dict[str, np.ndarray]]:
-    """Arrays that a strategy holds, and how; nothing for all else."""
-    if isinstance(value, np.ndarray):
-        return "array", {"": value}
-    if isinstance(value, ArrayRecord):
-        return "record", arrays_of(value)
-    if isinstance(value, dict) and value and all(isinstance(v, np.ndarray) for v in value.values()):
-        return "dict", {str(name): v for name, v in value.items()}
-    if isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
-        return "list", {str(i): v for i, v in enumerate(value)}
-    return "", {}
-
-
-def _unpacked(kind: str, parts: dict[str, np.ndarray]) -> Any:
-    if kind == "array":
-        return parts[""]
-    if kind == "record":
-        return record_of(parts)
-    return parts if kind == "dict" else [parts[str(i)] for i in range(len(parts))]
