@@ -91,16 +91,18 @@ def features_of(data):
     return tf.keras.Sequential([tf.keras.Input(shape), Scattering(shape[0]), norm, layers.Flatten()])
 
 
-def run(data, x_train, x_test, epsilon, delta=1e-5, batch_size=4096, epochs=20, learning_rate=4.0, clip=0.1):
-    """(test accuracy, privacy report) of a linear model on features."""
+def run(data, x_train, x_test, epsilon, delta=1e-5, batch_size=4096, learning_rate=4.0, clip=0.1):
+    """(test accuracy, privacy report) of a linear model on features. The settings are those that did best on 10,000
+    training images that were held out: what that search would cost in privacy is not in the ε."""
     plan = tfdpfl.plan(
-        x_train, data.y_train, target_epsilon=epsilon, delta=delta, l2_norm_clip=clip, epochs=epochs,
-        batch_size=min(batch_size, len(x_train) // 8),
+        x_train, data.y_train, target_epsilon=epsilon, delta=delta, l2_norm_clip=clip,
+        epochs=max(5, round(20 * epsilon)), batch_size=min(batch_size, len(x_train) // 8),
     )  # fmt: skip
     model = tf.keras.Sequential([tf.keras.Input(x_train.shape[1:]), tf.keras.layers.Dense(data.num_classes)])
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(plan.optimizer("sgd", learning_rate=learning_rate, momentum=0.9), loss)
-    model.fit(plan.batches, epochs=plan.epochs, callbacks=[plan.callback], verbose=0)
+    average = tfdpfl.callbacks.AveragedWeights(decay=0.98)  # costs nothing
+    model.fit(plan.batches, epochs=plan.epochs, callbacks=[plan.callback, average], shuffle=False, verbose=0)
     right = model.predict(x_test, batch_size=1000, verbose=0).argmax(1) == data.y_test
     return float(right.mean()), plan.callback.report
 
