@@ -114,6 +114,60 @@ def test_what_clones_released_is_in_the_price():
     assert planned.parts[0].figures.epsilon > 0 and "planned" in planned.warnings[0]
 
 
+def test_a_plan_what_ran_of_it_and_a_search_are_parts():
+    import tensorflow as tf
+    from dp_accounting import dp_event, rdp
+
+    import tfdpfl
+
+    x, y = np.zeros((200, 3), "float32"), np.arange(200) % 2
+    how = dict(noise_multiplier=1.1, batch_size=50, delta=DELTA)
+    plan = tfdpfl.plan(x, y, epochs=3, **how)
+    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
+    model.compile(plan.optimizer("sgd"), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(plan.batches, epochs=2, callbacks=[plan.callback], shuffle=False, verbose=0)
+    search = tfdpfl.tuning.RandomSearch({"rate": [0.1, 0.2]}, spends=gaussian(3.0), mean_runs=4)
+    made = report({"plan": plan, "fit": plan.callback, "search": search}, delta=DELTA)
+    planned, ran, searched = (part.figures.epsilon for part in made.parts)
+    of = lambda steps: tfdpfl.compute_epsilon(num_examples=200, num_steps=steps, **how)
+    assert (planned, ran) == pytest.approx((of(12), of(8)), rel=1e-6)
+    repeated = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(3.0), 4, 1.0)
+    assert searched == pytest.approx(rdp.RdpAccountant().compose(repeated).get_epsilon(DELTA), rel=0.02)
+    assert searched > gaussian(3.0).epsilon(DELTA)
+    assert [part.kind for part in made.parts] == ["plan", "training", "search"]
+    assert [w.startswith("plan: ") for w in made.warnings if "planned" in w] == [True]
+    assert all(part.unit == "example" for part in made.parts[:2])
+    alone = report({"fit": plan.callback}, delta=DELTA)
+    assert alone.totals[0].figures.epsilon == pytest.approx(of(8), rel=1e-6)
+
+
+def test_what_pate_gives_is_told_apart():
+    """Answers have an event, and so what is fitted; a report has one ε at one δ."""
+    import tensorflow as tf
+
+    from tfdpfl.pate import PATE
+
+    class Untaught(tf.keras.Sequential):
+        def fit(self, *args, **options):
+            return None
+
+    def student():
+        model = Untaught([tf.keras.Input((2,)), tf.keras.layers.Dense(3)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    teachers = np.tile([200, 50, 0], (20, 1))
+    flow = PATE(teachers, GNMax(40.0), student, DELTA).fit(np.zeros((20, 2)))
+    # 20 Gaussians of σ 40, and one example replaced moves two counts by 1 each.
+    alone = gaussian(40 / math.sqrt(2), 20).epsilon(DELTA)
+    made = report({"flow": flow, "report": flow.report(), "answers": flow.answers_}, delta=DELTA)
+    assert [part.figures.epsilon for part in made.parts] == pytest.approx([alone] * 3, rel=0.06)
+    assert all(part.figures.epsilon >= alone * 0.999 for part in made.parts)
+    assert "20 queries to 250 teachers" in made.parts[1].mechanisms[0]
+    assert dict(made.parts[1].figures.epsilons)[1e-6] is None and dict(made.parts[0].figures.epsilons)[1e-6] > alone
+    assert {(part.unit, part.adjacency, part.kind) for part in made.parts} == {("example", "replace_one", "PATE")}
+
+
 def test_federated_promises_are_told_by_level():
     from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, LocalLevel
     from tfdpfl.federated.privacy import Participation, RoundsRun

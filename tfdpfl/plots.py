@@ -79,6 +79,44 @@ def auc_bars(reports: Mapping[str, Mapping[str, Any]], *, ax: Axes | None = None
     return ax
 
 
+def membership(report: Any, *, most: int = 20) -> list[Axes]:
+    """Draws what a membership attack reaches at every threshold, on logarithmic axes, and where there are slices their
+    AUC with its interval.
+
+    Args:
+      report: a `tfdpfl.audit.MembershipReport`.
+      most: how many slices are shown, those of the highest AUC.
+
+    Returns:
+      One axes or two, of one figure.
+
+    Raises:
+      ImportError: as `privacy_utility`.
+      ValueError: ``report`` has no curve.
+    """
+    fpr, tpr = getattr(report, "roc", ((), ()))
+    if not len(fpr):
+        raise ValueError("report has no curve to draw: give what tfdpfl.audit.membership_inference returned")
+    axes = panels(2 if report.slices else 1)
+    least = 1 / max(report.num_members, report.num_non_members)
+    axes[0].step(np.maximum(fpr, least), np.maximum(tpr, least), where="post", label=report.attack)
+    axes[0].plot([least, 1], [least, 1], ":", color="0.5", label="guessing")
+    axes[0].plot(report.fpr, report.tpr_at_low_fpr, "o", color="C0")
+    axes[0].set(xscale="log", yscale="log", xlabel="non-members accused", ylabel="members found")
+    axes[0].legend(loc="lower right")
+    if report.slices:
+        shown = sorted(report.slices.items(), key=lambda item: -item[1].auc)[:most]
+        places, values = np.arange(len(shown))[::-1], np.array([part.auc for _, part in shown])
+        errors = np.abs(np.array([part.auc_interval for _, part in shown]).T - values)
+        axes[1].errorbar(values, places, xerr=errors, fmt="o", capsize=3)
+        axes[1].axvline(0.5, color="0.5", linestyle=":")
+        axes[1].axvline(report.auc, color="C0", alpha=0.4, label="all")
+        axes[1].set_yticks(places, [_plain(name) for name, _ in shown])
+        axes[1].set(xlabel="AUC")
+        axes[1].legend()
+    return axes
+
+
 def epsilon_over_time(history: Any, *, target: float | None = None, ax: Axes | None = None) -> Axes:
     """Draws ε over the rounds of a federated training, or the epochs of `fit`.
 

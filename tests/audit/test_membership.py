@@ -182,7 +182,7 @@ def test_audit_epsilon_is_where_it_was():
         (lambda: membership_inference(None, [[1.0], [2.0]], [1.0, 2.0]), "shape"),
         (lambda: membership_inference(np.ones(4), [0.5, 1.5], [1, 2]), "rows of the given losses"),
         (lambda: membership_inference(lambda x, y: x, [1, 2, 3], [1, 2, 3]), "a pair"),
-        (lambda: membership_inference(None, [1, 2], [1, 2], attack="shadow"), "attack must be one of 'loss'"),
+        (lambda: membership_inference(None, [1, 2], [1, 2], attack="shadow"), "attack must be one of 'loss', "),
         (lambda: membership_inference(None, [1, 2], [1, 2], confidence=95), "confidence must be"),
     ],
 )

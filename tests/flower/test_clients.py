@@ -110,6 +110,24 @@ def test_a_client_stops_at_its_own_budget_and_the_others_go_on():
     assert last.has_error() and "target_epsilon" in last.error.reason
 
 
+def test_a_projects_report_has_the_strategy_and_what_its_clients_said():
+    from tfdpfl.audit import report
+
+    mods = [local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5)]
+    strategy = DifferentialPrivacyFixedClipping(
+        flower.FedAvg(), noise_multiplier=3.0, clip=1.0, clients_per_round=3, delta=1e-5
+    )
+    strategy.start(FakeGrid(3, Clients(shifted(1.0), mods)), model(), num_rounds=2)
+    server, told = report({"fed": strategy}, delta=1e-5).parts
+    assert (server.unit, told.name, told.unit) == ("client", "fed, told by clients (local)", "client's update")
+    assert told.figures.epsilon == pytest.approx(replace_one(2.0, 2), rel=1e-6)  # moves two clips; noise of four
+    # All three take part in both rounds.
+    twice = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(3.0), 2)
+    least = tfdpfl.accounting.price(twice, 1e-5, "pld", "add_or_remove_one").epsilon
+    assert server.figures.epsilon >= least * 0.999
+    assert server.figures.epsilon == pytest.approx(strategy.ledger.epsilon(1e-5))
+
+
 def test_a_clients_ledger_outlives_its_process(tmp_path):
     path = tmp_path / "of-{partition-id}-{node_id}.json"
     for life in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,12 @@ class MembershipReport:
         whatever their distribution, and the members beyond are counted (Clopper and Pearson). With fewer than some 440
         non-members (at 95 %) nothing encloses it from above, and ``low`` is 0.
       fpr: 0.01. With fewer than 100 non-members it means that none is accused.
-      confidence: of both intervals.
+      confidence: of both intervals. Those of slices hold all together, so each by itself with more.
       num_members: number of members.
       num_non_members: number of non-members.
+      slices: {name: report} of parts of the examples, by the same scores.
+      left_out: names of slices that have fewer than two members or non-members.
+      roc: (false, true positive rates), what the attack reaches at every threshold; ``to_dict`` leaves it out.
     """
 
     attack: str
@@ -42,18 +45,35 @@ class MembershipReport:
     num_members: int
     num_non_members: int
     fpr: float = LOW_FPR
+    slices: Mapping[str, MembershipReport] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    roc: tuple[np.ndarray, np.ndarray] = dataclasses.field(default=(np.zeros(0),) * 2, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return dataclasses.asdict(self)
+        """The fields but for the curve, JSON-ready."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "roc"}
+        return found | {"slices": {name: part.to_dict() for name, part in self.slices.items()}}
 
     def __str__(self) -> str:
+        lines = [
+            f"{self.attack} attack on {self.num_members} members and {self.num_non_members} non-members: "
+            f"{self._found()} ({self.confidence:.0%} confidence)"
+        ]
+        lines += [
+            f"  {name} ({part.num_members} members, {part.num_non_members} non-members): {part._found()}"
+            for name, part in sorted(self.slices.items(), key=lambda item: -item[1].auc)
+        ]
+        if self.slices:
+            lines.append(f"  intervals of slices hold together, with {self.confidence:.0%} confidence")
+        if self.left_out:
+            lines.append(f"  left out, with fewer than two members or non-members: {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+    def _found(self) -> str:
         between = lambda interval: f"[{interval[0]:.3f}, {interval[1]:.3f}]"  # noqa: E731
         return (
-            f"{self.attack} attack on {self.num_members} members and {self.num_non_members} non-members: "
             f"AUC {self.auc:.3f} {between(self.auc_interval)}, "
-            f"TPR at FPR {self.fpr:.0%} {self.tpr_at_low_fpr:.3f} {between(self.tpr_interval)} "
-            f"({self.confidence:.0%} confidence)"
+            f"TPR at FPR {self.fpr:.0%} {self.tpr_at_low_fpr:.3f} {between(self.tpr_interval)}"
         )
 
 
@@ -64,39 +84,73 @@ def membership_inference(
     *,
     attack: str = "loss",
     loss: Any = None,
+    slices: Any = None,
     confidence: float = 0.95,
     batch_size: int = 256,
 ) -> MembershipReport:
     """Attacks a trained model, and reports how far members can be told from non-members.
 
         membership_inference(model, (x_train, y_train), (x_test, y_test))
+        membership_inference(model, (x_train, y_train), (x_test, y_test), attack="forest", slices="class")
 
-    The loss-threshold attack takes an example for a member where its loss is low. Members and non-members should come
-    from one distribution, or the attack tells distributions apart. An attack that fails proves nothing; one that
-    succeeds beyond what (ε, δ) allows refutes the claim.
+    The loss-threshold attack takes an example for a member where its loss is low. A trained one learns from half of the
+    examples what members look like, and scores the other half; then the halves change places. So no example is scored
+    by what has seen it. It is told each example's loss and, where the model gives out probabilities or logits of
+    classes, the logit of the largest probability and the entropy.
+
+    Members and non-members should come from one distribution, or the attack tells distributions apart: so should those
+    of each slice. An attack that fails proves nothing; one that succeeds beyond what (ε, δ) allows refutes the claim.
 
     Args:
       model_or_losses: a Keras model; or a function of ``(x, y)`` that returns the losses ``[n]``; or an array of losses
         ``[n]``, of which the next two are the rows (numbers or boolean masks); or None, if they are losses themselves.
       members: ``(x, y)`` that the model was trained on; or as said above.
       non_members: the like of examples that it never saw.
-      attack: ``"loss"`` (Yeom et al. 2018, arXiv:1709.01604).
+      attack: ``"loss"`` (Yeom et al. 2018, arXiv:1709.01604); or a trained one, of scikit-learn: ``"logistic"``,
+        ``"neighbors"``, ``"forest"`` (Shokri et al. 2017, arXiv:1610.05820, without shadow models).
       loss: a Keras loss, its name, or a function of ``(y_true, y_pred)``; None takes what the model was compiled with.
         A loss of several values an example counts by their mean.
+      slices: what the report is divided by, too: ``"class"``, of examples ``(x, y)`` with labels ``[n]`` or one-hot; or
+        ``{name: (of members, of non-members)}``, an id for each example: its client's in a federation, its decade of
+        birth. None in place of the second compares the members of each id with all non-members.
       confidence: of the intervals, strictly between 0 and 1.
       batch_size: of the model's predictions.
 
     Raises:
-      ValueError: an argument is out of its range, the losses are not one finite number an example, or there are fewer
-        than two examples of either kind.
+      ValueError: an argument is out of its range, the losses are not one finite number an example, there are fewer
+        than two examples of either kind (four, for a trained attack), or slices do not fit the examples.
 
     Source: Carlini et al. 2022, arXiv:2112.03570, on why the true positive rate at a low false positive rate counts.
     """
     confidence = _checks.probability("confidence", confidence, "for instance 0.95")
-    score = ATTACKS[_checks.choice("attack", attack, tuple(ATTACKS))]
-    inner = score(model_or_losses, members, loss, batch_size)
-    outer = score(model_or_losses, non_members, loss, batch_size)
-    return report_of(attack, inner, outer, confidence)
+    attack = _checks.choice("attack", attack, ("loss", *TRAINED))
+    sides = (members, non_members)
+    if attack == "loss":
+        scores = [-losses_of(model_or_losses, side, loss, batch_size) for side in sides]
+    else:
+        names = ("members", "non_members")
+        features = [
+            _features(name, model_or_losses, side, loss, batch_size) for name, side in zip(names, sides, strict=True)
+        ]
+        scores = _cross_fitted(TRAINED[attack], features)
+    whole = report_of(attack, scores[0], scores[1], confidence)
+    parts = _slices(slices, sides, scores)
+    usable = {name: part for name, part in parts.items() if min(map(len, part)) >= 2}
+    each = 1 - (1 - confidence) / max(1, len(usable))
+    return dataclasses.replace(
+        whole,
+        slices={name: report_of(attack, part[0], part[1], each) for name, part in usable.items()},
+        left_out=tuple(name for name in parts if name not in usable),
+    )
+
+
+def _check_scores(name: str, scores: np.ndarray, least: int = 2) -> None:
+    if scores.ndim != 1 or len(scores) < least or not np.all(np.isfinite(scores)):
+        raise ValueError(
+            f"{name} must have one finite loss for each of at least {('two', 'four')[least == 4]} examples, got shape "
+            f"{list(scores.shape)} with {np.sum(~np.isfinite(scores))} that are not finite: check the data, and that "
+            "training converged"
+        )
 
 
 def report_of(attack: str, members: np.ndarray, non_members: np.ndarray, confidence: float = 0.95) -> MembershipReport:
@@ -104,12 +158,8 @@ def report_of(attack: str, members: np.ndarray, non_members: np.ndarray, confide
     taken for members."""
     from sklearn.metrics import roc_auc_score, roc_curve
 
-    for name, scores in (("members", members), ("non_members", non_members)):
-        if scores.ndim != 1 or len(scores) < 2 or not np.all(np.isfinite(scores)):
-            raise ValueError(
-                f"{name} must have one finite loss for each of at least two examples, got shape {list(scores.shape)} "
-                f"with {np.sum(~np.isfinite(scores))} that are not finite: check the data, and that training converged"
-            )
+    _check_scores("members", members)
+    _check_scores("non_members", non_members)
     truth = np.repeat([1, 0], [len(members), len(non_members)])
     scores = np.concatenate([members, non_members])
     auc = float(roc_auc_score(truth, scores))
@@ -124,6 +174,7 @@ def report_of(attack: str, members: np.ndarray, non_members: np.ndarray, confide
         confidence=confidence,
         num_members=len(members),
         num_non_members=len(non_members),
+        roc=(fpr, tpr),
     )
 
 
@@ -162,12 +213,75 @@ def _auc_interval(members: np.ndarray, non_members: np.ndarray, auc: float, conf
     return float(special.expit(special.logit(auc) - reach)), float(special.expit(special.logit(auc) + reach))
 
 
-def _minus_losses(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
-    return -losses_of(model_or_losses, examples, loss, batch_size)
+def _logistic(rows: int) -> Any:
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression()
 
 
-# Each takes (model or losses, examples, loss, batch_size) and returns a score for each example, higher for members.
-ATTACKS: dict[str, Callable[[Any, Any, Any, int], np.ndarray]] = {"loss": _minus_losses}
+def _neighbors(rows: int) -> Any:
+    from sklearn.neighbors import KNeighborsClassifier
+
+    return KNeighborsClassifier(min(25, rows))
+
+
+def _forest(rows: int) -> Any:
+    from sklearn.ensemble import RandomForestClassifier
+
+    return RandomForestClassifier(200, min_samples_leaf=10, random_state=0)
+
+
+# Each makes a classifier for so many rows.
+TRAINED = {"logistic": _logistic, "neighbors": _neighbors, "forest": _forest}
+
+
+def _cross_fitted(make: Any, features: list[np.ndarray]) -> list[np.ndarray]:
+    """Scores [m] and [n] of features [m, f] and [n, f]: each half's, by a classifier that saw the other half alone, as
+    many members as non-members."""
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    rng = np.random.default_rng(0)  # of the halves: a report is the same when it is made again
+    halves = [rng.permutation(len(seen)) % 2 for seen in features]
+    scores = [np.zeros(len(seen)) for seen in features]
+    for half in (0, 1):
+        seen = [part[side != half] for part, side in zip(features, halves, strict=True)]
+        least = min(map(len, seen))
+        seen = [rng.permutation(part)[:least] for part in seen]
+        model = make_pipeline(StandardScaler(), make(2 * least)).fit(np.concatenate(seen), np.repeat([1, 0], least))
+        for score, part, side in zip(scores, features, halves, strict=True):
+            score[side == half] = model.predict_proba(part[side == half])[:, 1]
+    return scores
+
+
+def _slices(slices: Any, sides: Any, scores: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """{name: [scores of members, of non-members]}."""
+    if slices is None:
+        return {}
+    if isinstance(slices, str):
+        _checks.choice("slices", slices, ("class",))
+        slices = {"class": [_classes(_pair(side)[1]) for side in sides]}
+    if not isinstance(slices, Mapping) or not slices:
+        raise ValueError('slices must be "class" or {name: (of members, of non-members)}: an id for each example')
+    found = {}
+    for name, ids in slices.items():
+        if not isinstance(ids, tuple | list) or len(ids) != 2 or ids[0] is None:
+            raise ValueError(f"slices[{name!r}] must be a pair: the ids of members, and of non-members or None")
+        inside, outside = np.asarray(ids[0]), None if ids[1] is None else np.asarray(ids[1])
+        for who, of, score in (("members", inside, scores[0]), ("non-members", outside, scores[1])):
+            if of is not None and of.shape != score.shape:
+                raise ValueError(
+                    f"slices[{name!r}] must have an id for each of the {len(score)} {who}, got shape {list(of.shape)}"
+                )
+        for value in np.unique(inside if outside is None else np.concatenate([inside, outside])):
+            others = scores[1] if outside is None else scores[1][outside == value]
+            found[f"{name} {value}"] = [scores[0][inside == value], others]
+    return found
+
+
+def _classes(y: Any) -> np.ndarray:
+    y = np.asarray(y)
+    return y.argmax(-1) if y.ndim == 2 and y.shape[1] > 1 else y.reshape(-1)
 
 
 def losses_of(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
@@ -175,7 +289,7 @@ def losses_of(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -
     if model_or_losses is None:
         return np.asarray(examples, np.float64)
     if hasattr(model_or_losses, "predict"):
-        return _model_losses(model_or_losses, *_pair(examples), loss, batch_size)
+        return _model_losses(model_or_losses, *_pair(examples), loss, batch_size)[0]
     if callable(model_or_losses):
         return np.asarray(model_or_losses(*_pair(examples)), np.float64)
     losses, rows = np.asarray(model_or_losses, np.float64), np.asarray(examples)
@@ -187,13 +301,40 @@ def losses_of(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -
     return losses[rows]
 
 
+def _features(name: str, model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
+    """[n, features], of which the first is the loss."""
+    more = []
+    if hasattr(model_or_losses, "predict"):
+        losses, predicted = _model_losses(model_or_losses, *_pair(examples), loss, batch_size)
+        more = _confidence(predicted)
+    else:
+        losses = losses_of(model_or_losses, examples, loss, batch_size)
+    _check_scores(name, losses, least=4)
+    return np.column_stack([losses, *more])
+
+
+def _confidence(predicted: np.ndarray) -> list[np.ndarray]:
+    """Of outputs [n, classes]: the logit of the largest probability, and the entropy. Of other outputs nothing."""
+    if predicted.ndim != 2:
+        return []
+    if predicted.shape[1] == 1 and predicted.min() >= 0 and predicted.max() <= 1:
+        predicted = np.hstack([1 - predicted, predicted])
+    elif predicted.shape[1] == 1:
+        return []
+    elif predicted.min() < 0 or not np.allclose(predicted.sum(1), 1, atol=1e-3):
+        predicted = special.softmax(predicted, 1)
+    top = np.clip(predicted.max(1), 1e-7, 1 - 1e-7)
+    return [special.logit(top), special.entr(predicted).sum(1)]
+
+
 def _pair(examples: Any) -> tuple[Any, Any]:
     if not isinstance(examples, tuple | list) or len(examples) != 2:
         raise ValueError("members and non_members must each be a pair (x, y): give the inputs and their labels")
     return examples[0], examples[1]
 
 
-def _model_losses(model: Any, x: Any, y: Any, loss: Any, batch_size: int) -> np.ndarray:
+def _model_losses(model: Any, x: Any, y: Any, loss: Any, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Losses [n], and what the model gave out."""
     import tensorflow as tf
 
     loss = getattr(model, "loss", None) if loss is None else loss
@@ -214,4 +355,4 @@ def _model_losses(model: Any, x: Any, y: Any, loss: Any, batch_size: int) -> np.
     losses = np.asarray(getattr(loss, "call", loss)(truth, predicted), np.float64)
     if losses.shape[:1] != (len(truth),):
         raise ValueError(f"loss must give a loss an example, got shape {list(losses.shape)}: leave its reduction out")
-    return losses.reshape(len(losses), -1).mean(1)
+    return losses.reshape(len(losses), -1).mean(1), np.asarray(predicted, np.float64)
