@@ -46,8 +46,15 @@ class Fault:
 
     def found(self, there: bool) -> str:
         """What the instrument says, with the fault or without it."""
-        with self.plant() if there else contextlib.nullcontext():
-            return self.check(there)
+        if not there:
+            return _sound(self.check)
+        with self.plant():
+            return self.check(True)
+
+
+@functools.cache
+def _sound(check: Callable[[bool], str]) -> str:
+    return check(False)
 
 
 # -- instruments ---------------------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ _clips, _embeddings = lazily("clips", "AdaptiveClip"), lazily("embeddings", "Ada
 _counter = lazily("optimizers._counts", "Counter")
 _words = lazily("data.draws", "Words")
 _aggregators = lazily("pate.aggregators")
-_top = lazily("label_dp.classification", "RandomizedResponseTopK")
+_top = lazily("label_dp.classification", "_PriorTransformer")
 _updates, _flower = lazily("flower.updates", "ClippedSum"), lazily("flower.strategies", "DifferentialPrivacy")
 _federated, _secret = lazily("federated.aggregators"), lazily("federated.aggregators", "Secret")
 
@@ -161,8 +168,16 @@ def _clip_of_the_mean(finish: Any) -> Any:
     return broken
 
 
-def _always_scaled(finish: Any) -> Any:
-    return lambda self, norms2, clip, size: self.scaled_by([norms2], lambda norms: [clip / norms[0]], size)
+def _divides(add: Any) -> Any:
+    """By each update's norm, whatever it is."""
+
+    def broken(self, arrays):
+        norm = np.float64(add(self, arrays))
+        with np.errstate(invalid="ignore"):
+            self._factors *= norm / norm
+        return float(norm)
+
+    return broken
 
 
 @contextlib.contextmanager
@@ -177,10 +192,10 @@ def _all_finite() -> Iterator[None]:
 def _every_second(gaussian: Any) -> Any:
     import tensorflow as tf
 
+    turn = tf.Variable(0)
+
     def broken(self, shapes, stddev):
-        with tf.init_scope():
-            self.turn = tf.Variable(0)
-        here = tf.cast(tf.math.floormod(self.turn.assign_add(1), 2), tf.float32)
+        here = tf.cast(tf.math.floormod(turn.assign_add(1), 2), tf.float32)
         return [here * normal for normal in gaussian(self, shapes, stddev)]
 
     return broken
@@ -235,6 +250,7 @@ def _twice(epsilon: Any) -> Any:
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 PLAIN = lambda: Training(optimizer())
+PLAINLY, ADAPTING = replayed(PLAIN), replayed(lambda: Training(cases._clip("AdaptiveClip", initial=CLIP)))
 CHANGED = np.where(np.arange(len(X))[:, None] == FAR, -X, X)
 
 
@@ -317,8 +333,14 @@ def _votes_replayed(there: bool) -> str:
     return _seeded_votes(False)
 
 
-def _strategy() -> cases.Case:
-    return cases.strategy_case("", cases._wrapped("Fixed", clip=1.0), 0.0)
+def _federation(there: bool) -> str:
+    return told(cases.strategy_case("", cases._wrapped("Fixed", clip=1.0), 0.0).replay())
+
+
+def _unmoved(there: bool) -> str:
+    """A client sends what it was sent, in place of an update."""
+    make = cases._wrapped("Fixed", clip=1.0)
+    return told(replay(lambda far: cases.federation(make(), far, 2)[0], 1.0, 0.0))
 
 
 def _weighted(add: Any) -> Any:
@@ -412,14 +434,14 @@ def _scaled_gradients(there: bool) -> None:
     model = PLAIN().model
 
     @tf.function
-    def step():
+    def step(x, y):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model.loss(Y, model(X, training=True)))
+            loss = tf.reduce_mean(model.loss(y, model(x, training=True)))
         found = tape.gradient(loss, model.trainable_variables)
         found = [2 * g for g in found] if there else found
         model.optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
 
-    step()
+    step(tf.constant(X), tf.constant(Y))
 
 
 def _replicas(there: bool) -> None:
@@ -439,11 +461,8 @@ def _overlapping(there: bool) -> None:
     TeacherEnsemble(lambda: None, 2)._check_shards(shards, 8)
 
 
-@functools.cache
-def _fed_avg() -> Callable[[], tuple[float, float]]:
-    case = next(c for c in cases._tff() if c.name == "build_dp_fed_avg")
-    assert case.bound is not None
-    return case.bound
+def _in_tff(there: bool) -> str:
+    return above(next(cases._tff()).bound)(there)
 
 
 def _unclipped(clip: Any) -> Any:
@@ -452,33 +471,33 @@ def _unclipped(clip: Any) -> Any:
 
 FAULTS = [
     # Clips.
-    Fault("clip dropped", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py", replayed(PLAIN),
+    Fault("clip dropped", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py", PLAINLY,
           patched(_plan, "finish", _no_clip)),
     Fault("the mean gradient clipped in place of each", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py",
-          replayed(PLAIN), patched(_plan, "finish", _clip_of_the_mean)),
-    Fault("division by a norm of zero", REPLAY, "moves by nan", replayed(PLAIN),
-          patched(_plan, "finish", _always_scaled)),
+          PLAINLY, patched(_plan, "finish", _clip_of_the_mean)),
+    Fault("division by the norm of an update of zero", REPLAY, "moves by nan", _unmoved,
+          patched(_updates, "add", _divides)),
     Fault("NaN passed on", REPLAY, "moves by nan", _not_a_number, _all_finite),
     # Noise.
-    Fault("noise × 0.5", REPLAY, "times what is charged", replayed(PLAIN),
+    Fault("noise × 0.5", REPLAY, "times what is charged", PLAINLY,
           patched(_source, "gaussian", lambda whole: lambda self, shapes, s: [n / 2 for n in whole(self, shapes, s)])),
-    Fault("noise in every second step alone", REPLAY, "times what is charged", replayed(PLAIN),
+    Fault("noise in every second step alone", REPLAY, "times what is charged", PLAINLY,
           patched(_source, "gaussian", _every_second)),
-    Fault("noise on some of the variables alone", REPLAY, "is not the values with their noise", replayed(PLAIN),
+    Fault("noise on some of the variables alone", REPLAY, "is not the values with their noise", PLAINLY,
           patched(_mechanism, "added", _noise_of_kernels)),
-    Fault("key used again", REPLAY, "is that of release 0", replayed(PLAIN), patched(_source, "_opened", _same_key)),
+    Fault("key used again", REPLAY, "is that of release 0", PLAINLY, patched(_source, "_opened", _same_key)),
     Fault("seed in the source", REPLAY, "its seed is no secret", _seeded_votes),
     Fault("correlated noise begun anew with the same nodes", BOUND, "is claimed",
           above(lambda: Training(optimizer("DPFTRL"), steps=2).bounded()),
           patched(_source, "fresh_key", _same_node)),
     Fault("noise multiplier charged at twice its size", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py",
-          replayed(PLAIN), patched(_clipping, "split",
+          PLAINLY, patched(_clipping, "split",
                                    lambda split: lambda self, z, units: (z / 2, None))),
     # Clips that adapt.
     Fault("fraction within the clip without noise", REPLAY, "noise or denominator of release 1",
-          replayed(lambda: Training(cases._clip("AdaptiveClip", initial=CLIP))), _fraction_without_noise),
+          ADAPTING, _fraction_without_noise),
     Fault("split of the noise with the wrong sign", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py",
-          replayed(lambda: Training(cases._clip("AdaptiveClip", initial=CLIP))),
+          ADAPTING,
           patched(_clips, "split", _wrong_sign)),
     # Sampling and denominators.
     Fault("Poisson declared and not done", BOUND, "is claimed", above(cases.poisson),
@@ -491,7 +510,7 @@ FAULTS = [
           patched(_mechanism, "check_finished", lambda check: lambda *args: None)),
     Fault("metric of the training data released", REPLAY, "result: result[1]", _with_metrics),
     Fault("gradients scaled after the clip", REFUSAL, "did not come through the clip", refused(_scaled_gradients)),
-    Fault("noise of each replica's own", REFUSAL, "on 2 replicas is not supported", refused(_replicas)),
+    Fault("noise of each replica's own", REFUSAL, "runs 2 replicas", refused(_replicas)),
     # What is counted.
     Fault("steps not counted", ACCOUNT, "the ledger says epsilon = 0.00", priced(lambda t: t.run(ONES, 2)),
           patched(_counter, "count", lambda count: lambda *args: None)),
@@ -513,12 +532,12 @@ FAULTS = [
           patched(_aggregators, "_noisy", _half_noise_of_votes)),
     # Federations.
     Fault("clients weighted by their examples", REPLAY, "sensitivity: tfdpfl/flower/strategies.py",
-          lambda there: told(_strategy().replay()), patched(_updates, "add", _weighted)),
+          _federation, patched(_updates, "add", _weighted)),
     Fault("noise of the mean on the sum", REPLAY, "sensitivity: tfdpfl/flower/strategies.py",
-          lambda there: told(_strategy().replay()), patched(_flower, "_stddevs", _flower_stddev)),
-    Fault("noise × 0.5 in TFF's aggregator", BOUND, "is claimed", lambda there: above(_fed_avg())(there),
+          _federation, patched(_flower, "_stddevs", _flower_stddev)),
+    Fault("noise × 0.5 in TFF's aggregator", BOUND, "is claimed", _in_tff,
           patched(_secret, "gaussian_like", lambda whole: lambda self, value, s: whole(self, value, s / 2)), "tff"),
-    Fault("clip dropped in TFF's aggregator", BOUND, "is claimed", lambda there: above(_fed_avg())(there),
+    Fault("clip dropped in TFF's aggregator", BOUND, "is claimed", _in_tff,
           patched(_federated, "clip_by_norm", _unclipped), "tff"),
 ]  # fmt: skip
 

@@ -8,13 +8,13 @@ import audit_faults
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "self_audit.md"
-slow = [pytest.mark.slow, pytest.mark.both_stacks]
 
 
 def assert_within(case):
     if case.replay is not None:
         report = case.replay()
-        assert report.ok and report.moved > 0.05, f"{case.name}: {report}"
+        assert report.ok, f"{case.name}: {report}"
+        assert report.moved > 0.4 or case.group == "labels", f"{case.name}: {report}"  # what is drawn may tell nothing
     if case.bound is not None:
         claim, found = case.bound()
         assert case.least * claim <= found <= claim, f"{case.name}: {found} is found, and {claim} is claimed"
