@@ -177,6 +177,13 @@ class Training:
 
         return many
 
+    def _one(self, batches: list) -> np.ndarray:
+        for variable, value in self.start:
+            variable.assign(value)
+        for batch in batches:
+            self._step(*batch)
+        return np.concatenate([np.ravel(v.numpy()) for v in self.model.trainable_variables])
+
     def scores(self, weights: np.ndarray, trials: int) -> np.ndarray:
         """Of each run, how far the weights went where the example pulls them."""
         import tensorflow as tf
@@ -192,7 +199,10 @@ class Training:
         pull = [np.asarray(tf.convert_to_tensor(g)) for g in tape.gradient(loss, [v.value for v in variables])]
         places = [slice(j * self.batch % NUMBER, j * self.batch % NUMBER + self.batch) for j in range(self.steps)]
         batches = [tuple(tf.constant(part[place]) for part in (x, y, w)) for place in places]
-        moved = self._many(tf.constant(trials), *batches).numpy() - before
+        if self.batch < NUMBER:  # parts of a whole: none can be taken inside a graph's loop
+            moved = np.stack([self._one(batches) for _ in range(trials)]) - before
+        else:
+            moved = self._many(tf.constant(trials), *batches).numpy() - before
         score = -moved @ np.concatenate([np.ravel(g) for g in pull])
         if not self.words:
             return score
@@ -254,21 +264,24 @@ TRAININGS: dict[str, tuple[Callable[[], Training], float]] = {
     "DPSGD": (lambda: Training(optimizer()), 0.3),
     "DPAdam": (lambda: Training(optimizer("DPAdam", epsilon=100.0)), 0.3),
     "DPAdamW": (lambda: Training(optimizer("DPAdamW", epsilon=100.0)), 0.3),
-    "DPAdamBC": (lambda: Training(optimizer("DPAdamBC")), 0.0),
+    "DPAdamBC": (lambda: Training(optimizer("DPAdamBC", expected_batch_size=float(NUMBER))), 0.0),
     "DPAdagrad": (lambda: Training(optimizer("DPAdagrad", initial_accumulator_value=10.0)), 0.3),
     "DPRMSprop": (lambda: Training(optimizer("DPRMSprop", epsilon=100.0)), 0.3),
     "make_dp_optimizer_class(Nadam)": (lambda: Training(optimizer("Nadam", epsilon=100.0)), 0.3),
     "a train_step of one's own": (lambda: Training(optimizer(), "train_step"), 0.3),
     "a loop of one's own": (lambda: Training(optimizer(), "loop"), 0.3),
     "gradient_accumulation_steps": (
-        lambda: Training(optimizer(gradient_accumulation_steps=2), batch=NUMBER // 2, steps=2), 0.3),
+        lambda: Training(optimizer(gradient_accumulation_steps=2), batch=NUMBER // 2, steps=2), 0.1),
     "num_microbatches": (lambda: Training(optimizer(num_microbatches=4)), 0.0),
     "rows_per_unit": (lambda: Training(optimizer(rows_per_unit=2), without=PAIR), 0.2),
     "AdaptiveClip": (lambda: Training(_clip("AdaptiveClip", initial=CLIP)), 0.2),
     "PerLayerClip": (lambda: Training(_clip("PerLayerClip", CLIP)), 0.2),
     "AutomaticClip": (lambda: Training(_clip("AutomaticClip", CLIP)), 0.3),
     "DPFTRL (tree noise)": (lambda: Training(optimizer("DPFTRL"), steps=2), 0.1),
-    "banded noise": (lambda: Training(_noise("Banded", bands=2, max_participations=2), steps=2), 0.1),
+    "banded noise": (
+        lambda: Training(_noise("Banded", bands=2, min_separation=2, max_participations=2), batch=NUMBER // 2, steps=2),
+        0.0,
+    ),
     "BLT noise": (lambda: Training(_noise("BLT", max_participations=2), steps=2), 0.1),
     "secure_noise": (lambda: Training(optimizer(secure_noise=True)), 0.3),
     "AdaFEST": (lambda: Training(_sparse, words=True), 0.1),
@@ -283,14 +296,14 @@ def _trainings() -> Iterator[Case]:
     yield Case("poisson_batches", "optimizers", None, poisson, 0.0)
 
 
-def poisson(steps: int = 3, trials: int = 200, rate: float = 0.05, delta: float = 0.01) -> tuple[float, float]:
+def poisson(steps: int = 3, trials: int = 200, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
     """Runs of a few sampled batches in one `fit`, told by how far each one went."""
     import tensorflow as tf
 
     from tfdpfl.callbacks import PrivacyBudget
     from tfdpfl.data import poisson_batches
 
-    training = Training(optimizer(expected_batch_size=rate * NUMBER))
+    training = Training(optimizer(expected_batch_size=1.0))
     model, start = training.model, training.start
     claims: list[float] = []
 
@@ -305,7 +318,8 @@ def poisson(steps: int = 3, trials: int = 200, rate: float = 0.05, delta: float 
 
     def scores(weights: np.ndarray, trials: int) -> np.ndarray:
         seen.clear()
-        batches = poisson_batches(training.data(weights), rate, steps * trials)
+        data = [np.concatenate([part, *[np.delete(part, FAR, 0)] * times]) for part in training.data(weights)]
+        batches = poisson_batches(tuple(data), 1 / len(data[0]), steps * trials)
         budget = PrivacyBudget(delta=delta)
         model.fit(batches, epochs=1, callbacks=[budget, Runs()], verbose=0)
         before = np.concatenate([np.ravel(value) for _, value in start[:4]])
@@ -482,7 +496,7 @@ def _upload_case(name: str, make: Callable[[], Callable], claim: Callable[[], fl
         how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
         return claim(), audit_epsilon(scores, 1.0, -1.0, 400, CONFIDENCE, **how)
 
-    return Case(name, "Flower", seen, bound)
+    return Case(name, "Flower", seen, bound, 0.1)
 
 
 NBAFL = dict(epsilon=4.0, delta=DELTA, l2_norm_clip=1.0, num_rounds=1, num_clients=CLIENTS)
@@ -523,11 +537,11 @@ def _flower() -> Iterator[Case]:
     from tfdpfl.federated import NoisedMetrics
     from tfdpfl.noise import Tree
 
-    yield strategy_case("fixed clipping", _wrapped("Fixed", clip=1.0), 0.3)
+    yield strategy_case("fixed clipping", _wrapped("Fixed", clip=1.0), 0.1)
     slow = AdaptiveClip(initial=1.0, learning_rate=1e-4)
-    yield strategy_case("adaptive clipping", _wrapped("Adaptive", clip=slow), 0.2)
+    yield strategy_case("adaptive clipping", _wrapped("Adaptive", clip=slow), 0.1)
     metrics = NoisedMetrics(noise_multiplier=2.0, bound={"num-examples": 100.0})
-    yield strategy_case("noised metrics", _wrapped("Fixed", clip=1.0, train_metrics=metrics), 0.2)
+    yield strategy_case("noised metrics", _wrapped("Fixed", clip=1.0, train_metrics=metrics), 0.1)
     yield strategy_case("correlated noise", _wrapped("Fixed", clip=1.0, noise=Tree()), 0.0)
     yield from _uploads()
 
@@ -554,7 +568,8 @@ def process_case(name: str, build: Callable[[], Any], far: tuple[float, float], 
             return np.array([(flat(process.next(state, clients).state) - before).sum() for _ in range(trials)])
 
         part = Participation(sampling="none", population=CLIENTS, clients_per_round=CLIENTS)
-        claim = process.privacy[0].price(RoundsRun(rounds=1, participation=part, cohorts=(tuple("abcd"),)), DELTA).epsilon
+        run = RoundsRun(rounds=1, participation=part, cohorts=(tuple("abcd"),))
+        claim = process.privacy[0].price(run, DELTA).epsilon
         how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
         return claim, audit_epsilon(scores, *far, trials, CONFIDENCE, **how)
 
@@ -597,10 +612,10 @@ def _tff() -> Iterator[Case]:
     from tfdpfl import AdaptiveClip
 
     out = (100.0, 0.0)  # or a client that changes nothing
-    yield process_case("build_dp_fed_avg", _process("build_dp_fed_avg"), out, TRIALS, 0.1)
+    yield process_case("build_dp_fed_avg", _process("build_dp_fed_avg"), out, TRIALS, 0.05)
     adaptive = _process("build_dp_fed_avg", clip=AdaptiveClip(initial=1.0))
     yield process_case("build_dp_fed_avg with AdaptiveClip", adaptive, out, TRIALS, 0.0)
-    yield process_case("build_dp_ftrl", _process("build_dp_ftrl"), out, TRIALS, 0.1)
+    yield process_case("build_dp_ftrl", _process("build_dp_ftrl"), out, TRIALS, 0.05)
     local = _process("build_local_dp_fed_avg")
     yield process_case("build_local_dp_fed_avg", local, (100.0, -100.0), TRIALS, 0.0)
     yield process_case("build_distributed_dp_fed_avg", _process("build_distributed_dp_fed_avg"), out, TRIALS, 0.0)
