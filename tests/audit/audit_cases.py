@@ -1,0 +1,633 @@
+"""What the self-audit looks at: each mechanism of the package on two neighbours, by replay and by a lower bound.
+
+A case's claim is what the package itself says that one run costs. Whatever can be seen of that run goes to the bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdpfl import _tap
+from tfdpfl.audit import ReplayReport, audit_epsilon, replay
+
+sys.path.append(str(Path(__file__).parents[1] / "flower"))  # for its fakes
+
+CONFIDENCE = 0.999
+DELTA = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mechanism.
+
+    Attributes:
+      name: as the page says it.
+      group: of the page's table.
+      replay: makes a `ReplayReport`; None where no tap is.
+      bound: makes (claim, what was found); None where replay is all there is.
+      least: the part of the claim that is to be found, so that the bound is no empty one.
+    """
+
+    name: str
+    group: str
+    replay: Callable[[], ReplayReport] | None
+    bound: Callable[[], tuple[float, float]] | None
+    least: float = 0.3
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------
+
+NUMBER, FAR = 8, 3  # of the examples, and the one that neighbours differ in
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(NUMBER, 6)).astype("float32")
+X[FAR] *= 5
+Y = (np.arange(NUMBER) % 3).astype("int32")
+ONES = np.ones(NUMBER, "float32")
+WITHOUT = np.where(np.arange(NUMBER) == FAR, 0, ONES).astype("float32")  # its gradient is 0
+CLIP, Z = 0.1, 0.7
+
+
+class _Open:
+    """A tape that changes nothing, so that a step is traced with its taps."""
+
+    def take(self, release: _tap.Release) -> list[np.ndarray]:
+        return release.out
+
+
+@contextlib.contextmanager
+def _taps() -> Iterator[None]:
+    before = _tap.tape
+    _tap.tape = before or _Open()
+    try:
+        yield
+    finally:
+        _tap.tape = before
+
+
+class Training:
+    """A small training that begins anew, from the same weights, as often as it is asked; traced once each way.
+
+    Args:
+      optimizer: makes it.
+      way: ``"fit"``, ``"train_step"`` (one's own, with a tape), or ``"loop"`` (one's own, without `fit`).
+      batch: rows of a batch.
+      steps: batches of a run.
+      words: whether rows of a table are trained, in place of two layers.
+      without: the neighbour's weights.
+      layer: put between the layers.
+    """
+
+    def __init__(
+        self, optimizer: Callable[[], Any], way: str = "fit", batch: int = NUMBER, steps: int = 1, words: bool = False,
+        without: np.ndarray = WITHOUT, layer: Callable[[], Any] | None = None,
+    ):  # fmt: skip
+        self.optimizer, self.way, self.batch, self.steps, self.words = optimizer, way, batch, steps, words
+        self.without, self.layer = without, layer
+
+    @functools.cached_property
+    def model(self) -> Any:
+        import tensorflow as tf
+
+        keras, layers = tf.keras, tf.keras.layers
+        keras.utils.set_random_seed(0)
+
+        class Own(keras.Sequential):
+            def train_step(self, data):
+                x, y, w = data
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True), sample_weight=w)
+                found = tape.gradient(loss, self.trainable_variables)
+                self.optimizer.apply_gradients(zip(found, self.trainable_variables, strict=True))
+                return {"loss": loss}
+
+        if self.words:
+            parts = [keras.Input((1,), dtype="int32"), layers.Embedding(20, 3, name="words"), layers.Flatten()]
+        else:
+            parts = [keras.Input((6,)), *([self.layer()] if self.layer else []), layers.Dense(12, "tanh")]
+        model = (keras.Sequential if self.way == "fit" else Own)([*parts, layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(self.optimizer(), loss)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    @functools.cached_property
+    def start(self) -> list[tuple[Any, np.ndarray]]:
+        """What each run begins with: all that is trained or kept, but what the package counts and draws."""
+        mine = ("dp_ledger", "dp_noise")
+        state = [v for v in self.model.optimizer.variables if not v.name.startswith(mine)]
+        return [(v, v.numpy()) for v in [*self.model.variables, *state]]
+
+    def data(self, weights: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(x, y, weights) of the weights; or what is given as these three."""
+        if isinstance(weights, tuple):
+            return weights
+        return (np.arange(NUMBER, dtype="int32")[:, None] if self.words else X), Y, weights
+
+    def run(self, weights: Any, times: int = 1) -> Any:
+        """One run, or several in a row; returns the model."""
+        x, y, w = self.data(weights)
+        with _taps():
+            for variable, value in self.start:
+                variable.assign(value)
+            if self.way == "loop":
+                for _ in range(times * self.steps):
+                    self._step(x, y, w)
+            else:
+                epochs = times * self.steps * self.batch // NUMBER
+                self.model.fit(x, y, sample_weight=w, batch_size=self.batch, shuffle=False, epochs=epochs, verbose=0)
+        return self.model
+
+    @functools.cached_property
+    def _step(self) -> Any:
+        import tensorflow as tf
+
+        return tf.function(lambda x, y, w: self.model.train_step((x, y, w)))
+
+    @functools.cached_property
+    def claim(self) -> float:
+        """ε of one run, by the optimizer's ledger: to be asked for before any other run."""
+        return self.run(ONES).optimizer.ledger.epsilon(DELTA)
+
+    @functools.cached_property
+    def _many(self) -> Any:
+        import tensorflow as tf
+
+        @tf.function
+        def many(trials, *batches):
+            seen = tf.TensorArray(tf.float32, trials)
+            for i in tf.range(trials):
+                for variable, value in self.start:
+                    variable.assign(tf.constant(value))
+                for batch in batches:
+                    self.model.train_step(batch)
+                flat = tf.concat([tf.reshape(v, [-1]) for v in self.model.trainable_variables], 0)
+                seen = seen.write(i, flat)
+            return seen.stack()
+
+        return many
+
+    def _one(self, batches: list) -> np.ndarray:
+        for variable, value in self.start:
+            variable.assign(value)
+        for batch in batches:
+            self._step(*batch)
+        return np.concatenate([np.ravel(v.numpy()) for v in self.model.trainable_variables])
+
+    def scores(self, weights: np.ndarray, trials: int) -> np.ndarray:
+        """Of each run, how far the weights went where the example pulls them."""
+        import tensorflow as tf
+
+        model, (x, y, w) = self.model, self.data(weights)
+        variables = model.trainable_variables
+        for variable, value in self.start:
+            variable.assign(value)
+        here = self.without == 0
+        before = np.concatenate([np.ravel(v.numpy()) for v in variables])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model.loss(y[here], model(x[here])))
+        pull = [np.asarray(tf.convert_to_tensor(g)) for g in tape.gradient(loss, [v.value for v in variables])]
+        places = [slice(j * self.batch % NUMBER, j * self.batch % NUMBER + self.batch) for j in range(self.steps)]
+        batches = [tuple(tf.constant(part[place]) for part in (x, y, w)) for place in places]
+        if self.batch < NUMBER:  # parts of a whole: none can be taken inside a graph's loop
+            moved = np.stack([self._one(batches) for _ in range(trials)]) - before
+        else:
+            moved = self._many(tf.constant(trials), *batches).numpy() - before
+        score = -moved @ np.concatenate([np.ravel(g) for g in pull])
+        if not self.words:
+            return score
+        row = moved[:, : 20 * 3].reshape(trials, 20, 3)[:, FAR]  # untouched, where it was not kept
+        return score + 1e3 * np.any(row, 1)
+
+    def replayed(self) -> ReplayReport:
+        assert self.claim > 0
+        return replay(lambda w: self.run(w, 2), ONES, self.without, adjacency="zero_out")
+
+    def bounded(self, trials: int = 400) -> tuple[float, float]:
+        claim = self.claim
+        how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
+        return claim, audit_epsilon(self.scores, ONES, self.without, trials, CONFIDENCE, **how)
+
+
+def optimizer(name: str = "DPSGD", **options: Any) -> Callable[[], Any]:
+    """Makes one of the package, or, for another name, one of Keras's made private."""
+
+    def make() -> Any:
+        import tensorflow as tf
+
+        import tfdpfl
+
+        cls = getattr(tfdpfl, name, None) or tfdpfl.make_dp_optimizer_class(getattr(tf.keras.optimizers, name))
+        given = {"l2_norm_clip": CLIP, "noise_multiplier": Z, "learning_rate": 0.05, **options}
+        return cls(**given)
+
+    return make
+
+
+def _noise(kind: str, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from tfdpfl import noise
+
+        return optimizer(noise=getattr(noise, kind)(**options))()
+
+    return make
+
+
+def _clip(kind: str, *args: Any, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        import tfdpfl
+
+        return optimizer(l2_norm_clip=getattr(tfdpfl, kind)(*args, **options))()
+
+    return make
+
+
+def _sparse() -> Any:
+    import tfdpfl
+
+    return optimizer(sparse=tfdpfl.AdaFEST(threshold=0.5, clip=1.0), noise_multiplier=1.0)()
+
+
+PAIR = np.where(np.arange(NUMBER) // 2 == FAR // 2, 0, ONES).astype("float32")
+# A large ε in the denominator makes the update nearly linear, so that what is in it can be seen.
+TRAININGS: dict[str, tuple[Callable[[], Training], float]] = {
+    "DPSGD": (lambda: Training(optimizer()), 0.3),
+    "DPAdam": (lambda: Training(optimizer("DPAdam", epsilon=100.0)), 0.3),
+    "DPAdamW": (lambda: Training(optimizer("DPAdamW", epsilon=100.0)), 0.3),
+    "DPAdamBC": (lambda: Training(optimizer("DPAdamBC", expected_batch_size=float(NUMBER))), 0.0),
+    "DPAdagrad": (lambda: Training(optimizer("DPAdagrad", initial_accumulator_value=10.0)), 0.3),
+    "DPRMSprop": (lambda: Training(optimizer("DPRMSprop", epsilon=100.0)), 0.3),
+    "make_dp_optimizer_class(Nadam)": (lambda: Training(optimizer("Nadam", epsilon=100.0)), 0.3),
+    "a train_step of one's own": (lambda: Training(optimizer(), "train_step"), 0.3),
+    "a loop of one's own": (lambda: Training(optimizer(), "loop"), 0.3),
+    "gradient_accumulation_steps": (
+        lambda: Training(optimizer(gradient_accumulation_steps=2), batch=NUMBER // 2, steps=2), 0.1),
+    "num_microbatches": (lambda: Training(optimizer(num_microbatches=4)), 0.0),
+    "rows_per_unit": (lambda: Training(optimizer(rows_per_unit=2), without=PAIR), 0.2),
+    "AdaptiveClip": (lambda: Training(_clip("AdaptiveClip", initial=CLIP)), 0.2),
+    "PerLayerClip": (lambda: Training(_clip("PerLayerClip", CLIP)), 0.2),
+    "AutomaticClip": (lambda: Training(_clip("AutomaticClip", CLIP)), 0.3),
+    "DPFTRL (tree noise)": (lambda: Training(optimizer("DPFTRL"), steps=2), 0.1),
+    "banded noise": (
+        lambda: Training(_noise("Banded", bands=2, min_separation=2, max_participations=2), batch=NUMBER // 2, steps=2),
+        0.0,
+    ),
+    "BLT noise": (lambda: Training(_noise("BLT", max_participations=2), steps=2), 0.1),
+    "secure_noise": (lambda: Training(optimizer(secure_noise=True)), 0.3),
+    "AdaFEST": (lambda: Training(_sparse, words=True), 0.1),
+}  # fmt: skip
+
+
+def _trainings() -> Iterator[Case]:
+    for name, (make, least) in TRAININGS.items():
+        training = functools.cache(make)
+        seen = None if name == "AdaFEST" else lambda training=training: training().replayed()
+        yield Case(name, "optimizers", seen, lambda training=training: training().bounded(), least)
+    yield Case("poisson_batches", "optimizers", None, poisson, 0.0)
+
+
+def poisson(steps: int = 3, trials: int = 200, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
+    """Runs of a few sampled batches in one `fit`, told by how far each one went."""
+    import tensorflow as tf
+
+    from tfdpfl.callbacks import PrivacyBudget
+    from tfdpfl.data import poisson_batches
+
+    training = Training(optimizer(expected_batch_size=1.0))
+    model, start = training.model, training.start
+    claims: list[float] = []
+
+    class Runs(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if (batch + 1) % steps == 0:
+                if not claims:
+                    claims.append(model.optimizer.ledger.epsilon(delta))
+                seen.append(np.concatenate([np.ravel(v.numpy()) for v in model.trainable_variables]))
+                for variable, value in start:
+                    variable.assign(value)
+
+    def scores(weights: np.ndarray, trials: int) -> np.ndarray:
+        seen.clear()
+        data = [np.concatenate([part, *[np.delete(part, FAR, 0)] * times]) for part in training.data(weights)]
+        batches = poisson_batches(tuple(data), 1 / len(data[0]), steps * trials)
+        budget = PrivacyBudget(delta=delta)
+        model.fit(batches, epochs=1, callbacks=[budget, Runs()], verbose=0)
+        before = np.concatenate([np.ravel(value) for _, value in start[:4]])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model.loss(Y[FAR:][:1], model(X[FAR:][:1])))
+        pull = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        return -(np.stack(seen) - before) @ np.concatenate([np.ravel(g) for g in pull])
+
+    seen: list[np.ndarray] = []
+    found = audit_epsilon(scores, ONES, WITHOUT, trials, CONFIDENCE, delta=delta, vectorized=True)
+    return claims[0], found
+
+
+# -- labels --------------------------------------------------------------------------------------------------------
+
+LABEL_TRIALS = 20_000
+
+
+def _labels() -> Iterator[Case]:
+    from test_audit import SHIPPED
+    from test_replay import LABELS, OTHER
+    from test_replay import Y as LABELLED
+
+    same = {"TopK": "TopK", "WithPrior": None, "KMeansPrior": "paid prior"}
+    for name, (claim, mechanism, one, other) in SHIPPED.items():
+        known = same.get(name, name)
+        seen = None
+        if known in LABELS:
+            release, epsilon, _ = LABELS[known]
+            seen = lambda release=release, epsilon=epsilon: replay(release, LABELLED, OTHER, epsilon=epsilon)
+        elif name == "WithPrior":
+            seen = lambda: replay(_with_prior, LABELLED % 3, (LABELLED + (LABELLED != OTHER)) % 3, epsilon=1.0)
+
+        def bound(claim=claim, mechanism=mechanism, one=one, other=other):
+            return claim, audit_epsilon(mechanism, one, other, LABEL_TRIALS, CONFIDENCE, vectorized=True)
+
+        yield Case({"TopK": "RandomizedResponseTopK", "WithPrior": "RandomizedResponseWithPrior",
+                    "KMeansPrior": "RandomizedResponseTopK with a KMeansPrior"}.get(name, name), "labels", seen, bound,
+                   0.4)  # fmt: skip
+    release, epsilon, _ = LABELS["paid histogram"]
+    seen = lambda: replay(release, LABELLED, OTHER, epsilon=epsilon)
+    yield Case("RROnBins with a histogram", "labels", seen, None)
+    yield Case("LabelPrivacy", "labels", None, _pipeline, 0.4)
+
+
+def _with_prior(y: np.ndarray) -> np.ndarray:
+    from tfdpfl.label_dp import RandomizedResponseWithPrior
+
+    return RandomizedResponseWithPrior(1.0, [0.3, 0.4, 0.3], 3).fit_transform(y)
+
+
+def _pipeline() -> tuple[float, float]:
+    from tfdpfl.label_dp import LabelPrivacy
+
+    def release(label: int, trials: int) -> np.ndarray:
+        return LabelPrivacy(1.0, 3)(np.full(trials, label), ids=np.arange(trials)).numpy()
+
+    return 1.0, audit_epsilon(release, 0, 1, LABEL_TRIALS, CONFIDENCE, vectorized=True)
+
+
+# -- votes ---------------------------------------------------------------------------------------------------------
+
+ONE, OTHER_VOTES = np.array([[6, 5, 0]]), np.array([[5, 6, 0]])
+
+
+def _votes() -> Iterator[Case]:
+    from tfdpfl import pate
+
+    student = np.array([[0.5, 0.5, 0.0]])
+    aggregators = {
+        "LNMax": (pate.LNMax(0.5), {}),
+        "GNMax": (pate.GNMax(1.0), {}),
+        "ConfidentGNMax": (pate.ConfidentGNMax(6.0, 1.0, 1.0), {}),
+        "InteractiveGNMax": (pate.InteractiveGNMax(1.0, 1.0, 1.0), {"student": student}),
+    }
+    for name, (aggregator, more) in aggregators.items():
+
+        def labels(votes: np.ndarray, trials: int, aggregator=aggregator, more=more) -> np.ndarray:
+            many = {key: np.tile(value, (trials, 1)) for key, value in more.items()}
+            return aggregator.aggregate(np.tile(votes, (trials, 1)), **many).labels
+
+        def bound(labels=labels, aggregator=aggregator, more=more) -> tuple[float, float]:
+            claim = aggregator.epsilon(ONE, DELTA, data_dependent=False, **more)
+            found = audit_epsilon(labels, ONE, OTHER_VOTES, 40_000, CONFIDENCE, delta=DELTA, vectorized=True)
+            return float(claim), found
+
+        yield Case(name, "votes", lambda labels=labels: replay(lambda v: labels(v, 40), ONE, OTHER_VOTES), bound, 0.05)
+
+
+# -- Flower --------------------------------------------------------------------------------------------------------
+
+CLIENTS = 4
+PULL = np.full(10, 1.0)  # of client 0: norm 3.2 for a clip of 1
+
+
+def _update_of(far: float | None) -> Callable[[int], np.ndarray]:
+    return lambda number: (far or 0.0) * PULL if number == 0 else np.random.default_rng(number).normal(size=10) * 0.1
+
+
+def federation(strategy: Any, far: float | None, rounds: int) -> tuple[np.ndarray, np.ndarray, Any]:
+    """(what each round added to the model [rounds, 10], what it added to the clip's logarithm, the result). Of None
+    client 0 never answers."""
+    from flower_fakes import FakeGrid, arrays_in, flat, model, moved
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    sent: list[np.ndarray] = []
+    clips: list[float] = []
+    train = moved(_update_of(far))
+
+    def answer(message: Any, number: int) -> Any:
+        if number == 0 and message.metadata.message_type.startswith("train"):
+            sent.append(np.concatenate([np.ravel(arrays_in(message)[k]) for k in ("w", "b")]).astype(np.float64))
+            clips.append(getattr(strategy, "current_clip", 1.0))
+            if far is None:
+                return None
+        return train(message, number)
+
+    result = strategy.start(FakeGrid(CLIENTS, answer), model(), num_rounds=rounds)
+    clips.append(getattr(strategy, "current_clip", 1.0))
+    logs = np.log(np.maximum(clips, 1e-30))
+    return np.diff([*sent, flat(result.arrays)], axis=0), np.diff(logs), result
+
+
+def _wrapped(kind: str, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from flwr.serverapp import strategy
+
+        from tfdpfl import flower
+
+        given = {"noise_multiplier": 0.7, "delta": DELTA, "clients_per_round": CLIENTS, **options}
+        return getattr(flower, f"DifferentialPrivacy{kind}Clipping")(strategy.FedAvg(), **given)
+
+    return make
+
+
+def strategy_case(name: str, make: Callable[[], Any], least: float) -> Case:
+    """Client 0 pulls, or is not there."""
+    few = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
+
+    def seen() -> ReplayReport:
+        def released(far: float | None) -> Any:
+            added, _, result = federation(make(), far, 4)
+            about = {i: dict(metrics) for i, metrics in result.train_metrics_clientapp.items()}
+            return [added, about]
+
+        return replay(released, 1.0, None, adjacency="zero_out")
+
+    def bound() -> tuple[float, float]:
+        first = make()
+        federation(first, 1.0, 1)
+
+        def scores(far: float | None, trials: int) -> np.ndarray:
+            added, clips, _ = federation(make(), far, trials)
+            score = added @ PULL / np.linalg.norm(PULL)
+            return np.column_stack([score, clips]) if clips.any() else score
+
+        return first.epsilon, audit_epsilon(scores, 1.0, None, 200, CONFIDENCE, **few)
+
+    return Case(name, "Flower", seen, bound, least)
+
+
+def _upload_case(name: str, make: Callable[[], Callable], claim: Callable[[], float]) -> Case:
+    """A client's own noise: what it sends for one update, or for the opposite one."""
+
+    def sent(mod: Callable, far: float) -> np.ndarray:
+        return np.concatenate([np.ravel(part) for part in mod(far)])
+
+    def seen() -> ReplayReport:
+        return replay(lambda far: sent(make(), far), 1.0, -1.0, adjacency="replace_one")
+
+    def bound() -> tuple[float, float]:
+        mod = make()
+        scores = lambda far, trials: np.array([sent(mod, far) for _ in range(trials)]) @ PULL
+        how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
+        return claim(), audit_epsilon(scores, 1.0, -1.0, 400, CONFIDENCE, **how)
+
+    return Case(name, "Flower", seen, bound, 0.1)
+
+
+NBAFL = dict(epsilon=4.0, delta=DELTA, l2_norm_clip=1.0, num_rounds=1, num_clients=CLIENTS)
+
+
+def _uploads() -> Iterator[Case]:
+    from flower_fakes import arrays_in, model, moved
+    from flwr.app import Context, Message, RecordDict
+
+    from tfdpfl import PrivacyLedger
+    from tfdpfl.flower import clip_and_noise_gradients, local_dp_mod, nbafl_mod
+
+    def through(mod: Callable) -> Callable:
+        def upload(far: float) -> list[np.ndarray]:
+            message = Message(RecordDict({"arrays": model()}), 101, "train")
+            context = Context(1, 101, {"partition-id": 0}, RecordDict(), {})
+            answer = mod(message, context, lambda m, c: moved(lambda _: far * PULL)(m, 0))
+            return list(arrays_in(answer).values())
+
+        return upload
+
+    gaussian = lambda z: PrivacyLedger().add(_event(z / 2), adjacency="replace_one").epsilon(DELTA)
+    local = lambda: through(local_dp_mod(clip=1.0, noise_multiplier=2.0, delta=DELTA))
+    yield _upload_case("local_dp_mod", local, lambda: gaussian(2.0))
+    yield _upload_case("nbafl_mod", lambda: through(nbafl_mod(**NBAFL)), lambda: NBAFL["epsilon"])
+    gradients = lambda far: clip_and_noise_gradients([far * PULL[:6], far * PULL[6:]], 1.0, 2.0, PrivacyLedger())
+    yield _upload_case("clip_and_noise_gradients", lambda: gradients, lambda: gaussian(2.0))
+
+
+def _event(z: float) -> Any:
+    from dp_accounting import dp_event
+
+    return dp_event.GaussianDpEvent(z)
+
+
+def _flower() -> Iterator[Case]:
+    from tfdpfl import AdaptiveClip
+    from tfdpfl.federated import NoisedMetrics
+    from tfdpfl.noise import Tree
+
+    yield strategy_case("fixed clipping", _wrapped("Fixed", clip=1.0), 0.1)
+    slow = AdaptiveClip(initial=1.0, learning_rate=1e-4)
+    yield strategy_case("adaptive clipping", _wrapped("Adaptive", clip=slow), 0.1)
+    metrics = NoisedMetrics(noise_multiplier=2.0, bound={"num-examples": 100.0})
+    yield strategy_case("noised metrics", _wrapped("Fixed", clip=1.0, train_metrics=metrics), 0.1)
+    yield strategy_case("correlated noise", _wrapped("Fixed", clip=1.0, noise=Tree()), 0.0)
+    yield from _uploads()
+
+
+# -- TensorFlow Federated ------------------------------------------------------------------------------------------
+
+
+def process_case(name: str, build: Callable[[], Any], far: tuple[float, float], trials: int, least: float) -> Case:
+    """Client 0's gradient is its x; rounds all begin from the same state."""
+
+    def bound() -> tuple[float, float]:
+        import tensorflow as tf
+
+        from tfdpfl.federated import Participation, RoundsRun
+
+        process = build()
+        state = process.initialize()
+        flat = lambda s: np.concatenate([np.ravel(w) for w in process.get_model_weights(s).trainable])
+        before = flat(state)
+        data = lambda x: tf.data.Dataset.from_tensor_slices((np.full([1, 4], x, "float32"), [[0.0]])).batch(1)
+
+        def scores(x: float, trials: int) -> np.ndarray:
+            clients = [data(x), *[data(0.0)] * (CLIENTS - 1)]
+            return np.array([(flat(process.next(state, clients).state) - before).sum() for _ in range(trials)])
+
+        part = Participation(sampling="none", population=CLIENTS, clients_per_round=CLIENTS)
+        run = RoundsRun(rounds=1, participation=part, cohorts=(tuple("abcd"),))
+        claim = process.privacy[0].price(run, DELTA).epsilon
+        how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
+        return claim, audit_epsilon(scores, *far, trials, CONFIDENCE, **how)
+
+    return Case(name, "TFF", None, bound, least)
+
+
+def _linear() -> Any:
+    import tensorflow as tf
+
+    return tf.keras.Sequential([
+        tf.keras.layers.InputLayer((4,)),
+        tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+    ])  # fmt: skip
+
+
+def _process(builder: str, **options: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        import tensorflow as tf
+
+        from tfdpfl import federated
+
+        class Pull(tf.keras.losses.Loss):
+            def call(self, y, out):
+                return -out
+
+        given = {
+            "clients_per_round": CLIENTS, "noise_multiplier": 0.7, "clip": 1.0, "loss": Pull(),
+            "client_optimizer_fn": "sgd",
+            "input_spec": (tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None, 1], tf.float32)), **options,
+        }  # fmt: skip
+        return getattr(federated, builder)(_linear, **{k: v for k, v in given.items() if v is not None})
+
+    return build
+
+
+TRIALS = 120
+
+
+def _tff() -> Iterator[Case]:
+    from tfdpfl import AdaptiveClip
+
+    out = (100.0, 0.0)  # or a client that changes nothing
+    yield process_case("build_dp_fed_avg", _process("build_dp_fed_avg"), out, TRIALS, 0.05)
+    adaptive = _process("build_dp_fed_avg", clip=AdaptiveClip(initial=1.0))
+    yield process_case("build_dp_fed_avg with AdaptiveClip", adaptive, out, TRIALS, 0.0)
+    yield process_case("build_dp_ftrl", _process("build_dp_ftrl"), out, TRIALS, 0.05)
+    local = _process("build_local_dp_fed_avg")
+    yield process_case("build_local_dp_fed_avg", local, (100.0, -100.0), TRIALS, 0.0)
+    yield process_case("build_distributed_dp_fed_avg", _process("build_distributed_dp_fed_avg"), out, TRIALS, 0.0)
+
+
+GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
+    "optimizers": _trainings, "labels": _labels, "votes": _votes, "Flower": _flower, "TFF": _tff,
+}  # fmt: skip
+
+
+def here() -> list[str]:
+    """The groups that can run on this stack."""
+    if metadata.version("keras") < "3":
+        return ["TFF"] if find_spec("tensorflow_federated") else []
+    return ["optimizers", "labels", "votes", *(["Flower"] if find_spec("flwr") else [])]
