@@ -21,7 +21,7 @@ def keras():
 @pytest.mark.parametrize("attack", TRAINED)
 def test_no_example_is_scored_by_what_has_seen_it(attack):
     """Alike in distribution, all losses apart: what was scored by its own classifier would be found (a forest's AUC was
-    0.9 so)."""
+    0.70 so)."""
     rng = np.random.default_rng(0)
     report = membership_inference(None, rng.normal(size=1500), rng.normal(size=1500), attack=attack, confidence=0.9999)
     assert report.auc_interval[0] < 0.5 < report.auc_interval[1]
