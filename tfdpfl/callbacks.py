@@ -22,6 +22,7 @@ from tfdpfl.clipping.models import saved_weights
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import DPOptimizer, _counts, stepped_on
+from tfdpfl.optimizers._schedules import Pieces
 
 _GENERATOR = (
     "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
@@ -354,12 +355,25 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if dp.noise is not None:
             return self._allowed_of_correlated()
         halved = dp.num_microbatches not in (None, fit.physical)
-        multiplier = dp.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
+        over = 2 if halved else 1
+        changes = dp.noise_multiplier if isinstance(dp.noise_multiplier, Pieces) else None
+        if changes and fit.shuffled and self.target_epsilon is not None:
+            raise PrivacyError(
+                "target_epsilon with a noise_multiplier that changes: an example of shuffled data is in one step of a "
+                "pass, which may be that of the least noise. Use tfdpfl.data.poisson_batches, or give one multiplier."
+            )
+        # Over the sensitivity to one example; where it changes, the one that allows most.
+        multiplier = (max(changes.values) if changes else dp.noise_multiplier) / over
 
         def priced(number: int) -> float:
             ledger = copy.deepcopy(past)
-            more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number * fit.uses}
-            ledger.record(multiplier, discrete=dp.secure_noise, **more, **fit.data)
+            if changes and not fit.shuffled:
+                pieces = changes.spent(int(np.asarray(dp.iterations)), number)
+            else:
+                pieces = [(dp._dp.least_noise, number)]
+            for value, times in pieces:
+                more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": times * fit.uses}
+                ledger.record(value / over, discrete=dp.secure_noise, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:
@@ -381,7 +395,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return 0
         if fit.shuffled:
             most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1) * fit.uses
-        if not len(past) and not dp.secure_noise:  # what is discrete costs a little more
+        if not len(past) and not dp.secure_noise and not changes:  # what is discrete costs a little more
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
@@ -942,7 +956,7 @@ class _Fit:
             # They may have come into a logical batch, with examples of other parts.
             self.optimizer._dp.drop_partial()
             halved = self.optimizer.num_microbatches is not None
-            multiplier = self.optimizer.noise_multiplier / self.parts / (2 if halved else 1)
+            multiplier = self.optimizer._dp.least_noise / self.parts / (2 if halved else 1)
             kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
             row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
