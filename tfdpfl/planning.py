@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from tfdpfl import clips
 from tfdpfl._frames import PLAN
 from tfdpfl.accounting import (
     PrivacyReport,
@@ -239,6 +240,10 @@ def plan(
         steps_per_epoch = _checks.whole("steps_per_epoch", steps_per_epoch, 1, mend)
     if isinstance(l2_norm_clip, int | float):
         l2_norm_clip = _checks.real("l2_norm_clip", l2_norm_clip, "it bounds a gradient's norm; 1.0 is usual", above=0)
+    elif not isinstance(l2_norm_clip, clips.Clip):
+        from tfdpfl.optimizers._schedules import pieces_of
+
+        l2_norm_clip = pieces_of("l2_norm_clip", l2_norm_clip) or l2_norm_clip
     data = x if y is None and sample_weight is None else (x, y, sample_weight)
     examples = examples_of(data)
     num_examples = examples.number

@@ -226,7 +226,7 @@ class Fit:
             # They may have come into a logical batch, with examples of other parts.
             self.optimizer._dp.drop_partial()
             halved = self.optimizer.num_microbatches is not None
-            multiplier = self.optimizer.noise_multiplier / self.parts / (2 if halved else 1)
+            multiplier = self.optimizer._dp.least_noise / self.parts / (2 if halved else 1)
             kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
             row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)

@@ -8,6 +8,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import PLAN
@@ -31,6 +32,7 @@ from tfdpfl.clipping.models import saved_weights
 from tfdpfl.data import declared_sampling
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts, stepped_on
+from tfdpfl.optimizers._schedules import Pieces
 
 _GENERATOR = (
     "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
@@ -363,12 +365,25 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if dp.noise is not None:
             return self._allowed_of_correlated()
         halved = dp.num_microbatches not in (None, fit.physical)
-        multiplier = dp.noise_multiplier / (2 if halved else 1)  # over the sensitivity to one example
+        over = 2 if halved else 1
+        changes = dp.noise_multiplier if isinstance(dp.noise_multiplier, Pieces) else None
+        if changes and fit.shuffled and self.target_epsilon is not None:
+            raise PrivacyError(
+                "target_epsilon with a noise_multiplier that changes: an example of shuffled data is in one step of a "
+                "pass, which may be that of the least noise. Use tfdpfl.data.poisson_batches, or give one multiplier."
+            )
+        # Over the sensitivity to one example; where it changes, the one that allows most.
+        multiplier = (max(changes.values) if changes else dp.noise_multiplier) / over
 
         def priced(number: int) -> float:
             ledger = copy.deepcopy(past)
-            more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": number * fit.uses}
-            ledger.record(multiplier, discrete=dp.secure_noise, **more, **fit.data)
+            if changes and not fit.shuffled:
+                pieces = changes.spent(int(np.asarray(dp.iterations)), number)
+            else:
+                pieces = [(dp._dp.least_noise, number)]
+            for value, times in pieces:
+                more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": times * fit.uses}
+                ledger.record(value / over, discrete=dp.secure_noise, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:
@@ -390,7 +405,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return 0
         if fit.shuffled:
             most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1) * fit.uses
-        if not len(past) and not dp.secure_noise:  # what is discrete costs a little more
+        if not len(past) and not dp.secure_noise and not changes:  # what is discrete costs a little more
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 

@@ -44,9 +44,11 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
 
     Args:
       l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together; or a
-        `tfdpfl.AdaptiveClip`, `PerLayerClip` or `AutomaticClip`. ``current_clip`` tells what the next step clips to.
+        `tfdpfl.AdaptiveClip`, `PerLayerClip` or `AutomaticClip`; or Keras's `PiecewiseConstantDecay` of updates.
+        ``current_clip`` tells what the next step clips to.
       noise_multiplier: the noise's standard deviation over C; 0 trains without privacy. With an `AdaptiveClip` it is
-        the total: the count that moves the clip is paid out of it.
+        the total: the count that moves the clip is paid out of it. Or a `PiecewiseConstantDecay` of updates: each step
+        is drawn and priced at its own, in shuffled data each pass at the least of all.
       num_microbatches: None to clip every example by itself (best). With M, the mean gradient of each of M groups is
         clipped, as in TensorFlow Privacy; the sensitivity to one example is then 2 C and the ledger says so.
       gradient_accumulation_steps: k, how many batches make one logical batch, of which the update, the noise, the
@@ -132,6 +134,7 @@ class DPOptimizer:
         tapes.watch()
         self._dp = dp
         self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
+        dp.iterations = dp.clipping.iterations = self.iterations
         if dp.clipping.start is not None:
             dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._mechanism import Mechanism
+from tfdpfl.optimizers._schedules import Pieces
 
 
 class AdamBC(tf.keras.optimizers.Adam):
@@ -58,8 +59,10 @@ def _noise_variance(mechanism: Mechanism) -> float:
     Raises:
       PrivacyError: it is another in every step.
     """
-    if mechanism.expected_batch_size is None or isinstance(mechanism.l2_norm_clip, AdaptiveClip):
-        give = "expected_batch_size" if mechanism.expected_batch_size is None else "a clip that does not adapt"
+    settings = (mechanism.l2_norm_clip, mechanism.noise_multiplier)
+    changes = any(isinstance(setting, AdaptiveClip | Pieces) for setting in settings)
+    if mechanism.expected_batch_size is None or changes:
+        give = "expected_batch_size" if mechanism.expected_batch_size is None else "a clip and noise that do not change"
         raise PrivacyError(
             f"DPAdamBC takes off the noise's variance, which must be the same in every step: give it {give}, or take "
             "DPAdam."
@@ -68,5 +71,5 @@ def _noise_variance(mechanism: Mechanism) -> float:
         raise PrivacyError(
             "DPAdamBC takes off the noise's variance, which sparse=AdaFEST puts on some rows alone. Take DPAdam."
         )
-    stddev = mechanism.noise_multiplier * mechanism.clipping.first(mechanism.l2_norm_clip)
+    stddev = mechanism.least_noise * mechanism.clipping.first(mechanism.l2_norm_clip)
     return (stddev / mechanism.expected_batch_size) ** 2

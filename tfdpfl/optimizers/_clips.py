@@ -15,6 +15,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import LEAST_CLIP, check_clip
 from tfdpfl.clipping.finished import name_of, raw_variable
 from tfdpfl.clipping.plan import ClippedGradients, Plan
+from tfdpfl.optimizers._schedules import Pieces
 
 # Between these a clip that adapts moves; beyond them float32 loses what it is to measure.
 LEAST_ADAPTED, MOST_ADAPTED = 100 * LEAST_CLIP, 1e10
@@ -26,10 +27,12 @@ class Clipping:
     Attributes:
       start: the first value of the variable that is saved with the optimizer; None if there is none.
       variable: that variable.
+      iterations: the optimizer's count of updates.
     """
 
     start: np.float32 | None = None
     variable: Any = None
+    iterations: Any = None
 
     def __init__(self, clip: Any):
         check_clip(self.first(clip))
@@ -59,6 +62,22 @@ class Clipping:
         """(noise multiplier of the sums, standard deviation of what is released with them)."""
         del units
         return noise_multiplier, None
+
+
+class Scheduled(Clipping):
+    """A clip for every example that changes at given updates."""
+
+    @staticmethod
+    def first(clip: Pieces) -> float:
+        return clip.least
+
+    @property
+    def norm(self):
+        return self.clip.at(raw_variable(self.iterations), tf.float32)
+
+    @property
+    def current(self):
+        return self.clip.value(int(np.asarray(self.iterations)))
 
 
 class Automatic(Clipping):
@@ -137,5 +156,6 @@ class Adaptive(Clipping):
 
 def clipping_of(clip: Any) -> Clipping:
     """The way of a clip, as the optimizer was given it."""
-    kinds = ((clips.AutomaticClip, Automatic), (clips.PerLayerClip, PerLayer), (clips.AdaptiveClip, Adaptive))
+    kinds = ((clips.AutomaticClip, Automatic), (clips.PerLayerClip, PerLayer), (clips.AdaptiveClip, Adaptive),
+             (Pieces, Scheduled))  # fmt: skip
     return next((way(clip) for kind, way in kinds if isinstance(clip, kind)), None) or Clipping(clip)

@@ -23,6 +23,7 @@ from tfdpfl.optimizers import _counts, _replicas, _rows
 from tfdpfl.optimizers._chain import Chain
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._partial import Part, Partial
+from tfdpfl.optimizers._schedules import Pieces, pieces_of
 
 # Divided by 2^31 examples, and with all the digits of a small normal, still above float32's least normal number.
 LEAST_STDDEV = 1e-20
@@ -54,6 +55,10 @@ def _count(name: str, value, mend: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive integer or None. {mend}")
     return int(value)
+
+
+def _plain(setting: Any) -> Any:
+    return setting.to_dict() if isinstance(setting, Pieces) else setting
 
 
 def _seen(
@@ -93,14 +98,16 @@ class Mechanism:
     ):  # fmt: skip
         self.l2_norm_clip = clips.from_config(l2_norm_clip)
         if not isinstance(self.l2_norm_clip, clips.Clip):
-            self.l2_norm_clip = _number(
+            self.l2_norm_clip = pieces_of("l2_norm_clip", l2_norm_clip) or _number(
                 "l2_norm_clip", l2_norm_clip, 0, True, "It bounds the L2 norm of one example's gradient; 1.0 is usual."
             )
         self.clipping = clipping_of(self.l2_norm_clip)
-        self.noise_multiplier = _number(
+        self.noise_multiplier = pieces_of("noise_multiplier", noise_multiplier) or _number(
             "noise_multiplier", noise_multiplier, 0, False,
             "It is the noise's standard deviation over l2_norm_clip; tfdpfl.compute_noise_multiplier finds it.",
         )  # fmt: skip
+        of_steps = isinstance(self.noise_multiplier, Pieces)
+        self.least_noise = self.noise_multiplier.least if of_steps else self.noise_multiplier
         self.num_microbatches = _count("num_microbatches", num_microbatches, "None clips every example by itself.")
         parts = _count("gradient_accumulation_steps", parts, "It is how many batches make one update; 1 is usual.")
         self.parts = 1 if parts is None else parts
@@ -117,8 +124,8 @@ class Mechanism:
             )
         self.expected_batch_size = expected_batch_size
         size = expected_batch_size or 1.0
-        stddev = self.clipping.split(self.noise_multiplier, size)[0] * self.clipping.first(self.l2_norm_clip) / size
-        if self.noise_multiplier > 0 and stddev < LEAST_STDDEV:
+        stddev = self.clipping.split(self.least_noise, size)[0] * self.clipping.first(self.l2_norm_clip) / size
+        if self.least_noise > 0 and stddev < LEAST_STDDEV:
             raise ValueError(
                 f"l2_norm_clip={l2_norm_clip!r} with noise_multiplier={noise_multiplier!r} and "
                 f"expected_batch_size={expected_batch_size!r} is noise of {stddev:.2g}, which float32 loses where it "
@@ -153,6 +160,7 @@ class Mechanism:
                 f"{what} beside secure_noise=True: the grid is made for one sum of a known sensitivity. Give "
                 "l2_norm_clip a number and take whole batches, or leave secure_noise out."
             )
+        self._check_schedules(correlated, secure_noise, sparse)
         self.secure_noise = secure_noise
         self.sparse = self._checked_sparse(sparse, correlated)
         self.source = noise.Source(self.seed)
@@ -160,9 +168,30 @@ class Mechanism:
         self.counter.discrete = secure_noise
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
         self.table: Any = None  # the optimizer's variable
+        self.iterations: Any = None  # the optimizer's count of updates
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = _counts.in_memory(np.int64(0))  # parts that the last step left
+
+    @property
+    def _scheduled(self) -> str | None:
+        """Which setting changes from step to step."""
+        names = ("noise_multiplier", "l2_norm_clip")
+        return next((name for name in names if isinstance(getattr(self, name), Pieces)), None)
+
+    def _check_schedules(self, correlated, secure_noise: bool, sparse) -> None:
+        beside = {
+            f"noise={type(correlated).__name__}": correlated is not None,
+            "secure_noise=True": secure_noise,
+            f"sparse={sparse!r}": sparse is not None,
+            f"l2_norm_clip={self.l2_norm_clip!r}": isinstance(self.l2_norm_clip, clips.AdaptiveClip),
+        }
+        name = self._scheduled
+        for other in (other for other, given in beside.items() if given and name is not None):
+            raise ValueError(
+                f"{name} that changes beside {other}, which is made for one {name}: give a number, or leave the other "
+                "out."
+            )
 
     def _checked_sparse(self, sparse, correlated) -> AdaFEST | None:
         if isinstance(sparse, dict):
@@ -189,8 +218,8 @@ class Mechanism:
 
     def config(self) -> dict:
         return {
-            "l2_norm_clip": clips.to_config(self.l2_norm_clip),
-            "noise_multiplier": self.noise_multiplier,
+            "l2_norm_clip": _plain(clips.to_config(self.l2_norm_clip)),
+            "noise_multiplier": _plain(self.noise_multiplier),
             "num_microbatches": self.num_microbatches,
             "gradient_accumulation_steps": self.parts,
             "expected_batch_size": self.expected_batch_size,
@@ -227,6 +256,7 @@ class Mechanism:
             "noise": self.chain is not None,
             "secure_noise": self.secure_noise,
             "sparse": self.sparse is not None,
+            f"{self._scheduled} that changes": self._scheduled is not None,
         }
         name = next((name for name, given in apart.items() if given), None)
         if replicas > 1 and name is not None:
@@ -261,7 +291,7 @@ class Mechanism:
 
             def done(whole: Part) -> list[tf.Tensor]:
                 rows = None
-                if self.chain is not None and self.noise_multiplier > 0:  # before the count, which is of its segment
+                if self.chain is not None and self.least_noise > 0:  # before the count, which is of its segment
                     ids = [id(raw_variable(variables[i])) for i in used]
                     rows = self.chain.next(self.source, self.counter, whole.drawn.known, ids)
                 self.counter.count(whole.drawn, whole.multiplier, table)
@@ -301,13 +331,13 @@ class Mechanism:
         that are made of parts and have a denominator that only now is known, the division is to come; the others are
         divided already. What else was summed, for the clip, goes to it."""
         sums, denominator = whole.sums, self._denominator(whole.units)
-        _, of_count = self.clipping.split(self.noise_multiplier, denominator)
+        _, of_count = self.clipping.split(self._now(tf.float32), denominator)
         if self._on_grid:
             return self._rounded_and_noisy(sums, denominator, whole.multiplier)
         at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
-        if self.noise_multiplier > 0 and _replicas.is_first():
+        if self.least_noise > 0 and _replicas.is_first():
             stddev = self._stddev(denominator)
             if rows is None:
                 normals = self.source.gaussian([s.shape for s in sums], stddev)
@@ -327,14 +357,14 @@ class Mechanism:
 
     def _stddev(self, denominator: tf.Tensor) -> tf.Tensor:
         """The standard deviation of the noise on every entry of the mean gradient."""
-        multiplier = self.clipping.split(self.noise_multiplier, denominator)[0]
+        multiplier = self.clipping.split(self._now(tf.float32), denominator)[0]
         if self.sparse is not None:  # whose counts are paid for out of it
             multiplier = self.sparse.split(multiplier)[0]
         return multiplier * self.clipping.norm / denominator
 
     @property
     def _on_grid(self) -> bool:
-        return self.secure_noise and self.noise_multiplier > 0
+        return self.secure_noise and self.least_noise > 0
 
     def _rounded_and_noisy(
         self, sums: list[tf.Tensor], denominator: tf.Tensor, multiplier: tf.Tensor
@@ -382,9 +412,14 @@ class Mechanism:
                 partial.drop()
         self.pending.assign(max((int(p.at) for p in self._partials.values()), default=0))
 
+    def _now(self, dtype: tf.DType) -> Any:
+        """The noise multiplier of the step that is traced. The same is drawn and counted."""
+        given = self.noise_multiplier
+        return given.at(raw_variable(self.iterations), dtype) if isinstance(given, Pieces) else given
+
     def _multiplier(self, batch_size: tf.Tensor) -> tf.Tensor:
         """The noise's standard deviation over the sensitivity to one example."""
-        multiplier = tf.constant(self.noise_multiplier, tf.float64)
+        multiplier = tf.convert_to_tensor(self._now(tf.float64), tf.float64)
         if self.num_microbatches is None:
             return multiplier
         # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.

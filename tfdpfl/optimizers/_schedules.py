@@ -1,0 +1,78 @@
+"""Noise multipliers and clips that change from step to step, and what such a training is priced by."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.accounting import _checks
+
+MOST_VALUES = 32  # a row of the ledger's table for each, and room for other trainings
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A value that changes at given steps: Keras's `PiecewiseConstantDecay`, which is how it is given.
+
+    Attributes:
+      boundaries: updates after which the next value holds, rising: value i is that of the updates of number
+        ``boundaries[i - 1] + 1`` to ``boundaries[i]``, from 0.
+      values: one more than the boundaries.
+    """
+
+    boundaries: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @property
+    def least(self) -> float:
+        return min(self.values)
+
+    def value(self, update: int) -> float:
+        """Of the update of this number, from 0."""
+        return self.values[bisect.bisect_left(self.boundaries, update)]
+
+    def at(self, update: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """The same in a graph."""
+        passed = tf.cast(update, tf.int64) > tf.constant(self.boundaries, tf.int64)
+        return tf.gather(tf.constant(self.values, dtype), tf.reduce_sum(tf.cast(passed, tf.int32)))
+
+    def spent(self, update: int, number: int) -> list[tuple[float, int]]:
+        """(value, how many) of so many updates from this one on."""
+        ends = [min(max(b + 1, update), update + number) for b in self.boundaries] + [update + number]
+        return [(v, b - a) for v, a, b in zip(self.values, [update, *ends], ends, strict=False) if b > a]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"schedule": "PiecewiseConstantDecay", "boundaries": list(self.boundaries), "values": list(self.values)}
+
+
+def pieces_of(name: str, given: Any) -> Pieces | None:
+    """A schedule as it was given, or as `Pieces.to_dict` saved it; None for all else, but functions.
+
+    Raises:
+      ValueError: it is none that has a price, or its values are no positive numbers.
+    """
+    if isinstance(given, Pieces):
+        return given
+    if isinstance(given, dict) and given.get("schedule") == "PiecewiseConstantDecay":
+        boundaries, values = given["boundaries"], given["values"]
+    elif type(given).__name__ == "PiecewiseConstantDecay":
+        boundaries, values = given.boundaries, given.values
+    elif callable(given) or isinstance(given, tf.keras.optimizers.schedules.LearningRateSchedule):
+        raise ValueError(
+            f"{name}={type(given).__name__}: of a value that is another in each step the ledger would need a row for "
+            "each. Give a number, or keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, values) of up to "
+            f"{MOST_VALUES} values: the smallest, or largest, of each stretch."
+        )
+    else:
+        return None
+    mend = "PiecewiseConstantDecay takes the numbers of updates, rising, and one value more, each above 0"
+    bounds = tuple(_checks.whole("boundaries", int(b) if float(b).is_integer() else b, 0, mend) for b in boundaries)
+    numbers = tuple(_checks.real(name, float(np.asarray(v)), mend, above=0) for v in values)
+    if list(bounds) != sorted(set(bounds)) or len(numbers) != len(bounds) + 1 or len(numbers) > MOST_VALUES:
+        raise ValueError(f"{name} with boundaries={bounds!r} and values={numbers!r}: {mend}, {MOST_VALUES} at most.")
+    return Pieces(bounds, numbers)
