@@ -209,9 +209,9 @@ class Training:
         row = moved[:, : 20 * 3].reshape(trials, 20, 3)[:, FAR]  # untouched, where it was not kept
         return score + 1e3 * np.any(row, 1)
 
-    def replayed(self) -> ReplayReport:
+    def replayed(self, times: int = 2) -> ReplayReport:
         assert self.claim > 0
-        return replay(lambda w: self.run(w, 2), ONES, self.without, adjacency="zero_out")
+        return replay(lambda w: self.run(w, times), ONES, self.without, adjacency="zero_out")
 
     def bounded(self, trials: int = 400) -> tuple[float, float]:
         claim = self.claim
@@ -618,6 +618,7 @@ def _tff() -> Iterator[Case]:
     yield process_case("build_dp_ftrl", _process("build_dp_ftrl"), out, TRIALS, 0.0)
     local = _process("build_local_dp_fed_avg", noise_multiplier=1.4)
     yield process_case("build_local_dp_fed_avg", local, (100.0, -100.0), TRIALS, 0.0)
+    yield process_case("build_distributed_dp_fed_avg", _process("build_distributed_dp_fed_avg"), out, TRIALS, 0.0)
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
