@@ -486,7 +486,8 @@ FAULTS = [
     # Noise.
     Fault("noise × 0.5", REPLAY, "times what is charged", PLAINLY,
           patched(_source, "gaussian", lambda whole: lambda self, shapes, s: [n / 2 for n in whole(self, shapes, s)])),
-    Fault("noise in every second step alone", REPLAY, "times what is charged", PLAINLY,
+    Fault("noise in every second step alone", REPLAY, "times what is charged",
+          lambda there: told(PLAIN().replayed(10)),  # its size is judged at seven standard deviations
           patched(_source, "gaussian", _every_second)),
     Fault("noise on some of the variables alone", REPLAY, "is not the values with their noise", PLAINLY,
           patched(_mechanism, "added", _noise_of_kernels)),

@@ -105,7 +105,7 @@ def test_a_prior_that_nobody_charged_is_in_the_sum():
     assert "epsilon: " in str(report) and json.loads(json.dumps(report.to_dict()))["findings"]
 
 
-def noised(y, stddev=1.0, bound=1.0, times=1, size=100, leak=False, count=1, shape=0, order=0):
+def noised(y, stddev=1.0, bound=1.0, times=1, size=400, leak=False, count=1, shape=0, order=0):
     rng, outs = np.random.default_rng(), []
     total = np.zeros(size)
     total[0] = y
