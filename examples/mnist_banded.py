@@ -100,7 +100,7 @@ def draw(curves: dict[str, np.ndarray], given: argparse.Namespace, name: str) ->
     ax.set_title(f"{name} at ε = {given.epsilon:g}: {banded} is {verdict} {plain}", fontsize=10)
     ax.set_xlabel("epoch")
     ax.set_ylabel("test accuracy (%)")
-    ax.legend(loc="lower right", title=f"mean of {given.seeds} seeds; range shaded")
+    ax.legend(loc="lower right", title=f"mean of {given.seeds} runs; range shaded")
     ax.figure.savefig(given.output, dpi=150)
 
 

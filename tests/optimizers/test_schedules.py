@@ -83,7 +83,8 @@ def test_poisson_batches_are_priced_by_the_pieces_that_ran_and_a_target_foresees
     assert sorted(model.optimizer.executed) == [(1.0, 4), (2.0, 3)]
     assert watched.report.epsilon == pytest.approx(target, rel=1e-5) and watched.report.epsilon <= target
     assert 1.001 * target < priced((2.0, 0.25, 3), (1.0, 0.25, 5))
-    little = budget(target_epsilon=priced((2.0, 0.25, 4), (1.0, 0.25, 4)))  # the next is of the second piece
+    one_more = priced((2.0, 0.25, 4), (1.0, 0.25, 4)) * (1 + 1e-6)
+    little = budget(target_epsilon=one_more)  # but the next is of the second piece
     with pytest.raises(tfdpfl.PrivacyError, match="leaves no room"):
         model.fit(batches(6, 1), verbose=0, callbacks=[little])
 

@@ -48,7 +48,7 @@ def test_bias_corrected_adam_takes_the_noises_variance_off_the_second_moment(flo
 
 @pytest.mark.parametrize(
     "clip, given, message",
-    [(1.0, {}, "give it expected_batch_size"), (tfdpfl.AdaptiveClip(), {"expected_batch_size": 4}, "does not adapt"),
+    [(1.0, {}, "give it expected_batch_size"), (tfdpfl.AdaptiveClip(), {"expected_batch_size": 4}, "not change"),
      (1.0, {"expected_batch_size": 4, "amsgrad": True}, "amsgrad"), (1.0, {"variance_floor": 0.0}, "variance_floor=0")],
 )  # fmt: skip
 def test_bias_corrected_adam_refuses_what_it_cannot_correct(clip, given, message):
