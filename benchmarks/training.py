@@ -1,10 +1,11 @@
 """What logical batches of several parts, and correlated noise, add to a private step's CPU time.
 
-    python benchmarks/training.py [--rounds 5] [--updates 20] [--only parts,noise]
+    python benchmarks/training.py [--rounds 5] [--updates 20] [--only parts,plain,noise]
 
-``parts``: an update of four batches of 256 (`gradient_accumulation_steps=4`) over one of a batch of 1024. ``noise``: a
-step of 256 with correlated noise over one with fresh noise. By `fit`, on a network of 270,000 weights and on a small
-convolutional one. Each round times all in turn; a ratio is the median of the rounds' ratios. Prints a table.
+``parts``: an update of four batches of 256 (`gradient_accumulation_steps=4`) over one of a batch of 1024. ``plain``:
+what Keras's own accumulation adds to plain SGD (on Keras 3). ``noise``: a step of 256 with correlated noise over one
+with fresh noise. By `fit`, on a network of 270,000 weights and on a small convolutional one. Each round times all in
+turn; a ratio is the median of the rounds' ratios. Prints a table.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ def convolutional():
 class Way:
     """A training that can be gone on with: so many updates, and their CPU time."""
 
-    def __init__(self, network, size: int, parts: int = 1, noise=None):
+    def __init__(self, network, size: int, parts: int = 1, noise=None, private: bool = True):
         self.model = tf.keras.Sequential([tf.keras.Input(SHAPE), *network()])
-        optimizer = tfdpfl.DPSGD(
-            1.0, 1.0, gradient_accumulation_steps=parts, noise=noise, expected_batch_size=size * parts, momentum=0.9
-        )
+        if private:
+            optimizer = tfdpfl.DPSGD(
+                1.0, 1.0, gradient_accumulation_steps=parts, noise=noise, expected_batch_size=size * parts, momentum=0.9
+            )
+        else:
+            more = {"gradient_accumulation_steps": parts} if parts > 1 else {}
+            optimizer = tf.keras.optimizers.SGD(momentum=0.9, **more)
         self.model.compile(optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         rng = np.random.default_rng(0)
         batch = (rng.normal(size=(size, *SHAPE)).astype("float32"), rng.integers(0, CLASSES, size))
@@ -62,9 +67,10 @@ class Way:
 
 def ways_of(what: str, network) -> dict[str, Way]:
     """The first is what the others are compared with."""
-    if what == "parts":
-        return {f"one batch of {SMALL * PARTS}": Way(network, SMALL * PARTS),
-                f"{PARTS} parts of {SMALL}": Way(network, SMALL, PARTS)}  # fmt: skip
+    if what in ("parts", "plain"):
+        private, of = what == "parts", "" if what == "parts" else "plain, "
+        return {f"{of}one batch of {SMALL * PARTS}": Way(network, SMALL * PARTS, private=private),
+                f"{of}{PARTS} parts of {SMALL}": Way(network, SMALL, PARTS, private=private)}  # fmt: skip
     return {"fresh noise": Way(network, SMALL), **{k: Way(network, SMALL, noise=n) for k, n in NOISES.items()}}
 
 
@@ -72,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20, help="in each round")
-    parser.add_argument("--only", default="parts,noise")
+    parser.add_argument("--only", default="parts,plain,noise")
     given = parser.parse_args()
     print("| network | update | CPU ms | ratio | of the rounds |\n| --- | --- | --- | --- | --- |")
     for network in (dense, convolutional):
