@@ -174,6 +174,13 @@ def test_the_solver_is_chosen_by_what_is_public():
     assert set(three.predict(X)) <= {"a", "b", "c"}
 
 
+def test_a_long_row_is_predicted_as_it_was_trained_on():
+    model = fitted(solver="gradient", num_steps=2)
+    long, short = 50 * X, scaled(50 * X, 2.0)
+    np.testing.assert_allclose(model.decision_function(long), short @ model.coef_[0], rtol=1e-12)
+    assert (model.predict(long) == model.predict(short)).all()
+
+
 def test_an_intercept_is_found_and_no_noise_repeats():
     x, y = RNG.normal(size=(500, 1)), np.r_[np.zeros(50), np.ones(450)]
     model = DPLogisticRegression(20.0, DELTA, data_norm=3.0).fit(x, y)

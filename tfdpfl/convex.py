@@ -35,7 +35,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         model = DPLogisticRegression(epsilon=1.0, delta=1e-6, data_norm=10.0).fit(x, y)
 
     What is minimised is ``C * sum_i loss_i + ||w||^2 / 2``, as in scikit-learn. Rows longer than ``data_norm`` are
-    scaled down to it. An intercept is the weight of one more feature, which is ``data_norm``, and is regularised.
+    scaled down to it, in `predict` too. An intercept is the weight of one more feature, which is ``data_norm``, and is
+    regularised.
 
     Neighbours (`adjacency`, "zero_out") are data sets of which one has one row's loss blanked; the number of rows is
     public. ``fit`` releases once: each call costs (ε, δ) anew, and so does each fit of a grid search.
@@ -111,7 +112,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return self
 
     def decision_function(self, X) -> np.ndarray:
-        """Scores: [rows] of the second of two classes, [rows, classes] of more. Rows are not scaled down."""
+        """Scores: [rows] of the second of two classes, [rows, classes] of more. Rows are scaled down as in training."""
         check_is_fitted(self)
         X = check_array(X, dtype=np.float64, estimator=self)
         if X.shape[1] != self.n_features_in_:
@@ -119,7 +120,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
                 f"X has {X.shape[1]} features, but {type(self).__name__} is expecting {self.n_features_in_} features "
                 "as input"
             )
-        scores = X @ self.coef_.T + self.intercept_
+        scores = self._within(X) @ self.coef_.T + self.intercept_
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict(self, X) -> np.ndarray:
@@ -185,10 +186,13 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     def _rows(self, X: np.ndarray) -> np.ndarray:
         """X, no row longer than `data_norm`, with the constant feature."""
+        X = self._within(X)
+        return np.hstack([X, np.full([len(X), 1], float(self.data_norm))]) if self.fit_intercept else X
+
+    def _within(self, X: np.ndarray) -> np.ndarray:
         longest = np.maximum(np.abs(X).max(1, keepdims=True), np.finfo(float).tiny)  # squares may overflow
         norms = longest * np.linalg.norm(X / longest, axis=1, keepdims=True)
-        X = X * np.minimum(1.0, self.data_norm / np.maximum(norms, self.data_norm * 1e-9))
-        return np.hstack([X, np.full([len(X), 1], float(self.data_norm))]) if self.fit_intercept else X
+        return X * np.minimum(1.0, self.data_norm / np.maximum(norms, self.data_norm * 1e-9))
 
     def _without_tolerance(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """(ε, δ) for the mechanism, and for hiding where the solver stopped."""

@@ -48,7 +48,7 @@ class ScoresReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"membership": self.membership.to_dict()}
 
     def __str__(self) -> str:
         lines = []
