@@ -381,11 +381,11 @@ def share_of_truth(mechanism, y):
 
 
 def test_noise_on_classes_that_no_one_has_takes_no_truth():
-    # Counts cut at 0 and divided by their sum would leave 0.84.
-    x, y, clusterer = pure_groups()
+    # Counts cut at 0 and divided by their sum would leave 0.84. It is 0.878 with a deviation of 0.003.
+    x, y, clusterer = pure_groups(groups=400)
     mechanism = RandomizedResponseWithPrior(2.05, KMeansPrior(0.1, clusterer=clusterer), 10, seed=0)
     mechanism.fit_transform(x, y)
-    assert share_of_truth(mechanism, y) > 0.865
+    assert share_of_truth(mechanism, y) > 0.86
 
 
 @pytest.mark.parametrize("label", [0, 2])
