@@ -79,6 +79,15 @@ def on_and_on(self, x, step):
     tf.while_loop(lambda go: go, lambda go: [(step(), FLAG.read_value())[1]], [True])
 
 
+SEEN = tf.Variable(0.0, trainable=False)
+
+
+def by_way_of_another(self, x):
+    """Each in a function of its own, one of them within another; it gets there in the next step."""
+    tf.function(lambda: raw(self.dense.bias).assign_add([SEEN.read_value()]))()
+    tf.function(lambda: tf.function(lambda: SEEN.assign(of(x)))())()
+
+
 LEAKS = {
     "learning rate before": (dict(before=lambda self, x: learning_rate(self.optimizer).assign(of(x))), "learning_rate"),
     "learning rate after": (dict(after=lambda self, x: learning_rate(self.optimizer).assign_add(of(x))), "_rate"),
@@ -91,6 +100,7 @@ LEAKS = {
     "another optimizer": (dict(after=plain_step), "kernel|bias"),
     "another optimizer before": (dict(before=plain_step), "kernel|bias"),
     "another function": (dict(after=lambda self, x: tf.function(plain_step)(self, x)), "kernel|bias"),
+    "by way of another": (dict(after=by_way_of_another), "bias"),
     "in a branch": (dict(after=lambda self, x: tf.cond(
         of(x) > 0.0, lambda: raw(self.dense.bias).assign([1.0]), lambda: raw(self.dense.bias).read_value())), "bias"),
     "a step now and then": (dict(around=now_and_then), "leaves it out|bias|kernel"),
@@ -224,9 +234,16 @@ def test_a_step_that_was_traced_by_itself_is_looked_at_again_in_a_function_aroun
         if of(x) > 0.0:
             step(x)
 
+    @tf.function
+    def drawn(batches):  # the other function's batch is to be seen nowhere else
+        step(X)
+        tf.function(lambda: w.assign_add(tf.reduce_mean(next(batches), 0)))()
+
     before = w.numpy()
     with pytest.raises(PrivacyError, match="weight"):
         around(X)
+    with pytest.raises(PrivacyError, match="weight"):
+        drawn(iter(tf.data.Dataset.from_tensors(X)))
     with pytest.raises(PrivacyError, match="leaves it out"):
         chosen(X)
     assert optimizer.num_dp_steps == 2

@@ -218,7 +218,9 @@ class BatchAxis:
 
     def bodies(self, op: tf.Operation) -> Iterable[tuple[BatchAxis, tf.Graph]]:
         """What a call, a branch or a loop runs, with the states that it is given."""
-        states = self.over_turns(op) if op.type.endswith("While") else [self[t] for t in op.inputs]
+        turns = op.type.endswith("While")
+        states = self.over_turns(op) if turns else [
+            self.handle(t) if t.dtype == tf.resource else self[t] for t in op.inputs]  # fmt: skip
         skip = 1 if op.type.endswith("If") else 0
         for attribute in BODIES[op.type]:
             inner, _, graph = self.body(op, attribute, list(op.inputs[skip:]), states[skip:])

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import BODIES, ENTRIES, body_graphs, key, within
+from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, body_graphs, key, within
 from tfdpfl.clipping.states import TAINTED, Handle, Mixed, State, is_batch_free, mixed
 from tfdpfl.errors import PrivacyError
 
@@ -81,12 +81,19 @@ def written_from(view: BatchAxis, handles: set[Handle]) -> tuple[set[Handle], bo
     while new:
         known |= new
         writing = [op for op, _ in writes(view, new)]
-        entries = entries or any(op.type in BODIES for op in writing)  # what they run may take something in
+        calls = [op for op in writing if op.type in CALLS]
+        entries = entries or any(op.type in BODIES and op.type not in CALLS for op in writing)  # may take something in
         read = graph_tools.ancestors(
-            [t for op in writing for t in op.inputs], follow=lambda t: t.op.name not in released
+            [t for op in writing for t in op.inputs if op.type not in CALLS or t.dtype != tf.resource],
+            follow=lambda t: t.op.name not in released,
         )
-        resources = {key(t): t for op in [*writing, *read.values()] for t in op.inputs if t.dtype == tf.resource}
-        new = {view.handle(t) for t in resources.values()} - known
+        using = [*(op for op in writing if op.type not in CALLS), *read.values()]
+        resources = {key(t): t for op in using for t in op.inputs if t.dtype == tf.resource}
+        found = {view.handle(t) for t in resources.values()}
+        for inner, _ in (body for op in calls for body in view.bodies(op)):
+            inside, more = written_from(inner, known)
+            found, entries = found | inside, entries or more
+        new = found - known
         entries = entries or any(op.type in ENTRIES and op.outputs[0].dtype != tf.resource for op in read.values())
     return known, entries
 

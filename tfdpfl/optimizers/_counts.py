@@ -9,8 +9,10 @@ of two origins are different steps (they add up). So tables that met on differen
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import secrets
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -127,45 +129,19 @@ class Counter:
         if not _replicas.is_first():
             return Drawn(tf.zeros([self.batches.shape[0] - 3], tf.float64), tf.constant(-1, tf.int64))
         self.nonfinite.assign_add(tf.cast(nonfinite, tf.int64))
-        batches = tf.convert_to_tensor(self.batches)
-        known, (part, parts, more) = batches[:-3], tf.unstack(batches[-3:])
-        after = tf.stack([tf.math.floormod(part + 1, tf.maximum(parts, 1)), parts, tf.maximum(more - 1, 0)])
-        self.batches.assign(tf.concat([known, after], 0))
-        place = tf.where((more > 0) & (parts > 0), part, -1)
-        return Drawn(tf.where(more > 0, known, tf.zeros_like(known)), tf.cast(place, tf.int64))
+        after, known, place = _next_batch()(tf.convert_to_tensor(self.batches))
+        self.batches.assign(after)
+        return Drawn(known, place)
 
     def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable) -> None:
         """Counts a step that is traced, here and in the table that is saved, which takes the first replica's word."""
         if not _replicas.is_first():
             saved.assign(tf.zeros(saved.shape, tf.float64))
             return
-        known = drawn.known
-        kind = np.eye(known.shape[0])[SAMPLING - DATA] * (DISCRETE if self.discrete else 0)
-        key = tf.concat([[self.origin], (known + kind)[:-1], [multiplier]], 0)
-        own, kept = tf.convert_to_tensor(self.table), tf.convert_to_tensor(saved)
-        # A table that was emptied (an optimizer's variables are set to zero) begins anew with all that ran here.
-        kept = tf.where(tf.reduce_any(kept[:, STEPS] > 0), kept, own)
-        tables = tf.stack([own, kept])
-        used = tables[:, :, STEPS] > 0
-        same = tf.reduce_all(tf.equal(tables[:, :, KEY], key), 2) & used
-        # The row of this key; else the first that is free; else the first of all.
-        place = tf.argmax(tf.where(same, 2, tf.where(used, 0, 1)), 1)
-        here = tf.one_hot(place, ROWS, True, False)
-        old = tf.gather(tables, place, batch_dims=1)
-        full = tf.reduce_all(used, 1) & ~tf.reduce_any(same, 1)
-        steps = old[:, STEPS] + 1
-        # A table that was loaded may know of fewer steps of this object than it took.
-        steps = tf.maximum(steps, tf.where(full[0], tf.zeros_like(steps), steps[0]))
-        passes = tf.maximum(old[:, PASSES], known[-1])
-        row = tf.concat([tf.stack([key, key]), tf.stack([steps, passes], 1)], 1)
-        # Where there is no row left, the first holds what would need more: at the least noise, of unknown batches.
-        least = tf.minimum(old[:, MULTIPLIER], multiplier)
-        zero = tf.zeros_like(least)
-        shared = tf.stack([zero + self.origin, zero + SHARED, *[zero] * 4, least, old[:, STEPS] + 1, zero], 1)
-        row = tf.where(full[:, None], shared, row)
-        tables = tf.where(here[:, :, None], row[:, None], tables)
-        self.table.assign(tables[0])
-        saved.assign(tables[1])
+        shift = tf.constant(DISCRETE if self.discrete else 0, tf.float64)
+        own, kept = _counted()(self.table, saved, self.origin, drawn.known, shift, multiplier)
+        self.table.assign(own)
+        saved.assign(kept)
 
     def rows(self, saved: tf.Variable) -> np.ndarray:
         """All that is known to have run: counted here, or in a table that was loaded."""
@@ -188,6 +164,61 @@ class Counter:
         table[: len(rows)] = rows
         if not np.array_equal(table, np.asarray(saved)):
             saved.assign(table)
+
+
+def _traced_once(*shapes: tuple[int, ...]) -> Callable[[Callable], Callable[[], Callable]]:
+    """Makes of a function of float64 tensors one that gives it traced. Each step that is traced calls the same graph:
+    its hundred small ops were a sixth of what a small model's first step took."""
+
+    def traced(function: Callable) -> Callable[[], Callable]:
+        @functools.cache
+        def made() -> Callable:
+            with tf.init_scope():  # whatever is traced now must not be held by it
+                specs = [tf.TensorSpec(shape, tf.float64) for shape in shapes]
+                return tf.function(function, input_signature=specs, autograph=False).get_concrete_function()
+
+        return made
+
+    return traced
+
+
+@_traced_once((9,))
+def _next_batch(batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """What `Counter.batches` is after the step, and what is drawn for it (`Drawn`)."""
+    known, (part, parts, more) = batches[:-3], tf.unstack(batches[-3:])
+    after = tf.stack([tf.math.floormod(part + 1, tf.maximum(parts, 1)), parts, tf.maximum(more - 1, 0)])
+    place = tf.where((more > 0) & (parts > 0), part, -1)
+    drawn = tf.where(more > 0, known, tf.zeros_like(known))
+    return tf.concat([known, after], 0), drawn, tf.cast(place, tf.int64)
+
+
+@_traced_once((ROWS, len(COLUMNS)), (ROWS, len(COLUMNS)), (), (STEPS - 1,), (), ())
+def _counted(
+    own: tf.Tensor, kept: tf.Tensor, origin: tf.Tensor, known: tf.Tensor, shift: tf.Tensor, multiplier: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The table of what ran here, and the one that is saved, each with one step more that was drawn as is known."""
+    passes = known[-1]
+    key = tf.concat([[origin], (known + np.eye(STEPS - 1)[SAMPLING - DATA] * shift)[:-1], [multiplier]], 0)
+    # A table that was emptied (an optimizer's variables are set to zero) begins anew with all that ran here.
+    tables = tf.stack([own, tf.where(tf.reduce_any(kept[:, STEPS] > 0), kept, own)])
+    used = tables[:, :, STEPS] > 0
+    same = tf.reduce_all(tf.equal(tables[:, :, KEY], key), 2) & used
+    # The row of this key; else the first that is free; else the first of all.
+    place = tf.argmax(tf.where(same, 2, tf.where(used, 0, 1)), 1)
+    here = tf.one_hot(place, ROWS, True, False)
+    old = tf.gather(tables, place, batch_dims=1)
+    full = tf.reduce_all(used, 1) & ~tf.reduce_any(same, 1)
+    steps = old[:, STEPS] + 1
+    # A table that was loaded may know of fewer steps of this object than it took.
+    steps = tf.maximum(steps, tf.where(full[0], tf.zeros_like(steps), steps[0]))
+    row = tf.concat([tf.stack([key, key]), tf.stack([steps, tf.maximum(old[:, PASSES], passes)], 1)], 1)
+    # Where there is no row left, the first holds what would need more: at the least noise, of unknown batches.
+    least = tf.minimum(old[:, MULTIPLIER], multiplier)
+    zero = tf.zeros_like(least)
+    shared = tf.stack([zero + origin, zero + SHARED, *[zero] * 4, least, old[:, STEPS] + 1, zero], 1)
+    row = tf.where(full[:, None], shared, row)
+    own, kept = tf.unstack(tf.where(here[:, :, None], row[:, None], tables))
+    return own, kept
 
 
 def united(*tables: np.ndarray) -> np.ndarray:
