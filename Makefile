@@ -4,7 +4,9 @@ ARGS ?=
 UV := .venv/boot/bin/uv
 KERAS3 := .venv/keras3/bin/python
 TFF := .venv/tff/bin/python
-PYTEST := -q -n auto --dist worksteal
+# One process more than there are cores: some tests wait for servers that they start.
+WORKERS ?= $(shell "$(PYTHON)" -c "import os; print(len(os.sched_getaffinity(0)) + 1 if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
+PYTEST = -q -n $(WORKERS) --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Where this is set, each of the tests' processes compiles TensorFlow's Python anew: 12 s of CPU time instead of 4.
 unexport PYTHONDONTWRITEBYTECODE
