@@ -28,7 +28,7 @@ def test_no_training_costs_more_than_it_claims(name):
 
 @pytest.mark.slow
 @pytest.mark.both_stacks
-@pytest.mark.parametrize("group", ["labels", "votes", "Flower", "TFF"])
+@pytest.mark.parametrize("group", ["labels", "votes", "others", "Flower", "TFF"])
 def test_no_mechanism_costs_more_than_it_claims(group):
     if group not in audit_cases.here():
         pytest.skip("is on the other stack")
