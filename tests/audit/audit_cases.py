@@ -829,7 +829,8 @@ def _tff() -> Iterator[Case]:
     examples = _process(
         "build_example_dp_fed_avg", clip=None, clients_per_round=None, l2_norm_clip=1.0, batch_size=1, local_steps=1)
     yield process_case("build_example_dp_fed_avg", examples, out)
-    plan = dict(NBAFL, epsilon=24.0, num_rounds=4, num_exposures=1, clip=None, clients_per_round=None, noise_multiplier=None)
+    unused = dict.fromkeys(["clip", "clients_per_round", "noise_multiplier"])
+    plan = dict(NBAFL, epsilon=24.0, num_rounds=4, num_exposures=1, **unused)
     yield process_case("build_nbafl", _process("build_nbafl", **plan), other, clients=CLIENTS, promise=1)
 
 
