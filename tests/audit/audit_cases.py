@@ -274,7 +274,7 @@ TRAININGS: dict[str, tuple[Callable[[], Training], float]] = {
     "a train_step of one's own": (lambda: Training(optimizer(), "train_step"), 0.15),
     "a loop of one's own": (lambda: Training(optimizer(), "loop"), 0.15),
     "gradient_accumulation_steps": (
-        lambda: Training(optimizer(gradient_accumulation_steps=2), batch=NUMBER // 2, steps=2), 0.1),
+        lambda: Training(optimizer(gradient_accumulation_steps=2), batch=NUMBER // 2, steps=2), 0.0),
     "num_microbatches": (lambda: Training(optimizer(num_microbatches=4)), 0.0),
     "rows_per_unit": (lambda: Training(optimizer(rows_per_unit=2), without=PAIR), 0.1),
     "AdaptiveClip": (lambda: Training(_clip("AdaptiveClip", initial=CLIP)), 0.1),
@@ -484,8 +484,8 @@ def _sanitised(trials: int = 400) -> tuple[float, float]:
 def _others() -> Iterator[Case]:
     for solver in ("gradient", "output", "objective"):
         seen = None if solver == "objective" else functools.partial(_regression_replay, solver)
-        yield Case(f"DPLogisticRegression, {solver}", "others", seen, functools.partial(_regression, solver), 0.1)
-    yield Case("RandomSearch", "others", None, _search, 0.1)
+        yield Case(f"DPLogisticRegression, {solver}", "others", seen, functools.partial(_regression, solver), 0.0)
+    yield Case("RandomSearch", "others", None, _search, 0.05)
 
 
 LONG = np.float64(X / np.linalg.norm(X, axis=1, keepdims=True))  # each as long as a row may be
@@ -622,7 +622,7 @@ def _upload_case(name: str, make: Callable[[], Callable], claim: Callable[[], fl
     return Case(name, "Flower", seen, bound, 0.1)
 
 
-NBAFL = dict(epsilon=4.0, delta=DELTA, l2_norm_clip=1.0, num_rounds=1, num_clients=CLIENTS)
+NBAFL = dict(epsilon=8.0, delta=DELTA, l2_norm_clip=1.0, num_rounds=1, num_clients=CLIENTS)
 ROUNDS = 120  # of which each is a run: a client's weights do not hang on those that it is sent
 
 
@@ -703,11 +703,11 @@ def _uploads() -> Iterator[Case]:
         return upload
 
     gaussian = lambda z: PrivacyLedger().add(_event(z / 2), adjacency="replace_one").epsilon(DELTA)
-    local = lambda: through(local_dp_mod(clip=1.0, noise_multiplier=2.0, delta=DELTA))
-    yield _upload_case("local_dp_mod", local, lambda: gaussian(2.0))
+    local = lambda: through(local_dp_mod(clip=1.0, noise_multiplier=1.0, delta=DELTA))
+    yield _upload_case("local_dp_mod", local, lambda: gaussian(1.0))
     yield _upload_case("nbafl_mod", lambda: through(nbafl_mod(**NBAFL)), lambda: NBAFL["epsilon"])
-    gradients = lambda far: clip_and_noise_gradients([far * PULL[:6], far * PULL[6:]], 1.0, 2.0, PrivacyLedger())
-    yield _upload_case("clip_and_noise_gradients", lambda: gradients, lambda: gaussian(2.0))
+    gradients = lambda far: clip_and_noise_gradients([far * PULL[:6], far * PULL[6:]], 1.0, 1.0, PrivacyLedger())
+    yield _upload_case("clip_and_noise_gradients", lambda: gradients, lambda: gaussian(1.0))
 
 
 def _event(z: float) -> Any:

@@ -15,7 +15,7 @@ def assert_within(case):
     if case.replay is not None:
         report = case.replay()
         assert report.ok, f"{case.name}: {report}"
-        assert report.moved > 0.4 or case.group == "labels", f"{case.name}: {report}"  # what is drawn may tell nothing
+        assert report.moved > 0.3 or case.group == "labels", f"{case.name}: {report}"  # what is drawn may tell nothing
     if case.bound is not None:
         claim, found = case.bound()
         assert case.least * claim <= found <= claim, f"{case.name}: {found} is found, and {claim} is claimed"
