@@ -323,3 +323,20 @@ def test_the_command_reads_ledgers(tmp_path):
     events = tmp_path / "events.json"
     events.write_text(json.dumps(PrivacyLedger().add(gaussian(3.0).dp_event).to_dict()))
     assert "one client, adjacency" in invoke(str(events), "--unit", "events=client").output
+
+
+def test_a_sanitised_figure_is_that_of_its_renyi_order_and_says_its_chance():
+    from tfdpfl.pate import GNMax, smooth_sensitivity_release
+
+    votes = np.array([[190, 10, 0]] * 60)
+    released = smooth_sensitivity_release(GNMax(40.0), votes, 1e-5, seed=0)
+    said = float(released.epsilon)
+    made = report({"votes": released}, delta=1e-5)
+    figures = json.loads(made.to_json())["parts"][0]["figures"]
+    assert figures["epsilon"] == said and figures["accountant"] == "rdp"
+    assert figures["accountants"] == {"pld": None, "rdp": said}  # it is no privacy loss distribution's
+    for text in (str(made), made.to_html()):
+        assert "it holds but for a chance of 0.01" in text
+    assert "pld" not in str(made)
+    finer = report({"votes": released}, delta=1e-6).parts[0].figures
+    assert finer.epsilon is None and "known at delta = 1e-05 and above alone" in finer.missing

@@ -15,6 +15,7 @@ from sklearn.utils import check_array, check_X_y
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
+from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import check_delta, price
@@ -153,8 +154,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
         z = _multiplier(self.epsilon, self.delta)
         sensitivity = (problem.sensitivity + 2 * problem.tolerance) / problem.regularization
-        noise = z * sensitivity * problem.normals()
-        return problem.minimum(0.0) + noise, z, dp_event.GaussianDpEvent(z)
+        return problem.noised(problem.minimum(0.0), z, sensitivity), z, dp_event.GaussianDpEvent(z)
 
     def _gradient(self, problem: _Problem):
         from dp_accounting import dp_event
@@ -163,8 +163,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         step = 1 / (problem.curvature * len(problem.x) + problem.regularization)
         w = np.zeros(problem.size)
         for _ in range(self.num_steps):
-            noise = z * problem.sensitivity * problem.normals()
-            w = w - step * (problem.gradient(w) + noise)
+            w = w - step * problem.noised(problem.gradient(w), z, problem.sensitivity)
         return w, z, dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), self.num_steps)
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -226,6 +225,10 @@ class _Problem:
 
     def normals(self) -> np.ndarray:
         return self._source.gaussian([[self.size]], 1.0)[0].numpy().astype(float)
+
+    def noised(self, value: np.ndarray, z: float, sensitivity: float) -> np.ndarray:
+        noise = z * sensitivity * self.normals()
+        return _tap.released([value], [value + noise], [noise], [z * sensitivity], 1 / z)[0]
 
     def _scores(self, w: np.ndarray) -> np.ndarray:
         scores = self.x @ w.reshape(self.shape).T

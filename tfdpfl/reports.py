@@ -464,7 +464,7 @@ def _of_votes(name: str, what: Any) -> _Source:
         if not hasattr(epsilon, "data_dependent"):
             raise ValueError(f"{name}: {what!r:.99} has no ε: fit it, or give its answers")
         private = private or epsilon.data_dependent
-        source.price = _fixed(epsilon, epsilon.delta, "pld")
+        source.price = _fixed(epsilon, epsilon.delta, "pld" if epsilon.order is None else "rdp")
         if hasattr(what, "num_teachers"):
             source.mechanisms = [
                 f"{what.mechanism}: {what.queries} queries to {what.num_teachers} teachers, {what.answered} answered, "

@@ -9,12 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import random
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -213,8 +215,9 @@ class Training:
         assert self.claim > 0
         return replay(lambda w: self.run(w, times), ONES, self.without, adjacency="zero_out")
 
-    def bounded(self, trials: int = 400) -> tuple[float, float]:
+    def bounded(self) -> tuple[float, float]:
         claim = self.claim
+        trials = 400 if self.batch == NUMBER else 100  # one by one
         how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
         return claim, audit_epsilon(self.scores, ONES, self.without, trials, CONFIDENCE, **how)
 
@@ -271,7 +274,7 @@ TRAININGS: dict[str, tuple[Callable[[], Training], float]] = {
     "a train_step of one's own": (lambda: Training(optimizer(), "train_step"), 0.15),
     "a loop of one's own": (lambda: Training(optimizer(), "loop"), 0.15),
     "gradient_accumulation_steps": (
-        lambda: Training(optimizer(gradient_accumulation_steps=2), batch=NUMBER // 2, steps=2), 0.1),
+        lambda: Training(optimizer(gradient_accumulation_steps=2), batch=NUMBER // 2, steps=2), 0.0),
     "num_microbatches": (lambda: Training(optimizer(num_microbatches=4)), 0.0),
     "rows_per_unit": (lambda: Training(optimizer(rows_per_unit=2), without=PAIR), 0.1),
     "AdaptiveClip": (lambda: Training(_clip("AdaptiveClip", initial=CLIP)), 0.1),
@@ -288,15 +291,30 @@ TRAININGS: dict[str, tuple[Callable[[], Training], float]] = {
 }  # fmt: skip
 
 
+@functools.cache
+def trained(name: str) -> Training:
+    """The sound one, whose traces serve the cases and what faults are compared with."""
+    return TRAININGS[name][0]()
+
+
+@functools.cache
+def sound_replay(name: str) -> ReplayReport:
+    return trained(name).replayed()
+
+
+@functools.cache
+def sound_bound(name: str) -> tuple[float, float]:
+    return trained(name).bounded()
+
+
 def _trainings() -> Iterator[Case]:
-    for name, (make, least) in TRAININGS.items():
-        training = functools.cache(make)
-        seen = None if name == "AdaFEST" else lambda training=training: training().replayed()
-        yield Case(name, "optimizers", seen, lambda training=training: training().bounded(), least)
+    for name, (_, least) in TRAININGS.items():
+        seen = None if name == "AdaFEST" else functools.partial(sound_replay, name)
+        yield Case(name, "optimizers", seen, functools.partial(sound_bound, name), least)
     yield Case("poisson_batches", "optimizers", None, poisson, 0.0)
 
 
-def poisson(steps: int = 3, trials: int = 200, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
+def poisson(steps: int = 3, trials: int = 80, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
     """Runs of a few sampled batches in one `fit`, told by how far each one went."""
     import tensorflow as tf
 
@@ -363,6 +381,43 @@ def _labels() -> Iterator[Case]:
     seen = lambda: replay(release, LABELLED, OTHER, epsilon=epsilon)
     yield Case("RROnBins with a histogram", "labels", seen, None)
     yield Case("LabelPrivacy", "labels", None, _pipeline, 0.4)
+    yield Case("MultiStageTraining", "labels", _staged_replay, _staged, 0.4)
+
+
+def _in_stages(x: np.ndarray, y: np.ndarray, rate: float, seed: int | None = None) -> Any:
+    import tensorflow as tf
+
+    from tfdpfl.label_dp import MultiStageTraining
+
+    def model() -> Any:
+        tf.keras.utils.set_random_seed(0)
+        made = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(3, "softmax")])
+        made.compile(tf.keras.optimizers.SGD(rate), "sparse_categorical_crossentropy")
+        return made
+
+    return MultiStageTraining(model, 1.0, num_classes=3, seed=seed).fit(x, y, batch_size=len(x), verbose=0)
+
+
+def _staged_replay() -> ReplayReport:
+    """The seed is of the stages too, which no label decides."""
+    x, y = _rng.normal(size=(40, 2)).astype("float32"), np.arange(40) % 3
+    other = np.where(np.arange(40) == 7, (y + 1) % 3, y)
+
+    def release(y: np.ndarray) -> list:
+        training = _in_stages(x, y, 1.0, seed=0)
+        return [training.noisy_labels_, training.stage_, training.model_]
+
+    return replay(release, y, other, epsilon=1.0)
+
+
+def _staged() -> tuple[float, float]:
+    """Each example is a run, under models that no label moved."""
+
+    def release(label: int, trials: int) -> np.ndarray:
+        training = _in_stages(np.ones((trials, 2), "float32"), np.full(trials, label), 0.0)
+        return np.column_stack([training.stage_, training.noisy_labels_])
+
+    return 1.0, audit_epsilon(release, 0, 1, LABEL_TRIALS, CONFIDENCE, vectorized=True)
 
 
 def _with_prior(y: np.ndarray) -> np.ndarray:
@@ -377,7 +432,7 @@ def _pipeline() -> tuple[float, float]:
     def release(label: int, trials: int) -> np.ndarray:
         return LabelPrivacy(1.0, 3)(np.full(trials, label), ids=np.arange(trials)).numpy()
 
-    return 1.0, audit_epsilon(release, 0, 1, LABEL_TRIALS, CONFIDENCE, vectorized=True)
+    return 1.0, audit_epsilon(release, 0, 1, LABEL_TRIALS // 5, CONFIDENCE, vectorized=True)
 
 
 # -- votes ---------------------------------------------------------------------------------------------------------
@@ -407,6 +462,74 @@ def _votes() -> Iterator[Case]:
             return float(claim), found
 
         yield Case(name, "votes", lambda labels=labels: replay(lambda v: labels(v, 40), ONE, OTHER_VOTES), bound, 0.05)
+    yield Case("smooth_sensitivity_release", "votes", None, _sanitised, 0.0)
+
+
+def _sanitised(trials: int = 400) -> tuple[float, float]:
+    """The figure that is released, of votes that nearly agree and of their neighbour."""
+    from tfdpfl import pate
+
+    def figures(votes: np.ndarray, trials: int) -> np.ndarray:
+        return np.array([float(release(votes).unpadded) for _ in range(trials)])
+
+    release = lambda votes: pate.smooth_sensitivity_release(pate.GNMax(1.0), votes, DELTA, order=4, beta=0.08, noise=1)
+    one, other = np.array([[14, 2, 0]]), np.array([[13, 3, 0]])
+    found = audit_epsilon(figures, one, other, trials, CONFIDENCE, delta=DELTA, vectorized=True)
+    return release(one).release_epsilon, found
+
+
+# -- what trains or chooses by itself ------------------------------------------------------------------------------
+
+
+def _others() -> Iterator[Case]:
+    for solver in ("gradient", "output", "objective"):
+        seen = None if solver == "objective" else functools.partial(_regression_replay, solver)
+        yield Case(f"DPLogisticRegression, {solver}", "others", seen, functools.partial(_regression, solver), 0.0)
+    yield Case("RandomSearch", "others", None, _search, 0.05)
+
+
+LONG = np.float64(X / np.linalg.norm(X, axis=1, keepdims=True))  # each as long as a row may be
+BLANK = LONG * WITHOUT[:, None]  # a row of zeros has no gradient
+
+
+def _fitted(solver: str, x: np.ndarray) -> np.ndarray:
+    from tfdpfl.convex import DPLogisticRegression
+
+    how = dict(fit_intercept=False, solver=solver, num_steps=3, classes=[0, 1])
+    return DPLogisticRegression(20.0, DELTA, **how).fit(x, np.arange(NUMBER) % 2).coef_[0]
+
+
+def _regression_replay(solver: str) -> ReplayReport:
+    return replay(functools.partial(_fitted, solver), LONG, BLANK, adjacency="zero_out")
+
+
+def _regression(solver: str, trials: int = 100) -> tuple[float, float]:
+    from threadpoolctl import threadpool_limits
+
+    from tfdpfl import convex
+
+    scores = lambda x, trials: np.array([_fitted(solver, x) for _ in range(trials)]) @ LONG[FAR]
+    known = mock.patch.object(convex, "_multiplier", functools.cache(convex._multiplier))  # of ε and δ alone
+    with known, threadpool_limits(1):
+        found = audit_epsilon(
+            scores, LONG, BLANK, trials, CONFIDENCE, delta=DELTA, vectorized=True,
+            tradeoff=None if solver == "objective" else "gaussian",
+        )  # fmt: skip
+    return 20.0, found
+
+
+def _search(trials: int = 600) -> tuple[float, float]:
+    """The best of some answers to one question, each by randomized response."""
+    from tfdpfl import PrivacyLedger
+    from tfdpfl.label_dp import RandomizedResponse
+    from tfdpfl.tuning import RandomSearch
+
+    coin, cost = np.random.default_rng(), RandomizedResponse(1.0, 2).dp_event
+    spends = PrivacyLedger().add(cost, adjacency="replace_one")
+    make = lambda: RandomSearch({"any": [0]}, spends=spends, mean_runs=4)
+    said = lambda answer: float(answer if coin.random() < np.e / (1 + np.e) else 1 - answer)
+    best = lambda answer: make().run(lambda _: (said(answer), None, spends)).score
+    return make().report(DELTA).epsilon, audit_epsilon(best, 0, 1, trials, CONFIDENCE, delta=DELTA)
 
 
 # -- Flower --------------------------------------------------------------------------------------------------------
@@ -419,7 +542,9 @@ def _update_of(far: float | None) -> Callable[[int], np.ndarray]:
     return lambda number: (far or 0.0) * PULL if number == 0 else np.random.default_rng(number).normal(size=10) * 0.1
 
 
-def federation(strategy: Any, far: float | None, rounds: int) -> tuple[np.ndarray, np.ndarray, Any]:
+def federation(
+    strategy: Any, far: float | None, rounds: int, train: Callable[[Any, int], Any] | None = None
+) -> tuple[np.ndarray, np.ndarray, Any]:
     """(what each round added to the model [rounds, 10], what it added to the clip's logarithm, the result). Of None
     client 0 never answers."""
     from flower_fakes import FakeGrid, arrays_in, flat, model, moved
@@ -427,18 +552,16 @@ def federation(strategy: Any, far: float | None, rounds: int) -> tuple[np.ndarra
     logging.getLogger("flwr").setLevel(logging.ERROR)
     sent: list[np.ndarray] = []
     clips: list[float] = []
-    train = moved(_update_of(far))
+    train = train or moved(_update_of(far))
 
     def answer(message: Any, number: int) -> Any:
         if number == 0 and message.metadata.message_type.startswith("train"):
             sent.append(np.concatenate([np.ravel(arrays_in(message)[k]) for k in ("w", "b")]).astype(np.float64))
-            clips.append(getattr(strategy, "current_clip", 1.0))
-            if far is None:
-                return None
-        return train(message, number)
+            clips.append(min(strategy.current_clip, 1e30))
+        return None if number == 0 and far is None else train(message, number)
 
     result = strategy.start(FakeGrid(CLIENTS, answer), model(), num_rounds=rounds)
-    clips.append(getattr(strategy, "current_clip", 1.0))
+    clips.append(min(strategy.current_clip, 1e30))
     logs = np.log(np.maximum(clips, 1e-30))
     return np.diff([*sent, flat(result.arrays)], axis=0), np.diff(logs), result
 
@@ -449,7 +572,7 @@ def _wrapped(kind: str, **options: Any) -> Callable[[], Any]:
 
         from tfdpfl import flower
 
-        given = {"noise_multiplier": 0.7, "delta": DELTA, "clients_per_round": CLIENTS, **options}
+        given = {"noise_multiplier": 0.5, "delta": DELTA, "clients_per_round": CLIENTS, **options}
         return getattr(flower, f"DifferentialPrivacy{kind}Clipping")(strategy.FedAvg(), **given)
 
     return make
@@ -462,8 +585,8 @@ def strategy_case(name: str, make: Callable[[], Any], least: float) -> Case:
     def seen() -> ReplayReport:
         def released(far: float | None) -> Any:
             added, _, result = federation(make(), far, 4)
-            about = {i: dict(metrics) for i, metrics in result.train_metrics_clientapp.items()}
-            return [added, about]
+            about = [result.train_metrics_clientapp, result.evaluate_metrics_clientapp]
+            return [added, *({i: dict(metrics) for i, metrics in rounds.items()} for rounds in about)]
 
         return replay(released, 1.0, None, adjacency="zero_out")
 
@@ -476,7 +599,7 @@ def strategy_case(name: str, make: Callable[[], Any], least: float) -> Case:
             score = added @ PULL / np.linalg.norm(PULL)
             return np.column_stack([score, clips]) if clips.any() else score
 
-        return first.epsilon, audit_epsilon(scores, 1.0, None, 200, CONFIDENCE, **few)
+        return first.epsilon, audit_epsilon(scores, 1.0, None, 120, CONFIDENCE, **few)
 
     return Case(name, "Flower", seen, bound, least)
 
@@ -494,12 +617,73 @@ def _upload_case(name: str, make: Callable[[], Callable], claim: Callable[[], fl
         mod = make()
         scores = lambda far, trials: np.array([sent(mod, far) for _ in range(trials)]) @ PULL
         how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
-        return claim(), audit_epsilon(scores, 1.0, -1.0, 400, CONFIDENCE, **how)
+        return claim(), audit_epsilon(scores, 1.0, -1.0, 240, CONFIDENCE, **how)
 
     return Case(name, "Flower", seen, bound, 0.1)
 
 
-NBAFL = dict(epsilon=4.0, delta=DELTA, l2_norm_clip=1.0, num_rounds=1, num_clients=CLIENTS)
+NBAFL = dict(epsilon=8.0, delta=DELTA, l2_norm_clip=1.0, num_rounds=1, num_clients=CLIENTS)
+ROUNDS = 120  # of which each is a run: a client's weights do not hang on those that it is sent
+
+
+def _nbafl_strategy() -> Case:
+    """Client 0's weights, or the opposite ones; what the server releases has both noises."""
+    from flower_fakes import reply
+    from flwr.app import Context, RecordDict
+    from flwr.serverapp.strategy import FedAvg
+
+    from tfdpfl.flower import NbAFLStrategy, nbafl_mod
+
+    plan = dict(NBAFL, epsilon=300.0, num_rounds=ROUNDS, num_exposures=20)
+    mod = nbafl_mod(**plan)
+
+    def train(far: float) -> Callable[[Any, int], Any]:
+        own = lambda number: far * PULL if number == 0 else _update_of(None)(number)
+        parts = lambda flat: {"w": flat[:6].reshape(3, 2).astype("float32"), "b": flat[6:].astype("float32")}
+        context = lambda number: Context(1, 101 + number, {"partition-id": number}, RecordDict(), {})
+        return lambda message, number: mod(message, context(number), lambda m, _: reply(m, parts(own(number))))
+
+    def models(far: float, rounds: int) -> tuple[np.ndarray, Any]:
+        random.seed(0)  # of the order in which clients are asked
+        strategy = NbAFLStrategy(FedAvg(), **plan)
+        return np.cumsum(federation(strategy, far, rounds, train(far))[0], axis=0), strategy
+
+    def seen() -> ReplayReport:
+        return replay(lambda far: models(far, 2)[0], 1.0, -1.0, adjacency="replace_one")
+
+    def bound() -> tuple[float, float]:
+        scores = lambda far, trials: models(far, trials)[0] @ PULL
+        how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
+        return models(1.0, 1)[1].epsilon, audit_epsilon(scores, 1.0, -1.0, ROUNDS, CONFIDENCE, **how)
+
+    return Case("NbAFLStrategy", "Flower", seen, bound, 0.05)
+
+
+def _example_dp() -> Case:
+    """What one client sends after a step of its own, by all its examples; of zeros one has no gradient."""
+    import tensorflow as tf
+    from flower_fakes import arrays_in
+    from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+
+    from tfdpfl.flower import example_dp
+
+    start = _rng.normal(size=(6, 3)).astype("float32")
+
+    def released(far: float) -> list[Any]:
+        made = tf.keras.Sequential([tf.keras.Input((6,)), tf.keras.layers.Dense(3, use_bias=False)])
+        x = np.where(np.arange(NUMBER)[:, None] == FAR, far * X, X)
+        train = example_dp(
+            made, (x, Y), l2_norm_clip=CLIP, noise_multiplier=Z, batch_size=NUMBER, local_steps=1, delta=DELTA,
+            optimizer="sgd", learning_rate=1.0,
+            loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )  # fmt: skip
+
+        message = Message(RecordDict({"arrays": ArrayRecord({"w": Array(start)})}), 101, "train")
+        reply = train(message, Context(1, 101, {}, RecordDict(), {}))
+        return [arrays_in(reply), *map(dict, reply.content.metric_records.values())]
+
+    seen = lambda: replay(released, 1.0, 0.0, adjacency="zero_out")
+    return Case("example_dp", "Flower", seen, None)  # a run is a `fit`: too dear for a bound
 
 
 def _uploads() -> Iterator[Case]:
@@ -519,11 +703,11 @@ def _uploads() -> Iterator[Case]:
         return upload
 
     gaussian = lambda z: PrivacyLedger().add(_event(z / 2), adjacency="replace_one").epsilon(DELTA)
-    local = lambda: through(local_dp_mod(clip=1.0, noise_multiplier=2.0, delta=DELTA))
-    yield _upload_case("local_dp_mod", local, lambda: gaussian(2.0))
+    local = lambda: through(local_dp_mod(clip=1.0, noise_multiplier=1.0, delta=DELTA))
+    yield _upload_case("local_dp_mod", local, lambda: gaussian(1.0))
     yield _upload_case("nbafl_mod", lambda: through(nbafl_mod(**NBAFL)), lambda: NBAFL["epsilon"])
-    gradients = lambda far: clip_and_noise_gradients([far * PULL[:6], far * PULL[6:]], 1.0, 2.0, PrivacyLedger())
-    yield _upload_case("clip_and_noise_gradients", lambda: gradients, lambda: gaussian(2.0))
+    gradients = lambda far: clip_and_noise_gradients([far * PULL[:6], far * PULL[6:]], 1.0, 1.0, PrivacyLedger())
+    yield _upload_case("clip_and_noise_gradients", lambda: gradients, lambda: gaussian(1.0))
 
 
 def _event(z: float) -> Any:
@@ -537,20 +721,26 @@ def _flower() -> Iterator[Case]:
     from tfdpfl.federated import NoisedMetrics
     from tfdpfl.noise import Tree
 
-    yield strategy_case("fixed clipping", _wrapped("Fixed", clip=1.0), 0.1)
+    yield strategy_case("DifferentialPrivacyFixedClipping", _wrapped("Fixed", clip=1.0), 0.1)
     slow = AdaptiveClip(initial=1.0, learning_rate=1e-4)
-    yield strategy_case("adaptive clipping", _wrapped("Adaptive", clip=slow), 0.1)
+    yield strategy_case("DifferentialPrivacyAdaptiveClipping", _wrapped("Adaptive", clip=slow), 0.1)
     metrics = NoisedMetrics(noise_multiplier=2.0, bound={"num-examples": 100.0})
-    yield strategy_case("noised metrics", _wrapped("Fixed", clip=1.0, train_metrics=metrics), 0.1)
-    yield strategy_case("correlated noise", _wrapped("Fixed", clip=1.0, noise=Tree()), 0.0)
+    both = _wrapped("Fixed", clip=1.0, train_metrics=metrics, evaluate_metrics=metrics)
+    yield strategy_case("NoisedMetrics of training and evaluation", both, 0.1)
+    yield strategy_case("correlated noise of rounds", _wrapped("Fixed", clip=1.0, noise=Tree()), 0.0)
     yield from _uploads()
+    yield _nbafl_strategy()
+    yield _example_dp()
 
 
 # -- TensorFlow Federated ------------------------------------------------------------------------------------------
 
 
-def process_case(name: str, build: Callable[[], Any], far: tuple[float, float], trials: int, least: float) -> Case:
-    """Client 0's gradient is its x; rounds all begin from the same state."""
+def process_case(
+    name: str, build: Callable[[], Any], far: tuple[float, float], *, clients: int = 1, promise: int = 0,
+    rows: int = 1, trials: int = 64,
+) -> Case:  # fmt: skip
+    """Client 0's gradient is its x; rounds all begin from the same state. Seen are the weights and all metrics."""
 
     def bound() -> tuple[float, float]:
         import tensorflow as tf
@@ -561,19 +751,24 @@ def process_case(name: str, build: Callable[[], Any], far: tuple[float, float], 
         state = process.initialize()
         flat = lambda s: np.concatenate([np.ravel(w) for w in process.get_model_weights(s).trainable])
         before = flat(state)
-        data = lambda x: tf.data.Dataset.from_tensor_slices((np.full([1, 4], x, "float32"), [[0.0]])).batch(1)
+        batches = lambda x: (np.full([rows, 4], x, "float32"), np.zeros([rows, 1], "float32"))
+        data = lambda x: tf.data.Dataset.from_tensor_slices(batches(x)).batch(1)
+
+        def seen(output: Any) -> list[float]:
+            return [(flat(output.state) - before).sum(), *map(float, tf.nest.flatten(output.metrics))]
 
         def scores(x: float, trials: int) -> np.ndarray:
-            clients = [data(x), *[data(0.0)] * (CLIENTS - 1)]
-            return np.array([(flat(process.next(state, clients).state) - before).sum() for _ in range(trials)])
+            cohort = [data(x), *[data(0.0)] * (clients - 1)]
+            return np.array([seen(process.next(state, cohort)) for _ in range(trials)])
 
         part = Participation(sampling="none", population=CLIENTS, clients_per_round=CLIENTS)
-        run = RoundsRun(rounds=1, participation=part, cohorts=(tuple("abcd"),))
-        claim = process.privacy[0].price(run, DELTA).epsilon
+        cohort = tuple("abcd"[:clients])
+        run = RoundsRun(rounds=1, participation=part, cohorts=(cohort,), num_examples=dict.fromkeys(cohort, rows))
+        claim = process.privacy[promise].price(run, DELTA).epsilon
         how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
         return claim, audit_epsilon(scores, *far, trials, CONFIDENCE, **how)
 
-    return Case(name, "TFF", None, bound, least)
+    return Case(name, "TFF", None, bound, 0.0)  # so few runs may show nothing
 
 
 def _linear() -> Any:
@@ -585,7 +780,16 @@ def _linear() -> Any:
     ])  # fmt: skip
 
 
-def _process(builder: str, **options: Any) -> Callable[[], Any]:
+def _parted() -> Any:
+    """A layer of all, and one of each client's own."""
+    import tensorflow as tf
+
+    x = tf.keras.Input((4,))
+    dense = lambda name: tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name=name)
+    return tf.keras.Model(x, tf.keras.layers.Add()([dense("shared")(x), dense("own")(x)]))
+
+
+def _process(builder: str, model: Callable[[], Any] = _linear, **options: Any) -> Callable[[], Any]:
     def build() -> Any:
         import tensorflow as tf
 
@@ -596,33 +800,42 @@ def _process(builder: str, **options: Any) -> Callable[[], Any]:
                 return -out
 
         given = {
-            "clients_per_round": CLIENTS, "noise_multiplier": 0.7, "clip": 1.0, "loss": Pull(),
+            "clients_per_round": CLIENTS, "noise_multiplier": 0.5, "clip": 1.0, "loss": Pull(),
             "client_optimizer_fn": "sgd",
             "input_spec": (tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None, 1], tf.float32)), **options,
         }  # fmt: skip
-        return getattr(federated, builder)(_linear, **{k: v for k, v in given.items() if v is not None})
+        return getattr(federated, builder)(model, **{k: v for k, v in given.items() if v is not None})
 
     return build
 
 
-TRIALS = 120
-
-
 def _tff() -> Iterator[Case]:
     from tfdpfl import AdaptiveClip
+    from tfdpfl.federated import NoisedMetrics
 
-    out = (100.0, 0.0)  # or a client that changes nothing
-    yield process_case("build_dp_fed_avg", _process("build_dp_fed_avg"), out, TRIALS, 0.0)
+    out, other = (100.0, 0.0), (100.0, -100.0)  # or a client that changes nothing; or one that pulls the other way
+    yield process_case("build_dp_fed_avg", _process("build_dp_fed_avg"), out)
     adaptive = _process("build_dp_fed_avg", clip=AdaptiveClip(initial=1.0))
-    yield process_case("build_dp_fed_avg with AdaptiveClip", adaptive, out, TRIALS, 0.0)
-    yield process_case("build_dp_ftrl", _process("build_dp_ftrl"), out, TRIALS, 0.0)
-    local = _process("build_local_dp_fed_avg", noise_multiplier=1.4)
-    yield process_case("build_local_dp_fed_avg", local, (100.0, -100.0), TRIALS, 0.0)
-    yield process_case("build_distributed_dp_fed_avg", _process("build_distributed_dp_fed_avg"), out, TRIALS, 0.0)
+    yield process_case("build_dp_fed_avg with AdaptiveClip", adaptive, out)
+    metrics = NoisedMetrics(noise_multiplier=1.0, bound={"update_norm": 1.0})
+    measured = _process("build_dp_fed_sgd", client_optimizer_fn=None, metrics=metrics)
+    yield process_case("build_dp_fed_sgd with NoisedMetrics", measured, out)
+    shared = _process("build_dp_fed_recon", _parted, local_layers=["own"])
+    yield process_case("build_dp_fed_recon", shared, out, rows=2)
+    yield process_case("build_dp_ftrl", _process("build_dp_ftrl"), out)
+    yield process_case("build_local_dp_fed_avg", _process("build_local_dp_fed_avg", noise_multiplier=1.0), other)
+    distributed = _process("build_distributed_dp_fed_avg")
+    yield process_case("build_distributed_dp_fed_avg", distributed, out, clients=CLIENTS)
+    examples = _process(
+        "build_example_dp_fed_avg", clip=None, clients_per_round=None, l2_norm_clip=1.0, batch_size=1, local_steps=1)
+    yield process_case("build_example_dp_fed_avg", examples, out)
+    unused = dict.fromkeys(["clip", "clients_per_round", "noise_multiplier"])
+    plan = dict(NBAFL, epsilon=24.0, num_rounds=4, num_exposures=1, **unused)
+    yield process_case("build_nbafl", _process("build_nbafl", **plan), other, clients=CLIENTS, promise=1)
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "optimizers": _trainings, "labels": _labels, "votes": _votes, "Flower": _flower, "TFF": _tff,
+    "optimizers": _trainings, "labels": _labels, "votes": _votes, "others": _others, "Flower": _flower, "TFF": _tff,
 }  # fmt: skip
 
 
@@ -630,4 +843,4 @@ def here() -> list[str]:
     """The groups that can run on this stack."""
     if metadata.version("keras") < "3":
         return ["TFF"] if find_spec("tensorflow_federated") else []
-    return ["optimizers", "labels", "votes", *(["Flower"] if find_spec("flwr") else [])]
+    return ["optimizers", "labels", "votes", "others", *(["Flower"] if find_spec("flwr") else [])]

@@ -16,7 +16,7 @@ from unittest import mock
 
 import audit_cases as cases
 import numpy as np
-from audit_cases import CLIP, DELTA, FAR, ONES, WITHOUT, Training, X, Y, optimizer
+from audit_cases import DELTA, FAR, ONES, WITHOUT, Training, X, Y, optimizer
 
 from tfdpfl import _tap
 from tfdpfl.audit import ReplayReport, audit_epsilon, replay
@@ -64,8 +64,13 @@ def told(report: ReplayReport) -> str:
     return "\n".join(map(str, report.findings))
 
 
-def replayed(make: Callable[[], Training]) -> Callable[[bool], str]:
-    return lambda there: told(make().replayed())
+def replayed(name: str) -> Callable[[bool], str]:
+    """Of a training of the cases: with the fault, traced anew."""
+    return lambda there: told(cases.TRAININGS[name][0]().replayed() if there else cases.sound_replay(name))
+
+
+def bounded(name: str) -> Callable[[bool], str]:
+    return lambda there: above(cases.TRAININGS[name][0]().bounded if there else lambda: cases.sound_bound(name))(there)
 
 
 def above(bound: Callable[[], tuple[float, float]]) -> Callable[[bool], str]:
@@ -253,7 +258,7 @@ def _twice(epsilon: Any) -> Any:
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 PLAIN = lambda: Training(optimizer())
-PLAINLY, ADAPTING = replayed(PLAIN), replayed(lambda: Training(cases._clip("AdaptiveClip", initial=CLIP)))
+PLAINLY, ADAPTING = replayed("DPSGD"), replayed("AdaptiveClip")
 CHANGED = np.where(np.arange(len(X))[:, None] == FAR, -X, X)
 
 
@@ -467,7 +472,11 @@ def _overlapping(there: bool) -> None:
 
 
 def _in_tff(there: bool) -> str:
-    return above(next(cases._tff()).bound)(there)
+    # Where all can be told apart, 72 counted runs show a μ of 2.2, and 1.4 is claimed.
+    process = cases._process("build_dp_fed_avg", noise_multiplier=0.7)
+    bound = cases.process_case("", process, (100.0, 0.0), trials=96).bound
+    assert bound is not None
+    return above(bound)(there)
 
 
 def _unclipped(clip: Any) -> Any:
@@ -487,15 +496,15 @@ FAULTS = [
     Fault("noise × 0.5", REPLAY, "times what is charged", PLAINLY,
           patched(_source, "gaussian", lambda whole: lambda self, shapes, s: [n / 2 for n in whole(self, shapes, s)])),
     Fault("noise in every second step alone", REPLAY, "times what is charged",
-          lambda there: told(PLAIN().replayed(10)),  # its size is judged at seven standard deviations
+          # Its size is judged at seven standard deviations.
+          lambda there: told((PLAIN() if there else cases.trained("DPSGD")).replayed(10)),
           patched(_source, "gaussian", _every_second)),
     Fault("noise on some of the variables alone", REPLAY, "is not the values with their noise", PLAINLY,
           patched(_mechanism, "added", _noise_of_kernels)),
     Fault("key used again", REPLAY, "is that of release 0", PLAINLY, patched(_source, "_opened", _same_key)),
     Fault("seed in the source", REPLAY, "its seed is no secret", _seeded_votes),
     Fault("correlated noise begun anew with the same nodes", BOUND, "is claimed",
-          above(lambda: Training(optimizer("DPFTRL"), steps=2).bounded()),
-          patched(_source, "fresh_key", _same_node)),
+          bounded("DPFTRL (tree noise)"), patched(_source, "fresh_key", _same_node)),
     Fault("noise multiplier charged at twice its size", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py",
           PLAINLY, patched(_clipping, "split",
                                    lambda split: lambda self, z, units: (z / 2, None))),
@@ -524,8 +533,7 @@ FAULTS = [
           patched(_counter, "rows", _saved_alone)),
     Fault("ledger taken back by compile", ACCOUNT, "was spent", priced(_twice_compiled), _forgets),
     Fault("AdaFEST's threshold without noise", BOUND, "is claimed",
-          above(lambda: Training(cases._sparse, words=True).bounded()),
-          patched(_embeddings, "split", _exact_counts)),
+          bounded("AdaFEST"), patched(_embeddings, "split", _exact_counts)),
     # Labels and votes.
     Fault("label said with twice the ε", BOUND, "is claimed", above(_top_k(1.0)),
           patched(_top, "_response_epsilon", _twice)),
@@ -541,8 +549,8 @@ FAULTS = [
           _federation, patched(_updates, "add", _weighted)),
     Fault("noise of the mean on the sum", REPLAY, "sensitivity: tfdpfl/flower/strategies.py",
           _federation, patched(_flower, "_stddevs", _flower_stddev)),
-    Fault("noise × 0.5 in TFF's aggregator", BOUND, "is claimed", _in_tff,
-          patched(_secret, "gaussian_like", lambda whole: lambda self, value, s: whole(self, value, s / 2)), "tff"),
+    Fault("noise × 0.1 in TFF's aggregator", BOUND, "is claimed", _in_tff,
+          patched(_secret, "gaussian_like", lambda whole: lambda self, value, s: whole(self, value, s / 10)), "tff"),
     Fault("clip dropped in TFF's aggregator", BOUND, "is claimed", _in_tff,
           patched(_federated, "clip_by_norm", _unclipped), "tff"),
 ]  # fmt: skip

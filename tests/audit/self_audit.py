@@ -35,6 +35,7 @@ TITLES = {
     "optimizers": "Optimizers",
     "labels": "Labels",
     "votes": "Votes of teachers",
+    "others": "Convex losses and tuning",
     "Flower": "Flower",
     "TFF": "TensorFlow Federated",
 }

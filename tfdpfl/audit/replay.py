@@ -121,10 +121,10 @@ def replay(
     tested at seven standard deviations where there are at least 64 numbers of it.
 
     Seen is noise of the optimizers (not on several replicas, and not in a step that XLA compiles), of the label
-    mechanisms, of PATE's aggregators, and of the Flower strategies and mods in one process. Not seen are TFF's
-    aggregators, which are serialised, `tfdpfl.convex`, PATE's smooth sensitivity, `tfdpfl.AdaFEST`'s rows and counts
-    (which then show as what goes round the noise), and noise of your own. It shows nothing of other data
-    than these: take neighbours that are far apart, and a clip that clips.
+    mechanisms, of PATE's aggregators, of `tfdpfl.convex` but for objective perturbation, and of the Flower strategies
+    and mods in one process. Not seen are TFF's aggregators, which are serialised, PATE's smooth sensitivity,
+    `tfdpfl.AdaFEST`'s rows and counts (which then show as what goes round the noise), and noise of your own. It shows
+    nothing of other data than these: take neighbours that are far apart, and a clip that clips.
 
     Args:
       mechanism: takes the data, builds all that it needs, and returns what it releases: arrays, numbers, strings, Keras
