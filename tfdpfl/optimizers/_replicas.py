@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -37,17 +38,48 @@ def number() -> int:
     return count
 
 
-def is_first() -> bool:
-    """Whether what is traced is the replica that draws the noise and counts."""
-    context = tf.distribute.get_replica_context()
-    return context is None or int(tf.get_static_value(context.replica_id_in_sync_group)) == 0
-
-
-def summed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Each summed over all replicas, the same on all."""
+@tf.autograph.experimental.do_not_convert
+def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
+    """What ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so that the
+    noise it draws is one and the state it changes changes once; they all get what it gives back."""
     if number() == 1:
-        return list(tensors)
-    return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+        return do(list(tensors))
+
+    def together(strategy: tf.distribute.Strategy, *each: Any) -> Any:
+        return do([tf.add_n(strategy.experimental_local_results(values)) for values in each])
+
+    return _context().merge_call(together, args=tuple(tensors))
+
+
+@tf.autograph.experimental.do_not_convert
+def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], Any]) -> None:
+    """Has ``act`` done where ``chosen``, by every replica."""
+
+    def branch(each: Callable[[], Any]) -> None:
+        def done() -> tf.Tensor:
+            each()
+            return tf.zeros([])
+
+        tf.cond(chosen(), done, lambda: tf.zeros([]))
+
+    if number() == 1:
+        branch(act)
+        return
+    run = tf.autograph.experimental.do_not_convert(lambda act: act())
+    # The branch is around all replicas: none may meet the others from within one of its own.
+    _context().merge_call(
+        lambda strategy, acts: branch(lambda: strategy.extended.call_for_each_replica(run, args=(acts,))), args=(act,)
+    )
+
+
+def _context() -> tf.distribute.ReplicaContext:
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise PrivacyError(
+            "This step is taken beside the replicas, under MirroredStrategy's scope. Have each of them take it: "
+            "strategy.run(step, args=(batch,))."
+        )
+    return context
 
 
 def undivided(loss: tf.Tensor) -> tf.Tensor:
