@@ -77,7 +77,7 @@ class Scheduled(Clipping):
 
     @property
     def current(self):
-        return self.clip.value(int(np.asarray(self.iterations)))
+        return self.clip.value(int(raw_variable(self.iterations).numpy()))
 
 
 class Automatic(Clipping):

@@ -250,6 +250,8 @@ class Mechanism:
     def check_replicas(self) -> None:
         """Raises a `PrivacyError` where several replicas would take a step that they have no common form of."""
         replicas = _replicas.number()
+        if replicas > 1:
+            _replicas.context()
         if replicas > 1 and compiled():
             raise PrivacyError(
                 f"{replicas} replicas add up in the middle of the step, which XLA does not compile. Compile the model "

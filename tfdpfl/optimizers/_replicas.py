@@ -1,4 +1,4 @@
-"""Several replicas of one step (tf.distribute): one sum of all examples, one noise, one count."""
+"""Several replicas of one step (tf.distribute): one sum of all examples, one noise, one count, one state."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> 
         return do(list(tensors))
 
     def together(strategy: tf.distribute.Strategy, *each: Any) -> Any:
-        return do([tf.add_n(strategy.experimental_local_results(values)) for values in each])
+        values = [strategy.experimental_local_results(of_replicas) for of_replicas in each]
+        assert all(len(of_replicas) == number() for of_replicas in values)
+        return do([tf.add_n(of_replicas) for of_replicas in values])
 
-    return _context().merge_call(together, args=tuple(tensors))
+    return context().merge_call(together, args=tuple(tensors))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -67,19 +69,24 @@ def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], Any]) -> None:
         return
     run = tf.autograph.experimental.do_not_convert(lambda act: act())
     # The branch is around all replicas: none may meet the others from within one of its own.
-    _context().merge_call(
+    context().merge_call(
         lambda strategy, acts: branch(lambda: strategy.extended.call_for_each_replica(run, args=(acts,))), args=(act,)
     )
 
 
-def _context() -> tf.distribute.ReplicaContext:
-    context = tf.distribute.get_replica_context()
-    if context is None:
+def context() -> tf.distribute.ReplicaContext:
+    """Of the replica that is traced.
+
+    Raises:
+      PrivacyError: there is none.
+    """
+    found = tf.distribute.get_replica_context()
+    if found is None:
         raise PrivacyError(
             "This step is taken beside the replicas, under MirroredStrategy's scope. Have each of them take it: "
             "strategy.run(step, args=(batch,))."
         )
-    return context
+    return found
 
 
 def undivided(loss: tf.Tensor) -> tf.Tensor:
