@@ -189,7 +189,8 @@ def train(two, make, clip, z, rows=16, size=8, epochs=1, **kwargs):
     clips = []
     note = keras.callbacks.LambdaCallback(on_batch_begin=lambda batch, logs: clips.append(model.optimizer.current_clip))
     data = tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows])).batch(size, drop_remainder=rows % size == 0)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=[budget, note])
+    others = [tfdpfl.callbacks.AveragedWeights(0.5)] if "use_ema" in kwargs else []
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[budget, note, *others])
     return model, budget, clips
 
 def check(make, clip, z, **kwargs):

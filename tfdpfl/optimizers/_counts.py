@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._process import renew_after_fork
-from tfdpfl.accounting import PrivacyLedger
 from tfdpfl._variables import in_memory
+from tfdpfl.accounting import PrivacyLedger
 
 ROWS = 64
 COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "truncated", "multiplier", "steps", "passes")

@@ -250,8 +250,11 @@ class Mechanism:
     def check_replicas(self) -> None:
         """Raises a `PrivacyError` where several replicas would take a step that they have no common form of."""
         replicas = _replicas.number()
-        if replicas > 1:
-            _replicas.context()
+        if replicas > 1 and not _replicas.among_replicas():
+            raise PrivacyError(
+                "This step is taken beside the replicas, under MirroredStrategy's scope. Have each of them take it: "
+                "strategy.run(step, args=(batch,))."
+            )
         if replicas > 1 and compiled():
             raise PrivacyError(
                 f"{replicas} replicas add up in the middle of the step, which XLA does not compile. Compile the model "

@@ -38,55 +38,45 @@ def number() -> int:
     return count
 
 
+def among_replicas() -> bool:
+    """Whether what is traced is one replica's part of a step."""
+    return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
+
+
 @tf.autograph.experimental.do_not_convert
 def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
     """What ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so that the
     noise it draws is one and the state it changes changes once; they all get what it gives back."""
-    if number() == 1:
+    if not among_replicas():
         return do(list(tensors))
 
     def together(strategy: tf.distribute.Strategy, *each: Any) -> Any:
         values = [strategy.experimental_local_results(of_replicas) for of_replicas in each]
-        assert all(len(of_replicas) == number() for of_replicas in values)
+        assert all(len(of_replicas) == strategy.num_replicas_in_sync for of_replicas in values)
         return do([tf.add_n(of_replicas) for of_replicas in values])
 
-    return context().merge_call(together, args=tuple(tensors))
+    return tf.distribute.get_replica_context().merge_call(together, args=tuple(tensors))
 
 
 @tf.autograph.experimental.do_not_convert
 def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], Any]) -> None:
     """Has ``act`` done where ``chosen``, by every replica."""
 
-    def branch(each: Callable[[], Any]) -> None:
+    def branch(act: Callable[[], Any]) -> None:
         def done() -> tf.Tensor:
-            each()
+            act()
             return tf.zeros([])
 
         tf.cond(chosen(), done, lambda: tf.zeros([]))
 
-    if number() == 1:
+    def together(strategy: tf.distribute.Strategy, acts: Any) -> None:
+        run = tf.autograph.experimental.do_not_convert(lambda act: act())
+        branch(lambda: strategy.extended.call_for_each_replica(run, args=(acts,)))
+
+    if among_replicas():  # of which none could meet the others from within a branch of its own
+        tf.distribute.get_replica_context().merge_call(together, args=(act,))
+    else:
         branch(act)
-        return
-    run = tf.autograph.experimental.do_not_convert(lambda act: act())
-    # The branch is around all replicas: none may meet the others from within one of its own.
-    context().merge_call(
-        lambda strategy, acts: branch(lambda: strategy.extended.call_for_each_replica(run, args=(acts,))), args=(act,)
-    )
-
-
-def context() -> tf.distribute.ReplicaContext:
-    """Of the replica that is traced.
-
-    Raises:
-      PrivacyError: there is none.
-    """
-    found = tf.distribute.get_replica_context()
-    if found is None:
-        raise PrivacyError(
-            "This step is taken beside the replicas, under MirroredStrategy's scope. Have each of them take it: "
-            "strategy.run(step, args=(batch,))."
-        )
-    return found
 
 
 def undivided(loss: tf.Tensor) -> tf.Tensor:
