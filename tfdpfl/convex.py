@@ -28,6 +28,7 @@ SOLVERS = ("auto", "objective", "gradient", "output")
 _TOLERANCE = 1e-6  # of the objective's gradient at what a solver returns, in units of one row's largest gradient
 _OF_TOLERANCE = 0.01  # the part of (ε, δ) that hides where the solver stopped
 _OF_CURVATURE = 0.25  # the largest part of ε that a row's curvature may cost
+_SIGNAL = 200  # rows * ε / sqrt(features) below which noisy steps that stop early do better; docs/convex.md
 
 
 class DPLogisticRegression(ClassifierMixin, BaseEstimator):
@@ -51,7 +52,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
       solver: "objective" adds a random linear term to what is minimised (objective perturbation: Kifer et al. 2012;
         approximate minima: Iyengar et al. 2019); two classes. "gradient" takes ``num_steps`` noisy steps of gradient
         descent on all rows. "output" adds noise to the minimum (Chaudhuri et al. 2011, and what "bolt-on" does).
-        "auto" takes "objective" for two classes and "gradient" for more.
+        "auto" takes "objective" for two classes, but where rows * ε < 200 sqrt(features), and "gradient" else.
       num_steps: the steps of "gradient".
       classes: the classes, where the labels that occur are themselves private; None takes those that occur.
       seed: for tests alone; None takes the operating system's entropy.
@@ -96,7 +97,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         if not np.isin(y, classes).all():
             raise ValueError("y has a label that is not one of classes: name all of them, or leave classes out")
         if solver == "auto":
-            solver = "objective" if len(classes) == 2 else "gradient"
+            much = len(X) * self.epsilon >= _SIGNAL * math.sqrt(X.shape[1])
+            solver = "objective" if len(classes) == 2 and much else "gradient"
         if solver == "objective" and len(classes) > 2:
             raise PrivacyError(
                 f"solver='objective' has a proof for two classes, and there are {len(classes)}: take 'gradient' or "
