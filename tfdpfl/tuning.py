@@ -39,7 +39,7 @@ class Selected:
 
 
 class HyperParameters:
-    """The hyperparameters of one run, each drawn when it is first asked for: what a ``build(hp)`` for keras-tuner takes.
+    """The hyperparameters of one run, each drawn when first asked for: what a ``build(hp)`` for keras-tuner takes.
 
     Its methods and their arguments are those of keras-tuner's class; ``default`` and ``ordered`` have no
     part in a random search. What is asked for where a condition does not hold is None, and is not drawn.
