@@ -73,8 +73,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     adjacency = "zero_out"
 
     def __init__(
-        self, epsilon, delta, *, data_norm=1.0, C=1.0, fit_intercept=True, solver="auto", num_steps=100, classes=None,
-        seed=None,
+        self, epsilon: float, delta: float, *, data_norm: float = 1.0, C: float = 1.0, fit_intercept: bool = True,
+        solver: str = "auto", num_steps: int = 100, classes: Any = None, seed: int | None = None,
     ):  # fmt: skip
         self.epsilon = epsilon
         self.delta = delta
