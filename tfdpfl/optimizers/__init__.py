@@ -277,7 +277,7 @@ class DPOptimizer:
         config.pop("is_legacy_optimizer", None)
         return {**config, **self._dp.config()}
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         """Loads what Keras saved. Where Keras leaves all of it out, because layers were frozen or thawed since, the
         ledger is loaded nevertheless: steps that ran stay counted.
 
@@ -299,7 +299,7 @@ class DPOptimizer:
         self._dp.drop_partial()  # its gradients are those of other weights
         self._dp.counter.settle(self._dp_ledger)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         self._dp.counter.settle(self._dp_ledger)
         if self._dp.chain is not None:
             self._dp.chain.settle()
