@@ -73,8 +73,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     adjacency = "zero_out"
 
     def __init__(
-        self, epsilon, delta, *, data_norm=1.0, C=1.0, fit_intercept=True, solver="auto", num_steps=100, classes=None,
-        seed=None,
+        self, epsilon: float, delta: float, *, data_norm: float = 1.0, C: float = 1.0, fit_intercept: bool = True,
+        solver: str = "auto", num_steps: int = 100, classes: Any = None, seed: int | None = None,
     ):  # fmt: skip
         self.epsilon = epsilon
         self.delta = delta
@@ -86,7 +86,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.classes = classes
         self.seed = seed
 
-    def fit(self, X, y) -> DPLogisticRegression:
+    def fit(self, X: Any, y: Any) -> DPLogisticRegression:
         """Releases weights for ``X`` [rows, features] and labels ``y`` [rows]."""
         solver = self._check()
         X, y = check_X_y(X, y, dtype=np.float64, estimator=self)
@@ -114,7 +114,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.solver_, self.regularization_ = solver, problem.regularization
         return self
 
-    def decision_function(self, X) -> np.ndarray:
+    def decision_function(self, X: Any) -> np.ndarray:
         """Scores: [rows] of the second of two classes, [rows, classes] of more. Rows are scaled down as in training."""
         check_is_fitted(self)
         X = check_array(X, dtype=np.float64, estimator=self)
@@ -126,12 +126,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         scores = self._within(X) @ self.coef_.T + self.intercept_
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
-    def predict(self, X) -> np.ndarray:
+    def predict(self, X: Any) -> np.ndarray:
         """The likeliest class of each row."""
         scores = self.decision_function(X)
         return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)]
 
-    def predict_proba(self, X) -> np.ndarray:
+    def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities [rows, classes]."""
         scores = self.decision_function(X)
         if scores.ndim == 1:
