@@ -171,7 +171,7 @@ SILENT = 2000
 x, y = c.examples(16)
 x = np.concatenate([x, np.zeros((16, SILENT), "float32")], 1)
 decay = keras.optimizers.schedules.PiecewiseConstantDecay
-mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+alone, mirrored = (tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(n)]) for n in (1, 2))
 
 def compiled(optimizer, **kwargs):
     dense = keras.layers.Dense
@@ -181,8 +181,8 @@ def compiled(optimizer, **kwargs):
     model.compile(optimizer, loss=c.cross_entropy(), **kwargs)
     return model
 
-def train(two, make, clip, z, rows=16, size=8, epochs=1, **kwargs):
-    with (mirrored if two else tf.distribute.get_strategy()).scope():
+def train(strategy, make, clip, z, rows=16, size=8, epochs=1, **kwargs):
+    with strategy.scope():
         model = compiled(make(clip, z, seed=1, **kwargs))
     how = {"accountant": "rdp", "delta": 1e-3, "num_examples": rows, "batch_size": size}
     budget = tfdpfl.callbacks.PrivacyBudget(**how, sampling="fixed_order" if "noise" in kwargs else "shuffle")
@@ -194,7 +194,8 @@ def train(two, make, clip, z, rows=16, size=8, epochs=1, **kwargs):
     return model, budget, clips
 
 def check(make, clip, z, **kwargs):
-    (one, priced, clips), (two, both, _) = (train(n, make, clip, z, **kwargs) for n in (False, True))
+    single = tf.distribute.get_strategy()
+    (one, priced, clips), (two, both, _) = (train(s, make, clip, z, **kwargs) for s in (single, mirrored))
     for a, b in zip(one.get_weights(), two.get_weights()):
         np.testing.assert_allclose(a, b, atol=1e-5)
     variables = lambda o: o.variables() if callable(o.variables) else o.variables
@@ -222,7 +223,9 @@ two, _ = check(tfdpfl.DPAdamW, tfdpfl.PerLayerClip(0.6), 1.0, **parts, **rows)
 assert two.optimizer.executed == [(1.0, 2)]
 
 clip = tfdpfl.AdaptiveClip(initial=0.3, learning_rate=0.5)
-two, clips = check(clip=clip, z=0.7, size=4, gradient_accumulation_steps=2, **sgd)
+how = {"clip": clip, "z": 0.7, "size": 4, "gradient_accumulation_steps": 2, **sgd}
+two, clips = check(**how)
+np.testing.assert_allclose(c.flat(train(alone, **how)[0].get_weights()), c.flat(two.get_weights()), atol=1e-5)
 left = (0.7**-2 - (2 * clip.split(0.7, 8, max)[1]) ** -2) ** -0.5
 check_noise(two, left * np.hypot(*clips[1::2]) / 8)
 assert two.optimizer.executed == [(0.7, 2)] and abs(two.optimizer.current_clip - 0.3) > 0.01
