@@ -242,6 +242,48 @@ for noise in (BLT(**uses), Tree(), Banded(bands=2, **uses))[: 3 if c.keras3() el
     two, _ = check(clip=0.6, z=1.0, epochs=2, noise=noise, **sgd)
     check_noise(two, noise.unit * 0.6 * noise.variances(4)[-1] ** 0.5 / 8)
 
+# Losses that Keras, and an own loop as TensorFlow has it, divide by the number of replicas: no example's gradient is.
+def penalised(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, "tanh", kernel_regularizer="l2")])
+        model.set_weights([np.full((3, 1), 0.3), np.zeros(1)])
+        model.compile(tfdpfl.DPSGD(0.1, 0.0, learning_rate=1.0), "mse", jit_compile=False)
+    model.fit(x[:8, :3], y[:8], batch_size=8, shuffle=False, verbose=0)
+    return c.flat(model.get_weights())
+
+def looped(strategy, loss, data):
+    with strategy.scope():
+        model = compiled(tfdpfl.DPSGD(0.6, 0.0, learning_rate=1.0))
+    each = lambda x, y: keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+    step = lambda x, y: model.optimizer.minimize(lambda: loss(each(x, y)), model.trainable_variables)
+    batch = next(iter(strategy.experimental_distribute_dataset(data)))
+    tf.function(lambda batch: strategy.run(step, args=batch))(batch)
+    return c.flat(model.get_weights())
+
+np.testing.assert_allclose(penalised(alone), penalised(mirrored), atol=1e-6)
+for whole in (True, False):
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=whole)
+    one = looped(alone, tf.reduce_mean, data)
+    for size in [8, None] if whole else [None]:
+        average = lambda losses: tf.nn.compute_average_loss(losses, global_batch_size=size)
+        np.testing.assert_allclose(one, looped(mirrored, average, data), atol=1e-6)
+
+# Batches that the replicas are handed: the same for all, or each the next one.
+for outside in (True, False):
+    with mirrored.scope():
+        model = compiled(tfdpfl.DPSGD(0.6, 0.0, learning_rate=1.0))
+    loss = lambda x, y: tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
+    step = lambda x, y: model.optimizer.minimize(lambda: loss(x, y), model.trainable_variables)
+    batches = iter(tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True))
+    run = lambda it: mirrored.run(step, args=next(it)) if outside else mirrored.run(lambda: step(*next(it)))
+    try:
+        tf.function(run)(batches)
+        assert not outside, "was not refused: one batch for both"
+        np.testing.assert_allclose(one, c.flat(model.get_weights()), atol=1e-6)
+    except tfdpfl.PrivacyError as error:
+        assert outside and "Several replicas are handed the same batch" in str(error), error
+        assert model.optimizer.num_dp_steps == 0
+
 for given, how, why in (
     ({"num_microbatches": 2}, {}, "num_microbatches=2 on 2 replicas"), ({}, {"jit_compile": True}, "XLA does not"),
     ({}, None, "beside the replicas"),

@@ -51,9 +51,11 @@ class LossOfOne:
     Args:
       analysis: the batch-axis states of the graph, already run on the loss.
       batch_size: scalar int32 tensor.
+      replicas: how many have a batch of this size.
     """
 
-    def __init__(self, analysis: BatchAxis, batch_size: tf.Tensor):
+    def __init__(self, analysis: BatchAxis, batch_size: tf.Tensor, replicas: int = 1):
+        self.replicas = replicas
         self.a = analysis
         self.batch_size = batch_size
         self.one_or_more = self._declare(tf.maximum(batch_size, 1))
@@ -280,7 +282,7 @@ class LossOfOne:
         are integers first. A number that was written down as one with a fraction is what it says for any batch."""
         if x.kind == "public" and elements and self.static and x.rank == 0 and was_integer(x.value):
             value = folded(x.value)
-            if value is not None and (value in (elements, self.static) or (
+            if value is not None and (value in (elements, self.static, self.static * self.replicas) or (
                 value % self.static == 0 and is_length(x.value))):  # fmt: skip
                 return Term("size", tf.constant(value / self.static, x.value.dtype), 0)
         return x

@@ -67,8 +67,9 @@ class Plan:
     """Everything between a loss and its clipped sum."""
 
     def __init__(
-        self, loss: tf.Tensor, variables: Sequence, num_microbatches: int | None, rows_per_unit: int | None = None
-    ):
+        self, loss: tf.Tensor, variables: Sequence, num_microbatches: int | None, rows_per_unit: int | None = None,
+        replicas: int = 1,
+    ):  # fmt: skip
         if isinstance(loss, (list, tuple)) and len(loss) == 1:
             loss = loss[0]
         if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
@@ -79,6 +80,7 @@ class Plan:
         if not variables:
             raise PrivacyError("variables is empty: there is no weight to find gradients for.")
         self.graph: tf.Graph = loss.graph
+        self.replicas = replicas
         self.variables = [raw_variable(v) for v in variables]
         for i, v in enumerate(self.variables):
             for j, other in enumerate(self.variables[:i]):
@@ -94,7 +96,7 @@ class Plan:
         self.opened = Opened(self.analysis, [loss], size)
         self.batch_size = self._checked(size, unsure)
         loss = self.opened.now.get(key(loss), loss)
-        split = LossOfOne(self.analysis, self.batch_size)
+        split = LossOfOne(self.analysis, self.batch_size, replicas)
         self.sizes = split
         losses, self.public_loss = split(loss)
         tainted = tainted_read(self.analysis)
@@ -161,6 +163,8 @@ class Plan:
             raise PrivacyError(
                 "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
                 "argument of the tf.function (or through a tf.data iterator), not as a captured array."
+                + (" Of several replicas all batches must have one known size that the number of replicas divides: "
+                "drop_remainder=True." if self.replicas > 1 else "")
             )
         free = [t for t in sources if t.shape.rank and None in t.shape[1:]]
         if free:

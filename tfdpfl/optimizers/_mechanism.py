@@ -280,7 +280,9 @@ class Mechanism:
         self.check_replicas()
         # Clip, and sum over the batch.
         rows = self.rows_per_unit if self.rows_per_unit > 1 else None
-        plan = Plan(_replicas.undivided(loss), variables, self.num_microbatches, rows)
+        loss, replicas = _replicas.undivided(loss), _replicas.number()
+        plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
+        _replicas.check_apart(plan.analysis.sources)
         (units,) = _replicas.once(lambda counts: counts, [tf.cast(plan.units.count, tf.float32)])
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         if self._on_grid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +80,25 @@ def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], Any]) -> None:
         branch(act)
 
 
+# Of each graph: which replica is handed which batch.
+_BATCHES: weakref.WeakKeyDictionary[tf.Graph, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def check_apart(batch: Sequence[tf.Tensor]) -> None:
+    """Raises a `PrivacyError` where another replica takes in the same tensors: each example would be in the sum once
+    for each of them."""
+    if number() == 1:
+        return
+    replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+    for t in batch:
+        if _BATCHES.setdefault(t.graph, {}).setdefault(t.name, replica) != replica:
+            raise PrivacyError(
+                f"Several replicas are handed the same batch ({t.op.name!r}), so that each of its examples would count "
+                "several times. Give each replica a share: strategy.run(step, args=(batch,)) with a batch from "
+                "strategy.experimental_distribute_dataset(dataset)."
+            )
+
+
 def undivided(loss: tf.Tensor) -> tf.Tensor:
     """The loss as one device would have it: Keras divides by the number of replicas, and so each example's gradient,
     before it is clipped. (A loss that is taken for one of those, and is not, costs no privacy.)"""
@@ -91,13 +111,28 @@ def _is_divided(t: tf.Tensor, count: int) -> bool:
     kind, inputs = t.op.type, list(t.op.inputs)
     if kind in ("Identity", "Cast", "Squeeze", "Reshape"):
         return _is_divided(inputs[0], count)
-    if kind in ("AddV2", "AddN"):
+    if kind == "Sum" and inputs[0].op.type == "Pack":  # as Keras 3 adds up losses
+        return _is_divided(inputs[0], count)
+    if kind in ("AddV2", "AddN", "Pack"):
         return all(_constant(x) == 0 or _is_divided(x, count) for x in inputs)
+    if kind in ("RealDiv", "DivNoNan"):  # tf.nn.compute_average_loss: by how many examples all replicas have
+        return _is_of_all(inputs[1], inputs[0], count) or _is_divided(inputs[0], count)
     if kind == "Mul":
         known = [_constant(x) for x in inputs]
         close = [k is not None and bool(np.isclose(k, 1 / count, rtol=1e-2)) for k in known]
         return any(close) or any(k is None and _is_divided(x, count) for k, x in zip(known, inputs, strict=True))
     return False
+
+
+def _is_of_all(size: tf.Tensor, total: tf.Tensor, count: int) -> bool:
+    """Whether a size is count times one replica's, which ``total`` is a sum over."""
+    while size.op.type == "Cast":
+        size = size.op.inputs[0]
+    if _constant(size) == count or (size.op.type == "Mul" and count in map(_constant, size.op.inputs)):
+        return True
+    rows = total.op.inputs[0].shape if total.op.type == "Sum" else None
+    static = rows[0] if rows is not None and rows.rank else None
+    return size.dtype.is_integer and static is not None and _constant(size) == static * count
 
 
 def _constant(t: tf.Tensor) -> float | None:
