@@ -304,6 +304,21 @@ def test_one_device_of_a_strategy_is_like_none():
     assert budget.report.steps == 10
 
 
+def test_a_distributed_data_set_is_refused():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = compiled()
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
+    budget = PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+    for made in (
+        strategy.experimental_distribute_dataset(data),
+        strategy.distribute_datasets_from_function(lambda context: data),
+    ):
+        with pytest.raises(PrivacyError, match="how many examples all replicas get"):
+            model.fit(made, steps_per_epoch=2, callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
 @pytest.mark.slow
 @pytest.mark.one_stack
 def test_a_training_that_the_target_ends_says_so(capsys):

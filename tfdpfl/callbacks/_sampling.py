@@ -30,6 +30,11 @@ class Sampling:
     def describe(self, call: dict[str, Any]) -> dict[str, Any]:
         """num_examples, batch_size and sampling of the data that `fit` was given."""
         x = call.get("x")
+        if isinstance(x, tf.distribute.DistributedDataset):
+            raise PrivacyError(
+                f"A {type(x).__name__} does not tell what it was made from, nor how many examples all replicas get in "
+                "a step. Give fit the data set itself, which it distributes, in batches for all replicas together."
+            )
         declared = declared_sampling(x)
         if declared is not None:
             self._check_uses(declared, call)

@@ -39,6 +39,11 @@ from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.states import TAINTED, Batch, Handle, Items, Mixed, Public, Size, weighs
 from tfdpfl.errors import PrivacyError
 
+# Else TensorFlow traces a branch in which a replica has no examples.
+_OF_SEVERAL = (
+    " For several replicas all batches must be of one known size that their number divides: drop_remainder=True."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ClippedGradients:
@@ -163,8 +168,7 @@ class Plan:
             raise PrivacyError(
                 "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
                 "argument of the tf.function (or through a tf.data iterator), not as a captured array."
-                + (" Of several replicas all batches must have one known size that the number of replicas divides: "
-                "drop_remainder=True." if self.replicas > 1 else "")
+                + (_OF_SEVERAL if self.replicas > 1 else "")
             )
         free = [t for t in sources if t.shape.rank and None in t.shape[1:]]
         if free:
