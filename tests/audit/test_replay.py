@@ -309,3 +309,29 @@ def test_bad_input_is_named_with_its_mend(call, words):
     with pytest.raises(ValueError, match=words):
         call()
     assert _tap.tape is None
+
+
+def test_a_federation_is_replayed_with_pythons_random_seeded():
+    """Flower draws the clients of a round with it."""
+    pytest.importorskip("flwr")
+    import random
+
+    import audit_cases as cases
+    from flower_fakes import moved
+    from flwr.serverapp.strategy import FedAvg
+
+    from tfdpfl.flower import DifferentialPrivacyFixedClipping
+
+    train = moved(lambda number: np.random.default_rng(number).normal(size=10) * 5)
+    how = dict(noise_multiplier=1.0, clip=1.0, clients_per_round=2, delta=1e-3)
+
+    def run(far):
+        return cases.federation(DifferentialPrivacyFixedClipping(FedAvg(fraction_train=0.5), **how), far, 6, train)[0]
+
+    def seeded(far):
+        random.seed(0)
+        return run(far)
+
+    assert replay(seeded, 1.0, None).ok
+    with pytest.raises(ValueError, match="does not do the same twice"):
+        replay(run, 1.0, None)
