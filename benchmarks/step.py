@@ -15,7 +15,8 @@ beyond that of a process that has only the framework and the batch in it. A comp
 or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
 
 With --keep, what the output has of others stays. Rows that were measured before 24 November 2026 are of wall time (the
-median, and the first step) and are marked so.
+median, and the first step) and are marked so. With --pages, the tables of README.md and docs/figures.md are made anew
+from the output, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import selectors
 import shlex
@@ -292,6 +294,62 @@ def summary(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+LABELS = {
+    "mlp": "MLP 784-1024-1024-10", "mnist_cnn": "MNIST CNN", "resnet": "ResNet-14, GroupNormalization",
+    "transformer": "transformer encoder, 4 layers, 128 tokens", "embedding": "50,000 words, embedding",
+    "lstm": "LSTM, unrolled, 32 steps", "lstm_rolled": "the same LSTM as a loop, Keras's default",
+    "tied_decoder": "decoder, tied weights",
+}  # fmt: skip
+PEERS = {"opacus_ghost": "Opacus ghost", "jax_privacy": "jax-privacy", "tfp": "TF Privacy drop-in"}
+
+
+def page_table(results: list[Result], size: int, short: bool) -> str:
+    """A batch size's ratios as the pages show them; ``short`` is README's."""
+    found = {(r.model, r.competitor): r for r in results if r.batch_size == size}
+    columns = []
+    for number in "32":
+        columns += [(f"Keras {number}", f"tfdpfl{number}", "time_ratio"), ("floor", f"floor{number}", "time_ratio")]
+        more = [("wall", "wall_ratio"), ("first", "first_ratio"), ("peak", "peak_ratio")][2 if short else 0 :]
+        columns += [(head, f"tfdpfl{number}", field) for head, field in more]
+    columns += [(head, name, "time_ratio") for name, head in [*PEERS.items()][: 2 if short or size != 64 else 3]]
+    # A star: of an earlier day, and of wall time. A peer's column has it at its head.
+    lines = [["model", *(head + "*" * (name in PEERS) for head, name, _ in columns)], ["---"] * (1 + len(columns))]
+    rows = [[found.get((model, name)) for _, name, _ in columns] for model in LABELS]
+    for label, row in zip(LABELS.values(), rows, strict=True):
+        lines.append([label, *(_cell(result, *column) for result, column in zip(row, columns, strict=True))])
+    ratios = [
+        [value for r in of if r and (value := getattr(r, field))]
+        for of, (_, _, field) in zip(zip(*rows, strict=True), columns, strict=True)
+    ]
+    lines.append(["*geometric mean*", *(f"*{statistics.geometric_mean(of):.2f}*" if of else "" for of in ratios)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _cell(result: Result | None, head: str, name: str, field: str) -> str:
+    if result is None or (result.failure and head == "floor"):
+        return ""
+    if result.failure:
+        return re.sub(r" \(.*|:.*", "", result.failure)
+    value = getattr(result, field)
+    if value is None:
+        return ""
+    if name in PEERS:
+        return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    return f"{value:.2f}" + "*" * (result.clock != "CPU")
+
+
+def pages(results: list[Result], root: Path = HERE.parent) -> dict[Path, str]:
+    """README and the figures page, with the tables between their marks made of ``results``."""
+    made = {}
+    for path in (root / "README.md", root / "docs" / "figures.md"):
+        made[path] = re.sub(
+            r"(?s)(<!-- step (\d+) -->\n).*?(\n<!-- end -->)",
+            lambda mark, path=path: mark[1] + page_table(results, int(mark[2]), path.name == "README.md") + mark[3],
+            path.read_text(),
+        )
+    return made
+
+
 def plot(results: list[Result], path: Path, title: str) -> None:
     """Draws each competitor's ratio to its plain step, a panel a batch size."""
     import matplotlib
@@ -370,6 +428,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--keep", action="store_true", help="what the output has of other models, batches and competitors stays"
     )
+    parser.add_argument("--pages", action="store_true", help="measure nothing; make the pages' tables anew")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "step", help="where tables and plots go")
     return parser.parse_args(arguments)
 
@@ -377,6 +436,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints the tables, and writes them, all in one JSON file and a picture, after each combination."""
     options = _options(arguments)
+    if options.pages:
+        for path, text in pages(_kept(options.output, [], [])).items():
+            path.write_text(text)
+        return
     combinations = [(model, size) for size in options.batches for model in options.models]
     environments = {COMPETITORS[name].environment for name in options.competitors}
     visits = (1, options.rounds) if options.apart else (2, options.rounds + 2)  # of a bare process, of a competitor

@@ -16,17 +16,13 @@ class _Kind(type):
         return cls
 
 
-class _Anything(metaclass=_Kind):
-    pass
-
-
 # TensorFlow Federated and Flower need environments of their own. To read signatures and docstrings names suffice.
 _flwr = ["", ".app", ".serverapp", ".serverapp.strategy", ".supercore", ".supercore.privacy_accounting"]
 _absent = [("tensorflow_federated", "0.87.0"), ("tensorflow_privacy", "0.9.0")]
 for _name, _version in [*_absent, *((f"flwr{_part}", "1.41.0") for _part in _flwr)]:
     sys.modules[_name] = types.ModuleType(_name)
     sys.modules[_name].__version__ = _version
-    sys.modules[_name].__getattr__ = lambda name: getattr(_Anything, name)
+    sys.modules[_name].__getattr__ = lambda name: _Kind(name, (), {})
 
 import tensorflow  # noqa: E402, F401
 
@@ -44,7 +40,8 @@ myst_heading_anchors = 3
 
 default_role = "literal"  # what stands between `single` marks in docstrings is code
 autodoc_default_options = {"members": True}
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = napoleon_use_param = False  # one line may be about several names
 napoleon_custom_sections = [("Attributes", "params_style"), ("Call arguments", "params_style")]

@@ -160,7 +160,8 @@ def test_a_row_changes_the_gradient_by_no_more_than_is_declared(classes, interce
 
 
 def test_the_solver_is_chosen_by_what_is_public():
-    assert fitted().solver_ == "objective" and fitted().dp_event_ is None
+    assert fitted(epsilon=200.0).solver_ == "objective" and fitted(epsilon=200.0).dp_event_ is None
+    assert fitted(epsilon=100.0).solver_ == "gradient"  # 40 rows * 100 < 200 * sqrt(500)
     three = DPLogisticRegression(1.0, DELTA, classes=["a", "b", "c"]).fit(X, np.where(Y, "a", "c"))
     assert three.solver_ == "gradient" and three.coef_.shape == (3, 500) and three.predict_proba(X).shape == (40, 3)
     assert set(three.predict(X)) <= {"a", "b", "c"}
@@ -206,7 +207,7 @@ def test_a_minimum_that_is_not_found_is_refused(monkeypatch):
     monkeypatch.setattr("tfdpfl.convex.minimize", lambda *args, **kwargs: type("Found", (), {"x": np.full(500, 1e9)}))
     monkeypatch.setattr("tfdpfl.convex.cg", lambda a, b, **kwargs: (0 * b, 0))
     with pytest.raises(tfdpfl.PrivacyError, match="the minimum was not found"):
-        fitted()
+        fitted(solver="objective")
 
 
 @pytest.mark.slow

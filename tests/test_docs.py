@@ -1,6 +1,8 @@
 """The README and the pages say what is there: their snippets run, their links lead somewhere, each page is found."""
 
 import ast
+import importlib
+import json
 import re
 from pathlib import Path
 
@@ -48,6 +50,18 @@ def test_the_readme_has_its_two_commands():
     assert re.findall(r"^    (make \S+)", section, re.M) == ["make demo", "make test"]
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)[1].split()
     assert {"demo", "test", "docs"} <= set(targets)
+
+
+def test_the_pages_show_the_figures_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    step = importlib.import_module("step")
+    results = [step.Result(**r) for r in json.loads((ROOT / "benchmarks/results/step.json").read_text())["results"]]
+    pages = step.pages(results)
+    assert all("<!-- step 256 -->" in text for text in pages.values())
+    for path, text in pages.items():
+        assert text == path.read_text("utf-8"), "python benchmarks/step.py --pages brings them up to date"
+    results[0].time_ratio = results[1].time_ratio = None
+    assert step.pages(results) != pages
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -133,6 +133,19 @@ def test_every_public_name_explains_itself_and_what_it_takes():
     assert all(gaps[name] for name in EXCEPTIONS), "an exception that is not needed"
 
 
+def test_every_public_parameter_has_a_type():
+    untyped = {
+        f"{name}.{f.name}({a.arg})"
+        for name, node in exported()
+        for f in ([node] if isinstance(node, ast.FunctionDef) else node.body)
+        if isinstance(f, ast.FunctionDef) and (f is node or f.name == "__init__" or not f.name.startswith("_"))
+        if isinstance(node, ast.FunctionDef) or not HOOKS.fullmatch(f.name)
+        for a in [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
+        if a.arg not in ("self", "cls") and a.annotation is None
+    }
+    assert untyped == set()
+
+
 @pytest.mark.parametrize(
     ("source", "gap"),
     [

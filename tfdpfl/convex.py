@@ -28,6 +28,7 @@ SOLVERS = ("auto", "objective", "gradient", "output")
 _TOLERANCE = 1e-6  # of the objective's gradient at what a solver returns, in units of one row's largest gradient
 _OF_TOLERANCE = 0.01  # the part of (ε, δ) that hides where the solver stopped
 _OF_CURVATURE = 0.25  # the largest part of ε that a row's curvature may cost
+_SIGNAL = 200  # rows * ε / sqrt(features) below which noisy steps that stop early do better; docs/convex.md
 
 
 class DPLogisticRegression(ClassifierMixin, BaseEstimator):
@@ -51,7 +52,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
       solver: "objective" adds a random linear term to what is minimised (objective perturbation: Kifer et al. 2012;
         approximate minima: Iyengar et al. 2019); two classes. "gradient" takes ``num_steps`` noisy steps of gradient
         descent on all rows. "output" adds noise to the minimum (Chaudhuri et al. 2011, and what "bolt-on" does).
-        "auto" takes "objective" for two classes and "gradient" for more.
+        "auto" takes "objective" for two classes, but where rows * ε < 200 sqrt(features), and "gradient" else.
       num_steps: the steps of "gradient".
       classes: the classes, where the labels that occur are themselves private; None takes those that occur.
       seed: for tests alone; None takes the operating system's entropy.
@@ -72,8 +73,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     adjacency = "zero_out"
 
     def __init__(
-        self, epsilon, delta, *, data_norm=1.0, C=1.0, fit_intercept=True, solver="auto", num_steps=100, classes=None,
-        seed=None,
+        self, epsilon: float, delta: float, *, data_norm: float = 1.0, C: float = 1.0, fit_intercept: bool = True,
+        solver: str = "auto", num_steps: int = 100, classes: Any = None, seed: int | None = None,
     ):  # fmt: skip
         self.epsilon = epsilon
         self.delta = delta
@@ -85,7 +86,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.classes = classes
         self.seed = seed
 
-    def fit(self, X, y) -> DPLogisticRegression:
+    def fit(self, X: Any, y: Any) -> DPLogisticRegression:
         """Releases weights for ``X`` [rows, features] and labels ``y`` [rows]."""
         solver = self._check()
         X, y = check_X_y(X, y, dtype=np.float64, estimator=self)
@@ -96,7 +97,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         if not np.isin(y, classes).all():
             raise ValueError("y has a label that is not one of classes: name all of them, or leave classes out")
         if solver == "auto":
-            solver = "objective" if len(classes) == 2 else "gradient"
+            much = len(X) * self.epsilon >= _SIGNAL * math.sqrt(X.shape[1])
+            solver = "objective" if len(classes) == 2 and much else "gradient"
         if solver == "objective" and len(classes) > 2:
             raise PrivacyError(
                 f"solver='objective' has a proof for two classes, and there are {len(classes)}: take 'gradient' or "
@@ -112,7 +114,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.solver_, self.regularization_ = solver, problem.regularization
         return self
 
-    def decision_function(self, X) -> np.ndarray:
+    def decision_function(self, X: Any) -> np.ndarray:
         """Scores: [rows] of the second of two classes, [rows, classes] of more. Rows are scaled down as in training."""
         check_is_fitted(self)
         X = check_array(X, dtype=np.float64, estimator=self)
@@ -124,12 +126,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         scores = self._within(X) @ self.coef_.T + self.intercept_
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
-    def predict(self, X) -> np.ndarray:
+    def predict(self, X: Any) -> np.ndarray:
         """The likeliest class of each row."""
         scores = self.decision_function(X)
         return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)]
 
-    def predict_proba(self, X) -> np.ndarray:
+    def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities [rows, classes]."""
         scores = self.decision_function(X)
         if scores.ndim == 1:

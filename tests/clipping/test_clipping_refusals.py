@@ -299,6 +299,9 @@ MIXING = {
 
 
 def norms(losses, batch=None):
+    if losses.__name__ == "<lambda>":  # to convert one, TensorFlow parses the whole of this file
+        losses = tf.autograph.experimental.do_not_convert(losses)
+
     @tf.function(input_signature=[tf.TensorSpec([batch, 4])])
     def step(x):
         return per_example_norms(tf.reduce_sum(losses(x)), [W, W8, TABLE])
@@ -425,7 +428,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_loss_that_couples_examples_is_refused(loss):
-    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])], autograph=False)
     def step(x):
         return clipped_gradients(loss(total(d(x)), x), [W], 1.0).norms
 

@@ -189,13 +189,13 @@ class BoundedParticipationSampler(_Sampler):
         limits = {"max_participations": self.max_participations, "min_separation": self.min_separation}
         return {**super().get_state(), **limits, "rounds": {str(r): drawn for r, drawn in self._drawn.items()}}
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self._forget()
         for round_num, cohort in sorted((int(r), cohort) for r, cohort in state["rounds"].items()):
             self._take(round_num, cohort)
 
-    def remember(self, rounds):
+    def remember(self, rounds: Mapping[int, Sequence[str]]) -> None:
         index = {str(client): i for i, client in enumerate(self.client_ids)}
         for round_num in sorted(rounds):
             if round_num not in self._drawn:

@@ -11,7 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +26,12 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts
 from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from tfdpfl.clips import Clip
+    from tfdpfl.embeddings import AdaFEST
+
+    PiecewiseConstantDecay = tf.keras.optimizers.schedules.PiecewiseConstantDecay
 
 _DOC = """{base} with differential privacy: every example's gradient is clipped, and Gaussian noise is added.
 
@@ -112,18 +118,18 @@ class DPOptimizer:
 
     def __init__(
         self,
-        l2_norm_clip,
-        noise_multiplier,
-        num_microbatches=None,
-        gradient_accumulation_steps=1,
+        l2_norm_clip: float | Clip | PiecewiseConstantDecay,
+        noise_multiplier: float | PiecewiseConstantDecay,
+        num_microbatches: int | None = None,
+        gradient_accumulation_steps: int = 1,
         *,
-        expected_batch_size=None,
-        rows_per_unit=1,
-        noise=None,
-        secure_noise=False,
-        sparse=None,
-        seed=None,
-        **kwargs,
+        expected_batch_size: float | None = None,
+        rows_per_unit: int = 1,
+        noise: Noise | None = None,
+        secure_noise: bool = False,
+        sparse: AdaFEST | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
     ):
         _check_backend()
         dp = Mechanism(
@@ -271,7 +277,7 @@ class DPOptimizer:
         config.pop("is_legacy_optimizer", None)
         return {**config, **self._dp.config()}
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         """Loads what Keras saved. Where Keras leaves all of it out, because layers were frozen or thawed since, the
         ledger is loaded nevertheless: steps that ran stay counted.
 
@@ -293,7 +299,7 @@ class DPOptimizer:
         self._dp.drop_partial()  # its gradients are those of other weights
         self._dp.counter.settle(self._dp_ledger)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         self._dp.counter.settle(self._dp_ledger)
         if self._dp.chain is not None:
             self._dp.chain.settle()
