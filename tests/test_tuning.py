@@ -9,7 +9,7 @@ from scipy import stats
 
 from tfdpfl.accounting import PrivacyLedger, Run, price
 from tfdpfl.errors import PrivacyError
-from tfdpfl.tuning import RandomSearch, Selected
+from tfdpfl.tuning import HyperParameters, RandomSearch, Selected
 
 RUN = Run(num_examples=1000, batch_size=50, noise_multiplier=2.0, num_steps=40)
 SPACE = {"rate": [0.1, 0.2, 0.3], "momentum": stats.uniform(0, 1)}
@@ -73,6 +73,58 @@ def test_the_best_run_is_kept_and_each_search_is_paid():
     assert "neither their number" in first.statement() and one.ledger.steps == 1
     assert one.run(train, maximize=False).score == min(p["momentum"] for p in seen[len(scores) + 1 :])
     assert one.report(1e-5).epsilon > first.epsilon and one.ledger.steps == 2
+
+
+class HyperModel:
+    """As keras-tuner's users write it."""
+
+    def build(self, hp):
+        asked = [hp.Float("rate", 1e-4, 1e-1, sampling="log"), hp.Int("units", 8, 11), hp.Choice("kind", ["a", "b"])]
+        with hp.conditional_scope("kind", ["a"]), hp.name_scope("of_a"):
+            asked += [hp.Boolean("bias"), hp.Fixed("depth", 3)]
+        return [*asked, hp.Float("momentum", 0, 1, parent_name="kind", parent_values=["b"]), hp.Int("units", 8, 11)]
+
+
+def test_a_model_that_asks_for_its_hyperparameters_is_searched():
+    built = []
+
+    def train(hp):
+        built.append(HyperModel().build(hp))
+        return hp.get("rate"), len(built), RUN.dp_event
+
+    best = search(space=None, mean_runs=300, shape=5).run(train)
+    for _, units, kind, bias, depth, momentum, again in built:
+        assert units == again and (bias is None) == (depth is None) == (momentum is not None) == (kind == "b")
+    rates = np.array([row[0] for row in built])
+    assert best.score == max(rates) == best.parameters["rate"] and best.result == 1 + np.argmax(rates)
+    assert set(best.parameters) >= {"rate", "units", "kind"} and len(set(rates)) == len(rates)
+    assert stats.kstest(rates, stats.loguniform(1e-4, 1e-1).cdf).pvalue > 1e-6
+    assert {row[1] for row in built} == {8, 9, 10, 11} and {row[2] for row in built} == {"a", "b"}
+    assert {row[3] for row in built} == {True, False, None}
+
+
+@pytest.mark.parametrize("ask, among", [
+    (lambda hp: hp.Int("n", 6, 13, step=3), [6, 9, 12]),
+    (lambda hp: hp.Int("n", 2, 32, step=2, sampling="log"), [2, 4, 8, 16, 32]),
+    (lambda hp: hp.Int("n", 1, 4, sampling="log"), [1, 2, 3, 4]),
+    (lambda hp: hp.Float("n", 0, 1, step=0.2), [0, 0.2, 0.4, 0.6, 0.8, 1]),
+    (lambda hp: hp.Float("n", 0.001, 10, step=10, sampling="log"), [0.001, 0.01, 0.1, 1, 10]),
+    (lambda hp: hp.Float("n", 1, 9, step=2, sampling="reverse_log"), [9, 8, 6, 2]),
+], ids=lambda v: str(v) if isinstance(v, list) else "")  # fmt: skip
+def test_steps_are_those_of_keras_tuner(ask, among):
+    """The examples of its documentation; both ends are among them."""
+    got = sorted({round(ask(HyperParameters(seed)), 9) for seed in range(200)})
+    assert got == sorted(among)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda hp: hp.Float("n", 2, 1), lambda hp: hp.Float("n", 0, 1, sampling="log"), lambda hp: hp.Choice("n", []),
+    lambda hp: hp.Int("n", 1, 2, step=0), lambda hp: hp.Int("n", 1, 2, step=1, sampling="log"),
+    lambda hp: hp.Int("n", 1, 2, sampling="lin"),
+])  # fmt: skip
+def test_ranges_without_numbers_are_refused_by_name(ask):
+    with pytest.raises(ValueError, match="'n'"):
+        ask(HyperParameters(0))
 
 
 def test_a_run_that_spends_more_than_was_said_ends_the_search():

@@ -7,11 +7,12 @@ Steinke 2022, arXiv:2110.03620).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
@@ -37,6 +38,139 @@ class Selected:
     result: Any
 
 
+class HyperParameters:
+    """The hyperparameters of one run, each drawn when first asked for: what a ``build(hp)`` for keras-tuner takes.
+
+    Its methods and their arguments are those of keras-tuner's class; ``default`` and ``ordered`` have no
+    part in a random search. What is asked for where a condition does not hold is None, and is not drawn.
+
+    Attributes:
+        values: {name: value} of what was drawn.
+
+    Args:
+        seed: None draws from the operating system's entropy.
+    """
+
+    def __init__(self, seed: int | None = None):
+        import numpy as np
+
+        self.values: dict[str, Any] = {}
+        self._random = None if seed is None else np.random.default_rng(seed)
+        self._scopes: list[str] = []
+        self._active = [True]
+
+    def Float(
+        self, name: str, min_value: float, max_value: float, step: float | None = None, sampling: str = "linear",
+        default: Any = None, parent_name: str | None = None, parent_values: Any = None,
+    ) -> Any:  # fmt: skip
+        """A number from ``min_value`` to ``max_value``; with ``step`` one of those that are so far apart, by sums or,
+        where ``sampling`` is ``"log"`` or ``"reverse_log"``, by factors.
+
+        Raises:
+            ValueError: a range or a step that gives no numbers.
+        """
+        at = _scale(name, float(min_value), float(max_value), step, sampling)
+        return self._ask(name, at, parent_name, parent_values)
+
+    def Int(
+        self, name: str, min_value: int, max_value: int, step: int | None = None, sampling: str = "linear",
+        default: Any = None, parent_name: str | None = None, parent_values: Any = None,
+    ) -> Any:  # fmt: skip
+        """As `Float`, a whole number; both ends are among them."""
+        at = _scale(name, min_value, max_value + (step is None), step, sampling)
+        return self._ask(name, lambda uniform: min(int(at(uniform) + 1e-9), max_value), parent_name, parent_values)
+
+    def Choice(
+        self, name: str, values: Sequence, ordered: bool | None = None, default: Any = None,
+        parent_name: str | None = None, parent_values: Any = None,
+    ) -> Any:  # fmt: skip
+        """One of ``values``, each as likely.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not len(values):
+            raise ValueError(f"values={values!r} of {name!r} must be what there is to choose from.")
+        return self._ask(name, lambda uniform: values[int(uniform * len(values))], parent_name, parent_values)
+
+    def Boolean(
+        self, name: str, default: Any = False, parent_name: str | None = None, parent_values: Any = None
+    ) -> Any:
+        """True or False."""
+        return self.Choice(name, [False, True], None, default, parent_name, parent_values)
+
+    def Fixed(self, name: str, value: Any, parent_name: str | None = None, parent_values: Any = None) -> Any:
+        """``value``."""
+        return self.Choice(name, [value], None, None, parent_name, parent_values)
+
+    @contextlib.contextmanager
+    def name_scope(self, name: str) -> Iterator[None]:
+        """Has names begin with ``name/``."""
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    @contextlib.contextmanager
+    def conditional_scope(self, parent_name: str, parent_values: Any) -> Iterator[None]:
+        """Has what is asked for drawn only where ``parent_name`` is one of ``parent_values``."""
+        allowed = parent_values if isinstance(parent_values, list | tuple) else [parent_values]
+        self._active.append(self._active[-1] and self.values.get(self._full(parent_name)) in allowed)
+        try:
+            yield
+        finally:
+            self._active.pop()
+
+    def get(self, name: str) -> Any:
+        """What was drawn for a name; a KeyError if nothing was."""
+        return self.values[self._full(name)]
+
+    __getitem__ = get
+
+    def __contains__(self, name: str) -> bool:
+        return self._full(name) in self.values
+
+    def _full(self, name: str) -> str:
+        return "/".join([*self._scopes, name])
+
+    def _ask(self, name: str, at: Callable[[float], Any], parent_name: str | None, parent_values: Any) -> Any:
+        if parent_name is not None:
+            with self.conditional_scope(parent_name, parent_values):
+                return self._ask(name, at, None, None)
+        if not self._active[-1]:
+            return None
+        name = self._full(name)
+        if name not in self.values:
+            self.values[name] = at(_uniform() if self._random is None else float(self._random.random()))
+        return self.values[name]
+
+
+def _scale(name: str, low: float, high: float, step: float | None, sampling: str) -> Callable[[float], float]:
+    """What gives the number at a share of a range, from 0 to below 1."""
+    factors = sampling != "linear"
+    if sampling not in ("linear", "log", "reverse_log") or not low <= high or (factors and low <= 0):
+        raise ValueError(
+            f"sampling={sampling!r} of {name!r} from {low!r} to {high!r}: it must be 'linear', or 'log' or "
+            "'reverse_log' of numbers above 0, the smaller one first."
+        )
+    if step is not None and step <= factors:
+        raise ValueError(f"step={step!r} of {name!r} must be above {int(factors)} for {sampling!r}, or None.")
+
+    def at(uniform: float) -> float:
+        reverse = sampling == "reverse_log"
+        if step is None:
+            uniform = 1 - uniform if reverse else uniform
+            value = low * (high / low) ** uniform if factors else low + uniform * (high - low)
+        else:
+            number = 1 + int((math.log(high / low) / math.log(step) if factors else (high - low) / step) + 1e-9)
+            place = int(uniform * number)
+            value = low * step**place if factors else low + place * step
+        return high + low - value if reverse else value
+
+    return at
+
+
 class RandomSearch:
     """Random search with a random number of runs.
 
@@ -55,7 +189,8 @@ class RandomSearch:
 
     Args:
         space: {name: values}, each a list, or a distribution with `rvs` (scipy's): as scikit-learn's
-            `RandomizedSearchCV` takes them.
+            `RandomizedSearchCV` takes them. Or None: `train` is then given a `HyperParameters`, which a ``build(hp)``
+            for keras-tuner takes.
         spends: what a run spends at most: a `tfdpfl.PrivacyPlan`, a `tfdpfl.accounting.Run`, or a ledger.
         mean_runs: the mean number of runs, at least 1.
         shape: η of the distribution: 1 is geometric, 0 logarithmic (a heavier tail, at a smaller price).
@@ -69,7 +204,7 @@ class RandomSearch:
 
     def __init__(
         self,
-        space: dict[str, Any],
+        space: dict[str, Any] | None,
         *,
         spends: Any,
         mean_runs: float | None = None,
@@ -86,19 +221,22 @@ class RandomSearch:
         self.mean_runs = _checks.real("mean_runs", mean_runs, "give the mean number of runs", at_least=1)
         mend = "1 is geometric, 0 logarithmic"
         self.shape = _checks.real("shape", shape, mend, at_least=0)
-        if not isinstance(space, dict) or not space:
-            raise ValueError(f"space={space!r:.99} must be a dict of names and what to draw from, as scikit-learn's.")
+        if space is not None and (not isinstance(space, dict) or not space):
+            raise ValueError(
+                f"space={space!r:.99} must be a dict of names and what to draw from, as scikit-learn's, or None."
+            )
         self.space = space
         self._spends, self.adjacency = _spent(spends)
         self._times = 0
         self._seed = seed
 
-    def run(self, train: Callable[[dict[str, Any]], tuple[float, Any, Any]], *, maximize: bool = True) -> Selected:
+    def run(self, train: Callable[[Any], tuple[float, Any, Any]], *, maximize: bool = True) -> Selected:
         """Trains a hidden number of times, and returns the best run. To run it again costs again.
 
         Args:
-            train: takes hyperparameters, and returns (score, result, what it spent): the last is a `PrivacyBudget`, a
-                ledger or an event. A run may spend less than was said, by fewer steps, and nothing else.
+            train: takes hyperparameters (see ``space``), and returns (score, result, what it spent): the last is a
+                `PrivacyBudget`, a ledger or an event. A run may spend less than was said, by fewer steps, and nothing
+                else.
             maximize: whether the best score is the highest. NaN is the worst.
 
         Raises:
@@ -108,7 +246,9 @@ class RandomSearch:
         best: Selected | None = None
         highest = -math.inf
         for parameters in self._draws():
-            score, result, spent = train(dict(parameters))
+            asked = isinstance(parameters, HyperParameters)
+            score, result, spent = train(parameters if asked else dict(parameters))
+            parameters = dict(parameters.values) if asked else parameters
             self._check(*_spent(spent))
             score = float(score)
             value = -math.inf if math.isnan(score) else score if maximize else -score
@@ -154,11 +294,13 @@ class RandomSearch:
                 "rates, clips, layers), or give spends= the run that costs most in each."
             )
 
-    def _draws(self) -> list[dict[str, Any]]:
+    def _draws(self) -> list[Any]:
         from sklearn.model_selection import ParameterSampler
 
         number = self._number(self._uniform(self._seed))
         seeds = [secrets.randbelow(2**32) if self._seed is None else (self._seed + i) % 2**32 for i in range(number)]
+        if self.space is None:
+            return [HyperParameters(None if self._seed is None else seed) for seed in seeds]
         # One at a time: several at once would be drawn from lists without repetition.
         return [next(iter(ParameterSampler(self.space, 1, random_state=seed))) for seed in seeds]
 
@@ -166,7 +308,7 @@ class RandomSearch:
     def _uniform(seed: int | None) -> float:
         import numpy as np
 
-        return secrets.randbelow(2**53) / 2**53 if seed is None else float(np.random.default_rng(seed).random())
+        return _uniform() if seed is None else float(np.random.default_rng(seed).random())
 
     def _number(self, uniform: float) -> int:
         """The distribution's quantile (arXiv:2110.03620, Definition 1)."""
@@ -194,6 +336,10 @@ class RandomSearch:
         if self.mean_runs <= 1 + 1e-9:
             return 1.0
         return math.exp(brentq(lambda u: mean(u) - self.mean_runs, -60, -1e-9, xtol=1e-14))
+
+
+def _uniform() -> float:
+    return secrets.randbelow(2**53) / 2**53
 
 
 def _spent(what: Any) -> tuple[DpEvent, str]:

@@ -258,5 +258,6 @@ def test_replicas_and_bias_correction_are_refused(monkeypatch):
     with pytest.raises(PrivacyError, match="on some rows alone"):
         model.train_on_batch(X, Y)
     monkeypatch.setattr(_replicas, "number", lambda: 2)
-    with pytest.raises(PrivacyError, match="sparse on 2 replicas"):
+    monkeypatch.setattr(_replicas, "among_replicas", lambda: True)
+    with pytest.raises(PrivacyError, match="sparse=AdaFEST on 2 replicas"):
         model_of(tfdpfl.DPSGD(1.0, 1.0, sparse=SPARSE)).train_on_batch(X, Y)

@@ -163,42 +163,102 @@ import tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import conftest as c, numpy as np, tfdpfl
+from tfdpfl.noise import BLT, Banded, Tree
+keras = tf.keras
 
-# On Keras 3 the last batch has 5: 3 on the one device and 2 on the other.
-x, y = c.examples(13 if c.keras3() else 16)
+# To columns of zeros belong weights that have no gradient: what they move by is the noise.
+SILENT = 2000
+x, y = c.examples(16)
+x = np.concatenate([x, np.zeros((16, SILENT), "float32")], 1)
+decay = keras.optimizers.schedules.PiecewiseConstantDecay
+alone, mirrored = (tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(n)]) for n in (1, 2))
 
-def train(two, make, clip, z, **kwargs):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if two else tf.distribute.get_strategy()
+def compiled(optimizer, **kwargs):
+    dense = keras.layers.Dense
+    model = keras.Sequential([keras.Input((x.shape[1],)), dense(5, activation="tanh"), dense(3)])
+    first, *others = c.weights()
+    model.set_weights([np.concatenate([first, np.zeros((SILENT, 5), "float32")]), *others])
+    model.compile(optimizer, loss=c.cross_entropy(), **kwargs)
+    return model
+
+def train(strategy, make, clip, z, rows=16, size=8, epochs=1, **kwargs):
     with strategy.scope():
-        model = c.compiled(make(clip, z, **kwargs))
-    budget = tfdpfl.callbacks.PrivacyBudget(delta=1e-3, accountant="rdp")
-    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[budget])
-    return model, budget
+        model = compiled(make(clip, z, seed=1, **kwargs))
+    how = {"accountant": "rdp", "delta": 1e-3, "num_examples": rows, "batch_size": size}
+    budget = tfdpfl.callbacks.PrivacyBudget(**how, sampling="fixed_order" if "noise" in kwargs else "shuffle")
+    clips = []
+    note = keras.callbacks.LambdaCallback(on_batch_begin=lambda batch, logs: clips.append(model.optimizer.current_clip))
+    data = tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows])).batch(size, drop_remainder=rows % size == 0)
+    others = [tfdpfl.callbacks.AveragedWeights(0.5)] if "use_ema" in kwargs else []
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[budget, note, *others])
+    return model, budget, clips
 
-for make, clip, z, kwargs in (
-    (tfdpfl.DPAdam, 0.6, 1.0, {"seed": 1, "learning_rate": 0.05}),
-    (tfdpfl.DPSGD, 0.6, 0.0, {"clipnorm": 0.01}),
-    (tfdpfl.DPSGD, tfdpfl.PerLayerClip(0.3), 0.5, {"seed": 3, "expected_batch_size": 8}),
-):
-    (one, priced), (two, both) = (train(n, make, clip, z, **kwargs) for n in (False, True))
+def check(make, clip, z, **kwargs):
+    single = tf.distribute.get_strategy()
+    (one, priced, clips), (two, both, _) = (train(s, make, clip, z, **kwargs) for s in (single, mirrored))
     for a, b in zip(one.get_weights(), two.get_weights()):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert one.optimizer.executed == two.optimizer.executed == [(z, 4)], two.optimizer.executed
+    variables = lambda o: o.variables() if callable(o.variables) else o.variables
+    for a, b in zip(variables(one.optimizer), variables(two.optimizer)):  # a ledger's row begins with whose it is
+        if "dp_noise_steps" not in a.name:
+            a, b = np.array(a), np.array(b)
+            np.testing.assert_allclose(*((a[..., 1:], b[..., 1:]) if a.ndim else (a, b)), atol=1e-5)
+    assert one.optimizer.executed == two.optimizer.executed
+    assert one.optimizer.current_clip == two.optimizer.current_clip
     assert priced.report.epsilon == both.report.epsilon and both.ledger.unknown_steps == 0
     for v in two.trainable_variables:
         v = getattr(v, "_value", v)
         assert len({part.numpy().tobytes() for part in v.values}) == 1  # the same on both
-x, y = c.examples(16)
-adaptive = tfdpfl.AdaptiveClip(initial=1.0)
-for clip, name, given in (
-    (1.0, "gradient_accumulation_steps", 2), (1.0, "num_microbatches", 2), (1.0, "noise", tfdpfl.noise.Tree()),
-    (1.0, "secure_noise", True), (adaptive, "AdaptiveClip", None),
+    return two, clips
+
+def check_noise(model, stddev):
+    ratio = model.get_weights()[0][c.WIDTH :].std() / stddev
+    assert 0.97 < ratio < 1.03, ratio  # and so neither 2/3 nor 3/2
+
+sgd = {"make": tfdpfl.DPSGD, "learning_rate": 1.0}
+# On Keras 3 the last batch has 5: 3 on the one device and 2 on the other.
+rows = {"rows": 13} if c.keras3() else {}
+parts = {"gradient_accumulation_steps": 2, "use_ema": True, "clipnorm": 0.01, "learning_rate": 0.05, "epochs": 2}
+two, _ = check(tfdpfl.DPAdamW, tfdpfl.PerLayerClip(0.6), 1.0, **parts, **rows)
+assert two.optimizer.executed == [(1.0, 2)]
+
+clip = tfdpfl.AdaptiveClip(initial=0.3, learning_rate=0.5)
+how = {"clip": clip, "z": 0.7, "size": 4, "gradient_accumulation_steps": 2, **sgd}
+two, clips = check(**how)
+np.testing.assert_allclose(c.flat(train(alone, **how)[0].get_weights()), c.flat(two.get_weights()), atol=1e-5)
+left = (0.7**-2 - (2 * clip.split(0.7, 8, max)[1]) ** -2) ** -0.5
+check_noise(two, left * np.hypot(*clips[1::2]) / 8)
+assert two.optimizer.executed == [(0.7, 2)] and abs(two.optimizer.current_clip - 0.3) > 0.01
+
+two, _ = check(clip=decay([0], [0.6, 0.3]), z=decay([0], [1.0, 0.5]), expected_batch_size=8, **sgd)
+check_noise(two, np.hypot(0.6, 0.15) / 8)
+assert sorted(two.optimizer.executed) == [(0.5, 1), (1.0, 1)]
+
+two, _ = check(clip=0.6, z=1.5, secure_noise=True, **sgd)
+check_noise(two, 1.5 * 0.6 * 2**0.5 / 8)
+
+uses = {"min_separation": 2, "max_participations": 2, "num_steps": 4}
+for noise in (BLT(**uses), Tree(), Banded(bands=2, **uses))[: 3 if c.keras3() else 1]:
+    two, _ = check(clip=0.6, z=1.0, epochs=2, noise=noise, **sgd)
+    check_noise(two, noise.unit * 0.6 * noise.variances(4)[-1] ** 0.5 / 8)
+
+for given, how, why in (
+    ({"num_microbatches": 2}, {}, "num_microbatches=2 on 2 replicas"), ({}, {"jit_compile": True}, "XLA does not"),
+    ({}, None, "beside the replicas"),
 ):
+    with mirrored.scope():
+        model = compiled(tfdpfl.DPSGD(1.0, 1.0, **given), **(how or {}))
+        before = model.get_weights()
+        loss = lambda x, y: tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
+        step = tf.function(lambda x, y: model.optimizer.minimize(lambda: loss(x, y), model.weights))
     try:
-        train(True, tfdpfl.DPSGD, clip, 1.0, **({} if given is None else {name: given}))
-        raise SystemExit("was not refused")
+        with mirrored.scope():
+            step(x, y) if how is None else model.train_on_batch(x, y)
+        raise SystemExit("was not refused: " + why)
     except tfdpfl.PrivacyError as error:
-        assert f"{name} on 2 replicas" in str(error), error
+        assert why in str(error), error
+    np.testing.assert_array_equal(c.flat(before), c.flat(model.get_weights()))
+    assert model.optimizer.num_dp_steps == 0
 print("done")
 """
 

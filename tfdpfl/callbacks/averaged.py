@@ -69,7 +69,7 @@ class AveragedWeights(tf.keras.callbacks.Callback):
                 LEFT[self.model] = steps, left | {fingerprint(self.model)}
 
     def _iterations(self) -> int:
-        return int(np.asarray(self.model.optimizer.iterations))
+        return int(tf.convert_to_tensor(self.model.optimizer.iterations))
 
     def _weights(self) -> list[np.ndarray]:
         return [np.array(v) for v in self.model.trainable_weights]

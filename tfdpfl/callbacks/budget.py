@@ -8,7 +8,6 @@ import math
 import warnings
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import PLAN
@@ -345,7 +344,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self._fit is not None:
             since = getattr(self._fit.model, "optimizer", None)
             since = getattr(since, "inner_optimizer", since)
-            if not hasattr(since, "_dp") and int(getattr(since, "iterations", 0)) > 0:
+            if not hasattr(since, "_dp") and int(tf.convert_to_tensor(getattr(since, "iterations", 0))) > 0:
                 raise PrivacyError(
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
                     "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
@@ -378,7 +377,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         def priced(number: int) -> float:
             ledger = copy.deepcopy(past)
             if changes and not fit.shuffled:
-                pieces = changes.spent(int(np.asarray(dp.iterations)), number)
+                pieces = changes.spent(int(tf.convert_to_tensor(dp.iterations)), number)
             else:
                 pieces = [(dp._dp.least_noise, number)]
             for value, times in pieces:

@@ -239,7 +239,8 @@ def _handed_in(graph: tf.Graph, at: int, around: list[tf.Graph]) -> Iterator[tf.
 def raw_variable(v):
     """The tf.Variable inside a Keras variable, or the thing itself."""
     inner = getattr(v, "_value", None)
-    return inner if inner is not None and hasattr(inner, "handle") else v
+    # Asked of the class: between replicas a mirrored one has no handle to show.
+    return inner if hasattr(type(inner), "handle") else v
 
 
 def name_of(v) -> str:

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from tensorflow.python.ops import control_flow_util
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl._variables import in_memory
 from tfdpfl.accounting.correlated import Compared, compare
 from tfdpfl.accounting.correlated import compute_noise_multiplier_of as compute_noise_multiplier
 from tfdpfl.accounting.strategies import BLT, Banded, Noise, Tree
@@ -222,8 +223,7 @@ class Source:
         """int64 [2]: another one whenever the op runs."""
         with self._lock:
             if self._philox is None:
-                with tf.init_scope():  # eagerly: a constant of the graph would be saved with it
-                    self._philox = tf.Variable(_entropy(3, self._seed), trainable=False)
+                self._philox = in_memory(_entropy(3, self._seed))
         # Reads and counts at once: of two threads that run a step each gets a state of its own.
         state = tf.raw_ops.RngReadAndSkip(resource=self._philox.handle, alg=_PHILOX, delta=tf.constant(1, tf.uint64))
         state = tf.bitcast(state, tf.uint64)

@@ -148,7 +148,6 @@ class DPOptimizer:
         super().build(variables)
         chain = self._dp.chain
         if chain is not None and chain.table is None:
-            self._dp.check_replicas()
             with tf.init_scope():
                 raw = [raw_variable(v) for v in variables]
                 chain.build([v.shape for v in raw], [id(v) for v in raw], self._add_state)

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.accounting.strategies import Noise
@@ -52,10 +53,8 @@ class Chain:
         self.stream: Stream | None = None
         self._places: dict[int, int] = {}
         self.table: Any = None  # the optimizer's variable
-        with tf.init_scope():
-            make = lambda value: tf.Variable(value, trainable=False)  # noqa: E731
-            # In no file: the segment that this object is in and the step that it expects; all its segments.
-            self._own = make(np.zeros([1 + ROWS, len(COLUMNS)]))
+        # In no file: the segment that this object is in and the step that it expects; all its segments.
+        self._own = in_memory(np.zeros([1 + ROWS, len(COLUMNS)]))
         self.met = np.zeros([0, len(COLUMNS)])
         renew_after_fork(self)
 

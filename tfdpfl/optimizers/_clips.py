@@ -77,7 +77,7 @@ class Scheduled(Clipping):
 
     @property
     def current(self):
-        return self.clip.value(int(np.asarray(self.iterations)))
+        return self.clip.value(int(tf.convert_to_tensor(self.iterations)))
 
 
 class Automatic(Clipping):

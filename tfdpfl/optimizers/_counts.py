@@ -16,11 +16,10 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.optimizers import _replicas
 
 ROWS = 64
 COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "truncated", "multiplier", "steps", "passes")
@@ -59,17 +58,6 @@ def number_of(name: str | None) -> float:
     if name is None:
         return 0.0
     return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (_EXACT - 1))
-
-
-def plain_variable(_, **settings):
-    """For `tf.variable_creator_scope`: what no function waits for, and no strategy mirrors."""
-    return resource_variable_ops.default_variable_creator_v2(**settings)
-
-
-def in_memory(value: np.ndarray | tf.Tensor) -> tf.Variable:
-    """A variable that is not the optimizer's, so that no file holds it."""
-    with tf.init_scope(), tf.variable_creator_scope(plain_variable):
-        return tf.Variable(value, trainable=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,19 +113,14 @@ class Counter:
 
     def drawn(self, nonfinite: tf.Tensor) -> Drawn:
         """How the batch of the step that is traced was drawn, of which so many examples were not finite; the next one
-        is another. Of several replicas the first alone knows."""
-        if not _replicas.is_first():
-            return Drawn(tf.zeros([self.batches.shape[0] - 3], tf.float64), tf.constant(-1, tf.int64))
+        is another."""
         self.nonfinite.assign_add(tf.cast(nonfinite, tf.int64))
         after, known, place = _next_batch()(tf.convert_to_tensor(self.batches))
         self.batches.assign(after)
         return Drawn(known, place)
 
     def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable) -> None:
-        """Counts a step that is traced, here and in the table that is saved, which takes the first replica's word."""
-        if not _replicas.is_first():
-            saved.assign(tf.zeros(saved.shape, tf.float64))
-            return
+        """Counts a step that is traced, here and in the table that is saved."""
         shift = tf.constant(DISCRETE if self.discrete else 0, tf.float64)
         own, kept = _counted()(self.table, saved, self.origin, drawn.known, shift, multiplier)
         self.table.assign(own)

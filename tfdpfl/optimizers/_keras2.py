@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import callers
+from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import function_graph
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers._counts import plain_variable
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
 _ROWS = "tfdpfl_rows"

@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import callers
+from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers._counts import plain_variable
 from tfdpfl.optimizers._mechanism import NO_LOSS
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl import _tap, clips, noise
+from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
-from tfdpfl.clipping.gradients import added
+from tfdpfl.clipping.gradients import added, compiled
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
@@ -171,7 +172,7 @@ class Mechanism:
         self.iterations: Any = None  # the optimizer's count of updates
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
-        self.pending = _counts.in_memory(np.int64(0))  # parts that the last step left
+        self.pending = in_memory(np.int64(0))  # parts that the last step left
 
     @property
     def _scheduled(self) -> str | None:
@@ -249,18 +250,26 @@ class Mechanism:
     def check_replicas(self) -> None:
         """Raises a `PrivacyError` where several replicas would take a step that they have no common form of."""
         replicas = _replicas.number()
-        apart = {
-            "gradient_accumulation_steps": self.parts > 1,
-            "num_microbatches": self.num_microbatches is not None,
-            "AdaptiveClip": self.clipping.start is not None,
-            "noise": self.chain is not None,
-            "secure_noise": self.secure_noise,
-            "sparse": self.sparse is not None,
-            f"{self._scheduled} that changes": self._scheduled is not None,
-        }
-        name = next((name for name, given in apart.items() if given), None)
-        if replicas > 1 and name is not None:
-            raise PrivacyError(f"{name} on {replicas} replicas is not supported. Leave it out, or train on one device.")
+        if replicas > 1 and not _replicas.among_replicas():
+            raise PrivacyError(
+                "This step is taken beside the replicas, under MirroredStrategy's scope. Have each of them take it: "
+                "strategy.run(step, args=(batch,))."
+            )
+        if replicas > 1 and compiled():
+            raise PrivacyError(
+                f"{replicas} replicas add up in the middle of the step, which XLA does not compile. Compile the model "
+                "with jit_compile=False."
+            )
+        if replicas > 1 and self.num_microbatches is not None:
+            raise PrivacyError(
+                f"num_microbatches={self.num_microbatches} on {replicas} replicas, which each see a part of the batch: "
+                "a group's examples may be on several. Leave it out, or train on one device."
+            )
+        if replicas > 1 and self.sparse is not None:
+            raise PrivacyError(
+                f"sparse=AdaFEST on {replicas} replicas, which each look up rows of their own: those that are kept are "
+                "chosen in the middle of the step, from the counts of all. Leave it out, or train on one device."
+            )
 
     def update(
         self, loss: tf.Tensor, variables: Sequence, table: tf.Variable
@@ -272,7 +281,7 @@ class Mechanism:
         # Clip, and sum over the batch.
         rows = self.rows_per_unit if self.rows_per_unit > 1 else None
         plan = Plan(_replicas.undivided(loss), variables, self.num_microbatches, rows)
-        (units,) = _replicas.summed([tf.cast(plan.units.count, tf.float32)])
+        (units,) = _replicas.once(lambda counts: counts, [tf.cast(plan.units.count, tf.float32)])
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         if self._on_grid:
             known = tf.ones([])
@@ -283,11 +292,8 @@ class Mechanism:
         used = [i for i, s in enumerate(clipped.sum) if s is not None and i not in tables]
         # Not where the clip, or a check, stops the step; and not in an execution that finds the data at their end.
         with tf.control_dependencies([clipped.num_units] if count is None else [clipped.num_units, count]):
-            (nonfinite,) = _replicas.summed([tf.cast(clipped.num_nonfinite, tf.float32)])
             sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in used]
             sums += [] if count is None else [count]
-            bound = tf.cast(self.clipping.norm, tf.float32)
-            part = Part(sums, units, self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size), bound)
 
             def done(whole: Part) -> list[tf.Tensor]:
                 rows = None
@@ -297,12 +303,18 @@ class Mechanism:
                 self.counter.count(whole.drawn, whole.multiplier, table)
                 return self._noisy(whole, rows)
 
-            # Accumulate; and of a whole batch release the sum.
-            if self.parts > 1:
+            def release(summed: list[tf.Tensor]) -> list[tf.Tensor]:
+                """Accumulates; and of a whole batch releases the sum."""
+                nonfinite, *sums = summed
+                bound = tf.cast(self.clipping.norm, tf.float32)
+                part = Part(sums, units, self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size), bound)
+                if self.parts == 1:
+                    return done(part)
                 released, pending = self._partial([variables[i] for i in used], part).add(part, done)
                 self.pending.assign(pending)
-            else:
-                released = done(part)
+                return released
+
+            released = _replicas.once(release, [tf.cast(clipped.num_nonfinite, tf.float32), *sums])
             if self.sparse is not None:
                 stddev = self._stddev(self._denominator(units))
                 used += tables
@@ -337,7 +349,7 @@ class Mechanism:
         at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
-        if self.least_noise > 0 and _replicas.is_first():
+        if self.least_noise > 0:
             stddev = self._stddev(denominator)
             if rows is None:
                 normals = self.source.gaussian([s.shape for s in sums], stddev)
@@ -350,7 +362,6 @@ class Mechanism:
             scales = [stddev if rows is None else self.clipping.norm / denominator] * at + [of_count] * (len(sums) - at)
             bound = 1 / whole.multiplier if rows is None else tf.ones([], tf.float64)
             sums = _seen(sums, noisy, normals, scales, bound, moments=rows is None)
-        sums = _replicas.summed(sums)
         if of_count is not None:
             self.clipping.adapt(sums[at], denominator)
         return sums
@@ -396,13 +407,8 @@ class Mechanism:
         """Has ``apply`` done after the last part of a logical batch, and nothing after the others."""
         if self.parts == 1:
             apply()
-            return
-
-        def done() -> tf.Tensor:
-            apply()
-            return tf.zeros([])
-
-        tf.cond(tf.equal(self.pending, 0), done, lambda: tf.zeros([]))
+        else:
+            _replicas.each_where(lambda: tf.equal(self.pending, 0), apply)
 
     def drop_partial(self, unless: Sequence[float] | None = None) -> None:
         """Begins the logical batch anew. What was not released costs nothing. A batch is kept of which all parts were

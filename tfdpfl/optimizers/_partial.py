@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.optimizers._counts import DATA, SAMPLING, UNKNOWN, Drawn, in_memory
+from tfdpfl._variables import in_memory
+from tfdpfl.optimizers._counts import DATA, SAMPLING, UNKNOWN, Drawn
 
 
 @dataclasses.dataclass

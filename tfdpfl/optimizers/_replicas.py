@@ -1,8 +1,9 @@
-"""Several replicas of one step (tf.distribute): one sum of all examples, one noise, one count."""
+"""Several replicas of one step (tf.distribute): one sum of all examples, one noise, one count, one state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -37,17 +38,45 @@ def number() -> int:
     return count
 
 
-def is_first() -> bool:
-    """Whether what is traced is the replica that draws the noise and counts."""
-    context = tf.distribute.get_replica_context()
-    return context is None or int(tf.get_static_value(context.replica_id_in_sync_group)) == 0
+def among_replicas() -> bool:
+    """Whether what is traced is one replica's part of a step."""
+    return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
 
 
-def summed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Each summed over all replicas, the same on all."""
-    if number() == 1:
-        return list(tensors)
-    return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+@tf.autograph.experimental.do_not_convert
+def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
+    """What ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so that the
+    noise it draws is one and the state it changes changes once; they all get what it gives back."""
+    if not among_replicas():
+        return do(list(tensors))
+
+    def together(strategy: tf.distribute.Strategy, *each: Any) -> Any:
+        values = [strategy.experimental_local_results(of_replicas) for of_replicas in each]
+        assert all(len(of_replicas) == strategy.num_replicas_in_sync for of_replicas in values)
+        return do([tf.add_n(of_replicas) for of_replicas in values])
+
+    return tf.distribute.get_replica_context().merge_call(together, args=tuple(tensors))
+
+
+@tf.autograph.experimental.do_not_convert
+def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], Any]) -> None:
+    """Has ``act`` done where ``chosen``, by every replica."""
+
+    def branch(act: Callable[[], Any]) -> None:
+        def done() -> tf.Tensor:
+            act()
+            return tf.zeros([])
+
+        tf.cond(chosen(), done, lambda: tf.zeros([]))
+
+    def together(strategy: tf.distribute.Strategy, acts: Any) -> None:
+        run = tf.autograph.experimental.do_not_convert(lambda act: act())
+        branch(lambda: strategy.extended.call_for_each_replica(run, args=(acts,)))
+
+    if among_replicas():  # of which none could meet the others from within a branch of its own
+        tf.distribute.get_replica_context().merge_call(together, args=(act,))
+    else:
+        branch(act)
 
 
 def undivided(loss: tf.Tensor) -> tf.Tensor:
