@@ -31,6 +31,7 @@ ONE_STACK = (
     "test_cli.py",
     "test_convex.py",
     "test_docs.py",
+    "test_examples.py",
 )
 
 
