@@ -67,7 +67,8 @@ class Rows:
 
     def run(self, name: str, epsilon: float, method: Callable) -> None:
         began, accuracies = time.perf_counter(), []
-        for _ in range(self.repeats):
+        for seed in range(self.repeats):
+            tf.keras.utils.set_random_seed(seed)  # of the weights; what hides labels stays secret
             accuracy, true, spent = method(epsilon)
             accuracies.append(accuracy)
             tf.keras.backend.clear_session()
@@ -124,7 +125,7 @@ class Rows:
 
 def row_text(row: tuple) -> str:
     name, epsilon, accuracies, true, spent = row
-    spread = f" ± {np.std(accuracies):.1%}" if len(accuracies) > 1 else ""
+    spread = f" ({min(accuracies):.1%} to {max(accuracies):.1%})" if len(accuracies) > 1 else ""
     accuracy = f"{np.mean(accuracies):.1%}{spread}"
     return f"{name:<34} ε {epsilon:<5g} accuracy {accuracy}   labels true {true:.1%}   spent {spent:.4g}"
 
@@ -155,10 +156,14 @@ def draw(rows: list[tuple], baseline: float, name: str, output: str) -> bool:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for method in dict.fromkeys(row[0] for row in rows):
-        points = sorted((row[1], np.mean(row[2]), np.std(row[2])) for row in rows if row[0] == method)
-        axes.errorbar(*zip(*points, strict=True), marker="o", capsize=3, label=method)
+        epsilons, runs = zip(*sorted((row[1], row[2]) for row in rows if row[0] == method), strict=True)
+        means, low, high = (np.array([of(run) for run in runs]) for of in (np.mean, np.min, np.max))
+        axes.errorbar(epsilons, means, (means - low, high - means), marker="o", capsize=3, label=method)
     axes.axhline(baseline, color="0.5", linestyle=":", label="no privacy")
     axes.set(xlabel="ε in total", ylabel="test accuracy", title=name, xscale="log", ylim=(0, 1))
+    shown = sorted({row[1] for row in rows})
+    axes.set_xticks(shown, [f"{epsilon:g}" for epsilon in shown])
+    axes.minorticks_off()
     axes.legend(loc="lower right")
     figure.savefig(output, dpi=150)
     plt.close(figure)
@@ -173,7 +178,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["rr", "forward", "prior", "stages", "dpsgd"],
                         choices=["rr", "forward", "prior", "stages", "dpsgd"])  # fmt: skip
     parser.add_argument("--epochs", type=int, help="passes over the data; default 10 (40 for digits)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each row; their mean is reported")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each row: mean (least to most)")
     parser.add_argument("--output", default="label_dp_mnist.png", help="the picture to write")
     arguments = parser.parse_args()
     data = datasets.load_digits() if arguments.quick else datasets.load_image_data(arguments.data_dir)

@@ -99,6 +99,7 @@ def draw(curves: dict[str, np.ndarray], given: argparse.Namespace, name: str) ->
     verdict = f"{high - low:.1f} points above" if high > low else f"{low - high:.1f} points below"
     ax.set_title(f"{name} at ε = {given.epsilon:g}: {banded} is {verdict} {plain}", fontsize=10)
     ax.set_xlabel("epoch")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_ylabel("test accuracy (%)")
     ax.legend(loc="lower right", title=f"mean of {given.seeds} runs; range shaded")
     ax.figure.savefig(given.output, dpi=150)

@@ -22,12 +22,13 @@ from tfdpfl import datasets
 def build_model(shape, num_classes):
     """The network of TensorFlow Privacy's MNIST tutorial, with tanh: bounded activations suit clipped gradients."""
     layers = tf.keras.layers
+    small = shape[0] < 16  # scikit-learn's digits
     return tf.keras.Sequential(
         [
             tf.keras.Input(shape),
-            layers.Conv2D(16, 8, strides=2, padding="same", activation="tanh"),
+            layers.Conv2D(16, 8, strides=1 if small else 2, padding="same", activation="tanh"),
             layers.MaxPooling2D(2, 1),
-            layers.Conv2D(32, 4 if shape[0] > 16 else 2, strides=2, activation="tanh"),
+            layers.Conv2D(32, 2 if small else 4, strides=2, activation="tanh"),
             layers.MaxPooling2D(2, 1),
             layers.Flatten(),
             layers.Dense(32, activation="tanh"),

@@ -22,7 +22,7 @@ import numpy as np
 from scipy import ndimage
 
 from tfdpfl.datasets import load_digits, load_image_data
-from tfdpfl.pate import PATE, ConfidentGNMax, LNMax, TeacherEnsemble, pysyft_analysis
+from tfdpfl.pate import PATE, ConfidentGNMax, LNMax, PATEReport, TeacherEnsemble, pysyft_analysis
 
 DELTA = 1e-5
 GAMMA = 0.1
@@ -130,9 +130,9 @@ def students_fn(shape: tuple[int, ...]) -> Any:
 class OfEdges:
     """Teachers that look at the edges of what they are asked about."""
 
-    def __init__(self, teachers: TeacherEnsemble) -> None:
+    def __init__(self, teachers: TeacherEnsemble, shards: list[np.ndarray]) -> None:
         self.teachers = teachers
-        self.shards_ = teachers.shards_
+        self.shards_ = shards  # each image once
 
     def votes(self, images: np.ndarray) -> np.ndarray:
         return self.teachers.votes(edges(images))
@@ -161,8 +161,9 @@ def trained(
     return teachers
 
 
-def conclude(flow: PATE, teachers: Any, x: np.ndarray, y: np.ndarray, output: str) -> None:
-    """The table and the picture. Single teachers are measured on what was asked: `x` and `y` at the queries."""
+def conclude(flow: PATE, teachers: Any, x: np.ndarray, y: np.ndarray, output: str) -> PATEReport:
+    """The table and the picture; returns the report. Single teachers are measured on what was asked: `x` and `y` at
+    the queries."""
     alone = float(np.mean(teachers.predict(x[flow.queries_]) == y[flow.queries_]))
     report = flow.report()
     print(f"\n{report}")
@@ -172,11 +173,12 @@ def conclude(flow: PATE, teachers: Any, x: np.ndarray, y: np.ndarray, output: st
         print(f"\nThe same in a picture: {output}")
     except ImportError as error:
         print(f"\nNo picture: {error}")
+    return report
 
 
-def notebook(data: Any, num_teachers: int, args: argparse.Namespace) -> None:
+def notebook(data: Any, num_teachers: int, args: argparse.Namespace, seed: int) -> PATEReport:
     """The notebook's settings, its figure, and what the answers really cost."""
-    shards = np.array_split(np.random.default_rng(0).permutation(len(data.x_train)), num_teachers)
+    shards = np.array_split(np.random.default_rng(seed).permutation(len(data.x_train)), num_teachers)
     aside = 0.1 if args.validate else 0.0
     teachers = trained(data.x_train, data.y_train, shards, teacher_fn, args, aside)
     gamma = GAMMA if num_teachers >= 100 else 2 * GAMMA * 100 / num_teachers  # fewer votes carry less noise
@@ -193,17 +195,17 @@ def notebook(data: Any, num_teachers: int, args: argparse.Namespace) -> None:
     flow = PATE(teachers, LNMax(gamma), lambda: student_fn(data.x_train.shape[1:]), DELTA, epochs=args.student_epochs)
     test_data = data.x_test[rest], data.y_test[rest]
     flow.fit(data.x_test, data.y_test, queries=queries, test_data=test_data)
-    conclude(flow, teachers, data.x_test, data.y_test, args.output)
+    return conclude(flow, teachers, data.x_test, data.y_test, args.output)
 
 
-def better(data: Any, num_teachers: int, args: argparse.Namespace) -> None:
+def better(data: Any, num_teachers: int, args: argparse.Namespace, seed: int) -> PATEReport:
     """More teachers, answers only where they agree, unlabelled images put to use, and a budget."""
-    images, rng, copies = data.x_train, np.random.default_rng(0), 5  # the same when it goes on from a checkpoint
+    images, rng, copies = data.x_train, np.random.default_rng(seed), 5  # the same when it goes on from a checkpoint
     # All variations of an image are in one shard: its teacher still has one vote on each query.
     shards = np.array_split(rng.permutation(len(images)), num_teachers)
-    shards = [np.concatenate([shard + len(images) * i for i in range(copies)]) for shard in shards]
+    varying = [np.concatenate([shard + len(images) * i for i in range(copies)]) for shard in shards]
     x = np.concatenate([edges(images), *(edges(varied(images, rng)) for _ in range(copies - 1))])
-    teachers = OfEdges(trained(x, np.tile(data.y_train, copies), shards, edges_fn, args))
+    teachers = OfEdges(trained(x, np.tile(data.y_train, copies), varying, edges_fn, args), shards)
     # The 2018 paper's threshold and noise for 250 teachers, in proportion.
     share = num_teachers / 250
     aggregator = ConfidentGNMax(200 * share, 150 * share, 40 * share)
@@ -227,10 +229,27 @@ def better(data: Any, num_teachers: int, args: argparse.Namespace) -> None:
         rounds=4,
         test_data=test_data,
     )
-    conclude(flow, teachers, data.x_test, data.y_test, args.output)  # queries count from the first image
+    return conclude(flow, teachers, data.x_test, data.y_test, args.output)  # queries count from the first image
+
+
+def conclude_all(reports: list[PATEReport]) -> None:
+    """Mean, least and most of all runs."""
+    print(f"\n{len(reports)} runs: mean (least to most)")
+    for name, of in {
+        "student right, %": lambda r: 100 * r.student_accuracy,
+        "labels given": lambda r: r.answered,
+        "labels right, %": lambda r: 100 * r.label_accuracy,
+        "epsilon whatever the votes": lambda r: float(r.epsilon),
+        "epsilon given the votes, with noise": lambda r: float(r.sanitized.epsilon),
+        "epsilon given the votes (private)": lambda r: float(r.epsilon_data_dependent),
+    }.items():
+        found = [of(report) for report in reports]
+        print(f"  {name:<36} {np.mean(found):9.2f} ({min(found):.2f} to {max(found):.2f})")
 
 
 def main() -> None:
+    import tensorflow as tf
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", help="a folder with MNIST's files (else TFDPFL_DATA_DIR, else Keras's download)")
     parser.add_argument("--digits", action="store_true", help="scikit-learn's small digits, at once")
@@ -240,6 +259,7 @@ def main() -> None:
     parser.add_argument("--student-epochs", type=int, help="default 20, with --better 25; 60 for the small digits")
     parser.add_argument("--queries", type=int, help="default 2000, with --better 3000")
     parser.add_argument("--budget", type=float, help="with --better: epsilon not to be passed; default 2, digits 20")
+    parser.add_argument("--seeds", type=int, default=1, help="whole runs, each with its own shards and weights")
     parser.add_argument("--checkpoint-dir", help="keeps trained teachers, and goes on from there")
     parser.add_argument("--logs", action="store_true", help="prints each teacher's training, a line an epoch")
     parser.add_argument("--validate", action="store_true", help="not with --better: sets a tenth aside")
@@ -251,7 +271,13 @@ def main() -> None:
     args.student_epochs = args.student_epochs or (60 if small else 25 if args.better else 20)
     args.epochs = args.epochs or (12 if args.better else 10)
     num_teachers = args.teachers or (20 if small else 250 if args.better else 100)
-    (better if args.better else notebook)(data, num_teachers, args)
+    reports, folder = [], args.checkpoint_dir
+    for seed in range(args.seeds):
+        tf.keras.utils.set_random_seed(seed)  # of the weights; the votes' noise stays secret
+        args.checkpoint_dir = os.path.join(folder, str(seed)) if folder and args.seeds > 1 else folder
+        reports.append((better if args.better else notebook)(data, num_teachers, args, seed))
+    if args.seeds > 1:
+        conclude_all(reports)
 
 
 if __name__ == "__main__":

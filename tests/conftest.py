@@ -29,7 +29,9 @@ ONE_STACK = (
     "pate/test_pate.py",
     "pate/test_pate_sensitivity.py",
     "test_cli.py",
+    "test_convex.py",
     "test_docs.py",
+    "test_examples.py",
 )
 
 

@@ -1,6 +1,7 @@
 """The README and the pages say what is there: their snippets run, their links lead somewhere, each page is found."""
 
 import ast
+import functools
 import importlib
 import json
 import re
@@ -99,23 +100,31 @@ def text(node, names=()):
     return dict(names).get(node.id) if isinstance(node, ast.Name) else None
 
 
-TREES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "tfdpfl").rglob("*.py")}
-NAMED = {
-    node.targets[0].id: text(node.value)
-    for tree in TREES.values()
-    for node in tree.body
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-}
+@functools.cache
+def trees():
+    """Each file of the package, parsed."""
+    return {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "tfdpfl").rglob("*.py")}
+
+
+@functools.cache
+def named():
+    """The texts that modules give names to."""
+    return {
+        node.targets[0].id: text(node.value)
+        for tree in trees().values()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
 
 
 def refusals():
     """The sentences of every PrivacyError that is raised, and the reasons why examples meet in an op."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             at = {"PrivacyError": 0, "mixed": 1, "Mixed": 2}.get(node.func.id)
-            said = None if at is None or len(node.args) <= at else text(node.args[at], NAMED)
+            said = None if at is None or len(node.args) <= at else text(node.args[at], named())
             if said:
                 yield f"{path.name}:{node.lineno}", said
 
@@ -128,7 +137,7 @@ def rows_of_the_errors():
 
 
 def test_the_errors_that_are_explained_are_those_of_the_code():
-    rows, said = rows_of_the_errors(), "\n".join(filter(None, (text(n) for t in TREES.values() for n in ast.walk(t))))
+    rows, said = rows_of_the_errors(), "\n".join(filter(None, (text(n) for t in trees().values() for n in ast.walk(t))))
     assert len(rows) > 100 and [row for row in rows if row not in said] == []
 
 

@@ -1,6 +1,7 @@
 """Every public name says what it promises, and every parameter is named where it says what it takes."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ EXCEPTIONS = {
 }
 
 
+@functools.cache
 def trees():
     found = {}
     for path in sorted((ROOT / "tfdpfl").rglob("*.py")):
@@ -30,12 +32,9 @@ def trees():
     return found
 
 
-TREES = trees()
-
-
 def exported():
     """(public name, its node) of every package's and module's `__all__`, through its imports."""
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
         names = [[e.value for e in every.elts if isinstance(e, ast.Constant)] for every in lists]
         if module in (
@@ -50,7 +49,7 @@ def exported():
         }
         lazy = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_WHERE"]
         for name in (c.value for every in lazy for c in ast.walk(every) if isinstance(c, ast.Constant)):
-            for below in TREES:
+            for below in trees():
                 if below.startswith(f"{module}.") and (node := found(below, name, through=False)) is not None:
                     yield f"{module}.{name}", node
         for name in names[0] if names else own if public and module.count(".") == 1 else ():
@@ -67,11 +66,13 @@ def defined(tree):
     return names | {n.name: n for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
 
 
-DEFINED = {module: defined(tree) for module, tree in TREES.items()}
+@functools.cache
+def names_of(module):
+    return defined(trees()[module]) if module in trees() else {}
 
 
 def found(module, name, through=True):
-    node = DEFINED.get(module, {}).get(name)
+    node = names_of(module).get(name)
     if isinstance(node, tuple):
         return found(*node) if through else None
     return node
@@ -118,7 +119,7 @@ def missing(node, inherited=()):
 def documented_by_bases(node):
     """Methods that a base class in this package explains."""
     for base in map(ast.unparse, node.bases if isinstance(node, ast.ClassDef) else ()):
-        for module in TREES:
+        for module in trees():
             above = found(module, base)
             if isinstance(above, ast.ClassDef):
                 yield from (n.name for n in above.body if isinstance(n, ast.FunctionDef) and ast.get_docstring(n))

@@ -106,6 +106,23 @@ def test_the_check_tells_noise_of_two_thirds_and_three_halves(generator):
     assert not accepts(step([[MILLION]], 1.02)[0], 1.0)
 
 
+@both_generators
+def test_normals_outside_of_a_graph_have_no_gaps_of_float32(generator):
+    with drawn_by(generator):
+        drawn = noise.Source(20).normals((1000, 1000))
+        again = noise.Source(20).normals((1000, 1000))
+        nothing = noise.Source().normals([0, 3])
+    assert drawn.dtype == np.float64 and drawn.shape == (1000, 1000) and nothing.shape == (0, 3)
+    assert accepts(drawn, 1.0) and not accepts(drawn, 2 / 3) and not accepts(drawn, 3 / 2)
+    assert scipy.stats.kstest(drawn.ravel(), "norm").pvalue > 1e-8
+    assert correlation(drawn[1:], drawn[:-1]) < 0.006 and (drawn == again).all()
+    gap = drawn - drawn.astype(np.float32)  # of numbers about 1 the gaps are 2^-23
+    assert (gap != 0).mean() > 0.999 and 2**-26 < np.std(gap[np.abs(drawn) > 1]) < 2**-23
+    with drawn_by(generator):
+        source = noise.Source()
+        assert correlation(source.normals([100_000]), source.normals([100_000])) < 0.02
+
+
 @pytest.mark.slow
 def test_the_noise_is_divided_by_the_expected_batch_size_whatever_the_batch_is():
     steps = Noise(expected_batch_size=10)

@@ -226,7 +226,7 @@ class _Problem:
         self._source = Source(seed)
 
     def normals(self) -> np.ndarray:
-        return self._source.gaussian([[self.size]], 1.0)[0].numpy().astype(float)
+        return self._source.normals([self.size])
 
     def noised(self, value: np.ndarray, z: float, sensitivity: float) -> np.ndarray:
         noise = z * sensitivity * self.normals()

@@ -215,9 +215,9 @@ class Training:
         assert self.claim > 0
         return replay(lambda w: self.run(w, times), ONES, self.without, adjacency="zero_out")
 
-    def bounded(self) -> tuple[float, float]:
+    def bounded(self, trials: int = 400) -> tuple[float, float]:
         claim = self.claim
-        trials = 400 if self.batch == NUMBER else 100  # one by one
+        trials = trials if self.batch == NUMBER else trials // 4  # one by one
         how = dict(delta=DELTA, vectorized=True, tradeoff="gaussian")
         return claim, audit_epsilon(self.scores, ONES, self.without, trials, CONFIDENCE, **how)
 
@@ -314,7 +314,7 @@ def _trainings() -> Iterator[Case]:
     yield Case("poisson_batches", "optimizers", None, poisson, 0.0)
 
 
-def poisson(steps: int = 3, trials: int = 80, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
+def poisson(steps: int = 3, trials: int = 200, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
     """Runs of a few sampled batches in one `fit`, told by how far each one went."""
     import tensorflow as tf
 
@@ -599,7 +599,7 @@ def strategy_case(name: str, make: Callable[[], Any], least: float) -> Case:
             score = added @ PULL / np.linalg.norm(PULL)
             return np.column_stack([score, clips]) if clips.any() else score
 
-        return first.epsilon, audit_epsilon(scores, 1.0, None, 120, CONFIDENCE, **few)
+        return first.epsilon, audit_epsilon(scores, 1.0, None, 200, CONFIDENCE, **few)
 
     return Case(name, "Flower", seen, bound, least)
 

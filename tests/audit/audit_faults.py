@@ -70,7 +70,9 @@ def replayed(name: str) -> Callable[[bool], str]:
 
 
 def bounded(name: str) -> Callable[[bool], str]:
-    return lambda there: above(cases.TRAININGS[name][0]().bounded if there else lambda: cases.sound_bound(name))(there)
+    # Where all can be told apart, 400 runs of the tree's two steps show little more than is claimed.
+    broken = lambda: cases.TRAININGS[name][0]().bounded(1000)
+    return lambda there: above(broken if there else lambda: cases.sound_bound(name))(there)
 
 
 def above(bound: Callable[[], tuple[float, float]]) -> Callable[[bool], str]:

@@ -166,6 +166,15 @@ def test_a_gaussian_is_seen_twice_as_far_as_an_event_is():
     assert audit_epsilon(gaussian(0.0), 0, 1, 2000, tradeoff="gaussian", **how) < 0.5
 
 
+def test_where_all_can_be_told_apart_every_run_counts():
+    """The threshold lies between what was seen, so that none of the counted runs is lost at its edge."""
+    low = (0.01 / 2) ** (1 / 75)  # Clopper and Pearson's, of 75 hits in 75
+    found = audit_epsilon(gaussian(20.0), 0, 1, 100, delta=1e-3, vectorized=True, tradeoff="gaussian")
+    assert found == pytest.approx(epsilon_of_mu(2 * stats.norm.ppf(low), 1e-3))
+    apart = {0: 0.0, 1: math.inf}
+    assert audit_epsilon(lambda far: apart[far], 0, 1, 100) > 1.5
+
+
 def test_the_gaussian_bound_holds_as_often_as_it_says():
     mechanism, true, runs = gaussian(1.0), epsilon_of_mu(1.0, 1e-3), 100
     bounds = [

@@ -65,6 +65,37 @@ def test_a_label_mechanism_loses_no_more_than_it_claims(name):
     assert most == pytest.approx(epsilon) if exact and name == "ALIBI" else most <= epsilon * (1 + 1e-4)
 
 
+def releases(monkeypatch, mechanism, y):
+    """What the mechanism tells a tape."""
+    seen = []
+    monkeypatch.setattr(_tap, "tape", type("Seen", (), {"take": lambda self, r: seen.append(r) or r.out})())
+    mechanism(y)
+    return seen
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_a_label_mechanism_tells_of_all_that_it_claims(monkeypatch, name):
+    mechanism, epsilon, _ = LABELS[name]
+    seen = releases(monkeypatch, mechanism, Y)
+    assert sum(release.replaced for release in seen) == pytest.approx(epsilon)
+    assert len(seen) == 1 + name.startswith("paid")
+
+
+@pytest.mark.parametrize(
+    ("make", "y"),
+    [(lambda: RandomizedResponse(1.5, 4), np.arange(4)), (lambda: UnbiasedRandomizer(1.5, prior=GRID), GRID[0])],
+)
+def test_the_loss_of_what_is_drawn_is_that_of_its_matrix(monkeypatch, make, y):
+    mechanism = make()
+    (release,) = releases(monkeypatch, mechanism.fit_transform, y)
+    matrix = mechanism.transition_matrix_
+    for a in range(4):
+        for b in range(4):
+            for j in range(matrix.shape[1]):
+                loss = release.loss(y[[a]], y[[b]], np.array([j]))
+                assert loss == pytest.approx(abs(math.log(matrix[a, j] / matrix[b, j])), abs=1e-9)
+
+
 def test_the_loss_of_top_k_is_that_of_its_matrix():
     """The closed form against `matrices`, which is tested by itself."""
     order, rank = _top_k.by_likelihood(np.array([[0.1, 0.2, 0.3, 0.4]]))
@@ -72,9 +103,7 @@ def test_the_loss_of_top_k_is_that_of_its_matrix():
     matrix = _top_k.matrices(order, k, 1.5)[0]
     for a in range(4):
         for b in range(4):
-            report = replay(
-                lambda y: _top_k.release(np.array([y]), zero, order, rank, k, 1.5, np.random.random), a, b
-            )
+            report = replay(lambda y: _top_k.release(np.array([y]), zero, order, rank, k, 1.5, np.random.random), a, b)
             losses = [abs(math.log(matrix[a, j] / matrix[b, j])) for j in (2, 3)]
             assert min(abs(report.epsilon - loss) for loss in losses) < 1e-9
 
@@ -309,3 +338,29 @@ def test_bad_input_is_named_with_its_mend(call, words):
     with pytest.raises(ValueError, match=words):
         call()
     assert _tap.tape is None
+
+
+def test_a_federation_is_replayed_with_pythons_random_seeded():
+    """Flower draws the clients of a round with it."""
+    pytest.importorskip("flwr")
+    import random
+
+    import audit_cases as cases
+    from flower_fakes import moved
+    from flwr.serverapp.strategy import FedAvg
+
+    from tfdpfl.flower import DifferentialPrivacyFixedClipping
+
+    train = moved(lambda number: np.random.default_rng(number).normal(size=10) * 5)
+    how = dict(noise_multiplier=1.0, clip=1.0, clients_per_round=2, delta=1e-3)
+
+    def run(far):
+        return cases.federation(DifferentialPrivacyFixedClipping(FedAvg(fraction_train=0.5), **how), far, 6, train)[0]
+
+    def seeded(far):
+        random.seed(0)
+        return run(far)
+
+    assert replay(seeded, 1.0, None).ok
+    with pytest.raises(ValueError, match="does not do the same twice"):
+        replay(run, 1.0, None)

@@ -68,6 +68,77 @@ def test_rmia_counts_whom_an_example_beats(gamma):
     assert (got.auc, got.tpr_at_low_fpr) == (pytest.approx(want.auc), want.tpr_at_low_fpr)
 
 
+def federation(shadows, clients, most, gap, seed=0):
+    """As `world`, where clients have one to `most` examples, and are in a training with all of them."""
+    rng = np.random.default_rng(seed)
+    owner = rng.permutation(np.repeat(np.arange(clients), rng.integers(1, most + 1, clients)))
+    inside = (rng.random((shadows + 1, clients)) < 0.5)[:, owner]
+    scores = rng.normal(0, 5, len(owner)) + gap * inside + rng.normal(size=inside.shape)
+    return (scores[0], scores[1:], inside[1:], inside[0]), owner
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_a_client_is_told_by_all_of_its_examples(online):
+    """The mean of m examples is √m times as far out as one, over its deviation: the AUC is Φ(gap √(m / 2))."""
+    rng, m, clients, gap = np.random.default_rng(1), 6, 1500, 0.4
+    inside = np.repeat(rng.random((201, clients)) < 0.5, m, axis=1)
+    scores = rng.normal(0, 5, m * clients) + gap * inside + rng.normal(size=inside.shape)
+    many, owner = (scores[0], scores[1:], inside[1:], inside[0]), np.repeat(np.arange(clients), m)
+    report = lira(*many, online=online, clients=owner, confidence=0.999)
+    assert report.auc_interval[0] < stats.norm.cdf(gap * np.sqrt(m / 2)) < report.auc_interval[1] + 0.01
+    assert lira(*many, online=online).auc == pytest.approx(stats.norm.cdf(gap / np.sqrt(2)), abs=0.02)
+    assert (report.unit, report.num_members + report.num_non_members) == ("client", clients)
+    assert "each a client with all its examples" in str(report) and report.to_dict()["unit"] == "client"
+    given, owner = federation(100, 800, 4, 0.0)
+    nothing = lira(*given, online=online, clients=owner)
+    assert abs(nothing.auc - 0.5) < 0.08
+
+
+def test_clients_of_any_size_are_compared():
+    """Each client's sum by hand; one example each is the attack on examples; names may be strings."""
+    given, owner = federation(40, 120, 5, 1.0)
+    scores, shadow, inside, members = given
+    mean = lambda which: np.where(which, shadow, 0).sum(0) / which.sum(0)
+    spread = lambda which: np.sqrt(np.where(which, (shadow - mean(which)) ** 2, 0).sum() / (which.sum(0) - 1).sum())
+    z = (scores - mean(~inside)) / spread(~inside)
+    ratio = z**2 / 2 - ((scores - mean(inside)) / spread(inside)) ** 2 / 2
+    of = lambda part, by: np.array([by(part[owner == i]) for i in range(120)])
+    within = of(members, np.all)
+    logs, p = -np.logaddexp(0, -scores), 1 / (1 + np.exp(-shadow))
+    reference = (np.where(inside, p, 0).sum(0) / inside.sum(0) + np.where(inside, 0, p).sum(0) / (~inside).sum(0)) / 2
+    means = of(logs - np.log(reference), np.mean)
+    beats = np.array([np.sum(means[i] >= means) - 1.0 for i in range(120)])
+    found = {
+        "online": (lira(*given, clients=owner), of(ratio, np.sum)),
+        "offline": (lira(*given, online=False, clients=owner), of(z, lambda part: part.sum() / np.sqrt(len(part)))),
+        "rmia": (rmia(logs, -np.logaddexp(0, -shadow), inside, members, clients=owner), beats),
+    }
+    for name, (got, by_hand) in found.items():
+        want = membership_inference(None, -by_hand[within], -by_hand[~within])
+        assert (got.auc, got.tpr_at_low_fpr) == (pytest.approx(want.auc, abs=2e-3), want.tpr_at_low_fpr), name
+    each = np.arange(len(scores))
+    assert lira(*given, clients=each).auc == lira(*given).auc
+    assert lira(*given, clients=[f"c{i}" for i in owner]).auc == found["online"][0].auc
+
+
+@pytest.mark.parametrize("attack", [lira, lambda s, h, *rest, **how: rmia(-abs(s), -abs(h), *rest, **how)])
+def test_clients_that_do_not_fit_are_refused(attack):
+    (scores, shadow, inside, members), owner = federation(40, 40, 2, 1.0)
+
+    def refused(words, clients=owner, inside=inside, members=members):
+        with pytest.raises(ValueError, match=words):
+            attack(scores, shadow, inside, members, clients=clients)
+
+    refused(r"clients must be whole numbers or strings \[examples\], \[\d+\], got", owner[1:])
+    refused("of float64: give the id of each example's client", owner + 0.5)
+    refused("two in the model's training and two that are not, got 40 and 0", members=members | True)
+    torn = np.bincount(owner)[owner] == 2
+    one = np.arange(len(owner)) == np.flatnonzero(torn)[0]  # of the two examples of a client
+    words = f"clients: {owner[one][0]} has examples in a training and others that are not: put all"
+    refused(words, members=members ^ one)
+    refused(words, inside=inside ^ (one & (np.arange(40) == 7)[:, None]))
+
+
 @pytest.mark.parametrize(
     "call, words",
     [

@@ -396,7 +396,7 @@ def test_a_keras_model_is_a_prior():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("one_hot", [False, pytest.param(True, marks=pytest.mark.one_stack)])
 def test_stages_release_each_label_once_for_the_total(one_hot):
     x, y = blobs(1500)
     names = np.array(["c", "a", "b"])[y]
@@ -502,6 +502,7 @@ def test_a_transformer_survives_pickling_with_its_record():
 # Real data
 
 
+@pytest.mark.one_stack
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TFDPFL_DATA_DIR"), reason="needs MNIST: set TFDPFL_DATA_DIR")
 def test_a_kmeans_prior_helps_on_mnist():
@@ -514,6 +515,7 @@ def test_a_kmeans_prior_helps_on_mnist():
     assert (plain == y).mean() < 0.2 < 0.6 < (noisy == y).mean()
 
 
+@pytest.mark.one_stack
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TFDPFL_DATA_DIR"), reason="needs MNIST: set TFDPFL_DATA_DIR")
 def test_an_automatic_share_on_mnist_tells_nine_of_ten_at_one_and_no_less_with_more():

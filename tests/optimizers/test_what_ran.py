@@ -693,6 +693,7 @@ def test_a_seed_and_the_generator_are_in_the_statement():
 # -- kills -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_stack  # what is in a file, and what a process makes of it, is tested on both
 @pytest.mark.slow
 def test_trainings_that_are_killed_and_resumed_count_every_step_and_repeat_no_noise():
     """The short form of the benchmark: 1,000 of them take half an hour. Correlated noise goes on as one mechanism."""

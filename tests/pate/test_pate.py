@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
+from tfdpfl import _tap
 from tfdpfl.accounting import price
 from tfdpfl.pate import (
     ConfidentGNMax,
@@ -288,6 +289,36 @@ def test_noise_has_the_stated_size():
         assert mechanism.aggregate(votes).labels.mean() == pytest.approx(1 - right, abs=0.005)
     confident = ConfidentGNMax(70, 20, 1, seed=1).aggregate(votes)
     assert confident.answered.mean() == pytest.approx(special.ndtr(-10 / 20), abs=0.005)
+
+
+class _Seen:
+    """A tape that keeps what was added."""
+
+    def __init__(self):
+        self.noise = []
+
+    def take(self, release):
+        self.noise += release.noise
+        return release.out
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "noises"),
+    [
+        (LNMax(0.25), [stats.laplace(scale=4)]),
+        (GNMax(3.0), [stats.norm(scale=3)]),
+        (ConfidentGNMax(0.0, 5.0, 2.0), [stats.norm(scale=5), stats.norm(scale=2)]),
+    ],
+)
+def test_noise_is_of_its_distribution(monkeypatch, mechanism, noises):
+    monkeypatch.setattr(_tap, "tape", seen := _Seen())
+    mechanism.aggregate(np.tile([90, 5, 5], (5000, 1)))
+    assert len(seen.noise) == len(noises)
+    for noise, of in zip(seen.noise, noises, strict=True):
+        assert stats.kstest(noise.ravel(), of.cdf).pvalue > 1e-8
+        for times in (2 / 3, 3 / 2):
+            assert stats.kstest(times * noise.ravel(), of.cdf).pvalue < 1e-8
+        assert noise.ndim == 1 or abs(np.corrcoef(noise.T) - np.eye(3)).max() < 0.09
 
 
 def test_noise_is_fresh_without_a_seed_and_repeats_with_one():

@@ -63,16 +63,22 @@ def test_the_noise_of_the_release_is_as_wide_as_its_price_says():
     sensitivity = smooth_sensitivity(mechanism, votes, order, beta).sum()
     total = rdp_data_dependent(mechanism, votes, [order]).sum()
     assert 5 * noise * sensitivity < total < len(votes) * order / 40**2 - 5 * noise * sensitivity  # nothing is cut off
-    figures = [
-        float(smooth_sensitivity_release(mechanism, votes, 1e-5, order=order, beta=beta, noise=noise, seed=i).unpadded)
-        for i in range(250)
-    ]
+    how = dict(order=order, beta=beta, noise=noise, failure=0.2)
+    released = [smooth_sensitivity_release(mechanism, votes, 1e-5, **how, seed=i) for i in range(250)]
+    figures = [float(release.unpadded) for release in released]
     # At one order ε is the released total plus a constant.
     ratio = np.std(figures) / (noise * sensitivity)
     assert 0.82 < ratio < 1.18  # four standard errors; 2/3 and 3/2 are outside
     paid = release_cost(order, beta, noise) + order / (2 * noise**2)
     middle = epsilon_of_rdp([order], [total + paid], 1e-5)[0]
     assert abs(np.mean(figures) - middle) < 4 * noise * sensitivity / np.sqrt(len(figures))
+    # The margin is a multiple of the sensitivity, whose logarithm has noise of its own.
+    margins = np.log([release.epsilon - release.unpadded for release in released])
+    assert 0.82 < np.std(margins) / (beta * noise) < 1.18
+    quantile = stats.norm.isf(0.1)
+    middle = np.log(quantile * noise * sensitivity) + quantile * beta * noise
+    assert abs(np.mean(margins) - middle) < 4 * beta * noise / np.sqrt(len(figures))
+    assert abs(np.corrcoef(figures, margins)[0, 1]) < 0.25  # four standard errors
 
 
 def divergence(order, mean, deviation, other_deviation):

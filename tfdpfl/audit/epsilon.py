@@ -89,7 +89,7 @@ def audit_epsilon(
     best, event = -math.inf, (1, math.inf)
     for sign in (1, -1):
         likely, unlikely = (np.sort(sign * part) for part in (scores if sign == 1 else scores[::-1]))
-        thresholds = np.unique(np.concatenate([likely, unlikely]))
+        thresholds = _between(np.unique(np.concatenate([likely, unlikely])))
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, min(len(thresholds), 200)).astype(int)]
         hits = half - np.searchsorted(likely, thresholds, "left")
         misses = half - np.searchsorted(unlikely, thresholds, "left")
@@ -100,6 +100,14 @@ def audit_epsilon(
     likely, unlikely = (sign * score(part) >= threshold for part in (counted if sign == 1 else counted[::-1]))
     found = float(bound(likely.sum(), unlikely.sum(), trials - half, confidence, delta))
     return max(0.0, found) if tradeoff is None else epsilon_of_mu(found, delta)
+
+
+def _between(values: np.ndarray) -> np.ndarray:
+    """The first of these sorted values, and the middle of each two: a threshold at one of the runs that chose it would
+    lose runs that are a little below, where the two inputs are far apart."""
+    with np.errstate(invalid="ignore"):
+        middle = values[:-1] / 2 + values[1:] / 2
+    return np.append(values[:1], np.where(np.isfinite(middle), middle, values[1:]))
 
 
 def _rates(hits: Any, misses: Any, n: int, confidence: float) -> tuple[np.ndarray, np.ndarray]:

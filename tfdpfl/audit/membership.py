@@ -31,6 +31,7 @@ class MembershipReport:
       confidence: of both intervals. Those of slices hold all together, so each by itself with more.
       num_members: number of members.
       num_non_members: number of non-members.
+      unit: what a member is, "example" or "client".
       slices: {name: report} of parts of the examples, by the same scores.
       left_out: names of slices that have fewer than two members or non-members.
       roc: (false, true positive rates), what the attack reaches at every threshold; ``to_dict`` leaves it out.
@@ -45,6 +46,7 @@ class MembershipReport:
     num_members: int
     num_non_members: int
     fpr: float = LOW_FPR
+    unit: str = "example"
     slices: Mapping[str, MembershipReport] = dataclasses.field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     roc: tuple[np.ndarray, np.ndarray] = dataclasses.field(default=(np.zeros(0),) * 2, repr=False, compare=False)
@@ -55,8 +57,9 @@ class MembershipReport:
         return found | {"slices": {name: part.to_dict() for name, part in self.slices.items()}}
 
     def __str__(self) -> str:
+        unit = ", each a client with all its examples" if self.unit == "client" else ""
         lines = [
-            f"{self.attack} attack on {self.num_members} members and {self.num_non_members} non-members: "
+            f"{self.attack} attack on {self.num_members} members and {self.num_non_members} non-members{unit}: "
             f"{self._found()} ({self.confidence:.0%} confidence)"
         ]
         lines += [

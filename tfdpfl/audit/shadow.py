@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ def lira(
     members: Any,
     *,
     online: bool = True,
+    clients: Any = None,
     confidence: float = 0.95,
 ) -> MembershipReport:
     """Attacks a model by the likelihood ratio of each example's score with it in training and without.
@@ -31,29 +33,40 @@ def lira(
 
     The variance is each example's own where it has at least 32 shadows of either kind, else common to all.
 
+    Of a federated model whole clients are in a training or out of it. With ``clients`` a client's score is the sum of
+    its examples' log-likelihood ratios; offline, the sum of their z-scores over the root of their number (Stouffer).
+    This takes the examples' scores to be independent, given whose models had the client: where they are not, the
+    attack is weaker than it could be, and its report is still right.
+
     Args:
       scores: ``[examples]``, of the model that is attacked.
       shadow_scores: ``[shadows, examples]``.
       shadow_members: bool ``[shadows, examples]``: which were in each shadow's training.
       members: bool ``[examples]``: which were in the model's.
       online: whether shadows that had the example are used.
+      clients: ids ``[examples]``, numbers or strings: whose each example is. Then clients are attacked, and counted in
+        the report. None attacks examples.
       confidence: of the intervals, strictly between 0 and 1.
 
     Raises:
-      ValueError: shapes do not fit, scores are not finite, or an example has fewer than two shadows of a kind that is
-        needed.
+      ValueError: shapes do not fit, scores are not finite, an example has fewer than two shadows of a kind that is
+        needed, a client is partly in a training, or fewer than two clients are in the model's or out of it.
 
     Source: Carlini et al. 2022, arXiv:2112.03570, algorithm 1 and section VI.
     """
     scores, shadow, inside, members = _checked(scores, shadow_scores, shadow_members, members)
     confidence = _checks.probability("confidence", confidence, "for instance 0.95")
+    owners = None if clients is None else _Owners(clients, inside, members)
     mean, deviation = _normals(shadow, ~inside, "without")
     if online:
         mean_in, deviation_in = _normals(shadow, inside, "with")
         ratio = stats.norm.logpdf(scores, mean_in, deviation_in) - stats.norm.logpdf(scores, mean, deviation)
     else:
-        ratio = stats.norm.logcdf(scores, mean, deviation)
-    return report_of("LiRA, online" if online else "LiRA, offline", ratio[members], ratio[~members], confidence)
+        ratio = (scores - mean) / deviation
+    name = "LiRA, online" if online else "LiRA, offline"
+    if owners is None:
+        return report_of(name, ratio[members], ratio[~members], confidence)
+    return owners.report(name, owners.sums(ratio) / (1 if online else np.sqrt(owners.sizes)), confidence)
 
 
 def rmia(
@@ -63,12 +76,14 @@ def rmia(
     members: Any,
     *,
     gamma: float = 1.0,
+    clients: Any = None,
     confidence: float = 0.95,
 ) -> MembershipReport:
     """Attacks a model by comparing each example with others of the population (RMIA, online): how many of the others'
     likelihood ratios does its own beat by a factor of γ? It needs fewer shadows than LiRA; one pair is enough.
 
-    The others are all examples that are attacked, but itself.
+    The others are all examples that are attacked, but itself. With ``clients`` a client's ratio is the geometric mean
+    of its examples', and is compared with the other clients'.
 
     Args:
       log_probabilities: ``[examples]``: ln of the right class's probability by the model; minus the cross-entropy.
@@ -77,6 +92,7 @@ def rmia(
         that was not.
       members: bool ``[examples]``: which were in the model's.
       gamma: γ ≥ 1.
+      clients: as in `lira`.
       confidence: of the intervals, strictly between 0 and 1.
 
     Raises:
@@ -93,8 +109,55 @@ def rmia(
     halves = [np.where(which, np.exp(shadow), 0).sum(0) / _counts(which, 1, name) for which, name in
               ((inside, "with"), (~inside, "without"))]  # fmt: skip
     ratio = own - np.log(np.maximum((halves[0] + halves[1]) / 2, 1e-300))
-    beaten = np.searchsorted(np.sort(ratio), ratio - np.log(gamma), side="right") - (gamma == 1)
-    return report_of("RMIA", beaten[members] / len(own), beaten[~members] / len(own), confidence)
+    if clients is None:
+        beaten = _beaten(ratio, gamma)
+        return report_of("RMIA", beaten[members], beaten[~members], confidence)
+    owners = _Owners(clients, inside, members)
+    return owners.report("RMIA", _beaten(owners.sums(ratio) / owners.sizes, gamma), confidence)
+
+
+def _beaten(ratio: np.ndarray, gamma: float) -> np.ndarray:
+    """The part of the others that each of these logarithms beats by a factor of γ."""
+    return (np.searchsorted(np.sort(ratio), ratio - np.log(gamma), side="right") - (gamma == 1)) / len(ratio)
+
+
+class _Owners:
+    """Whose the examples are, each client being in a training or out of it.
+
+    Attributes:
+      sizes: [clients], how many examples each has.
+      members: bool [clients], which are in the model's training.
+    """
+
+    def __init__(self, clients: Any, inside: np.ndarray, members: np.ndarray):
+        ids = np.asarray(clients)
+        if ids.shape != members.shape or ids.dtype.kind not in "biuUS":
+            raise ValueError(
+                f"clients must be whole numbers or strings [examples], {list(members.shape)}, got {list(ids.shape)} of "
+                f"{ids.dtype}: give the id of each example's client"
+            )
+        names, first, self._of, self.sizes = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
+        trainings = np.vstack([members, inside])
+        torn = (trainings != trainings[:, first][:, self._of]).any(0)
+        if torn.any():
+            raise ValueError(
+                f"clients: {names[self._of[torn.argmax()]].item()!r} has examples in a training and others that are "
+                "not: put all examples of a client in, or none"
+            )
+        self.members = members[first]
+        if not 2 <= self.members.sum() <= len(names) - 2:
+            raise ValueError(
+                f"clients must be at least two in the model's training and two that are not, got "
+                f"{self.members.sum()} and {np.sum(~self.members)}: attack more clients"
+            )
+
+    def sums(self, scores: np.ndarray) -> np.ndarray:
+        """[clients], of scores [examples]."""
+        return np.bincount(self._of, scores)
+
+    def report(self, attack: str, scores: np.ndarray, confidence: float) -> MembershipReport:
+        found = report_of(attack, scores[self.members], scores[~self.members], confidence)
+        return dataclasses.replace(found, unit="client")
 
 
 def _checked(scores: Any, shadow: Any, inside: Any, members: Any) -> tuple[np.ndarray, ...]:

@@ -115,6 +115,14 @@ class Source:
         self.generator = PHILOX
         return gaussian(shapes, stddev, self._philox_key(), tf.zeros([], tf.int64))
 
+    def normals(self, shape: Sequence[int]) -> np.ndarray:
+        """float64 [shape]: independent normals of mean 0 and deviation 1, for what runs outside of TensorFlow.
+
+        Each is a normal of `gaussian` and 2^-24 of another one, which fills the gaps that float32 leaves.
+        """
+        coarse, fine = (part.numpy().astype(np.float64) for part in self.gaussian([shape, shape], 1.0))
+        return coarse + 2.0**-24 * fine
+
     def _opened(self) -> _Stream:
         """The host's stream, for whoever holds the lock; its key is drawn when it is first asked for."""
         if self._stream is None:

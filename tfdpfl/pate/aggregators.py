@@ -27,6 +27,8 @@ from tfdpfl.pate.votes import as_counts
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+    from tfdpfl.noise import Source
+
 NO_LABEL = -1
 
 
@@ -201,23 +203,28 @@ class Answers:
 class Aggregator(abc.ABC):
     """What the mechanisms have in common; not one itself.
 
-    `seed=None` draws noise from the operating system's entropy, anew for every call: copies of an aggregator, in other
-    processes too, do not repeat each other. With a seed they do, and whoever knows it can subtract the noise: it is
-    for tests.
+    `seed=None` draws noise by a key of the operating system's entropy, another one for every call: copies of an
+    aggregator, in other processes too, do not repeat each other. With a seed they do, and whoever knows it can subtract
+    the noise: it is for tests.
 
     Args:
         seed: For tests only; keyword only.
     """
 
     seed: int | None = dataclasses.field(default=None, repr=False, compare=False, kw_only=True)
-    _seeded: np.random.Generator | None = dataclasses.field(init=False, repr=False, compare=False)
+    _seeded: Source | None = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_seeded", None if self.seed is None else np.random.default_rng(self.seed))
+        object.__setattr__(self, "_seeded", None if self.seed is None else self._new_source())
+
+    def _new_source(self) -> Source:
+        from tfdpfl.noise import Source  # which imports TensorFlow: analysis does without
+
+        return Source(self.seed)
 
     @property
-    def _rng(self) -> np.random.Generator:
-        return np.random.default_rng() if self._seeded is None else self._seeded
+    def _source(self) -> Source:
+        return self._seeded or self._new_source()
 
     @property
     @abc.abstractmethod
@@ -387,9 +394,10 @@ class LNMax(Aggregator):
         return (LaplaceArgmax(self.gamma),)
 
     def _answer(self, counts: np.ndarray) -> Answers:
-        # The difference of two exponentials is Laplace, and drawn in half the time.
-        noise = self._rng.standard_exponential(counts.shape) - self._rng.standard_exponential(counts.shape)
-        return _all_answered(self, counts, np.argmax(_noisy(counts, noise / self.gamma, self.parts[0]), axis=1))
+        # Half of the squares of two normals is exponential, whichever way they point: with a sign it is Laplace.
+        a, b = self._source.normals((2, *counts.shape))
+        noise = np.copysign(a * a + b * b, a) / (2 * self.gamma)
+        return _all_answered(self, counts, np.argmax(_noisy(counts, noise, self.parts[0]), axis=1))
 
 
 @dataclass(frozen=True)
@@ -415,7 +423,7 @@ class GNMax(Aggregator):
         return (GaussianArgmax(self.sigma),)
 
     def _answer(self, counts: np.ndarray) -> Answers:
-        return _all_answered(self, counts, _noisy_argmax(counts, self.sigma, self._rng))
+        return _all_answered(self, counts, _noisy_argmax(counts, self.sigma, self._source))
 
 
 @dataclass(frozen=True)
@@ -450,10 +458,11 @@ class ConfidentGNMax(Aggregator):
 
     def _answer(self, counts: np.ndarray, scores: np.ndarray | None = None) -> Answers:
         seen = counts if scores is None else scores
-        noise = self._rng.normal(scale=self.sigma_threshold, size=len(counts))
+        source = self._source
+        noise = self.sigma_threshold * source.normals([len(counts)])
         passed = _noisy(seen.max(axis=1), noise, self.parts[0]) >= self.threshold
         labels = np.full(len(counts), NO_LABEL)
-        labels[passed] = _noisy_argmax(counts[passed], self.sigma, self._rng)
+        labels[passed] = _noisy_argmax(counts[passed], self.sigma, source)
         check, vote = self.parts
         return Answers(labels, passed, passed, check.rho + passed * vote.rho, self, counts, scores)
 
@@ -530,8 +539,8 @@ def _check_sigma(name: str, value: Any) -> None:
     _checks.real(name, value, "the noise's standard deviation in votes, for instance 40", above=0)
 
 
-def _noisy_argmax(counts: np.ndarray, sigma: float, rng: np.random.Generator) -> np.ndarray:
-    return np.argmax(_noisy(counts, rng.normal(scale=sigma, size=counts.shape), GaussianArgmax(sigma)), axis=1)
+def _noisy_argmax(counts: np.ndarray, sigma: float, source: Source) -> np.ndarray:
+    return np.argmax(_noisy(counts, sigma * source.normals(counts.shape), GaussianArgmax(sigma)), axis=1)
 
 
 def _noisy(values: np.ndarray, noise: np.ndarray, part: Part) -> np.ndarray:

@@ -187,6 +187,8 @@ def smooth_sensitivity_release(
     Source: 2018, appendix (GNSS); the margin is in the manner of Redberg & Wang 2021, "Privately Publishable
     Per-instance Privacy".
     """
+    from tfdpfl.noise import Source  # which imports TensorFlow: analysis does without
+
     if isinstance(mechanism, Answers):
         answers = mechanism
         mechanism, counts, scores, answered = answers.mechanism, answers.counts, answers.scores, answers.by_teachers
@@ -209,9 +211,9 @@ def smooth_sensitivity_release(
 
     total = float(mechanism._rdp(counts, scores, orders, mask).sum())
     sensitivity = float(_sensitivity(mechanism, counts, scores, order, beta, mask).sum())
-    rng = np.random.default_rng(seed)
-    released = total + noise * sensitivity * rng.normal()
-    log_sensitivity = math.log(max(sensitivity, 1e-300)) + beta * noise * rng.normal()
+    first, second = Source(seed).normals([2])
+    released = float(total + noise * sensitivity * first)
+    log_sensitivity = float(math.log(max(sensitivity, 1e-300)) + beta * noise * second)
     quantile = -special.ndtri(failure / 2)
     margin = quantile * noise * math.exp(log_sensitivity + quantile * beta * noise)
 

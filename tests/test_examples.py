@@ -1,0 +1,54 @@
+"""The examples run to their end, as they do without data and without a network."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfdpfl.datasets
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+# What a program is given, and what it says. tests/federated and tests/flower run the others.
+RUNS = {
+    "label_dp_census": (
+        ["--epsilons", "1", "--epochs", "1", "--clusters", "5"],
+        r"debiased +\d+\n(.*\n)*.*label_dp_census\.png",
+    ),
+    "label_dp_mnist": (
+        ["--quick", "--epsilons", "1", "--epochs", "1"],
+        r"digits, total ε = 2\.05: 2\d\.\d+% of the labels are flipped",
+    ),
+    "label_dp_regression": (["--epsilons", "1", "--repeats", "1"], r"Laplace noise +1 +\d+\.\d +\d+\.\d+ ± 0\.00"),
+    "mnist_banded": (
+        ["--batch-size", "50", "--epochs", "1", "--bands", "2"],
+        r"noise of 2 bands: test accuracy [\d.]+%(.*\n)*.*epsilon = [78]\.",
+    ),
+    "mnist_dp_sgd": (
+        ["--batch-size", "50", "--epochs", "1", "--verbose", "0"],
+        r"mean of 1: [\d.]+%, \d+ s a run\n(.*\n)*.*epsilon = (1\.0|0\.9)",
+    ),
+    "mnist_scattering": ([], r"ε 1\.000: [789]\d\.\d+% in \d+ s"),
+    "pate_hospitals": (["--queries", "10"], r"10 by the teachers\n(.*\n)*.*student right: [\d.]+%"),
+    "pate_mnist": (
+        ["--teachers", "4", "--epochs", "1", "--student-epochs", "1", "--queries", "20"],
+        r"4 teachers of 360 examples(.*\n)*.*one teacher alone right: [\d.]+%",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", RUNS)
+def test_an_example_runs_to_its_end(program, tmp_path, monkeypatch, capsys):
+    arguments, says = RUNS[program]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TFDPFL_DATA_DIR", raising=False)
+    digits = tfdpfl.datasets.load_digits()
+    monkeypatch.setattr(tfdpfl.datasets, "load_image_data", lambda data_dir=None: digits)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    try:
+        runpy.run_path(str(EXAMPLES / f"{program}.py"), run_name="__main__")
+    except SystemExit as end:  # click's
+        assert not end.code
+    assert re.search(says, capsys.readouterr().out)
