@@ -284,6 +284,16 @@ for outside in (True, False):
         assert outside and "Several replicas are handed the same batch" in str(error), error
         assert model.optimizer.num_dp_steps == 0
 
+# Keras 3 hands train_on_batch's to all; and Keras 2 traces a replica without examples where a batch may be short.
+with mirrored.scope():
+    model = compiled(tfdpfl.DPSGD(0.6, 0.0, learning_rate=1.0), jit_compile=False)
+take, why = (model.train_on_batch, "handed the same batch") if c.keras3() else (model.fit, "drop_remainder=True")
+try:
+    take(x[:13], y[:13])
+    raise SystemExit("was not refused: " + why)
+except tfdpfl.PrivacyError as error:
+    assert why in str(error), error
+
 for given, how, why in (
     ({"num_microbatches": 2}, {}, "num_microbatches=2 on 2 replicas"), ({}, {"jit_compile": True}, "XLA does not"),
     ({}, None, "beside the replicas"),

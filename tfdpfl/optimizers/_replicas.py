@@ -94,8 +94,8 @@ def check_apart(batch: Sequence[tf.Tensor]) -> None:
         if _BATCHES.setdefault(t.graph, {}).setdefault(t.name, replica) != replica:
             raise PrivacyError(
                 f"Several replicas are handed the same batch ({t.op.name!r}), so that each of its examples would count "
-                "several times. Give each replica a share: strategy.run(step, args=(batch,)) with a batch from "
-                "strategy.experimental_distribute_dataset(dataset)."
+                "several times. Give each replica a share: fit does (train_on_batch of Keras 3 does not), and so does "
+                "strategy.run(step, args=(batch,)) with a batch from strategy.experimental_distribute_dataset(dataset)."
             )
 
 
