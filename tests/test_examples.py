@@ -18,7 +18,7 @@ RUNS = {
     ),
     "label_dp_mnist": (
         ["--quick", "--epsilons", "1", "--epochs", "1"],
-        r"digits, total ε = 2\.05: 2\d\.\d+% of the labels are flipped",
+        r"digits, total ε = 2\.05: \d+\.\d+% of the labels are flipped",
     ),
     "label_dp_regression": (["--epsilons", "1", "--repeats", "1"], r"Laplace noise +1 +\d+\.\d +\d+\.\d+ ± 0\.00"),
     "mnist_banded": (
