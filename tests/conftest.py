@@ -52,6 +52,24 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 50, 100)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quick_ends_of_data():
+    """Iterators without TensorFlow's autotuning, whose thread takes 50 ms to end, for each of some thousands of data
+    sets: a fifth of the time of all tests."""
+    from tensorflow.python.data.ops.dataset_ops import DatasetV2
+
+    def untuned(dataset):
+        import tensorflow as tf
+
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return dataset.with_options(options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DatasetV2, "_apply_debug_options", untuned)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_weights():
     """Keras's weights, shuffles and dropout are the same in each run; the package's own noise never is."""
