@@ -426,19 +426,15 @@ def knowledge_distillation():
     return Distiller(), None, (images(6), labels()), "pair"
 
 
-def captcha(mended=False):
+def captcha():
     """Letters read by a recurrent network over columns; in Keras 2 the loss is that of its backend."""
 
     class Alignment(K.losses.Loss):
         def call(self, y, p):
             n, frames, length = tf.shape(y)[0], p.shape[1], y.shape[1]
-            if keras3() and not mended:
+            if keras3():
                 return K.losses.CTC(reduction=None).call(y, p)
-            if not mended:
-                return K.backend.ctc_batch_cost(y, tf.nn.softmax(p), tf.fill([n, 1], frames), tf.fill([n, 1], length))
-            return tf.nn.ctc_loss(
-                tf.cast(y, tf.int32), p, tf.fill([n], length),
-                tf.fill([n], frames), logits_time_major=False, blank_index=-1)  # fmt: skip
+            return K.backend.ctc_batch_cost(y, tf.nn.softmax(p), tf.fill([n, 1], frames), tf.fill([n, 1], length))
 
     x = K.Input((8, 4, 1))
     y = L.Reshape((8, 8))(L.Conv2D(2, 3, padding="same", activation="relu")(x))
@@ -1134,7 +1130,7 @@ TRAIN = [
     digits_by_convolutions, head_on_a_frozen_application, vision_transformer, compact_transformer_with_stochastic_depth,
     windows_that_shift, mixers_without_attention, involution, atrous_pyramid, finer_images, low_light, object_detection,
     video_frames_in_time, video_in_tubes, next_frames, siamese_triplets, views_that_predict_each_other, masked_patches,
-    knowledge_distillation, style_statistics, latent_array_that_looks,
+    knowledge_distillation, captcha, style_statistics, latent_array_that_looks,
     variational_autoencoder, vectors_from_a_codebook, adversaries_with_a_gradient_penalty, denoising_diffusion,
     real_valued_flow, pixels_in_order, radiance_along_rays,
     text_by_a_transformer, text_by_a_recurrent_network, text_written_by_a_small_gpt, translation_letter_by_letter,
@@ -1162,7 +1158,6 @@ MENDED = {
     q_learning: r"tf\.stop_gradient",
     speech_by_alignment: FIX,
 }
-(TRAIN.append if keras3() else lambda f: MENDED.update({f: "give tf.nn.ctc_loss dense labels"}))(captcha)
 # On the older stack: layers that Keras 2 builds otherwise (recurrent, normalising, attention, lookups, frozen
 # applications), and train steps and losses of one's own.
 BOTH = {

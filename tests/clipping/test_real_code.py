@@ -1,5 +1,8 @@
 """What stops real Keras code, and the mends that its refusals name, tried as their words say."""
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -8,6 +11,7 @@ from helpers import K, L
 
 import tfdpfl
 from tfdpfl.clipping import clipped_gradients, per_example_norms
+from tfdpfl.clipping.graph import same
 from tfdpfl.errors import PrivacyError
 
 RNG = np.random.default_rng(3)
@@ -126,21 +130,136 @@ def test_keras_ctc_trains():
     agrees(lambda w, x, y: K.losses.CTC()(y, tf.tensordot(x, w, 1)), FRAMES, LABELS)
 
 
-def test_ctc_with_sparse_labels_names_the_dense_form():
-    def sparse(w, frames, labels):
-        n = tf.shape(frames)[0]
-        return tf.reduce_mean(tf.nn.ctc_loss(
-            tf.sparse.from_dense(labels), tf.tensordot(frames, w, 1), None, tf.fill([n], 12), logits_time_major=False,
-            blank_index=0,
-        ))  # fmt: skip
+def sparse_ctc(w, frames, labels, lengths=None, blank=0, of=tf.sparse.from_dense):
+    n = tf.shape(frames)[0]
+    return tf.reduce_mean(tf.nn.ctc_loss(
+        of(labels), tf.tensordot(frames, w, 1), None, tf.fill([n], 12) if lengths is None else lengths,
+        logits_time_major=False, blank_index=blank,
+    ))  # fmt: skip
 
-    def keras2(w, frames, labels):
-        n = tf.shape(frames)[0]
-        probabilities = tf.nn.softmax(tf.tensordot(frames, w, 1))
-        return tf.reduce_mean(K.backend.ctc_batch_cost(labels, probabilities, tf.fill([n, 1], 12), tf.fill([n, 1], 3)))
 
-    for loss in [sparse, *([keras2] if hasattr(K.backend, "ctc_batch_cost") else [])]:
-        refused(loss, FRAMES, LABELS, match="tf.nn.ctc_loss dense labels.*label_length, logit_length and blank_index")
+def found_by_hand(labels):
+    places = tf.where(labels > 1)
+    return tf.SparseTensor(places, tf.gather_nd(labels, places), tf.shape(labels, tf.int64))
+
+
+@pytest.mark.parametrize(("blank", "of"), [(0, tf.sparse.from_dense), (-1, tf.sparse.from_dense), (0, found_by_hand)])
+@pytest.mark.slow
+def test_ctc_with_sparse_labels_is_exact(blank, of):
+    labels = LABELS.copy()
+    labels[1, 1:] = labels[3, 2:] = 0  # words of one, two and three letters
+    lengths = np.array([12, 9, 12, 5, 7], "int32")
+    agrees(lambda w, *batch: sparse_ctc(w, *batch, blank=blank, of=of), FRAMES, np.minimum(labels, 4), lengths)
+
+
+def backend_ctc(w, frames, labels, frames_each, labels_each):
+    return tf.reduce_mean(K.backend.ctc_batch_cost(labels, tf.nn.softmax(tf.tensordot(frames, w, 1)),
+                                                   frames_each, labels_each))  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(K.backend, "ctc_batch_cost"), reason="Keras 2's function")
+@pytest.mark.parametrize(("kind", "static"), [("int32", False), ("float32", True)])
+@pytest.mark.slow
+def test_keras_2s_ctc_batch_cost_is_exact(kind, static):
+    frames_each = np.array([[12], [9], [12], [5], [7]], "int32")
+    agrees(backend_ctc, FRAMES, (LABELS - 1).astype(kind), frames_each, LENGTHS[:, None], static=static)
+
+
+def sparse(of_values, of_places=lambda y: tf.where(y > 0)):
+    """Labels put together in another way: their values from the right ones, and their places."""
+
+    def made(y):
+        right = tf.sparse.from_dense(y)
+        return tf.SparseTensor(of_places(y), of_values(y, right.values), right.dense_shape)
+
+    return lambda w, x, y: sparse_ctc(w, x, y, of=made)
+
+
+@pytest.mark.parametrize("loss", [
+    # labels of the neighbour; of another choice than their places; chosen by all examples together; without examples
+    lambda w, x, y: sparse_ctc(w, x, y, of=lambda y: tf.sparse.from_dense(tf.reverse(y, [0]))),
+    sparse(lambda y, values: values, lambda y: tf.where(y > 1)),
+    lambda w, x, y: sparse_ctc(w, x, y, of=lambda y: tf.sparse.from_dense(y * tf.cast(y > tf.reduce_min(y), y.dtype))),
+    sparse(lambda y, values: tf.gather_nd(tf.constant(LABELS), tf.where(y > 0))),
+    # examples' numbers moved by one, or along the other axis; labels in another order; a label that is a place
+    sparse(lambda y, values: tf.gather_nd(y, tf.where(y > 0)), lambda y: tf.where(y > 0) - [[1, 0]]),
+    sparse(lambda y, values: tf.gather_nd(y, tf.where(tf.transpose(y) > 0)), lambda y: tf.where(tf.transpose(y) > 0)),
+    sparse(lambda y, values: tf.reverse(values, [0])),
+    sparse(lambda y, values: tf.cast(tf.where(y > 0)[:, 0], tf.int32)),
+    # labels that all of the batch had a part in, or that are told by how many there are before
+    sparse(lambda y, values: tf.minimum(values, tf.cumsum(values))),
+    sparse(lambda y, values: tf.identity_n([values, tf.cumsum(values)])[1]),
+    sparse(lambda y, values: (values + tf.range(15)) % 5 + 1),
+    sparse(lambda y, values: tf.range(15) % 5 + 1),
+    # lengths of others; another end than CTC
+    lambda w, x, y: sparse_ctc(w, x, y, tf.reverse(tf.reduce_max(y, 1) + 7, [0])),
+    lambda w, x, y: tf.reduce_mean(w) * tf.cast(tf.reduce_sum(tf.sparse.from_dense(y).values), tf.float32),
+])  # fmt: skip
+def test_ctc_whose_sparse_labels_are_not_each_examples_own_is_refused(loss):
+    refused(loss, FRAMES, LABELS, match="No gradient belongs to one example alone")
+
+
+@pytest.mark.skipif(not hasattr(K.backend, "ctc_batch_cost"), reason="Keras 2's function")
+@pytest.mark.parametrize(("there", "planted"), [
+    ("range(0, label_shape[0])", "range(1, label_shape[0] + 1)"),
+    ("0) < tf.fill(", "0) <= tf.fill("),
+    ("[batch_ind, label_ind]", "[label_ind, batch_ind]"),
+    ("gather_nd(labels,", "gather_nd(labels + 1,"),
+    ("label_lengths, init", "label_lengths[::-1], init"),
+    ("parallel_iterations=1", "parallel_iterations=1, reverse=True"),
+])  # fmt: skip
+@pytest.mark.slow
+def test_what_only_looks_like_ctc_batch_cost_is_refused(there, planted):
+    """One thing in it is another. The labels that an example gets may be its neighbour's."""
+    real = inspect.unwrap(K.backend.ctc_label_dense_to_sparse)
+    text = re.sub("(?m)^@.*$", "", inspect.getsource(real))
+    assert text.count(there) == 1
+    names = dict(real.__globals__)
+    exec(text.replace(there, planted), names)
+
+    def loss(w, frames, labels, lengths):
+        logits = tf.transpose(tf.tensordot(frames, w, 1), [1, 0, 2])
+        of = names["ctc_label_dense_to_sparse"](labels, lengths)
+        return tf.reduce_mean(tf.compat.v1.nn.ctc_loss(of, logits, tf.fill(tf.shape(frames)[:1], 12)))
+
+    refused(loss, FRAMES, LABELS - 1, LENGTHS, match="tf.nn.ctc_loss dense labels")
+
+
+def turned(x, y, change=lambda turn: turn - 1.0, go_on=lambda i: i < 3, hand=lambda i, a: (i + 1, a)):
+    return tf.while_loop(lambda i, a: go_on(i), lambda i, a: hand(i, change(a) * y), [0, x])[1]
+
+
+@pytest.mark.parametrize(("other", "alike"), [
+    (lambda x, y: turned(x, y), True),
+    (lambda x, y: turned(y, x), False),
+    (lambda x, y: turned(x, y) + 1, False),
+    (lambda x, y: turned(x, y, lambda a: a - 2.0), False),
+    (lambda x, y: turned(x, y, lambda a: 1.0 - a), False),
+    (lambda x, y: turned(x, y, lambda a: a + 1.0), False),
+    (lambda x, y: turned(x, y, lambda a: a - 1.0 + y), False),
+    (lambda x, y: turned(x, y, go_on=lambda i: i < 4), False),
+    (lambda x, y: turned(x, y, hand=lambda i, a: (i + 1, a if a is None else y)), False),
+    (lambda x, y: tf.linalg.matmul(turned(x, y), y), False),
+])  # fmt: skip
+def test_the_same_graph_is_the_same_op_by_op(other, alike):
+    x, y = (tf.TensorSpec([2, 2]) for _ in range(2))
+    given, like = (tf.function(f, autograph=False).get_concrete_function(x, y).graph for f in (other, turned))
+    known = dict(zip([t.op.name for t in like.inputs], given.inputs, strict=True))
+    assert same(given.outputs[0], like.outputs[0], known) == alike
+
+
+def test_the_same_op_of_other_attributes_or_outputs_is_another():
+    def graph(f):
+        return tf.function(f, autograph=False).get_concrete_function(tf.TensorSpec([4, 4])).graph
+
+    def compared(f, g):
+        a, b = graph(f), graph(g)
+        return same(a.outputs[0], b.outputs[0], {b.inputs[0].op.name: a.inputs[0]})
+
+    assert compared(lambda x: tf.matmul(x, x), lambda x: tf.matmul(x, x))
+    assert not compared(lambda x: tf.matmul(x, x), lambda x: tf.matmul(x, x, transpose_a=True))
+    assert not compared(lambda x: tf.split(x, 2)[0], lambda x: tf.split(x, 2)[1])
+    assert not compared(lambda x: tf.add_n([x, x]), lambda x: tf.add_n([x, x, x]))
 
 
 # -- sampled classes -----------------------------------------------------------------------------------------------

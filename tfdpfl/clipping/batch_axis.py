@@ -19,6 +19,7 @@ from tfdpfl.clipping.states import (
     TAINTED,
     UNKNOWN,
     Batch,
+    Entries,
     Entry,
     Handle,
     Items,
@@ -120,6 +121,8 @@ class BatchAxis:
         if isinstance(found, Mixed) and found.name == op.name:
             found = self._met_before(op, states) or found
         given = found if isinstance(found, list) else [found] * len(op.outputs)
+        if not MOVES.get(op.type, _UNKNOWN).entries:
+            given = [s.plain if isinstance(s, Entries) else s for s in given]
         if op.type in BODIES and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
             # A function whose gradient was taken has more results than the op gives out.
             self.sources += [t for t, s in zip(op.outputs, given, strict=False) if isinstance(s, Batch)]
@@ -145,7 +148,7 @@ class BatchAxis:
             return mixed(op, "has a gradient of its own (tf.custom_gradient), which is not known")
         move = MOVES.get(op.type, _UNKNOWN)
         for state in states:
-            if isinstance(state, Mixed) and not move.mixed:
+            if isinstance(state, Mixed) and not (move.mixed or (move.entries and isinstance(state, Entries))):
                 return state
         if not move.blocks and any(isinstance(s, Batch) and s.blocks > 1 for s in states):
             return mixed(op, "is not known to keep examples apart in a dilated window")
@@ -159,6 +162,8 @@ class BatchAxis:
         result = MOVES[op.type].transfer(self, op, states) if op.type in MOVES else None
         if result is not None:
             return result
+        if met := next((s for s in states if isinstance(s, Mixed)), None):
+            return met.plain if isinstance(met, Entries) else met
         if op._is_stateful and any(t.dtype != tf.resource for t in op.outputs):
             return mixed(op, "may give out what an earlier step was given")
         if all(map(is_batch_free, states)):

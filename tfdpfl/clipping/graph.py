@@ -87,11 +87,48 @@ def function_names(attrs: dict) -> list[str]:
     return [f.name for value in attrs.values() for f in [value.func, *value.list.func] if f.name]
 
 
-def source(t: tf.Tensor) -> tf.Tensor:
-    """What a chain of Identity ops began with."""
-    while t.op.type == "Identity":
+def source(t: tf.Tensor, *kinds: str) -> tf.Tensor:
+    """What a chain of Identity ops, or of these, began with."""
+    while t.op.type in (kinds or ("Identity",)):
         t = t.op.inputs[0]
     return t
+
+
+def same(t: tf.Tensor, like: tf.Tensor, known: dict[str, tf.Tensor]) -> bool:
+    """Whether t is computed as ``like`` is, by the same ops with the same attributes and constants. ``known``: what
+    stands for the placeholders that ``like`` is computed from, by their names."""
+    pairs, seen = [(t, like)], set()
+    while pairs:
+        a, b = pairs.pop()
+        if b.op.name in known:
+            if key(a) != key(known[b.op.name]):
+                return False
+        elif (key(a), key(b)) not in seen:
+            seen.add((key(a), key(b)))
+            if a.value_index != b.value_index or not _same_op(a.op, b.op):
+                return False
+            pairs += zip(a.op.inputs, b.op.inputs, strict=True)
+    return True
+
+
+def _same_op(a: tf.Operation, b: tf.Operation) -> bool:
+    mine, its = (
+        {k: v for k, v in attributes(op).items() if not (function_names({k: v}) or k.startswith("_"))} for op in (a, b)
+    )
+    if a.type != b.type or mine != its or len(a.inputs) != len(b.inputs):
+        return False
+    for body, other in zip(body_graphs(a), body_graphs(b), strict=True):  # made in the same order, if the same
+        ops, others = body.get_operations(), other.get_operations()
+        if len(ops) != len(others) or _wiring(body) != _wiring(other) or not all(map(_same_op, ops, others)):
+            return False
+    return True
+
+
+def _wiring(body: tf.Graph) -> list:
+    """What each op of a function's body takes in, and what the body gives out, by the numbers of the ops."""
+    number = {op.name: i for i, op in enumerate(body.get_operations())}
+    return [[(number[t.op.name], t.value_index) for t in ts]
+            for ts in [body.inputs, body.outputs, *(op.inputs for op in body.get_operations())]]  # fmt: skip
 
 
 def attributes(op: tf.Operation) -> dict:

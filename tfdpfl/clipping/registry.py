@@ -35,7 +35,7 @@ class Move:
     ``data``: the input that the op works on, if the others are its settings: axes, lengths, indices. They may not
     depend on examples, nor on how many there are, but for those in ``sizes``, which the transfer looks at itself.
     ``mixed``, ``any_rank``, ``blocks``: it is asked also where an input is `Mixed`; has an unknown rank; holds the
-    batch several times over (`Batch.blocks`).
+    batch several times over (`Batch.blocks`). ``entries``: it knows what `Entries` are, and may give some out.
     """
 
     transfer: Transfer
@@ -44,6 +44,7 @@ class Move:
     mixed: bool = False
     any_rank: bool = False
     blocks: bool = False
+    entries: bool = False
 
 
 MOVES: dict[str, Move] = {}

@@ -8,7 +8,8 @@ An abstract interpretation of the graph between the inputs and the loss (`batch_
   its own example only;
 - ``Items``: a TensorList whose elements are ``Batch``;
 - ``Handle``: a resource, such as a variable;
-- ``Mixed``: examples may have met. It remembers the op that did it.
+- ``Mixed``: examples may have met. It remembers the op that did it;
+- ``Entries``: a list of some entries of each example. `Mixed` to all ops but those that know of it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,20 @@ class Mixed:
 
     def describe(self) -> str:
         return f"{self.op} (in {layer_of(self.name)!r}) {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries(Mixed):
+    """Those entries of a `Batch` that an op (``name``, of the graph with this ``graph`` id) chose of each example by that
+    example alone, one after the other. With ``places`` not what they hold, but where they are: the example's number
+    first."""
+
+    graph: int
+    places: bool
+
+    @property
+    def plain(self) -> Mixed:
+        return Mixed(self.op, self.name, self.why)
 
 
 State = Public | Size | Batch | Items | Handle | Mixed

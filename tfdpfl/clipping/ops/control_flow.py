@@ -21,7 +21,7 @@ from tfdpfl.clipping.states import (
 )
 
 
-@moves(*CALLS, any_rank=True)
+@moves(*CALLS, any_rank=True, entries=True)
 def call(view, op, states):
     inner, outputs, _ = view.body(op, "f", list(op.inputs), states)
     return outputs

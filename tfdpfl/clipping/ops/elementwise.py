@@ -15,6 +15,7 @@ from tfdpfl.clipping.states import (
     BY_POSITION,
     UNKNOWN,
     Batch,
+    Entries,
     Handle,
     Items,
     Mixed,
@@ -41,10 +42,12 @@ ELEMENTWISE = frozenset(
 )
 
 
-@moves(*ELEMENTWISE - {"IdentityN"})
+@moves(*ELEMENTWISE - {"IdentityN"}, entries=True)
 def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
         return states[0]
+    if any(isinstance(s, Mixed) for s in states):
+        return of_entries(op, states)
     batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
     if not batches:
         return public_arithmetic(view, op, states)
@@ -73,7 +76,16 @@ def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State
     return Batch(axis + rank, rows.pop() if rows else None)
 
 
-moves("Identity", blocks=True)(elementwise)
+moves("Identity", blocks=True, entries=True)(elementwise)
+
+
+def of_entries(op: tf.Operation, states: list[State]) -> State | None:
+    """Of a list of examples' entries: each by itself, with numbers that are the same for all."""
+    of = {s for t, s in zip(op.inputs, states, strict=True) if not (isinstance(s, Public) and t.shape.rank == 0)}
+    found = of.pop()
+    if of or not isinstance(found, Entries) or (found.places and op.type not in ("Identity", "Cast")):
+        return None
+    return found
 
 
 @moves("IdentityN", mixed=True, any_rank=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from tfdpfl.clipping.states import (
     TAINTED,
     UNKNOWN,
     Batch,
+    Entries,
     Handle,
     Items,
     Mixed,
@@ -95,6 +97,21 @@ def gathered(view, op, params, indices, axis, batch_dims):
         if indices.axis < batch_dims:
             return mixed(op, BY_POSITION)
         return Batch(axis + indices.axis - batch_dims, indices.rows)
+    return None
+
+
+@moves("Where", entries=True)
+def places(view, op, states):
+    if states[0] != Batch(0):
+        return None
+    return Entries(**dataclasses.asdict(mixed(op, "is not known to keep examples apart")), graph=id(op.graph), places=True)
+
+
+@moves("GatherNd", entries=True)
+def at_places(view, op, states):
+    params, indices = states
+    if params == Batch(0) and isinstance(indices, Entries) and indices.places:
+        return dataclasses.replace(indices, places=False)
     return None
 
 
