@@ -165,34 +165,48 @@ def test_keras_2s_ctc_batch_cost_is_exact(kind, static):
     agrees(backend_ctc, FRAMES, (LABELS - 1).astype(kind), frames_each, LENGTHS[:, None], static=static)
 
 
-def sparse(of_values, of_places=lambda y: tf.where(y > 0)):
-    """Labels put together in another way: their values from the right ones, and their places."""
+def sparse(change):
+    """Labels put together in another way, from each example's own."""
 
     def made(y):
-        right = tf.sparse.from_dense(y)
-        return tf.SparseTensor(of_places(y), of_values(y, right.values), right.dense_shape)
+        places = tf.where(y > 0)
+        places, values = change(y, places, tf.gather_nd(y, places))
+        return tf.SparseTensor(places, values, tf.shape(y, tf.int64))
 
     return lambda w, x, y: sparse_ctc(w, x, y, of=made)
 
 
+@tf.function
+def chosen(y):
+    places = tf.where(y > 1)
+    return places, tf.gather_nd(y, places)
+
+
+def pairs(y):
+    return tf.stack([y, y], 2) - 1
+
+
 @pytest.mark.parametrize("loss", [
     # labels of the neighbour; of another choice than their places; chosen by all examples together; without examples
-    lambda w, x, y: sparse_ctc(w, x, y, of=lambda y: tf.sparse.from_dense(tf.reverse(y, [0]))),
-    sparse(lambda y, values: values, lambda y: tf.where(y > 1)),
+    sparse(lambda y, places, values: (places, tf.gather_nd(tf.reverse(y, [0]), places))),
+    sparse(lambda y, places, values: (tf.where(y > 1), values)),
     lambda w, x, y: sparse_ctc(w, x, y, of=lambda y: tf.sparse.from_dense(y * tf.cast(y > tf.reduce_min(y), y.dtype))),
-    sparse(lambda y, values: tf.gather_nd(tf.constant(LABELS), tf.where(y > 0))),
-    # examples' numbers moved by one, or along the other axis; labels in another order; a label that is a place
-    sparse(lambda y, values: tf.gather_nd(y, tf.where(y > 0)), lambda y: tf.where(y > 0) - [[1, 0]]),
-    sparse(lambda y, values: tf.gather_nd(y, tf.where(tf.transpose(y) > 0)), lambda y: tf.where(tf.transpose(y) > 0)),
-    sparse(lambda y, values: tf.reverse(values, [0])),
-    sparse(lambda y, values: tf.cast(tf.where(y > 0)[:, 0], tf.int32)),
+    sparse(lambda y, places, values: (places, tf.gather_nd(tf.constant(LABELS), places))),
+    # places moved by one, or along the other axis, or that are labels; labels in another order, or found by labels
+    sparse(lambda y, places, values: (places - 1, values)),
+    sparse(lambda y, places, values: (at := tf.where(tf.transpose(y) > 0), tf.gather_nd(y, at))),
+    sparse(lambda y, places, values: (places, tf.reverse(values, [0]))),
+    sparse(lambda y, places, values: (chosen(y)[0], chosen(y + 1)[1])),
+    sparse(lambda y, places, values: (tf.cast(tf.gather_nd(pairs(y), places), tf.int64), values)),
+    sparse(lambda y, places, values: (places, tf.gather_nd(y, tf.gather_nd(pairs(y), places)))),
     # labels that all of the batch had a part in, or that are told by how many there are before
-    sparse(lambda y, values: tf.minimum(values, tf.cumsum(values))),
-    sparse(lambda y, values: tf.identity_n([values, tf.cumsum(values)])[1]),
-    sparse(lambda y, values: (values + tf.range(15)) % 5 + 1),
-    sparse(lambda y, values: tf.range(15) % 5 + 1),
+    sparse(lambda y, places, values: (places, tf.minimum(values, tf.cumsum(values)))),
+    sparse(lambda y, places, values: (places, (values + tf.range(15)) % 5 + 1)),
+    sparse(lambda y, places, values: (places, tf.range(15) % 5 + 1)),
     # lengths of others; another end than CTC
     lambda w, x, y: sparse_ctc(w, x, y, tf.reverse(tf.reduce_max(y, 1) + 7, [0])),
+    lambda w, x, y: tf.reduce_mean(tf.compat.v1.nn.ctc_loss(
+        tf.sparse.from_dense(y), tf.tensordot(x, w, 1), tf.reverse(tf.reduce_max(y, 1) + 7, [0]), time_major=False)),
     lambda w, x, y: tf.reduce_mean(w) * tf.cast(tf.reduce_sum(tf.sparse.from_dense(y).values), tf.float32),
 ])  # fmt: skip
 def test_ctc_whose_sparse_labels_are_not_each_examples_own_is_refused(loss):

@@ -99,8 +99,9 @@ def _mend(origin: Mixed, through: str) -> str:
         )
     if through.startswith("CTCLoss") or "dense_to_sparse" in name:
         return (
-            "Of sparse labels the rows cannot be followed. If this is a CTC loss, give tf.nn.ctc_loss dense labels "
-            "[batch, length] with label_length, logit_length and blank_index; in Keras 3, keras.losses.CTC does."
+            "If this is a CTC loss: sparse labels can be followed if tf.sparse.from_dense(labels) makes them of dense "
+            "ones [batch, length]. Or give tf.nn.ctc_loss dense labels with label_length, logit_length and "
+            "blank_index; in Keras 3, keras.losses.CTC does."
         )
     if origin.op.endswith("Case"):
         return "Choose the branch in Python, where the index is known beforehand; or use tf.cond."

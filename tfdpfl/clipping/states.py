@@ -74,7 +74,7 @@ class Mixed:
 
 @dataclasses.dataclass(frozen=True)
 class Entries(Mixed):
-    """Those entries of a `Batch` that an op (``name``, of the graph with this ``graph`` id) chose of each example by that
+    """Entries of a `Batch` that an op (``name``, of the graph with the id ``graph``) chose of each example by that
     example alone, one after the other. With ``places`` not what they hold, but where they are: the example's number
     first."""
 

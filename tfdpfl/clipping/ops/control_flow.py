@@ -10,6 +10,7 @@ from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
     Batch,
+    Entries,
     Items,
     Mixed,
     Public,
@@ -24,7 +25,8 @@ from tfdpfl.clipping.states import (
 @moves(*CALLS, any_rank=True, entries=True)
 def call(view, op, states):
     inner, outputs, _ = view.body(op, "f", list(op.inputs), states)
-    return outputs
+    # Of a function that is called twice, the entries would be of one name.
+    return [s.plain if isinstance(s, Entries) else s for s in outputs]
 
 
 @moves("If", "StatelessIf", any_rank=True, mixed=True)

@@ -104,7 +104,7 @@ def gathered(view, op, params, indices, axis, batch_dims):
 def places(view, op, states):
     if states[0] != Batch(0):
         return None
-    return Entries(**dataclasses.asdict(mixed(op, "is not known to keep examples apart")), graph=id(op.graph), places=True)
+    return Entries(op.type, op.name, "is not known to keep examples apart", graph=id(op.graph), places=True)
 
 
 @moves("GatherNd", entries=True)
