@@ -312,11 +312,13 @@ def page_table(results: list[Result], size: int, short: bool) -> str:
         more = [("wall", "wall_ratio"), ("first", "first_ratio"), ("peak", "peak_ratio")][2 if short else 0 :]
         columns += [(head, f"tfdpfl{number}", field) for head, field in more]
     columns += [(head, name, "time_ratio") for name, head in [*PEERS.items()][: 2 if short or size != 64 else 3]]
-    # A star: of an earlier day, and of wall time. A peer's column has it at its head.
-    lines = [["model", *(head + "*" * (name in PEERS) for head, name, _ in columns)], ["---"] * (1 + len(columns))]
+    # A star: of an earlier day, and of wall time. A column that has no other figures has it at its head.
+    earlier = {name for _, name, _ in columns} - {name for (_, name), r in found.items() if r.clock == "CPU"}
+    lines = [["model", *(head + "*" * (name in earlier) for head, name, _ in columns)], ["---"] * (1 + len(columns))]
     rows = [[found.get((model, name)) for _, name, _ in columns] for model in LABELS]
     for label, row in zip(LABELS.values(), rows, strict=True):
-        lines.append([label, *(_cell(result, *column) for result, column in zip(row, columns, strict=True))])
+        cells = zip(row, columns, strict=True)
+        lines.append([label, *(_cell(result, *column, earlier) for result, column in cells)])
     ratios = [
         [value for r in of if r and (value := getattr(r, field))]
         for of, (_, _, field) in zip(zip(*rows, strict=True), columns, strict=True)
@@ -325,7 +327,7 @@ def page_table(results: list[Result], size: int, short: bool) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _cell(result: Result | None, head: str, name: str, field: str) -> str:
+def _cell(result: Result | None, head: str, name: str, field: str, earlier: set[str]) -> str:
     if result is None or (result.failure and head == "floor"):
         return ""
     if result.failure:
@@ -333,9 +335,8 @@ def _cell(result: Result | None, head: str, name: str, field: str) -> str:
     value = getattr(result, field)
     if value is None:
         return ""
-    if name in PEERS:
-        return f"{value:.1f}" if value < 10 else f"{value:.0f}"
-    return f"{value:.2f}" + "*" * (result.clock != "CPU")
+    figure = f"{value:.2f}" if name not in PEERS else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    return figure + "*" * (result.clock != "CPU" and name not in earlier)
 
 
 def pages(results: list[Result], root: Path = HERE.parent) -> dict[Path, str]:
