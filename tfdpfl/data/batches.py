@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import operator
+import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -163,13 +164,14 @@ def poisson_batches(
         if pipeline.fills_empty(empty_batches, math.log(steps * cut) + log_never > math.log(1e-9)):
             least = -(-_PLACEHOLDERS // rows) * rows
     if strategy is not None:
-        return _of_workers(strategy, pipeline, draw, steps, least, declaration, examples)
+        order = _order_of(examples) + (0 if users is None else zlib.crc32(users.rows) + zlib.crc32(users.starts))
+        return _of_workers(strategy, pipeline, draw, steps, least, dataclasses.replace(declaration, order=order))
     return declare(pipeline.dataset(Passes(draw, seed), steps * parts, least, size), declaration)
 
 
 def _of_workers(
     strategy: tf.distribute.Strategy, pipeline: _Pipeline, draw: Callable, steps: int, least: int,
-    declaration: SamplingDeclaration, examples: Examples,
+    declaration: SamplingDeclaration,
 ) -> Any:  # fmt: skip
     """Each worker's own draws, one batch for each of its replicas after the other, without end."""
     found = []
@@ -182,7 +184,7 @@ def _of_workers(
         return pipeline.dataset(passes, steps * context.num_replicas_in_sync // workers, least).repeat()
 
     batches = strategy.distribute_datasets_from_function(share)
-    return declare(batches, dataclasses.replace(declaration, workers=found[0], order=_order_of(examples)))
+    return declare(batches, dataclasses.replace(declaration, workers=found[0]))
 
 
 def shuffled_batches(

@@ -173,7 +173,7 @@ class Mechanism:
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = in_memory(np.int64(0))  # parts that the last step left
-        self.workers = 1  # that took the step which was traced last
+        self.replicas = 1  # that took the step which was traced last
 
     @property
     def _scheduled(self) -> str | None:
@@ -290,7 +290,7 @@ class Mechanism:
         plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
         _replicas.check_apart(plan.analysis.sources)
         together = _workers.meet(self, tf.cast(plan.units.count, tf.float32), variables)
-        units, self.workers = together.units, _replicas.workers()
+        units, self.replicas = together.units, replicas
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         if self._on_grid:
             known = tf.ones([])
@@ -318,9 +318,9 @@ class Mechanism:
                 nonfinite, *sums = summed
                 bound = tf.cast(self.clipping.norm, tf.float32)
                 drawn, multiplier = self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size)
-                if self.workers > 1:  # of batches of which nothing is known each worker's may hold the same example
+                if replicas > 1:  # of batches of which nothing is known, each replica's may hold the same example
                     known = tf.not_equal(drawn.known[_counts.SAMPLING - _counts.DATA], _counts.UNKNOWN)
-                    multiplier = tf.where(known, multiplier, multiplier / self.workers)
+                    multiplier = tf.where(known, multiplier, multiplier / replicas)
                 part = Part(sums, units, drawn, multiplier, bound)
                 if self.parts == 1:
                     return done(part)
