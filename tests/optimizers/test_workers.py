@@ -23,13 +23,18 @@ N, RATE, STEPS, CLIP, SIZE = 41, 0.3, 3, 0.6, 12.3
 
 # Each worker runs the same; only where a test is about it, they differ.
 BEGIN = """
-import os, sys, traceback, tensorflow as tf
+import os, pathlib, sys, time, traceback, tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 def end(*error):  # without TensorFlow's way of it, which waits for the other worker
     if error:
         traceback.print_exception(*error)
     print("" if error else "done", flush=True)
+    here = pathlib.Path(os.environ["OUT"])  # whose end would reach the other before what it sent last
+    here.with_suffix(".ended").touch()
+    until = time.monotonic() + 10
+    while len(list(here.parent.glob("*.ended"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
     os._exit(bool(error))
 
 sys.excepthook, number = end, int(os.environ["REPLICAS"])
@@ -87,8 +92,7 @@ for name, make_, clip, more in (
     ("adaptive", tfdpfl.DPAdamW, tfdpfl.AdaptiveClip(initial=0.3, learning_rate=0.5), {}),
     ("layers", tfdpfl.DPRMSprop, tfdpfl.PerLayerClip(0.6), {"gradient_accumulation_steps": 3}),
 ):
-    noise = 1e-6 if name == "adaptive" else 0.0
-    model = compiled(make_, clip, noise, learning_rate=0.05, **of, **more, how={"steps_per_execution": STEPS})
+    model = compiled(make_, clip, 0.0, learning_rate=0.05, **of, **more, how={"steps_per_execution": STEPS})
     if more:  # parts of a sample are not told apart on a stream, so nobody says how they are drawn
         model.fit(batches(seed=3), epochs=2, steps_per_epoch=STEPS, verbose=0)
         assert model.optimizer.num_dp_steps == 2
@@ -155,9 +159,7 @@ said = {"num_examples": 16, "batch_size": 8, "sampling": "poisson"}
 refused("runs on 2 workers", lambda: fit(model, plain(), **{**said, "sampling": "shuffle"}))
 refused("runs on 2 workers", lambda: fit(model, tfdpfl.data.poisson_batches((x, y), RATE, STEPS)))
 refused("runs on 2 workers", lambda: model.fit(x[:16], y[:16], callbacks=[tfdpfl.callbacks.PrivacyBudget(delta=1e-3)]))
-model = compiled(make, CLIP, 1.6)
-model.fit(x[:16], y[:16], batch_size=8, verbose=0)
-assert model.optimizer.executed == [(0.4, 2)], model.optimizer.executed
+refused("without end", lambda: compiled(make, CLIP, 1.6).fit(x[:16], y[:16], batch_size=8, verbose=0))
 for why, more in (
     ("noise=Tree on 2 workers", {"noise": tfdpfl.noise.Tree()}), ("num_microbatches=2 on 4", {"num_microbatches": 2}),
     ("sparse=AdaFEST on 4", {"sparse": tfdpfl.AdaFEST(threshold=4.0, clip=1.5)}), ("XLA", {"how": {"jit_compile": True}}),
@@ -241,8 +243,7 @@ def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(
         ("adaptive", tfdpfl.DPAdamW, tfdpfl.AdaptiveClip(initial=0.3, learning_rate=0.5), {}),
         ("layers", tfdpfl.DPRMSprop, tfdpfl.PerLayerClip(0.6), {"gradient_accumulation_steps": 3}),
     ):
-        noise = 1e-6 if name == "adaptive" else 0.0
-        optimizer = make(clip, noise, learning_rate=0.05, expected_batch_size=SIZE, **more)
+        optimizer = make(clip, 0.0, learning_rate=0.05, expected_batch_size=SIZE, **more)
         model = c.compiled(optimizer)
         for rows in drawn:
             model.train_on_batch(x[rows], y[rows])
@@ -254,7 +255,7 @@ def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(
         assert 0.97 < ratio < 1.03, ratio  # and so neither 2/3 nor 3/2, and not √2
         run = {"num_examples": N, "batch_size": 13, "num_steps": 4, "noise_multiplier": 1.5}
         least = tfdpfl.compute_epsilon(**run, delta=1e-3, accountant="rdp")
-        assert (least <= one[f"epsilon {secure}"] < 1.01 * least) if secure else (one["epsilon False"] == least)
+        np.testing.assert_allclose(one[f"epsilon {secure}"], least, rtol=1e-9)
 
     last = [g[0] for g in c.per_example_gradients(c.weights(), x[-1:], y[-1:])]
     norm = np.linalg.norm(c.flat(last))
@@ -273,7 +274,7 @@ try:
     if other and what == "budget":
         model.fit(data, steps_per_epoch=STEPS, verbose=0)
     else:
-        fit(model, data, target_epsilon=9.0 + other * (what == "target"))
+        fit(model, data, target_epsilon=2.0 if other and what == "target" else 9.0)
     raise SystemExit("workers with different data trained")
 except tf.errors.OpError as error:
     assert "say different things of the data" in str(error), error
@@ -321,7 +322,8 @@ def test_a_killed_worker_ends_the_job_which_goes_on_from_its_backup_with_all_ste
         ran, steps, epsilon, origins = said.splitlines()[-1].split()
         assert ran == "ran" and int(steps) == STEPS * epochs and int(origins) == 2, said[-2000:]
         run = {"num_examples": N, "batch_size": 13, "num_steps": STEPS * epochs, "noise_multiplier": 1.5}
-        assert float(epsilon) == tfdpfl.compute_epsilon(**run, delta=1e-3, accountant="rdp")
+        least = tfdpfl.compute_epsilon(**run, delta=1e-3, accountant="rdp")
+        np.testing.assert_allclose(float(epsilon), least, rtol=1e-9)
 
 
 @pytest.mark.skipif(not c.keras3(), reason="Keras 2 trains under it")
