@@ -190,9 +190,11 @@ def _block_norms(size: dict[str, int]) -> list[tuple[int, int]]:
     return size["layers"] * [*attention, (t, width), (t, 4 * width), (t, 4 * width), (t, width)]
 
 
-# For `floor` in _worker.py, of models whose gradients are not formed: what ops that use weights take in, and their
+# For `floor` in _worker.py, of weights whose gradients are not formed: what ops that use them take in, and their
 # outputs' gradients, an example's [rows, entries], each once. Biases and scales, which cost less, are left out.
 NORMS = {
+    "mnist_cnn": [(1, 512), (1, 32), (1, 32), (1, 10)],
+    "resnet": [(1, 64), (1, 10)],
     "mlp": [(1, 784), (1, 1024), (1, 1024), (1, 1024), (1, 1024), (1, 10)],
     "embedding": [(1, WORD_WIDTH), (1, 64), (1, 64), (1, 10)],
     "lstm": (_lstm := [(LSTM_STEPS, LSTM_FEATURES), (LSTM_STEPS, LSTM_WIDTH), (LSTM_STEPS, 4 * LSTM_WIDTH)]),
@@ -208,6 +210,16 @@ LOOKUPS = {
     "transformer": (TRANSFORMER["tokens"], TRANSFORMER["vocabulary"], TRANSFORMER["width"]),
     "tied_decoder": (DECODER["tokens"], DECODER["vocabulary"], DECODER["width"]),
 }
+# Of convolutions, whose gradients are: an image's side with its padding, channels; the window's side, stride; the
+# output's side, channels.
+CONVOLUTIONS = {
+    "mnist_cnn": [(34, 1, 8, 2, 14, 16), (12, 16, 4, 2, 5, 32)],
+    "resnet": [
+        (34, 3, 3, 1, 32, 16), *4 * [(34, 16, 3, 1, 32, 16)],
+        (33, 16, 3, 2, 16, 32), (31, 16, 1, 2, 16, 32), *3 * [(18, 32, 3, 1, 16, 32)],
+        (17, 32, 3, 2, 8, 64), (15, 32, 1, 2, 8, 64), *3 * [(10, 64, 3, 1, 8, 64)],
+    ],
+}  # fmt: skip
 MODELS |= {  # for growth with the model's size
     f"mlp_{width}": BenchmarkModel(functools.partial(mlp, width=width), random_batch((784,), 10))
     for width in (256, 4096)

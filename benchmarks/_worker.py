@@ -36,10 +36,8 @@ def keras_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | No
     if mode == "import":
         next(batches)
         return None
-    from _models import LOOKUPS, MODELS, NORMS
+    from _models import MODELS
 
-    if mode == "floor" and model not in NORMS:
-        raise NotSupported("no floor is written for it")
     built = MODELS[model].build(tf.keras)
     reduction, optimizer = "sum_over_batch_size", "adam"
     if mode in ("tfdpfl", "noiseless"):
@@ -64,19 +62,30 @@ def keras_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | No
     step = lambda: next(first, lambda: built.train_function(batches))()  # noqa: E731
     if mode != "floor":
         return step
-    more = _floor(tf, x, built.count_params(), NORMS[model], LOOKUPS.get(model))
+    more = _floor(tf, x, built.count_params(), model)
     return lambda: (step(), more())
 
 
-def _floor(tf: Any, x: np.ndarray, weights: int, norms: list[tuple[int, int]], lookup: Any) -> Step:
+def _floor(tf: Any, x: np.ndarray, weights: int, model: str) -> Step:
     """What a private step does beside a plain one at the least, with TensorFlow's ops: the noise, and what squared
-    norms are made of: sums of squares of single rows, Gram matrices of several, sums of a table's rows by id."""
+    norms are made of: sums of squares of single rows, Gram matrices of several, sums of a table's rows by id, products
+    of a convolution's patches."""
+    from _models import CONVOLUTIONS, LOOKUPS, NORMS
+
     import tfdpfl
 
+    if model not in NORMS:
+        raise NotSupported("no floor is written for it")
     source = tfdpfl.noise.Source()
-    rows = [tf.random.normal([len(x), *((t, d) if t > 1 else (d,))]) for t, d in norms]
+    rows = [tf.random.normal([len(x), *((t, d) if t > 1 else (d,))]) for t, d in NORMS[model]]
+    images, lookup = [], LOOKUPS.get(model)
+    for side, channels, window, stride, out, filters in CONVOLUTIONS.get(model, []):
+        at = stride * np.arange(out)[:, None] + np.arange(window)
+        met = (at[:, None, :, None] * side + at[None, :, None, :]).ravel()
+        random = [tf.random.normal([len(x), *shape]) for shape in ((side**2, channels), (out**2, filters))]
+        images.append((*random, met.astype(np.int32), [len(x), out**2, window**2 * channels]))
     if lookup is not None:
-        gradient = tf.random.normal([x.size, lookup[2]])
+        of_words = tf.random.normal([x.size, lookup[2]])
         keys = tf.constant((np.arange(len(x))[:, None] * lookup[1] + x).ravel())
 
     @tf.function
@@ -84,9 +93,13 @@ def _floor(tf: Any, x: np.ndarray, weights: int, norms: list[tuple[int, int]], l
         found = source.gaussian([[weights]], 1.0)
         found += [tf.raw_ops.EuclideanNorm(input=r, axis=[1]) for r in rows if r.shape.rank == 2]
         found += [tf.matmul(r, r, transpose_b=True) for r in rows if r.shape.rank == 3]
+        for image, gradient, met, shape in images:  # (tf.image.extract_patches is slower)
+            patches = tf.reshape(tf.gather(image, met, axis=1), shape)
+            formed = tf.matmul(gradient, patches, transpose_a=True)
+            found.append(tf.raw_ops.EuclideanNorm(input=formed, axis=[1, 2]))
         if lookup is not None:
             distinct, where = tf.unique(keys)
-            summed = tf.math.unsorted_segment_sum(gradient, where, tf.size(distinct))
+            summed = tf.math.unsorted_segment_sum(of_words, where, tf.size(distinct))
             found.append(tf.raw_ops.EuclideanNorm(input=summed, axis=[1]))
         return found  # else TensorFlow leaves out what nobody asks for
 

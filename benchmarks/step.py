@@ -9,10 +9,10 @@ With --apart no two of them live at the same time. A step is one update of the w
 Time is the CPU time of the process, which other work on the machine moves less than wall time. A ratio is the median
 over rounds of the ratio to the plain step of the same framework within the round. Beside it stands the least wall time
 of a step in all rounds, and its ratio. The first step, which traces, is one sample of CPU time; of Keras it is a `fit`
-of one batch. A floor is the plain step, with as much noise and as many sums of squares and Gram matrices, of the same
-shapes, as a private step needs: TensorFlow's ops alone, and nothing of what puts them together. Growth is the peak
-beyond that of a process that has only the framework and the batch in it. A competitor that fails, or runs out of time
-or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
+of one batch. A floor is the plain step, with as much noise, and as many sums of squares, Gram matrices and products of
+patches, of the same shapes, as a private step needs: TensorFlow's ops alone, and nothing of what puts them together.
+Growth is the peak beyond that of a process that has only the framework and the batch in it. A competitor that fails, or
+runs out of time or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
 
 With --keep, what the output has of others stays. Rows that were measured before 24 November 2026 are of wall time (the
 median, and the first step) and are marked so. With --pages, the tables of README.md and docs/figures.md are made anew

@@ -160,8 +160,11 @@ def draw(rows: list[tuple], baseline: float, name: str, output: str) -> bool:
         means, low, high = (np.array([of(run) for run in runs]) for of in (np.mean, np.min, np.max))
         axes.errorbar(epsilons, means, (means - low, high - means), marker="o", capsize=3, label=method)
     axes.axhline(baseline, color="0.5", linestyle=":", label="no privacy")
-    axes.set(xlabel="ε in total", ylabel="test accuracy", title=name, xscale="log", ylim=(0, 1))
     shown = sorted({row[1] for row in rows})
+    best, _, runs = max((row[:3] for row in rows if row[1] == shown[0]), key=lambda row: np.mean(row[2]))
+    finding = f"{name}: at ε = {shown[0]:g} best is {best}, {np.mean(runs):.0%} where no privacy has {baseline:.0%}"
+    axes.set(xlabel="ε in total", ylabel="test accuracy", xscale="log", ylim=(0, 1))
+    axes.set_title(finding, fontsize="medium")
     axes.set_xticks(shown, [f"{epsilon:g}" for epsilon in shown])
     axes.minorticks_off()
     axes.legend(loc="lower right")

@@ -21,11 +21,15 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.effects import check_unwritten, effects
+from tfdpfl.clipping.gradients import compiled
 from tfdpfl.clipping.graph import CALLS, constant, gradient_function, inner_call, key
 from tfdpfl.clipping.ops.random import DRAWS
 from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.states import Batch, Items, Public, weighs
 from tfdpfl.errors import PrivacyError
+
+# A loop's turns are put side by side one by one up to so many, else (and by XLA) stacked and turned over: two passes.
+MOST_APART = 256
 
 
 class Closed(Exception):
@@ -74,17 +78,28 @@ class Turns:
 
     def _rows(self, items: tf.Tensor, each: int, like: tf.Tensor) -> tf.Tensor:
         """A list of [batch x each, ...] as [batch x turns x each, ...]."""
-        x = tf.raw_ops.TensorListStack(
-            input_handle=items,
-            element_shape=_element(like, each, self.batch_size),
-            element_dtype=like.dtype,
-            num_elements=self.most or -1,
-        )
-        x.set_shape([self.most, *like.shape])
-        dims = [tf.shape(x)[i] if d is None else d for i, d in enumerate(like.shape[1:], 2)]
-        if each > 1 or None in like.shape[1:].as_list():  # else the stack itself checks the number of rows
-            x = tf.reshape(x, tf.stack([tf.shape(x)[0], self.batch_size, each, *dims]))
-        x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
+        shape = _element(like, each, self.batch_size)
+        fixed = None not in like.shape[1:].as_list()  # then the list itself checks the number of rows
+        whole = each == 1 and fixed
+        apart = self.most is not None and self.most <= MOST_APART and not compiled()
+        if apart:  # put where they belong in one pass
+            parts = [
+                tf.raw_ops.TensorListGetItem(input_handle=items, index=i, element_shape=shape, element_dtype=like.dtype)
+                for i in range(self.most)
+            ]
+            dims = [tf.shape(parts[0])[i] if d is None else d for i, d in enumerate(like.shape[1:], 1)]
+            if not whole:
+                parts = [tf.reshape(x, tf.stack([self.batch_size, each, *dims])) for x in parts]
+            x = tf.stack(parts, 1)
+        else:
+            x = tf.raw_ops.TensorListStack(
+                input_handle=items, element_shape=shape, element_dtype=like.dtype, num_elements=self.most or -1
+            )
+            x.set_shape([self.most, *like.shape])
+            dims = [tf.shape(x)[i] if d is None else d for i, d in enumerate(like.shape[1:], 2)]
+            if not whole:
+                x = tf.reshape(x, tf.stack([tf.shape(x)[0], self.batch_size, each, *dims]))
+            x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
         x = tf.reshape(x, [-1, *dims])
         x.set_shape([None, *like.shape[1:]])
         return x
@@ -273,13 +288,7 @@ class Opened:
                     continue
                 made = _copied(o, now, body)
                 if key(o.outputs[0]) in probes:
-                    zeros = tf.raw_ops.TensorListGetItem(
-                        input_handle=probes[key(o.outputs[0])],
-                        index=turn,
-                        element_shape=tf.shape(made[0]),
-                        element_dtype=made[0].dtype,
-                    )
-                    made = [made[0] + zeros]
+                    made = [_probed(made[0], probes[key(o.outputs[0])], turn)]
                 now.update({key(t): m for t, m in zip(o.outputs, made, strict=True)})
             lists = [
                 tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=tf.stop_gradient(now[k]))
@@ -312,6 +321,21 @@ class Opened:
             states = [inner[t] for t in o.inputs]
             self.turns.append(Turns(o, inputs, states, probes[key(total)], constant(count), self.batch_size))
         return made
+
+
+@tf.custom_gradient
+def _probed(x: tf.Tensor, items: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
+    """x plus a list's element of this turn, which is zero, as its derivative says: it is neither made nor added."""
+
+    def gradient(g: tf.Tensor) -> tuple:
+        none = tf.raw_ops.TensorListReserve(
+            element_shape=tf.raw_ops.TensorListElementShape(input_handle=items, shape_type=tf.int32),
+            num_elements=tf.raw_ops.TensorListLength(input_handle=items),
+            element_dtype=g.dtype,
+        )
+        return g, tf.raw_ops.TensorListSetItem(input_handle=none, index=turn, item=g), None
+
+    return tf.identity(x), gradient
 
 
 def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
