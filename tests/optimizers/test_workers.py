@@ -162,7 +162,8 @@ refused("runs on 2 workers", lambda: model.fit(x[:16], y[:16], callbacks=[tfdpfl
 refused("without end", lambda: compiled(make, CLIP, 1.6).fit(x[:16], y[:16], batch_size=8, verbose=0))
 for why, more in (
     ("noise=Tree on 2 workers", {"noise": tfdpfl.noise.Tree()}), ("num_microbatches=2 on 4", {"num_microbatches": 2}),
-    ("sparse=AdaFEST on 4", {"sparse": tfdpfl.AdaFEST(threshold=4.0, clip=1.5)}), ("XLA", {"how": {"jit_compile": True}}),
+    ("sparse=AdaFEST on 4", {"sparse": tfdpfl.AdaFEST(threshold=4.0, clip=1.5)}),
+    ("XLA", {"how": {"jit_compile": True}}),
 ):
     other = compiled(make, CLIP, 1.0, **more)
     refused(why, lambda: other.fit(plain(), steps_per_epoch=1, verbose=0))
@@ -235,7 +236,8 @@ def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(
 
     weights = c.weights()
     for rows in drawn:
-        weights = [w - 0.3 * s / SIZE for w, s in zip(weights, c.clipped_sum(weights, x[rows], y[rows], CLIP), strict=True)]
+        sums = c.clipped_sum(weights, x[rows], y[rows], CLIP)
+        weights = [w - 0.3 * s / SIZE for w, s in zip(weights, sums, strict=True)]
     np.testing.assert_allclose(one["sgd"], c.flat(weights), atol=1e-5)
     for name, make, clip, more in (
         ("adam", tfdpfl.DPAdam, CLIP, {}),

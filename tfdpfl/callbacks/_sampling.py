@@ -32,7 +32,7 @@ class Sampling:
         """num_examples, batch_size and sampling of the data that `fit` was given."""
         x = call.get("x")
         declared, workers = declared_sampling(x), _replicas.workers()
-        if declared is not None and declared.workers != workers or (declared is None and workers > 1):
+        if (declared is not None and declared.workers != workers) or (declared is None and workers > 1):
             raise PrivacyError(
                 f"Training runs on {workers} workers, and the data were made for "
                 f"{'one' if declared is None or declared.workers == 1 else declared.workers}. Each worker shuffles and "

@@ -165,8 +165,8 @@ class DPOptimizer:
         """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
         if not self._dp_takes_workers and _replicas.workers() > 1:
             raise PrivacyError(
-                "Keras 3 does not train under MultiWorkerMirroredStrategy: its fit stops as it sets up the model. Train "
-                "with Keras 2 (tf.keras of TensorFlow 2.15 or older), under MirroredStrategy, or on one device."
+                "Keras 3 does not train under MultiWorkerMirroredStrategy: its fit stops as it sets up the model. "
+                "Train with Keras 2 (tf.keras of TensorFlow 2.15 or older), under MirroredStrategy, or on one device."
             )
         planned = getattr(self, PLAN, None)
         for fit in running_fits() if planned is not None else ():

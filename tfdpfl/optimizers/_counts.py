@@ -81,8 +81,8 @@ class Counter:
         # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun; of
         # a logical batch the next part, and of how many (0: any); for how many more batches that is known.
         self.batches = in_memory(np.zeros(9))
-        # What workers that take steps together must agree on, besides: the order of the examples, and how many steps the
-        # target allows (-1: any).
+        # What workers that take steps together must agree on, besides: the order of the examples, and how many steps
+        # the target allows (-1: any).
         self.share = in_memory(np.zeros(2))
         self.nonfinite = in_memory(np.int64(0))
         self.discrete = False

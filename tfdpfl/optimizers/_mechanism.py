@@ -173,7 +173,7 @@ class Mechanism:
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = in_memory(np.int64(0))  # parts that the last step left
-        self.replicas = 1  # that took the step which was traced last
+        self.holders = 1  # replicas that may hold the same example, in the step that was traced last
 
     @property
     def _scheduled(self) -> str | None:
@@ -290,7 +290,7 @@ class Mechanism:
         plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
         _replicas.check_apart(plan.analysis.sources)
         together = _workers.meet(self, tf.cast(plan.units.count, tf.float32), variables)
-        units, self.replicas = together.units, replicas
+        units, self.holders = together.units, replicas if _replicas.workers() > 1 else 1
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         if self._on_grid:
             known = tf.ones([])
@@ -318,9 +318,9 @@ class Mechanism:
                 nonfinite, *sums = summed
                 bound = tf.cast(self.clipping.norm, tf.float32)
                 drawn, multiplier = self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size)
-                if replicas > 1:  # of batches of which nothing is known, each replica's may hold the same example
+                if self.holders > 1:  # where nothing is known of batches that each worker draws for itself
                     known = tf.not_equal(drawn.known[_counts.SAMPLING - _counts.DATA], _counts.UNKNOWN)
-                    multiplier = tf.where(known, multiplier, multiplier / replicas)
+                    multiplier = tf.where(known, multiplier, multiplier / self.holders)
                 part = Part(sums, units, drawn, multiplier, bound)
                 if self.parts == 1:
                     return done(part)
@@ -353,10 +353,10 @@ class Mechanism:
         return tf.maximum(units, 1)
 
     def _noisy(self, whole: Part, rows: list[tf.Tensor] | None, key: tf.Tensor | None) -> list[tf.Tensor]:
-        """(sums + noise) / denominator, the noise being fresh (from ``key``, if it is the step's and not this
-        process's own), or ``rows`` of unit base normals that correlate. Of sums
-        that are made of parts and have a denominator that only now is known, the division is to come; the others are
-        divided already. What else was summed, for the clip, goes to it."""
+        """(sums + noise) / denominator, the noise being fresh (of this process, or of a ``key`` that workers share), or
+        ``rows`` of unit base normals that correlate. Of sums that are made of parts and have a denominator that only
+        now is known, the division is to come; the others are divided already. What else was summed, for the clip, goes
+        to it."""
         sums, denominator = whole.sums, self._denominator(whole.units)
         _, of_count = self.clipping.split(self._now(tf.float32), denominator)
         if self._on_grid:

@@ -49,8 +49,8 @@ def among_replicas() -> bool:
 @tf.autograph.experimental.do_not_convert
 def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
     """What ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so that the
-    noise it draws is one and the state it changes changes once; they all get what it gives back. Of several workers each
-    does the same."""
+    noise it draws is one and the state it changes changes once; they all get what it gives back. Of several workers
+    each does the same."""
     if not among_replicas():
         return do(list(tensors))
 

@@ -1,7 +1,7 @@
 """Several workers of one step (MultiWorkerMirroredStrategy): what they share, and what they must agree on.
 
-Each worker traces and runs the same step. All examples' clipped sums are added up over the workers; what follows is done
-by each, on the same sums, with noise of the same key, so that all have the same bits.
+Each worker traces and runs the same step. All examples' clipped sums are added up over the workers. What follows is
+done by each, on the same sums, with noise of the same key, so that all have the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.finished import raw_variable
