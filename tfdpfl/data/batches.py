@@ -164,7 +164,8 @@ def poisson_batches(
         if pipeline.fills_empty(empty_batches, math.log(steps * cut) + log_never > math.log(1e-9)):
             least = -(-_PLACEHOLDERS // rows) * rows
     if strategy is not None:
-        order = _order_of(examples) + (0 if users is None else zlib.crc32(users.rows.tobytes()) + zlib.crc32(users.starts.tobytes()))
+        of_users = [] if users is None else [users.rows, users.starts]
+        order = _order_of(examples) + sum(zlib.crc32(part.tobytes()) for part in of_users)
         return _of_workers(strategy, pipeline, draw, steps, least, dataclasses.replace(declaration, order=order))
     return declare(pipeline.dataset(Passes(draw, seed), steps * parts, least, size), declaration)
 
