@@ -87,6 +87,9 @@ of = {"expected_batch_size": SIZE}
 model = compiled(make, CLIP, 0.0, learning_rate=0.3, **of)
 fit(model, batches(seed=3))
 out["sgd"] = c.flat(state(model)[:4])
+model = compiled(make, CLIP, 0.0, learning_rate=0.3)  # of the mean over all that were drawn
+model.fit(batches(seed=3), epochs=2, steps_per_epoch=STEPS, verbose=0)
+out["mean"] = c.flat(state(model)[:4])
 for name, make_, clip, more in (
     ("adam", tfdpfl.DPAdam, CLIP, {}), ("adagrad", tfdpfl.DPAdagrad, CLIP, {}),
     ("adaptive", tfdpfl.DPAdamW, tfdpfl.AdaptiveClip(initial=0.3, learning_rate=0.5), {}),
@@ -234,11 +237,12 @@ def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(
     for name in one:
         assert one[name].tobytes() == two[name].tobytes(), name
 
-    weights = c.weights()
-    for rows in drawn:
-        sums = c.clipped_sum(weights, x[rows], y[rows], CLIP)
-        weights = [w - 0.3 * s / SIZE for w, s in zip(weights, sums, strict=True)]
-    np.testing.assert_allclose(one["sgd"], c.flat(weights), atol=1e-5)
+    for name, size in (("sgd", lambda rows: SIZE), ("mean", len)):
+        weights = c.weights()
+        for rows in drawn:
+            sums = c.clipped_sum(weights, x[rows], y[rows], CLIP)
+            weights = [w - 0.3 * s / size(rows) for w, s in zip(weights, sums, strict=True)]
+        np.testing.assert_allclose(one[name], c.flat(weights), atol=1e-5)
     for name, make, clip, more in (
         ("adam", tfdpfl.DPAdam, CLIP, {}),
         ("adagrad", tfdpfl.DPAdagrad, CLIP, {}),
@@ -272,6 +276,10 @@ model = compiled(tfdpfl.DPSGD, CLIP, 1.0, expected_batch_size=SIZE)
 what, before = os.environ["WHAT"], model.get_weights()
 other = index == 1
 data = batches(x[::-1] if other and what == "order" else x)
+if what == "step":
+    model.optimizer.build(model.trainable_variables)
+    for v in model.optimizer.iterations.values if other else []:
+        v.assign(1)
 try:
     if other and what == "budget":
         model.fit(data, steps_per_epoch=STEPS, verbose=0)
@@ -279,7 +287,8 @@ try:
         fit(model, data, target_epsilon=3.0 if other and what == "target" else 9.0)
     raise SystemExit("workers with different data trained")
 except tf.errors.OpError as error:
-    assert "say different things of the data" in str(error), error
+    said = "are not at the same step" if what == "step" else "say different things of the data"
+    assert said in str(error), error
 assert model.optimizer.num_dp_steps == 0
 np.testing.assert_array_equal(c.flat(before), c.flat(model.get_weights()))
 end()
@@ -288,7 +297,7 @@ end()
 
 @pytest.mark.slow
 @only_keras2
-@pytest.mark.parametrize("what", ["order", "budget", "target"])
+@pytest.mark.parametrize("what", ["order", "budget", "target", "step"])
 def test_workers_that_say_different_things_of_the_data_take_no_step(what, tmp_path):
     for said in said_by(started(DIFFER, tmp_path / "out", 1, WHAT=what)):
         assert said.strip().endswith("done"), said[-3000:]
