@@ -496,7 +496,7 @@ FAULTS = [
     Fault("NaN passed on", REPLAY, "moves by nan", _not_a_number, _all_finite),
     # Noise.
     Fault("noise × 0.5", REPLAY, "times what is charged", PLAINLY,
-          patched(_source, "gaussian", lambda whole: lambda self, shapes, s: [n / 2 for n in whole(self, shapes, s)])),
+          patched(_source, "gaussian", lambda whole: lambda self, *how: [n / 2 for n in whole(self, *how)])),
     Fault("noise in every second step alone", REPLAY, "times what is charged",
           # Its size is judged at seven standard deviations.
           lambda there: told((PLAIN() if there else cases.trained("DPSGD")).replayed(10)),

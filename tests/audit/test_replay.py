@@ -292,7 +292,7 @@ def half_the_noise(monkeypatch):
     from tfdpfl.noise import Source
 
     whole = Source.gaussian
-    monkeypatch.setattr(Source, "gaussian", lambda self, shapes, stddev: [n / 2 for n in whole(self, shapes, stddev)])
+    monkeypatch.setattr(Source, "gaussian", lambda self, *how: [n / 2 for n in whole(self, *how)])
 
 
 def half_the_multiplier(monkeypatch):

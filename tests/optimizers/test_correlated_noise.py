@@ -134,7 +134,7 @@ def test_the_weights_are_those_of_dp_sgd_in_numpy(noise, monkeypatch):
     z = rng.normal(size=(4, 8)).astype("float32")
     at = tf.Variable(0)
 
-    def gaussian(self, shapes, stddev):
+    def gaussian(self, shapes, stddev, key=None):
         return [stddev * tf.constant(z)[at.assign_add(1) - 1]]
 
     monkeypatch.setattr(Source, "gaussian", gaussian)

@@ -190,6 +190,10 @@ class Fit:
         parts = self.parts if self.parts > 1 and self.uses == 1 else 0
         self._counter.announce(self.batches, batches, (batch - (self.first or 0)) % self.parts, parts)
 
+    def share(self, most: int | None) -> None:
+        """Tells the optimizer, for workers to agree on, the order of the data and how many steps the target allows."""
+        self._counter.share.assign([self._order, -1 if most is None else most])
+
     def check_pass(self) -> None:
         """That an epoch that has ended was as long as the price of logical batches takes passes to be."""
         short = self.uses > 1 and self.seen < self._pass
@@ -226,7 +230,9 @@ class Fit:
             # They may have come into a logical batch, with examples of other parts.
             self.optimizer._dp.drop_partial()
             halved = self.optimizer.num_microbatches is not None
-            multiplier = self.optimizer._dp.least_noise / self.parts / (2 if halved else 1)
+            # Each part, and each worker's replicas, may have held the same example.
+            dp = self.optimizer._dp
+            multiplier = dp.least_noise / self.parts / (2 if halved else 1) / dp.holders
             kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
             row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, taken, 0]
             self._counter.meet(np.array([row]), self.optimizer._dp_ledger)

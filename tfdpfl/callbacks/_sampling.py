@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers import _replicas
 
 
 class Sampling:
@@ -30,12 +31,19 @@ class Sampling:
     def describe(self, call: dict[str, Any]) -> dict[str, Any]:
         """num_examples, batch_size and sampling of the data that `fit` was given."""
         x = call.get("x")
-        if isinstance(x, tf.distribute.DistributedDataset):
+        declared, workers = declared_sampling(x), _replicas.workers()
+        if (declared is not None and declared.workers != workers) or (declared is None and workers > 1):
+            raise PrivacyError(
+                f"Training runs on {workers} workers, and the data were made for "
+                f"{'one' if declared is None or declared.workers == 1 else declared.workers}. Each worker shuffles and "
+                "samples for itself, so that a step may hold an example several times. Give fit "
+                "tfdpfl.data.poisson_batches(..., strategy=strategy), which shares the examples out."
+            )
+        if isinstance(x, tf.distribute.DistributedDataset) and declared is None:
             raise PrivacyError(
                 f"A {type(x).__name__} does not tell what it was made from, nor how many examples all replicas get in "
                 "a step. Give fit the data set itself, which it distributes, in batches for all replicas together."
             )
-        declared = declared_sampling(x)
         if declared is not None:
             self._check_uses(declared, call)
         if self._optimizer.noise is not None:

@@ -165,6 +165,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             steps = self.params.get("steps")
             self._passes_per_epoch = fit.passes_in(steps) if steps else None
             self._limit = self._allowed()
+            fit.share(self._limit)
             if self._is_full(0):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "

@@ -41,7 +41,8 @@ from tfdpfl.errors import PrivacyError
 
 # Else TensorFlow traces a branch in which a replica has no examples.
 _OF_SEVERAL = (
-    " For several replicas all batches must be of one known size that their number divides: drop_remainder=True."
+    " For several replicas all batches must be of one known size that their number divides: drop_remainder=True. For "
+    "several workers data must be without end, too: repeat(), and steps_per_epoch."
 )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import operator
+import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ def poisson_batches(
     copies: int = 1,
     num_parallel_calls: int | None = None,
     empty_batches: str = "auto",
+    strategy: tf.distribute.Strategy | None = None,
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of Poisson-sampled batches, for `fit`.
 
@@ -103,6 +106,10 @@ def poisson_batches(
             refuses `class_weight` beside it: give `(x, y, weight_of_class[y])`.
             `"auto"`: `"zero_weight"` where there is a `y`, some `x` has three dimensions or more (images, series) and a
             pass has an empty batch with probability over 1e-9; else `"keep"`.
+        strategy: The `tf.distribute.MultiWorkerMirroredStrategy` that trains. Each of its workers gives the same data
+            in the same order. Worker i of n then draws from every n-th example, the i-th being its first, at the same
+            rate, so that all of them together draw a Poisson sample of all examples and no example is on two workers.
+            What comes back is a `tf.distribute.DistributedDataset` without end: give `fit` a ``steps_per_epoch``.
 
     Raises:
         ValueError: an argument is out of its range, the arrays differ in length or hold nothing, a user has no
@@ -122,17 +129,25 @@ def poisson_batches(
     rate = _checked_rate(sampling_rate, expected_batch_size, number)
     rows = rows_of_user * _positive("copies", copies, "how many rows each example becomes")
     parts = _parts(physical_batch_size, rate * number * rows)
+    for name, value in (("physical", physical_batch_size), ("truncated", truncated_batch_size)):
+        if strategy is not None and value is not None:
+            raise ValueError(
+                f"{name}_batch_size={value} beside strategy: each worker draws its own part of a batch, of which the "
+                "others know no size. Leave it out."
+            )
+    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     if truncated_batch_size is not None:
         mend = "the size of all batches, six √expected above the expected one"
         truncated_batch_size = _positive("truncated_batch_size", truncated_batch_size, mend)
         _check_truncation_has_a_price()
 
-    def draw(words: Words) -> Iterator[np.ndarray]:
+    def draw(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
+        share = np.arange(worker, number, workers)
         for _ in range(steps):
-            units = words.each(number, rate)
+            units = share[words.each(len(share), rate)]
             if truncated_batch_size is not None and len(units) > truncated_batch_size:
                 units = words.some(units, truncated_batch_size)
-            for part in np.array_split(units, parts):
+            for part in np.array_split(units, parts * replicas // workers):
                 yield users.some_of(part, rows_of_user, words) if users else part
 
     declaration = SamplingDeclaration(
@@ -144,10 +159,33 @@ def poisson_batches(
         least = -(-truncated_batch_size // parts) * rows
     else:
         size, least = None, 0
-        log_never = number * math.log1p(-rate) / parts if rate < 1 else -math.inf
-        if pipeline.fills_empty(empty_batches, math.log(steps * parts) + log_never > math.log(1e-9)):
+        cut = parts * replicas
+        log_never = number * math.log1p(-rate) / cut if rate < 1 else -math.inf
+        if pipeline.fills_empty(empty_batches, math.log(steps * cut) + log_never > math.log(1e-9)):
             least = -(-_PLACEHOLDERS // rows) * rows
+    if strategy is not None:
+        of_users = [] if users is None else [users.rows, users.starts]
+        order = _order_of(examples) + sum(zlib.crc32(part.tobytes()) for part in of_users)
+        return _of_workers(strategy, pipeline, draw, steps, least, dataclasses.replace(declaration, order=order))
     return declare(pipeline.dataset(Passes(draw, seed), steps * parts, least, size), declaration)
+
+
+def _of_workers(
+    strategy: tf.distribute.Strategy, pipeline: _Pipeline, draw: Callable, steps: int, least: int,
+    declaration: SamplingDeclaration,
+) -> Any:  # fmt: skip
+    """Each worker's own draws, one batch for each of its replicas after the other, without end."""
+    found = []
+
+    def share(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        worker, workers = context.input_pipeline_id, context.num_input_pipelines
+        found.append(workers)
+        seed = None if declaration.seed is None else (declaration.seed, worker)
+        passes = Passes(lambda words: draw(words, worker, workers), seed)
+        return pipeline.dataset(passes, steps * context.num_replicas_in_sync // workers, least).repeat()
+
+    batches = strategy.distribute_datasets_from_function(share)
+    return declare(batches, dataclasses.replace(declaration, workers=found[0]))
 
 
 def shuffled_batches(

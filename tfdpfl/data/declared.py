@@ -32,8 +32,9 @@ class SamplingDeclaration:
         unit: "example" or "user".
         min_separation: steps from one participation of a unit to its next, at least, while passes are whole.
         max_participations: how often a unit may take part in all; None if the data set sets no bound.
-        order: of `"fixed_order"` a number made from some of the data, which tells whether another data set comes in the
-            same order. Not private; it is kept in memory alone.
+        workers: among how many processes the examples are shared out, each of which draws from its own share.
+        order: of `"fixed_order"`, and where `workers` is above 1, a number made from some of the data, which tells
+            whether another data set comes in the same order. Not private; it is kept in memory alone.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class SamplingDeclaration:
     unit: str = "example"
     min_separation: int = 1
     max_participations: int | None = None
+    workers: int = 1
     order: int | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class Passes:
     Without a seed each pass asks the system anew: in another process, too, it is another stream.
     """
 
-    def __init__(self, draw: Callable[[Words], Iterator[np.ndarray]], seed: int | None):
+    def __init__(self, draw: Callable[[Words], Iterator[np.ndarray]], seed: int | Sequence[int] | None):
         self._draw, self._seed, self._numbers = draw, seed, itertools.count()
 
     def __call__(self) -> Iterator[np.ndarray]:

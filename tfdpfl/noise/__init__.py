@@ -100,20 +100,24 @@ class Source:
             self._philox = None  # an accelerator's steps do not run on in a fork; one that is traced there starts anew
 
     @tf.autograph.experimental.do_not_convert
-    def gaussian(self, shapes: Sequence, stddev: float | tf.Tensor) -> list[tf.Tensor]:
+    def gaussian(
+        self, shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor | None = None
+    ) -> list[tf.Tensor]:
         """Independent float32 normals of mean 0 for every shape, fresh ones in every run.
 
         Args:
           shapes: static shapes of the tensors.
           stddev: standard deviation of every coordinate.
+          key: int64 [2], secret, from `fresh_key` of whoever draws for several processes, which then draw the same. Use
+            none twice. None draws from this object's stream.
         """
         shapes = [tf.TensorShape(shape) for shape in shapes]
         stddev = tf.cast(stddev, tf.float32)
         if _on_host():
             self.generator = AES
-            return self._from_host(shapes, stddev)
+            return self._from_host(shapes, stddev, key)
         self.generator = PHILOX
-        return gaussian(shapes, stddev, self._philox_key(), tf.zeros([], tf.int64))
+        return gaussian(shapes, stddev, self._philox_key() if key is None else key, tf.zeros([], tf.int64))
 
     def normals(self, shape: Sequence[int]) -> np.ndarray:
         """float64 [shape]: independent normals of mean 0 and deviation 1, for what runs outside of TensorFlow.
@@ -160,8 +164,9 @@ class Source:
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
 
     @tf.autograph.experimental.do_not_convert
-    def discrete(self, size: int, sigma: int) -> tf.Tensor:
-        """int64 [size]: independent discrete Gaussians of this many whole steps; see `tfdpfl.noise.discrete`.
+    def discrete(self, size: int, sigma: int, key: tf.Tensor | None = None) -> tf.Tensor:
+        """int64 [size]: independent discrete Gaussians of this many whole steps; see `tfdpfl.noise.discrete`. ``key``
+        is as for `gaussian`.
 
         Raises `PrivacyError` where a step is compiled or runs on an accelerator, which Python cannot draw for.
         """
@@ -172,11 +177,13 @@ class Source:
             )
         self.generator = AES
 
-        def draw():
+        def draw(*key):
+            if key:
+                return discrete_gaussian(_Stream(*key).words, size, sigma)
             with self._lock:
                 return discrete_gaussian(self._opened().words, size, sigma)
 
-        return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [size])
+        return tf.ensure_shape(tf.numpy_function(draw, [] if key is None else [key], tf.int64), [size])
 
     def unique(self) -> tf.Tensor:
         """An int64 that no other run, object or process gets: a name, no secret."""
@@ -202,19 +209,25 @@ class Source:
         at, row = tf.ones([], tf.int64), node(0)
         return tf.while_loop(lambda i, _: i <= count, lambda i, row: (i + 1, row - node(i)), [at, row])[1]
 
-    def _from_host(self, shapes: list[tf.TensorShape], stddev: tf.Tensor) -> list[tf.Tensor]:
+    def _from_host(
+        self, shapes: list[tf.TensorShape], stddev: tf.Tensor, key: tf.Tensor | None
+    ) -> list[tf.Tensor]:
         sizes = [shape.num_elements() for shape in shapes]
         line = _ALIGNED // 4
         starts = np.cumsum([0] + [-(-size // line) * line for size in sizes]).tolist()
         places = [(at, at + size, shape.as_list()) for at, size, shape in zip(starts, sizes, shapes, strict=False)]
 
-        def draw(stddev):
-            with self._lock:
-                numbers = self._opened().normals(starts[-1], stddev)
+        def draw(stddev, *key):
+            if key:
+                numbers = _Stream(*key).normals(starts[-1], stddev)
+            else:
+                with self._lock:
+                    numbers = self._opened().normals(starts[-1], stddev)
             return [numbers[at:end].reshape(shape) for at, end, shape in places]
 
         # One call for all tensors: a call costs more than the numbers of a small one.
-        normals = tf.nest.flatten(tf.numpy_function(draw, [stddev], [tf.float32] * len(shapes)) if shapes else [])
+        inputs = [stddev] if key is None else [stddev, key]
+        normals = tf.nest.flatten(tf.numpy_function(draw, inputs, [tf.float32] * len(shapes)) if shapes else [])
         for normal, shape in zip(normals, shapes, strict=True):
             normal.set_shape(shape)
         return normals

@@ -23,7 +23,7 @@ from tfdpfl.clipping import tapes
 from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers import _counts, _replicas
 from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._mechanism import Mechanism
 
@@ -115,6 +115,7 @@ class DPOptimizer:
     _dp_ledger: tf.Variable  # Keras 3: keras.Variable; the saved table of what ran
     _dp_base: type
     _dp_model: type  # of the Keras that the base belongs to
+    _dp_takes_workers: bool  # whether that Keras trains on several
 
     def __init__(
         self,
@@ -162,6 +163,11 @@ class DPOptimizer:
 
     def _update(self, loss, variables: list, table) -> list[tf.Tensor | None]:
         """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
+        if not self._dp_takes_workers and _replicas.workers() > 1:
+            raise PrivacyError(
+                "Keras 3 does not train under MultiWorkerMirroredStrategy: its fit stops as it sets up the model. "
+                "Train with Keras 2 (tf.keras of TensorFlow 2.15 or older), under MirroredStrategy, or on one device."
+            )
         planned = getattr(self, PLAN, None)
         for fit in running_fits() if planned is not None else ():
             if trained_by(fit) is self:

@@ -81,6 +81,9 @@ class Counter:
         # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun; of
         # a logical batch the next part, and of how many (0: any); for how many more batches that is known.
         self.batches = in_memory(np.zeros(9))
+        # What workers that take steps together must agree on, besides: the order of the examples, and how many steps
+        # the target allows (-1: any).
+        self.share = in_memory(np.zeros(2))
         self.nonfinite = in_memory(np.int64(0))
         self.discrete = False
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
@@ -119,10 +122,11 @@ class Counter:
         self.batches.assign(after)
         return Drawn(known, place)
 
-    def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable) -> None:
-        """Counts a step that is traced, here and in the table that is saved."""
+    def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable, origin: tf.Tensor) -> None:
+        """Counts a step that is traced, here and in the table that is saved. Of several workers all count the first
+        one's, so that they say the same."""
         shift = tf.constant(DISCRETE if self.discrete else 0, tf.float64)
-        own, kept = _counted()(self.table, saved, self.origin, drawn.known, shift, multiplier)
+        own, kept = _counted()(self.table, saved, origin, drawn.known, shift, multiplier)
         self.table.assign(own)
         saved.assign(kept)
 

@@ -27,6 +27,8 @@ class Keras2Adapter:
     what follows from the first; or what a tape gave, of which it takes the loss alone.
     """
 
+    _dp_takes_workers = True
+
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self._dp_released = weakref.WeakKeyDictionary()

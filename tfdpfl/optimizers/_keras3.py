@@ -22,6 +22,7 @@ class Keras3Adapter:
     gradients are None and cost nothing. Without ``scale_loss`` a tape's gradients tell of which loss they are.
     """
 
+    _dp_takes_workers = False
     _pending: tf.Tensor | None = None
     _handed: tf.Tensor | None = None  # to the trainer, in place of it
 

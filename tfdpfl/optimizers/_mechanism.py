@@ -20,7 +20,7 @@ from tfdpfl.clipping.gradients import added, compiled
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts, _replicas, _rows
+from tfdpfl.optimizers import _counts, _replicas, _rows, _workers
 from tfdpfl.optimizers._chain import Chain
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._partial import Part, Partial
@@ -173,6 +173,7 @@ class Mechanism:
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = in_memory(np.int64(0))  # parts that the last step left
+        self.holders = 1  # replicas that may hold the same example, in the step that was traced last
 
     @property
     def _scheduled(self) -> str | None:
@@ -252,7 +253,7 @@ class Mechanism:
         replicas = _replicas.number()
         if replicas > 1 and not _replicas.among_replicas():
             raise PrivacyError(
-                "This step is taken beside the replicas, under MirroredStrategy's scope. Have each of them take it: "
+                "This step is taken beside the replicas, under a strategy's scope. Have each of them take it: "
                 "strategy.run(step, args=(batch,))."
             )
         if replicas > 1 and compiled():
@@ -270,6 +271,11 @@ class Mechanism:
                 f"sparse=AdaFEST on {replicas} replicas, which each look up rows of their own: those that are kept are "
                 "chosen in the middle of the step, from the counts of all. Leave it out, or train on one device."
             )
+        if _replicas.workers() > 1 and self.chain is not None:
+            raise PrivacyError(
+                f"noise={type(self.chain.noise).__name__} on {_replicas.workers()} workers: correlated noise is drawn "
+                "again from keys that one process has. Use noise=None, or train under MirroredStrategy."
+            )
 
     def update(
         self, loss: tf.Tensor, variables: Sequence, table: tf.Variable
@@ -283,7 +289,8 @@ class Mechanism:
         loss, replicas = _replicas.undivided(loss), _replicas.number()
         plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
         _replicas.check_apart(plan.analysis.sources)
-        (units,) = _replicas.once(lambda counts: counts, [tf.cast(plan.units.count, tf.float32)])
+        together = _workers.meet(self, tf.cast(plan.units.count, tf.float32), variables)
+        units, self.holders = together.units, replicas if _replicas.workers() > 1 else 1
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         if self._on_grid:
             known = tf.ones([])
@@ -293,7 +300,8 @@ class Mechanism:
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
         used = [i for i, s in enumerate(clipped.sum) if s is not None and i not in tables]
         # Not where the clip, or a check, stops the step; and not in an execution that finds the data at their end.
-        with tf.control_dependencies([clipped.num_units] if count is None else [clipped.num_units, count]):
+        before = [clipped.num_units, *together.agreed, *([] if count is None else [count])]
+        with tf.control_dependencies(before):
             sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in used]
             sums += [] if count is None else [count]
 
@@ -302,14 +310,18 @@ class Mechanism:
                 if self.chain is not None and self.least_noise > 0:  # before the count, which is of its segment
                     ids = [id(raw_variable(variables[i])) for i in used]
                     rows = self.chain.next(self.source, self.counter, whole.drawn.known, ids)
-                self.counter.count(whole.drawn, whole.multiplier, table)
-                return self._noisy(whole, rows)
+                self.counter.count(whole.drawn, whole.multiplier, table, together.origin)
+                return self._noisy(whole, rows, together.key)
 
             def release(summed: list[tf.Tensor]) -> list[tf.Tensor]:
                 """Accumulates; and of a whole batch releases the sum."""
                 nonfinite, *sums = summed
                 bound = tf.cast(self.clipping.norm, tf.float32)
-                part = Part(sums, units, self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size), bound)
+                drawn, multiplier = self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size)
+                if self.holders > 1:  # where nothing is known of batches that each worker draws for itself
+                    known = tf.not_equal(drawn.known[_counts.SAMPLING - _counts.DATA], _counts.UNKNOWN)
+                    multiplier = tf.where(known, multiplier, multiplier / self.holders)
+                part = Part(sums, units, drawn, multiplier, bound)
                 if self.parts == 1:
                     return done(part)
                 released, pending = self._partial([variables[i] for i in used], part).add(part, done)
@@ -340,21 +352,22 @@ class Mechanism:
             return tf.constant(self.expected_batch_size, tf.float32)
         return tf.maximum(units, 1)
 
-    def _noisy(self, whole: Part, rows: list[tf.Tensor] | None) -> list[tf.Tensor]:
-        """(sums + noise) / denominator, the noise being fresh, or ``rows`` of unit base normals that correlate. Of sums
-        that are made of parts and have a denominator that only now is known, the division is to come; the others are
-        divided already. What else was summed, for the clip, goes to it."""
+    def _noisy(self, whole: Part, rows: list[tf.Tensor] | None, key: tf.Tensor | None) -> list[tf.Tensor]:
+        """(sums + noise) / denominator, the noise being fresh (of this process, or of a ``key`` that workers share), or
+        ``rows`` of unit base normals that correlate. Of sums that are made of parts and have a denominator that only
+        now is known, the division is to come; the others are divided already. What else was summed, for the clip, goes
+        to it."""
         sums, denominator = whole.sums, self._denominator(whole.units)
         _, of_count = self.clipping.split(self._now(tf.float32), denominator)
         if self._on_grid:
-            return self._rounded_and_noisy(sums, denominator, whole.multiplier)
+            return self._rounded_and_noisy(sums, denominator, whole.multiplier, key)
         at = len(sums) if of_count is None else len(sums) - 1  # where the count is
         if self.parts > 1 and self.expected_batch_size is None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
         if self.least_noise > 0:
             stddev = self._stddev(denominator)
             if rows is None:
-                normals = self.source.gaussian([s.shape for s in sums], stddev)
+                normals = self.source.gaussian([s.shape for s in sums], stddev, key)
                 normals[at:] = [n * (of_count / stddev) for n in normals[at:]]
             else:
                 normals = [row * (self.chain.noise.unit * stddev) for row in rows]
@@ -380,12 +393,12 @@ class Mechanism:
         return self.secure_noise and self.least_noise > 0
 
     def _rounded_and_noisy(
-        self, sums: list[tf.Tensor], denominator: tf.Tensor, multiplier: tf.Tensor
+        self, sums: list[tf.Tensor], denominator: tf.Tensor, multiplier: tf.Tensor, key: tf.Tensor | None
     ) -> list[tf.Tensor]:
         """The sums, rounded to a grid, with whole noise added, and then divided."""
         sizes = [s.shape.num_elements() for s in sums]
         step, sigma = noise.grid(self.l2_norm_clip, self.noise_multiplier, sum(sizes))
-        drawn = tf.split(self.source.discrete(sum(sizes), sigma), sizes)
+        drawn = tf.split(self.source.discrete(sum(sizes), sigma, key), sizes)
         drawn = [tf.reshape(part, total.shape) for total, part in zip(sums, drawn, strict=True)]
         rounded = [tf.cast(tf.round(tf.cast(total, tf.float64) / step), tf.int64) for total in sums]
         wholes = [total + part for total, part in zip(rounded, drawn, strict=True)]

@@ -25,18 +25,20 @@ def number() -> int:
             f"{name} lets workers take steps on weights of different age, each with noise of its own. Train under "
             "MirroredStrategy, or on one device."
         )
-    if count > 1 and "CollectiveAllReduce" in name:
-        raise PrivacyError(
-            "MultiWorkerMirroredStrategy's workers shuffle and sample the data each for itself, so that one step may "
-            "hold an example several times, and no worker knows. Train under MirroredStrategy (several devices of one "
-            "machine), or on one device."
-        )
-    if count > 1 and name != "MirroredStrategy":
+    if count > 1 and name != "MirroredStrategy" and "CollectiveAllReduce" not in name:
         raise PrivacyError(
             f"{name} runs {count} replicas, of which each would draw noise of its own. Train under MirroredStrategy "
             "(several devices of one machine), or on one device."
         )
     return count
+
+
+def workers() -> int:
+    """How many processes take the step together (MultiWorkerMirroredStrategy), each with as many replicas."""
+    strategy = tf.distribute.get_strategy()
+    if "CollectiveAllReduce" not in type(strategy).__name__:  # TensorFlow's older name of that strategy
+        return 1
+    return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
 
 def among_replicas() -> bool:
@@ -47,16 +49,31 @@ def among_replicas() -> bool:
 @tf.autograph.experimental.do_not_convert
 def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
     """What ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so that the
-    noise it draws is one and the state it changes changes once; they all get what it gives back."""
+    noise it draws is one and the state it changes changes once; they all get what it gives back. Of several workers
+    each does the same."""
     if not among_replicas():
         return do(list(tensors))
 
     def together(strategy: tf.distribute.Strategy, *each: Any) -> Any:
+        if workers() > 1:
+            return do(_over_workers(strategy, each))
         values = [strategy.experimental_local_results(of_replicas) for of_replicas in each]
         assert all(len(of_replicas) == strategy.num_replicas_in_sync for of_replicas in values)
         return do([tf.add_n(of_replicas) for of_replicas in values])
 
     return tf.distribute.get_replica_context().merge_call(together, args=tuple(tensors))
+
+
+def _over_workers(strategy: tf.distribute.Strategy, each: Sequence[Any]) -> list[tf.Tensor]:
+    """Each value's sum over the replicas of all workers, with the same bits on every worker."""
+    sums: dict[int, tf.Tensor] = {}
+    kinds = [strategy.experimental_local_results(value)[0].dtype for value in each]
+    for kind in dict.fromkeys(kinds):  # TensorFlow sends several tensors as one, which is of one type
+        which = [i for i, k in enumerate(kinds) if k == kind]
+        pairs = [(each[i], each[i]) for i in which]
+        reduced = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+        sums |= {i: strategy.experimental_local_results(r)[0] for i, r in zip(which, reduced, strict=True)}
+    return [sums[i] for i in range(len(each))]
 
 
 @tf.autograph.experimental.do_not_convert
