@@ -208,7 +208,7 @@ def started(script, out, replicas, **more):
 
 def said_by(processes):
     try:
-        return [p.communicate(timeout=110)[0] for p in processes]
+        return [p.communicate(timeout=400)[0] for p in processes]
     except subprocess.TimeoutExpired as late:
         for p in processes:
             p.kill()
@@ -325,7 +325,7 @@ def test_a_killed_worker_ends_the_job_which_goes_on_from_its_backup_with_all_ste
     processes[1].send_signal(signal.SIGKILL)
     begun = time.monotonic()
     said = said_by(processes)[0]
-    assert time.monotonic() - begun < 60 and processes[0].returncode not in (0, None), said[-2000:]
+    assert time.monotonic() - begun < 300 and processes[0].returncode not in (0, None), said[-2000:]
     assert "ran" not in said
     ended = 1 + max(int(line.split()[1]) for line in said.splitlines() if line.startswith("epoch"))
     epochs = ended + 2
@@ -335,6 +335,21 @@ def test_a_killed_worker_ends_the_job_which_goes_on_from_its_backup_with_all_ste
         run = {"num_examples": N, "batch_size": 13, "num_steps": STEPS * epochs, "noise_multiplier": 1.5}
         least = tfdpfl.compute_epsilon(**run, delta=1e-3, accountant="rdp")
         np.testing.assert_allclose(float(epsilon), least, rtol=1e-9)
+
+
+def test_machines_that_make_other_noise_of_one_key_do_not_agree(monkeypatch):
+    """As a processor's last bits, or a GPU's generator beside a CPU's."""
+    from tfdpfl.noise import _Stream
+    from tfdpfl.optimizers import _workers
+
+    dp, real = tfdpfl.DPSGD(1.0, 1.0)._dp, _Stream.normals
+    mine = _workers._number_of(dp, [])
+    assert mine == _workers._number_of(dp, [])
+    with monkeypatch.context() as other:
+        other.setattr(_Stream, "normals", lambda *how: np.nextafter(real(*how), np.float32(9)))
+        assert mine != _workers._number_of(dp, [])
+    monkeypatch.setattr("tfdpfl.noise._on_host", lambda: False)
+    assert mine != _workers._number_of(dp, [])
 
 
 @pytest.mark.skipif(not c.keras3(), reason="Keras 2 trains under it")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -250,6 +251,12 @@ def _on_host() -> bool:
     if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         return False
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
+
+
+def _bits() -> int:
+    """A number that machines share if they make the same normals of a key: their last bits hang on the processor."""
+    kind = AES if _on_host() else PHILOX
+    return zlib.crc32(kind.encode() + _Stream(np.zeros(2, np.int64)).normals(4096, np.float32(1)).tobytes())
 
 
 class _Stream:

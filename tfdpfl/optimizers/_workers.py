@@ -14,14 +14,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdpfl import noise
 from tfdpfl.clipping.finished import raw_variable
 from tfdpfl.clipping.graph import require
 from tfdpfl.optimizers import _replicas
 
 _SETTINGS = (
     "tfdpfl: the workers' optimizers differ in what privacy hangs on (l2_norm_clip, noise_multiplier, "
-    "expected_batch_size, seed, ... or the weights that are trained), so that no ε would be true. Give all workers the "
-    "same."
+    "expected_batch_size, seed, ... or the weights that are trained), or their processors make other noise of one key, "
+    "so that no ε would be true. Give all workers the same settings, and machines of one kind."
 )
 _DATA = (
     "tfdpfl: the workers say different things of the data (their examples or the order of these, sampling, sizes, "
@@ -79,9 +80,9 @@ def meet(dp: Any, units: tf.Tensor, variables: Sequence) -> Together:
 
 
 def _number_of(dp: Any, variables: Sequence) -> float:
-    """A number that tells optimizers apart, by what privacy hangs on."""
+    """A number that tells optimizers apart, by what privacy hangs on, and by the noise that a key gives."""
     shapes = [(v.shape.as_list(), raw_variable(v).dtype.name) for v in map(raw_variable, variables)]
-    text = json.dumps([dp.config(), shapes], sort_keys=True, default=str)
+    text = json.dumps([dp.config(), shapes, noise._bits()], sort_keys=True, default=str)
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
