@@ -240,7 +240,8 @@ def test_the_target_is_kept_and_reached():
 
 def declared(kind, apart, data):
     said = types.SimpleNamespace(
-        kind=kind, min_separation=apart, num_examples=48, steps=8, seed=None, expected_batch_size=12)  # fmt: skip
+        kind=kind, min_separation=apart, num_examples=48, steps=8, seed=None, expected_batch_size=12, workers=1,
+    )  # fmt: skip
     data.tfdpfl_sampling = said
     return data
 

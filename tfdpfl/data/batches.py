@@ -142,9 +142,8 @@ def poisson_batches(
         _check_truncation_has_a_price()
 
     def draw(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
-        share = np.arange(worker, number, workers)
         for _ in range(steps):
-            units = share[words.each(len(share), rate)]
+            units = worker + workers * words.each(len(range(worker, number, workers)), rate)
             if truncated_batch_size is not None and len(units) > truncated_batch_size:
                 units = words.some(units, truncated_batch_size)
             for part in np.array_split(units, parts * replicas // workers):

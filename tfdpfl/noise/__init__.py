@@ -211,7 +211,7 @@ class Source:
         return tf.while_loop(lambda i, _: i <= count, lambda i, row: (i + 1, row - node(i)), [at, row])[1]
 
     def _from_host(
-        self, shapes: list[tf.TensorShape], stddev: tf.Tensor, key: tf.Tensor | None
+        self, shapes: list[tf.TensorShape], stddev: tf.Tensor, key: tf.Tensor | None = None
     ) -> list[tf.Tensor]:
         sizes = [shape.num_elements() for shape in shapes]
         line = _ALIGNED // 4

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -122,11 +123,12 @@ class Counter:
         self.batches.assign(after)
         return Drawn(known, place)
 
-    def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable, origin: tf.Tensor) -> None:
-        """Counts a step that is traced, here and in the table that is saved. Of several workers all count the first
-        one's, so that they say the same."""
+    def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable, origin: Any = None) -> None:
+        """Counts a step that is traced, here and in the table that is saved. Several workers all count the first one's,
+        by its ``origin``, so that they say the same."""
         shift = tf.constant(DISCRETE if self.discrete else 0, tf.float64)
-        own, kept = _counted()(self.table, saved, origin, drawn.known, shift, multiplier)
+        whose = self.origin if origin is None else origin
+        own, kept = _counted()(self.table, saved, whose, drawn.known, shift, multiplier)
         self.table.assign(own)
         saved.assign(kept)
 

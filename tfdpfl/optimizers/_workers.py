@@ -41,13 +41,13 @@ class Together:
 
     Attributes:
       units: how many units there are in all, float32.
-      origin: whose steps they are, as the ledger counts them.
+      origin: whose steps they are, as the ledger counts them; None for this process's own.
       key: int64 [2], of the step's noise; None where one process draws it from its own stream.
       agreed: what is to come before anything is summed.
     """
 
     units: tf.Tensor
-    origin: Any
+    origin: Any = None
     key: tf.Tensor | None = None
     agreed: list[tf.Operation] = dataclasses.field(default_factory=list)
 
@@ -57,7 +57,7 @@ def meet(dp: Any, units: tf.Tensor, variables: Sequence) -> Together:
     stops the step on all of them where they do not agree."""
     if _replicas.workers() == 1:
         (units,) = _replicas.once(lambda counts: counts, [units])
-        return Together(units, dp.counter.origin)
+        return Together(units)
     number = _replicas.number()
     replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
     settings = [_number_of(dp, variables)]
