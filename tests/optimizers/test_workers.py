@@ -32,7 +32,7 @@ def end(*error):  # without TensorFlow's way of it, which waits for the other wo
     print("" if error else "done", flush=True)
     here = pathlib.Path(os.environ["OUT"])  # whose end would reach the other before what it sent last
     here.with_suffix(".ended").touch()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 90
     while len(list(here.parent.glob("*.ended"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
     os._exit(bool(error))
