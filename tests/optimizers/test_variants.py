@@ -237,6 +237,12 @@ assert sorted(two.optimizer.executed) == [(0.5, 1), (1.0, 1)]
 two, _ = check(clip=0.6, z=1.5, secure_noise=True, **sgd)
 check_noise(two, 1.5 * 0.6 * 2**0.5 / 8)
 
+# Without PrivacyBudget nobody says that no example is on several replicas.
+with mirrored.scope():
+    model = compiled(tfdpfl.DPSGD(0.6, 1.5))
+model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True), verbose=0)
+assert model.optimizer.executed == [(0.75, 2)], model.optimizer.executed
+
 uses = {"min_separation": 2, "max_participations": 2, "num_steps": 4}
 for noise in (BLT(**uses), Tree(), Banded(bands=2, **uses))[: 3 if c.keras3() else 1]:
     two, _ = check(clip=0.6, z=1.0, epochs=2, noise=noise, **sgd)

@@ -361,6 +361,32 @@ def test_keras_3_is_refused_under_several_workers(monkeypatch):
         c.compiled(tfdpfl.DPSGD(1.0, 1.0)).train_on_batch(*c.examples(4))
 
 
+def test_steps_of_which_nothing_is_known_may_have_an_example_on_each_replica():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    model = c.compiled(tfdpfl.DPSGD(1.0, 2.0))
+    budget = tfdpfl.callbacks.PrivacyBudget(delta=1e-3)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*c.examples(8), batch_size=8, verbose=0, callbacks=[Stop(), budget])
+    model.optimizer._dp.holders = 4
+    assert budget.ledger.unknown_steps == 1
+    assert sorted(model.optimizer.executed) == [(0.5, 1), (2.0, 1)]
+
+
+def test_the_order_of_data_and_whose_they_are_tells_workers_apart():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    x, y = c.examples(12)
+    users = {"user_ids": np.arange(12) // 2, "examples_per_user": 2}
+    given = [((x, y), {}), ((x[::-1], y), {}), ((x, y), users), ((x, y), {**users, "user_ids": np.arange(12) // 3})]
+    orders = [
+        tfdpfl.data.declared_sampling(tfdpfl.data.poisson_batches(data, 0.5, 2, strategy=strategy, **more)).order
+        for data, more in [*given, given[0]]
+    ]
+    assert orders[0] == orders[-1] and len(set(orders)) == 4
+
+
 def test_a_share_for_workers_has_no_size_of_its_own():
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     for name in ("physical_batch_size", "truncated_batch_size"):

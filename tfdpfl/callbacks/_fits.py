@@ -230,7 +230,7 @@ class Fit:
             # They may have come into a logical batch, with examples of other parts.
             self.optimizer._dp.drop_partial()
             halved = self.optimizer.num_microbatches is not None
-            # Each part, and each worker's replicas, may have held the same example.
+            # Each part, and each replica, may have held the same example.
             dp = self.optimizer._dp
             multiplier = dp.least_noise / self.parts / (2 if halved else 1) / dp.holders
             kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)

@@ -290,7 +290,7 @@ class Mechanism:
         plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
         _replicas.check_apart(plan.analysis.sources)
         together = _workers.meet(self, tf.cast(plan.units.count, tf.float32), variables)
-        units, self.holders = together.units, replicas if _replicas.workers() > 1 else 1
+        units, self.holders = together.units, replicas
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)
         if self._on_grid:
             known = tf.ones([])
@@ -318,7 +318,7 @@ class Mechanism:
                 nonfinite, *sums = summed
                 bound = tf.cast(self.clipping.norm, tf.float32)
                 drawn, multiplier = self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size)
-                if self.holders > 1:  # where nothing is known of batches that each worker draws for itself
+                if self.holders > 1:  # where nothing is known of batches, which each may draw for itself
                     known = tf.not_equal(drawn.known[_counts.SAMPLING - _counts.DATA], _counts.UNKNOWN)
                     multiplier = tf.where(known, multiplier, multiplier / self.holders)
                 part = Part(sums, units, drawn, multiplier, bound)
