@@ -29,7 +29,7 @@ from tfdpfl.clipping.states import Batch, Items, Public, weighs
 from tfdpfl.errors import PrivacyError
 
 # A loop's turns are put side by side one by one up to so many, else (and by XLA) stacked and turned over: two passes.
-MOST_APART = 256
+MOST_APART = 64
 
 
 class Closed(Exception):
