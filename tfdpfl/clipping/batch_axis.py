@@ -30,6 +30,7 @@ from tfdpfl.clipping.states import (
     deps,
     is_batch_free,
     mixed,
+    plain,
     weighs,
 )
 
@@ -122,7 +123,7 @@ class BatchAxis:
             found = self._met_before(op, states) or found
         given = found if isinstance(found, list) else [found] * len(op.outputs)
         if not MOVES.get(op.type, _UNKNOWN).entries:
-            given = [s.plain if isinstance(s, Entries) else s for s in given]
+            given = [plain(s) for s in given]
         if op.type in BODIES and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
             # A function whose gradient was taken has more results than the op gives out.
             self.sources += [t for t, s in zip(op.outputs, given, strict=False) if isinstance(s, Batch)]
@@ -163,7 +164,7 @@ class BatchAxis:
         if result is not None:
             return result
         if met := next((s for s in states if isinstance(s, Mixed)), None):
-            return met.plain if isinstance(met, Entries) else met
+            return plain(met)
         if op._is_stateful and any(t.dtype != tf.resource for t in op.outputs):
             return mixed(op, "may give out what an earlier step was given")
         if all(map(is_batch_free, states)):

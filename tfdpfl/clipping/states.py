@@ -81,10 +81,6 @@ class Entries(Mixed):
     graph: int
     places: bool
 
-    @property
-    def plain(self) -> Mixed:
-        return Mixed(self.op, self.name, self.why)
-
 
 State = Public | Size | Batch | Items | Handle | Mixed
 Entry = tuple[int | None, int | None]  # of a Size: (coefficient, power of the batch size)
@@ -114,6 +110,11 @@ def layer_of(op_name: str) -> str:
 
 def mixed(op: tf.Operation, why: str) -> Mixed:
     return Mixed(op.type, op.name, why)
+
+
+def plain(state: State) -> State:
+    """The state as it is to ops that do not know of `Entries`."""
+    return Mixed(state.op, state.name, state.why) if isinstance(state, Entries) else state
 
 
 def deps(states: Iterable[State]) -> frozenset[int]:

@@ -10,7 +10,6 @@ from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
     Batch,
-    Entries,
     Items,
     Mixed,
     Public,
@@ -19,6 +18,7 @@ from tfdpfl.clipping.states import (
     deps,
     is_batch_free,
     mixed,
+    plain,
 )
 
 
@@ -26,7 +26,7 @@ from tfdpfl.clipping.states import (
 def call(view, op, states):
     inner, outputs, _ = view.body(op, "f", list(op.inputs), states)
     # Of a function that is called twice, the entries would be of one name.
-    return [s.plain if isinstance(s, Entries) else s for s in outputs]
+    return [plain(s) for s in outputs]
 
 
 @moves("If", "StatelessIf", any_rank=True, mixed=True)
