@@ -29,6 +29,7 @@ test-fast: .venv/keras3.installed .venv/tff.installed
 
 lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .
+	.venv/keras3/bin/ruff format --check .
 	.venv/keras3/bin/mypy
 
 # The pages and the API reference, under docs/_build/html.

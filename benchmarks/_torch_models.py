@@ -11,9 +11,7 @@ from torch.nn import functional
 
 
 def mlp(private: bool) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
+    return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
 def mnist_cnn(private: bool) -> nn.Module:

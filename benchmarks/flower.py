@@ -191,7 +191,6 @@ def one_simulation(asked: int, nodes: int, rounds: int) -> None:
     def timed(strategy, cpu):
         """Adds up what its two calls a round take."""
         for name in ("configure_train", "aggregate_train"):
-
             real = getattr(strategy, name)
 
             def call(number, given, *others, real=real):

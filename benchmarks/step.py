@@ -420,9 +420,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds for a build or a round")
-    parser.add_argument(
-        "--memory-limit", type=float, default=0.6 * available_mb, help="MB for one competitor"
-    )
+    parser.add_argument("--memory-limit", type=float, default=0.6 * available_mb, help="MB for one competitor")
     parser.add_argument(
         "--apart", action="store_true", help="one process at a time, a new one each round: where two do not fit"
     )

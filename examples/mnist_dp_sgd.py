@@ -71,9 +71,7 @@ def main(data_dir, epsilon, delta, batch_size, epochs, learning_rate, clip, seed
             metrics=["accuracy"],
         )
         budget = tfdpfl.callbacks.PrivacyBudget(num_examples=n, delta=delta, target_epsilon=epsilon)
-        batches = tfdpfl.data.poisson_batches(
-            (data.x_train, data.y_train), expected_batch_size=batch_size, steps=steps
-        )
+        batches = tfdpfl.data.poisson_batches((data.x_train, data.y_train), expected_batch_size=batch_size, steps=steps)
         began = time.perf_counter()
         model.fit(batches, epochs=epochs, callbacks=[budget], verbose=verbose)
         seconds.append(time.perf_counter() - began)

@@ -507,8 +507,10 @@ def test_an_optimizer_without_privacy_is_refused():
         *[({"target_epsilon": v}, f"target_epsilon must be .* got {v!r}") for v in (-1, "1", True, np.inf, np.nan)],
         ({"sampling": "often"}, "sampling must be one of .*'often'"),
         *[({"accountant": v}, f"accountant must be one of .*{v!r}") for v in ("pldd", None)],
-        *[({"batch_size": v}, f"batch_size must be a whole number .* got {v!r}")
-          for v in (0, -3, True, 20.5, "20", np.nan)],
+        *[
+            ({"batch_size": v}, f"batch_size must be a whole number .* got {v!r}")
+            for v in (0, -3, True, 20.5, "20", np.nan)
+        ],
         ({"batch_size": N + 1}, f"batch_size={N + 1} is more than num_examples={N}"),
         *[({"num_examples": v}, f"num_examples must be a whole number .* got {v!r}") for v in ("200", 0, np.nan, 2.5)],
     ],

@@ -213,9 +213,7 @@ def counting_model(layers):
 
 
 def fit(model, dataset, epochs=2):
-    model.compile(
-        "sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
+    model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     history = model.fit(dataset, epochs=epochs, verbose=0)
     assert all(np.isfinite(weights).all() for weights in model.get_weights())
     return history
@@ -287,9 +285,7 @@ def test_images_keep_their_structure_where_empty_draws_do_not_happen():
     y = np.arange(500)
     assert len(poisson_batches((x, y), expected_batch_size=100, steps=10).element_spec) == 2
     assert len(poisson_batches((x, y), expected_batch_size=1, steps=10).element_spec) == 3
-    assert (
-        len(poisson_batches((x, y), expected_batch_size=1, steps=10, empty_batches="keep").element_spec) == 2
-    )
+    assert len(poisson_batches((x, y), expected_batch_size=1, steps=10, empty_batches="keep").element_spec) == 2
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,7 @@ def html(report: Any) -> str:
         for note in part.notes:
             of_note.setdefault(note, []).append(part.name)
     everyone = len(report.parts)
-    body.append(
-        _list(note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in of_note.items())
-    )
+    body.append(_list(note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in of_note.items()))
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     body.append(f'<h2>Made with</h2><p class="quiet">{escape(versions)}</p>')
     return "\n".join(
@@ -164,7 +162,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable
     right = set(numbers)
 
     def line(cells: Sequence[str], tag: str) -> str:
-        made = (f'<{tag}{" class=n" if i in right else ""}>{escape(cell)}</{tag}>' for i, cell in enumerate(cells))
+        made = (f"<{tag}{' class=n' if i in right else ''}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells))
         return f"<tr>{''.join(made)}</tr>"
 
     body = "\n".join(line(row, "td") for row in rows)

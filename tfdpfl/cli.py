@@ -146,9 +146,7 @@ def report(
 @click.option("--gaussian", is_flag=True, help="Gaussian noise is all that touches the data: test by that bound.")
 @click.option("--one-training-each", is_flag=True, help="Each score is of a training of its own.")
 @_JSON
-def audit(
-    scores: str, delta: float | None, claim: float | None, ledger: str | None, as_json: bool, **how: Any
-) -> None:
+def audit(scores: str, delta: float | None, claim: float | None, ledger: str | None, as_json: bool, **how: Any) -> None:
     """What an attack's SCORES show: a lower bound on epsilon, AUC, TPR at FPR 1 %.
 
     SCORES is an .npz with the arrays scores and inserted (canaries, each put in by a coin or left out), or members and

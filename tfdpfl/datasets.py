@@ -69,9 +69,7 @@ def load_mnist(data_dir: str | os.PathLike | None = None) -> ImageData:
     x_train, x_test = (
         _read_idx(folder / f"{split}-images-idx3-ubyte.gz", (count, 28, 28)) for split, count in _MNIST_SPLITS
     )
-    y_train, y_test = (
-        _read_idx(folder / f"{split}-labels-idx1-ubyte.gz", (count,)) for split, count in _MNIST_SPLITS
-    )
+    y_train, y_test = (_read_idx(folder / f"{split}-labels-idx1-ubyte.gz", (count,)) for split, count in _MNIST_SPLITS)
     return _mnist(x_train, y_train, x_test, y_test)
 
 
@@ -100,9 +98,7 @@ def load_image_data(data_dir: str | os.PathLike | None = None) -> ImageData:
             (x_train, y_train), (x_test, y_test) = tf.keras.datasets.mnist.load_data()
     except Exception as error:  # Keras's downloader raises a plain Exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        print(
-            f"MNIST could not be downloaded ({reason}); using scikit-learn's digits instead.", file=sys.stderr
-        )
+        print(f"MNIST could not be downloaded ({reason}); using scikit-learn's digits instead.", file=sys.stderr)
         return load_digits()
     finally:
         socket.setdefaulttimeout(timeout)
@@ -137,16 +133,12 @@ def load_adult(
         if column in numeric:
             values, test_values = values.astype(float), test_values.astype(float)
             mean, deviation = values.mean(), values.std()
-            blocks.append(
-                (((values - mean) / deviation)[:, None], ((test_values - mean) / deviation)[:, None])
-            )
+            blocks.append((((values - mean) / deviation)[:, None], ((test_values - mean) / deviation)[:, None]))
         else:
             known = np.unique(values)
             blocks.append((values[:, None] == known, test_values[:, None] == known))
     x_train, x_test = (np.hstack(part).astype(np.float32) for part in zip(*blocks, strict=True))
-    y_train, y_test = (
-        np.array([row[-1].startswith(">50K") for row in rows], np.int32) for rows in (train, test)
-    )
+    y_train, y_test = (np.array([row[-1].startswith(">50K") for row in rows], np.int32) for rows in (train, test))
     return x_train, y_train, x_test, y_test
 
 

@@ -207,9 +207,7 @@ def test_a_shuffled_epoch_may_drop_its_partial_batch():
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "none"])
 @pytest.mark.parametrize(("num_epochs", "steps"), [(15, 3600), (0.3, 72), (1 / 240, 1), (1.001, 241)])
 def test_an_epoch_begun_is_steps_rounded_up(sampling, num_epochs, steps):
-    run = Run(
-        num_examples=60000, batch_size=250, noise_multiplier=1, sampling=sampling, num_epochs=num_epochs
-    )
+    run = Run(num_examples=60000, batch_size=250, noise_multiplier=1, sampling=sampling, num_epochs=num_epochs)
     assert run.steps == run.participations == steps
 
 
@@ -569,17 +567,13 @@ def test_more_noise_fewer_steps_or_a_larger_delta_never_cost_more(sigma, steps, 
 @settings(max_examples=4, deadline=None)
 @given(sigma=st.floats(1.0, 10), epochs=st.integers(1, 20), batch_size=st.sampled_from([10, 50]))
 def test_shuffled_batches_are_never_priced_below_poisson_ones(sigma, epochs, batch_size):
-    run = dict(
-        num_examples=5000, batch_size=batch_size, noise_multiplier=sigma, num_epochs=epochs, delta=1e-5
-    )
+    run = dict(num_examples=5000, batch_size=batch_size, noise_multiplier=sigma, num_epochs=epochs, delta=1e-5)
     assert compute_epsilon(**run) <= compute_epsilon(**run, sampling="shuffle")
 
 
 def test_pld_is_between_the_truth_and_rdp():
     for sigma, batch_size, steps in [(2.0, 600, 1000), (100.0, 6, 200000)]:
-        run = dict(
-            num_examples=6000, batch_size=batch_size, noise_multiplier=sigma, num_steps=steps, delta=1e-5
-        )
+        run = dict(num_examples=6000, batch_size=batch_size, noise_multiplier=sigma, num_steps=steps, delta=1e-5)
         assert 0 < compute_epsilon(**run) <= compute_epsilon(**run, accountant="rdp")
 
 
@@ -796,18 +790,14 @@ def test_a_statement_names_delta_adjacency_sampling_accountant_and_what_is_assum
 def test_a_printed_epsilon_is_never_below_the_computed_one():
     report = privacy_report(**RUN, num_epochs=15, accountant="rdp")
     for epsilon in (0.123456, 1.00001e-7, 9.999999, 123456.7, 2.0, 0.64):
-        printed = float(
-            dataclasses.replace(report, epsilon=epsilon).statement().split("epsilon = ")[1].split()[0]
-        )
+        printed = float(dataclasses.replace(report, epsilon=epsilon).statement().split("epsilon = ")[1].split()[0])
         assert epsilon <= printed <= epsilon * 1.001
     assert "epsilon = infinity" in dataclasses.replace(report, epsilon=math.inf).statement()
     assert "epsilon = 0 " in dataclasses.replace(report, epsilon=0.0).statement()
 
 
 def test_a_delta_that_promises_little_is_remarked_on():
-    assert "not below 1 / num_examples" in privacy_statement(
-        **{**RUN, "delta": 1e-4}, num_steps=1, accountant="rdp"
-    )
+    assert "not below 1 / num_examples" in privacy_statement(**{**RUN, "delta": 1e-4}, num_steps=1, accountant="rdp")
     assert "not below" not in privacy_statement(**RUN, num_steps=1, accountant="rdp")
 
 
@@ -869,7 +859,6 @@ def test_reports_say_the_same_in_other_terms(sampling):
 # The ledger
 
 
-
 def test_a_ledger_of_single_steps_is_one_row_and_costs_what_the_run_costs():
     ledger = PrivacyLedger()
     for _ in range(240):
@@ -903,9 +892,7 @@ def test_any_event_can_be_added_to_a_ledger():
     assert ledger.epsilon(1e-5) == pytest.approx(gaussian_epsilon(1.0, 1e-5), rel=1e-4)
     ledger.record(2.0, **DATA)
     report = ledger.report(1e-5, "rdp")
-    assert (
-        report.steps == 10 and report.noise_multiplier is None and "10 recorded applications" in str(report)
-    )
+    assert report.steps == 10 and report.noise_multiplier is None and "10 recorded applications" in str(report)
 
 
 def test_tree_aggregation_is_priced_where_an_example_is_blanked():
@@ -921,9 +908,7 @@ def test_shuffled_steps_recorded_one_by_one_are_paid_by_the_epoch():
     ledger = PrivacyLedger()
     for _ in range(480):
         ledger.record(1.1, sampling="shuffle", **DATA)
-    assert ledger.epsilon(1e-5, "rdp") == compute_epsilon(
-        **RUN, num_epochs=2, sampling="shuffle", accountant="rdp"
-    )
+    assert ledger.epsilon(1e-5, "rdp") == compute_epsilon(**RUN, num_epochs=2, sampling="shuffle", accountant="rdp")
 
 
 def test_noise_that_changes_inside_a_shuffled_epoch_is_paid_in_every_epoch_it_may_touch():
@@ -986,11 +971,7 @@ def test_a_ledger_comes_back_from_json_as_it_was():
             dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(3.0), 4),
         ]
     )
-    ledger = (
-        PrivacyLedger()
-        .record(1.1, 7, **DATA)
-        .record(1.1, 500, sampling="shuffle", num_microbatches=50, **DATA)
-    )
+    ledger = PrivacyLedger().record(1.1, 7, **DATA).record(1.1, 500, sampling="shuffle", num_microbatches=50, **DATA)
     ledger.record(0.9, sampling="shuffle", **DATA).add(nested, 2, adjacency="zero_out")
     restored = PrivacyLedger.from_dict(json.loads(json.dumps(ledger.to_dict(), allow_nan=False)))
     assert restored == ledger and restored.dp_event == ledger.dp_event

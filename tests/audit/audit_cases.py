@@ -827,7 +827,8 @@ def _tff() -> Iterator[Case]:
     distributed = _process("build_distributed_dp_fed_avg")
     yield process_case("build_distributed_dp_fed_avg", distributed, out, clients=CLIENTS)
     examples = _process(
-        "build_example_dp_fed_avg", clip=None, clients_per_round=None, l2_norm_clip=1.0, batch_size=1, local_steps=1)
+        "build_example_dp_fed_avg", clip=None, clients_per_round=None, l2_norm_clip=1.0, batch_size=1, local_steps=1
+    )
     yield process_case("build_example_dp_fed_avg", examples, out)
     unused = dict.fromkeys(["clip", "clients_per_round", "noise_multiplier"])
     plan = dict(NBAFL, epsilon=24.0, num_rounds=4, num_exposures=1, **unused)

@@ -277,7 +277,7 @@ def test_a_gradient_times_a_number_that_the_step_writes_is_refused():
         loss = tf.reduce_mean(tf.reduce_sum(tf.tanh(x * w), 1))
         if leak:
             factor.assign(of(x))
-        (g, _), = optimizer.compute_gradients(loss, [w])
+        ((g, _),) = optimizer.compute_gradients(loss, [w])
         optimizer.apply_gradients([(g * factor, w)])
 
     step(X, False)

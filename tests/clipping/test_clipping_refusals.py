@@ -770,6 +770,7 @@ def test_an_example_that_looks_up_a_row_of_nan_adds_exactly_zero():
 
 def test_microbatches_that_do_not_divide_the_batch_are_refused_and_nothing_moves():
     with pytest.raises(PrivacyError, match="num_microbatches=3"):
+
         @tf.function(input_signature=[tf.TensorSpec([B, 4])])
         def static(x):
             return clipped_gradients(tf.reduce_sum(total(d(x))), [W], 1.0, 3).norms

@@ -318,9 +318,10 @@ def test_distributed_noise_tends_to_a_gaussians_and_is_priced_by_the_cohort_that
     assert fine.price(rounds(1, "bounded", cohorts=[[]]), 1e-5).epsilon == 0
     # Who was in a sampled cohort is secret, so each client pays for every round; a public schedule charges who came.
     half = [names[:5], names[5:]]
-    assert fine.price(rounds(2, "bounded", cohorts=half), 1e-5).epsilon < fine.price(
-        rounds(2, "poisson", cohorts=half), 1e-5
-    ).epsilon
+    assert (
+        fine.price(rounds(2, "bounded", cohorts=half), 1e-5).epsilon
+        < fine.price(rounds(2, "poisson", cohorts=half), 1e-5).epsilon
+    )
     with pytest.raises(PrivacyError, match="cohorts must hold every round"):
         fine.price(rounds(4), 1e-5)
 

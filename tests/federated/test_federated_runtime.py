@@ -192,8 +192,13 @@ def test_two_workers_give_one_workers_result():
 def test_a_worker_lost_in_mid_round_is_named_within_seconds(how, timeout):
     with workers(2) as pair:
         rounds = process()
-        with pytest.raises(WorkerLost, match=str(pair[1].port)), remote_runtime(
-            [f"localhost:{w.port}" for w in pair], timeout=timeout, heartbeat=0.5  # a busy machine answers late
+        with (
+            pytest.raises(WorkerLost, match=str(pair[1].port)),
+            remote_runtime(
+                [f"localhost:{w.port}" for w in pair],
+                timeout=timeout,
+                heartbeat=0.5,  # a busy machine answers late
+            ),
         ):
             state = rounds.next(rounds.initialize(), CLIENTS).state
             lost = []

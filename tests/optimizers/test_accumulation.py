@@ -220,6 +220,7 @@ def test_parts_of_which_one_is_not_known_are_priced_as_if_each_held_every_exampl
 @pytest.mark.slow
 def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
     """Else the last part of one pass and the first of the next would make a batch that is priced as one of a pass."""
+
     class Steps(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1:
@@ -353,6 +354,7 @@ def test_a_pass_that_is_shorter_than_the_data_brings_more_uses_into_a_logical_ba
 @pytest.mark.slow
 def test_passes_that_were_cut_do_not_meet_in_a_logical_batch():
     """Else four beginnings of passes would be in one, with the same examples, and priced as two."""
+
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 1

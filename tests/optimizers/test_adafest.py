@@ -127,8 +127,14 @@ def test_tables_can_be_named_and_the_others_are_trained_whole():
 def test_one_example_moves_counts_and_sums_by_no_more_than_their_clips():
     variables = [tf.Variable(t) for t in TABLES]
 
-    @tf.function(reduce_retracing=True, input_signature=[
-        tf.TensorSpec([None, LENGTH], tf.int64), tf.TensorSpec([None, 1], tf.int64), tf.TensorSpec([None, 1])])
+    @tf.function(
+        reduce_retracing=True,
+        input_signature=[
+            tf.TensorSpec([None, LENGTH], tf.int64),
+            tf.TensorSpec([None, 1], tf.int64),
+            tf.TensorSpec([None, 1]),
+        ],
+    )
     def step(words, users, y):  # fmt: skip
         rows = tf.concat([tf.reshape(tf.gather(variables[0], words), [-1, 3 * LENGTH]),
                           tf.reshape(tf.gather(variables[1], users), [-1, 2])], 1)  # fmt: skip

@@ -339,6 +339,7 @@ def test_data_in_another_order_bring_uses_next_to_each_other():
 @pytest.mark.slow
 def test_a_state_that_is_put_back_within_a_pass_brings_uses_next_to_each_other():
     """The batch that follows it may be one of those just before it."""
+
     class Back(tf.keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             found = self.model.optimizer.variables

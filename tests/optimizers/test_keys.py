@@ -90,8 +90,10 @@ QUICK = ("saved and loaded", "pickled optimizer")
 FILES = ("saved and loaded", "weights loaded", "checkpoint restored", "deepcopy of the model")  # by Keras itself
 WAYS = [pytest.param(way, False, marks=[pytest.mark.slow] * (way not in QUICK) + [pytest.mark.one_stack] * (
     way not in FILES)) for way in COPIES]  # fmt: skip
-WAYS += [pytest.param(way, True, marks=[pytest.mark.slow, pytest.mark.one_stack]) for way in (
-    "saved and loaded", "deepcopy of the optimizer")]  # by a file, by objects
+WAYS += [
+    pytest.param(way, True, marks=[pytest.mark.slow, pytest.mark.one_stack])
+    for way in ("saved and loaded", "deepcopy of the optimizer")
+]  # by a file, by objects
 
 
 @pytest.mark.parametrize(("way", "jit"), WAYS)

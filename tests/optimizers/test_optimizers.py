@@ -1013,7 +1013,6 @@ def test_training_warns_of_nothing():
         c.compiled(tfdpfl.DPAdam(CLIP, 1.0)).fit(x, y, verbose=0)
 
 
-
 @pytest.mark.parametrize("name", ["l2_norm_clip", "noise_multiplier", "num_microbatches", "expected_batch_size"])
 def test_a_setting_that_is_traced_cannot_be_changed_behind_its_steps(name):
     optimizer = tfdpfl.DPAdam(1.0, 1.5)

@@ -73,7 +73,9 @@ def state(model):
     return [values[0].numpy() for values in own]
 """
 
-ALL = BEGIN + """
+ALL = (
+    BEGIN
+    + """
 out, make = {}, tfdpfl.DPSGD
 # What is drawn.
 it = iter(batches(seed=3))
@@ -185,6 +187,7 @@ assert model.optimizer.num_dp_steps == 0
 np.testing.assert_array_equal(c.flat(before), c.flat(model.get_weights()))
 end()
 """
+)
 
 
 def started(script, out, replicas, **more):
@@ -271,7 +274,9 @@ def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(
     assert np.linalg.norm(moved) < CLIP * (1 + 1e-3)
 
 
-DIFFER = BEGIN + """
+DIFFER = (
+    BEGIN
+    + """
 model = compiled(tfdpfl.DPSGD, CLIP, 1.0, expected_batch_size=SIZE)
 what, before = os.environ["WHAT"], model.get_weights()
 other = index == 1
@@ -293,6 +298,7 @@ assert model.optimizer.num_dp_steps == 0
 np.testing.assert_array_equal(c.flat(before), c.flat(model.get_weights()))
 end()
 """
+)
 
 
 @pytest.mark.slow
@@ -303,7 +309,9 @@ def test_workers_that_say_different_things_of_the_data_take_no_step(what, tmp_pa
         assert said.strip().endswith("done"), said[-3000:]
 
 
-KILLED = BEGIN + """
+KILLED = (
+    BEGIN
+    + """
 model = compiled(tfdpfl.DPAdam, CLIP, 1.5, expected_batch_size=SIZE)
 kept = keras.callbacks.BackupAndRestore(os.environ["BACKUP"])
 tell = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", epoch, flush=True))
@@ -312,6 +320,7 @@ epochs = int(os.environ["EPOCHS"])
 model.fit(batches(), epochs=epochs, steps_per_epoch=STEPS, callbacks=[kept, tell, budget], verbose=0)
 print("ran", model.optimizer.num_dp_steps, budget.report.epsilon, len(budget.ledger.origins), flush=True)
 """
+)
 
 
 @pytest.mark.slow

@@ -83,9 +83,7 @@ def test_the_student_learns_the_released_labels_and_nothing_else():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_dependent", [False, True])
-@pytest.mark.parametrize(
-    "make", [lambda: LNMax(0.05), lambda: GNMax(40), lambda: ConfidentGNMax(150, 100, 40, seed=0)]
-)
+@pytest.mark.parametrize("make", [lambda: LNMax(0.05), lambda: GNMax(40), lambda: ConfidentGNMax(150, 100, 40, seed=0)])
 def test_a_budget_stops_the_answering_before_it_is_passed(make, data_dependent):
     aggregator = make()
     budget = 1.0 if not data_dependent else float(aggregator.epsilon(VOTES[:150], 1e-5))

@@ -14,9 +14,7 @@ def whole(name: str, value: Any, minimum: int, mend: str) -> int:
     return int(value)
 
 
-def real(
-    name: str, value: Any, mend: str, *, at_least: float | None = None, above: float | None = None
-) -> float:
+def real(name: str, value: Any, mend: str, *, at_least: float | None = None, above: float | None = None) -> float:
     """Returns `value` as a float, or raises a `ValueError` when it is not finite or not over the bound that
     is given.
     """

@@ -140,9 +140,7 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float) 
     while epsilon(high) > target:
         low, high = high, 2 * high
         if high > _LARGEST_SIGMA:
-            raise PrivacyError(
-                f"no noise multiplier reaches target_epsilon={target:g}: raise it, or run fewer steps"
-            )
+            raise PrivacyError(f"no noise multiplier reaches target_epsilon={target:g}: raise it, or run fewer steps")
     while low == high or epsilon(low) <= target:
         low, high = low / 2, low
         if low < _SMALLEST_SIGMA:

@@ -204,9 +204,7 @@ class PrivacyLedger:
         self._rows.append(run)
         return self
 
-    def add(
-        self, event: "DpEvent", count: int = 1, *, adjacency: str = "add_or_remove_one"
-    ) -> "PrivacyLedger":
+    def add(self, event: "DpEvent", count: int = 1, *, adjacency: str = "add_or_remove_one") -> "PrivacyLedger":
         """Adds `count` applications of any dp-accounting event, and returns the ledger.
 
         Args:
@@ -342,9 +340,7 @@ class PrivacyLedger:
         """
         ledger = PrivacyLedger()
         ledger._rows = [
-            row
-            for row in self._rows
-            if dataset is None or getattr(row, "dataset", None) in (None, dataset)
+            row for row in self._rows if dataset is None or getattr(row, "dataset", None) in (None, dataset)
         ]
         return ledger
 
@@ -465,9 +461,7 @@ class PrivacyLedger:
                 rows.append({"correlated": row.run.to_dict(), "origins": row.origins, "dataset": row.dataset})
                 continue
             run = row if isinstance(row, Run) else row.run
-            saved: dict[str, Any] = {
-                "run": {k: v for k, v in dataclasses.asdict(run).items() if v is not None}
-            }
+            saved: dict[str, Any] = {"run": {k: v for k, v in dataclasses.asdict(run).items() if v is not None}}
             if isinstance(row, _Counted):
                 saved |= {"origin": row.origin, "dataset": row.dataset, "unknown": row.unknown}
             rows.append(saved)
@@ -481,9 +475,7 @@ class PrivacyLedger:
             ValueError: `saved` is not what `to_dict` gives.
         """
         if not isinstance(saved, dict) or saved.get("version") != 1:
-            raise ValueError(
-                f"saved must be what PrivacyLedger.to_dict gave, of version 1, got {saved!r:.99}"
-            )
+            raise ValueError(f"saved must be what PrivacyLedger.to_dict gave, of version 1, got {saved!r:.99}")
         ledger = cls()
         try:
             for row in saved["rows"]:

@@ -73,9 +73,7 @@ class Price(NamedTuple):
     accountant: str
 
 
-def price(
-    event: "DpEvent", delta: float, accountant: str = "pld", adjacency: str = "add_or_remove_one"
-) -> Price:
+def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: str = "add_or_remove_one") -> Price:
     """Returns the smallest ε that is proven for `event` at `delta`.
 
     ε is an upper bound, never NaN, and infinite where nothing is promised. Noise that a computer draws ends at

@@ -54,9 +54,7 @@ _NOT_COVERED = (
     "Not covered: training loss and metrics measured on the batches, choices made by looking at the data, "
     "and other runs on the same data, whose costs add up."
 )
-_SEED = (
-    "The noise must come from a secret seed (seed=None draws one): whoever knows it can subtract the noise."
-)
+_SEED = "The noise must come from a secret seed (seed=None draws one): whoever knows it can subtract the noise."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +286,7 @@ def report_of(
     if paid.epsilon == math.inf:
         notes.append("An infinite epsilon is no privacy at all: raise noise_multiplier.")
     if paid.accountant != accountant:
-        notes.append(
-            f"The {accountant} accountant has no better bound here; the figure is by {paid.accountant}."
-        )
+        notes.append(f"The {accountant} accountant has no better bound here; the figure is by {paid.accountant}.")
     notes += [_SAMPLING_NOTES[s] for s in dict.fromkeys(run.sampling for run in runs) if s in _SAMPLING_NOTES]
     if any(run.grouped for run in runs):
         notes.append(_GROUPED)

@@ -87,9 +87,7 @@ class Run:
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
-        put(
-            "num_examples", _checks.whole("num_examples", self.num_examples, 1, "count the training examples")
-        )
+        put("num_examples", _checks.whole("num_examples", self.num_examples, 1, "count the training examples"))
         put("batch_size", _checks.whole("batch_size", self.batch_size, 1, "count the examples of a batch"))
         if self.batch_size > self.num_examples:
             raise ValueError(
@@ -259,7 +257,6 @@ class Run:
             elif self.sampling == "fixed_size":
                 step = dp_event.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, step)
         return dp_event.SelfComposedDpEvent(step, self.participations)
-
 
     def _truncated(self) -> "DpEvent":
         from dp_accounting import dp_event

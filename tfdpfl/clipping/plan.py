@@ -218,9 +218,7 @@ class Plan:
         self.analysis.states[key(size)] = Size(((1, 1),))
         return size
 
-    def _grouped(
-        self, losses: tf.Tensor, groups: int | None, rows: int | None
-    ) -> tuple[tf.Tensor, tf.Tensor | None]:
+    def _grouped(self, losses: tf.Tensor, groups: int | None, rows: int | None) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Losses of the units (``groups`` of them, or each of so many rows), and their number if it is not the batch
         size."""
         m = rows if groups is None else groups

@@ -13,9 +13,7 @@ _FREE = (
     "what is made for each place. If examples do not meet, leave the size free: "
     "fit(tf.data.Dataset.from_tensor_slices((x, y)).batch({0}))."
 )
-OVERLAP = (
-    "Give the loss the axes of one example: for images keras.losses.Dice(axis=(1, 2, 3)), and Tversky likewise."
-)
+OVERLAP = "Give the loss the axes of one example: for images keras.losses.Dice(axis=(1, 2, 3)), and Tversky likewise."
 WEIGHTED = (
     "Use a reduction that divides by the batch size ('sum_over_batch_size') or none ('sum') in place of "
     "'mean_with_sample_weight' or a weighted mean; in a loss of your own, divide each example's sum by its own: "
@@ -36,9 +34,7 @@ _APART = (
     "Let every example keep its place, and compute on the whole batch at once: tf.map_fn, tf.vectorized_map and "
     "tf.unstack hand the examples out one by one."
 )
-_JOINED = (
-    "Call the model on each part and add the losses: real and generated images, say, each with its own labels."
-)
+_JOINED = "Call the model on each part and add the losses: real and generated images, say, each with its own labels."
 _CONTRASTED = (
     "Compare each example with what is public, or with its own other parts: what compares the examples of a batch has "
     "no gradient of one example alone."

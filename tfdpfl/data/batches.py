@@ -439,9 +439,7 @@ class _Pipeline:
             return self._copied(rows)
 
         def blank() -> Any:
-            return tf.nest.map_structure(
-                lambda s: tf.zeros([0, *(n or 0 for n in s.shape)], s.dtype), self._spec
-            )
+            return tf.nest.map_structure(lambda s: tf.zeros([0, *(n or 0 for n in s.shape)], s.dtype), self._spec)
 
         def mapped() -> Any:
             each = tf.data.Dataset.from_tensor_slices(rows)
@@ -520,6 +518,7 @@ def _positive(name: str, value: Any, what: str) -> int:
         raise ValueError(f"{name} must be {what}, an integer of at least 1, got {value!r}.")
     return number
 
+
 def _checked_rate(sampling_rate: Any, expected_batch_size: Any, num_examples: int) -> float:
     if np.ndim(sampling_rate):
         raise PrivacyError(
@@ -543,8 +542,7 @@ def _checked_rate(sampling_rate: Any, expected_batch_size: Any, num_examples: in
     size = _real("expected_batch_size", expected_batch_size)
     if not 0 < size <= num_examples:
         raise ValueError(
-            f"expected_batch_size must be in (0, {num_examples}], the number of examples, "
-            f"got {expected_batch_size!r}."
+            f"expected_batch_size must be in (0, {num_examples}], the number of examples, got {expected_batch_size!r}."
         )
     return size / num_examples
 

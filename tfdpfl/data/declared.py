@@ -64,6 +64,7 @@ def declare(dataset: Any, declaration: SamplingDeclaration) -> Any:
     setattr(dataset, _ATTRIBUTE, declaration)
     return dataset
 
+
 def declared_sampling(dataset: Any) -> SamplingDeclaration | None:
     """Returns what `dataset` declares about its sampling, or None where it declares nothing.
 

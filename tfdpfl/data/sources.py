@@ -200,6 +200,7 @@ def _type_in_fit(dtype: Any) -> tf.DType:
 
 # -- in memory -------------------------------------------------------------------------------------------------
 
+
 def _normalised(data: Any) -> Any:
     """Wraps the leaves; makes lists of arrays tuples, and drops a trailing None of the outer tuple."""
     if isinstance(data, tuple):
@@ -268,9 +269,7 @@ def _from_dataset(dataset: tf.data.Dataset) -> Any:
             "pass dataset.unbatch()."
         )
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "The dataset must be finite, got an infinite one; remove .repeat() or bound it with .take(n)."
-        )
+        raise ValueError("The dataset must be finite, got an infinite one; remove .repeat() or bound it with .take(n).")
     try:
         # In chunks: where shapes differ TensorFlow's batch counts up to the batch size before it says so.
         chunks = list(dataset.batch(4096))

@@ -314,9 +314,7 @@ class DistributedSkellam(tff.aggregators.UnweightedAggregationFactory):
             self._local_stddev, self._clip, self._bits, self._clients, dimension, self._settings._k_stddevs
         )
         scale = min(float(scale), ddp.MAX_SCALE_FACTOR)
-        inflated = rounding.inflated_l2_norm_bound(
-            l2_norm_bound=self._clip, gamma=1.0 / scale, beta=0.0, dim=dimension
-        )
+        inflated = rounding.inflated_l2_norm_bound(l2_norm_bound=self._clip, gamma=1.0 / scale, beta=0.0, dim=dimension)
         # The leeway is TFF's, for float32; the bounds that are priced have it.
         l2 = (float(inflated) + 1e-5) * scale
         l1 = math.ceil(l2 * min(math.sqrt(dimension), l2))

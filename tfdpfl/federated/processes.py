@@ -358,7 +358,6 @@ class _Settings:
             self.total = combined(self.noise_multiplier, metrics.noise_multiplier)
             self.metrics_aggregator = aggregators.noised_metrics(metrics, self.clients_per_round)
 
-
     def clipped_mean(self) -> Any:
         made = aggregators.clipped_mean(self.clip, self.noise_multiplier, self.clients_per_round)
         asked = self._metrics.bound if self._metrics is not None else {}

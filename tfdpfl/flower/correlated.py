@@ -26,9 +26,7 @@ class Rows:
         self.shapes = [*shapes]
         self._stream = Stream(noise, shapes, lambda name, value: tf.Variable(value, trainable=False, name=name))
 
-    def row(
-        self, source, step: int, state: Sequence[np.ndarray] | None
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def row(self, source, step: int, state: Sequence[np.ndarray] | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The noise of round ``step``, from 0, of unit base normals; and what the round after needs of it.
 
         A row that is drawn again from the same state is of other fresh normals.

@@ -213,9 +213,7 @@ class RROnBins(_RegressionMechanism):
         bins = self.bins_[self._nearest(numbers, self.values_)]
         order = np.arange(len(self.outputs_))[None]
         row = np.zeros(len(bins), np.intp)
-        said = _top_k.release(
-            bins, row, order, order, np.array([order.size]), self._response_epsilon, uniforms
-        )
+        said = _top_k.release(bins, row, order, order, np.array([order.size]), self._response_epsilon, uniforms)
         return self.outputs_[said]
 
     @property

@@ -101,9 +101,7 @@ class Source:
             self._philox = None  # an accelerator's steps do not run on in a fork; one that is traced there starts anew
 
     @tf.autograph.experimental.do_not_convert
-    def gaussian(
-        self, shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor | None = None
-    ) -> list[tf.Tensor]:
+    def gaussian(self, shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor | None = None) -> list[tf.Tensor]:
         """Independent float32 normals of mean 0 for every shape, fresh ones in every run.
 
         Args:
