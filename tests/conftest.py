@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same examples each time; `pytest --hypothesis-profile explore` looks for new ones.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# Neither depends on how fast the machine is.
+ANY_SPEED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("same", derandomize=True, **ANY_SPEED)
+settings.register_profile("explore", derandomize=False, **ANY_SPEED)
 settings.load_profile("same")
 
 CLASSES, WIDTH, HIDDEN = 3, 6, 5

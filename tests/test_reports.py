@@ -278,7 +278,7 @@ def test_a_browser_shows_it(tmp_path):
     made.to_html(tmp_path / "page.html")
     how = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     run = subprocess.run(["chromium", *how, (tmp_path / "page.html").as_uri()], capture_output=True, text=True,
-                         timeout=120, check=True)  # fmt: skip
+                         check=True)  # fmt: skip
     read = Page(run.stdout)
     assert read.tags.count("img") == 1 and "script" not in read.tags
     check("\n".join(read.text), made.to_dict())

@@ -542,7 +542,7 @@ def test_an_event_that_no_cache_can_hold_is_priced():
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     sigma=st.floats(0.6, 20),
     steps=st.integers(1, 5000),
@@ -564,7 +564,7 @@ def test_more_noise_fewer_steps_or_a_larger_delta_never_cost_more(sigma, steps, 
     assert epsilon(sampling="poisson") <= slack * epsilon(sampling="none")
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(sigma=st.floats(1.0, 10), epochs=st.integers(1, 20), batch_size=st.sampled_from([10, 50]))
 def test_shuffled_batches_are_never_priced_below_poisson_ones(sigma, epochs, batch_size):
     run = dict(num_examples=5000, batch_size=batch_size, noise_multiplier=sigma, num_epochs=epochs, delta=1e-5)

@@ -22,7 +22,7 @@ losses_of = st.lists(st.integers(0, 6).map(float), min_size=2, max_size=30)
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(members=losses_of, others=losses_of)
 def test_auc_and_its_interval_follow_from_all_pairs(members, others):
     report = membership_inference(None, members, others)

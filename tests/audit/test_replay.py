@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -364,3 +366,12 @@ def test_a_federation_is_replayed_with_pythons_random_seeded():
     assert replay(seeded, 1.0, None).ok
     with pytest.raises(ValueError, match="does not do the same twice"):
         replay(run, 1.0, None)
+
+
+def test_a_place_is_told_from_the_packages_own_folder_in_a_clone_of_any_name(monkeypatch):
+    """`git clone` makes a folder tfdpfl, in which the package's folder has the same name."""
+    clone = Path("/home/me/tfdpfl")
+    module = sys.modules[replay.__module__]
+    monkeypatch.setattr(module, "_ROOT", clone)
+    assert module._place(f"{clone}/tfdpfl/noise/grid.py:7") == "tfdpfl/noise/grid.py:7"
+    assert module._place(f"{clone}/examples/digits.py:7") == "examples/digits.py:7"

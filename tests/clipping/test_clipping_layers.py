@@ -646,7 +646,7 @@ def test_gradients_of_the_inputs_keep_examples_apart(layers, use):
 
 # Random shapes
 
-few = settings(max_examples=8, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
 small = st.integers(1, 3)
 
 

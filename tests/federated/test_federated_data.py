@@ -129,7 +129,7 @@ parts_of = {
 
 
 @pytest.mark.parametrize("split", parts_of.values(), ids=parts_of)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(labels=st.lists(st.integers(0, 4), min_size=2, max_size=80), data=st.data())
 def test_a_partition_gives_every_row_to_one_client_and_no_client_nothing(split, labels, data):
     k = data.draw(st.integers(1, len(labels) // 2))

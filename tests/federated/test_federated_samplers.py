@@ -85,7 +85,7 @@ def test_fixed_size_takes_exactly_that_many_distinct_clients_uniformly():
     two_sided(pairs, DRAWS, 5 * 4 / (20 * 19))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     population=st.integers(1, 30),
     data=st.data(),

@@ -573,7 +573,6 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_after_sigkill_the_ledger_has_every_round_and_every_client(tmp_path):
     folder, script = tmp_path / "run", tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -581,8 +580,7 @@ def test_after_sigkill_the_ledger_has_every_round_and_every_client(tmp_path):
         [sys.executable, script, folder, os.path.dirname(__file__)], stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 240
-    while not (folder / "state_4").exists() and child.poll() is None and time.monotonic() < deadline:
+    while not (folder / "state_4").exists() and child.poll() is None:
         time.sleep(0.01)
     alive = child.poll() is None
     child.send_signal(signal.SIGKILL)

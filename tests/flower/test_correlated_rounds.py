@@ -198,7 +198,6 @@ def test_a_server_that_is_killed_at_any_time_has_charged_what_it_showed_and_repe
     here = os.path.dirname(__file__)
     done = subprocess.run(
         [sys.executable, os.path.join(here, "flower_killed.py"), tmp_path, kind], capture_output=True, text=True,
-        timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     got = json.loads(done.stdout.split("RESULT ")[1])

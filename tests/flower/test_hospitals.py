@@ -50,7 +50,6 @@ def running(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
 def test_flwr_run_simulates_three_hospitals_and_prints_their_table(tmp_path):
     pytest.importorskip("ray")
     home, elsewhere, ports = tmp_path / "home", tmp_path / "elsewhere", free_ports(2)
@@ -71,19 +70,18 @@ def test_flwr_run_simulates_three_hospitals_and_prints_their_table(tmp_path):
         env=environment, cwd=elsewhere, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        until = time.monotonic() + 120
         while not listening(int(ports[0])):
-            assert superlink.poll() is None and time.monotonic() < until
+            assert superlink.poll() is None
             time.sleep(0.2)
         done = subprocess.run(
             [bin_of_python / "flwr", "run", tmp_path / "app", "--stream", "--federation-config", "num-supernodes=3"],
-            cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL,
+            cwd=elsewhere, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     finally:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             for process in running(tmp_path):
                 os.kill(process, kind)
-            until = time.monotonic() + 20
+            until = time.monotonic() + 200
             while (superlink.poll() is None or running(tmp_path)) and time.monotonic() < until:
                 time.sleep(0.2)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

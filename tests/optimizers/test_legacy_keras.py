@@ -15,7 +15,6 @@ CORE = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not c.keras3(), reason="this stack's tf.keras is Keras 2 already")
 def test_the_core_of_the_optimizers_holds_under_tf_keras():
     tests = Path(__file__).parent.parent

@@ -987,9 +987,7 @@ def test_another_backend_of_keras_is_refused_in_one_sentence(monkeypatch):
 def run(code, **env):
     import os
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 

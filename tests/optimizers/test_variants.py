@@ -325,7 +325,7 @@ print("done")
 def test_two_devices_make_the_update_of_one_with_one_noise_and_one_count():
     tests = Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", str(tests.parent))])
-    of = {"capture_output": True, "text": True, "timeout": 280, "env": {**os.environ, "PYTHONPATH": path}}
+    of = {"capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": path}}
     done = subprocess.run([sys.executable, "-c", DEVICES], check=False, **of)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("done")

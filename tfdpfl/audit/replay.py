@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tfdpfl import _tap
 from tfdpfl.accounting import ADJACENCIES, _checks
+
+_ROOT = Path(_tap.__file__).resolve().parents[1]
 
 _ROUNDING = 1e-4  # float32's sums of a batch
 _DEVIATIONS = 7.0  # by which the size of noise is found wrong
@@ -214,9 +216,9 @@ def _public(release: _tap.Release) -> dict[str, Any]:
 
 
 def _place(where: str) -> str:
-    """From the package's folder on, or the last two parts of the path."""
-    parts = where.split(os.sep)
-    return "/".join(parts[parts.index("tfdpfl") :] if "tfdpfl" in parts else parts[-2:])
+    """Returns ``tfdpfl/...`` for a line of this package, and the last two parts of any other path."""
+    path = Path(where)
+    return (path.relative_to(_ROOT) if path.is_relative_to(_ROOT / "tfdpfl") else Path(*path.parts[-2:])).as_posix()
 
 
 def _compared(
