@@ -11,7 +11,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Where this is set, each of the tests' processes compiles TensorFlow's Python anew: 12 s of CPU time instead of 4.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast lint docs bench hospitals lock clean
+.PHONY: demo test test-fast lint measure docs bench hospitals lock clean
 
 demo: .venv/keras3.installed
 	$(KERAS3) -m tfdpfl demo $(ARGS)
@@ -31,6 +31,10 @@ lint: .venv/keras3.installed
 	.venv/keras3/bin/ruff check .
 	.venv/keras3/bin/ruff format --check .
 	.venv/keras3/bin/mypy
+
+# Size and complexity of the package, and in how many files one fact stands.
+measure: .venv/keras3.installed
+	$(KERAS3) benchmarks/measure.py
 
 # The pages and the API reference, under docs/_build/html.
 docs: .venv/docs.installed
