@@ -318,6 +318,34 @@ def test_two_networks_each_with_its_tape_and_optimizer():
     assert one.num_dp_steps == two.num_dp_steps == 1
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_a_generator_that_sees_draws_alone_is_trained_by_the_plain_optimizer(private):
+    generator = K.Sequential([K.Input((2,)), L.Dense(c.WIDTH)])
+    critic, optimizer = c.classifier(), sgd()
+    plain = sgd() if private else K.optimizers.Adam()
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(critic, x, y)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, critic.trainable_variables), critic.trainable_variables, strict=True)
+        )
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(critic(generator(tf.random.normal((4, 2)))))
+        plain.apply_gradients(
+            zip(tape.gradient(loss, generator.trainable_variables), generator.trainable_variables, strict=True)
+        )
+
+    if private:
+        with pytest.raises(PrivacyError, match=r"keras\.optimizers\.Adam\), and draw a fixed number"):
+            step(tf.constant(X), tf.constant(Y))
+    else:
+        before = generator.get_weights()
+        step(tf.constant(X), tf.constant(Y))
+        assert np.abs(generator.get_weights()[0] - before[0]).max() > 0
+
+
 def test_a_tape_gives_out_what_it_always_did():
     """Eager, by tensors, with output gradients, of what is not connected."""
     v, w = tf.Variable(3.0), tf.Variable(2.0)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import constant, key
-from tfdpfl.clipping.refusals import OVERLAP, WEIGHTED, mixing
+from tfdpfl.clipping.refusals import NO_BATCH, OVERLAP, WEIGHTED, mixing
 from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
 from tfdpfl.errors import PrivacyError
 
@@ -76,10 +76,7 @@ class LossOfOne:
         """Returns (losses [B], data-independent part or None)."""
         term = self._term(loss)
         if term.kind not in ("batch", "total"):
-            raise PrivacyError(
-                "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
-                "argument of the tf.function (or through a tf.data iterator), not as a captured array."
-            )
+            raise PrivacyError(NO_BATCH)
         losses = self._flat_mean(tf.cast(term.value, tf.float32) if term.value.dtype != tf.float64 else term.value)
         public = None if term.public is None else tf.reduce_mean(term.public)
         return losses, public

@@ -34,7 +34,7 @@ from tfdpfl.clipping.graph import CALLS, constant, inner_call, key
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import Opened, close
 from tfdpfl.clipping.pulling import carried_back, chain, inner_product, isometric, pullback, unmoved, vocabulary_side
-from tfdpfl.clipping.refusals import mixing
+from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
 from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.states import TAINTED, Batch, Handle, Items, Mixed, Public, Size, weighs
 from tfdpfl.errors import PrivacyError
@@ -79,10 +79,7 @@ class Plan:
         if isinstance(loss, (list, tuple)) and len(loss) == 1:
             loss = loss[0]
         if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
-            raise PrivacyError(
-                "Per-example gradients are read from a graph, but the loss was computed eagerly. Compile without "
-                "run_eagerly=True and wrap a custom training step in tf.function."
-            )
+            raise PrivacyError(EAGER)
         if not variables:
             raise PrivacyError("variables is empty: there is no weight to find gradients for.")
         self.graph: tf.Graph = loss.graph
@@ -166,11 +163,7 @@ class Plan:
                 "tensor: to_tensor() of a ragged one, tf.sparse.to_dense of a sparse one."
             )
         if not sources:
-            raise PrivacyError(
-                "The loss does not depend on any batch of examples that the graph takes in. Pass the batch as an "
-                "argument of the tf.function (or through a tf.data iterator), not as a captured array."
-                + (_OF_SEVERAL if self.replicas > 1 else "")
-            )
+            raise PrivacyError(NO_BATCH + (_OF_SEVERAL if self.replicas > 1 else ""))
         free = [t for t in sources if t.shape.rank and None in t.shape[1:]]
         if free:
             warnings.warn(

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from tfdpfl.clipping.states import BY_POSITION, TAINTED, Mixed
 
+EAGER = (
+    "This training step runs eagerly, but per-example gradients are read from the graph of a step. Wrap the step in "
+    "tf.function: write @tf.function above the function that computes the loss and applies the gradients. Compile a "
+    "Keras model without run_eagerly=True, and do without tf.config.run_functions_eagerly."
+)
+NO_BATCH = (
+    "The loss does not depend on any batch of examples that the graph takes in, so no gradient belongs to one example. "
+    "Pass the batch as an argument of the tf.function (or through a tf.data iterator), not as a captured array. If the "
+    "loss is to depend on no example, as that of a GAN's generator which is computed from random draws alone, train "
+    "these weights by the plain optimizer (for example keras.optimizers.Adam), and draw a fixed number."
+)
 _ALONE = (
     " The batch is known to be one example, whose axis cannot always be told from others of length 1: if the model "
     "trains on larger batches, leave the size free, as tf.data.Dataset's batch(1) without drop_remainder does."

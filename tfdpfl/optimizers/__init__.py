@@ -22,10 +22,11 @@ from tfdpfl.accounting.strategies import Noise, Tree
 from tfdpfl.clipping import tapes
 from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
+from tfdpfl.clipping.refusals import EAGER
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts, _replicas
 from tfdpfl.optimizers._bias_corrected import AdamBC
-from tfdpfl.optimizers._mechanism import Mechanism
+from tfdpfl.optimizers._mechanism import NO_LOSS, Mechanism
 
 if TYPE_CHECKING:
     from tfdpfl.clips import Clip
@@ -156,10 +157,7 @@ class DPOptimizer:
     @staticmethod
     def _check_graph(loss) -> None:
         if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
-            raise PrivacyError(
-                "Per-example gradients are read from a graph, but this train step runs eagerly. Compile without "
-                "run_eagerly=True (and without tf.config.run_functions_eagerly), or wrap a custom step in tf.function."
-            )
+            raise PrivacyError(EAGER)
 
     def _update(self, loss, variables: list, table) -> list[tf.Tensor | None]:
         """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
@@ -193,18 +191,23 @@ class DPOptimizer:
             stepped_on(v)[id(self._dp)] = self._dp
         return private
 
-    def _of_a_tape(self, gradients: list, variables: list, table) -> list[tf.Tensor | None] | None:
-        """The private gradients of the loss that a tape gave these gradients of, which are not used; None if they are
-        anything else."""
+    def _of_a_tape(self, gradients: list, variables: list, table) -> list[tf.Tensor | None]:
+        """The private gradients of the loss that a tape gave these gradients of, which are not used.
+
+        Raises:
+          PrivacyError: they are anything else.
+        """
         loss = tapes.loss_of(gradients, variables)
         if loss is None:
-            return None
+            if tf.executing_eagerly():
+                raise PrivacyError(EAGER)
+            raise PrivacyError(NO_LOSS)
         found = iter(self._update(loss, [v for g, v in zip(gradients, variables, strict=True) if g is not None], table))
         return [None if g is None else next(found) for g in gradients]
 
-    @staticmethod
-    def _check_tape(tape, loss, variables: list) -> None:
-        """That a tape which is handed in would give the gradients of the whole loss."""
+    def _check_tape(self, tape, loss, variables: list) -> None:
+        """That the loss is of a graph, and a tape which is handed in would give the gradients of the whole loss."""
+        self._check_graph(loss)
         if isinstance(tape, tf.GradientTape) and tape._tape is not None:
             tapes.check_seen(tapes.unseen(tape, [loss]), variables)
 

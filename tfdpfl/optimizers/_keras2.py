@@ -13,8 +13,6 @@ from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import function_graph
-from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers._mechanism import NO_LOSS
 
 _ROWS = "tfdpfl_rows"
 _FROM_PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
@@ -69,7 +67,6 @@ class Keras2Adapter:
         if callable(loss):
             loss, tape = loss(), None
         variables = list(var_list() if callable(var_list) else var_list)
-        self._check_graph(loss)
         self._check_tape(tape, loss, variables)
         loss, scale = self._without_scale(loss)
         private = self._update(loss, variables, self._dp_ledger)
@@ -99,8 +96,6 @@ class Keras2Adapter:
         if not all(self._is_private(g, public) for g in _tensors(g for g, _ in grads_and_vars)):
             grads, variables = map(list, zip(*grads_and_vars, strict=True))
             private = self._of_a_tape(grads, variables, self._dp_ledger)
-            if private is None:
-                raise PrivacyError(NO_LOSS)
             grads_and_vars = self._released(private, variables)
         if self._dp.parts == 1:
             return super().apply_gradients(grads_and_vars, *args, **kwargs)

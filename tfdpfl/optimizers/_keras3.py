@@ -11,7 +11,6 @@ from tfdpfl._frames import callers
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers._mechanism import NO_LOSS
 
 
 class Keras3Adapter:
@@ -80,8 +79,6 @@ class Keras3Adapter:
             private = self._update(loss, variables, self._dp_ledger.value)
         else:
             private = self._of_a_tape(grads, variables, self._dp_ledger.value)
-            if private is None:
-                raise PrivacyError(NO_LOSS)
         if self.loss_scale_factor is not None:  # the base class divides by it
             # Which takes no rows: those are laid out, with zeros for the others.
             private = [g if g is None else tf.convert_to_tensor(g) * self.loss_scale_factor for g in private]
