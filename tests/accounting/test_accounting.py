@@ -587,6 +587,50 @@ def test_no_noise_is_infinite_and_no_steps_are_free():
     assert compute_epsilon(**RUN, num_epochs=0) == 0.0
 
 
+def without_noise():
+    """Events whose noise no float can express: at any depth, next to others, and in every kind of event."""
+    event = dp_accounting.dp_event
+    yield event.NonPrivateDpEvent()
+    yield event.GaussianDpEvent(0.0)
+    yield from (event.LaplaceDpEvent(scale) for scale in (0.0, 1e-320, 1e-4))
+    yield event.SingleEpochTreeAggregationDpEvent(0.0, [3])
+    if ACCOUNTS_FOR_GROUPS:
+        yield from (event.RandomizedResponseDpEvent(p, 5) for p in (0.0, 1e-320))
+        yield from (event.DiscreteLaplaceDpEvent(a, 1) for a in (1e4, math.inf))
+        yield event.MixtureOfGaussiansDpEvent(0.0, (0.0, 1.0), (0.5, 0.5))
+        yield event.TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 0.0)
+
+
+@pytest.mark.parametrize("adjacency", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_a_release_without_noise_promises_nothing(accountant, adjacency):
+    for bare in without_noise():
+        for event in (
+            bare,
+            dp_accounting.SelfComposedDpEvent(bare, 3),
+            dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(1.0), bare]),
+            dp_accounting.PoissonSampledDpEvent(0.5, bare),
+            dp_accounting.SampledWithoutReplacementDpEvent(10, 5, dp_accounting.SelfComposedDpEvent(bare, 2)),
+            dp_accounting.dp_event.RepeatAndSelectDpEvent(bare, 5.0, 1.0),
+        ):
+            assert price(event, 1e-6, accountant, adjacency).epsilon == math.inf, event
+            assert PrivacyLedger().add(event, adjacency=adjacency).epsilon(1e-6) == math.inf
+        assert price(dp_accounting.SelfComposedDpEvent(bare, 0), 1e-6, accountant, adjacency).epsilon == 0
+
+
+def test_what_nobody_is_sampled_for_is_free():
+    assert price(dp_accounting.PoissonSampledDpEvent(0.0, dp_accounting.GaussianDpEvent(0.0)), 1e-6).epsilon == 0
+
+
+@needs_06
+@pytest.mark.parametrize("epsilon", [30.0, 100.0, 700.0])
+def test_rare_lies_cost_what_the_hockey_stick_says(epsilon):
+    lie = 1 / (math.exp(epsilon) + 4)
+    event = dp_accounting.RandomizedResponseDpEvent(5 * lie, 5)
+    want = math.log((math.exp(epsilon) * lie - 1e-6) / lie)
+    assert want * (1 - 1e-12) <= price(event, 1e-6, "pld", "replace_one").epsilon < want + 1e-3
+
+
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(("sigma", "steps"), [(1e-3, 1), (0.02, 300_000), (1e6, 1), (1e6, 10**9)])
 def test_extremes_are_bounded_and_never_nan(sigma, steps, accountant):

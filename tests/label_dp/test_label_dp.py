@@ -141,7 +141,7 @@ def test_frequencies_pass_a_chi_square_test(make):
 
 
 @pytest.mark.parametrize("classes", [2, 10, 10_000])
-@pytest.mark.parametrize("epsilon", [30.0, 37.0, 45.0, 800.0])
+@pytest.mark.parametrize("epsilon", [30.0, 37.0, 45.0, 700.0])
 @pytest.mark.parametrize("make", [
     lambda eps, k: RandomizedResponse(eps, k),
     lambda eps, k: RandomizedResponseWithPrior(eps, np.full(k, 1 / k), k),
@@ -166,6 +166,36 @@ def test_rare_lies_name_all_classes_alike(monkeypatch):
         numbers = [np.zeros(900), (np.arange(900) + 0.5) / 900]
         monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, size, numbers=numbers: numbers.pop(0)[:size])
         assert np.bincount(mechanism.transform(np.full(900, 4))).tolist() == [100] * 4 + [0] + [100] * 5
+
+
+def test_the_largest_epsilon_is_priced():
+    for mechanism in (RandomizedResponse(700.0, 5), RROnBins(700.0, prior=FIVE), ALIBI(700.0, 5)):
+        mechanism.fit_transform([0, 1, 2])
+        assert 699 < mechanism.ledger.epsilon(1e-6) < 701
+
+
+@pytest.mark.parametrize("zeros", [1, 3])
+def test_noise_rarer_than_a_float_step_still_comes(monkeypatch, zeros):
+    """A word of 53 zero bits is followed by further ones, so that counts of ε = 80 are noisy once in e^40 times."""
+    words = [np.zeros((2, 1))] + [np.zeros(2)] * (zeros - 1) + [np.full(2, 0.5)]
+    monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, *shape: words.pop(0))
+    assert (_base.Uniforms(0).fine(2, 1) == 2.0 ** (-53 * zeros - 1)).all() and not words
+    words = [np.array([[0.0], [0.5]])] + [np.zeros(1)] * (zeros - 1) + [np.full(1, 0.5)]
+    monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, *shape: words.pop(0))
+    noise = _base.Uniforms(0).discrete_laplace(0.7, (1,))
+    assert noise == math.floor((53 * zeros + 1) * math.log(2) / 0.7)
+
+
+def test_the_rarest_of_unbiased_outputs_comes_as_often_as_the_matrix_says(monkeypatch):
+    """One of these outputs has a probability of 1e-13, near the 2^-53 of a float's steps."""
+    mechanism = UnbiasedRandomizer(15.0, prior=FIVE, num_outputs=7).fit([0])
+    uniform = np.r_[0, np.geomspace(1e-40, 1, 200_000)]
+    monkeypatch.setattr(_base.Uniforms, "__call__", lambda self, n: np.full(n, 0.5))
+    monkeypatch.setattr(_base.Uniforms, "fine", lambda self, n: uniform[:-1])
+    for value, row in zip(mechanism.values_, mechanism.transition_matrix_, strict=True):
+        said = mechanism.transform(np.full(len(uniform) - 1, value))
+        chance = [np.diff(uniform)[said == output].sum() for output in mechanism.outputs_]
+        assert np.allclose(chance, row, rtol=2e-3)
 
 
 def test_labels_are_drawn_independently_of_each_other():
@@ -810,7 +840,7 @@ CHECKED = [
     RROnBins(1.0, 0.2),
     UnbiasedRandomizer(1.0, 0.2),
     ALIBI(1.0),
-    KMeansPrior(1e6, 3, seed=0),
+    KMeansPrior(500.0, 3, seed=0),
 ]
 EXPECTED = {
     "check_do_not_raise_errors_in_init_or_set_params": "arguments are checked at the constructor here",
@@ -926,6 +956,15 @@ X, Y = blobs(60)
         (lambda: RandomizedResponse(math.nan), "epsilon.*nan"),
         (lambda: RandomizedResponse(math.inf), "epsilon.*inf"),
         (lambda: RandomizedResponse("1"), "epsilon.*'1'"),
+        (lambda: RandomizedResponse(1e3), "epsilon=1000 is larger than 700.*released as it is.*smaller epsilon"),
+        (lambda: RandomizedResponse(1.0).set_params(epsilon=1e6).fit([0, 1]), "epsilon=1e\\+06 is larger than 700"),
+        (lambda: RandomizedResponseTopK(701.0, 2), "epsilon=701 is larger"),
+        (lambda: RandomizedResponseWithPrior(2e3, KMeansPrior(0.1)), "epsilon=2000 is larger"),
+        (lambda: ALIBI(1e3, 5), "epsilon=1000 is larger"),
+        (lambda: NoisyHistogram(1e3), "epsilon=1000 is larger"),
+        (lambda: RROnBins(1e3, prior=FIVE), "epsilon=1000 is larger"),
+        (lambda: UnbiasedRandomizer(1e3, prior=FIVE), "epsilon=1000 is larger"),
+        (lambda: MultiStageTraining(dict, 1e3), "epsilon=1000 is larger"),
         (lambda: RandomizedResponse(1.0, 1), "num_classes.*at least 2, got 1"),
         (lambda: RandomizedResponse(1.0, seed=1.5), "seed.*1.5"),
         (lambda: RandomizedResponse(1.0).set_params(epsilon=-2).fit([0, 1]), "epsilon.*-2"),

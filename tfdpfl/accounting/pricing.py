@@ -41,6 +41,8 @@ SUPPORT = 9.4
 # A point of the grid takes dp-accounting as long for a mixture of Gaussians as 25 do for a sampled one: 8000 points at
 # most, 2 seconds.
 _MIXTURE_POINT = 25
+# A mechanism of a larger pure ε releases the truth: the probability of anything else is no normal float.
+LARGEST_PURE_EPSILON = 700.0
 # One example is in as many nodes of a tree, at most.
 _NOISES_OF_A_TREE = 64
 _NUMERICAL = (ValueError, ArithmeticError, MemoryError, IndexError)
@@ -76,7 +78,8 @@ class Price(NamedTuple):
 def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: str = "add_or_remove_one") -> Price:
     """Returns the smallest ε that is proven for `event` at `delta`.
 
-    ε is an upper bound, never NaN, and infinite where nothing is promised. Noise that a computer draws ends at
+    ε is an upper bound, never NaN, and infinite where nothing is promised: also for an event whose noise no float can
+    express, whatever it is composed with. Noise that a computer draws ends at
     `SUPPORT` standard deviations; what that loses is taken from δ, and where nothing of it is left, ε is infinite.
 
     The price of the same steps in another number is cheap, since a step's privacy losses are remembered.
@@ -99,7 +102,7 @@ def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: st
     delta = check_delta(delta)
     accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
     adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
-    leaves = tuple(leaves_of(event))
+    leaves = tuple((leaf, n) for leaf, n in leaves_of(event) if n)
     try:
         return _price(leaves, delta, accountant, adjacency)
     except TypeError:  # an event that holds a list is no key of a cache
@@ -108,6 +111,8 @@ def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: st
 
 @functools.lru_cache(maxsize=256)
 def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: str, adjacency: str) -> Price:
+    if any(_releases_the_truth(leaf) for leaf, _ in leaves):
+        return Price(math.inf, accountant)
     sizes = {leaf.size for leaf, _ in leaves if _is_group(leaf)}
     if sizes:
         bound = _price(tuple((_dominating(leaf), n) for leaf, n in leaves), delta, accountant, adjacency)
@@ -131,6 +136,30 @@ def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: 
         assert pld is not None
         return Price(pld, "pld")
     return Price(rdp, "rdp")
+
+
+def _releases_the_truth(event: "DpEvent") -> bool:
+    """Whether an event has no noise that floats can express, at any depth of what it is made of.
+
+    Accountants disagree about such an event. Privacy loss distributions even drop an infinite loss, and return ε = 0.
+    """
+    from dp_accounting import dp_event
+
+    if 0 in (getattr(event, "sampling_probability", 1), getattr(event, "sample_size", 1)):
+        return False  # nobody is ever sampled
+    for name in ("event", "step", "gaussian"):
+        if hasattr(event, name):
+            return any(n and _releases_the_truth(inner) for inner, n in leaves_of(getattr(event, name)))
+    if isinstance(event, dp_event.NonPrivateDpEvent):
+        return True
+    if hasattr(event, "num_buckets"):  # randomized response
+        return not event.noise_parameter / event.num_buckets >= math.exp(-LARGEST_PURE_EPSILON - 1)
+    if hasattr(event, "sensitivity"):  # discrete Laplace noise
+        return not event.noise_parameter * event.sensitivity <= LARGEST_PURE_EPSILON + 1
+    if isinstance(event, dp_event.LaplaceDpEvent):
+        return not event.noise_multiplier >= 1 / (LARGEST_PURE_EPSILON + 1)
+    deviation = getattr(event, "noise_multiplier", getattr(event, "standard_deviation", None))
+    return deviation is not None and not deviation > 0
 
 
 def _no_price(leaves: Leaves, adjacency: str) -> str:
@@ -323,11 +352,7 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
 
     if not leaves or guide == 0:
         return 0.0
-    if any(isinstance(leaf, dp_event.NonPrivateDpEvent) for leaf, _ in leaves):
-        return math.inf
     gaussians = [(leaf, n) for leaf, n in leaves if isinstance(leaf, dp_event.GaussianDpEvent)]
-    if any(leaf.noise_multiplier == 0 for leaf, _ in gaussians):
-        return math.inf
     others = [(leaf, n) for leaf, n in leaves if not isinstance(leaf, dp_event.GaussianDpEvent)]
     response = getattr(dp_event, "RandomizedResponseDpEvent", ())
     if sum(n for leaf, n in others if isinstance(leaf, response)) > _MOST_RANDOMIZED_RESPONSES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from sklearn.base import BaseEstimator
 
 from tfdpfl import _tap
 from tfdpfl.accounting import PrivacyLedger, _checks
-from tfdpfl.label_dp._events import composed, pure_event
+from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
+from tfdpfl.label_dp._top_k import FINEST, RARE
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -26,12 +28,28 @@ class Uniforms:
         """float64 in [0, 1), multiples of 2⁻⁵³."""
         if self._rng is not None:
             return self._rng.random(shape)
-        words = np.frombuffer(secrets.token_bytes(8 * int(np.prod(shape))), np.uint64)
+        words = np.frombuffer(secrets.token_bytes(8 * math.prod(shape)), np.uint64)
         return ((words >> np.uint64(11)) * 2.0**-53).reshape(shape)
+
+    def fine(self, *shape: int) -> np.ndarray:
+        """float64 in [0, 1), of which small numbers have as many digits as large ones.
+
+        A multiple of 2⁻⁵³ that is below 2⁻²⁰ receives further bits. Without them an outcome that is rarer than 2⁻⁵³
+        never comes, so that an outcome which only a neighbour can produce gives the label away.
+        """
+        numbers = self(*shape)
+        flat, digit = numbers.reshape(-1), FINEST
+        near = np.flatnonzero(flat < RARE)
+        while len(near) and digit:
+            flat[near] += digit * self(len(near))
+            near = near[flat[near] < RARE * digit]
+            digit *= FINEST
+        return numbers
 
     def discrete_laplace(self, parameter: float, shape: tuple[int, ...]) -> np.ndarray:
         """Integers x with probability proportional to e^(-parameter·|x|), as float64."""
-        up, down = np.floor(np.log1p(-self(2, *shape)) / -parameter)  # geometric, each
+        tiny = np.finfo(np.float64).tiny
+        up, down = np.floor(np.log(np.maximum(self.fine(2, *shape), tiny)) / -parameter)  # geometric, each
         return up - down
 
 
@@ -126,7 +144,7 @@ class LabelMechanism(BaseEstimator):
             )
 
     def _check_epsilon(self) -> None:
-        _checks.real("epsilon", self.epsilon, "give the total ε of one release", above=0)
+        check_epsilon(self.epsilon, "give the total ε of one release")
 
     # -- copies ----------------------------------------------------------------------------------------------
 

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+
+def check_epsilon(epsilon: Any, remedy: str, name: str = "epsilon") -> float:
+    """Returns ε as a float, or raises a `ValueError` unless it is above 0 and a sampler can deliver it."""
+    epsilon = _checks.real(name, epsilon, remedy, above=0)
+    if epsilon > LARGEST_PURE_EPSILON:
+        raise ValueError(
+            f"{name}={epsilon:g} is larger than {LARGEST_PURE_EPSILON:g}. The probability of a noisy label, "
+            f"e^(-{name}), is then too small for a float, so every label would be released as it is. Take a smaller "
+            "epsilon (10 already hides next to nothing), or train on the labels themselves, without a guarantee."
+        )
+    return epsilon
 
 
 def pure_event(epsilon: float, outcomes: int = 2) -> DpEvent:

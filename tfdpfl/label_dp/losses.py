@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import _checks
+from tfdpfl.label_dp._events import check_epsilon
 from tfdpfl.label_dp._top_k import matrices
 from tfdpfl.label_dp.counts import inverse_of
 
@@ -47,7 +48,7 @@ class _NoisyLabelLoss(tf.keras.losses.Loss):
                 f"{'both' if transition_matrix is not None else 'neither'}: a transformer's transition_matrix_ will do"
             )
         if transition_matrix is None:
-            epsilon = _checks.real("epsilon", epsilon, "give the ε of the randomized response", above=0)
+            epsilon = check_epsilon(epsilon, "give the ε of the randomized response")
             classes = _checks.whole("num_classes", num_classes, 2, "count the classes")
             transition_matrix = matrices(np.arange(classes)[None], np.array([classes]), epsilon)[0]
         matrix = np.asarray(transition_matrix, np.float64)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.label_dp._datasets import with_labels
-from tfdpfl.label_dp._events import composed, pure_event
+from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
 from tfdpfl.label_dp._top_k import RARE, lie_probability, matrices
 from tfdpfl.label_dp.classification import RandomizedResponse
 
@@ -52,7 +52,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     def __init__(self, epsilon: float, num_classes: int, seed: int | None = None, **kwargs: Any):
         super().__init__(**kwargs)
-        self.epsilon = _checks.real("epsilon", epsilon, "give the ε of one release", above=0)
+        self.epsilon = check_epsilon(epsilon, "give the ε of one release")
         self.num_classes = _checks.whole("num_classes", num_classes, 2, "count the classes")
         self.seed = seed
         self._cached, self._by_id = 0, False

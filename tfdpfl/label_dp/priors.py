@@ -16,6 +16,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
+from tfdpfl.label_dp._events import check_epsilon
 from tfdpfl.label_dp.counts import nearest_counts
 
 _MOST_FOR_KMEANS = 200_000
@@ -167,7 +168,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         if self._is_auto and self.local:
             raise ValueError("epsilon='auto' does not know the noise of local=True: give a number, half of the total")
         if not self._is_auto:
-            _checks.real("epsilon", self.epsilon, "give the ε of the counts, or 'auto' for a good share", above=0)
+            check_epsilon(self.epsilon, "give the ε of the counts, or 'auto' for a good share")
 
     @property
     def _is_auto(self) -> bool:

@@ -15,7 +15,7 @@ from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
-from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
+from tfdpfl.label_dp._base import LabelMechanism, Uniforms, noisy_counts
 from tfdpfl.label_dp._datasets import labels_of, with_labels
 from tfdpfl.label_dp.priors import check_probabilities
 
@@ -209,7 +209,7 @@ class RROnBins(_RegressionMechanism):
         self.bins_, intervals, self.expected_loss_ = _best_bins(cost, self._response_epsilon)
         self.outputs_ = np.array([output(first, last) for first, last in intervals])
 
-    def _release(self, numbers: np.ndarray, uniforms: Callable) -> np.ndarray:
+    def _release(self, numbers: np.ndarray, uniforms: Uniforms) -> np.ndarray:
         bins = self.bins_[self._nearest(numbers, self.values_)]
         order = np.arange(len(self.outputs_))[None]
         row = np.zeros(len(bins), np.intp)
@@ -351,16 +351,18 @@ class UnbiasedRandomizer(_RegressionMechanism):
         errors = (self.outputs_ - self.values_[:, None]) ** 2
         self.expected_loss_ = float(self.probabilities_ @ (self.transition_matrix_ * errors).sum(axis=1))
 
-    def _release(self, numbers: np.ndarray, uniforms: Callable) -> np.ndarray:
+    def _release(self, numbers: np.ndarray, uniforms: Uniforms) -> np.ndarray:
         below, part = self._between(numbers)
         place = below + (uniforms(len(numbers)) < part)
-        reached = np.cumsum(self.transition_matrix_, axis=1)
+        # Rare outputs come first, where numbers have the digits to tell them apart.
+        order = np.argsort(self.transition_matrix_, axis=1)
+        reached = np.cumsum(np.take_along_axis(self.transition_matrix_, order, axis=1), axis=1)
         reached /= reached[:, -1:]
-        uniform = uniforms(len(numbers))
+        uniform = uniforms.fine(len(numbers))
         said = np.empty(len(numbers), np.intp)
         for i in np.unique(place):
             here = place == i
-            said[here] = np.searchsorted(reached[i], uniform[here], "right")
+            said[here] = order[i, np.searchsorted(reached[i], uniform[here], "right")]
 
         def loss(one: np.ndarray, other: np.ndarray, said: np.ndarray) -> float:
             return float(np.abs(np.log(chance(one, said) / chance(other, said))).sum())

@@ -20,6 +20,7 @@ import numpy as np
 
 from tfdpfl import _tap
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
 from tfdpfl.pate import bounds, pricing
 from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.votes import as_counts
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tfdpfl.noise import Source
 
 NO_LABEL = -1
+_FRESH_FROM = 20.0  # scales of Laplace noise, where our generator's normals are still exact to a part in 10^9
 
 
 class _Argmax:
@@ -371,6 +373,21 @@ class Aggregator(abc.ABC):
         return mask
 
 
+def _laplace(source: Source, shape: tuple[int, ...]) -> np.ndarray:
+    """Laplace noise of scale 1, float64, which ends nowhere although the generator's normals do.
+
+    Half of the squares of two normals is exponential, whichever way they point: with a sign it is Laplace. An
+    exponential number has no memory, so one that passes an end continues with a fresh one.
+    """
+    a, b = source.normals((2, *shape)).astype(np.float64)
+    size, end = (a * a + b * b) / 2, _FRESH_FROM
+    while np.any(far := size > end):
+        c, d = source.normals((2, int(far.sum()))).astype(np.float64)
+        size[far] = end + (c * c + d * d) / 2
+        end += _FRESH_FROM
+    return np.copysign(size, a)
+
+
 @dataclass(frozen=True)
 class LNMax(Aggregator):
     """argmax(counts + Laplace(1/γ)), 2γ-DP a query (2017, section 2.1).
@@ -380,13 +397,19 @@ class LNMax(Aggregator):
         seed: For tests only; keyword only.
 
     Raises:
-        ValueError: γ is not above 0.
+        ValueError: γ is not above 0, or so large (above 350) that no noise would come.
     """
 
     gamma: float
 
     def __post_init__(self) -> None:
         _checks.real("gamma", self.gamma, "the scale of the noise is 1/gamma votes, for instance 0.05", above=0)
+        if 2 * self.gamma > LARGEST_PURE_EPSILON:
+            raise ValueError(
+                f"gamma={self.gamma:g} is larger than {LARGEST_PURE_EPSILON / 2:g}. A query costs epsilon = 2 gamma, "
+                "and noise that changes its answer is then too rare for a float, so every answer would be the true "
+                "plurality. Take a smaller gamma, for instance 0.05."
+            )
         super().__post_init__()
 
     @property
@@ -394,9 +417,7 @@ class LNMax(Aggregator):
         return (LaplaceArgmax(self.gamma),)
 
     def _answer(self, counts: np.ndarray) -> Answers:
-        # Half of the squares of two normals is exponential, whichever way they point: with a sign it is Laplace.
-        a, b = self._source.normals((2, *counts.shape))
-        noise = np.copysign(a * a + b * b, a) / (2 * self.gamma)
+        noise = _laplace(self._source, counts.shape) / self.gamma
         return _all_answered(self, counts, np.argmax(_noisy(counts, noise, self.parts[0]), axis=1))
 
 
