@@ -163,3 +163,12 @@ def test_no_command_but_demo_loads_tensorflow_and_refusals_load_nothing_slow():
         "assert not {'tensorflow', 'keras'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_secure_noise_is_an_option_of_every_figure():
+    args = (*DATA, "--num-steps", "100", "--secure-noise", "--json")
+    found = json.loads(ok("noise", *args, "--target-epsilon", "2.0"))
+    sigma = compute_noise_multiplier(**KEYWORDS, num_steps=100, target_epsilon=2.0, secure_noise=True)
+    assert found["noise_multiplier"] == sigma and found["accountant"] == "rdp"
+    priced = json.loads(ok("epsilon", *args, "--noise-multiplier", str(sigma)))
+    assert priced["epsilon"] == compute_epsilon(**KEYWORDS, num_steps=100, noise_multiplier=sigma, secure_noise=True)

@@ -167,3 +167,20 @@ def test_a_loaded_model_goes_on_within_the_target(tmp_path):
     log = loaded.fit(again.batches, epochs=5, callbacks=[again.callback], verbose=0)
     assert again.callback.report.steps == 20 and log.history["epsilon"][-1] <= 2.0
     assert math.isclose(again.callback.report.epsilon, again.epsilon)
+
+
+@pytest.mark.slow
+def test_a_plan_of_secure_noise_ends_where_it_was_planned_to():
+    made = plan(secure_noise=True)
+    settings = dict(num_examples=N, batch_size=20, num_steps=20, delta=DELTA)
+    assert made.noise_multiplier == tfdpfl.compute_noise_multiplier(target_epsilon=2.0, secure_noise=True, **settings)
+    model = model_with(made.optimizer("sgd", secure_noise=True))
+    model.fit(made.batches, epochs=made.epochs, callbacks=[made.callback], verbose=0)
+    assert model.optimizer.secure_noise and model.optimizer.num_dp_steps == 20
+    assert made.callback.report.epsilon == pytest.approx(made.epsilon) and 1.98 < made.epsilon <= 2.0
+    with pytest.raises(ValueError, match="secure_noise=True is the plan's to decide"):
+        plan().optimizer("sgd", secure_noise=True)
+    with pytest.raises(PrivacyError, match="optimizer has secure_noise=False, and the plan True"):
+        model_with(tfdpfl.DPSGD(1.0, made.noise_multiplier, expected_batch_size=20)).fit(
+            made.batches, callbacks=[made.callback], verbose=0
+        )

@@ -45,6 +45,7 @@ _HOW = (
         show_default=True,
         help="How many examples neighbours may differ in: a user's.",
     ),
+    click.option("--secure-noise", is_flag=True, help="The optimizer draws discrete noise: secure_noise=True."),
     click.option(
         "--accountant",
         type=click.Choice(ACCOUNTANTS, case_sensitive=False),

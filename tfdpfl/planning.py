@@ -25,6 +25,7 @@ from tfdpfl.errors import PrivacyError
 # What an optimizer has where it is not told otherwise.
 _DEFAULTS = {
     "expected_batch_size": None, "num_microbatches": None, "gradient_accumulation_steps": 1, "rows_per_unit": 1,
+    "secure_noise": False,
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ class PrivacyPlan:
         batch_size: the expected number of examples in a batch.
         epochs, steps_per_epoch: how long to train.
         num_examples: size of the data.
-        l2_norm_clip, sampling, accountant: as they were given.
+        l2_norm_clip, sampling, accountant, secure_noise: as they were given.
         batches: the data set for `fit`.
     """
 
@@ -56,6 +57,7 @@ class PrivacyPlan:
     l2_norm_clip: Any
     sampling: str
     accountant: str
+    secure_noise: bool = False
     batches: Any = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
@@ -86,11 +88,12 @@ class PrivacyPlan:
         from tfdpfl.optimizers import make_dp_optimizer_class
 
         decided = self._settings
-        taken = sorted(decided.keys() & kwargs.keys())
+        same = {"secure_noise"} if kwargs.get("secure_noise") == self.secure_noise else set()
+        taken = sorted((decided.keys() & kwargs.keys()) - same)
         if taken:
             raise ValueError(
-                f"{taken[0]}={kwargs[taken[0]]!r} is the plan's to decide ({decided[taken[0]]!r}): leave it out, or "
-                "make another plan."
+                f"{taken[0]}={kwargs[taken[0]]!r} is the plan's to decide ({decided[taken[0]]!r}), so that "
+                "its pieces agree. Leave it out, or make another plan with it."
             )
         if isinstance(optimizer, str):
             optimizer = type(tf.keras.optimizers.get(optimizer))
@@ -108,7 +111,10 @@ class PrivacyPlan:
         """What the plan decides of an optimizer, beside what it leaves as it is."""
         declared = declared_sampling(self.batches)
         assert declared is not None
-        settings = {"l2_norm_clip": self.l2_norm_clip, "noise_multiplier": self.noise_multiplier}
+        settings: dict[str, Any] = {
+            "l2_norm_clip": self.l2_norm_clip, "noise_multiplier": self.noise_multiplier,
+            "secure_noise": self.secure_noise,
+        }  # fmt: skip
         if self.sampling == "poisson":
             settings["expected_batch_size"] = float(self.batch_size)
         if declared.physical_batches > 1:
@@ -133,6 +139,7 @@ class PrivacyPlan:
             accountant=self.accountant,
             truncated_batch_size=declared.truncated_batch_size,
             unit=declared.unit,
+            secure_noise=self.secure_noise,
         )
 
     @property
@@ -187,6 +194,7 @@ def plan(
     l2_norm_clip: Any = 1.0,
     sampling: str = "poisson",
     accountant: str = "pld",
+    secure_noise: bool = False,
     **batches: Any,
 ) -> PrivacyPlan:
     """Plans a private training: everything that must fit together, from one place.
@@ -213,6 +221,8 @@ def plan(
       sampling: "poisson"; or "shuffle": each example once an epoch, at a much larger ε, and for data sets of which one
         has a blank in place of an example.
       accountant: "pld" (tight) or "rdp".
+      secure_noise: the optimizer's: True draws discrete noise from the cryptographic generator, which costs a little
+        more.
       **batches: what else `tfdpfl.data.poisson_batches` takes.
 
     Raises:
@@ -253,7 +263,7 @@ def plan(
         num_examples = users.number
     known: dict[str, Any] = {
         "num_examples": num_examples, "delta": delta, "sampling": sampling, "accountant": accountant,
-        "truncated_batch_size": batches.get("truncated_batch_size"),
+        "truncated_batch_size": batches.get("truncated_batch_size"), "secure_noise": secure_noise,
     }  # fmt: skip
     target: Any = target_epsilon
     sigma: Any = noise_multiplier
@@ -272,8 +282,6 @@ def plan(
         steps_per_epoch = max(num_examples // size, 1) if sampling == "poisson" else -(-num_examples // size)
     if passes is None:
         steps = compute_num_steps(target_epsilon=target, noise_multiplier=sigma, **known)
-        if sampling == "shuffle":  # it counts the whole batches of an epoch, which may have one more
-            steps = steps // max(num_examples // size, 1) * steps_per_epoch
         passes = steps // steps_per_epoch
         if passes == 0:
             raise PrivacyError(
@@ -303,5 +311,6 @@ def plan(
         l2_norm_clip=l2_norm_clip,
         sampling=sampling,
         accountant=accountant,
+        secure_noise=secure_noise,
         batches=drawn,
     )

@@ -17,6 +17,7 @@ from scipy import optimize, special
 from tfdpfl.accounting import (
     PrivacyLedger,
     Run,
+    compute_batch_size,
     compute_epsilon,
     compute_noise_multiplier,
     compute_num_steps,
@@ -546,7 +547,7 @@ def test_an_event_that_no_cache_can_hold_is_priced():
 @given(
     sigma=st.floats(0.6, 20),
     steps=st.integers(1, 5000),
-    batch_size=st.sampled_from([1, 20, 300]),
+    batch_size=st.sampled_from([1, 20, 250]),  # divisors: steps of whole epochs with a smaller last batch cost less
     delta=st.floats(1e-9, 1e-3),
     sampling=st.sampled_from(["poisson", "shuffle", "none"]),
 )
@@ -1069,3 +1070,84 @@ def test_rounding_in_many_convolutions_never_lowers_epsilon(sigma, delta):
     rate, steps = 0.9999, 100_000
     run = dict(num_examples=10_000, batch_size=9_999, noise_multiplier=sigma, num_steps=steps, delta=delta)
     assert compute_epsilon(**run) >= (1 - 1e-4) * gaussian_epsilon(sigma / math.sqrt(steps) / rate, delta)
+
+
+# Passes over shuffled data
+
+
+@pytest.mark.parametrize("steps, passes", [(1, 1), (234, 1), (235, 1), (236, 2), (470, 2), (2340, 10), (2350, 10)])
+def test_steps_of_whole_epochs_cost_what_the_epochs_cost(steps, passes):
+    """60000 examples in batches of 256 are 234 batches and a smaller one."""
+    run = Run(num_examples=60000, batch_size=256, noise_multiplier=1, sampling="shuffle", num_steps=steps)
+    assert run.participations == passes
+
+
+def test_epochs_and_their_steps_have_one_epsilon():
+    run = dict(num_examples=60000, batch_size=256, noise_multiplier=1.1, sampling="shuffle", delta=1e-5)
+    assert compute_epsilon(num_steps=10 * 235, **run) == compute_epsilon(num_epochs=10, **run)
+    assert compute_num_steps(target_epsilon=compute_epsilon(num_epochs=3, **run) * 1.001, **run) == 3 * 235
+
+
+@pytest.mark.parametrize("rows", [[(1.1, 240), (2.0, 240)], [(1.1, 480), (2.0, 240)], [(1.1, 240), (2.0, 480)]])
+def test_noise_that_changes_between_two_epochs_costs_each_epoch_once(rows):
+    ledger = PrivacyLedger()
+    for sigma, steps in rows:
+        ledger.record(sigma, steps, sampling="shuffle", **DATA)
+    mu = math.sqrt(sum(steps / 240 / sigma**2 for sigma, steps in rows))
+    assert ledger.epsilon(1e-5) == pytest.approx(gaussian_epsilon(1 / mu, 1e-5), rel=1e-4)
+
+
+def test_a_report_says_that_steps_were_taken_for_whole_epochs():
+    run = dict(num_examples=60000, batch_size=256, noise_multiplier=1.1, sampling="shuffle", delta=1e-5)
+    said = "each with its last, smaller batch"
+    assert said in privacy_statement(num_steps=470, **run) and "2 passes" in privacy_statement(num_steps=470, **run)
+    assert said not in privacy_statement(num_steps=468, **run) + privacy_statement(num_epochs=2, **run)
+    assert said not in privacy_statement(num_steps=480, **{**run, "batch_size": 250})
+
+
+def test_a_merge_between_two_steps_of_a_pass_loses_no_use():
+    how = dict(num_examples=100, batch_size=10, sampling="shuffle")
+    half, whole = (PrivacyLedger().record(1.0, n, **how) for n in (5, 10))
+    uses = lambda ledger: ledger.report(1e-3, "rdp").participations
+    assert uses(whole.merge(half).record(1.0, 1, **how)) == 1 + 1 + 1
+    assert uses(PrivacyLedger().record(1.0, 5, **how).merge(half).record(1.0, 5, **how)) == 1 + 1
+    assert uses(PrivacyLedger().merge(half).record(1.0, 1, **how)) == 1 + 1
+    assert uses(PrivacyLedger().merge(half).record(2.0, 10, **how)) == 1 + 2  # it may lie in two passes
+
+
+# Noise from the cryptographic generator
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle", "none"])
+def test_noise_found_for_secure_noise_is_that_of_the_mechanism_that_runs(sampling):
+    """Against Rényi DP of whole orders by dp-accounting: what a discrete Gaussian has (arXiv:2004.00010)."""
+    data = dict(num_examples=60000, batch_size=256, num_steps=470, delta=1e-5, sampling=sampling)
+    sigma = compute_noise_multiplier(target_epsilon=2.0, secure_noise=True, **data)
+    gaussian = dp_accounting.GaussianDpEvent(sigma)
+    event, count = {
+        "poisson": (dp_accounting.PoissonSampledDpEvent(256 / 60000, gaussian), 470),
+        "shuffle": (gaussian, 2),
+        "none": (gaussian, 470),
+    }[sampling]
+    theirs = dp_accounting.rdp.RdpAccountant(orders=range(2, 257)).compose(event, count).get_epsilon(1e-5)
+    assert 1.99 < theirs <= 2.0 + 1e-6
+    assert sigma > compute_noise_multiplier(target_epsilon=2.0, **data)
+    ran = PrivacyLedger().record(sigma, 470, num_examples=60000, batch_size=256, sampling=sampling, discrete=True)
+    assert ran.epsilon(1e-5) == compute_epsilon(noise_multiplier=sigma, secure_noise=True, **data) <= 2.0
+    report = privacy_report(noise_multiplier=sigma, secure_noise=True, **data)
+    assert (report.epsilon, report.accountant) == (ran.epsilon(1e-5), "rdp") and "discrete Gaussian" in str(report)
+
+
+@pytest.mark.slow
+def test_secure_noise_changes_the_number_of_steps_and_the_batch_size():
+    run = dict(num_examples=6000, delta=1e-5, noise_multiplier=1.0, target_epsilon=2.0)
+    steps, secure = (compute_num_steps(batch_size=60, secure_noise=s, **run) for s in (False, True))
+    assert secure < steps
+    size, secure = (compute_batch_size(num_steps=100, secure_noise=s, **run) for s in (False, True))
+    assert secure < size
+
+
+def test_truncated_batches_with_discrete_noise_have_no_price():
+    with pytest.raises(PrivacyError, match="truncated_batch_size=300 has no price with discrete noise"):
+        Run(**RUN, num_steps=5, truncated_batch_size=300, discrete=True)

@@ -32,6 +32,7 @@ def compute_epsilon(
     max_examples_per_user: int = 1,
     truncated_batch_size: int | None = None,
     unit: str = "example",
+    secure_noise: bool = False,
 ) -> float:
     """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
     never NaN.
@@ -56,6 +57,8 @@ def compute_epsilon(
         max_examples_per_user: How many examples neighbours may differ in: the ε of a user who has no more.
         truncated_batch_size: Of a larger Poisson sample a random subset of so many stays (dp-accounting 0.6).
         unit: "example" or "user": what is sampled and clipped, and counted in `num_examples` and `batch_size`.
+        secure_noise: Whether the optimizer draws discrete Gaussian noise (`secure_noise=True`), which costs more: only
+            Rényi DP prices it.
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -73,6 +76,7 @@ def compute_epsilon(
         max_examples_per_user=max_examples_per_user,
         truncated_batch_size=truncated_batch_size,
         unit=unit,
+        discrete=secure_noise,
     )
     return _pricer(delta, accountant, run)(run)
 
@@ -92,6 +96,7 @@ def compute_noise_multiplier(
     max_examples_per_user: int = 1,
     truncated_batch_size: int | None = None,
     unit: str = "example",
+    secure_noise: bool = False,
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most `target_epsilon`, to 0.1 %; never 0, never
     over the target.
@@ -117,6 +122,7 @@ def compute_noise_multiplier(
         max_examples_per_user=max_examples_per_user,
         truncated_batch_size=truncated_batch_size,
         unit=unit,
+        discrete=secure_noise,
     )
     if run.participations == 0:
         raise ValueError(
@@ -169,6 +175,7 @@ def compute_num_steps(
     max_examples_per_user: int = 1,
     truncated_batch_size: int | None = None,
     unit: str = "example",
+    secure_noise: bool = False,
 ) -> int:
     """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many as
     whole epochs hold.
@@ -193,8 +200,9 @@ def compute_num_steps(
         max_examples_per_user=max_examples_per_user,
         truncated_batch_size=truncated_batch_size,
         unit=unit,
+        discrete=secure_noise,
     )
-    steps_each = run.steps_per_participation
+    steps_each = run.steps_per_pass
     with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * steps_each)  # noqa: E731
     pricer = _pricer(delta, accountant, run)
     epsilon = lambda uses: pricer(with_uses(uses))  # noqa: E731
@@ -233,6 +241,7 @@ def compute_batch_size(
     max_examples_per_user: int = 1,
     truncated_batch_size: int | None = None,
     unit: str = "example",
+    secure_noise: bool = False,
 ) -> int:
     """Returns the largest (expected) batch size whose ε is at most `target_epsilon`: with Poisson sampling, the
     largest sampling rate times `num_examples`.
@@ -257,6 +266,7 @@ def compute_batch_size(
         max_examples_per_user=max_examples_per_user,
         truncated_batch_size=truncated_batch_size,
         unit=unit,
+        discrete=secure_noise,
     )
     run = with_size(1)
     if run.sampling not in ("poisson", "fixed_size"):

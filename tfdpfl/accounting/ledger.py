@@ -130,6 +130,7 @@ class PrivacyLedger:
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
+        self._goes_on = True  # whether the last shuffled row is of the pass that the next recorded step is in
 
     def record(
         self,
@@ -183,7 +184,8 @@ class PrivacyLedger:
         shuffled = run.sampling == "shuffle"
         if not shuffled:  # steps add up; epochs of a fraction of steps, rounded each, do not
             run = dataclasses.replace(run, num_steps=run.steps, num_epochs=None)
-        earlier = self._rows[-1:] if shuffled else self._rows
+        own = self._rows if self._goes_on else []
+        earlier = own[-1:] if shuffled else self._rows
         for i, row in enumerate(earlier, start=len(self._rows) - len(earlier)):
             if not isinstance(row, Run) or not _same_mechanism(row, run):
                 continue
@@ -198,11 +200,21 @@ class PrivacyLedger:
             if row.num_epochs is None and run.num_epochs is None and not (shuffled and new_pass):
                 self._rows[i] = dataclasses.replace(row, num_steps=row.steps + run.steps)
                 return self
-        begun = any(row.sampling == "shuffle" for row in self._rows if isinstance(row, Run))
-        if shuffled and begun and not new_pass:
+        if shuffled and not new_pass and not self._passes_are_whole:
             run = dataclasses.replace(run, starts_mid_epoch=True)
+        self._goes_on |= shuffled
         self._rows.append(run)
         return self
+
+    @property
+    def _shuffled(self) -> list[Run]:
+        return [row for row in self._rows if isinstance(row, Run) and row.sampling == "shuffle"]
+
+    @property
+    def _passes_are_whole(self) -> bool:
+        """Whether the next shuffled step begins a new pass over the data."""
+        shuffled = self._shuffled
+        return not shuffled or (self._goes_on and shuffled[-1].whole_passes)
 
     def add(self, event: "DpEvent", count: int = 1, *, adjacency: str = "add_or_remove_one") -> "PrivacyLedger":
         """Adds `count` applications of any dp-accounting event, and returns the ledger.
@@ -308,8 +320,13 @@ class PrivacyLedger:
 
     def merge(self, other: "PrivacyLedger") -> "PrivacyLedger":
         """Adds what another ledger holds, and returns this one. Steps that optimizers counted are known by their
-        origin, so those that both ledgers hold count once; all else adds up.
+        origin, so those that both ledgers hold count once; all else adds up. A `record` that follows goes on in the
+        pass that this ledger was in, not in one of the other's.
         """
+        recorded: list[_Row] = [row for row in other._rows if isinstance(row, Run)]
+        if other._shuffled and not self._shuffled:
+            self._goes_on = False
+        self._rows = [*recorded, *self._rows]
         for row in other._rows:
             if isinstance(row, _Counted):
                 self._unite(row)
@@ -317,8 +334,6 @@ class PrivacyLedger:
                 self._unite_correlated(row)
             elif isinstance(row, _Applied):
                 self.add(row.event, row.count, adjacency=row.adjacency)
-            else:
-                self._rows.append(row)
         return self
 
     def _unite(self, new: _Counted) -> None:
@@ -339,6 +354,7 @@ class PrivacyLedger:
         name all rows may be.
         """
         ledger = PrivacyLedger()
+        ledger._goes_on = self._goes_on
         ledger._rows = [
             row for row in self._rows if dataset is None or getattr(row, "dataset", None) in (None, dataset)
         ]

@@ -49,6 +49,11 @@ _GROUPED = (
     "sigma counts as half. "
     "This takes for granted that an example's presence does not move other examples to other groups."
 )
+_WHOLE_PASSES = (
+    "The {steps} steps are taken for {passes} passes over the data, each with its last, smaller batch. If that batch was "
+    "dropped (drop_remainder), give num_epochs: the passes were shorter, so there were more of them."
+)
+_DISCRETE = "The noise is discrete Gaussian (secure_noise=True), which only Rényi DP prices."
 _COVERED = "Covered: the trained weights, and whatever is computed from them alone."
 _NOT_COVERED = (
     "Not covered: training loss and metrics measured on the batches, choices made by looking at the data, "
@@ -187,6 +192,7 @@ def privacy_report(
     max_examples_per_user: int = 1,
     truncated_batch_size: int | None = None,
     unit: str = "example",
+    secure_noise: bool = False,
 ) -> PrivacyReport:
     """Returns `compute_epsilon` of the same arguments, with all that it depends on. Raises as that does."""
     run = Run(
@@ -201,6 +207,7 @@ def privacy_report(
         max_examples_per_user=max_examples_per_user,
         truncated_batch_size=truncated_batch_size,
         unit=unit,
+        discrete=secure_noise,
     )
     assert run.adjacency is not None
     shuffled = None
@@ -226,6 +233,7 @@ def privacy_statement(
     max_examples_per_user: int = 1,
     truncated_batch_size: int | None = None,
     unit: str = "example",
+    secure_noise: bool = False,
 ) -> str:
     """Returns what a DP-SGD run promises, in English: ε with its δ, adjacency, sampling and accountant, and
     what is assumed.
@@ -247,6 +255,7 @@ def privacy_statement(
         max_examples_per_user=max_examples_per_user,
         truncated_batch_size=truncated_batch_size,
         unit=unit,
+        secure_noise=secure_noise,
     ).statement()
 
 
@@ -290,6 +299,11 @@ def report_of(
     notes += [_SAMPLING_NOTES[s] for s in dict.fromkeys(run.sampling for run in runs) if s in _SAMPLING_NOTES]
     if any(run.grouped for run in runs):
         notes.append(_GROUPED)
+    notes += [
+        _WHOLE_PASSES.format(steps=run.steps, passes=run.participations) for run in runs if run.takes_whole_passes
+    ]
+    if any(run.discrete for run in runs):
+        notes.append(_DISCRETE)
     if only("unit") == "user":
         notes.append(_USERS_ARE_UNITS)
     if users[0] > 1:

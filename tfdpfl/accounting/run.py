@@ -33,8 +33,10 @@ class Run:
         batch_size: Number of examples in a batch; its expectation under Poisson sampling.
         noise_multiplier: σ, the standard deviation of the noise divided by the clip C.
         num_epochs: Passes over the data, possibly a fraction. Either this or `num_steps`.
-        num_steps: Noisy updates. Under `"shuffle"` beside `num_epochs`, where not all updates of the passes
-            that were begun have been made; the passes are what is priced.
+        num_steps: Noisy updates. Under `"shuffle"` k ⌈num_examples / batch_size⌉ of them are k passes, as `fit` makes
+            them. Of any other number the passes may be shorter, because they drop the last, smaller batch. Beside
+            `num_epochs`, where not all updates of the passes that were begun have been made; the passes are what is
+            priced.
         sampling: How an example comes into a batch.
 
             - `"poisson"`: by an independent coin of bias `batch_size / num_examples` at every step.
@@ -128,6 +130,12 @@ class Run:
                 "discrete noise has no price for sampling='fixed_size' or several examples of a user: take "
                 "sampling='poisson' or 'shuffle', or train without secure_noise"
             )
+        if self.discrete and self.truncated_batch_size is not None:
+            raise PrivacyError(
+                f"truncated_batch_size={self.truncated_batch_size} has no price with discrete noise: only PLD prices "
+                "truncated batches, and only Rényi DP discrete noise. Leave truncated_batch_size out, or train without "
+                "secure_noise"
+            )
 
     def _check_truncation(self, put: Callable[[str, Any], None]) -> None:
         if self.truncated_batch_size is None:
@@ -220,19 +228,35 @@ class Run:
         return _ceil(self.num_epochs * self.num_examples / self.batch_size)
 
     @property
-    def steps_per_participation(self) -> int:
-        """The fewest steps from one use of an example to the next: if shuffled, an epoch's whole batches."""
-        return self.num_examples // self.batch_size if self.sampling == "shuffle" else 1
+    def steps_per_pass(self) -> int:
+        """The steps in which an example is used once: if shuffled, a pass over the data with its last, smaller batch."""
+        return -(-self.num_examples // self.batch_size) if self.sampling == "shuffle" else 1
+
+    @property
+    def whole_passes(self) -> bool:
+        """Whether the next step begins a new pass over the data, if the first one did."""
+        if self.num_epochs is not None and self.num_steps is None:
+            return float(self.num_epochs).is_integer()
+        return self.num_epochs is None and not self.starts_mid_epoch and self.steps % self.steps_per_pass == 0
+
+    @property
+    def takes_whole_passes(self) -> bool:
+        """Whether `participations` would be more if passes dropped their last, smaller batch."""
+        uneven = self.sampling == "shuffle" and self.num_examples % self.batch_size > 0
+        return uneven and self.num_epochs is None and self.steps > 0 and self.whole_passes
 
     @property
     def participations(self) -> int:
         """How many noisy updates one example can touch: all, or if shuffled one in every epoch begun."""
         if self.sampling == "shuffle" and self.num_epochs is not None:
             return _ceil(self.num_epochs)
-        if self.sampling == "shuffle" and self.starts_mid_epoch and self.steps > 0:
+        if self.sampling != "shuffle" or self.whole_passes:
+            return self.steps // self.steps_per_pass
+        least = self.num_examples // self.batch_size  # steps of a pass that drops its last, smaller batch
+        if self.starts_mid_epoch and self.steps > 0:
             # A window of steps touches one epoch more than its length says when it lies across their borders.
-            return -(-(self.steps - 1) // self.steps_per_participation) + 1
-        return -(-self.steps // self.steps_per_participation)
+            return -(-(self.steps - 1) // least) + 1
+        return -(-self.steps // least)
 
     @property
     def dp_event(self) -> "DpEvent":

@@ -170,8 +170,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
                     f"{'epoch' if fit.shuffled else 'step'}. Raise noise_multiplier "
-                    f"(tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}) finds the smallest one "
-                    "that does) or the target."
+                    f"(tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}"
+                    f"{', secure_noise=True' if fit.optimizer.secure_noise else ''}) finds the smallest one that does) "
+                    "or the target."
                 )
         self._epoch = epoch
         fit.first = None
@@ -397,15 +398,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         try:
             most = compute_num_steps(
                 target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
-                accountant=self.accountant, **fit.data,
+                accountant=self.accountant, secure_noise=dp.secure_noise, **fit.data,
             )  # fmt: skip
         except PrivacyError:
             raise
         except ValueError:
             return 0
         if fit.shuffled:
-            most //= max(fit.data["num_examples"] // fit.data["batch_size"], 1) * fit.uses
-        if not len(past) and not dp.secure_noise and not changes:  # what is discrete costs a little more
+            most //= math.ceil(fit.data["num_examples"] / fit.data["batch_size"]) * fit.uses
+        if not len(past) and not changes:
             return most
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
