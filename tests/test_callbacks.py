@@ -1,8 +1,11 @@
 """PrivacyBudget prices what ran, and stops in time."""
 
+import contextlib
+import copy
 import gc
 import json
 import math
+import pickle
 
 import dp_accounting
 import numpy as np
@@ -260,6 +263,29 @@ def test_a_callback_that_saw_no_fit_knows_no_epsilon():
         budget.report  # noqa: B018
     compiled().fit(X, Y, epochs=0, callbacks=[budget], verbose=0)
     assert budget.report.epsilon == 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda budget: copy.deepcopy([budget])[0]])
+def test_copies_of_a_budget_spend_one_target(copied):
+    """As keras-tuner and scikit-learn's clone copy it, for each trial."""
+    target = uses(2) * 1.0001
+    budget, fitted = PrivacyBudget(N, DELTA, target), []
+    for _ in range(3):
+        model, trial = compiled(), copied(budget)
+        with contextlib.suppress(PrivacyError):
+            model.fit(X, Y, batch_size=100, callbacks=[trial], verbose=0)
+        fitted.append(model.optimizer.num_dp_steps)
+    assert fitted == [2, 2, 0]  # no room for a third pass
+    assert trial.report.epsilon == budget.report.epsilon == pytest.approx(uses(2)) and budget.report.epsilon <= target
+
+
+def test_a_budget_is_not_taken_to_another_process_with_its_target():
+    with pytest.raises(PrivacyError, match=r"target_epsilon=3\) cannot be pickled"):
+        pickle.dumps(PrivacyBudget(N, DELTA, 3.0))
+    budget = PrivacyBudget(N, DELTA, dataset_name="a")
+    compiled().fit(X, Y, batch_size=100, callbacks=[budget], verbose=0)
+    loaded = pickle.loads(pickle.dumps(budget))
+    assert loaded.ledger == budget.ledger and loaded.report.epsilon == budget.report.epsilon
 
 
 def test_the_steps_of_epochs_that_were_begun_are_those_that_ran():

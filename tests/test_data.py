@@ -2,6 +2,7 @@
 
 import collections
 import gzip
+import itertools
 import os
 
 import dp_accounting
@@ -19,6 +20,7 @@ from tfdpfl.data import (
     shuffled_batches,
 )
 from tfdpfl.data.draws import Words
+from tfdpfl.data.users import users_of
 from tfdpfl.errors import PrivacyError
 
 DATA_DIR = os.environ.get("TFDPFL_DATA_DIR")
@@ -505,6 +507,28 @@ def test_users_are_sampled_and_come_with_so_many_rows_one_after_the_other(as_map
     for user in range(4):  # each of a user's examples as often as the others
         often = np.array([seen[i] for i in np.flatnonzero(ids == user)]) / counts[user]
         assert (np.abs(often - often.mean()) < 5 * np.sqrt(1 / counts[user])).all()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([12, "12", 12.0, 13.0, 13, 13], dtype=object),  # as pandas makes of chunks of mixed types
+        np.array(["12", "12.0", " 12", "13", "+13", "1.3e1"]),
+        np.array([b"12", "12", 12, 13, b"13", np.float32(13)], dtype=object),
+        {12: [0], "12": [1, 2], 13: [3], "13.0": [5, 4]},
+        [12, 12, 12, 13, 13, 13],
+    ],
+)
+def test_ids_of_one_value_are_one_user(ids):
+    users = users_of(ids, 6)
+    rows = [users.rows[a:b].tolist() for a, b in itertools.pairwise(users.starts)]
+    assert sorted(map(sorted, rows)) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_ids_of_different_values_are_different_users():
+    ids = ["12", "21", "a", "A", "1_2", "12345678901234567890", "12345678901234567891", "nan", "infinity", "", "1e400"]
+    assert users_of(np.array(ids), len(ids)).number == len(ids)
+    assert users_of(np.array(ids, dtype=object), len(ids)).number == len(ids)
 
 
 def test_other_orders_hold_each_example_once_a_pass():

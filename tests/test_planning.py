@@ -1,5 +1,6 @@
 """`tfdpfl.plan`: its figures are the accountant's, it trains to its target, its pieces go together or not at all."""
 
+import copy
 import math
 
 import numpy as np
@@ -167,6 +168,18 @@ def test_a_loaded_model_goes_on_within_the_target(tmp_path):
     log = loaded.fit(again.batches, epochs=5, callbacks=[again.callback], verbose=0)
     assert again.callback.report.steps == 20 and log.history["epsilon"][-1] <= 2.0
     assert math.isclose(again.callback.report.epsilon, again.epsilon)
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_a_copy_of_a_plans_callback_is_the_plans():
+    made = plan()
+    for _ in range(2):
+        model = model_with(made.optimizer("sgd"))
+        model.fit(made.batches, callbacks=[copy.deepcopy(made.callback)], verbose=0)
+    assert made.callback.report.steps == 20 and made.callback.report.epsilon == pytest.approx(made.epsilon)
+    with pytest.raises(PrivacyError, match="no room for another"):
+        model_with(made.optimizer("sgd")).fit(made.batches, callbacks=[copy.deepcopy(made.callback)], verbose=0)
 
 
 @pytest.mark.slow

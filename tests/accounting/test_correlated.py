@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 
@@ -141,6 +142,18 @@ def test_bands_under_cyclic_sampling_cost_a_sampled_step_each_round(uses):
     sigma = 1.1 * math.sqrt(uses)  # uses is what σ is over; a round has one
     theirs = compute_epsilon(num_examples=2400, batch_size=80, noise_multiplier=sigma, num_steps=301, delta=1e-5)
     assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_noise_found_for_cyclic_sampling_is_for_all_rounds_of_the_groups():
+    """By dp-accounting: a Poisson-sampled Gaussian for each of ten rounds. The noise is made for one."""
+    noise = Banded(bands=4, min_separation=4, max_participations=1, num_steps=40)
+    how = dict(num_steps=40, sampling_rate=0.5)
+    sigma = compute_noise_multiplier_of(noise, target_epsilon=2.0, delta=1e-5, accountant="rdp", **how)
+    step = dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(sigma))
+    assert 1.99 < dp_accounting.rdp.RdpAccountant().compose(step, 10).get_epsilon(1e-5) <= 2.001
+    run = CorrelatedRun(noise=noise, noise_multiplier=sigma, min_separation=4, max_participations=1, **how)
+    assert run.participations == 10  # no data set bounds the rounds that an example is taken in
 
 
 @pytest.mark.slow

@@ -35,7 +35,8 @@ class CorrelatedRun:
         the sensitivity that the noise was made for.
       num_steps: noisy updates.
       min_separation: fewest steps from one use of an example to its next, in what ran.
-      max_participations: most uses of an example; None for as many as there is room for.
+      max_participations: most uses of an example; None for as many as there is room for. With ``sampling_rate`` there
+        is no such bound, because an example may be taken in every round of the groups, so it is not in the price.
       sampling_rate: of cyclic Poisson sampling: ``min_separation`` groups, to one of which each example was assigned by
         itself, take turns, and an example is taken with this probability when it is its group's. None for none.
       adjacency: ``"zero_out"`` (one example contributes nothing; the default) or ``"replace_one"``; with a sampling
@@ -83,7 +84,11 @@ class CorrelatedRun:
     @property
     def participations(self) -> int:
         """How many noisy updates one example can touch."""
-        return most_participations(self.num_steps, self.min_separation, self.max_participations)
+        return most_participations(self.num_steps, self.min_separation, self._most)
+
+    @property
+    def _most(self) -> int | None:
+        return None if self.sampling_rate is not None else self.max_participations
 
     @property
     def amplified(self) -> bool:
@@ -110,7 +115,7 @@ class CorrelatedRun:
                 step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
             return dp_event.SelfComposedDpEvent(step, self.participations)
         if isinstance(self.noise, Tree):
-            sensitivity = self.noise.sensitivity(self.num_steps, self.min_separation, self.max_participations)
+            sensitivity = self.noise.sensitivity(self.num_steps, self.min_separation, self._most)
             leaves = min(self.num_steps, self.noise.restart_every or self.num_steps)
             # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as
             # few as can be: the chance over the uses is largest at either end, as long as it is small.
@@ -120,7 +125,7 @@ class CorrelatedRun:
                 shifts.append((most / uses, uses / stddev))
             return _moving(sensitivity / stddev, shifts)
         column = self.noise.column(self.num_steps)  # type: ignore[attr-defined]
-        moved = moved_by_toeplitz(column, self.num_steps, self.min_separation, self.max_participations)
+        moved = moved_by_toeplitz(column, self.num_steps, self.min_separation, self._most)
         return _moving_each(moved / stddev)
 
     def text(self) -> str:
@@ -198,7 +203,9 @@ def compute_noise_multiplier_of(
       target_epsilon: ε that must not be passed.
       delta: δ of it.
       num_steps, sampling_rate, adjacency: as in `CorrelatedRun`.
-      min_separation, max_participations: of the data; None takes those that the noise was made for.
+      min_separation, max_participations: of the data; None takes those that the noise was made for. With
+        ``sampling_rate`` the groups' rounds count, ``num_steps / min_separation`` of them, and not
+        ``max_participations``.
       accountant: "pld" or "rdp".
 
     Raises:

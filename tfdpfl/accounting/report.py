@@ -50,8 +50,8 @@ _GROUPED = (
     "This takes for granted that an example's presence does not move other examples to other groups."
 )
 _WHOLE_PASSES = (
-    "The {steps} steps are taken for {passes} passes over the data, each with its last, smaller batch. If that batch was "
-    "dropped (drop_remainder), give num_epochs: the passes were shorter, so there were more of them."
+    "The {steps} steps are taken for {passes} passes over the data, each with its last, smaller batch. If that batch "
+    "was dropped (drop_remainder), give num_epochs: the passes were shorter, so there were more of them."
 )
 _DISCRETE = "The noise is discrete Gaussian (secure_noise=True), which only Rényi DP prices."
 _COVERED = "Covered: the trained weights, and whatever is computed from them alone."

@@ -229,7 +229,7 @@ class Run:
 
     @property
     def steps_per_pass(self) -> int:
-        """The steps in which an example is used once: if shuffled, a pass over the data with its last, smaller batch."""
+        """The steps in which an example is used once: if shuffled, a pass with its last, smaller batch."""
         return -(-self.num_examples // self.batch_size) if self.sampling == "shuffle" else 1
 
     @property

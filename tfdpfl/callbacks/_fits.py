@@ -102,6 +102,7 @@ class Fit:
       counts_passes: whether no other callback of the same call does.
       announced: batches that the optimizer was told of.
       awaited: whether a batch was announced that has not ended.
+      ended: whether the call is over.
       seen: batches of this epoch that have ended.
       first: the number of its first. Keras 2 goes on with a number from a backup, and with data from their beginning.
     """
@@ -117,7 +118,7 @@ class Fit:
         self.whole |= length(call.get("x")) is not None
         self._order = float(getattr(declared_sampling(call.get("x")), "order", 0) or 1)  # 1: as the caller says
         self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
-        self._ended, self.awaited, self.counts_passes = False, False, True
+        self.ended, self.awaited, self.counts_passes = False, False, True
         self.first: int | None = None
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
@@ -214,8 +215,8 @@ class Fit:
 
     def end(self) -> None:
         """The fit is over, and was not interrupted."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self.silence()
 
     def cut_off(self) -> None:
@@ -226,7 +227,7 @@ class Fit:
         what Python calls when it frees a fit may come while TensorFlow builds a graph, and must not build ops.)
         """
         taken = self.stride - int(self._counter.batches.numpy()[-1])
-        if not self._ended and self.awaited and taken > 0:
+        if not self.ended and self.awaited and taken > 0:
             # They may have come into a logical batch, with examples of other parts.
             self.optimizer._dp.drop_partial()
             halved = self.optimizer.num_microbatches is not None

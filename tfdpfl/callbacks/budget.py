@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import copy
+import functools
 import math
 import warnings
+import weakref
 from typing import Any
 
 import tensorflow as tf
@@ -40,6 +42,29 @@ _GENERATOR = (
 _START = "The weights that training began with are taken to be public."
 
 
+class _Spent:
+    """What a budget and its copies know of the trainings that they have seen together.
+
+    Attributes:
+      stepped: by weight of the models seen, what steps on it, which counts when its model is gone, too.
+      models: those that are still there.
+      open: calls of `fit` that have begun and of which no end was seen.
+      notes: what is to be said of the trainings so far, each once.
+    """
+
+    def __init__(self) -> None:
+        self.stepped: dict[int, dict[int, Any]] = {}
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.open: list[Fit] = []
+        self.notes: dict[str, None] = {}
+
+    def cut_off(self) -> None:
+        """Ends the calls of `fit` that were interrupted."""
+        for fit in [fit for fit in self.open if fit.model not in running_models()]:
+            fit.cut_off()
+        self.open = [fit for fit in self.open if not fit.ended]
+
+
 class PrivacyBudget(tf.keras.callbacks.Callback):
     """Writes ``epsilon`` into the logs of every epoch, and stops training before ``target_epsilon`` is passed.
 
@@ -53,7 +78,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     took part in each.
 
     One callback serves one data set: all steps count that were taken by the optimizers of the models it sees, restarts
-    included.
+    included. Its copies are the same budget: a search that copies its callbacks for each trial (keras-tuner,
+    scikit-learn's `clone`) spends one ``target_epsilon``, and each copy reports what all of them spent.
 
     Args:
       num_examples: size of the training data; None takes it from the data. The size counts as public.
@@ -121,10 +147,33 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"ledger={ledger!r} is about other data sets than dataset_name={dataset_name!r}. Give the ledger of "
                 "this one, or the name that it was made with."
             )
-        # By weight of the models seen, what steps on it, which counts when its model is gone, too.
-        self._stepped: dict[int, dict[int, Any]] = {}
+        self._spent = _Spent()
         self._fit: Fit | None = None
-        self._notes: dict[str, None] = {}  # what is to be said of the trainings so far, each once
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> PrivacyBudget:
+        """The same budget for another fit."""
+        made = type(self).__new__(type(self))
+        made.__dict__ |= {**self.__dict__, "_fit": None}
+        return made
+
+    def __deepcopy__(self, memo: dict) -> PrivacyBudget:
+        return self.__copy__()
+
+    def __reduce__(self):
+        if self.target_epsilon is not None:
+            raise PrivacyError(
+                f"This PrivacyBudget (target_epsilon={self.target_epsilon:g}) cannot be pickled: a copy in another "
+                "process does not see what this one spends, so each would spend the whole target. Make a PrivacyBudget "
+                "in each process, with a share of the target, or run the trials in one process (n_jobs=1)."
+            )
+        settings = (self.num_examples, self.delta, None)
+        keywords = {
+            "sampling": self.sampling, "batch_size": self.batch_size, "accountant": self.accountant,
+            "ledger": self.ledger, "dataset_name": self.dataset_name,
+        }  # fmt: skip
+        return functools.partial(type(self), *settings, **keywords), ()
 
     # -- Keras's hooks ---------------------------------------------------------------------------------------
 
@@ -152,9 +201,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 )
         if self._fit is not None:
             self._fit.cut_off()
+        self._spent.cut_off()
+        self._spent.open.append(fit)
         self._fit = fit
         own = {id(optimizer._dp): optimizer._dp}
-        self._stepped |= {id(d): d for d in [own, *map(stepped_on, weights_of(self.model))]}
+        self._spent.stepped |= {id(d): d for d in [own, *map(stepped_on, weights_of(self.model))]}
+        self._spent.models.add(self.model)
         self._limit: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -225,6 +277,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._running().end()
+        self._spent.cut_off()
         self._check_announced()
 
     def _before_me(self) -> list[PrivacyBudget]:
@@ -288,25 +341,25 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         declared = declared_sampling(fit_arguments(self.model).get("x"))
         if declared is not None and declared.seed is not None:
-            self._notes[
+            self._spent.notes[
                 f"The Poisson batches come from seed={declared.seed}: who knows it knows the batches, and the same "
                 "seed gives the same ones again. For a model to publish draw them with seed=None."
             ] = None
         chain = optimizer._dp.chain
         if chain is not None and fit.data["sampling"] == "fixed_order" and chain.order_is_not_known:
-            self._notes[
+            self._spent.notes[
                 "The training goes on from a saved state. That an example's uses lie as far apart as is priced holds "
                 "if the data come in the same order as before it: not shuffled, or with a fixed seed."
             ] = None
         if optimizer._dp.seed is not None:
-            self._notes[
+            self._spent.notes[
                 f"The noise comes from seed={optimizer._dp.seed}: who knows it can take the noise off. For a model to "
                 "publish train with seed=None."
             ] = None
 
     def _say(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes[text] = None
+        if text not in self._spent.notes:
+            self._spent.notes[text] = None
             warnings.warn(text, stacklevel=4)
 
     # -- prices ----------------------------------------------------------------------------------------------
@@ -318,8 +371,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     @property
     def ledger(self) -> PrivacyLedger:
         """All that ran on the data, this far."""
-        if self._fit is not None and self._fit.model not in running_models():
-            self._fit.cut_off()
+        self._spent.cut_off()
         ledger = PrivacyLedger().merge(self._given)
         for dp in self._seen():
             ledger.merge(dp.ledger())
@@ -329,7 +381,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """The mechanisms of the optimizers that were watched, and of others that stepped on the same weights before or
         since."""
         seen: dict[int, Any] = {}
-        for stepped in self._stepped.values():
+        for stepped in self._spent.stepped.values():
             seen |= stepped
         return list(seen.values())
 
@@ -341,10 +393,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
           PrivacyError: the callback was given to no `fit`, so that it does not know what ran; or the model was trained
             without privacy since.
         """
-        if self._fit is None and not len(self._given):
+        if not self._spent.stepped and not len(self._given):
             raise PrivacyError("PrivacyBudget saw no training. Give it to fit: model.fit(..., callbacks=[budget]).")
-        if self._fit is not None:
-            since = getattr(self._fit.model, "optimizer", None)
+        for model in list(self._spent.models):
+            since = getattr(model, "optimizer", None)
             since = getattr(since, "inner_optimizer", since)
             if not hasattr(since, "_dp") and int(tf.convert_to_tensor(getattr(since, "iterations", 0))) > 0:
                 raise PrivacyError(
@@ -353,7 +405,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 )
         generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.secure_noise)
         notes = [
-            *self._notes,
+            *self._spent.notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
             _START,
         ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import decimal
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,9 @@ class Users:
 def users_of(user_ids: Any, num_examples: int) -> Users:
     """From an id for each example, or from {user: numbers of their examples}; what it made, it takes again.
 
+    Ids of one value are one user, whatever their type: 12, "12" and 12.0, as pandas reads one column of a large file.
+    (Two users that are taken for one are both protected; one that is taken for two is not.)
+
     Raises:
         ValueError: an example has no user or two, or a user has no examples.
     """
@@ -53,12 +58,13 @@ def users_of(user_ids: Any, num_examples: int) -> Users:
                 "is not to count among those that are sampled.)"
             )
         rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        whose = np.repeat(_numbered(user_ids), [len(part) for part in parts])
         if sorted(rows.tolist()) != list(range(num_examples)):
             raise ValueError(
                 f"user_ids names {len(rows)} examples ({len(set(rows.tolist()))} different ones) of {num_examples}: "
                 "give each example's number, from 0 on, to one user."
             )
-        return Users(rows.astype(np.int64), np.cumsum([0, *map(len, parts)]))
+        return _grouped(rows.astype(np.int64), whose)
     ids = np.asarray(user_ids.to_numpy() if hasattr(user_ids, "to_numpy") else user_ids)
     if ids.shape != (num_examples,):
         raise ValueError(
@@ -70,5 +76,30 @@ def users_of(user_ids: Any, num_examples: int) -> Users:
             f"user_ids has no user for {int(missing.sum())} examples, the first at {int(missing.argmax())}: leave "
             "these out, or give each an id of its own."
         )
-    _, whose = np.unique(ids.astype(str) if ids.dtype.kind == "O" else ids, return_inverse=True)
-    return Users(np.argsort(whose, kind="stable"), np.cumsum([0, *np.bincount(whose)]))
+    if ids.dtype.kind == "O":
+        whose = _numbered(ids)
+    else:
+        values, whose = np.unique(ids, return_inverse=True)
+        whose = _numbered(values)[whose] if ids.dtype.kind in "US" else whose
+    return _grouped(np.arange(num_examples), whose)
+
+
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?\s*", re.ASCII)
+
+
+def _numbered(ids: Iterable[Any]) -> np.ndarray:
+    """Which user each id is, from 0 on."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(_value(i), len(numbers)) for i in ids], np.int64)
+
+
+def _value(user: Any) -> Any:
+    """What is equal for two ids of one user."""
+    user = user.item() if isinstance(user, np.generic) else user
+    text = user.decode("utf-8", "surrogateescape") if isinstance(user, bytes) else user
+    return decimal.Decimal(text) if isinstance(text, str) and _NUMBER.fullmatch(text) else text
+
+
+def _grouped(rows: np.ndarray, whose: np.ndarray) -> Users:
+    order = np.argsort(whose, kind="stable")
+    return Users(rows[order], np.cumsum([0, *np.bincount(whose)]))
