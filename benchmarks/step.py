@@ -308,9 +308,8 @@ def page_table(results: list[Result], size: int, short: bool) -> str:
     found = {(r.model, r.competitor): r for r in results if r.batch_size == size}
     columns = []
     for number in "32":
-        columns += [(f"Keras {number}", f"tfdpfl{number}", "time_ratio"), ("floor", f"floor{number}", "time_ratio")]
         more = [("wall", "wall_ratio"), ("first", "first_ratio"), ("peak", "peak_ratio")][2 if short else 0 :]
-        columns += [(head, f"tfdpfl{number}", field) for head, field in more]
+        columns += [(head, f"tfdpfl{number}", field) for head, field in [(f"Keras {number}", "time_ratio"), *more]]
     columns += [(head, name, "time_ratio") for name, head in [*PEERS.items()][: 2 if short or size != 64 else 3]]
     # A star: of an earlier day, and of wall time. A column that has no other figures has it at its head.
     earlier = {name for _, name, _ in columns} - {name for (_, name), r in found.items() if r.clock == "CPU"}
@@ -318,7 +317,7 @@ def page_table(results: list[Result], size: int, short: bool) -> str:
     rows = [[found.get((model, name)) for _, name, _ in columns] for model in LABELS]
     for label, row in zip(LABELS.values(), rows, strict=True):
         cells = zip(row, columns, strict=True)
-        lines.append([label, *(_cell(result, *column, earlier) for result, column in cells)])
+        lines.append([label, *(_cell(result, name, field, earlier) for result, (_, name, field) in cells)])
     ratios = [
         [value for r in of if r and (value := getattr(r, field))]
         for of, (_, _, field) in zip(zip(*rows, strict=True), columns, strict=True)
@@ -327,8 +326,8 @@ def page_table(results: list[Result], size: int, short: bool) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _cell(result: Result | None, head: str, name: str, field: str, earlier: set[str]) -> str:
-    if result is None or (result.failure and head == "floor"):
+def _cell(result: Result | None, name: str, field: str, earlier: set[str]) -> str:
+    if result is None:
         return ""
     if result.failure:
         return re.sub(r" \(.*|:.*", "", result.failure)

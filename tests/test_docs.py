@@ -1,10 +1,16 @@
-"""The README and the pages say what is there: their snippets run, their links lead somewhere, each page is found."""
+"""The README and the pages say what is there: their snippets run and print what the pages show, their links lead
+somewhere, each page is found."""
 
 import ast
+import contextlib
+import doctest
 import functools
 import importlib
+import io
+import itertools
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +33,27 @@ def name_of(page):
 
 
 def snippets(page):
-    """(line, source) of each fenced block of Python."""
+    """(line, kind, source, output) of each block of Python or of commands.
+
+    Of Python the output is the `text` block right after it, None where there is none. A `console` block has its command
+    after a `$` and the output below.
+    """
     text = page.read_text("utf-8")
-    return [(text[: m.start(2)].count("\n"), m[2]) for m in FENCE.finditer(text) if m[1] == "python"]
+    blocks = [*FENCE.finditer(text), None]
+    for block, after in itertools.pairwise(blocks):
+        line = text[: block.start(2)].count("\n")
+        if block[1] == "python":
+            follows = after and after[1] == "text" and not text[block.end() : after.start()].strip()
+            yield line, "python", block[2], after[2] if follows else None
+        elif block[1] == "console":
+            command, _, output = block[2].removeprefix("$ ").partition("\n")
+            yield line, "console", command, output
+
+
+def on_screen(text):
+    """What a terminal leaves of a text: no colours, and the last state of each progress bar."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r", "\b").splitlines()
+    return "".join(re.split("\b+", line)[-1].rstrip() + "\n" for line in lines)
 
 
 def prose(page):
@@ -154,19 +178,35 @@ def test_the_tests_of_pitfalls_are_there():
     assert len(said) > 30 and set(said) <= there
 
 
-@pytest.mark.slow
-def test_the_command_line_prints_what_is_shown():
+def run_python(source, line, page, names):
+    tree = ast.parse(source)
+    ast.increment_lineno(tree, line)
+    exec(compile(tree, str(page), "exec"), names)
+
+
+def run_command(command):
+    """A `tfdpfl` command, in this process."""
     from click.testing import CliRunner
 
     from tfdpfl.cli import main
 
-    shown = re.findall(r"^    \$ tfdpfl (.*)\n    (.*) = (.*)$", (DOCS / "accounting.md").read_text("utf-8"), re.M)
-    assert len(shown) == 3
-    for command, what, figure in shown:
-        done = CliRunner().invoke(main, command.split())
-        said, _, number = done.output.partition("\n")[0].partition(" = ")
-        assert (done.exit_code, said) == (0, what)
-        assert float(number) == pytest.approx(float(figure), rel=2e-3)  # stacks differ in dp-accounting
+    program, *arguments = shlex.split(command)
+    done = CliRunner().invoke(main, arguments)
+    assert (program, done.exit_code) == ("tfdpfl", 0), done.output
+    print(done.output, end="")
+
+
+def test_outputs_are_compared_line_by_line():
+    bar = "\x1b[1m1/2\x1b[0m loss: 2.0\b\b\b\x1b[1m2/2\x1b[0m loss: 1.5\r2/2 loss: 1.25 \nend\n"
+    assert on_screen(bar) == "2/2 loss: 1.25\nend\n"
+    assert shows("2/2 loss: 1...\nend\n", on_screen(bar)) and shows(None, "")
+    for other in ("2/2 loss: 1.24\nend\n", "2/2 loss: 1.25\n", "2/2 loss: 1.25 end\n", None, ""):
+        assert not shows(other, on_screen(bar))
+
+
+def shows(output, printed):
+    """Whether a page's output is what was printed; `...` stands for any text, as in doctest."""
+    return doctest.OutputChecker().check_output(output or "", printed, doctest.ELLIPSIS)
 
 
 def namespace(tf):
@@ -191,9 +231,9 @@ def namespace(tf):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [
     pytest.param(page, id=name_of(page), marks=[pytest.mark.both_stacks] * (name_of(page) in DIFFERS))
-    for page in PAGES if snippets(page)
+    for page in PAGES if any(snippets(page))
 ])  # fmt: skip
-def test_every_snippet_runs(page, tmp_path, monkeypatch):
+def test_every_snippet_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     if name_of(page) in NEEDS_TFF:
         pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
     if name_of(page) in NEEDS_FLOWER:
@@ -202,7 +242,8 @@ def test_every_snippet_runs(page, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     names = namespace(tf)
-    for line, source in snippets(page):
-        tree = ast.parse(source)
-        ast.increment_lineno(tree, line)
-        exec(compile(tree, str(page), "exec"), names)
+    for line, kind, source, output in snippets(page):
+        with contextlib.redirect_stdout(io.StringIO()) as stream:
+            run_command(source) if kind == "console" else run_python(source, line, page, names)
+        printed = on_screen(stream.getvalue())
+        assert shows(output, printed), f"{page}:{line} prints\n{printed}\nand the page shows\n{output}"
