@@ -249,6 +249,8 @@ MIXING = {
     "tiled batch": lambda x: total(tf.tile(d(x), [2, 1])),
     "repeated batch": lambda x: total(tf.repeat(d(x), 2, 0)),
     "padded batch": lambda x: total(tf.pad(d(x), [[1, 0], [0, 0]])),
+    "batch padded to a multiple": lambda x: total(tf.pad(d(x), [[0, tf.shape(x)[1] % 3], [0, 0]])),
+    "columns padded up to the batch size": lambda x: total(tf.pad(d(x), [[0, 0], [0, n(x)]])),
     "joined batches": lambda x: total(tf.concat([d(x), x], 0)),
     "unstacked batch": lambda x: total(tf.stack(tf.unstack(d(tf.ensure_shape(x, [B, 4])))[::-1])),
     "split batch": lambda x: total(tf.concat(tf.split(d(x), 2)[::-1], 0)),
@@ -353,6 +355,8 @@ TOLD = {
     "times the batch size": "depend on the batch size",
     "tiled by the batch size": "Tile.*depend on the batch size",
     "rolled by the batch size": "Roll.*depend on the batch size",
+    "batch padded to a multiple": "Pad.*pads the batch",
+    "columns padded up to the batch size": "depend on the batch size",
 }
 
 
@@ -535,6 +539,9 @@ ALLOWED = {
         tf.math.bincount(tf.cast(x[:, 0] > 0, tf.int32), minlength=4, maxlength=4, axis=-1), [None, 4]),
         tf.float32)[:, None],
     "hashes": lambda x: x * tf.cast(tf.strings.to_hash_bucket_fast(tf.as_string(x, precision=1), 5), tf.float32),
+    "padded to a multiple": lambda x: tf.pad(x, [[0, 0], [0, -tf.shape(x)[1] % 4], [0, 1]]),
+    "padded to a box": lambda x: tf.image.pad_to_bounding_box(x[..., None], 1, 0, 5, tf.shape(x)[2]),
+    "own spectrogram with an end": lambda x: tf.abs(tf.signal.stft(tf.reshape(x, [-1, 12]), 6, 4, pad_end=True)),
     "own roll": lambda x: tf.roll(x, 1, 1),
     "own first step": lambda x: x[:, 0],
     "own last steps": lambda x: x[:, -2:, None, ..., :2],

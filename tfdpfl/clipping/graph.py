@@ -310,6 +310,35 @@ _FOLDED: dict[str, Callable] = {
 _FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
 
 
+def known_entries(t: tf.Tensor) -> np.ndarray | None:
+    """The entries of a tensor of numbers, as floats: NaN for those that do not follow from constants alone. None where
+    the shape is not known."""
+    value = constant(t)
+    if value is not None:
+        return np.asarray(value, float)
+    if not t.shape.is_fully_defined():
+        return None
+    parts = [known_entries(i) for i in t.op.inputs] if t.op.type in _ARRANGED else [None]
+    if not any(part is None for part in parts):
+        try:
+            return np.broadcast_to(_ARRANGED[t.op.type](t.op, *parts), t.shape)
+        except ValueError:  # a length or an axis is not known
+            pass
+    return np.full(t.shape, np.nan)
+
+
+# What an op makes of the entries of others, whatever they are.
+_ARRANGED: dict[str, Callable] = {
+    "Cast": lambda op, x: x, "Identity": lambda op, x: x,
+    "Pack": lambda op, *parts: np.stack(parts, op.get_attr("axis")),
+    "ConcatV2": lambda op, *parts: np.concatenate(parts[:-1], int(parts[-1])),
+    "Reshape": lambda op, x, shape: np.reshape(x, [int(n) for n in shape]),
+    "ExpandDims": lambda op, x, axis: np.expand_dims(x, int(np.ravel(axis)[0])),
+    "Transpose": lambda op, x, order: np.transpose(x, [int(i) for i in order]),
+    "Fill": lambda op, shape, x: np.full([int(n) for n in shape], x),
+}  # fmt: skip
+
+
 # -- gradients of an op's own ------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
-from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.graph import constant, known_entries
 from tfdpfl.clipping.registry import moves, rows, rule
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
@@ -412,7 +412,7 @@ def even(op, entries, axis) -> Mixed | None:
 def pad(view, op, states):
     if not isinstance(states[0], Batch):
         return None
-    paddings = constant(op.inputs[1])
+    paddings = known_entries(op.inputs[1])  # along other axes any that are public
     if paddings is None or np.any(paddings[states[0].axis] != 0):
         return mixed(op, "pads the batch")
     return states[0]
