@@ -139,6 +139,27 @@ def of_two_shapes(x):
     return total(tf.reshape(tf.tanh(tf.reshape(z, [-1, 4]) @ W), [-1, 2]))
 
 
+def derivative(x):
+    """Of a product in which one factor is broadcast, as under a gradient penalty."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.sin(x) * x[..., :1] * [1.0, 2.0, 3.0, 4.0]
+    return tape.gradient(y, x)
+
+
+def derivative_by_what_all_share(x):
+    factor = tf.ones([1, 4])
+    with tf.GradientTape() as tape:
+        tape.watch(factor)
+        y = d(x) * factor
+    return total(d(x) * tape.gradient(y, factor))
+
+
+def over_edges(reduce, *how):
+    """Messages along the edges of a graph of three nodes, [batch, nodes, features]."""
+    return lambda x: tf.transpose(reduce(tf.gather(tf.transpose(x, [1, 0, 2]), [0, 1, 2, 2]), *how), [1, 0, 2])
+
+
 def repartition(x):
     return total(tf.concat(tf.dynamic_partition(d(x), tf.cast(x[:, 0] > 0, tf.int32), 2), 0))
 
@@ -225,6 +246,11 @@ MIXING = {
     "sliced from the second": lambda x: total(tf.slice(d(x), tf.stack([n(x) // n(x), 0]), [-1, 4])),
     "branch by the batch size": lambda x: tf.cond(n(x) > 4, lambda: total(d(x)), lambda: total(2 * d(x))),
     "segments": lambda x: total(tf.math.segment_sum(d(x), tf.constant([0, 0, 1, 1]))),
+    "segments by example": lambda x: total(
+        tf.math.unsorted_segment_sum(d(x), tf.cast(x[:, 0] > 0, tf.int32), n(x))),
+    "segments of whole rows": lambda x: total(tf.math.unsorted_segment_max(
+        tf.transpose(d(x)), tf.tile([[0], [1], [0], [1]], [1, n(x)]), 2)),
+    "derivative by what all share": derivative_by_what_all_share,
     "partition": repartition,
     "two examples a row": lambda x: total(tf.reshape(d(x), [-1, 8]) @ W8),
     "two examples a row, back again": lambda x: total(tf.reshape(tf.reshape(d(x), [-1, 8]) @ W8, [-1, 4])),
@@ -337,6 +363,10 @@ TOLD = {
     "mean written by way of another": "reads a variable that the step itself writes",
     "mean written by a switch": "reads a variable that the step itself writes",
     "written to a table": "LookupTableFindV2.*reads a variable that the step itself writes",
+    "segments": "SegmentSum.*reduces over the batch",
+    "segments by example": "has settings that depend on examples",
+    "segments of whole rows": "UnsortedSegmentMax",
+    "derivative by what all share": "Sum.*(sums|reduces) over the batch",
     "counts of the batch": "DenseBincount.*counts over the batch|UnsortedSegmentSum",
     "as many counts as the batch's largest, up to 9": "Max.*reduces over the batch",
     "gradient over its norm": "gradient of its own",
@@ -542,6 +572,11 @@ ALLOWED = {
     "padded to a multiple": lambda x: tf.pad(x, [[0, 0], [0, -tf.shape(x)[1] % 4], [0, 1]]),
     "padded to a box": lambda x: tf.image.pad_to_bounding_box(x[..., None], 1, 0, 5, tf.shape(x)[2]),
     "own spectrogram with an end": lambda x: tf.abs(tf.signal.stft(tf.reshape(x, [-1, 12]), 6, 4, pad_end=True)),
+    "own derivative": derivative,
+    "sums over edges": over_edges(tf.math.unsorted_segment_sum, [1, 2, 0, 1], 3),
+    "means over edges": over_edges(tf.math.unsorted_segment_mean, [1, 2, 0, 1], 3),
+    "largest over edges": over_edges(tf.math.unsorted_segment_max, [1, 2, 0, 1], 3),
+    "sums over sorted edges": over_edges(tf.math.segment_sum, [0, 1, 1, 2]),
     "own roll": lambda x: tf.roll(x, 1, 1),
     "own first step": lambda x: x[:, 0],
     "own last steps": lambda x: x[:, -2:, None, ..., :2],

@@ -157,7 +157,8 @@ class BatchAxis:
             isinstance(s, Batch) and t.shape.rank is None for t, s in zip(op.inputs, states, strict=True)
         ):
             return mixed(op, "has a shape of unknown rank")
-        return None if move.data is None else _misled(op, states, move)
+        met = any(isinstance(s, Mixed) for s in states)
+        return None if met or move.data is None else _misled(op, states, move)
 
     def _moved(self, op: tf.Operation, states: list[State]) -> State | list[State]:
         result = MOVES[op.type].transfer(self, op, states) if op.type in MOVES else None

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
-from tfdpfl.clipping.graph import constant, known_entries
+from tfdpfl.clipping.graph import constant, key, known_entries
 from tfdpfl.clipping.registry import moves, rows, rule
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
@@ -104,9 +104,11 @@ def filled(view, op, states):
 # -- new shapes --------------------------------------------------------------------------------------------------
 
 
-@moves("Reshape", data=0, sizes=(1,))
+@moves("Reshape", data=0, sizes=(1,), mixed=True)
 def reshape(view, op, states):
     x, y, state = op.inputs[0], op.outputs[0], states[0]
+    if met := next((s for s in states if isinstance(s, Mixed)), None):
+        return summed_back(view, op) or met
     entries = view.entries(op.inputs[1])
     if isinstance(state, Size):
         return state
@@ -156,6 +158,24 @@ def reshape(view, op, states):
         return Batch(out_axis, state.rows)
     view.checks.append((y, out_axis))
     return Batch(out_axis, None)
+
+
+def summed_back(view, op) -> State | None:
+    """TensorFlow's gradient of an operand that was broadcast: summed over the axes in which the operand has length 1,
+    which only the running step knows, and given the operand's shape."""
+    total, shape = op.inputs[0].op, op.inputs[1]
+    if total.type != "Sum" or (axes := total.inputs[1]).op.type != "BroadcastGradientArgs":
+        return None
+    if key(axes.op.inputs[axes.value_index]) != key(shape):
+        return None
+    g, state, entries = total.inputs[0], view[total.inputs[0]], view.entries(shape)
+    if not isinstance(state, Batch) or None in (g.shape.rank, op.outputs[0].shape.rank):
+        return None
+    length, axis = g.shape[state.axis], state.axis + op.outputs[0].shape.rank - g.shape.rank
+    if len(entries) != op.outputs[0].shape.rank or state.rows is None or axis < 0:
+        return None
+    same = entries[axis] == ((state.rows, 1) if length is None else (length, 0))
+    return Batch(axis, state.rows) if same else mixed(total, "sums over the batch")
 
 
 @moves("ExpandDims", data=0, blocks=True)
