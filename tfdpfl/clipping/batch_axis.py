@@ -52,6 +52,8 @@ class BatchAxis:
       vouched: says of a loop or a branch that who chooses what it runs was looked at.
       tainted: variables that are known to hold batch data.
       writers: what may write to a variable, once `effects` has looked.
+      customised: ops with a gradient of their own that is still to be looked at (`own_gradients`).
+      within: it reads the body of a call, a branch or a loop, or a graph around that of the loss.
     """
 
     def __init__(self, graph: tf.Graph, source: Callable[[tf.Tensor], State | None]):
@@ -66,6 +68,8 @@ class BatchAxis:
         self.vouched: Callable[[tf.Operation], bool] = lambda op: False
         self.tainted: frozenset[Handle] = frozenset()
         self.writers: list[tuple[tf.Operation, list[tf.Tensor]]] | None = None
+        self.customised: list[tf.Operation] = []
+        self.within = False
         self.outer: BatchAxis | None = None
         for name in graph_tools.RELEASED.get(graph, ()):
             self.ops[name] = graph.get_operation_by_name(name)
@@ -139,14 +143,15 @@ class BatchAxis:
                         return state
         return None
 
-    @staticmethod
-    def _refused(op: tf.Operation, states: list[State]) -> Mixed | None:
+    def _refused(self, op: tf.Operation, states: list[State]) -> Mixed | None:
         """What no op is taken with, unless its move says so."""
         of_weights = op.type == "IdentityN" and any(map(weighs, states))
         public = all(isinstance(s, Public) and not s.deps for s in states)
         if (of_weights or not own_gradient_is_known(op)) and not public:
             # Its gradient may mix what its value keeps apart, or add weights' gradients up.
-            return mixed(op, "has a gradient of its own (tf.custom_gradient), which is not known")
+            if self.within or graph_tools.number_of_results(op) is None:
+                return mixed(op, "has a gradient of its own (tf.custom_gradient), which is not known")
+            self.customised.append(op)
         move = MOVES.get(op.type, _UNKNOWN)
         for state in states:
             if isinstance(state, Mixed) and not (move.mixed or (move.entries and isinstance(state, Entries))):
@@ -186,6 +191,7 @@ class BatchAxis:
                 return Public()  # an eager tensor: the same whatever the batch
             if self.outer is None:
                 self.outer = BatchAxis(outer.graph, self.source)
+                self.outer.within = True
             state = self.outer[outer]
             if self.outer.checks:  # a length outside cannot be checked from here
                 return mixed(self.outer.checks[0][0].op, "is not known to keep examples apart")
@@ -244,6 +250,7 @@ class BatchAxis:
         graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
+        inner.within = True
         inner.static, inner.vouched, inner.tainted = self.batch_sizes(), self.vouched, self.tainted
         inner.run([*graph.inputs, *graph.outputs])
         self.reads += inner.reads

@@ -82,6 +82,23 @@ def ancestors(
     return found
 
 
+def replace(old: tf.Tensor, new: tf.Tensor, for_good: bool = False) -> None:
+    """Has all that takes in ``old`` take in ``new``, `for_good` or until `restore`."""
+    for consumer in old.consumers():
+        for i, t in enumerate(consumer.inputs):
+            if key(t) == key(old):
+                consumer._update_input(i, new)
+                if not for_good:
+                    old.graph._tfdpfl_opened.append((consumer, i, old))
+
+
+def restore(graph: tf.Graph) -> None:
+    """Takes back what `replace` did, but for good."""
+    for consumer, i, old in reversed(getattr(graph, "_tfdpfl_opened", ())):
+        consumer._update_input(i, old)
+    graph._tfdpfl_opened = []
+
+
 def function_names(attrs: dict) -> list[str]:
     """The functions that an op's attributes name."""
     return [f.name for value in attrs.values() for f in [value.func, *value.list.func] if f.name]
@@ -365,7 +382,28 @@ def passes_gradients_through(op: tf.Operation) -> bool:
 
 def gradient_function(op: tf.Operation):
     """The function that tf.custom_gradient was given for the op's gradient."""
+    return inspect.getclosurevars(_wrapped_gradient(op)).nonlocals.get("grad_fn")
+
+
+def number_of_results(op: tf.Operation) -> int | None:
+    """How many of the first inputs of an op that ends a tf.custom_gradient are its results; the others are its
+    arguments, to which gradients go. None of other ops."""
+    name = op.node_def.attr["_gradient_op_type"].s if "_gradient_op_type" in op.node_def.attr else b""
+    if op.type != "IdentityN" or not name.startswith(b"CustomGradient"):
+        return None
+    return inspect.getclosurevars(_wrapped_gradient(op)).nonlocals.get("flat_result_len")
+
+
+def recomputes(op: tf.Operation) -> bool:
+    """Whether an op ends a tf.recompute_grad, whose gradient is but the derivative."""
+    if number_of_results(op) is None:
+        return False
+    function = gradient_function(op)
+    name = getattr(function, "__qualname__", "")
+    return name.startswith("recompute_grad.") and function.__module__.startswith("tensorflow.")
+
+
+def _wrapped_gradient(op: tf.Operation):
+    """What tf.custom_gradient wraps the function for the gradient in."""
     function = ops.gradient_registry.lookup(tf.compat.as_str(op.get_attr("_gradient_op_type")))
-    for inside in ("tape_grad_fn", "grad_fn"):  # what the decorator wraps the user's function in
-        function = inspect.getclosurevars(function).nonlocals.get(inside)
-    return function
+    return inspect.getclosurevars(function).nonlocals["tape_grad_fn"]

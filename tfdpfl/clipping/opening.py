@@ -118,9 +118,7 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
     What drew random numbers stays, as the earlier plan's gradients are of these: a call's ops are read like others, and
     a loop is refused, since it would be opened, and draw, once more.
     """
-    for consumer, i, old in getattr(graph, "_tfdpfl_opened", ()):
-        consumer._update_input(i, old)
-    graph._tfdpfl_opened = []
+    graph_tools.restore(graph)
     drawn = getattr(graph, "_tfdpfl_drawn", set())
     graph._tfdpfl_drawn = drawn
     for op in graph_tools.ancestors([loss]).values() if drawn else ():
@@ -176,12 +174,7 @@ class Opened:
             if draws:
                 analysis.graph._tfdpfl_drawn |= self.loops - before
             for old, new in zip(op.outputs, made, strict=True):
-                for consumer in old.consumers():
-                    for i, t in enumerate(consumer.inputs):
-                        if key(t) == key(old):
-                            consumer._update_input(i, new)
-                            if not draws:
-                                analysis.graph._tfdpfl_opened.append((consumer, i, old))
+                graph_tools.replace(old, new, for_good=draws)
                 self.now[key(old)] = new
             # It is left whole: gradients may be taken of it yet, and another plan may find it used again.
             analysis.graph._tfdpfl_replaced = [*getattr(analysis.graph, "_tfdpfl_replaced", ()), op]

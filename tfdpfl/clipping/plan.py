@@ -33,6 +33,7 @@ from tfdpfl.clipping.gradients import Contribution, Formed, Lookup, Units, Use
 from tfdpfl.clipping.graph import CALLS, constant, inner_call, key
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import Opened, close
+from tfdpfl.clipping.own_gradients import check_own_gradients
 from tfdpfl.clipping.pulling import carried_back, chain, inner_product, isometric, pullback, unmoved, vocabulary_side
 from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
 from tfdpfl.clipping.registry import RULES
@@ -99,6 +100,8 @@ class Plan:
         self.opened = Opened(self.analysis, [loss], size)
         self.batch_size = self._checked(size, unsure)
         loss = self.opened.now.get(key(loss), loss)
+        while graph_tools.recomputes(loss.op):
+            loss = loss.op.inputs[loss.value_index]
         split = LossOfOne(self.analysis, self.batch_size, replicas)
         self.sizes = split
         losses, self.public_loss = split(loss)
@@ -150,6 +153,7 @@ class Plan:
             analysis.ops[v.op.name] = v.op
             analysis.states[key(v)] = Public(frozenset([i]))
         analysis.run([loss])
+        check_own_gradients(analysis)
         return analysis
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:

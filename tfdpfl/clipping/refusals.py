@@ -132,6 +132,13 @@ def _mend(origin: Mixed, through: str) -> str:
         )
     if origin.op.endswith("GatherNd"):
         return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."
+    if "tf.recompute_grad" in origin.why:
+        return "Give tf.recompute_grad's function all that depends on weights as an argument."
+    if "tf.custom_gradient" in origin.why:
+        return (
+            "Let its function for the gradient treat each example by itself and give weights none: apply "
+            "tf.custom_gradient to the examples' values, or to weights alone, directly in the step."
+        )
     if origin.why.startswith(TAINTED):
         return "Train weights by the private optimizer alone, and write to others what is public, or nothing."
     if origin.why in _MENDS:

@@ -161,7 +161,9 @@ def _ends(targets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             continue
         seen.add(key(t))
         if record.should_record_backprop([t]):
-            todo += [] if t.op.type == "ReadVariableOp" else t.op.inputs
+            # A function with a gradient of its own takes the tape past what it computes by.
+            first = graph_tools.number_of_results(t.op) or 0
+            todo += [] if t.op.type == "ReadVariableOp" else t.op.inputs[first:]
         else:
             ends.append(t)
     return ends
