@@ -1,7 +1,8 @@
 """Per-example clipped gradients inside any `tf.function`: the engine behind the optimizers."""
 
 from tfdpfl.clipping.engine import ClippedGradients, clipped_gradients, per_example_norms
-from tfdpfl.clipping.models import explain, fix, validate
+from tfdpfl.clipping.fixing import fix
+from tfdpfl.clipping.models import explain, validate
 from tfdpfl.clipping.registry import register_rule
 
 __all__ = [

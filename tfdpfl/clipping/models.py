@@ -1,10 +1,9 @@
-"""What a Keras model means for the engine, before it is trained: `explain`, `validate` and `fix`."""
+"""What a Keras model means for the engine, before it is trained: `explain` and `validate`."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import inspect
 from typing import Any
 
 import numpy as np
@@ -187,95 +186,3 @@ def saved_weights(model: Any) -> list[Any]:
 
 def _tensors(parts: Any) -> list:
     return [tf.nest.map_structure(tf.convert_to_tensor, part) for part in parts if part is not None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-    """What `fix` returns: the new ``model``, and ``changes``, one sentence each."""
-
-    model: Any
-    changes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self.changes) or "Nothing to change."
-
-
-def fix(model: Any) -> Fixed:
-    """A copy of a Sequential or functional model in which what mixes examples is replaced by what does not.
-
-    BatchNormalization becomes GroupNormalization (up to 32 groups of channels), or LayerNormalization after layers
-    without spatial axes, with the same gamma and beta; nested models are fixed, too. All other weights are copied;
-    layers without weights are in both models. The statistics that a batch normalisation had learned have no place in
-    the new layer: train, or fine-tune.
-
-    Args:
-      model: it stays as it is.
-
-    Raises:
-      PrivacyError: for a subclassed model, whose layers cannot be replaced from outside; for a layer with weights that
-        Keras cannot make from its config.
-      TypeError: for what is no Keras model.
-    """
-    layers = tf.keras.layers
-    if not isinstance(model, tf.keras.Model):
-        raise TypeError(f"model={model!r:.99} is no Keras model.")
-    if not isinstance(model, tf.keras.Sequential) and type(model).__name__ != "Functional":
-        raise PrivacyError(
-            f"{type(model).__name__} is a subclassed model, whose layers cannot be replaced from outside. Use "
-            "GroupNormalization in place of BatchNormalization where it builds them."
-        )
-    changes: list[str] = []
-    normalised: set[str] = set()
-
-    def replaced(layer):
-        if isinstance(layer, tf.keras.Model):
-            inner = fix(layer)
-            changes.extend(inner.changes)
-            return inner.model
-        if not isinstance(layer, layers.BatchNormalization):
-            return layer if not layer.weights and not isinstance(layer, layers.InputLayer) else _anew(layer)
-        normalised.add(layer.name)
-        axis = layer.axis[0] if isinstance(layer.axis, list | tuple) else layer.axis
-        shape = layer.input.shape
-        channels, rank = shape[axis], len(shape)
-        common = dict(
-            name=layer.name, epsilon=layer.epsilon, center=layer.center, scale=layer.scale, trainable=layer.trainable
-        )
-        if rank == 2:
-            changes.append(f"{layer.name}: BatchNormalization → LayerNormalization")
-            return layers.LayerNormalization(**common)
-        groups = max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
-        changes.append(f"{layer.name}: BatchNormalization → GroupNormalization(groups={groups})")
-        return layers.GroupNormalization(groups=groups, axis=axis, **common)
-
-    def called(layer, *args, **kwargs):  # a batch normalisation was called with arguments that others do not take
-        if layer.name in normalised:
-            kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}
-        return layer(*args, **kwargs)
-
-    clone = tf.keras.models.clone_model
-    takes_calls = "call_function" in inspect.signature(clone).parameters and not isinstance(model, tf.keras.Sequential)
-    made = clone(model, clone_function=replaced, **({"call_function": called} if takes_calls else {}))
-    _copy_weights(model, made)
-    return Fixed(made, tuple(changes))
-
-
-def _anew(layer: Any) -> Any:
-    try:
-        return layer.__class__.from_config(layer.get_config())
-    except Exception as error:  # whatever a user's own class says
-        raise PrivacyError(
-            f"{layer.name!r} ({type(layer).__name__}) cannot be copied: {error}. Give the layer, and what it was given "
-            "(regularizers, initializers), a get_config that holds all its arguments; or build the model anew with "
-            "GroupNormalization in place of BatchNormalization."
-        ) from error
-
-
-def _copy_weights(old: Any, new: Any) -> None:
-    for before, after in zip(old.layers, new.layers, strict=True):
-        if isinstance(before, tf.keras.Model):
-            continue  # was copied when it was fixed
-        if isinstance(before, tf.keras.layers.BatchNormalization):
-            after.set_weights([np.asarray(v) for v in (before.gamma, before.beta) if v is not None])
-        else:
-            after.set_weights(before.get_weights())
