@@ -9,7 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from tfdpfl._version import __version__
-from tfdpfl.accounting import compute_epsilon, compute_noise_multiplier, compute_num_steps, privacy_statement
+from tfdpfl.accounting import (
+    PrivacyLedger,
+    compute_epsilon,
+    compute_noise_multiplier,
+    compute_num_steps,
+    privacy_statement,
+)
 from tfdpfl.cli import main
 
 DATA = ["--num-examples", "6000", "--batch-size", "60", "--delta", "1e-5"]
@@ -172,3 +178,35 @@ def test_secure_noise_is_an_option_of_every_figure():
     assert found["noise_multiplier"] == sigma and found["accountant"] == "rdp"
     priced = json.loads(ok("epsilon", *args, "--noise-multiplier", str(sigma)))
     assert priced["epsilon"] == compute_epsilon(**KEYWORDS, num_steps=100, noise_multiplier=sigma, secure_noise=True)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    file = tmp_path / "training.json"
+    file.write_text(json.dumps(PrivacyLedger().record(2.0, 10, num_examples=6000, batch_size=60).to_dict()), "utf-8")
+    return str(file)
+
+
+def test_a_page_is_written_next_to_the_report_and_its_folder_is_checked_before(ledger, tmp_path, monkeypatch):
+    args = ("report", ledger, "--delta", "1e-5", "--html")
+    assert "training" in ok(*args, str(tmp_path / "page.html")) and (tmp_path / "page.html").exists()
+    monkeypatch.setattr("tfdpfl.reports.report", lambda *args, **kwargs: pytest.fail("the work began"))
+    refused = invoke(*args, str(tmp_path / "no" / "page.html"))
+    assert refused.exit_code == 2 and "no writable folder" in refused.output and "Make it first" in refused.output
+    refused = invoke("demo", "--output", str(tmp_path / "no" / "demo.png"))
+    assert refused.exit_code == 2 and "no writable folder" in refused.output
+
+
+def test_a_page_that_cannot_be_written_costs_no_report(ledger, tmp_path, monkeypatch):
+    def fail(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tfdpfl.reports.ProjectReport.to_html", fail)
+    done = invoke("report", ledger, "--delta", "1e-5", "--html", str(tmp_path / "page.html"))
+    assert done.exit_code == 2 and "training" in done.output and "No space left" in done.output
+
+
+@pytest.mark.parametrize("said", ["cow", "=cow", "training="])
+def test_a_unit_without_a_file_is_refused(ledger, said):
+    refused = invoke("report", ledger, "--delta", "1e-5", "--unit", said)
+    assert refused.exit_code == 2 and "write FILE=UNIT" in refused.output and len(refused.output.splitlines()) == 1

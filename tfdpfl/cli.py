@@ -4,6 +4,7 @@ Only `demo` needs TensorFlow. Everything but click is imported by the command th
 comes at once.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,21 @@ class BadArgument(click.ClickException):
     exit_code = 2
 
 
+class NewFile(click.Path):
+    """A file to be written when the work is done: its folder must be there before, or the work would be lost."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        folder = os.path.dirname(os.path.abspath(value))
+        if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+            self.fail(
+                f"{value!r} cannot be written: there is no writable folder {folder!r}. Make it first.", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
 def _options(*options: Callable) -> Callable:
     def decorate(command: Callable) -> Callable:
         for option in reversed(options):
@@ -118,7 +134,7 @@ def statement(as_json: bool, **run: Any) -> None:
 @_options(_DELTA)
 @click.option("--title", default="Privacy report", show_default=True, help="The project's name.")
 @click.option("--unit", "units", multiple=True, metavar="FILE=UNIT", help="What a ledger of events alone protects.")
-@click.option("--html", "page", type=click.Path(dir_okay=False, writable=True), help="A page to write as well.")
+@click.option("--html", "page", type=NewFile(), help="A page to write as well.")
 @_JSON
 def report(
     files: tuple[str, ...], delta: float, title: str, units: tuple[str, ...], page: str | None, as_json: bool
@@ -129,13 +145,12 @@ def report(
     """
     from tfdpfl.reports import read, report
 
+    said = dict(map(_unit, units))
     with _clean_errors():
-        named = read(files)
-        said = dict(unit.partition("=")[::2] for unit in units)
-        made = report(named, delta=delta, title=title, units=said)
+        made = report(read(files), delta=delta, title=title, units=said)
+        click.echo(made.to_json() if as_json else str(made))
         if page is not None:
             made.to_html(page)
-        click.echo(made.to_json() if as_json else str(made))
 
 
 @main.command()
@@ -173,7 +188,7 @@ def audit(scores: str, delta: float | None, claim: float | None, ledger: str | N
 @main.command()
 @click.option("--data-dir", envvar="TFDPFL_DATA_DIR", help="Folder with MNIST; default: small digits.")
 @click.option("--epochs", type=int, help="Passes over the data.")
-@click.option("--output", default="tfdpfl-demo.png", show_default=True, help="The picture to write.")
+@click.option("--output", type=NewFile(), default="tfdpfl-demo.png", show_default=True, help="The picture to write.")
 @click.option("--seed", type=int, help="For a run that can be repeated; a known seed is no privacy.")
 @_JSON
 def demo(data_dir: str | None, epochs: int | None, output: str, seed: int | None, as_json: bool) -> None:
@@ -198,6 +213,16 @@ def worker(port: int, max_concurrent_clients: int | None) -> None:
         runtime.worker(port, max_concurrent_clients)
     except (ImportError, RuntimeError) as error:
         raise BadArgument(str(error)) from error
+
+
+def _unit(said: str) -> tuple[str, str]:
+    name, _, unit = said.partition("=")
+    if not (name and unit):
+        raise BadArgument(
+            f"--unit {said} names no unit, so the ledger would be added to nothing: write FILE=UNIT, the file's name "
+            "without its ending and what it protects, for instance --unit training=example"
+        )
+    return name, unit
 
 
 def _report(run: dict[str, Any]) -> Any:
@@ -257,5 +282,5 @@ def _clean_errors() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the report says it
             yield
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise BadArgument(str(error)) from error

@@ -56,6 +56,17 @@ def test_scores_that_know_nothing_show_nothing_even_where_they_tie():
     assert one_run_bounds(np.zeros(1000), coins, delta=1e-5, confidence=0.999).epsilon == 0
 
 
+def test_ties_do_not_depend_on_the_order_of_the_canaries():
+    """A file sorted by membership says nothing: 0 of a thousand equal scores is a guess."""
+    rng = np.random.default_rng(1)
+    mostly = np.where(rng.random(1000) < 0.9, 0.0, rng.normal(size=1000))
+    for inserted in (np.repeat([False, True], 500), np.repeat([True, False], 500), np.arange(1000) % 2 == 0):
+        for scores in (np.zeros(1000), mostly):
+            report = one_run_bounds(scores, inserted, delta=1e-5, confidence=0.999)
+            assert (report.epsilon, report.epsilon_gaussian) == (0, 0)
+            assert report == one_run_bounds(scores, inserted, delta=1e-5, confidence=0.999)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(delta=0.0), "delta must be strictly between 0 and 1"),
     (dict(confidence=1.0), "confidence must be strictly between"),

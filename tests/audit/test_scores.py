@@ -113,3 +113,12 @@ def test_bad_arguments_are_one_line(files, monkeypatch, args, words):
     np.savez("flat.npz", scores=SCORES)
     done = audit(*args)
     assert done.exit_code == 2 and words in done.output and len(done.output.splitlines()) == 1, done.output
+
+
+def test_a_membership_may_be_a_word(files):
+    for true, false in (("True", "False"), ("true", "FALSE"), ("1.0", "0.0")):
+        rows = [f"{s!r},{true if inside else false}" for s, inside in zip(SCORES.tolist(), INSERTED, strict=True)]
+        (files / "words.csv").write_text("\n".join(["score,inserted", *rows]), "utf-8")
+        assert audit(files / "words.csv", *DELTA).output == audit(files / "coins.csv", *DELTA).output
+    (files / "words.csv").write_text("score,inserted\n1.0,perhaps", "utf-8")
+    assert "could not convert string to float: 'perhaps'" in audit(files / "words.csv", *DELTA).output

@@ -10,6 +10,7 @@ import warnings
 from fractions import Fraction
 
 import numpy as np
+import pandas as pd
 import pytest
 from dp_accounting import dp_event
 from scipy import optimize, sparse, stats
@@ -807,6 +808,17 @@ def test_the_debiased_counts_are_unbiased():
 # ALIBI
 
 
+def test_the_counts_of_many_classes_take_no_matrix():
+    y = np.random.default_rng(0).integers(0, 40, 1000)
+    few = RandomizedResponse(0.5, 40)
+    noisy = few.fit_transform(y)
+    assert np.allclose(few.label_counts(noisy), debiased_label_counts(noisy, few.transition_matrix_), rtol=1e-9)
+    many = RandomizedResponse(8.0, 100_000)
+    counts = many.label_counts(many.fit_transform(np.repeat(7, 10_000)))
+    assert counts.shape == (100_000,) and counts.sum() == pytest.approx(10_000)
+    assert counts[7] == pytest.approx(10_000, abs=5 * 10_000**0.5 / (math.exp(4) / 100_000**0.5))
+
+
 def test_alibis_noise_is_laplace_of_scale_two_over_epsilon():
     alibi = ALIBI(0.7, 5)
     alibi.fit_transform(np.full(4000, 2))
@@ -982,6 +994,13 @@ X, Y = blobs(60)
         (lambda: RandomizedResponse(1.0).fit(np.array(["a", None], object)), "got None: drop missing labels"),
         (lambda: RandomizedResponse(1.0).fit(np.array([1, math.nan], object)), "got nan: drop missing labels"),
         (lambda: RandomizedResponse(1.0, classes=[0.0, 1.0, math.nan]).fit([0, 1]), "has a missing one"),
+        (lambda: RandomizedResponse(1.0).fit(pd.Series([0, 1, None], dtype="Int64")), "drop missing labels"),
+        (lambda: RandomizedResponse(1.0).fit(pd.Series(["a", None], dtype="string")), "drop missing labels"),
+        (lambda: RandomizedResponse(1.0).fit(pd.Series([True, None], dtype="boolean")), "got .*: drop missing"),
+        (lambda: ALIBI(1.0, 2).fit_transform(pd.Series([0, None], dtype="Int64")), "drop missing labels"),
+        (lambda: RandomizedResponse(1.0, classes=["a", "b", pd.NA]).fit(["a"]), "has a missing one"),
+        (lambda: RROnBins(1.0, prior=FIVE).fit(pd.Series([0, None], dtype="Int64")), "finite, got nan: drop missing"),
+        (lambda: RROnBins(1.0, prior=FIVE).fit([0.0, None]), "finite, got nan: drop missing"),
         (lambda: RandomizedResponse(1.0).fit(np.array([1j, 2j])), "dtype complex128"),
         (lambda: RandomizedResponse(1.0, classes=["a", "a"]).fit(["a"]), "classes must be two or more different"),
         (lambda: RandomizedResponse(1.0, 3, classes=["a", "b"]).fit(["a"]), "num_classes=3 but classes lists 2"),
@@ -1029,6 +1048,7 @@ X, Y = blobs(60)
         (lambda: RROnBins(1.0, prior=([-1, 1], [0.5, 0.5]), loss="poisson").fit([0]), "from 0 up, got -1"),
         (lambda: UnbiasedRandomizer(1.0, 0.1, num_outputs=1), "num_outputs.*1"),
         (lambda: debiased_label_counts([0, 1], np.ones((2, 2)) / 2), "cannot be inverted"),
+        (lambda: RandomizedResponse(1e-9, 2).fit([0]).label_counts([0, 1]), "epsilon=1e-09 leaves nothing to count"),
         (lambda: debiased_label_counts([0, 1], np.ones((2, 3))), r"\[K, K\], got the shape \[2, 3\]"),
         (lambda: debiased_label_counts([0, 1], np.eye(2), classes=[0]), "1 entries for 2 rows"),
     ],

@@ -162,11 +162,18 @@ def _of_arrays(path: Path) -> dict[str, Any]:
         return {name: file[name] for name in file.files}
 
 
+def _membership(text: str | None) -> float:
+    """0 or 1, which pandas and others also write as a word."""
+    words = {"true": 1.0, "false": 0.0}
+    said = (text or "nothing").strip().lower()
+    return words[said] if said in words else float(said)
+
+
 def _of_table(path: Path) -> dict[str, Any]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = list(csv.DictReader(file, skipinitialspace=True))
     if not rows:
         raise ValueError("it has no rows")
     which = "inserted" if "inserted" in rows[0] else "member"
-    numbers = [(float(row["score"] or "nothing"), float(row[which] or "nothing")) for row in rows]
+    numbers = [(float(row["score"] or "nothing"), _membership(row[which])) for row in rows]
     return {"scores": [score for score, _ in numbers], which: [said for _, said in numbers]}

@@ -29,8 +29,8 @@ class MembershipReport:
         non-members (at 95 %) nothing encloses it from above, and ``low`` is 0.
       fpr: 0.01. With fewer than 100 non-members it means that none is accused.
       confidence: of both intervals. Those of slices hold all together, so each by itself with more.
-      num_members: number of members.
-      num_non_members: number of non-members.
+      num_members: number of members that were scored; of a trained attack, half of them.
+      num_non_members: number of non-members that were scored.
       unit: what a member is, "example" or "client".
       slices: {name: report} of parts of the examples, by the same scores.
       left_out: names of slices that have fewer than two members or non-members.
@@ -96,10 +96,11 @@ def membership_inference(
         membership_inference(model, (x_train, y_train), (x_test, y_test))
         membership_inference(model, (x_train, y_train), (x_test, y_test), attack="forest", slices="class")
 
-    The loss-threshold attack takes an example for a member where its loss is low. A trained one learns from half of the
-    examples what members look like, and scores the other half; then the halves change places. So no example is scored
-    by what has seen it. It is told each example's loss and, where the model gives out probabilities or logits of
-    classes, the logit of the largest probability and the entropy.
+    The loss-threshold attack takes an example for a member where its loss is low. A trained one learns from a random
+    half of the examples what members look like, and scores the other half, which the report is about. The attack reads
+    each example's loss and, if the model returns probabilities or logits of classes, the logit of the largest
+    probability and the entropy. The halves do not change places: two attacks that each learned from what the other
+    scores err in the same direction, and an interval that takes them for independent is too narrow.
 
     Members and non-members should come from one distribution, or the attack tells distributions apart: so should those
     of each slice. An attack that fails proves nothing; one that succeeds beyond what (ε, δ) allows refutes the claim.
@@ -127,17 +128,18 @@ def membership_inference(
     """
     confidence = _checks.probability("confidence", confidence, "for instance 0.95")
     attack = _checks.choice("attack", attack, ("loss", *TRAINED))
-    sides = (members, non_members)
+    sides, names = (members, non_members), ("members", "non_members")
     if attack == "loss":
         scores = [-losses_of(model_or_losses, side, loss, batch_size) for side in sides]
+        for name, score in zip(names, scores, strict=True):
+            _check_scores(name, score)
     else:
-        names = ("members", "non_members")
         features = [
             _features(name, model_or_losses, side, loss, batch_size) for name, side in zip(names, sides, strict=True)
         ]
-        scores = _cross_fitted(TRAINED[attack], features)
-    whole = report_of(attack, scores[0], scores[1], confidence)
-    parts = _slices(slices, sides, scores)
+        scores = _held_out(TRAINED[attack], features)
+    whole = report_of(attack, _scored(scores[0]), _scored(scores[1]), confidence)
+    parts = {name: list(map(_scored, part)) for name, part in _slices(slices, sides, scores).items()}
     usable = {name: part for name, part in parts.items() if min(map(len, part)) >= 2}
     each = 1 - (1 - confidence) / max(1, len(usable))
     return dataclasses.replace(
@@ -238,23 +240,26 @@ def _forest(rows: int) -> Any:
 TRAINED = {"logistic": _logistic, "neighbors": _neighbors, "forest": _forest}
 
 
-def _cross_fitted(make: Any, features: list[np.ndarray]) -> list[np.ndarray]:
-    """Scores [m] and [n] of features [m, f] and [n, f]: each half's, by a classifier that saw the other half alone, as
-    many members as non-members."""
+def _held_out(make: Any, features: list[np.ndarray]) -> list[np.ndarray]:
+    """Scores [m] and [n] of features [m, f] and [n, f] by a classifier that learned from half of them, from as many
+    members as non-members. The half that it learned from has NaN in place of scores."""
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    rng = np.random.default_rng(0)  # of the halves: a report is the same when it is made again
-    halves = [rng.permutation(len(seen)) % 2 for seen in features]
-    scores = [np.zeros(len(seen)) for seen in features]
-    for half in (0, 1):
-        seen = [part[side != half] for part, side in zip(features, halves, strict=True)]
-        least = min(map(len, seen))
-        seen = [rng.permutation(part)[:least] for part in seen]
-        model = make_pipeline(StandardScaler(), make(2 * least)).fit(np.concatenate(seen), np.repeat([1, 0], least))
-        for score, part, side in zip(scores, features, halves, strict=True):
-            score[side == half] = model.predict_proba(part[side == half])[:, 1]
+    rng = np.random.default_rng(0)  # a report is the same when it is made again
+    learned = [rng.permutation(len(part)) % 2 == 1 for part in features]
+    seen = [part[which] for part, which in zip(features, learned, strict=True)]
+    least = min(map(len, seen))
+    seen = [rng.permutation(part)[:least] for part in seen]
+    model = make_pipeline(StandardScaler(), make(2 * least)).fit(np.concatenate(seen), np.repeat([1, 0], least))
+    scores = [np.full(len(part), np.nan) for part in features]
+    for score, part, which in zip(scores, features, learned, strict=True):
+        score[~which] = model.predict_proba(part[~which])[:, 1]
     return scores
+
+
+def _scored(scores: np.ndarray) -> np.ndarray:
+    return scores[~np.isnan(scores)]
 
 
 def _slices(slices: Any, sides: Any, scores: list[np.ndarray]) -> dict[str, list[np.ndarray]]:

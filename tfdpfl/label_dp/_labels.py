@@ -51,6 +51,14 @@ def is_dataset(y: Any) -> bool:
     return tf is not None and isinstance(y, tf.data.Dataset)
 
 
+def is_missing(label: Any) -> bool:
+    """Whether a label is None, NaN, NaT or pandas' NA, which is equal to nothing and no truth value itself."""
+    try:
+        return label is None or bool(label != label)
+    except TypeError:
+        return True
+
+
 def check_values(values: np.ndarray, name: str = "y") -> None:
     """Raises a `ValueError` where labels are missing, or numbers that name no class."""
     if len(values) == 0:
@@ -62,7 +70,7 @@ def check_values(values: np.ndarray, name: str = "y") -> None:
                 f"{name} must be classes, got {values[wrong][0]!r}: drop missing labels; "
                 "continuous ones are for RROnBins or UnbiasedRandomizer"
             )
-    elif values.dtype == object and (gone := [v for v in values if v is None or v != v]):
+    elif values.dtype == object and (gone := [v for v in values if is_missing(v)]):
         raise ValueError(f"{name} must be classes, got {gone[0]!r}: drop missing labels")
     elif values.dtype.kind not in "biuUSO":
         raise ValueError(f"{name} must be numbers or strings that name classes, got dtype {values.dtype}")
@@ -72,11 +80,11 @@ def find_classes(values: np.ndarray, num_classes: int | None, classes: Any) -> n
     """The classes, sorted: those given, or 0..num_classes-1, or those that the labels name."""
     if classes is not None:
         given = np.asarray(classes)
+        if given.dtype.kind in "fO" and any(map(is_missing, given.ravel())):
+            raise ValueError(f"classes={classes!r} has a missing one: what is missing is no class, leave it out")
         known = np.unique(given)
         if given.ndim != 1 or len(known) != len(given) or len(known) < 2:
             raise ValueError(f"classes must be two or more different labels, got {classes!r}: list each class once")
-        if given.dtype.kind in "fO" and any(v is None or v != v for v in given):
-            raise ValueError(f"classes={classes!r} has a missing one: what is missing is no class, leave it out")
         if num_classes is not None and num_classes != len(known):
             raise ValueError(f"num_classes={num_classes} but classes lists {len(known)}: give one of the two")
         return known

@@ -15,7 +15,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp._datasets import arrays_of, labels_of, with_labels
-from tfdpfl.label_dp.counts import debiased_label_counts
+from tfdpfl.label_dp.counts import debiased_by_response
 from tfdpfl.label_dp.priors import LabelPrior, PublicPrior, from_counts
 
 # For a prior's automatic share: the parts of ε to choose from, and the weights of the Dirichlet distributions that a
@@ -128,7 +128,13 @@ class RandomizedResponse(_LabelTransformer):
         See `debiased_label_counts`.
         """
         check_is_fitted(self, "classes_")
-        return debiased_label_counts(noisy, self.transition_matrix_, classes=self.classes_)
+        if _top_k.keep_probability(self.epsilon, len(self.classes_)) * -np.expm1(-self.epsilon) < 1e-8:
+            raise ValueError(
+                f"epsilon={self.epsilon:g} leaves nothing to count. A label becomes any other class as often as it "
+                "stays what it is. Take a larger epsilon."
+            )
+        codes = _labels.encode(_labels.read(noisy, "noisy")[0], self.classes_, "noisy")
+        return debiased_by_response(np.bincount(codes, minlength=len(self.classes_)), self.epsilon)
 
     @property
     def transition_matrix_(self) -> np.ndarray:

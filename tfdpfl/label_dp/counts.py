@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tfdpfl.label_dp import _labels
+from tfdpfl.label_dp._top_k import keep_probability
 
 
 def debiased_label_counts(
@@ -45,6 +46,14 @@ def debiased_label_counts(
     if not simplex:
         return counts
     return nearest_counts(counts[None], np.array([len(codes)]))[0]
+
+
+def debiased_by_response(seen: np.ndarray, epsilon: float) -> np.ndarray:
+    """Counts [..., K] before randomized response on K classes, from those after. Its matrix has a closed form, which
+    takes no [K, K] numbers: (seen - n·lie) / (keep - lie), for n labels in a row."""
+    keep = keep_probability(epsilon, seen.shape[-1])
+    lie = keep * np.exp(-epsilon)
+    return (seen - lie * seen.sum(axis=-1, keepdims=True)) / (keep - lie)
 
 
 def nearest_counts(counts: np.ndarray, total: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._base import LabelMechanism
 from tfdpfl.label_dp.classification import RandomizedResponseWithPrior
-from tfdpfl.label_dp.counts import inverse_of
+from tfdpfl.label_dp.counts import debiased_by_response, inverse_of
 from tfdpfl.label_dp.priors import PublicPrior
 
 _DOUBT = 0.1  # the share of a uniform prior in a debiased one, whose zeros a model that errs does not warrant
@@ -134,21 +134,32 @@ class MultiStageTraining(LabelMechanism):
     def _prior_from(self, model: Any, first: RandomizedResponseWithPrior | None) -> PublicPrior:
         """The guess of a model that saw released labels only."""
         softmax = PublicPrior(model, temperature=self.temperature)
-        matrix = first.transition_matrix_ if first is not None and self.debias else None
-        if matrix is None or matrix.ndim != 2:
+        if first is None or not self.debias:
             return softmax
-        try:
-            inverse = inverse_of(matrix)
-        except ValueError:  # the first stage had a prior that leaves classes out
+        undo = self._undo(first)
+        if undo is None:
             return softmax
-        size = len(matrix)
+        size = len(first.classes_)
 
         def debiased(X: np.ndarray) -> np.ndarray:
-            guess = np.maximum(softmax.table(X, np.arange(size), len(X)) @ inverse, 0)
+            guess = np.maximum(undo(softmax.table(X, np.arange(size), len(X))), 0)
             guess /= guess.sum(axis=1, keepdims=True)  # rows of T⁻¹ sum to one, so some entry is above 0
             return (1 - _DOUBT) * guess + _DOUBT / size
 
         return PublicPrior(debiased, from_logits=False)
+
+    def _undo(self, first: RandomizedResponseWithPrior) -> Callable[[np.ndarray], np.ndarray] | None:
+        """What turns probabilities of released labels [n, K] into those of true ones, if there is such a thing."""
+        if first.prior is None:
+            return lambda table: debiased_by_response(table, first.epsilon)
+        matrix = first.transition_matrix_
+        if matrix.ndim != 2:
+            return None
+        try:
+            inverse = inverse_of(matrix)
+        except ValueError:  # the first stage had a prior that leaves classes out
+            return None
+        return lambda table: table @ inverse
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The last model's probabilities, [n, K]."""

@@ -17,7 +17,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
 from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
 from tfdpfl.label_dp._events import check_epsilon
-from tfdpfl.label_dp.counts import nearest_counts
+from tfdpfl.label_dp.counts import debiased_by_response, nearest_counts
 
 _MOST_FOR_KMEANS = 200_000
 _SUM_TOLERANCE = 1e-3  # of float16 softmax outputs; a prior's sum is no matter of privacy
@@ -229,9 +229,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         order, everyone = np.arange(size)[None], np.zeros(len(codes), np.intp)
         said = _top_k.release(codes, everyone, order, order, np.array([size]), self.epsilon_, self._uniforms())
         seen = np.bincount(groups * size + said, minlength=len(sizes) * size).reshape(len(sizes), size)
-        keep = _top_k.keep_probability(self.epsilon_, size)
-        lie = keep * np.exp(-self.epsilon_)
-        return (seen - lie * sizes[:, None]) / (keep - lie)
+        return debiased_by_response(seen, self.epsilon_)
 
     def groups(self, X: Any) -> np.ndarray:
         """The group of each example, [n], from its features."""

@@ -429,6 +429,8 @@ def _numbers(y: Any) -> tuple[np.ndarray, Callable]:
     values, rebuild = _labels.read(y)
     if len(values) == 0:
         raise ValueError("y must have at least one label, got none")
+    if values.dtype == object:
+        values = np.array([np.nan if _labels.is_missing(v) else v for v in values], object)
     try:
         numbers = values.astype(np.float64)
     except (TypeError, ValueError) as error:
