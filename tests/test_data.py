@@ -649,6 +649,34 @@ def test_adult_is_numbers_only():
     np.testing.assert_allclose(x_train[:, 0].std(), 1, rtol=1e-4)
 
 
+def check_census(table):
+    assert (len(table.y_train), len(table.y_test)) == (32_561, 16_281)
+    assert 0.2 < table.y_train.mean() < 0.3 and set(table.y_test) == {0, 1}
+    for columns, labels in ((table.train, table.y_train), (table.test, table.y_test)):
+        assert {len(values) for values in columns.values()} == {len(labels)}
+        assert [name for name, values in columns.items() if values.dtype != np.float32] == [*datasets.CENSUS_VALUES]
+        for name, known in datasets.CENSUS_VALUES.items():
+            assert set(columns[name]) <= set(known)
+
+
+def test_a_generated_census_stands_in_where_no_folder_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv(datasets.DATA_DIR_VARIABLE, raising=False)
+    table, again = datasets.load_census(), datasets.load_census()
+    check_census(table)
+    np.testing.assert_array_equal(table.train["age"], again.train["age"])
+    with pytest.raises(FileNotFoundError, match=r"adult\.data is neither in"):
+        datasets.load_census(tmp_path)
+
+
+@needs_data
+@pytest.mark.one_stack
+@pytest.mark.slow
+def test_the_census_of_the_files_has_the_same_form():
+    table = datasets.load_census(DATA_DIR)
+    check_census(table)
+    assert table.name == "UCI Adult" and (table.y_train.sum(), table.y_test.sum()) == (7841, 3846)
+
+
 @needs_data
 def test_every_speaker_of_shakespeare_says_something():
     speakers = datasets.load_shakespeare(DATA_DIR)

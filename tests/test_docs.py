@@ -9,8 +9,11 @@ import importlib
 import io
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +38,17 @@ def name_of(page):
 def snippets(page):
     """(line, kind, source, output) of each block of Python or of commands.
 
-    Of Python the output is the `text` block right after it, None where there is none. A `console` block has its command
-    after a `$` and the output below.
+    Of Python the output is the `text` block right after it, None where there is none; a block that begins with the
+    name of a file is saved, not run. A `console` block has its command after a `$` and the output below.
     """
     text = page.read_text("utf-8")
     blocks = [*FENCE.finditer(text), None]
     for block, after in itertools.pairwise(blocks):
         line = text[: block.start(2)].count("\n")
         if block[1] == "python":
+            kind = "file" if re.match(r"# \w+\.py\n", block[2]) else "python"
             follows = after and after[1] == "text" and not text[block.end() : after.start()].strip()
-            yield line, "python", block[2], after[2] if follows else None
+            yield line, kind, block[2], after[2] if follows else None
         elif block[1] == "console":
             command, _, output = block[2].removeprefix("$ ").partition("\n")
             yield line, "console", command, output
@@ -185,15 +189,27 @@ def run_python(source, line, page, names):
 
 
 def run_command(command):
-    """A `tfdpfl` command, in this process."""
+    """A `tfdpfl` command, in this process; a program that the page has saved, in one of its own."""
     from click.testing import CliRunner
 
     from tfdpfl.cli import main
 
     program, *arguments = shlex.split(command)
+    if program == "python":
+        ran = subprocess.run(
+            [sys.executable, *arguments], text=True, capture_output=True, timeout=600,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        print(ran.stdout, end="")
+        return
     done = CliRunner().invoke(main, arguments)
     assert (program, done.exit_code) == ("tfdpfl", 0), done.output
     print(done.output, end="")
+
+
+def save_file(source):
+    Path(source.split()[1]).write_text(source, "utf-8")
 
 
 def test_outputs_are_compared_line_by_line():
@@ -241,9 +257,13 @@ def test_every_snippet_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     import tensorflow as tf
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     names = namespace(tf)
     for line, kind, source, output in snippets(page):
         with contextlib.redirect_stdout(io.StringIO()) as stream:
-            run_command(source) if kind == "console" else run_python(source, line, page, names)
+            if kind == "python":
+                run_python(source, line, page, names)
+            else:
+                {"console": run_command, "file": save_file}[kind](source)
         printed = on_screen(stream.getvalue())
         assert shows(output, printed), f"{page}:{line} prints\n{printed}\nand the page shows\n{output}"
