@@ -86,12 +86,10 @@ def test_branches_that_use_weights_agree(name, batch):
     lambda x: tf.tanh(x @ W + tf.function(lambda x: x @ V)(x)),
 ], ids=["as long as the batch", "a call"])  # fmt: skip
 @pytest.mark.one_stack
-def test_a_branch_that_holds_the_static_batch_size_is_refused(branch):
-    """Run on one example it would give as many rows as the batch has."""
+def test_a_branch_that_makes_rows_for_a_batch_of_known_size_agrees(branch):
+    """The known size would be a number inside of the branch, which runs on one example."""
     losses = lambda x: example_losses(tf.cond(FLAG, lambda: branch(x), lambda: x @ V))
-    with pytest.raises(PrivacyError, match=r"cannot be run on one example alone.*Leave the batch size free"):
-        engine(losses, normal(4, 4), [W, V], 1.0, batch=4)
-    check(losses, normal(4, 4), [W, V])
+    check(losses, normal(4, 4), [W, V], batch=4)
 
 
 # In fit, a batch_size of 1 for arrays makes batches that are known to be one example
@@ -129,12 +127,6 @@ def test_fit_takes_one_example_at_a_time(name):
 
 @pytest.mark.slow
 @pytest.mark.one_stack
-def test_what_is_refused_for_an_only_example_says_a_mend_that_works():
-    x, y = normal(4, 3), normal(4, 1, seed=1)
-    layers = lambda: [Unfolded(), tanh(1)]
-    with pytest.raises(PrivacyError, match=r"is known to be one example.*batch\(1\) without drop_remainder"):
-        trained(layers(), x, y, batch_size=1)
-    model = K.Sequential([K.Input((3,)), *layers()])
-    model.compile(tfdpfl.DPSGD(0.1, 0.0, expected_batch_size=1), "mse")
-    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(1), verbose=0)
+def test_an_only_example_under_another_axis_of_length_one_is_trained():
+    model, _ = trained([Unfolded(), tanh(1)], normal(4, 3), normal(4, 1, seed=1), batch_size=1)
     assert model.optimizer.num_dp_steps == 4

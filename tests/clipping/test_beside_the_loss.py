@@ -490,10 +490,10 @@ def test_what_a_loss_is_divided_by_is_the_same_for_static_batches(batch, divisor
     np.testing.assert_allclose(norms(X), want, rtol=1e-5)
 
 
-def test_an_integer_that_is_the_static_batch_size_counts_as_it():
-    """Keras's activity regularizers divide by such an integer. What it costs is the loss's scale, never the clip."""
+def test_an_integer_that_equals_the_batch_size_is_kept_and_warned_of():
     divided = lambda each: tf.reduce_sum(each) / tf.cast(12, tf.float32)
     engine = lambda batch: helpers.engine(lambda x: losses(x, W), X, [W], 5.0, reduce=divided, batch=batch)
     own = helpers.norms_of(helpers.per_example_gradients(lambda x: losses(x, W), X, [W]))
     np.testing.assert_allclose(engine(None)[1], own / 12, rtol=1e-5)
-    np.testing.assert_allclose(engine(12)[1], own, rtol=1e-5)
+    with pytest.warns(UserWarning, match=r"divided by the number 12.*write tf\.shape\(x\)\[0\]"):
+        np.testing.assert_allclose(engine(12)[1], own / 12, rtol=1e-5)

@@ -48,7 +48,6 @@ class BatchAxis:
       sources: the tensors that examples come in by.
       checks: (tensor, axis): the axis' length must divide by the batch size.
       reads: the variables that were read, and by which op.
-      static: batch sizes that a caller's inputs have.
       vouched: says of a loop or a branch that who chooses what it runs was looked at.
       tainted: variables that are known to hold batch data.
       writers: what may write to a variable, once `effects` has looked.
@@ -64,7 +63,6 @@ class BatchAxis:
         self.sources: list[tf.Tensor] = []
         self.checks: list[tuple[tf.Tensor, int]] = []
         self.reads: list[tuple[Handle, tf.Operation]] = []
-        self.static: set[int] = set()
         self.vouched: Callable[[tf.Operation], bool] = lambda op: False
         self.tainted: frozenset[Handle] = frozenset()
         self.writers: list[tuple[tf.Operation, list[tf.Tensor]]] | None = None
@@ -106,15 +104,6 @@ class BatchAxis:
             return tuple([(None, 0)] * (1 if n is None else n))
         n = t.shape.num_elements()
         return tuple([UNKNOWN] * (1 if n is None else n))
-
-    def is_static_batch(self, t: tf.Tensor, axis: int = 0) -> bool:
-        """Whether an axis has the length of a batch of static size."""
-        length = t.shape[axis]
-        return length is not None and length > 1 and length in self.batch_sizes()
-
-    def batch_sizes(self) -> set[int]:
-        """What is known beforehand of how long batches are."""
-        return {size for size in {x.shape[0] for x in self.sources} | self.static if size is not None}
 
     # -- one op ----------------------------------------------------------------------------------------------
 
@@ -251,7 +240,7 @@ class BatchAxis:
         given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
         inner = BatchAxis(graph, lambda t: given.get(t.op.name))
         inner.within = True
-        inner.static, inner.vouched, inner.tainted = self.batch_sizes(), self.vouched, self.tainted
+        inner.vouched, inner.tainted = self.vouched, self.tainted
         inner.run([*graph.inputs, *graph.outputs])
         self.reads += inner.reads
         if inner.checks:  # a length inside a body cannot be checked from outside

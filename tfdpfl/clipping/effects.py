@@ -69,7 +69,7 @@ def tainted(view: BatchAxis, handles: set[Handle]) -> set[Handle]:
             return found
         found |= more
         look = BatchAxis(view.graph, view.source)
-        look.static, look.vouched, look.tainted = view.static, view.vouched, frozenset(found)
+        look.vouched, look.tainted = view.vouched, frozenset(found)
     return found
 
 

@@ -14,13 +14,10 @@ from tfdpfl.clipping.gradients import Formed, Units
 from tfdpfl.clipping.graph import BODIES, CALLS, key, within
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.ops.random import RANDOM
-from tfdpfl.clipping.states import Batch, Public, Size, weighs
+from tfdpfl.clipping.states import Batch, Size, weighs
 from tfdpfl.errors import PrivacyError
 
-_MEND = (
-    "Leave the batch size free (tf.data's batch without drop_remainder, no fixed batch_size in an Input, for arrays in "
-    "fit a batch_size that does not divide their number), or write the layer with operations that have a rule."
-)
+_MEND = "Write the layer with operations that have a rule, or outside of loops and branches."
 # Stateful ops that may be run as often as one likes.
 _REPEATABLE = frozenset("Assert LookupTableFindV2 Print PrintV2 ResourceGatherNd VariableShape".split())
 
@@ -57,12 +54,10 @@ class Replay:
 
     def gradients(self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: LossOfOne) -> list[Formed]:
         """[units, *shape] for each weight."""
-        static = sizes.static or 1
-        found = {key(t): self._rows_of(t, static) for t in self.inputs}
-        sliced = [t for t in self.inputs if found[key(t)] is not None]
-        public = [t for t in self.inputs if found[key(t)] is None]
+        sliced = [t for t in self.inputs if isinstance(self.a[t], Batch)]
+        public = [t for t in self.inputs if not isinstance(self.a[t], Batch)]
         replaced = {key(t): self._own_size(t, sizes) for t in public}
-        states = [found[key(t)] for t in sliced]
+        states = [self.a[t] for t in sliced]
         rows = [self._rows(t, s, units) for t, s in zip(sliced, states, strict=True)]
         g_states = [self.a[t] for t in outputs]
         g_rows = [self._rows(t, s, units) for t, s in zip(gs, g_states, strict=True)]
@@ -81,7 +76,7 @@ class Replay:
                 attrs = _loose(attrs)
                 try:
                     made = graph_tools.copy_op(
-                        op, [now[key(t)] for t in self.fed[op.name]], attrs, self.dtypes[op.name], static > 1
+                        op, [now[key(t)] for t in self.fed[op.name]], attrs, self.dtypes[op.name]
                     )
                 except (ValueError, TypeError) as error:
                     raise self._refusal(error) from error
@@ -89,8 +84,6 @@ class Replay:
             ys = [now[key(t)] for t in outputs]
             own = [tf.cast(back(gu, s), y.dtype) for gu, s, y in zip(g, g_states, ys, strict=True)]
             try:
-                if static > 1:  # what was as long as the batch, inside, would be taken for more rows of one example
-                    ys = [tf.ensure_shape(y, g.shape) for y, g in zip(ys, own, strict=True)]
                 grads = tf.gradients(ys, held, own)
             except ValueError as error:
                 raise self._refusal(error) from error
@@ -107,31 +100,6 @@ class Replay:
         except ValueError as error:  # a gradient that holds on to tensors of the body
             raise self._refusal(error) from error
         return [Formed([f]) for f in formed]
-
-    def _rows_of(self, t: tf.Tensor, batch_size: int) -> Batch | None:
-        """Where an input has examples' rows; in a batch of static size they may also be alike, or drawn alike."""
-        state = self.a[t]
-        if isinstance(state, Batch):
-            return state
-        if not isinstance(state, Public) or state.deps or not state.alike or batch_size == 1:
-            return None
-        carried = [
-            self.a[out]
-            for op in self.ops
-            if op.type.endswith("While")
-            for given, out in zip(op.inputs, op.outputs, strict=True)
-            if given is t
-        ]
-        axes = {s.axis for s in carried if isinstance(s, Batch)}
-        if not axes:
-            axes = {i for i, d in enumerate(t.shape) if d == batch_size}
-            if axes and any(op.type in RANDOM for op in within(graph_tools.ancestors([t]).values())):
-                raise self._refusal(f"whether the random numbers in {t.name!r} are each example's is not known")
-        if len(axes) != 1:
-            return None
-        (axis,) = axes
-        length = t.shape[axis] or batch_size
-        return None if length % batch_size else Batch(axis, length // batch_size)
 
     def _refusal(self, why, mend: str = _MEND) -> PrivacyError:
         kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)

@@ -158,10 +158,8 @@ def copy_op(
     inputs: Sequence[tf.Tensor],
     attrs: dict | None = None,
     dtypes: Sequence[tf.DType] | None = None,
-    loose: bool = False,
 ) -> list[tf.Tensor]:
-    """The same op on other inputs, in the current graph; ``attrs`` and ``dtypes`` as the op had them earlier. With
-    ``loose`` a branch forgets the shapes that it was made for, and takes those of its inputs."""
+    """The same op on other inputs, in the current graph; ``attrs`` and ``dtypes`` as the op had them earlier."""
     made = tf.compat.v1.get_default_graph().create_op(
         op.type,
         list(inputs),
@@ -175,33 +173,12 @@ def copy_op(
         loops = made.type.endswith("While")
         shapes = map(tf.TensorShape, made.get_attr("output_shapes")) if loops else [t.shape for t in made.inputs[1:]]
         name = made.get_attr(kind).name
-        if loose and not loops:
-            body = _loosened(made, name)
-        else:
-            body = control_flow_util_v2.get_func_graph(made, list(shapes), name)
+        body = control_flow_util_v2.get_func_graph(made, list(shapes), name)
         body.name = f"{name}_tfdpfl_{next(_numbers)}"
         setattr(made, place, body)
     if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
         made._gradient_function = op._gradient_function
     return list(made.outputs)
-
-
-def _loosened(op: tf.Operation, name: str) -> tf.Graph:
-    """A branch of an If, for the shapes of the op's inputs; the op's outputs get those of the branch's."""
-    graph = op.graph
-    while (function := graph._get_function(name)) is None:
-        graph = graph.outer_graph
-    definition = type(function.cached_definition)()
-    definition.CopyFrom(function.cached_definition)
-    for attrs in [*(arg.attr for arg in definition.arg_attr.values()), *(node.attr for node in definition.node_def)]:
-        attrs.pop("_output_shapes", None)
-        if function_names(attrs):  # what it calls was traced, and its gradient taken, for those shapes
-            raise ValueError("it calls a function that was traced for a batch of static size")
-    with op.graph.as_default():
-        body = function_def_to_graph.function_def_to_graph(definition, [t.shape for t in op.inputs[1:]])
-    for t, made in zip(op.outputs, body.outputs, strict=True):
-        t.set_shape(made.shape)
-    return body
 
 
 def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import constant, key
 from tfdpfl.clipping.refusals import NO_BATCH, OVERLAP, WEIGHTED, mixing
+from tfdpfl.clipping.sizes import is_average
 from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
 from tfdpfl.errors import PrivacyError
 
@@ -34,15 +36,13 @@ class Term:
     public: no example in it (``value`` has no example axis); size: made of shapes, likewise;
     batch: rows of the example itself; total: a reduction over the batch, linear in the examples;
     count: how many entries a boolean mask leaves; ratio: a function of counts and sizes.
-    ``public`` is a data-independent addend that was set apart. ``elements``: how many numbers a sum went over; -1 where
-    that is not known.
+    ``public`` is a data-independent addend that was set apart.
     """
 
     kind: str
     value: tf.Tensor
     rank: int
     public: tf.Tensor | None = None
-    elements: int | None = None
 
 
 class LossOfOne:
@@ -52,17 +52,16 @@ class LossOfOne:
       analysis: the batch-axis states of the graph, already run on the loss.
       batch_size: scalar int32 tensor.
       replicas: how many have a batch of this size.
+      known_size: how many examples TensorFlow knows to be in it, or None.
     """
 
-    def __init__(self, analysis: BatchAxis, batch_size: tf.Tensor, replicas: int = 1):
-        self.replicas = replicas
+    def __init__(self, analysis: BatchAxis, batch_size: tf.Tensor, replicas: int = 1, known_size: int | None = None):
+        self.replicas, self.known_size = replicas, known_size
         self.a = analysis
         self.batch_size = batch_size
         self.one_or_more = self._declare(tf.maximum(batch_size, 1))
         self.terms: dict[tuple[str, int], Term] = {}
         self.sizes: dict[tuple[str, int], tf.Tensor] = {}
-        value = constant(batch_size)
-        self.static = None if value is None else int(value)
 
     def _declare(self, t: tf.Tensor) -> tf.Tensor:
         """Tells the analysis that this tensor, which the replay made, does not vary with the data."""
@@ -77,13 +76,12 @@ class LossOfOne:
         term = self._term(loss)
         if term.kind not in ("batch", "total"):
             raise PrivacyError(NO_BATCH)
-        losses = self._flat_mean(tf.cast(term.value, tf.float32) if term.value.dtype != tf.float64 else term.value)
-        public = None if term.public is None else tf.reduce_mean(term.public)
+        value = term.value if term.value.dtype == tf.float64 else tf.cast(term.value, tf.float32)
+        # A gradient of several numbers is that of their sum, whoever takes it.
+        positions = list(range(1, value.shape.rank))
+        losses = tf.reduce_sum(value, positions) if positions else value
+        public = None if term.public is None else tf.reduce_sum(self._spread(term))
         return losses, public
-
-    def _flat_mean(self, value: tf.Tensor) -> tf.Tensor:
-        axes = list(range(1, value.shape.rank))
-        return tf.reduce_mean(value, axes) if axes else value
 
     # -- terms -----------------------------------------------------------------------------------------------
 
@@ -113,7 +111,7 @@ class LossOfOne:
             x = self._absorb(self._term(op.inputs[0]))
             if x.kind == "batch":
                 value = tf.reduce_sum(x.value * x.value, list(range(1, x.value.shape.rank))) / 2
-                return Term("total", value, 0, None, op.inputs[0].shape.num_elements())
+                return Term("total", value, 0)
         if op.type in _SAME:
             (x,) = [self._term(i) for i in op.inputs]
             apply = lambda v: None if v is None else graph_tools.copy_op(op, [v])[0]  # noqa: E731
@@ -141,7 +139,7 @@ class LossOfOne:
     def _refusal(self, state, op: tf.Operation) -> PrivacyError:
         origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
         through = f"{op.type} {op.name!r}" if op.name != origin.name else None
-        return PrivacyError(mixing(origin, through, self.static))
+        return PrivacyError(mixing(origin, through))
 
     def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
         """[B, ..., rows at the batch axis, ...]."""
@@ -194,10 +192,7 @@ class LossOfOne:
         kind = x.kind
         if kind == "batch":
             kind = "count" if op.type == "Sum" and is_mask(op.inputs[0]) else "total"
-        elements = None
-        if op.type == "Sum":  # a sum of sums went over what the first went over
-            elements = op.inputs[0].shape.num_elements() or -1 if x.kind == "batch" else x.elements
-        return Term(kind, value, rank, public, elements)
+        return Term(kind, value, rank, public)
 
     @staticmethod
     def _spread(x: Term) -> tf.Tensor:
@@ -229,8 +224,7 @@ class LossOfOne:
             own = [1] * public.shape.rank + data.shape.as_list()[1:]
             if any(p not in (1, d) or p is None for p, d in zip(public.shape[::-1], own[::-1], strict=False)):
                 data += tf.cast(tf.zeros_like(public), data.dtype)
-        elements = max((x.elements for x in terms if x.elements), default=None)
-        return Term("total" if "total" in kinds else "batch", data, rank, public, elements)
+        return Term("total" if "total" in kinds else "batch", data, rank, public)
 
     def _times(self, x: Term, y: Term, op: tf.Operation) -> Term:
         kinds = {x.kind, y.kind}
@@ -245,7 +239,7 @@ class LossOfOne:
         if y.kind in ("public", "size"):
             value = self._aligned(x, rank) * self._aligned(y, rank)
             public = None if x.public is None else x.public * y.value
-            return Term(kind, value, rank, public, x.elements)
+            return Term(kind, value, rank, public)
         x, y = self._absorb(x), self._absorb(y)
         return Term(kind, self._apply(op, [x, y]), rank)
 
@@ -259,30 +253,33 @@ class LossOfOne:
             )
         if y.kind == "count":
             # Where the mask leaves nothing there is nothing to divide.
-            top = self._static_size(x, y.elements)
-            value = tf.math.divide_no_nan(self._aligned(self._absorb(top), rank), self._aligned(y, rank))
+            value = tf.math.divide_no_nan(self._aligned(self._absorb(x), rank), self._aligned(y, rank))
             return Term("total" if x.kind == "total" else "batch" if x.kind == "batch" else "ratio", value, rank)
         if x.kind in ("public", "size", "count", "ratio") and y.kind != "batch":
-            top = self._static_size(x, y.elements) if y.kind == "ratio" else x
-            value = self._aligned(top, rank) / self._aligned(y, rank)
-            return Term("ratio", value, rank)
-        if y.kind == "public":
-            y = self._static_size(y, x.elements)
+            return Term("ratio", self._aligned(x, rank) / self._aligned(y, rank), rank)
+        if y.kind == "public" and is_average(op.outputs[0]):
+            y = Term("size", tf.constant(self.replicas, y.value.dtype), 0)
+        elif y.kind == "public":
+            self._warn_of_size(y.value)
         if y.kind in ("public", "size"):
             value = self._aligned(x, rank) / tf.cast(y.value, x.value.dtype)
             public = None if x.public is None else x.public / tf.cast(y.value, x.public.dtype)
             return Term(x.kind, value, rank, public)
         return Term(x.kind if x.kind == "total" else "batch", self._apply(op, [self._absorb(x), y]), rank)
 
-    def _static_size(self, x: Term, elements: int | None) -> Term:
-        """An integer that is a static batch size, or the number of elements of the batch, counts as a size: lengths
-        are integers first. A number that was written down as one with a fraction is what it says for any batch."""
-        if x.kind == "public" and elements and self.static and x.rank == 0 and was_integer(x.value):
-            value = folded(x.value)
-            if value is not None and (value in (elements, self.static, self.static * self.replicas) or (
-                value % self.static == 0 and is_length(x.value))):  # fmt: skip
-                return Term("size", tf.constant(value / self.static, x.value.dtype), 0)
-        return x
+    def _warn_of_size(self, divisor: tf.Tensor) -> None:
+        value = constant(divisor) if divisor.shape.rank == 0 else None
+        if (
+            value is not None
+            and self.known_size is not None
+            and value in (self.known_size, self.known_size * self.replicas)
+        ):
+            warnings.warn(
+                f"The loss is divided by the number {value:g}, and the batch has as many examples. A number is kept: "
+                f"each example's loss is divided by {value:g} before its gradient is clipped, which makes updates "
+                f"{value:g} times smaller than a mean's. If you mean the batch size, write tf.shape(x)[0].",
+                stacklevel=2,
+            )
 
     def _reshaped(self, op: tf.Operation, rank: int) -> Term:
         if op.type == "Pack":
@@ -360,31 +357,6 @@ class LossOfOne:
             result = graph_tools.copy_op(t.op, [self.size_of_one(i) for i in t.op.inputs])[t.value_index]
         self.sizes[key(t)] = self._declare(result)
         return self.sizes[key(t)]
-
-
-def folded(t: tf.Tensor) -> np.ndarray | None:
-    """The value of a constant, or of one entry of a constant shape."""
-    value = constant(t)
-    if value is None and t.op.type == "Cast":
-        return folded(t.op.inputs[0])
-    if value is None and t.op.type == "StridedSlice" and t.shape.rank == 0 and t.op.inputs[0].shape.rank == 1:
-        whole, begin = constant(t.op.inputs[0]), constant(t.op.inputs[1])
-        return None if whole is None or begin is None else whole[int(begin[0])]
-    return value
-
-
-def was_integer(t: tf.Tensor) -> bool:
-    while t.op.type in ("Identity", "Cast") and not t.dtype.is_integer:
-        t = t.op.inputs[0]
-    return t.dtype.is_integer
-
-
-def is_length(t: tf.Tensor) -> bool:
-    """Whether TensorFlow made the number from a static shape, by the names that it gives those."""
-    return any(
-        op.type == "Const" and re.fullmatch(r"(Size|Shape|num_elements)(_\d+)?", op.name.split("/")[-1])
-        for op in graph_tools.ancestors([t]).values()
-    )
 
 
 def is_mask(t: tf.Tensor) -> bool:

@@ -86,5 +86,5 @@ def _fits(view: BatchAxis, t: tf.Tensor, g: tf.Tensor, of_g: State) -> bool:
     """Whether the gradient of an op's input keeps examples apart; what holds neither examples nor weights has none."""
     state = view[t]
     if isinstance(state, Batch):
-        return of_g == state or (isinstance(of_g, Public) and row_free(view, g, of_g, state.axis - t.shape.rank))
+        return of_g == state or (isinstance(of_g, Public) and row_free(g, of_g, state.axis - t.shape.rank))
     return not weighs(state) or is_batch_free(of_g)

@@ -30,13 +30,14 @@ from tfdpfl.clipping.finished import (
     resource,
 )
 from tfdpfl.clipping.gradients import Contribution, Formed, Lookup, Units, Use
-from tfdpfl.clipping.graph import CALLS, constant, inner_call, key
+from tfdpfl.clipping.graph import CALLS, inner_call, key
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import Opened, close
 from tfdpfl.clipping.own_gradients import check_own_gradients
 from tfdpfl.clipping.pulling import carried_back, chain, inner_product, isometric, pullback, unmoved, vocabulary_side
 from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
 from tfdpfl.clipping.registry import RULES
+from tfdpfl.clipping.sizes import original, read_free
 from tfdpfl.clipping.states import TAINTED, Batch, Handle, Items, Mixed, Public, Size, weighs
 from tfdpfl.errors import PrivacyError
 
@@ -102,7 +103,7 @@ class Plan:
         loss = self.opened.now.get(key(loss), loss)
         while graph_tools.recomputes(loss.op):
             loss = loss.op.inputs[loss.value_index]
-        split = LossOfOne(self.analysis, self.batch_size, replicas)
+        split = LossOfOne(self.analysis, self.batch_size, replicas, self.known_size)
         self.sizes = split
         losses, self.public_loss = split(loss)
         tainted = tainted_read(self.analysis)
@@ -177,16 +178,14 @@ class Plan:
                 "tf.data.Dataset.from_generator(..., output_signature=...) in place of a generator.",
                 stacklevel=2,
             )
-        static = {t.shape[0] for t in sources} - {None}
-        if len(static) > 1:
-            shapes = ", ".join(str(t.shape) for t in sources)
+        given = [original(t) for t in sources]
+        known = {t.shape[0] for t in given} - {None}
+        if len(known) > 1:
+            shapes = ", ".join(str(t.shape) for t in given)
             raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
-        if static:
-            size, unsure = tf.constant(static.pop(), tf.int32), sources
-        else:
-            size, unsure = tf.shape(sources[0])[0], sources[1:]
-        size = self._known(size)
-        return size, [t for t in unsure if t.shape[0] is None]
+        read_free(sources, [v for v in self.variables if not hasattr(v, "handle")])
+        self.known_size = known.pop() if known else None
+        return self._known(tf.shape(sources[0])[0]), sources[1:]
 
     def _checked(self, size: tf.Tensor, unsure: list[tf.Tensor]) -> tf.Tensor:
         """The batch size, unless a length of the inputs or in the graph is at odds with it. The loops that were opened
@@ -221,12 +220,12 @@ class Plan:
         m = rows if groups is None else groups
         if m is None:
             return losses, None
-        static = constant(self.batch_size) if losses.shape[0] is None else losses.shape[0]
-        if static is not None and static % m:
+        known = self.known_size
+        if known is not None and known % m:
             raise PrivacyError(
-                f"rows_per_unit={m} does not divide the batch of {static} rows. Give batches of whole units."
+                f"rows_per_unit={m} does not divide the batch of {known} rows. Give batches of whole units."
                 if groups is None
-                else f"num_microbatches={m} does not divide the batch of {static} examples. Choose a divisor, or None "
+                else f"num_microbatches={m} does not divide the batch of {known} examples. Choose a divisor, or None "
                 "to clip every example by itself."
             )
         message = (

@@ -15,15 +15,6 @@ NO_BATCH = (
     "loss is to depend on no example, as that of a GAN's generator which is computed from random draws alone, train "
     "these weights by the plain optimizer (for example keras.optimizers.Adam), and draw a fixed number."
 )
-_ALONE = (
-    " The batch is known to be one example, whose axis cannot always be told from others of length 1: if the model "
-    "trains on larger batches, leave the size free, as tf.data.Dataset's batch(1) without drop_remainder does."
-)
-_FREE = (
-    " All batches are known to hold {0} examples here, and what is alike for all of them cannot always be told from "
-    "what is made for each place. If examples do not meet, leave the size free: "
-    "fit(tf.data.Dataset.from_tensor_slices((x, y)).batch({0}))."
-)
 OVERLAP = "Give the loss the axes of one example: for images keras.losses.Dice(axis=(1, 2, 3)), and Tversky likewise."
 WEIGHTED = (
     "Use a reduction that divides by the batch size ('sum_over_batch_size') or none ('sum') in place of "
@@ -80,16 +71,10 @@ _MENDS = {
 }
 
 
-# Where another axis may have been taken for the examples', or theirs for another.
-_OF_LENGTHS = frozenset((BY_POSITION, "moves examples across axes", "combines rows of different examples"))
-
-
-def mixing(origin: Mixed, through: str | None = None, static: int | None = None) -> str:
-    """The sentence for an op that mixes examples, with what a user can do about it; ``static`` is the batch size where
-    it is known beforehand."""
+def mixing(origin: Mixed, through: str | None = None) -> str:
+    """The sentence for an op that mixes examples, with what a user can do about it."""
     reach = f", and its result reaches the loss through {through}" if through else ""
-    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_mend(origin, through or '')}" + (
-        _ALONE if static == 1 else _FREE.format(static) if static and origin.why in _OF_LENGTHS else "")  # fmt: skip
+    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_mend(origin, through or '')}"
 
 
 def _mend(origin: Mixed, through: str) -> str:

@@ -2,7 +2,7 @@
 `register_rule`. Nothing else in the engine goes by the names of ops.
 
 A *move* says where the examples are in an op's outputs, given where they are in its inputs. A *rule* turns the use of a
-weight into each unit's gradient of it. *Rows* say which rows of an op's inputs a row of its output is made of.
+weight into each unit's gradient of it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from tfdpfl.clipping.states import Batch, State, mixed
 Transfer = Callable[[Any, tf.Operation, list[State]], "State | list[State] | None"]
 # (use, units) -> the units' gradients; None leaves the use to the exact fallback.
 Rule = Callable[[Use, Units], "Contribution | None"]
-# (output, axis from the right) -> the tensors whose rows a row along that axis is made of, one from one, and their
-# axes from the right; None if the op makes rows in another way.
-Rows = Callable[[tf.Tensor, int], "list[tuple[tf.Tensor, int]] | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,6 @@ MOVES: dict[str, Move] = {}
 # its arguments. They are asked although the results are `Mixed`.
 ENDS: dict[str, Transfer] = {}
 RULES: dict[str, Rule] = {}
-ROWS: dict[str, Rows] = {}
 
 
 def moves(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer]:
@@ -80,16 +76,6 @@ def rule(*kinds: str) -> Callable[[Rule], Rule]:
 
     def add(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(kinds, function))
-        return function
-
-    return add
-
-
-def rows(*kinds: str) -> Callable[[Rows], Rows]:
-    """Registers where op types take their rows from."""
-
-    def add(function: Rows) -> Rows:
-        ROWS.update(dict.fromkeys(kinds, function))
         return function
 
     return add

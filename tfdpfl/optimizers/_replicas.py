@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl.clipping.sizes import is_average, original
 from tfdpfl.errors import PrivacyError
 
 
@@ -107,7 +108,7 @@ def check_apart(batch: Sequence[tf.Tensor]) -> None:
     if number() == 1:
         return
     replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
-    for t in batch:
+    for t in map(original, batch):
         if _BATCHES.setdefault(t.graph, {}).setdefault(t.name, replica) != replica:
             raise PrivacyError(
                 f"Several replicas are handed the same batch ({t.op.name!r}), so that each of its examples would count "
@@ -133,7 +134,7 @@ def _is_divided(t: tf.Tensor, count: int) -> bool:
     if kind in ("AddV2", "AddN", "Pack"):
         return all(_constant(x) == 0 or _is_divided(x, count) for x in inputs)
     if kind in ("RealDiv", "DivNoNan"):  # tf.nn.compute_average_loss: by how many examples all replicas have
-        return _is_of_all(inputs[1], inputs[0], count) or _is_divided(inputs[0], count)
+        return is_average(t) or _is_of_all(inputs[1], count) or _is_divided(inputs[0], count)
     if kind == "Mul":
         known = [_constant(x) for x in inputs]
         close = [k is not None and bool(np.isclose(k, 1 / count, rtol=1e-2)) for k in known]
@@ -141,15 +142,11 @@ def _is_divided(t: tf.Tensor, count: int) -> bool:
     return False
 
 
-def _is_of_all(size: tf.Tensor, total: tf.Tensor, count: int) -> bool:
-    """Whether a size is count times one replica's, which ``total`` is a sum over."""
+def _is_of_all(size: tf.Tensor, count: int) -> bool:
+    """Whether a size is count times one replica's."""
     while size.op.type == "Cast":
         size = size.op.inputs[0]
-    if _constant(size) == count or (size.op.type == "Mul" and count in map(_constant, size.op.inputs)):
-        return True
-    rows = total.op.inputs[0].shape if total.op.type == "Sum" else None
-    static = rows[0] if rows is not None and rows.rank else None
-    return size.dtype.is_integer and static is not None and _constant(size) == static * count
+    return _constant(size) == count or (size.op.type == "Mul" and count in map(_constant, size.op.inputs))
 
 
 def _constant(t: tf.Tensor) -> float | None:

@@ -6,7 +6,6 @@ import numpy as np
 
 from tfdpfl.clipping.graph import CALLS, constant
 from tfdpfl.clipping.registry import moves
-from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
     Batch,
@@ -54,8 +53,6 @@ def loop(view, op, states):
             value = constant(t)
             if value is not None and value.size and np.all(value == value.flat[0]):
                 states[i] = Public(alike=True)
-            elif t.shape.rank and view.is_static_batch(t) and row_free(view, t, s, -t.shape.rank):
-                states[i] = Batch(0)
     for _ in range(2 * len(states) + 2):
         _, out, _ = view.body(op, "body", inputs, states)
         joined = [join(op, t, s, o) for t, s, o in zip(inputs, states, out, strict=True)]

@@ -25,8 +25,8 @@ from tfdpfl.clipping.gradients import (
 )
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.ops.windows import Window, places_of
-from tfdpfl.clipping.registry import moves, rows, rule
-from tfdpfl.clipping.rows import first_state, row_free
+from tfdpfl.clipping.registry import moves, rule
+from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
 
 CONVOLUTIONS = frozenset("Conv2D Conv3D DepthwiseConv2dNative".split())
@@ -45,7 +45,7 @@ WHOLE_ENTRIES = 4096
 
 @moves(*CONVOLUTIONS, blocks=True)
 def convolved(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
-    return first_state(view, op, states) or first_axis(view, op, states, 0)
+    return first_axis(view, op, states, 0)
 
 
 @moves(*TRANSPOSED)
@@ -56,13 +56,6 @@ def transposed(view: BatchAxis, op: tf.Operation, states: list[State]) -> State 
 @moves(*SPATIAL, data=0)
 def spatial(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 0)
-
-
-@rows(*CONVOLUTIONS)
-def rows_convolved(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    if any(i.shape.rank is None for i in t.op.inputs) or axis + t.shape.rank:
-        return None
-    return [(t.op.inputs[0], axis)]
 
 
 def first_axis(view: BatchAxis, op: tf.Operation, states: list[State], data: int) -> State | None:
@@ -122,7 +115,7 @@ def projected(view, op, states):
     if not all(map(is_batch_free, settings)):
         return mixed(op, "has settings that depend on examples")
     own = transforms == images or (
-        isinstance(transforms, Public) and row_free(view, op.inputs[1], transforms, -2))  # fmt: skip
+        isinstance(transforms, Public) and row_free(op.inputs[1], transforms, -2))  # fmt: skip
     return images if own else mixed(op, BY_POSITION)
 
 

@@ -40,7 +40,7 @@ def sparse(view: BatchAxis, op: tf.Operation, states: list[State]) -> list[State
 
 def _own(view: BatchAxis, t: tf.Tensor, state: State) -> bool:
     """Whether each example has a row of its own, or all have the same."""
-    return state == Batch(0) or (isinstance(state, Public) and row_free(view, t, state, -t.shape.rank))
+    return state == Batch(0) or (isinstance(state, Public) and row_free(t, state, -t.shape.rank))
 
 
 def _as_keras_does(view: BatchAxis, places: tf.Tensor, values: tf.Tensor) -> bool:

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Formed, Units, Use, summed_to
-from tfdpfl.clipping.graph import constant, copy_op, gradient_function, passes_gradients_through
-from tfdpfl.clipping.registry import ENDS, moves, rows, rule
+from tfdpfl.clipping.graph import constant, copy_op, gradient_function, key, passes_gradients_through
+from tfdpfl.clipping.registry import ENDS, moves, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
@@ -42,7 +42,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-@moves(*ELEMENTWISE - {"IdentityN"}, entries=True)
+@moves(*ELEMENTWISE - {"IdentityN", "PlaceholderWithDefault"}, entries=True)
 def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
         return states[0]
@@ -53,7 +53,7 @@ def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State
         return public_arithmetic(view, op, states)
     rank = max(t.shape.rank for t in op.inputs if t.shape.rank is not None)
     if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:  # the condition chooses rows
-        free = all(isinstance(s, Batch) or (isinstance(s, Public) and row_free(view, t, s, -t.shape.rank))
+        free = all(isinstance(s, Batch) or (isinstance(s, Public) and row_free(t, s, -t.shape.rank))
                    for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
         if free and all(s == Batch(0, s.rows) for _, s in batches) and len({s.rows for _, s in batches}) == 1:
             return batches[0][1]
@@ -71,7 +71,7 @@ def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State
     for t, s in zip(op.inputs, states, strict=True):
         if isinstance(s, Size) and not s.batch_free:
             return mixed(op, "makes an example's result depend on the batch size")
-        if isinstance(s, Public | Size) and not row_free(view, t, s, axis):
+        if isinstance(s, Public | Size) and not row_free(t, s, axis):
             return mixed(op, BY_POSITION)
     return Batch(axis + rank, rows.pop() if rows else None)
 
@@ -109,13 +109,6 @@ def minimum(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | l
     if constant(op.outputs[0]) is not None:
         return Public()
     return next((s for s in states if isinstance(s, Mixed)), None) or elementwise(view, op, states)
-
-
-@rows(*ELEMENTWISE)
-def rows_of(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    if t.op.type == "Select" and t.op.inputs[0].shape.rank in (None, 1) and t.shape.rank > 1:
-        return None  # the condition chooses between rows, of the first axis
-    return [(i, axis) for i in t.op.inputs]
 
 
 def public_arithmetic(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
@@ -175,10 +168,15 @@ def ensure_shape(view, op, states):
     return states[0] if isinstance(states[0], Batch) else elementwise(view, op, states)  # of unknown rank, too
 
 
+@moves("PlaceholderWithDefault")
+def freed(view, op, states):
+    """A batch whose size is free, in place of the batch as it came in."""
+    view.sources = [op.outputs[0] if key(t) == key(op.inputs[0]) else t for t in view.sources]
+    return elementwise(view, op, states)
+
+
 @moves("BiasAdd", mixed=True)
 def bias_add(view, op, states):
-    if adds_only_row(view, op, states):
-        return states[0]
     x, b = states
     if isinstance(x, Mixed) or isinstance(b, Mixed):
         return x if isinstance(x, Mixed) else b
@@ -188,13 +186,6 @@ def bias_add(view, op, states):
             return mixed(op, BY_POSITION)
         return x
     return None
-
-
-def adds_only_row(view: BatchAxis, op, states) -> bool:
-    """Whether Keras 3 took the only example's row for a bias, for being [1, channels]."""
-    row = op.inputs[1].op
-    return 1 in view.batch_sizes() and row.type == "Squeeze" and isinstance(view[row.inputs[0]], Batch) and (
-        isinstance(states[0], Batch) and states[0].axis == 0)  # fmt: skip
 
 
 @rule(*ELEMENTWISE - {"IdentityN"} | {"BiasAdd"})

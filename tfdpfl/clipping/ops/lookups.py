@@ -12,7 +12,6 @@ from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Lookup, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.registry import moves, rule
-from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
     TAINTED,
@@ -67,9 +66,6 @@ def gathered(view, op, params, indices, axis, batch_dims):
     if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
         return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
     if isinstance(params, Public) and isinstance(indices, Public):
-        of_batch = params.deps and axis == batch_dims == 0 and (i.shape.rank or 0) > 1 and view.is_static_batch(i)
-        if of_batch and row_free(view, i, indices, -i.shape.rank):
-            return Batch(0)  # positions' embeddings, for each example of a batch of static size
         return Public(params.deps | indices.deps)
     if isinstance(indices, Size) and not indices.batch_free:
         return mixed(op, "makes an example's result depend on the batch size")
@@ -138,14 +134,12 @@ def find(view, op, states):
 def looked_up(use: Use, units: Units) -> Contribution | None:
     if use.at != 0 or use.op.get_attr("batch_dims") != 0:
         return None
-    # Ids that are the same for each example of a batch of static size hold none.
-    of_ids = use.states[1] if isinstance(use.states[1], Batch) else use.out
     if use.op.type == "GatherV2" and constant(use.inputs[2]) != 0:
         return None
     shape = use.shape
     if shape.num_elements() is None:
         return None
-    ids = units.group(use.inputs[1], of_ids)
+    ids = units.group(use.inputs[1], use.states[1])
     g = units.group(use.g, use.out)
     width = math.prod(shape.as_list()[1:])
     dims = dims_of(ids)

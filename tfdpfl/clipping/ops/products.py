@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Outer, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.registry import moves, rule
-from tfdpfl.clipping.rows import first_state, row_free
+from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
 
 PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
@@ -49,7 +49,7 @@ def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
 def product(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
     batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
     if not batches:
-        return None if op.type != "MatMul" or op.get_attr("transpose_a") else first_state(view, op, states)
+        return None
     la, lb, lo = labels_of(op)
     labels = [la, lb][: len(op.inputs)]
     if len(op.inputs) > 2:
@@ -64,7 +64,7 @@ def product(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | N
         if isinstance(s, Size) and not s.batch_free:
             return mixed(op, "makes an example's result depend on the batch size")
         at = names.index(mark) - len(names) if mark in names else None
-        if isinstance(s, Public | Size) and at is not None and not row_free(view, t, s, at):
+        if isinstance(s, Public | Size) and at is not None and not row_free(t, s, at):
             return mixed(op, BY_POSITION)
     if any(names.count(mark) > 1 for names in labels):
         return mixed(op, "takes a diagonal over the batch")

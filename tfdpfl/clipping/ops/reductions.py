@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import moves, rows
+from tfdpfl.clipping.registry import moves
 from tfdpfl.clipping.rows import row_free, rowwise
 from tfdpfl.clipping.states import UNKNOWN, Batch, Public, Size, State, deps, is_batch_free, mixed
 
@@ -69,34 +69,6 @@ def along(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | Non
     return state
 
 
-@rows(*REDUCTIONS)
-def rows_kept(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    x, rank = t.op.inputs[0], t.shape.rank
-    if None in (i.shape.rank for i in t.op.inputs) or (gone := summed_axes(t.op)) is None:
-        return None
-    kept = [i for i in range(x.shape.rank) if i not in gone]
-    at = axis + rank
-    return [(x, (at if x.shape.rank == rank else kept[at]) - x.shape.rank)]
-
-
-@rows("Softmax", "LogSoftmax")
-def rows_alike(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    """Of equal entries, these too are equal."""
-    return None if t.op.inputs[0].shape.rank is None else [(t.op.inputs[0], axis)]
-
-
-@rows(*ALONG_AN_AXIS)
-def rows_beside(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    along, rank = constant(t.op.inputs[ALONG_AN_AXIS[t.op.type]]), t.shape.rank
-    if (
-        along is None
-        or t.op.inputs[0].shape.rank is None
-        or axis + rank in [int(a) % rank for a in np.atleast_1d(along)]
-    ):
-        return None
-    return [(t.op.inputs[0], axis)]
-
-
 @moves("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
 def cross_entropy(view, op, states):
     return rowwise(view, op, states)
@@ -137,7 +109,7 @@ def batch_norm(view, op, states):
         for t, s in zip(op.inputs[1:], states[1:], strict=True):
             empty = t.shape.num_elements() == 0
             if not (empty or s == Batch(0, s.rows if isinstance(s, Batch) else 0)
-                    or (isinstance(s, Public) and row_free(view, t, s, -1))):  # fmt: skip
+                    or (isinstance(s, Public) and row_free(t, s, -1))):  # fmt: skip
                 return mixed(op, "normalises examples together")
         return [states[0], *[Batch(0, states[0].rows)] * 4, Public()]
     if training:

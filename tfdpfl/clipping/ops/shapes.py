@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
 from tfdpfl.clipping.graph import constant, key, known_entries
-from tfdpfl.clipping.registry import moves, rows, rule
+from tfdpfl.clipping.registry import moves, rule
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
     UNKNOWN,
@@ -131,13 +130,7 @@ def reshape(view, op, states):
     else:
         marked = [i for i, (c, p) in enumerate(entries) if p == 1]
         free = [i for i in range(y.shape.rank) if y.shape[i] != 1]
-        if marked:
-            out_axis = marked[0]
-        elif 1 in view.batch_sizes():  # any axis would be true; this one it has for other batches
-            ones = next((i for i, d in enumerate(y.shape) if d != 1), y.shape.rank)
-            out_axis = max(min(a, ones - 1), 0)
-        else:
-            out_axis = free[0] if free else 0
+        out_axis = next(iter(marked + free), 0)
         if any(d != 1 for d in y.shape[:out_axis]):
             return mixed(op, "moves examples across axes")
     coefficient, power = entries[out_axis]
@@ -451,7 +444,7 @@ def tile(view, op, states):
         return even(op, entries, state.axis) or state
     if isinstance(state, Public) and any(p for _, p in entries):
         return laid_along(op, op.inputs[0], entries)
-    return copies(view, op, state)
+    return None
 
 
 @moves("BroadcastTo", data=0, sizes=(1,))
@@ -468,20 +461,7 @@ def broadcast_to(view, op, states):
         return even(op, entries, axis) or Batch(axis, state.rows)
     if isinstance(state, Public) and any(p != 0 for _, p in entries):
         return laid_along(op, op.inputs[0], entries)
-    return copies(view, op, state)
-
-
-def copies(view: BatchAxis, op, state) -> Batch | None:
-    """A copy of a weight for each example of a batch of static size, in an axis that the weight has not."""
-    x, out = op.inputs[0].shape, op.outputs[0].shape
-    if not (isinstance(state, Public) and state.deps) or None in (x.rank, out.rank):
-        return None
-    at = next((i for i, length in enumerate(out) if length != 1), None)
-    if at is None or not view.is_static_batch(op.outputs[0], at):
-        return None
-    if at and any(c.type != "Reshape" or c.outputs[0].shape[:1] != [out[at]] for c in op.outputs[0].consumers()):
-        return None  # unless it is on its way to the first axis, as of tf.repeat
-    return Batch(at) if x.rank < out.rank - at or x[at - out.rank] == 1 else None
+    return None
 
 
 @moves("OneHot", data=0)
@@ -512,65 +492,3 @@ def broadcast(use: Use, units: Units) -> Contribution | None:
     if copies:
         g = tf.reduce_sum(reshaped(g, dims), copies)
     return summed_to(g, use.out, use.shape, units)
-
-
-# -- rows --------------------------------------------------------------------------------------------------------
-
-
-@rows("BroadcastTo")
-def rows_spread(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    """As of a mask spread over a batch of static size."""
-    return [(t.op.inputs[0], axis)]
-
-
-@rows("Tile")
-def rows_repeated(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    return [(t.op.inputs[0], axis)] if _ranks_known(t) else None
-
-
-@rows("Reshape", "StridedSlice")
-def rows_first(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    x, op = t.op.inputs[0], t.op
-    if not _ranks_known(t) or axis + t.shape.rank or not x.shape.rank or not x.shape[0] == t.shape[0] is not None:
-        return None
-    masks = () if op.type == "Reshape" else ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
-    return None if any(op.get_attr(m) & 1 for m in masks) else [(x, -x.shape.rank)]
-
-
-@rows("ConcatV2")
-def rows_joined(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    along = constant(t.op.inputs[-1])
-    if not _ranks_known(t) or along is None or int(along) % t.shape.rank == axis + t.shape.rank:
-        return None
-    return [(i, axis) for i in t.op.inputs[:-1]]
-
-
-@rows("Pack", "ExpandDims")
-def rows_below(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    op, at = t.op, axis + t.shape.rank
-    added = op.get_attr("axis") if op.type == "Pack" else constant(op.inputs[1])
-    if not _ranks_known(t) or added is None or (added := int(added) % t.shape.rank) == at:
-        return None
-    return [(i, axis + (added > at)) for i in (op.inputs if op.type == "Pack" else op.inputs[:1])]
-
-
-@rows("Transpose")
-def rows_moved(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    order = constant(t.op.inputs[1])
-    if not _ranks_known(t) or order is None:
-        return None
-    return [(t.op.inputs[0], int(order[axis + t.shape.rank]) - t.shape.rank)]
-
-
-@rows("Squeeze")
-def rows_squeezed(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    x = t.op.inputs[0]
-    if not _ranks_known(t) or None in x.shape.as_list():
-        return None
-    gone = [d % x.shape.rank for d in t.op.get_attr("squeeze_dims")]
-    gone = gone or [i for i, d in enumerate(x.shape) if d == 1]
-    return [(x, [i for i in range(x.shape.rank) if i not in gone][axis + t.shape.rank] - x.shape.rank)]
-
-
-def _ranks_known(t: tf.Tensor) -> bool:
-    return all(i.shape.rank is not None for i in t.op.inputs)

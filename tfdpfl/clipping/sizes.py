@@ -1,0 +1,181 @@
+"""Reads every step with the size of its batches free, also where TensorFlow knows that size.
+
+TensorFlow writes the lengths that it knows into the graph as plain numbers. In such a graph nothing tells a batch of 6
+examples from a list of 6 words, so the engine does not read it: it has the function traced once more, with the first
+axis of the batch free. So batches of a known size and batches of a free size have the same clipped sums, or are refused
+for the same reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.util import structure
+from tensorflow.python.distribute.values import PerReplica
+from tensorflow.python.eager.polymorphic_function import tracing_compilation
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.errors import PrivacyError
+
+FREED = "PlaceholderWithDefault"  # hands its input on, with a shape that says less
+
+
+@dataclasses.dataclass
+class _Trace:
+    """A function that is being traced.
+
+    ``asked``: the batch size that the engine asked to have freed, or None. ``freed``: the size that is free in this
+    trace. ``kept``: names of arguments that hold weights, which keep their shapes. ``read``: whether the engine read a
+    loss in it.
+    """
+
+    asked: int | None = None
+    freed: int | None = None
+    kept: frozenset[str] = frozenset()
+    read: bool = False
+
+
+class _Again(Exception):
+    """Ends a trace that is to be repeated with the batch size free."""
+
+
+# By graph: names of the losses that `tf.nn.compute_average_loss` divided by the size of all replicas' batches.
+_AVERAGES: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+_TRACES: weakref.WeakKeyDictionary[tf.Graph, _Trace] = weakref.WeakKeyDictionary()
+
+
+def original(t: tf.Tensor) -> tf.Tensor:
+    """The tensor as the step was given it, with the length that TensorFlow knows."""
+    return graph_tools.source(t, FREED)
+
+
+def read_free(sources: Sequence[tf.Tensor], weights: Iterable[tf.Tensor]) -> None:
+    """Returns if the first axes of all sources are free. Otherwise it ends the trace, which begins anew with free ones.
+
+    Args:
+      sources: what the step takes in, in batches of one known size or of free size.
+      weights: tensors among the arguments that are weights, whatever their length.
+
+    Raises:
+      PrivacyError: the batch size cannot be freed.
+    """
+    fixed = [t for t in sources if t.shape[0] is not None]
+    kept = frozenset(graph_tools.origin(t).op.name for t in weights if not hasattr(graph_tools.origin(t), "numpy"))
+    traces = [_trace_of(graph_tools.origin(t).graph) for t in fixed or sources]
+    for t, trace in zip(fixed, traces, strict=False):
+        if trace is None or trace.freed is not None:
+            raise PrivacyError(
+                f"{t.op.type} ({t.op.name!r}) brings in batches of the fixed size {t.shape[0]}. In such a graph a "
+                f"batch of {t.shape[0]} examples looks like any other list of {t.shape[0]} numbers, so no gradient can "
+                "be proven to belong to one example. Leave the size free: tf.TensorSpec([None, ...]) in place of "
+                f"tf.TensorSpec([{t.shape[0]}, ...]), and tf.data's batch without drop_remainder."
+            )
+        trace.asked, trace.kept = t.shape[0], trace.kept | kept
+    if fixed:
+        raise _Again
+    for trace in traces:
+        if trace is not None:
+            trace.read = True
+
+
+def _trace_of(graph: Any) -> _Trace | None:
+    """The record of the function that a graph is, or is the body of a loop or a branch in."""
+    while graph is not None and graph not in _TRACES:
+        graph = getattr(graph, "outer_graph", None)
+    return None if graph is None else _TRACES[graph]
+
+
+def _free(t: Any) -> Any:
+    """The tensor, with its first axis free if its function is traced with that length free."""
+    if isinstance(t, PerReplica):
+        return PerReplica([tf.nest.map_structure(_free, value) for value in t.values])
+    if not isinstance(t, tf.Tensor) or not isinstance(getattr(t, "graph", None), tf.Graph) or not t.shape.rank:
+        return t
+    trace = _trace_of(t.graph)
+    if trace is None or trace.freed is None or t.shape[0] != trace.freed or t.op.name in trace.kept:
+        return t
+    return tf.raw_ops.PlaceholderWithDefault(input=t, shape=[None, *t.shape[1:]])
+
+
+def _with_free_arguments(function: Callable) -> Callable:
+    def free(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tf.nest.map_structure(_free, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return free
+
+
+def _unreadable(size: int, error: Exception) -> PrivacyError:
+    said = " ".join(str(error).split())[-300:]
+    return PrivacyError(
+        f"The step can be traced for batches of {size} examples, but not for batches of any size: "
+        f"{type(error).__name__}: {said}. The engine needs the latter, because a {size} in the graph could be the "
+        "batch size or another length. Use tf.shape(x)[0] in place of x.shape[0] and len(x), and give no layer or "
+        "shape a fixed batch size."
+    )
+
+
+def _repeating(create: Callable) -> Callable:
+    """TensorFlow's way of tracing a function, which the engine may ask to repeat."""
+
+    @functools.wraps(create)
+    def traced(function_type, type_context, func_graph, tracing_options):
+        trace = _TRACES[func_graph] = _Trace()
+        try:
+            made = create(function_type, type_context, func_graph, tracing_options)
+        except Exception:
+            if trace.asked is None:
+                raise
+        else:
+            if trace.asked is None:
+                return made
+        again = copy.copy(tracing_options)
+        again.python_function = _with_free_arguments(tracing_options.python_function)
+        func_graph = type(func_graph)(func_graph.name)
+        trace = _TRACES[func_graph] = _Trace(freed=trace.asked, kept=trace.kept)
+        try:
+            return create(function_type, type_context, func_graph, again)
+        except (PrivacyError, _Again):
+            raise
+        except Exception as error:
+            if trace.read:  # the size was no matter
+                raise
+            raise _unreadable(trace.freed, error) from error
+
+    return traced
+
+
+def is_average(t: tf.Tensor) -> bool:
+    """Whether `tf.nn.compute_average_loss` returned the tensor: a sum over a batch, divided by the batch's size. A
+    number given as ``global_batch_size`` is that size, because the user says so."""
+    return t.name in _AVERAGES.get(t.graph, ())
+
+
+def _noted(average: Callable) -> Callable:
+    @functools.wraps(average)
+    def compute_average_loss(*args: Any, **kwargs: Any) -> tf.Tensor:
+        made = average(*args, **kwargs)
+        if isinstance(getattr(made, "graph", None), tf.Graph):
+            _AVERAGES.setdefault(made.graph, set()).add(made.name)
+        return made
+
+    return compute_average_loss
+
+
+def _watch() -> None:
+    """Lets functions be traced again from here on, and has iterators give out batches of free size where asked."""
+    tracing_compilation._create_concrete_function = _repeating(tracing_compilation._create_concrete_function)
+    for name in ("from_compatible_tensor_list", "from_tensor_list"):
+        whole = getattr(structure, name)
+        freeing = functools.wraps(whole)(lambda *args, _whole=whole: tf.nest.map_structure(_free, _whole(*args)))
+        setattr(structure, name, freeing)
+    tf.nn.compute_average_loss = _noted(tf.nn.compute_average_loss)
+
+
+_watch()
