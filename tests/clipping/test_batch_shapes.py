@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import K, L, check, check_model, clipped_sums, engine, example_losses, normal, per_example_gradients, rng
+from helpers import K, L, check, check_model, clipped_sums, example_losses, normal, per_example_gradients, rng
 
 import tfdpfl
-from tfdpfl.errors import PrivacyError
 
 S, D, B = 5, 4, 3  # sequence length, width, and a batch that is neither
 tanh = lambda n: L.Dense(n, activation="tanh")

@@ -112,12 +112,12 @@ def _with_free_arguments(function: Callable) -> Callable:
 
 
 def _unreadable(size: int, error: Exception) -> PrivacyError:
-    said = " ".join(str(error).split())[-300:]
+    said = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
     return PrivacyError(
         f"The step can be traced for batches of {size} examples, but not for batches of any size: "
-        f"{type(error).__name__}: {said}. The engine needs the latter, because a {size} in the graph could be the "
-        "batch size or another length. Use tf.shape(x)[0] in place of x.shape[0] and len(x), and give no layer or "
-        "shape a fixed batch size."
+        f"{said.rstrip('.')} ({type(error).__name__}). The engine needs the latter, because a {size} in the graph "
+        "could be the batch size or another length. Use tf.shape(x)[0] in place of x.shape[0] and len(x), and give no "
+        "layer or shape a fixed batch size."
     )
 
 
