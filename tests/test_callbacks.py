@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 import json
 import math
 import pickle
@@ -247,6 +248,60 @@ def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(tar
     assert budget.report.epsilon == pytest.approx(uses(passes))
     assert budget.report.participations == passes
     assert model.optimizer.num_dp_steps == 10 * passes  # none is counted where the data end
+
+
+def own_batches(sizes, x=X, y=Y):
+    """A data set of one's own, of batches of such sizes, of which TensorFlow knows neither number nor size."""
+    ends = np.cumsum([0, *sizes])
+    return tf.data.Dataset.from_generator(
+        lambda: ((x[a:b], y[a:b]) for a, b in itertools.pairwise(ends)),
+        output_signature=(tf.TensorSpec((None, 4)), tf.TensorSpec((None,), tf.int64)),
+    )
+
+
+@pytest.mark.parametrize("target", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_pass_in_batches_of_uneven_size_is_one_pass(target):
+    """Buckets of one length each have more batches than num_examples / batch_size. By the closed form: a use a pass."""
+    allowed = None if target is None else uses(target) * 1.0001
+    model, budget = compiled(), PrivacyBudget(N, DELTA, allowed, sampling="shuffle", batch_size=60)
+    model.fit(own_batches([60, 20, 50, 40, 30]), epochs=3, callbacks=[budget], verbose=0)
+    assert budget.report.epsilon == pytest.approx(uses(target or 3))
+    assert budget.report.steps == model.optimizer.num_dp_steps == 5 * (target or 3)
+    assert PrivacyLedger.from_dict(json.loads(json.dumps(budget.ledger.to_dict()))) == budget.ledger
+    assert "One example is one row of the batches" in str(budget.report)
+    assert "The data are a stream" not in str(budget.report)
+
+
+def test_more_rows_than_examples_are_refused_and_not_priced_as_one_use():
+    """Two copies of each example, side by side: both are in one step, which costs a Gaussian of half the noise."""
+    twice = own_batches([20] * 20, np.repeat(X, 2, 0), np.repeat(Y, 2, 0))
+    model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+    with pytest.raises(PrivacyError, match=r"num_examples=200, but this pass over the data has 220 examples or more"):
+        model.fit(twice, callbacks=[budget], verbose=0)
+    both = price(batch_size=N, noise_multiplier=1.0, num_epochs=1, sampling="shuffle")
+    assert budget.report.epsilon > both and model.optimizer.ledger.epsilon(DELTA, "rdp") > both
+
+
+def test_batches_larger_than_was_said_are_refused():
+    model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+    with pytest.raises(PrivacyError, match="batch_size=20, but fit was given a batch of 30 examples"):
+        model.fit(own_batches([20, 30]), callbacks=[budget], verbose=0)
+
+
+def test_updates_of_one_batch_do_not_count_its_rows_again():
+    model = Thrice()
+    model.compile(tfdpfl.DPSGD(1.0, 2.0))
+    model.fit(
+        own_batches([60, 70, 70]), callbacks=[PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=70)], verbose=0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_a_stream_says_what_it_takes_for_granted():
+    model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+    model.fit(own_batches([20] * 10).repeat(), steps_per_epoch=20, callbacks=[budget], verbose=0)
+    assert budget.report.epsilon == pytest.approx(uses(2)) and "The data are a stream" in str(budget.report)
 
 
 @pytest.mark.slow
@@ -496,6 +551,17 @@ def dataset():
         ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3), {"sampling": "shuffle"}, "'poisson'"),
         ({"expected_batch_size": 20}, lambda: poisson_batches((X, Y), 0.1, 3), {"num_examples": 7}, "num_examples=7"),
         ({}, lambda: X, {"sampling": "poisson"}, "shuffles"),
+        (
+            {},
+            lambda: (
+                tf.data.Dataset.from_tensor_slices(X)
+                .batch(20, True)
+                .flat_map(tf.data.Dataset.from_tensors)
+                .apply(tf.data.experimental.assert_cardinality(20))
+            ),
+            {"sampling": "shuffle", "batch_size": 20},
+            "num_examples=200, but a pass over the data set has 400 examples",
+        ),
         ({}, lambda: X, {"num_examples": 7}, "num_examples=7"),
     ],
 )

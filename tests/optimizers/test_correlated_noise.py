@@ -206,6 +206,41 @@ def test_a_pass_that_is_cut_brings_uses_nearer():
     assert of_rows(budget.ledger) == [(15, 3, 4)]
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["reversed", "generated"])
+def test_data_of_ones_own_in_another_order_may_use_an_example_again_at_once(other):
+    """The last batch of the one pass may be the first of the next: the noises of two steps in a row."""
+    generated = tf.data.Dataset.from_generator(lambda: in_order(), output_signature=in_order().element_spec)
+    data = {"reversed": tf.data.Dataset.from_tensor_slices((X[::-1], Y[::-1])).batch(12), "generated": generated}[other]
+    noise, budget = Banded(bands=3, **HOW), PrivacyBudget(**ORDERED)
+    model = fitted(noise, in_order(), 1, budget)
+    fitted(None, in_order(), 1, budget, model=model)
+    assert of_rows(budget.ledger) == [(8, 4, 2)]  # made anew, but from the same tensors
+    fitted(None, data, 1, budget, model=model)
+    assert of_rows(budget.ledger) == [(12, 1, 3)]
+    moved = np.linalg.norm(noise.matrix(12)[:, [3, 7, 8]].sum(1)) / noise.unit
+    assert budget.ledger.epsilon(1e-5) >= 0.999 * tfdpfl.compute_epsilon(
+        num_examples=1, batch_size=1, noise_multiplier=1 / moved, num_steps=1, sampling="none", delta=1e-5)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_batches_that_fit_shuffles_have_no_fixed_order():
+    class Batches(getattr(tf.keras.utils, "PyDataset", tf.keras.utils.Sequence)):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return X[12 * i : 12 * i + 12], Y[12 * i : 12 * i + 12]
+
+    noise = Banded(bands=3, **HOW)
+    with pytest.raises(tfdpfl.PrivacyError, match=r"fit shuffles the batches of a Batches.* shuffle=False"):
+        fitted(noise, Batches(), 3, PrivacyBudget(**ORDERED))
+    budget = PrivacyBudget(**ORDERED)
+    fitted(noise, Batches(), 3, budget, shuffle=False)
+    assert of_rows(budget.ledger) == [(12, 4, 3)]
+
+
 @pytest.mark.slow
 def test_a_load_goes_on_with_the_passes(tmp_path):
     path = str(tmp_path / ("m.keras" if c.keras3() else "m.h5"))

@@ -267,12 +267,16 @@ class PrivacyLedger:
             discrete: See `tfdpfl.accounting.Run`.
         """
         known = num_examples is not None
+        uneven = False
+        if num_examples is not None and batch_size is not None and epochs is not None:
+            uneven = steps > epochs * -(-num_examples // batch_size)
         run = Run(
             num_examples=num_examples if known else 1,  # type: ignore[arg-type]
             batch_size=batch_size if known else 1,  # type: ignore[arg-type]
             noise_multiplier=noise_multiplier,
             num_steps=steps,
             num_epochs=epochs,
+            uneven_batches=uneven or None,
             sampling=sampling if known else "none",
             adjacency=adjacency if known else "zero_out",
             truncated_batch_size=truncated_batch_size if known else None,
@@ -344,7 +348,8 @@ class PrivacyLedger:
                     epochs: float | None = max(row.run.num_epochs, new.run.num_epochs)
                 else:
                     epochs = None
-                run = dataclasses.replace(row.run, num_steps=steps, num_epochs=epochs)
+                uneven = row.run.uneven_batches or new.run.uneven_batches
+                run = dataclasses.replace(row.run, num_steps=steps, num_epochs=epochs, uneven_batches=uneven)
                 self._rows[i] = dataclasses.replace(row, run=run)
                 return
         self._rows.append(new)
@@ -523,7 +528,7 @@ class PrivacyLedger:
 
 def _mechanism(run: Run) -> Run:
     """A run without its length."""
-    return dataclasses.replace(run, num_steps=0, num_epochs=None, starts_mid_epoch=False)
+    return dataclasses.replace(run, num_steps=0, num_epochs=None, starts_mid_epoch=False, uneven_batches=None)
 
 
 def _same_mechanism(a: Run, b: Run) -> bool:
@@ -538,7 +543,8 @@ def _added_up(runs: list[Run]) -> list[Run]:
         if key in sums:
             so_far = sums[key]
             epochs = None if run.num_epochs is None else run.num_epochs + (so_far.num_epochs or 0)
-            run = dataclasses.replace(run, num_steps=run.steps + so_far.steps, num_epochs=epochs)
+            uneven, steps = run.uneven_batches or so_far.uneven_batches, run.steps + so_far.steps
+            run = dataclasses.replace(run, num_steps=steps, num_epochs=epochs, uneven_batches=uneven)
         sums[key] = run
     return list(sums.values())
 

@@ -65,6 +65,8 @@ class Run:
         truncated_batch_size: With Poisson sampling: of a larger sample a uniform subset of so many stays
             (arXiv:2508.15089).
         unit: What is sampled and clipped, and what an "example" is then in all of the above: `"example"` or `"user"`.
+        uneven_batches: Whether batches may be smaller than `batch_size` (buckets of one length), so that a pass has
+            more of them (shuffle, with `num_steps` beside `num_epochs`).
         discrete: Whether the noise is discrete Gaussian (`secure_noise=True`), which is priced by Rényi DP of whole
             orders: there it is what a Gaussian's is, sampled or not (Canonne, Kamath & Steinke 2020, arXiv:2004.00010).
 
@@ -86,6 +88,7 @@ class Run:
     truncated_batch_size: int | None = None
     unit: str = "example"
     discrete: bool = False
+    uneven_batches: bool | None = None
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
@@ -110,7 +113,7 @@ class Run:
         if self.num_epochs is not None:
             mend = "count the passes over the data, a fraction if need be"
             put("num_epochs", _checks.real("num_epochs", self.num_epochs, mend, at_least=0))
-        if self.num_epochs is not None and self.steps > self._steps_of_epochs:
+        if self.num_epochs is not None and not self.uneven_batches and self.steps > self._steps_of_epochs:
             raise ValueError(
                 f"num_steps={self.num_steps} is more than the {self._steps_of_epochs} steps that "
                 f"num_epochs={self.num_epochs:g} passes have: give one of the two"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import weakref
 import zlib
@@ -86,6 +88,36 @@ def length(x: Any) -> int | None:
     return None
 
 
+_CUT_UP = ("shuffle", "fixed_order", "fixed_size")  # what says how large a batch is at most
+_ORDERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_NEXT_ORDER = itertools.count(-1, -1)
+
+
+def _order_of(x: Any) -> int:
+    """A number for the order of data that declare none. Two data sets have the same one if TensorFlow makes them by the
+    same graph from the same tensors, or if they are one object. Of any others nothing says that their orders agree."""
+    try:
+        if x not in _ORDERS:
+            _ORDERS[x] = _number_of_graph(x) or next(_NEXT_ORDER)
+        return _ORDERS[x]
+    except TypeError:  # it has no hash, or nothing can refer to it
+        return next(_NEXT_ORDER)
+
+
+def _number_of_graph(x: Any) -> int | None:
+    if not isinstance(x, tf.data.Dataset):
+        return None
+    policy = tf.data.experimental.ExternalStatePolicy.FAIL  # for generators and random numbers
+    try:
+        graph = tf.compat.v1.GraphDef.FromString(x._as_serialized_graph(external_state_policy=policy).numpy())
+    except Exception:  # or it is too large for a message of TensorFlow's
+        return None
+    for node in graph.node:
+        node.attr.pop("metadata", None)  # a name that each object has for itself
+    digest = hashlib.sha256(graph.SerializeToString(deterministic=True)).digest()
+    return 2 + int.from_bytes(digest[:6], "big")
+
+
 class Fit:
     """One call of `fit`.
 
@@ -97,6 +129,7 @@ class Fit:
       parts: how many of them make a logical batch, and an update.
       uses: how often one logical batch may hold an example.
       stride: batches of an execution.
+      own: whether the data are of the caller's making, and nothing but what was said is known of their passes.
       whole: whether a pass may end with a smaller batch, after which the next one begins a batch of its own.
       passes: passes over the data that were begun.
       counts_passes: whether no other callback of the same call does.
@@ -116,10 +149,14 @@ class Fit:
         self._counter = optimizer._dp.counter
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= length(call.get("x")) is not None
-        self._order = float(getattr(declared_sampling(call.get("x")), "order", 0) or 1)  # 1: as the caller says
+        x, declared = call.get("x"), declared_sampling(call.get("x"))
+        self.own = declared is None and length(x) is None
+        ordered = self.own and optimizer.noise is not None
+        self._order = float(getattr(declared, "order", 0) or (_order_of(x) if ordered else 1))
         self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
         self.ended, self.awaited, self.counts_passes = False, False, True
         self.first: int | None = None
+        self._begun_at = (0.0, 0.0, 0)  # what the counter had seen before this epoch, before this batch; steps before
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
@@ -139,7 +176,7 @@ class Fit:
         self._pass = pass_ = max(min(n // b, steps or n // b), 1)
         if not self.whole:
             return 1 if self.parts == 1 and n % b == 0 else 1 + math.ceil((self.parts * b - 1) / n)
-        if self.parts == 1 or (steps and steps % self.parts == 0 and self.passes_in(steps) == 1):
+        if self.parts == 1 or (steps and steps % self.parts == 0 and self.passes_in_epoch(steps) == 1):
             return 1
         return 1 + math.ceil((self.parts - 1) / pass_)
 
@@ -165,6 +202,12 @@ class Fit:
         if not self.whole:  # batches may go across the border of two passes
             return math.ceil(steps * b / n)
         return 1 if steps <= math.ceil(n / b) else math.ceil(steps / max(n // b, 1))
+
+    def passes_in_epoch(self, batches: int) -> int:
+        """How many passes over the data the first so many batches of an epoch begin."""
+        if self.own and self.whole:  # however many batches a pass is cut into; `check_rows` counts their examples
+            return min(batches, 1)
+        return self.passes_in(batches)
 
     def begin_passes(self, number: int) -> None:
         """Counted for the optimizer, of which another fit may count some, too."""
@@ -209,6 +252,38 @@ class Fit:
                 "example more often than is priced. Give PrivacyBudget the number of examples that the data have."
             )
 
+    def begin_epoch(self) -> None:
+        seen = float(self._counter.seen.numpy())
+        self._begun_at = (seen, seen, self.steps)
+
+    def check_rows(self) -> None:
+        """That batches and a pass hold no more examples than was said of them, which is all that is known of them.
+
+        Where a pass has more examples than ``num_examples``, one of them may be in it several times, even in one batch:
+        as often as there are too many, if each of the others is in it once. So much its steps are counted as, too."""
+        n, (epoch, before, steps) = self.data["num_examples"], self._begun_at
+        if not self.own or self.data["sampling"] not in _CUT_UP:
+            return
+        seen = float(self._counter.seen.numpy())
+        self._begun_at = epoch, seen, steps
+        in_pass, in_batches = round(seen - epoch), round(seen - before)
+        if self.whole and in_pass > n:
+            held = min(in_pass - n + 1, self.physical * self.parts)
+            self._count_unknown(self.steps - steps, held)
+            raise PrivacyError(
+                f"num_examples={n}, but this pass over the data has {in_pass} examples or more. One of them may be in "
+                "several steps, or several times in one, so the ε of one use a pass would be too small. If all are "
+                "different, give PrivacyBudget their number. If some are copies of one (flat_map, window), use "
+                "tfdpfl.data.poisson_batches(..., augment=..., copies=k) and an optimizer with rows_per_unit=k. If "
+                "the data set holds several passes, give fit one of them, and epochs."
+            )
+        if in_batches > self.stride * self.physical:
+            raise PrivacyError(
+                f"batch_size={self.physical}, but fit was given a batch of {-(-in_batches // self.stride)} examples or "
+                "more, so the number of passes cannot be told from the number of steps. Give PrivacyBudget the size of "
+                "the largest batch as batch_size."
+            )
+
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
         self._counter.announce(self.batches, 0)
@@ -230,14 +305,16 @@ class Fit:
         if not self.ended and self.awaited and taken > 0:
             # They may have come into a logical batch, with examples of other parts.
             self.optimizer._dp.drop_partial()
-            halved = self.optimizer.num_microbatches is not None
-            # Each part, and each replica, may have held the same example.
-            dp = self.optimizer._dp
-            multiplier = dp.least_noise / self.parts / (2 if halved else 1) / dp.holders
-            kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
-            row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, taken, 0]
-            self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
+            self._count_unknown(taken, self.parts * self.optimizer._dp.holders)  # each may have held the same example
         self.end()
+
+    def _count_unknown(self, steps: int, held: int) -> None:
+        """Counts so many steps once more, as steps of which each may have held every example so often."""
+        dp, halved = self.optimizer._dp, self.optimizer.num_microbatches is not None
+        kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
+        multiplier = dp.least_noise / held / (2 if halved else 1)
+        row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, steps, 0]
+        self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
 
     @property
     def steps(self) -> int:

@@ -13,6 +13,12 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
 
 
+def _of_batches() -> tuple[type, ...]:
+    """The kinds of data whose batches `fit` puts in another order in every epoch, unless ``shuffle=False``."""
+    kinds = [getattr(tf.keras.utils, name, None) for name in ("PyDataset", "Sequence")]
+    return tuple(kind for kind in kinds if kind is not None)
+
+
 class Sampling:
     """What `PrivacyBudget` was told of the data, held against what `fit` was given.
 
@@ -131,7 +137,7 @@ class Sampling:
                 "which cuts one sample into batches, or sampling='shuffle'."
             )
         if origin is None:
-            self._check_against(x)
+            self._check_against(x, call)
         else:
             self._check_said_of(origin)
         ordered = self._optimizer.noise is None and self.sampling == "fixed_order"
@@ -171,7 +177,7 @@ class Sampling:
                 f"there are {uses}. Train for fewer, or declare more."
             )
 
-    def _check_against(self, x: Any) -> None:
+    def _check_against(self, x: Any, call: dict[str, Any]) -> None:
         """That what TensorFlow tells of a data set does not contradict what is said of it."""
         assert self.num_examples is not None and self.batch_size is not None
         shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(getattr(x, "element_spec", ()))]
@@ -188,10 +194,18 @@ class Sampling:
                 "examples (its element_spec says so); give that number."
             )
         batches = int(x.cardinality()) if hasattr(x, "element_spec") and hasattr(x, "cardinality") else -1
-        if self.sampling in ("poisson", "fixed_size") and 0 <= batches * self.batch_size < self.num_examples:
+        rows = batches * self.batch_size
+        whole = call.get("steps_per_epoch") is None and passed_through(x, ("repeat",)) is None
+        if self.sampling in ("shuffle", "fixed_order") and sizes and whole and rows > self.num_examples:
+            raise PrivacyError(
+                f"num_examples={self.num_examples}, but a pass over the data set has {rows} examples ({batches} batches"
+                f" of {self.batch_size}). One of them may be in several steps, or several times in one. Give "
+                "PrivacyBudget the number of examples, or fit one pass over the data, and epochs."
+            )
+        if self.sampling in ("poisson", "fixed_size") and 0 <= rows < self.num_examples:
             raise PrivacyError(
                 f"sampling={self.sampling!r} from num_examples={self.num_examples}, but the data set ends after "
-                f"{batches} batches, {batches * self.batch_size} examples at batch_size={self.batch_size}, and begins "
+                f"{batches} batches, {rows} examples at batch_size={self.batch_size}, and begins "
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
             )
 
@@ -265,6 +279,11 @@ class Sampling:
             raise PrivacyError(
                 "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
                 "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
+            )
+        if sampling == "fixed_order" and isinstance(x, _of_batches()) and call.get("shuffle", True):
+            raise PrivacyError(
+                f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so that "
+                "an example's uses may lie nearer to each other. Give fit shuffle=False."
             )
         if sampling == "fixed_order" and declared is None and self.num_examples and self.batch_size:
             apart = self.num_examples // self.batch_size

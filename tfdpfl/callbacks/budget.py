@@ -39,6 +39,14 @@ _GENERATOR = (
     "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
     "attacker who sees every digit of the weights may use (Mironov 2012)."
 )
+_ROWS = (
+    "One example is one row of the batches that fit was given. ε is larger for a person, or a record, with several "
+    "rows (overlapping windows, augmented copies, several visits): max_examples_per_user of compute_epsilon gives it."
+)
+_STREAM = (
+    "The data are a stream (steps_per_epoch or repeat), in which the end of a pass cannot be seen. That each "
+    "num_examples of its rows hold an example at most once is taken for granted."
+)
 _START = "The weights that training began with are taken to be public."
 
 
@@ -215,7 +223,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._say_what_is_odd()
             fit.begin()
             steps = self.params.get("steps")
-            self._passes_per_epoch = fit.passes_in(steps) if steps else None
+            self._passes_per_epoch = fit.passes_in_epoch(steps) if steps else None
             self._limit = self._allowed()
             fit.share(self._limit)
             if self._is_full(0):
@@ -228,6 +236,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 )
         self._epoch = epoch
         fit.first = None
+        fit.begin_epoch()
         self._passes_before = fit.passes
         fit.begin_passes(self._passes_per_epoch or 1)
 
@@ -235,7 +244,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit = self._running()
         fit.first = batch if fit.first is None else fit.first
         if self._passes_per_epoch is None:  # how long an epoch is turns out as it runs
-            fit.begin_passes(self._passes_before + fit.passes_in(batch + fit.stride) - fit.passes)
+            fit.begin_passes(self._passes_before + fit.passes_in_epoch(batch + fit.stride) - fit.passes)
         steps = self.params.get("steps")
         fit.announce(batch, fit.stride if steps is None else min(fit.stride, steps - batch))
 
@@ -246,6 +255,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             fit.optimizer._dp.check_finished(saved_weights(self.model))
         if fit.stride > 1:
             fit.silence()  # the data may have ended in the middle of an execution
+        fit.check_rows()
         if self._limit is None:
             return
         self._check_announced()
@@ -339,6 +349,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
                 f"steps are {batch / expected:.3g} times what the learning rate says. ε is as it would be."
             )
+        if fit.own:
+            self._spent.notes[_ROWS] = None
+        if fit.own and not fit.whole:
+            self._spent.notes[_STREAM] = None
         declared = declared_sampling(fit_arguments(self.model).get("x"))
         if declared is not None and declared.seed is not None:
             self._spent.notes[
@@ -507,5 +521,5 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return steps + fit.steps_next() > self._limit
         if steps_of_epoch is None:
             return fit.passes + (self._passes_per_epoch or 1) > self._limit
-        after = self._passes_before + fit.passes_in(steps_of_epoch + fit.stride)
+        after = self._passes_before + fit.passes_in_epoch(steps_of_epoch + fit.stride)
         return self._passes_per_epoch is None and after > self._limit

@@ -86,6 +86,7 @@ class Counter:
         # the target allows (-1: any).
         self.share = in_memory(np.zeros(2))
         self.nonfinite = in_memory(np.int64(0))
+        self.seen = in_memory(np.float64(0))  # units in the batches of which it was known how they were drawn
         self.discrete = False
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
         self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
@@ -115,11 +116,13 @@ class Counter:
         known = np.isin(rows[:, ORIGIN], [*own[own[:, STEPS] > 0, ORIGIN], self.origin.numpy()])
         return max(self.steps - int(rows[known, STEPS].sum()), 0)
 
-    def drawn(self, nonfinite: tf.Tensor) -> Drawn:
-        """How the batch of the step that is traced was drawn, of which so many examples were not finite; the next one
-        is another."""
+    def drawn(self, nonfinite: tf.Tensor, units: tf.Tensor | float = 0.0) -> Drawn:
+        """How the batch of the step that is traced was drawn, of which so many units were not finite, and which has so
+        many; the next one is another."""
         self.nonfinite.assign_add(tf.cast(nonfinite, tf.int64))
-        after, known, place = _next_batch()(tf.convert_to_tensor(self.batches))
+        before = tf.convert_to_tensor(self.batches)
+        self.seen.assign_add(tf.where(before[-1] > 0, tf.cast(units, tf.float64), 0))
+        after, known, place = _next_batch()(before)
         self.batches.assign(after)
         return Drawn(known, place)
 
@@ -267,8 +270,8 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
     truncated = int(row[TRUNCATED]) or None
     epochs = None
     if sampling == "shuffle":
-        # No pass has more steps than this; and no example more uses than there were steps, unless it is in one twice.
-        epochs = max(int(row[PASSES]), -(-steps // -(-n // batch)))
+        # No example has more uses than there were steps, unless it is in one twice.
+        epochs = int(row[PASSES]) or -(-steps // -(-n // batch))
         if int(row[SAMPLING]) % DISCRETE == ACROSS_PASSES:
             origin += "*"  # not the same steps as others of this batch size
         else:

@@ -315,9 +315,10 @@ class Mechanism:
 
             def release(summed: list[tf.Tensor]) -> list[tf.Tensor]:
                 """Accumulates; and of a whole batch releases the sum."""
-                nonfinite, *sums = summed
+                nonfinite, rows, *sums = summed
                 bound = tf.cast(self.clipping.norm, tf.float32)
-                drawn, multiplier = self.counter.drawn(nonfinite), self._multiplier(clipped.batch_size)
+                drawn = self.counter.drawn(nonfinite, rows / self.rows_per_unit)
+                multiplier = self._multiplier(clipped.batch_size)
                 if self.holders > 1:  # where nothing is known of batches, which each may draw for itself
                     known = tf.not_equal(drawn.known[_counts.SAMPLING - _counts.DATA], _counts.UNKNOWN)
                     multiplier = tf.where(known, multiplier, multiplier / self.holders)
@@ -328,7 +329,8 @@ class Mechanism:
                 self.pending.assign(pending)
                 return released
 
-            released = _replicas.once(release, [tf.cast(clipped.num_nonfinite, tf.float32), *sums])
+            counts = [tf.cast(number, tf.float32) for number in (clipped.num_nonfinite, clipped.batch_size)]
+            released = _replicas.once(release, [*counts, *sums])
             if self.sparse is not None:
                 stddev = self._stddev(self._denominator(units))
                 used += tables
