@@ -56,7 +56,7 @@ html_sidebars = {"**": ["globaltoc.html"]}
 html_theme_options = {
     "navbar_center": [],
     "navigation_with_keys": False,
-    "show_prev_next": False,
+    "show_prev_next": True,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": [],
     "footer_end": [],
