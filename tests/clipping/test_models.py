@@ -7,7 +7,7 @@ import tensorflow as tf
 import tfdpfl
 from tfdpfl import PrivacyError
 from tfdpfl.clipping import explain, fix, fixing, register_rule, registry, validate
-from tfdpfl.clipping.gradients import summed_to
+from tfdpfl.clipping.gradients import Formed, summed_to
 
 RNG = np.random.default_rng(0)
 L = tf.keras.layers
@@ -54,6 +54,7 @@ def test_explain_tells_the_way_of_every_variable():
         assert (getattr(v, "path", None) or v.name) in str(table)
 
 
+@pytest.mark.slow
 def test_validate_accepts_a_model_that_keeps_examples_apart():
     validate(compiled(L.Conv2D(4, 3), L.GroupNormalization(2), L.Dropout(0.5)), (IMAGES, LABELS))
 
@@ -85,21 +86,84 @@ def test_what_is_no_model_cannot_be_fixed():
         fix(None)
 
 
-def test_validate_sees_a_false_promise_by_its_numbers():
+@pytest.fixture
+def rules():
+    """The tables of moves and rules, which are as they were when a test ends."""
+    known = {name: dict(getattr(registry, name)) for name in ("MOVES", "RULES")}
+    yield registry
+    for name, table in known.items():
+        getattr(registry, name).clear()
+        getattr(registry, name).update(table)
+
+
+@pytest.mark.slow
+def test_validate_sees_a_false_promise_by_its_numbers(rules):
     """A rule registered for an op that in truth mixes examples: the graph's analysis believes it, the numbers tell."""
 
     class Reversed(L.Layer):
         def call(self, x):
             return x + tf.raw_ops.ReverseV2(tensor=x, axis=[0])
 
-    known = registry.MOVES["ReverseV2"]
     register_rule("ReverseV2", batch_axis=0)(lambda use, units: None)
-    try:
-        with pytest.raises(PrivacyError, match="Changing example 0 changed"):
-            validate(compiled(Reversed(), L.Conv2D(2, 3)), (IMAGES, LABELS))
-    finally:
-        registry.MOVES["ReverseV2"] = known
-        del registry.RULES["ReverseV2"]
+    with pytest.raises(PrivacyError, match=r"Changing example 0 changed.*Rules of yours are in force for ReverseV2"):
+        validate(compiled(Reversed(), L.Conv2D(2, 3)), (IMAGES, LABELS))
+
+
+def flat(*layers):
+    model = tf.keras.Sequential([tf.keras.Input((5,)), *layers, L.Dense(4)])
+    model.compile(optimizer="sgd", loss=LOSS)
+    return model, (RNG.normal(size=(6, 5)).astype("float32"), LABELS)
+
+
+def products(use):
+    return tf.einsum("bi,bj->bij", use.inputs[0], use.g)
+
+
+WRONG = {
+    "short": lambda use: 0.01 * products(use),
+    "none": lambda use: 0 * products(use),
+    "mean": lambda use: 0 * products(use) + tf.reduce_mean(products(use), 0, keepdims=True),
+    "sign": lambda use: products(use) * tf.sign(tf.reduce_sum(products(use))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRONG)
+def test_validate_compares_rules_with_exact_gradients(kind, rules):
+    register_rule("MatMul")(lambda use, units: Formed([WRONG[kind](use)]))
+    model, batch = flat()
+    with pytest.raises(PrivacyError, match="Rules of yours are in force for MatMul"):
+        validate(model, batch)
+
+
+@pytest.mark.slow
+def test_validate_accepts_a_rule_that_is_right(rules):
+    register_rule("MatMul")(lambda use, units: Formed([products(use)]))
+    validate(*flat(L.Dense(3, activation="tanh")))
+
+
+@pytest.mark.slow
+def test_validate_says_where_numbers_cannot_be_compared():
+    class Noisy(L.Layer):
+        def call(self, x):
+            return x + tf.random.normal(tf.shape(x))
+
+    with pytest.warns(UserWarning, match="draws at random outside of training"):
+        validate(*flat(Noisy()))
+
+
+@pytest.mark.slow
+def test_reports_and_ledgers_name_the_rules_of_users(rules):
+    model, (x, y) = flat()
+    register_rule("MatMul")(lambda use, units: Formed([products(use)]))
+    model.compile(optimizer=tfdpfl.DPSGD(1.0, 1.0), loss=LOSS)
+    budget = tfdpfl.callbacks.PrivacyBudget(delta=1e-3, accountant="rdp")
+    model.fit(x, y, verbose=0, callbacks=[budget])
+    ledger = tfdpfl.PrivacyLedger.from_dict(budget.ledger.to_dict())
+    merged = tfdpfl.PrivacyLedger().merge(ledger).of_dataset(None)
+    for report in (budget.report, merged.report(1e-3, "rdp")):
+        assert "rules that a user registered for these ops: MatMul." in report.statement()
+    assert ledger == budget.ledger != tfdpfl.PrivacyLedger()
 
 
 def test_validate_needs_two_examples():
@@ -107,8 +171,8 @@ def test_validate_needs_two_examples():
         validate(compiled(L.Conv2D(2, 3)), (IMAGES[:1], LABELS[:1]))
 
 
-def test_a_registered_rule_is_used_and_exact():
-    old, known = registry.RULES["Mul"], registry.MOVES["Mul"]
+def test_a_registered_rule_is_used_and_exact(rules):
+    known = rules.MOVES["Mul"]
     calls = []
 
     @register_rule("Mul")
@@ -116,18 +180,15 @@ def test_a_registered_rule_is_used_and_exact():
         calls.append(use)
         return summed_to(use.g * use.inputs[1 - use.at], use.out, use.shape, units)
 
-    try:
-        w = tf.Variable([1.0, 2.0, 3.0])
-        x = RNG.normal(size=(5, 3)).astype("float32")
+    w = tf.Variable([1.0, 2.0, 3.0])
+    x = RNG.normal(size=(5, 3)).astype("float32")
 
-        @tf.function(input_signature=[tf.TensorSpec([None, 3])])
-        def norms(x):
-            return tfdpfl.clipping.per_example_norms(tf.reduce_sum(x * w), [w])
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def norms(x):
+        return tfdpfl.clipping.per_example_norms(tf.reduce_sum(x * w), [w])
 
-        np.testing.assert_allclose(norms(x), np.linalg.norm(x, axis=1), rtol=1e-6)
-        assert calls and registry.MOVES["Mul"] is known
-    finally:
-        registry.RULES["Mul"] = old
+    np.testing.assert_allclose(norms(x), np.linalg.norm(x, axis=1), rtol=1e-6)
+    assert calls and rules.MOVES["Mul"] is known
 
 
 @pytest.mark.one_stack
@@ -294,6 +355,7 @@ def test_fix_replaces_layers_inside_of_a_users_own(subclassed):
         model(IMAGES)
     else:
         model = compiled(Block(name="block"))
+    (model.block if subclassed else model.get_layer("block"))._steps[0].trainable = False
     before = [np.array(v) for v in model.weights]
     fixed = fix(model)
     for name in ("listed", "nested", "attribute"):
@@ -304,6 +366,7 @@ def test_fix_replaces_layers_inside_of_a_users_own(subclassed):
         np.testing.assert_array_equal(a, b)
     old, new = (m.block if subclassed else m.get_layer("block") for m in (model, fixed.model))
     np.testing.assert_array_equal(old._steps[0].get_weights()[0], new._steps[0].get_weights()[0])
+    assert not new._steps[0].trainable and new.inner.layers[0].trainable
     fixed.model.compile(optimizer=tfdpfl.DPSGD(1.0, 1.0), loss=LOSS)
     fixed.model.fit(IMAGES, LABELS, verbose=0)
     assert fix(fixed.model).model is fixed.model

@@ -1,5 +1,6 @@
 """What ran, row by row, so that ε can be asked of it at any time, and saved next to the model."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,6 +106,10 @@ class _Correlated:
         )  # fmt: skip
 
 
+_USER_RULES = (
+    "The clip relies on rules that a user registered for these ops: {}. tfdpfl.clipping.validate(model, batch) "
+    "compares them with exact gradients; nothing proves them."
+)
 _Row = Run | _Applied | _Counted | _Correlated
 
 
@@ -123,6 +128,10 @@ class PrivacyLedger:
     Rows of the same mechanism merge, so that a record per step stays one row. `to_dict` is JSON-ready and
     `from_dict` its inverse.
 
+    Attributes:
+        user_rules: The types of the ops for which rules of `tfdpfl.clipping.register_rule` were in force. The clip
+            relies on them, so `report` names them.
+
         ledger = PrivacyLedger()
         ledger.record(1.1, steps=240, num_examples=60000, batch_size=250, sampling="shuffle")
         ledger.epsilon(delta=1e-5)
@@ -130,6 +139,7 @@ class PrivacyLedger:
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
+        self.user_rules: frozenset[str] = frozenset()
         self._goes_on = True  # whether the last shuffled row is of the pass that the next recorded step is in
 
     def record(
@@ -331,6 +341,7 @@ class PrivacyLedger:
         if other._shuffled and not self._shuffled:
             self._goes_on = False
         self._rows = [*recorded, *self._rows]
+        self.user_rules |= other.user_rules
         for row in other._rows:
             if isinstance(row, _Counted):
                 self._unite(row)
@@ -358,8 +369,7 @@ class PrivacyLedger:
         """The rows that may be about this data set: those with its name, and those with none. Of a data set without a
         name all rows may be.
         """
-        ledger = PrivacyLedger()
-        ledger._goes_on = self._goes_on
+        ledger = copy.copy(self)
         ledger._rows = [
             row for row in self._rows if dataset is None or getattr(row, "dataset", None) in (None, dataset)
         ]
@@ -452,6 +462,8 @@ class PrivacyLedger:
     def report(self, delta: float, accountant: str = "pld", notes: Sequence[str] = ()) -> PrivacyReport:
         """Returns the ε of all that ran, with all that it depends on; `notes` are sentences to put beside it."""
         adjacency = self.adjacency
+        if self.user_rules:
+            notes = [*notes, _USER_RULES.format(", ".join(sorted(self.user_rules)))]
         recorded = [row for row in self._rows if isinstance(row, Run)]
         counted = [row.run for row in self._rows if isinstance(row, _Counted) and not row.unknown]
         others = [
@@ -486,7 +498,8 @@ class PrivacyLedger:
             if isinstance(row, _Counted):
                 saved |= {"origin": row.origin, "dataset": row.dataset, "unknown": row.unknown}
             rows.append(saved)
-        return {"version": 1, "rows": rows}
+        rules = {"user_rules": sorted(self.user_rules)} if self.user_rules else {}
+        return {"version": 1, "rows": rows, **rules}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "PrivacyLedger":
@@ -499,6 +512,7 @@ class PrivacyLedger:
             raise ValueError(f"saved must be what PrivacyLedger.to_dict gave, of version 1, got {saved!r:.99}")
         ledger = cls()
         try:
+            ledger.user_rules = frozenset(saved.get("user_rules", ()))
             for row in saved["rows"]:
                 if "correlated" in row:
                     from tfdpfl.accounting.correlated import CorrelatedRun  # it loads numpy, which most need not
@@ -518,7 +532,7 @@ class PrivacyLedger:
         return ledger
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrivacyLedger) and self._rows == other._rows
+        return isinstance(other, PrivacyLedger) and (self._rows, self.user_rules) == (other._rows, other.user_rules)
 
     __hash__ = None  # type: ignore[assignment]
 

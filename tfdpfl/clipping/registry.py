@@ -26,6 +26,16 @@ Rule = Callable[[Use, Units], "Contribution | None"]
 
 
 @dataclasses.dataclass(frozen=True)
+class UserRule:
+    """A rule that a user registered. Nothing here shows that it is right, so reports name it."""
+
+    function: Rule
+
+    def __call__(self, use: Use, units: Units) -> Contribution | None:
+        return self.function(use, units)
+
+
+@dataclasses.dataclass(frozen=True)
 class Move:
     """A transfer, and what may come before it.
 
@@ -92,7 +102,10 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
       op_type: the op's type, as in ``tensor.op.type``.
       batch_axis: give it for an op that the engine does not know: the axis of the examples in its inputs that have
         them and in its outputs. It is your promise that row i of an output depends on row i of each input alone, and
-        that the op's gradient keeps to that; ε hangs on it. `validate` checks it with numbers.
+        that the op's gradient keeps to that; ε depends on it.
+
+    Nothing shows that your rule is right, and a gradient that it makes too short passes the clip. So `validate`
+    compares it with exact gradients on a batch, and every ledger, report and statement names it.
 
     The rule returns `Outer`, `Lookup` or `Formed` from `tfdpfl.clipping.gradients` (see there), or None to leave a use
     to the exact fallback. A rule for an op that has one replaces it.
@@ -107,7 +120,17 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
         )
     if batch_axis is not None:
         moves(op_type)(functools.partial(_promised, batch_axis))
-    return rule(op_type)
+
+    def add(function: Rule) -> Rule:
+        RULES[op_type] = UserRule(function)
+        return function
+
+    return add
+
+
+def user_rules() -> frozenset[str]:
+    """Returns the types of the ops for which rules of users are in force."""
+    return frozenset(kind for kind, function in RULES.items() if isinstance(function, UserRule))
 
 
 def _promised(axis: int, _: Any, op: tf.Operation, states: list[State]) -> State | None:

@@ -18,6 +18,7 @@ from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.gradients import added, compiled
 from tfdpfl.clipping.plan import Plan
+from tfdpfl.clipping.registry import user_rules
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _counts, _replicas, _rows, _workers
@@ -173,6 +174,7 @@ class Mechanism:
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._partials: dict[tuple[int, ...], Partial] = {}
         self.pending = in_memory(np.int64(0))  # parts that the last step left
+        self.user_rules: frozenset[str] = frozenset()  # the ops for which users' rules were in force in its steps
         self.holders = 1  # replicas that may hold the same example, in the step that was traced last
 
     @property
@@ -246,7 +248,9 @@ class Mechanism:
     def ledger(self) -> PrivacyLedger:
         """What is known to have run, with its price."""
         rows = self.rows()
-        return _counts.ledger_of(rows) if self.chain is None else self.chain.ledger(rows)
+        ledger = _counts.ledger_of(rows) if self.chain is None else self.chain.ledger(rows)
+        ledger.user_rules |= self.user_rules
+        return ledger
 
     def check_replicas(self) -> None:
         """Raises a `PrivacyError` where several replicas would take a step that they have no common form of."""
@@ -288,6 +292,7 @@ class Mechanism:
         rows = self.rows_per_unit if self.rows_per_unit > 1 else None
         loss, replicas = _replicas.undivided(loss), _replicas.number()
         plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
+        self.user_rules |= user_rules()
         _replicas.check_apart(plan.analysis.sources)
         together = _workers.meet(self, tf.cast(plan.units.count, tf.float32), variables)
         units, self.holders = together.units, replicas
