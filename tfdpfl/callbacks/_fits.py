@@ -45,7 +45,30 @@ def steps_on(model: Any) -> int:
 
 def fingerprint(model: Any) -> int:
     """A number that tells weights apart, whichever of them are trainable."""
-    return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in weights_of(model))
+    return _number_of(weights_of(model))
+
+
+def _number_of(variables: Any) -> int:
+    return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in variables)
+
+
+def fingerprints(model: Any) -> set[int]:
+    """The fingerprints of the weights, and of those that Keras will put in their place: the averages that an optimizer
+    with use_ema=True keeps, which come into the model as `fit` ends (or by SwapEMAWeights)."""
+    found = {fingerprint(model)}
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    averages = getattr(optimizer, "_model_variables_moving_average", None) or ()
+    if len(averages) == len(model.trainable_weights):
+        found.add(fingerprint(model) - _number_of(model.trainable_weights) + _number_of(averages))
+    return found
+
+
+def executions_of(model: Any) -> int:
+    """How many batches a compiled model takes between two calls of its callbacks."""
+    # Keras 3 has the number itself, Keras 2 a variable under another name.
+    held = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
+    return 1 if held is None else int(held.numpy() if hasattr(held, "numpy") else held)
 
 
 def private_optimizer(model: Any) -> Any:

@@ -20,7 +20,9 @@ from tfdpfl.accounting.run import SAMPLINGS
 from tfdpfl.callbacks._fits import (
     LEFT,
     Fit,
+    executions_of,
     fingerprint,
+    fingerprints,
     fit_arguments,
     private_optimizer,
     running_models,
@@ -192,14 +194,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "the inner one a PrivacyBudget of its own, or train after the outer one has ended."
             )
         self._optimizer = optimizer = private_optimizer(self.model)
-        # Keras 3 has the number itself, Keras 2 a variable under another name.
-        held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
-        per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         call = fit_arguments(self.model)
         for planned in filter(None, (getattr(piece, PLAN, None) for piece in (optimizer, call.get("x"), self))):
             planned.check(optimizer, call)
         data = Sampling(self, optimizer, self._data_number).describe(call)
-        fit = Fit(self.model, optimizer, data, self._data_number, int(per_call), call, self.params.get("steps"))
+        fit = Fit(
+            self.model, optimizer, data, self._data_number, executions_of(self.model), call, self.params.get("steps")
+        )
         for other in self._before_me():
             fit.counts_passes = False
             if other._fit is not None and other._fit.batches != fit.batches:
@@ -278,7 +279,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit.silence()
         fit.check_pass()
         _, left = LEFT.get(fit.model, (0, set()))
-        LEFT[fit.model] = (steps_on(fit.model), left | {fingerprint(fit.model)})
+        LEFT[fit.model] = (steps_on(fit.model), left | fingerprints(fit.model))
         if logs is not None:
             logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
         self._check_announced()
