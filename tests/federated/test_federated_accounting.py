@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import types
+from pathlib import Path
 
 import dp_accounting
 import numpy as np
@@ -32,6 +33,8 @@ from tfdpfl.federated.guarantees import (
 )
 from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.federated.samplers import FixedSizeClientSampler, PoissonClientSampler
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def rounds(number, sampling="none", population=100, cohort=10.0, cohorts=(), examples=None, **limits):
@@ -383,8 +386,14 @@ def test_a_missing_or_wrong_tff_names_the_command_that_installs_it(monkeypatch, 
         fake.__version__ = version
     monkeypatch.setitem(sys.modules, "tensorflow_federated", fake)
     monkeypatch.delitem(sys.modules, "tfdpfl.federated._tff", raising=False)
-    with pytest.raises(ImportError, match=r"0\.87.*pip install 'tfdpfl\[federated\]'"):
+    with pytest.raises(
+        ImportError, match=r"0\.87.*pip install 'tfdpfl\[federated\]' && pip install --no-deps"
+    ) as refused:
         importlib.import_module("tfdpfl.federated._tff")
+    # requirements/try_federated.py tries this command, and those of the page, in empty environments.
+    _, _, without_resolver = str(refused.value).rpartition(" && ")
+    for page in ("docs/federated.md", "docs/install.md"):
+        assert without_resolver in (ROOT / page).read_text("utf-8")
 
 
 def test_the_worker_command_hands_its_options_on_and_says_what_is_missing(monkeypatch):

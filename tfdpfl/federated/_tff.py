@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 VERSION = "0.87"
-_INSTALL = "pip install 'tfdpfl[federated]'"
+# The extra brings what TFF needs, without TFF: a resolver refuses TFF itself, which asks for a jaxlib of no index.
+_INSTALL = f"pip install 'tfdpfl[federated]' && pip install --no-deps tensorflow-federated=={VERSION}.0"
 
 try:
     import tensorflow_federated as tff
