@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402
 import csv
+import errno
+import fcntl
 import json
 import math
 import os
@@ -432,6 +434,10 @@ def test_a_folder_of_another_training_is_refused(tmp_path):
         run(Counting(GAUSSIAN), poisson(rate=0.25), checkpoint_dir=tmp_path)
     ledger = tmp_path / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
+    for damaged in (lines[0][:9] + "\n", lines[0] + '{"round": 0}\n', "[1]\n", lines[0] + "{\n" + lines[1]):
+        ledger.write_text(damaged)
+        with pytest.raises(ValueError, match=r"ledger\.jsonl is damaged .*Restore it"):
+            run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
     ledger.write_text("".join(lines[:2]))
     with pytest.raises(ValueError, match="lacks rounds that ran"):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
@@ -440,9 +446,95 @@ def test_a_folder_of_another_training_is_refused(tmp_path):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
 
 
+def of_settings(clip):
+    process = Counting(GAUSSIAN)
+    process.noise_settings = {"clip": clip}
+    return process
+
+
+@pytest.mark.slow
+def test_a_folder_goes_on_with_the_clip_that_its_noise_was_made_for(tmp_path):
+    run(of_settings("1.0"), poisson(), 2, checkpoint_dir=tmp_path, **quick)
+    with pytest.raises(PrivacyError, match=r"another clip, 1\.0, not 0\.001"):
+        run(of_settings("0.001"), poisson(), 3, checkpoint_dir=tmp_path, **quick)
+    assert len(run(of_settings("1.0"), poisson(), 3, checkpoint_dir=tmp_path, **quick).rows) == 3
+    # A folder from before clips were compared can still be read.
+    run(Counting(GAUSSIAN), poisson(), 1, checkpoint_dir=tmp_path / "older", **quick)
+    assert len(run(of_settings("1.0"), poisson(), 2, checkpoint_dir=tmp_path / "older", **quick).rows) == 2
+
+
+@pytest.mark.slow
+def test_a_private_training_takes_the_model_of_a_state_and_neither_its_noise_nor_its_clip():
+    """200 weights without a gradient: from a state without noise they get the noise that is stated."""
+    clients = fd.from_arrays((np.zeros([2, 100]), np.zeros(2, np.int32)), range(2)).batch(1)
+    first, second = (
+        build_dp_fed_avg(
+            lambda: tf.keras.Sequential([tf.keras.Input((100,)), tf.keras.layers.Dense(2, use_bias=False)]),
+            clients_per_round=2, noise_multiplier=z, clip=clip, client_optimizer_fn="sgd", server_optimizer_fn="sgd",
+            loss=loss(), input_spec=clients.element_spec,
+        )
+        for z, clip in ((0.0, 0.5), (2.0, 1.0))
+    )  # fmt: skip
+    assert second.noise_settings == {"clip": "1.0", "noise_multiplier": "2.0", "metrics": "None"}
+    sampler = BoundedParticipationSampler(clients.client_ids, 2, max_participations=5)
+    with local_runtime():
+        start = first.initialize()
+        end = train(
+            second, clients, num_rounds=1, sampler=sampler, delta=DELTA, progress=False, initial_state=start, **quick
+        ).state
+        weights = [np.ravel(p.get_model_weights(s).trainable) for p, s in ((first, start), (second, end))]
+    squares = np.sum((weights[1] - weights[0]) ** 2)  # noise of 2 clips over two clients
+    assert stats.chi2(200).cdf(squares) > 5e-9 and stats.chi2(200).sf(squares) > 5e-9
+
+
+@pytest.mark.parametrize("number, words", [(errno.ENOLCK, "cannot lock files"), (errno.EWOULDBLOCK, "in use")])
+def test_a_file_system_without_locks_is_not_another_training(tmp_path, monkeypatch, number, words):
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(ValueError, match=words):
+        run(Counting(GAUSSIAN), poisson(), 1, checkpoint_dir=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_state_is_on_the_disk_before_its_round_is_shown(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    def shown(weights):
+        state = tmp_path / f"state_{weights}"
+        assert {str(path) for path in (tmp_path, state, *state.rglob("*"))} <= set(synced)
+        return {}
+
+    run(Counting(GAUSSIAN), poisson(), 2, checkpoint_dir=tmp_path, eval_fn=shown, **quick)
+
+
+@pytest.mark.slow
+def test_clients_that_are_not_batched_are_told_how():
+    raw = of_one()
+    with pytest.raises(ValueError, match=r"single examples\. .*clients\.batch\(16\)"):
+        build_dp_fed_avg(
+            make_model, clients_per_round=1, noise_multiplier=1.0, clip=1.0, client_optimizer_fn="sgd", loss=loss(),
+            input_spec=raw.element_spec,
+        )  # fmt: skip
+    process = build_dp_fed_avg(
+        make_model, clients_per_round=1, noise_multiplier=1.0, clip=1.0, client_optimizer_fn="sgd", loss=loss(),
+        input_spec=raw.batch(8).element_spec,
+    )  # fmt: skip
+    sampler = BoundedParticipationSampler(["a"], 1, 10)
+    with pytest.raises(ValueError, match=r"client 'a' are single examples of .*client_data\.batch\(16\)"):
+        train(process, raw, num_rounds=1, sampler=sampler, delta=DELTA, progress=False)
+
+
 def test_two_trainings_do_not_share_a_folder(tmp_path):
     def meanwhile(weights):
-        with pytest.raises(ValueError, match="in use by another training"):
+        with pytest.raises(ValueError, match="in use by another process"):
             run(Counting(GAUSSIAN), poisson(), 2, checkpoint_dir=tmp_path)
         return {}
 
@@ -542,6 +634,7 @@ def test_a_tree_goes_on_from_its_checkpoint_with_the_noise_of_its_open_nodes(tmp
             clients_per_round=2, noise_multiplier=3.0, clip=1.0, restart_every=8, client_optimizer_fn="sgd",
             server_optimizer_fn="sgd", loss=loss(), input_spec=clients.element_spec,
         )  # fmt: skip
+        assert process.noise_settings["clip"] == "1.0"  # of which the noise of its open nodes is
         sampler = BoundedParticipationSampler(clients.client_ids, 2, max_participations=3)
         how = dict(sampler=sampler, delta=DELTA, checkpoint_dir=tmp_path, progress=False)
         return np.ravel(process.get_model_weights(train(process, clients, num_rounds=rounds, **how).state).trainable)

@@ -84,7 +84,7 @@ def build_example_dp_fed_avg(
             raise ValueError("local_steps goes with sampling='poisson': give local_epochs")
         passes = 1 if local_epochs is None else local_epochs
         local_epochs = _checks.whole("local_epochs", passes, 1, "count the passes over the client's data")
-    aggregator, on_top = _aggregator(client_clip, client_noise_multiplier, clients_per_round, model_aggregator)
+    aggregator, settings = _aggregator(client_clip, client_noise_multiplier, clients_per_round, model_aggregator)
     client_optimizer = optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES)
     make = trainable_model_fn(model_fn, loss, input_spec)
     if not callable(make):
@@ -99,21 +99,23 @@ def build_example_dp_fed_avg(
     of_examples = ExampleLevel(
         noise_multiplier=z, sampling=sampling, batch_size=size, local_steps=local_steps, local_epochs=local_epochs
     )
-    return processes.promising(process, of_examples, *on_top)
+    on_top = [] if settings is None else [ClientLevel(noise_multiplier=settings.total)]
+    return processes.promising(process, of_examples, *on_top, settings=settings)
 
 
-def _aggregator(clip: Any, noise_multiplier: float, clients_per_round: Any, given: Any) -> tuple[Any, tuple]:
+def _aggregator(
+    clip: Any, noise_multiplier: float, clients_per_round: Any, given: Any
+) -> tuple[Any, processes._Settings | None]:
     if clip is None:
         if noise_multiplier:
             raise ValueError(f"client_noise_multiplier={noise_multiplier!r} needs client_clip: give the clip")
-        return given or tff.aggregators.UnweightedMeanFactory(), ()
+        return given or tff.aggregators.UnweightedMeanFactory(), None
     if given is not None:
         raise ValueError("model_aggregator would replace the clip and the noise of client-level DP: leave one out")
     if clients_per_round is None:
         raise ValueError("clients_per_round=None: client-level DP divides by a fixed number of clients, give it")
     settings = processes._Settings(clients_per_round, noise_multiplier, clip, None)
-    made = aggregators.clipped_mean(settings.clip, settings.noise_multiplier, settings.clients_per_round)
-    return made, (ClientLevel(noise_multiplier=settings.total),)
+    return aggregators.clipped_mean(settings.clip, settings.noise_multiplier, settings.clients_per_round), settings
 
 
 class _Step:

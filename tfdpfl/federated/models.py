@@ -44,6 +44,7 @@ def trainable_model_fn(
             f"input_spec must be (x, y) or a dict of 'x' and 'y', got {input_spec!r}: give the element_spec of a "
             "client's data set, which must have labels"
         )
+    _check_batched(input_spec)
     if not isinstance(loss, tf.keras.losses.Loss | list):
         raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}: an object, not its name or a function")
 
@@ -76,6 +77,7 @@ def reconstruction_model_fn(model_fn: Any, local_layers: Sequence[str], loss: An
         return model_fn
     if input_spec is None:
         raise ValueError("model_fn returns a Keras model, so give its input_spec too: a client data set's element_spec")
+    _check_batched(input_spec)
 
     def make() -> Any:
         model = model_fn()
@@ -122,6 +124,17 @@ def _makes_keras(model_fn: Any, other: type) -> bool:
         if inside is not None:
             _check_keras(inside)
     return not isinstance(model, other)
+
+
+def _check_batched(input_spec: Any) -> None:
+    """Raises a `ValueError` where a spec is one of single examples: some of its tensors have no first axis to share."""
+    specs = [leaf for leaf in tf.nest.flatten(input_spec) if isinstance(leaf, tf.TensorSpec)]
+    if any(spec.shape.rank == 0 for spec in specs):
+        given = ", ".join(f"{spec.dtype.name}{spec.shape}" for spec in specs)
+        raise ValueError(
+            f"input_spec={given} is of single examples. Models train on batches, whose first axis holds the examples. "
+            "Batch the clients' data, for example with clients = clients.batch(16), and give clients.element_spec"
+        )
 
 
 def _check_keras(model: tf.keras.Model) -> None:

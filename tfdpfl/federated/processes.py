@@ -78,7 +78,7 @@ def build_dp_fed_avg(
         metrics_aggregator=metrics_aggregator, model_distributor=model_distributor,
         loop_implementation=loop_implementation,
     )  # fmt: skip
-    return promising(process, ClientLevel(noise_multiplier=settings.total))
+    return promising(process, ClientLevel(noise_multiplier=settings.total), settings=settings)
 
 
 def build_dp_fed_sgd(
@@ -112,7 +112,7 @@ def build_dp_fed_sgd(
         model_aggregator=tff.aggregators.as_weighted_aggregator(aggregator),
         metrics_aggregator=settings.metrics_aggregator,
     )
-    return promising(process, ClientLevel(noise_multiplier=settings.total))
+    return promising(process, ClientLevel(noise_multiplier=settings.total), settings=settings)
 
 
 def build_dp_fed_recon(
@@ -178,7 +178,7 @@ def build_dp_fed_recon(
         model_aggregator_factory=settings.clipped_mean(),
         metrics_aggregator=settings.metrics_aggregator,
     )
-    return promising(process, ClientLevel(noise_multiplier=settings.total))
+    return promising(process, ClientLevel(noise_multiplier=settings.total), settings=settings)
 
 
 def build_dp_ftrl(
@@ -232,9 +232,8 @@ def build_dp_ftrl(
         client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
         model_distributor=model_distributor, loop_implementation=loop_implementation,
     )  # fmt: skip
-    return promising(
-        process, TreeLevel(noise_multiplier=settings.noise_multiplier, restart_every=restart_every or _LONGEST_TREE)
-    )
+    level = TreeLevel(noise_multiplier=settings.noise_multiplier, restart_every=restart_every or _LONGEST_TREE)
+    return promising(process, level, settings=settings)
 
 
 def build_local_dp_fed_avg(
@@ -271,7 +270,7 @@ def build_local_dp_fed_avg(
         client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
         model_distributor=model_distributor, loop_implementation=loop_implementation,
     )  # fmt: skip
-    return promising(process, LocalLevel(noise_multiplier=settings.noise_multiplier))
+    return promising(process, LocalLevel(noise_multiplier=settings.noise_multiplier), settings=settings)
 
 
 def build_distributed_dp_fed_avg(
@@ -320,12 +319,17 @@ def build_distributed_dp_fed_avg(
         model_distributor=model_distributor, loop_implementation=loop_implementation,
     )  # fmt: skip
     l1, l2, stddev = parameters.bounds
-    return promising(process, DistributedLevel(l1=float(l1), l2=float(l2), local_stddev=float(stddev)))
+    level = DistributedLevel(l1=float(l1), l2=float(l2), local_stddev=float(stddev))
+    return promising(process, level, settings=settings)
 
 
-def promising(process: Any, *guarantees: Any) -> Any:
-    """``process``, with what it promises, `tfdpfl.federated.privacy.Guarantee`s, as ``process.privacy``."""
+def promising(process: Any, *guarantees: Any, settings: _Settings | None = None) -> Any:
+    """``process``, with what it promises, `tfdpfl.federated.privacy.Guarantee`s, as ``process.privacy``; and with what
+    its noise is made for as ``process.noise_settings``, where its state holds the clip or noise of a tree. Noise of
+    another clip would not be what the guarantees are stated for, so a saved state goes on with the same settings alone.
+    """
     process.privacy = guarantees
+    process.noise_settings = {} if settings is None else settings.described()
     return process
 
 
@@ -357,6 +361,14 @@ class _Settings:
         if metrics is not None:
             self.total = combined(self.noise_multiplier, metrics.noise_multiplier)
             self.metrics_aggregator = aggregators.noised_metrics(metrics, self.clients_per_round)
+
+    def described(self) -> dict[str, str]:
+        """By name, what the noise of a round is made for."""
+        return {
+            "clip": repr(self.clip),
+            "noise_multiplier": repr(self.noise_multiplier),
+            "metrics": repr(self._metrics),
+        }
 
     def clipped_mean(self) -> Any:
         made = aggregators.clipped_mean(self.clip, self.noise_multiplier, self.clients_per_round)

@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import csv
 import dataclasses
-import fcntl
 import functools
 import json
 import math
@@ -24,7 +23,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
-from tfdpfl.federated import data, runtime
+from tfdpfl.federated import data, files, runtime
 from tfdpfl.federated._tff import client_element, tff
 from tfdpfl.federated.guarantees import ClientLevel, CohortCheck, ExampleLevel, TreeLevel
 from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
@@ -181,7 +180,8 @@ def train(
       checkpoint_dir: a folder for this one training, made if it is not there.
       csv_file: the log as a file of comma-separated values, written anew.
       tensorboard_dir: a folder for TensorBoard.
-      initial_state: what to start from, in place of ``process.initialize()``. What it cost is not counted.
+      initial_state: a state whose model to start from, in place of ``process.initialize()``. A private process takes
+        the model alone: noise, clip and optimizer begin as the process was built. What the model cost is not counted.
       num_examples: for each client, how many examples it holds, where ``client_data`` does not say: the most that it
         may yield.
       bad_data: what to do about a client whose data are not of the kind that the process takes, or cannot be read.
@@ -213,7 +213,7 @@ def train(
     runtime.ensure_default()
 
     with contextlib.ExitStack() as stack:
-        start = initial_state if initial_state is not None else process.initialize()
+        start = _initial(process, initial_state, private=bool(ledger.guarantees))
         checkpoints = _Checkpoints(checkpoint_dir, ledger, stack) if checkpoint_dir is not None else None
         history.state = checkpoints.restore(start, history.rows) if checkpoints else start
         logs = _Logs(csv_file, tensorboard_dir, stack)
@@ -288,6 +288,14 @@ def train(
     return history
 
 
+def _initial(process: Any, given: Any, private: bool) -> Any:
+    """The state that a training starts from. A state of another process may hold another clip and other noise than
+    ``process.privacy`` is stated for, and noise of a tree that is open: only the model of it may be taken."""
+    if given is None or not private:
+        return process.initialize() if given is None else given
+    return process.set_model_weights(process.initialize(), process.get_model_weights(given))
+
+
 @dataclasses.dataclass
 class _Round:
     """A round: its number, its clients as they were drawn, those left out and why, and how many examples each gave,
@@ -304,6 +312,7 @@ class _Ledger:
 
     def __init__(self, process, sampler, delta, target_epsilon, client_epsilon, accountant):
         self.guarantees: tuple[Guarantee, ...] = tuple(getattr(process, "privacy", ()))
+        self._settings: dict[str, str] = getattr(process, "noise_settings", {})
         self.sampler = sampler
         self.participation: Participation | None = getattr(sampler, "participation", None)
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
@@ -436,7 +445,8 @@ class _Ledger:
     def header(self) -> dict[str, Any]:
         """What may not change from one call of `train` to the next."""
         participation = self.participation and dataclasses.asdict(self.participation)
-        return {"privacy": [repr(guarantee) for guarantee in self.guarantees], "participation": participation}
+        privacy = [repr(guarantee) for guarantee in self.guarantees]
+        return {"privacy": privacy, "participation": participation, **self._settings}
 
 
 class _Checkpoints:
@@ -446,12 +456,7 @@ class _Checkpoints:
         self._folder, self._ledger = Path(folder), ledger
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = stack.enter_context(open(self._folder / _LEDGER, "a+", encoding="utf-8"))  # noqa: SIM115
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
-        except OSError:
-            raise ValueError(
-                f"checkpoint_dir={str(folder)!r} is in use by another training: give each its own"
-            ) from None
+        files.lock(self._file, "checkpoint_dir", folder)
         self._states = tff.program.FileProgramStateManager(
             os.fspath(self._folder), prefix="state_", keep_total=2, keep_first=False
         )
@@ -464,7 +469,7 @@ class _Checkpoints:
         whole = text[: text.rfind("\n") + 1]  # a last line without an end was not written before its round began
         if whole != text:
             self._file.truncate(len(whole.encode()))
-        lines = [json.loads(line) for line in whole.splitlines()]
+        lines, begun = self._parsed(whole)
         versions = _wait(self._states.get_versions()) or []
         sampler = self._ledger.sampler
         if not lines:
@@ -472,14 +477,17 @@ class _Checkpoints:
                 raise ValueError(f"{self._folder} has states but no {_LEDGER}: restore it, or take another folder")
             kept = sampler.get_state() if hasattr(sampler, "get_state") else None
             self._append({**self._ledger.header(), "sampler": kept})
+            files.sync(self._folder)
         else:
-            for name, now in self._ledger.header().items():
-                if lines[0].get(name) != json.loads(json.dumps(now)):
+            for name, now in json.loads(json.dumps(self._ledger.header())).items():
+                if name not in lines[0] and name not in ("privacy", "participation"):
+                    continue  # a folder of before these were compared
+                if lines[0].get(name) != now:
                     raise PrivacyError(
                         f"{self._folder} is of a training with another {name}, {lines[0].get(name)}, not {now}: its "
-                        "rounds would be priced wrongly. Continue with the same, or take another folder"
+                        "noise would not be what its rounds are priced by. Continue with the same, or take another "
+                        "folder"
                     )
-            begun = [_Round(line["round"], line["cohort"], line["absent"], line["examples"]) for line in lines[1:]]
             self._ledger.resume(begun, versions[-1] if versions else 0)
             if lines[0]["sampler"] is not None and hasattr(sampler, "set_state"):
                 sampler.set_state(lines[0]["sampler"])
@@ -493,8 +501,24 @@ class _Checkpoints:
         rows += json.loads(bytes(saved["rows"]).decode())
         return saved["state"]
 
+    def _parsed(self, text: str) -> tuple[list[dict[str, Any]], list[_Round]]:
+        """The ledger's lines, and the rounds that were begun."""
+        try:
+            lines = [dict(json.loads(line)) for line in text.splitlines()]
+            of_rounds = [(line["round"], line["cohort"], line["absent"], line["examples"]) for line in lines[1:]]
+            if lines and "sampler" not in lines[0]:
+                raise KeyError("sampler")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self._folder / _LEDGER} is damaged ({type(error).__name__}: {error}). Rounds that it lacks would be "
+                "in no epsilon. Restore it from a backup, or take another folder"
+            ) from error
+        return lines, [_Round(*row) for row in of_rounds]
+
     def save(self, state: Any, rows: list[dict[str, float]]) -> None:
+        """Saves a state, and waits until it is on the disk: the round is shown afterwards."""
         _wait(self._states.save({"state": state, "rows": json.dumps(rows)}, len(rows)))
+        files.sync_tree(self._folder)
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -622,12 +646,23 @@ def _fault(dataset: Any, wanted: Any) -> str | None:
     if given is None:
         return None
     want, have = tf.nest.flatten(wanted), tf.nest.flatten(given)
-    fits = len(want) == len(have) and all(
-        w.dtype == h.dtype and w.shape.is_compatible_with(h.shape)
-        for w, h in zip(want, have, strict=True)
-        if isinstance(w, tf.TensorSpec) and isinstance(h, tf.TensorSpec)
-    )
-    return None if fits else f"are batches of {_spec(given)}, where the process takes {_spec(wanted)}"
+
+    def fits(axes: int) -> bool:
+        """Whether the specs agree but for so many first axes."""
+        return len(want) == len(have) and all(
+            w.dtype == h.dtype and w.shape[axes:].is_compatible_with(h.shape)
+            for w, h in zip(want, have, strict=True)
+            if isinstance(w, tf.TensorSpec) and isinstance(h, tf.TensorSpec)
+        )
+
+    if fits(0):
+        return None
+    if fits(1):
+        return (
+            f"are single examples of {_spec(given)}, where the process takes batches of {_spec(wanted)}. Batch all "
+            "clients' data, for example with client_data.batch(16)"
+        )
+    return f"are batches of {_spec(given)}, where the process takes {_spec(wanted)}"
 
 
 def _spec(spec: Any) -> str:
@@ -635,7 +670,7 @@ def _spec(spec: Any) -> str:
 
 
 def _bad(client: str, fault: str) -> str:
-    return f"the data of client {client!r} {fault}: mend them, or go on without the client by bad_data='leave_out'"
+    return f"the data of client {client!r} {fault}. Correct them, or go on without the client by bad_data='leave_out'"
 
 
 def _first_line(error: Exception) -> str:
