@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import pickle
 
 import numpy as np
@@ -11,7 +12,7 @@ pytest.importorskip("flwr")
 import cloudpickle
 from dp_accounting import dp_event
 from flower_fakes import FakeGrid, arrays_in, flat, model, reply
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import strategy as flower
 
 import tfdpfl
@@ -136,9 +137,10 @@ def test_a_clients_ledger_outlives_its_process(tmp_path):
         assert client_reports([answer])[101]["steps"] == life + 1
     file = tmp_path / "of-0-101.json"
     assert file.stat().st_mode & 0o777 == 0o600
-    file.write_text("{}")
-    with pytest.raises(ValueError, match="to_dict"):
-        Clients(shifted(1.0), [mod])(message(), 0)
+    for damaged in ("{}", "", "{", "[1]"):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"of-.*\.json' holds no whole ledger .*Restore the file"):
+            Clients(shifted(1.0), [mod])(message(), 0)
     with pytest.raises(ValueError, match=r"names 'hospital', but a node has"):
         Clients(shifted(1.0), [local_dp_mod(clip=1, noise_multiplier=1, delta=1e-5, ledger_path="{hospital}")])(
             message(), 0
@@ -150,6 +152,100 @@ def test_nothing_leaves_that_could_not_be_written(tmp_path):
     mod = local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=tmp_path / "full" / "ledger")
     with pytest.raises(OSError):
         Clients(shifted(1.0), [mod])(message(), 0)
+
+
+def test_a_clients_ledger_is_on_the_disk_before_its_reply_leaves(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    mod = local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=tmp_path / "ledger")
+    Clients(shifted(1.0), [mod])(message(), 0)
+    assert synced == [str(tmp_path / "ledger.new"), str(tmp_path)]  # the file, then its name in the folder
+
+
+SECRET = "could not convert string to float: 'HIV positive'"
+
+
+def raises(kind):
+    def app(message, context):
+        raise kind(SECRET)
+
+    return app
+
+
+def answers_an_error(message, context):
+    return Message(Error(code=300, reason=SECRET), reply_to=message)
+
+
+def names_its_arrays_after_a_patient(message, context):
+    return reply(message, {}, {"loss": 1.0}, **{"patient 17": ArrayRecord([np.ones(3)])})
+
+
+MODS = {
+    "local": lambda: local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5),
+    "nbafl": lambda: nbafl_mod(**PLAN),
+}
+
+
+@pytest.mark.parametrize("kind", MODS)
+def test_whatever_goes_wrong_in_an_app_the_server_gets_a_noisy_update_and_no_word_of_it(kind, caplog):
+    """Every reply, of a client that failed as of one that did not, has the same records, but for the noise."""
+
+    def seen(app):
+        got = Clients(app, [MODS[kind]()])(message(), 0)
+        assert not got.has_error()
+        records = {name: {**record} for name, record in got.content.items()}
+        arrays = {name: (array.shape, array.dtype) for name, array in records.pop("arrays").items()}
+        assert flat(got.content["arrays"]).std() > 0
+        return records, arrays
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").propagate = True
+    failing = [
+        raises(ValueError), raises(SystemExit), answers_an_error, shifted(np.nan), names_its_arrays_after_a_patient,
+        lambda message, context: None, lambda message, context: reply(message, {"w": np.array(["HIV"])}),
+    ]  # fmt: skip
+    right = seen(shifted(1.0))
+    for app in failing:
+        assert seen(app) == right
+    assert SECRET in caplog.text  # at home
+
+
+def test_an_app_that_fails_is_sent_as_no_update():
+    quiet = dict(clip=1.0, noise_multiplier=1e-9, delta=1e-5)
+    start = model(b=np.full(4, 0.5, np.float32))
+    got = Clients(raises(ValueError), [local_dp_mod(**quiet)])(message(start), 0)
+    np.testing.assert_allclose(flat(got.content["arrays"]), flat(start), atol=1e-6)
+    plan = {**PLAN, "min_dataset_size": 1e9, "calibration": "published"}  # next to no noise
+    got = Clients(raises(ValueError), [nbafl_mod(**plan)])(message(start), 0)
+    np.testing.assert_allclose(flat(got.content["arrays"]), flat(start), atol=1e-4)
+
+
+def test_a_model_that_is_not_finite_is_refused_before_an_app_sees_it():
+    for make in MODS.values():
+        with pytest.raises(ValueError, match=r"'b' holds numbers that are not finite|not finite, or too large"):
+            Clients(raises(AssertionError), [make()])(message(model(b=np.full(4, np.nan, np.float32))), 0)
+
+
+@pytest.mark.slow
+def test_example_dp_says_one_sentence_whatever_goes_wrong_with_its_data(caplog):
+    def cannot_be_read(context):
+        raise ValueError(SECRET)
+
+    def other_shapes(context):
+        return np.zeros((200, 7), np.float32), np.zeros(200, np.int64)
+
+    logging.getLogger("flwr").propagate = True
+    said = set()
+    for data in (cannot_be_read, lambda context: 17, other_shapes):
+        train = example_dp(keras_model, data, loss=loss(), **HOW)
+        said.add(Clients(train)(message(ArrayRecord(keras_model().get_weights())), 0).error.reason)
+    assert said == {"this client did not take part; its own log says why"}
+    assert SECRET in caplog.text
 
 
 def test_a_mod_that_is_shipped_draws_other_noise():

@@ -1,5 +1,7 @@
 """The strategies that wrap Flower's: what a client can do to a round, what is drawn, paid, and lost in a crash."""
 
+import errno
+import fcntl
 import itertools
 import logging
 import math
@@ -22,6 +24,7 @@ from tfdpfl.federated import NoisedMetrics, RoundsRun
 from tfdpfl.flower import DifferentialPrivacyAdaptiveClipping as Adaptive
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
 from tfdpfl.flower.journal import Journal
+from tfdpfl.flower.updates import ClippedSum
 
 CLIENTS = 5
 
@@ -257,6 +260,46 @@ def test_an_empty_cohort_gets_its_noise():
     result, grid = one_round(strategy, moved(updates), model(**LARGE))
     assert grid.sent[0] == []
     assert looks_like(result.arrays["w"].numpy().ravel(), 2.0)  # over 1e-9 * 1e9 clients
+
+
+@pytest.mark.slow
+def test_nodes_may_come_go_and_get_new_ids_under_a_coin_for_each(tmp_path):
+    """The strategy's coins are fair, whoever is there to be asked: ε is that of the rounds, and can always be read."""
+    rng = np.random.default_rng(0)
+    grid = FakeGrid(6, same)
+
+    def churn(number, arrays):
+        if number % 3 == 0:
+            grid.nodes[:] = rng.choice(range(101, 1000), size=rng.integers(2, 12), replace=False).tolist()
+
+    def life(rounds):
+        how = dict(noise_multiplier=1.0, sampling_rate=0.5, accountant="rdp")
+        strategy = fixed(ledger_path=tmp_path / "ledger", **how)
+        assert math.isfinite(strategy.epsilon)
+        strategy.start(grid, model(), num_rounds=rounds, evaluate_fn=churn)
+        strategy._journal.close()
+        return strategy
+
+    life(10)
+    grid.nodes[:] = range(5001, 5011)  # simulated anew
+    strategy = life(20)
+    event = dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(0.5, dp_event.GaussianDpEvent(1.0)), 20)
+    price = tfdpfl.accounting.price(event, 1e-5, "rdp", "zero_out").epsilon
+    assert strategy.rounds_charged == 20 and strategy.epsilon == pytest.approx(price)
+
+
+def test_a_lost_round_gives_no_client_a_second_coin(tmp_path):
+    """Where those who were drawn are gone, nobody is asked: others had their coin, and it fell the other way."""
+    grid = FakeGrid(40, moved(updates))
+    how = dict(noise_multiplier=1.0, sampling_rate=0.3, ledger_path=tmp_path / "ledger")
+    strategy = fixed(**how)
+    lost = {m.metadata.dst_node_id for m in strategy.configure_train(1, model(), _config(), grid)}
+    strategy._journal.close()
+    assert 0 < len(lost) < 40
+    grid.nodes[:] = [node for node in grid.nodes if node not in lost]
+    strategy = fixed(**how)
+    strategy.start(grid, model(), num_rounds=1)
+    assert grid.sent[0] == [] and strategy.rounds_charged == 1
 
 
 def test_participations_keep_to_their_limits_and_are_priced_by_them():
@@ -536,6 +579,131 @@ def test_killed_anywhere_and_resumed_every_release_is_counted_and_no_noise_comes
         assert min(apart, default=1.0) > 1e-3
         steps += 1
     assert steps > 15 and shown >= {0, 1, 2}
+
+
+def test_a_ledger_that_is_older_than_its_model_is_refused(tmp_path):
+    path = tmp_path / "ledger"
+    for rounds in (2, 5):
+        strategy = fixed(noise_multiplier=1.0, ledger_path=path)
+        one_round(strategy, moved(updates), rounds=rounds)
+        strategy._journal.close()
+        if rounds == 2:
+            backup = path.read_bytes()
+    newest = path.read_bytes()
+    for held in (newest, backup):
+        path.write_bytes(held)
+        strategy = fixed(noise_multiplier=1.0, ledger_path=path)
+        if held is newest:
+            assert len(one_round(strategy, moved(updates), rounds=6)[1].sent) == 2  # one round, and its evaluation
+        else:
+            with pytest.raises(PrivacyError, match="2 charged rounds, but the saved model beside it came after 6"):
+                one_round(strategy, moved(updates), rounds=6)
+        strategy._journal.close()
+
+
+def test_a_round_that_could_not_begin_makes_no_ledger_older_than_its_model(tmp_path, monkeypatch):
+    """Flower counts a round that a full disk kept from beginning, and the ledger does not."""
+    strategy = fixed(noise_multiplier=1.0, ledger_path=tmp_path / "ledger")
+
+    def full(cohort):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy._journal, "begin", full)
+        one_round(strategy, moved(updates))
+    with monkeypatch.context() as patch:
+        real, rounds = strategy._journal.begin, iter([full])
+        patch.setattr(strategy._journal, "begin", lambda cohort: next(rounds, real)(cohort))
+        one_round(strategy, moved(updates), rounds=2)
+    strategy._journal.close()
+    again = fixed(noise_multiplier=1.0, ledger_path=tmp_path / "ledger")
+    one_round(again, moved(updates), rounds=3)
+    assert again.rounds_charged == 2
+
+
+def test_an_empty_ledger_or_a_damaged_model_is_named(tmp_path):
+    path = tmp_path / "ledger"
+    path.touch()
+    with pytest.raises(ValueError, match=r"holds 0 bytes and no whole line.*Restore"):
+        fixed(noise_multiplier=1.0, ledger_path=path)
+    path.unlink()
+    strategy = fixed(noise_multiplier=1.0, ledger_path=path)
+    one_round(strategy, moved(updates), rounds=3)
+    strategy._journal.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3] + lines[5:]))  # a round is missing in the middle
+    with pytest.raises(ValueError, match="damaged"):
+        fixed(noise_multiplier=1.0, ledger_path=path)
+    path.write_bytes(b"".join(lines))
+    for held in (b"", b"PK\x03\x04 no archive", b"text"):
+        (tmp_path / "ledger.npz").write_bytes(held)
+        strategy = fixed(noise_multiplier=1.0, ledger_path=path)
+        with pytest.raises(ValueError, match=r"ledger\.npz cannot be read .*Restore"):
+            strategy.start(FakeGrid(CLIENTS, same), model(), num_rounds=4)
+        strategy._journal.close()
+
+
+def test_a_file_system_without_locks_is_not_a_second_server(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(ValueError, match=r"ledger_path=.*cannot lock files \(No locks available\).*local disk"):
+        fixed(noise_multiplier=1.0, ledger_path=tmp_path / "ledger")
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_model_that_is_not_finite_is_refused_before_a_round_is_paid(bad):
+    strategy = fixed(noise_multiplier=1.0)
+    grid = FakeGrid(CLIENTS, moved(updates))
+    with pytest.raises(PrivacyError, match="'b' holds numbers that are not finite"):
+        strategy.start(grid, model(b=np.array([0, bad, 0, 0], np.float32)))
+    assert grid.sent == [] and strategy.rounds_charged == 0
+
+
+def mean_loss(contents, weighted_by_key):
+    return MetricRecord({"loss": float(np.mean([content["metrics"]["loss"] for content in contents]))})
+
+
+def test_a_metrics_function_that_needs_clients_metrics_is_refused_before_a_round_is_paid():
+    strategy = fixed(flower.FedAvg(train_metrics_aggr_fn=mean_loss), noise_multiplier=1.0)
+    grid = FakeGrid(CLIENTS, loud)
+    with pytest.raises(ValueError, match=r"train_metrics_aggr_fn raises KeyError: 'loss'.*train_metrics=NoisedMetrics"):
+        strategy.start(grid, model())
+    assert grid.sent == [] and strategy.rounds_charged == 0
+
+
+def test_a_strategy_that_raises_after_the_charge_loses_no_round(tmp_path):
+    class Fragile(flower.FedAvg):
+        def aggregate_train(self, server_round, replies):
+            raise KeyError("loss")
+
+    for attempt in (1, 2):
+        strategy = fixed(Fragile(), noise_multiplier=0.0, ledger_path=tmp_path / "ledger")
+        with pytest.raises(KeyError):
+            one_round(strategy, moved(updates), rounds=3)
+        strategy._journal.close()
+        assert strategy.rounds_charged == attempt
+    strategy = fixed(noise_multiplier=0.0, ledger_path=tmp_path / "ledger")
+    result, _ = one_round(strategy, same, rounds=3)
+    each = sum(clipped(updates(i)) for i in range(CLIENTS)) / CLIENTS
+    np.testing.assert_allclose(flat(result.arrays), 2 * each, rtol=1e-5, atol=1e-6)  # both rounds are in the model
+
+
+def test_the_norm_of_a_half_precision_update_is_that_of_what_is_added():
+    """Differences in float16 round by up to 1/2048, all to the client's advantage if it looks for such numbers."""
+    base = np.random.default_rng(0).uniform(1, 2, 60).astype(np.float16)
+    others = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    others = others[np.isfinite(others)]
+    sent = []
+    for b in base:
+        exact, believed = others.astype(np.float64) - float(b), np.abs((others - b).astype(np.float64))
+        gain = np.where((believed > 0.5) & (believed < 1e4), np.abs(exact) / np.maximum(believed, 0.5), 0.0)
+        sent.append(others[gain.argmax()])
+    sent = np.array(sent, np.float16)
+    total = ClippedSum({"w": base}, float(np.linalg.norm((sent - base).astype(np.float64))))
+    total.add({"w": sent})
+    assert np.linalg.norm(total.total["w"]) <= total.l2_norm_clip * (1 + 1e-6)
 
 
 def test_a_training_goes_on_where_it_was(tmp_path):

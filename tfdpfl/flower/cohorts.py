@@ -66,6 +66,14 @@ class Cohorts:
         if self.population is None:
             self.population = max(1, at_least, len([*grid.get_node_ids()]), self._clients_per_round or 1)
 
+    def to_check(self, charged: list[list[str]]) -> list[list[str]]:
+        """The cohorts that ε is to be held against: those that keep to limits, or not.
+
+        A coin that is tossed here for each node is fair by construction. Whether nodes come, go or get new ids says
+        nothing about it, so a test of the cohorts would only end trainings that are sound.
+        """
+        return charged if self._bounded else []
+
     @property
     def participation(self) -> Participation:
         kind = "poisson" if self.sampling_rate is not None else "bounded" if self._bounded else "none"
@@ -92,8 +100,9 @@ class Cohorts:
             )
         connected = sorted(grid.get_node_ids())
         again = [node for node in connected if str(node) in (begun or ())]
-        if begun is not None and (again or not begun):
-            cohort = again  # a round that was lost has the clients that it had
+        if begun is not None and (again or not begun or self.sampling_rate is not None):
+            # A round that was lost has the clients that it had: a second coin would raise their rate. It may have none.
+            cohort = again
         elif self.sampling_rate is not None:
             cohort = PoissonClientSampler(connected, self.sampling_rate, self._seed)(len(charged)) if connected else []
         else:

@@ -11,8 +11,11 @@ import numpy as np
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.errors import PrivacyError
-from tfdpfl.flower._flwr import ArrayRecord, Context, Message, MetricRecord, RecordDict, arrays_of, only
+from tfdpfl.flower._flwr import ArrayRecord, Context, Message, MetricRecord, RecordDict, arrays_of, log, only
+from tfdpfl.flower.local import FAILURES
 from tfdpfl.flower.reports import ClientLedger, attach, refused
+
+_FAILED = "this client did not take part; its own log says why"
 
 
 def example_dp(
@@ -39,7 +42,9 @@ def example_dp(
 
     Each step takes every example with probability batch_size / n. The participation is added to the client's ledger
     before it begins, and the reply tells ε so far, for the client's own examples (adjacency zero_out: one example
-    contributes nothing). The server sees weights, n, and that report; no loss or metric leaves.
+    contributes nothing). The server sees weights, n, and that report; no loss or metric leaves. If the data cannot be
+    read, or training fails, the reply is an error of one fixed sentence, and the reason is in the client's log alone.
+    That a client failed is in no ε: let ``data`` leave out what it cannot read, example by example.
 
     Args:
       model: a Keras model, or a function without arguments that makes one. Its weights come with each message.
@@ -63,7 +68,6 @@ def example_dp(
 
     Raises:
       ValueError: an argument is out of its range.
-      PrivacyError: from the function: the model cannot be trained privately.
     """
     _checks.whole("batch_size", batch_size, 1, "give the expected number of examples in a step")
     _checks.whole("local_steps", local_steps, 1, "count the steps of a participation")
@@ -77,10 +81,14 @@ def example_dp(
     def train(message: Message, context: Context) -> Message:
         from tfdpfl.data import poisson_batches
 
-        x, y = data(context) if callable(data) else data
-        n = len(y)
-        expected = min(batch_size, n)
+        sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
         kept = ClientLedger(context, "example", ledger_path)
+        try:
+            x, y = data(context) if callable(data) else data
+            n = len(y)
+        except FAILURES:
+            return _failed(message)
+        expected = min(batch_size, n)
         cost = PrivacyLedger().record(
             noise_multiplier, local_steps, num_examples=n, batch_size=expected, sampling="poisson", adjacency="zero_out"
         )
@@ -89,21 +97,27 @@ def example_dp(
                 l2_norm_clip=l2_norm_clip, noise_multiplier=noise_multiplier, expected_batch_size=expected, seed=seed
             )
             trainer[expected] = _Trainer(model, loss, optimizer, {**arguments, **optimizer_arguments})
-        sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
         over = kept.spend(cost, delta, target_epsilon)
         if over:
             return refused(message, over)
-        batches = poisson_batches((x, y), expected_batch_size=expected, steps=local_steps, seed=seed)
-        weights = trainer[expected].fit([*sent.values()], batches, local_steps)
+        try:
+            batches = poisson_batches((x, y), expected_batch_size=expected, steps=local_steps, seed=seed)
+            weights = _like(sent, trainer[expected].fit([*sent.values()], batches, local_steps))
+        except FAILURES:
+            return _failed(message)
         key = next(iter(message.content.array_records))
-        content = RecordDict(
-            {key: _like(sent, weights), "metrics": MetricRecord({weighted_by_key: n})},
-        )
+        content = RecordDict({key: weights, "metrics": MetricRecord({weighted_by_key: n})})
         reply = Message(content, reply_to=message)
         attach(reply, kept.report(delta))
         return reply
 
     return train
+
+
+def _failed(message: Message) -> Message:
+    """A reply that says nothing of the error that is being handled, whose text may hold an example."""
+    log.error("Nothing is sent but that this client failed. The server does not learn why:", exc_info=True)
+    return refused(message, _FAILED)
 
 
 class _Trainer:

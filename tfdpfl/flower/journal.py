@@ -8,9 +8,9 @@ is replaced at once, and what correlated noise keeps of earlier rounds.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tfdpfl.errors import PrivacyError
+from tfdpfl.federated import files
 
 
 class Journal:
@@ -29,7 +30,7 @@ class Journal:
 
     Raises:
       PrivacyError: the file is of a training with another header.
-      ValueError: the file is in use, or is no journal.
+      ValueError: the file is in use, cannot be locked, or is no journal.
     """
 
     def __init__(self, path: str | os.PathLike | None, header: Mapping[str, Any]):
@@ -43,14 +44,15 @@ class Journal:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115
+        flags = os.O_RDWR | os.O_CREAT
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
-        except OSError:
-            self.close()
-            raise ValueError(f"ledger_path={str(path)!r} is in use by another server: give each its own") from None
+            descriptor, new = os.open(self._path, flags | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            descriptor, new = os.open(self._path, flags, 0o600), False
+        self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
         try:
-            self._read(json.loads(json.dumps(header)))
+            files.lock(self._file, "ledger_path", self._path)
+            self._read(json.loads(json.dumps(header)), new)
         except BaseException:
             self.close()
             raise
@@ -81,9 +83,16 @@ class Journal:
         """The last model, and what was said about it; None if there is none."""
         if self._path is None or not self._model.exists():
             return None
-        with np.load(self._model, allow_pickle=False) as saved:
-            arrays = {name.removeprefix("array/"): saved[name] for name in saved if name != "about"}
-            return arrays, json.loads(str(saved["about"]))
+        try:
+            with np.load(self._model, allow_pickle=False) as saved:
+                arrays = {name.removeprefix("array/"): saved[name] for name in saved if name != "about"}
+                return arrays, json.loads(str(saved["about"]))
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"the saved model {self._model} cannot be read ({error}). Without it the training cannot go on after "
+                f"its {len(self.charged)} charged rounds. Restore the file from a backup, or delete it to begin again "
+                "from initial_arrays: the ledger keeps the rounds"
+            ) from error
 
     def keep(self, rounds: int, past: Sequence[np.ndarray]) -> None:
         """Keeps what noise needs of ``rounds`` rounds, before the last is charged. That of one round less stays: it is
@@ -121,24 +130,24 @@ class Journal:
         return self._path.with_name(f"{self._path.name}.noise-{rounds}.npz")
 
     def _replace(self, path: Path, named: dict[str, Any]) -> None:
-        new = path.with_suffix(".new")
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            np.savez(file, **named)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        self._sync_folder()
+        files.replace(path, lambda file: np.savez(file, **named))
 
-    def _read(self, header: dict[str, Any]) -> None:
-        assert self._file is not None
+    def _read(self, header: dict[str, Any], new: bool) -> None:
+        assert self._file is not None and self._path is not None
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]  # what follows was not written before anything was done
         self._end = len(whole)
         if not whole:
             if self._model.exists():
                 raise ValueError(f"{self._model} has a model but {self._path} no ledger: restore it, or give another")
+            if not new:
+                raise ValueError(
+                    f"ledger_path={str(self._path)!r} holds {len(text)} bytes and no whole line. A ledger has one from "
+                    "its beginning, so rounds that were released may be missing. Restore the file from a backup, or "
+                    "delete it if no round has run"
+                )
             self._append({"header": header})
-            self._sync_folder()
+            files.sync(self._path.parent)
             return
         try:
             lines = [json.loads(line) for line in whole.splitlines()]
@@ -152,13 +161,13 @@ class Journal:
                     f"{now}: its rounds would be priced wrongly. Continue with the same, or take another path"
                 )
         for line in lines[1:]:
-            if "begin" in line:
+            if line.get("begin") == len(self.charged):
                 self.begun = line["cohort"]
-            elif "charge" in line and self.begun is not None:
+            elif line.get("charge") == len(self.charged) and self.begun is not None:
                 self.charged.append(self.begun)
                 self.replied.append(line["replied"])
                 self.begun = None
-            elif "evaluation" in line:
+            elif line.get("evaluation") == self.evaluations:
                 self.evaluations += 1
             else:
                 raise ValueError(f"ledger_path={str(self._path)!r} is damaged at {line}: restore it")
@@ -180,11 +189,3 @@ class Journal:
             raise OSError(errno.ENOSPC, f"{written} of {len(text)} bytes written", str(self._path))
         os.fsync(self._file.fileno())
         self._end += len(text)
-
-    def _sync_folder(self) -> None:
-        assert self._path is not None
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -15,6 +15,7 @@ from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arra
 from tfdpfl.flower.reports import ClientLedger, attach, over_budget, refused
 from tfdpfl.flower.updates import ClippedSum
 
+FAILURES = (Exception, SystemExit)  # of an app; Flower would send the text of the first to the server
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
@@ -35,9 +36,10 @@ def local_dp_mod(
 
     The update is clipped over all floating-point arrays together and gets Gaussian noise of standard deviation
     noise_multiplier * clip. Replacing it by any other moves what is sent by at most 2 clip. Every reply adds to the
-    client's ledger before it leaves, and tells its ε (see `client_reports`). Nothing else that the app replied leaves:
-    metrics are dropped, and every client weighs 1. Arrays that are not floating-point go back as they came; an update
-    that is not finite, or of other shapes, is sent as none, with noise.
+    client's ledger before it leaves, and tells its ε (see `client_reports`). Nothing else of the app leaves: metrics
+    are dropped, and every client weighs 1. Arrays that are not floating-point go back as they came. If the app raises
+    or replies with an error, or its update is not finite or of other shapes, the client sends no update, with noise.
+    The reason is logged on the client, and the server does not learn of it.
 
     Args:
       clip: the largest L2 norm of an update; or the name of the run config's entry that has it, as for the next.
@@ -72,27 +74,42 @@ def local_dp_mod(
         over = over_budget(kept.with_more(cost), delta, target_epsilon)
         if over:
             return refused(message, over)
-        reply = call_next(message, context)
-        if reply.has_error():
-            return reply
-        key, record = next(iter(reply.content.array_records.items()), ("arrays", None))
         total = ClippedSum(sent, bound)
-        try:
-            if record is None or len(reply.content.array_records) != 1:
-                raise ValueError("no single ArrayRecord")
-            total.add(arrays_of(record))
-        except Exception as error:
-            log.warning("The update is sent as none: %s", error)
+        add_answer(total, message, context, call_next)
         over = kept.spend(cost, delta, target_epsilon)  # another process may have spent meanwhile
         if over:
             return refused(message, over)
         noisy = noised(sent, total.total, bound * z, 1 / z, normals)
-        private = RecordDict({key: record_of(noisy), "metrics": MetricRecord({weighted_by_key: 1.0})})
-        answer = Message(private, reply_to=message)
-        attach(answer, kept.report(delta))
-        return answer
+        return private_reply(message, noisy, weighted_by_key, kept.report(delta))
 
     return mod
+
+
+def add_answer(total: ClippedSum, message: Message, context: Context, call_next: Any) -> bool:
+    """Runs the app and adds the arrays of its reply. Returns whether there were any.
+
+    Whatever the app does wrong may depend on its data, so that the server must not learn of it, not even that it did.
+    """
+    try:
+        reply = call_next(message, context)
+        if reply.has_error():
+            raise ValueError(f"the app replied with an error: {reply.error.reason}")
+        total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
+    except FAILURES:
+        log.warning("No update is sent, only noise. The server does not learn why:", exc_info=True)
+        return False
+    return True
+
+
+def private_reply(
+    message: Message, arrays: Mapping[str, np.ndarray], weighted_by_key: str, report: dict[str, Any]
+) -> Message:
+    """A reply of noisy arrays, a weight of 1 and a report on privacy, and of nothing that the app said."""
+    key = next(iter(message.content.array_records))
+    content = RecordDict({key: record_of(arrays), "metrics": MetricRecord({weighted_by_key: 1.0})})
+    reply = Message(content, reply_to=message)
+    attach(reply, report)
+    return reply
 
 
 class Normals:

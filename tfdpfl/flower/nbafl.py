@@ -16,9 +16,9 @@ from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.federated.guarantees import LocalLevel
 from tfdpfl.federated.nbafl import NbAFLLevel, noise_of
 from tfdpfl.federated.privacy import Participation, RoundsRun
-from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, Strategy, arrays_of, log, only, record_of
-from tfdpfl.flower.local import Mod, Normals, noised
-from tfdpfl.flower.reports import ClientLedger, attach, refused
+from tfdpfl.flower._flwr import Context, Message, Strategy, arrays_of, log, only
+from tfdpfl.flower.local import Mod, Normals, add_answer, noised, private_reply
+from tfdpfl.flower.reports import ClientLedger
 from tfdpfl.flower.strategies import DifferentialPrivacy
 from tfdpfl.flower.updates import ClippedSum
 
@@ -35,7 +35,9 @@ def nbafl_mod(
     and get Gaussian noise of standard deviation σ_u.
 
     The reply tells what the client's uploads have cost so far by an accountant, and what the paper claims
-    (``claimed_epsilon``). Metrics are dropped, and every client weighs 1.
+    (``claimed_epsilon``). Metrics are dropped, and every client weighs 1. If the app raises or replies with an error,
+    or its weights are not finite or of other shapes, the weights that the server sent take their place. The reason is
+    logged on the client, and the server does not learn of it.
 
     Args:
       l2_norm_clip: C > 0.
@@ -53,24 +55,18 @@ def nbafl_mod(
         from dp_accounting import dp_event
 
         sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
-        reply = call_next(message, context)
-        if reply.has_error():
-            return reply
-        zero = {name: np.zeros_like(w) if w.dtype.kind == "f" else w for name, w in sent.items()}
-        total = ClippedSum(zero, l2_norm_clip)  # of the weights themselves
-        try:
-            total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
-        except Exception as error:
-            return refused(message, f"this client's weights cannot be sent: {error}")
         kept = ClientLedger(context, "local", ledger_path)
+        zero = {name: np.zeros_like(w) if w.dtype.kind == "f" else w for name, w in sent.items()}
+        unchanged = ClippedSum(zero, l2_norm_clip)
+        unchanged.add(sent)  # before the app runs, since it raises where the server's weights are not finite
+        total = ClippedSum(zero, l2_norm_clip)  # of the weights themselves
+        if not add_answer(total, message, context, call_next):
+            total = unchanged
         event = dp_event.GaussianDpEvent(nbafl.sigma_u / (2 * l2_norm_clip))
         kept.spend(PrivacyLedger().add(event, adjacency="replace_one"))
         noisy = noised(zero, total.total, nbafl.sigma_u, l2_norm_clip / nbafl.sigma_u, normals)
-        key = next(iter(reply.content.array_records))
-        private = RecordDict({key: record_of(noisy), "metrics": MetricRecord({weighted_by_key: 1.0})})
-        answer = Message(private, reply_to=message)
-        attach(answer, kept.report(nbafl.delta, claimed_epsilon=nbafl.claimed_epsilon))
-        return answer
+        report = kept.report(nbafl.delta, claimed_epsilon=nbafl.claimed_epsilon)
+        return private_reply(message, noisy, weighted_by_key, report)
 
     return mod
 

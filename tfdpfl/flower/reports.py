@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.federated import files
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
 
 KEY = "tfdpfl.privacy"
@@ -35,7 +35,7 @@ class ClientLedger:
         self._path = None
         if path is not None:
             try:
-                self._path = Path(os.fspath(path).format(node_id=context.node_id, **context.node_config))
+                self._path = Path(os.fspath(path).format(**{**context.node_config, "node_id": context.node_id}))
             except (KeyError, IndexError, ValueError) as error:
                 raise ValueError(
                     f"ledger_path={path!r} names {error}, but a node has node_id and {sorted(context.node_config)}"
@@ -65,23 +65,25 @@ class ClientLedger:
                 return over
             text = json.dumps(after.to_dict())
             if self._path is not None:
-                new = self._path.with_name(self._path.name + ".new")
-                with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(new, self._path)
+                files.replace(self._path, lambda file: file.write(text.encode()))
         self._context.state[self._key] = ConfigRecord({"ledger": text})
         self.ledger = after
         return None
 
     def _kept(self) -> PrivacyLedger:
-        saved = None
         if self._path is not None and self._path.exists():
             saved = self._path.read_text()
         elif self._key in self._context.state.config_records:
             saved = str(self._context.state.config_records[self._key]["ledger"])
-        return PrivacyLedger.from_dict(json.loads(saved)) if saved else PrivacyLedger()
+        else:
+            return PrivacyLedger()
+        try:
+            return PrivacyLedger.from_dict(json.loads(saved))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"ledger_path={str(self._path)!r} holds no whole ledger ({error}). What this client has spent is in no "
+                "epsilon without it. Restore the file from a backup, or delete it if the client never took part"
+            ) from error
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -92,7 +94,7 @@ class ClientLedger:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lock = self._path.with_name(self._path.name + ".lock")
         with open(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600), "w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            files.lock(held, "ledger_path", self._path, wait=True)
             yield
 
     def report(self, delta: float, **more: Any) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class DifferentialPrivacy(Strategy):
     @property
     def ledger(self) -> PrivacyLedger:
         """All that was released so far, as events; lost rounds that nobody saw are not among them."""
-        run = self._rounds(self.rounds_charged, self._journal.charged)
+        run = self._rounds(self.rounds_charged, self._cohorts.to_check(self._journal.charged))
         return self._ledger_of(run, self._journal.evaluations)
 
     @property
@@ -266,9 +266,12 @@ class DifferentialPrivacy(Strategy):
         ``stopped_by`` then says so.
 
         Raises:
-          PrivacyError: ``target_epsilon`` leaves no room for one round.
-          ValueError: the saved model has other arrays than ``initial_arrays``.
+          PrivacyError: ``target_epsilon`` leaves no room for one round, the model is not finite, or the ledger lacks
+            rounds of the saved model.
+          ValueError: the saved model has other arrays than ``initial_arrays``, or the strategy's
+            ``train_metrics_aggr_fn`` needs metrics of single clients.
         """
+        self._try_metrics_function(initial_arrays)
         arrays = self._resume(initial_arrays)
         wanted = max(0, num_rounds - self._done)
         if self.target_epsilon is not None:
@@ -312,6 +315,14 @@ class DifferentialPrivacy(Strategy):
         if saved is None:
             return initial
         arrays, about = saved
+        # Older files have the round alone, which is no smaller: a round may fail before it is charged.
+        known = about.get("charged", about["rounds"])
+        if known > self.rounds_charged:
+            raise PrivacyError(
+                f"the ledger has {self.rounds_charged} charged rounds, but the saved model beside it came after "
+                f"{known}. The rounds that this older copy lacks would be in no epsilon. Restore the newest ledger, or "
+                "begin another training with another ledger_path"
+            )
         found: dict[str, np.ndarray] = {}
         state: dict[str, dict[str, np.ndarray]] = {}
         for name, value in arrays.items():
@@ -343,7 +354,13 @@ class DifferentialPrivacy(Strategy):
             if kind:
                 kinds[attribute] = kind
                 held.update({f"strategy/{attribute}/{name}": part for name, part in parts.items()})
-        about = {"rounds": rounds, "clip": self.current_clip, "population": self._cohorts.population, "strategy": kinds}
+        about = {
+            "rounds": rounds,
+            "charged": self.rounds_charged,
+            "clip": self.current_clip,
+            "population": self._cohorts.population,
+            "strategy": kinds,
+        }
         try:
             self._journal.save(held, about)
         except OSError as error:
@@ -454,12 +471,14 @@ class DifferentialPrivacy(Strategy):
         self._past = past  # now, and not before, the noise was used
         if isinstance(self._clip, AdaptiveClip):
             self.current_clip = self._clip.after(clip, count, clients)
-        weight = getattr(self.strategy, "weighted_by_key", "num-examples")
-        key = getattr(self.strategy, "arrayrecord_key", "arrays")
         released = record_of({name: noisy.get(name, w) for name, w in opened.base.items()})
-        content = RecordDict({key: released, "metrics": MetricRecord({weight: 1.0})})
-        reply = Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
-        result, about = self.strategy.aggregate_train(self._done + server_round, [reply])
+        reply = Message(self._content(released), dst_node_id=0, message_type=MessageType.TRAIN)
+        try:
+            result, about = self.strategy.aggregate_train(self._done + server_round, [reply])
+        except Exception:
+            # The round is charged. Its mean is kept as the model, so that a server that starts again has it.
+            self._save(self._done + server_round, released)
+            raise
         if result is not None:
             result = record_of(
                 {name: as_before(value, opened.base.get(name)) for name, value in arrays_of(result).items()}
@@ -469,6 +488,27 @@ class DifferentialPrivacy(Strategy):
         if names:
             about.update(means_of(metrics / clients, names, self._train_metrics))
         return result, about
+
+    def _content(self, arrays: ArrayRecord) -> RecordDict:
+        """The one reply that the wrapped strategy sees of a round."""
+        weight = getattr(self.strategy, "weighted_by_key", "num-examples")
+        key = getattr(self.strategy, "arrayrecord_key", "arrays")
+        return RecordDict({key: arrays, "metrics": MetricRecord({weight: 1.0})})
+
+    def _try_metrics_function(self, arrays: ArrayRecord) -> None:
+        """Calls the strategy's function of training metrics once, before a round is charged for its error."""
+        aggregate = getattr(self.strategy, "train_metrics_aggr_fn", None)
+        if aggregate is None:
+            return
+        weight = getattr(self.strategy, "weighted_by_key", "num-examples")
+        try:
+            aggregate([self._content(arrays)], weight)
+        except Exception as error:
+            raise ValueError(
+                f"the strategy's train_metrics_aggr_fn raises {type(error).__name__}: {error}. It gets one reply with "
+                f"{weight!r} alone, because metrics of single clients are not private. Leave the function out, and ask "
+                "for noisy means with train_metrics=NoisedMetrics(...)"
+            ) from error
 
     # Evaluation by clients.
 

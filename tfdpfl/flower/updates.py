@@ -25,7 +25,8 @@ class ClippedSum:
       l2_norm_clip: the clip.
 
     Raises:
-      ValueError: ``base`` has no floating-point array, or one of complex numbers or of bytes, as bfloat16 arrives.
+      ValueError: ``base`` has no floating-point array, or one of complex numbers or of bytes, as bfloat16 arrives, or
+        one that is not finite.
     """
 
     def __init__(self, base: Mapping[str, np.ndarray], l2_norm_clip: float):
@@ -38,6 +39,12 @@ class ClippedSum:
                 raise ValueError(
                     f"the model's array {name!r} is of {w.dtype}, which is no number that can be clipped, nor a "
                     "counter that stays: send it as float32"
+                )
+            if w.dtype.kind == "f" and not np.isfinite(w).all():
+                raise ValueError(
+                    f"the model's array {name!r} holds numbers that are not finite. No client's update of it can be "
+                    "clipped, so every round would cost epsilon and change nothing. Start from finite numbers, and "
+                    "leave constants, as masks of -inf, out of what is sent; or lower the server's learning rate"
                 )
         if not self._returned:
             held = ", ".join(f"{name}: {w.dtype}" for name, w in base.items()) or "nothing"
@@ -84,8 +91,9 @@ class ClippedSum:
         with np.errstate(all="ignore"):
             for name in self._returned:
                 w, value = self.base[name].reshape(-1), arrays[name].reshape(-1)
-                # In the weights' own type, as clients subtract, then in float64: half the time of one mixed step.
-                exact = np.empty(_BLOCK, w.dtype) if w.dtype == value.dtype else room
+                # In float32, as clients subtract, then in float64: half the time of one mixed step. A difference in
+                # float16 is off by up to 1/2048, which a client could use.
+                exact = np.empty(_BLOCK, w.dtype) if w.dtype == value.dtype == np.float32 else room
                 for at in range(0, w.size, _BLOCK):
                     block = room[: min(_BLOCK, w.size - at)]
                     difference = exact[: block.size]
