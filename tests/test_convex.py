@@ -1,6 +1,7 @@
 import numpy as np
+import pandas as pd
 import pytest
-from scipy import integrate
+from scipy import integrate, sparse
 from scipy.optimize import brentq
 from scipy.stats import norm
 from sklearn.base import clone
@@ -33,7 +34,7 @@ def slope(x, y, w, regularization):
 
 
 def fitted(**settings):
-    model = DPLogisticRegression(1.0, DELTA, data_norm=2.0, fit_intercept=False, seed=3)
+    model = DPLogisticRegression(1.0, DELTA, data_norm=2.0, fit_intercept=False, random_state=3)
     return model.set_params(**settings).fit(X, Y)
 
 
@@ -61,7 +62,9 @@ def test_the_linear_term_has_the_noise_that_the_price_is_of():
 @pytest.mark.parametrize(("C", "least"), [(1.0, 0.0), (1e-3, DELTA / 2)])
 def test_what_a_row_can_do_to_the_output_is_within_epsilon_and_delta(C, least):
     """The output's density on a line, by a change of variables from the linear term to the minimum."""
-    model = DPLogisticRegression(1.0, DELTA, data_norm=2.0, C=C, fit_intercept=False, solver="objective", seed=3)
+    model = DPLogisticRegression(
+        1.0, DELTA, data_norm=2.0, C=C, fit_intercept=False, solver="objective", random_state=3
+    )
     model.fit([[2.0], [-2.0]], [0, 1])
     regularization, sigma = model.regularization_, 2.0 * model.noise_multiplier_
 
@@ -99,7 +102,7 @@ def test_noise_hides_where_the_solver_stopped(monkeypatch):
 def test_one_step_is_the_noisy_gradient_of_all_rows(classes):
     y = RNG.integers(0, classes, 40)
     model = DPLogisticRegression(
-        1.0, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="gradient", num_steps=1, seed=3,
+        1.0, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="gradient", num_steps=1, random_state=3,
         classes=[0, 1, 2][:classes],
     ).fit(X, y)  # fmt: skip
     rows = scaled(X, 2.0)
@@ -128,7 +131,7 @@ def test_output_is_the_minimum_with_noise_for_how_far_a_row_moves_it():
     assert std(model.coef_ - least.coef_) == pytest.approx(model.noise_multiplier_ * 2.0 / 2, rel=0.15)
     assert 0.995 < gaussian_epsilon(model.noise_multiplier_, DELTA) <= 1.0
     three = np.arange(40) % 3
-    model = DPLogisticRegression(1e3, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="output", seed=1)
+    model = DPLogisticRegression(1e3, DELTA, data_norm=2.0, C=0.5, fit_intercept=False, solver="output", random_state=1)
     least = LogisticRegression(C=0.5, fit_intercept=False, tol=1e-10, max_iter=1000).fit(rows, three)
     model.fit(X, three)
     noise = model.coef_ - least.coef_
@@ -145,7 +148,8 @@ def test_a_row_changes_the_gradient_by_no_more_than_is_declared(classes, interce
     moved, curved = [], []
     for label in range(classes):
         for scale in (0.0, 1.0, -50.0, 50.0):
-            whole = _Problem(rows[:2], np.array([0, label]), classes, model._norm, 1.0)
+            of = dict(weight=np.array([1.0, 3.0]), largest_weight=3.0)
+            whole = _Problem(rows[:2], np.array([0, label]), classes, model._norm, 1.0, **of)
             less = _Problem(rows[:1], np.array([0]), classes, model._norm, 1.0)
             w = scale * RNG.normal(size=whole.size)
             moved.append(np.linalg.norm(whole.gradient(w) - less.gradient(w)))
@@ -187,7 +191,10 @@ def test_an_intercept_is_found_and_no_noise_repeats():
     [
         ({"epsilon": 0}, "epsilon"), ({"epsilon": float("nan")}, "epsilon"), ({"delta": 0}, "delta"),
         ({"delta": 1.0}, "delta"), ({"data_norm": 0}, "data_norm"), ({"C": -1}, "C must"),
-        ({"num_steps": 0}, "num_steps"), ({"solver": "lbfgs"}, "solver"), ({"seed": -1}, "seed"),
+        ({"num_steps": 0}, "num_steps"), ({"solver": "lbfgs"}, "solver"), ({"random_state": -1}, "random_state"),
+        ({"data_norm": 1e200}, "data_norm=1e.200 is not between"), ({"max_sample_weight": 0}, "max_sample_weight"),
+        ({"class_weight": {2: 1.0}}, "class_weight names 2"), ({"class_weight": [1, 2]}, "class_weight is no dict"),
+        ({"class_weight": {0: -1.0}}, "class_weight"), ({"random_state": 1.5}, "cannot be used to seed"),
         ({"classes": [0]}, "two classes or more"), ({"classes": [1, 2]}, "not one of classes"),
     ],
 )  # fmt: skip
@@ -203,6 +210,11 @@ def test_objective_perturbation_of_many_classes_is_refused():
         DPLogisticRegression(1.0, DELTA, solver="objective").fit(X, np.arange(40) % 3)
 
 
+def test_private_labels_are_not_counted_for_a_weight():
+    with pytest.raises(tfdpfl.PrivacyError, match="class_weight='balanced' would count the labels"):
+        DPLogisticRegression(1.0, DELTA, class_weight="balanced").fit(X, Y)
+
+
 def test_a_minimum_that_is_not_found_is_refused(monkeypatch):
     monkeypatch.setattr("tfdpfl.convex.minimize", lambda *args, **kwargs: type("Found", (), {"x": np.full(500, 1e9)}))
     monkeypatch.setattr("tfdpfl.convex.cg", lambda a, b, **kwargs: (0 * b, 0))
@@ -211,11 +223,116 @@ def test_a_minimum_that_is_not_found_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-@parametrize_with_checks([DPLogisticRegression(50.0, DELTA, data_norm=10.0, seed=0)])
+@pytest.mark.both_stacks
+@parametrize_with_checks([DPLogisticRegression(1e5, DELTA, data_norm=10.0, max_sample_weight=10.0, random_state=0)])
 def test_scikit_learn_takes_it_for_one_of_its_own(estimator, check):
-    if "default_constructible" in str(check):
-        pytest.skip("ε and δ have no default")
+    if "equivalence" in str(check):  # a step of "gradient" is scaled by the number of rows, which repeated rows change
+        estimator = clone(estimator).set_params(solver="output")
     check(estimator)
+
+
+# -- weights, columns, sparse rows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_step_is_the_weighted_gradient_with_noise_for_the_largest_weight(monkeypatch, classes):
+    y, of_row, of_class = RNG.integers(0, classes, 40), RNG.uniform(0, 4, 40), np.array([0.5, 3.0, 1.0])[:classes]
+    settings = dict(data_norm=2.0, fit_intercept=False, solver="gradient", num_steps=1, classes=range(classes))
+    model = DPLogisticRegression(1.0, DELTA, **settings, max_sample_weight=4.0, class_weight={0: 0.5, 1: 3.0})
+    rows, largest = scaled(X, 2.0), 4.0 * 3.0
+    residuals = (np.full([40, classes], 1 / classes) - np.eye(classes)[y]) * (of_row * of_class[y])[:, None]
+    gradient = (residuals[:, 1:] if classes == 2 else residuals).T @ rows
+    step = 1 / (40 * largest * 2.0**2 * (0.25 if classes == 2 else 0.5) + 1)
+    moved = model.fit(X, y, of_row).coef_ / -step - gradient
+    assert std(moved) == pytest.approx(
+        largest * 2.0 * (1 if classes == 2 else 2**0.5) * model.noise_multiplier_, rel=0.15
+    )
+    draws(monkeypatch, 0.0)
+    assert np.allclose(model.fit(X, y, of_row).coef_, -step * gradient)
+
+
+@pytest.mark.parametrize("solver", ["objective", "output", "gradient"])
+def test_weights_up_to_a_bound_are_those_up_to_one_at_another_c(solver):
+    weight = RNG.uniform(0, 1, 40)
+    settings = dict(solver=solver, epsilon=20.0)
+    few = fitted(**settings, max_sample_weight=5.0, C=0.1).fit(X, Y, 5 * weight)
+    assert np.allclose(few.coef_, fitted(**settings, C=0.5).fit(X, Y, weight).coef_, rtol=1e-3, atol=1e-5)
+    assert np.allclose(fitted(**settings, class_weight={0: 5.0, 1: 5.0}, C=0.1).coef_, fitted(**settings, C=0.5).coef_,
+                       rtol=1e-3, atol=1e-5)  # fmt: skip
+
+
+def test_a_weighted_minimum_is_scikit_learns(monkeypatch):
+    draws(monkeypatch, 0.0)
+    weight, of_class = RNG.uniform(0, 3, 40), {0: 0.2, 1: 2.0}
+    settings = dict(C=0.3, fit_intercept=False, class_weight=of_class)
+    model = DPLogisticRegression(1.0, DELTA, data_norm=100.0, max_sample_weight=3.0, solver="output", **settings)
+    least = LogisticRegression(tol=1e-10, max_iter=1000, **settings).fit(X, Y, weight)
+    assert np.allclose(model.fit(X, Y, weight).coef_, least.coef_, atol=1e-4)
+
+
+@pytest.mark.parametrize(("weight", "said"), [
+    (np.full(40, 1.5), "1.5, which is larger than max_sample_weight=1.*chosen without a look"),
+    (np.full(40, -1.0), "a number of at least 0 for each of the 40 rows"),
+    (np.ones(39), "for each of the 40 rows"), (np.full(40, np.nan), "NaN"),
+    (np.ones([40, 1]), "for each of the 40 rows"), (np.zeros(40), "zero for every row"),
+])  # fmt: skip
+def test_weights_that_the_noise_is_not_for_are_refused(weight, said):
+    with pytest.raises(ValueError, match=said):
+        DPLogisticRegression(1.0, DELTA).fit(X, Y, weight)
+
+
+def test_columns_in_another_order_are_refused():
+    frame = pd.DataFrame(X[:, :2], columns=["age", "income"])
+    model = DPLogisticRegression(10.0, DELTA).fit(frame, Y)
+    assert model.feature_names_in_.tolist() == ["age", "income"]
+    with pytest.raises(ValueError, match="same order"):
+        model.score(frame[["income", "age"]], Y)
+    with pytest.warns(UserWarning, match="feature names"):
+        model.predict(frame.to_numpy())
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("solver", ["objective", "gradient"])
+def test_sparse_rows_are_those_rows(solver, intercept):
+    x = np.where(RNG.random(X.shape) < 0.1, 3 * X, 0.0)
+    x[0] = 0.0
+    settings = dict(solver=solver, fit_intercept=intercept, data_norm=2.0, random_state=1)
+    dense, thin = (DPLogisticRegression(5.0, DELTA, **settings).fit(part, Y) for part in (x, sparse.csr_matrix(x)))
+    assert np.allclose(dense.coef_, thin.coef_, atol=1e-6)
+    assert np.allclose(dense.decision_function(x), thin.decision_function(sparse.coo_matrix(x)), atol=1e-6)
+
+
+def test_logarithms_of_probabilities_are_exact():
+    model = fitted(solver="gradient", num_steps=1)
+    model.coef_ = model.coef_ * 1e6
+    scores = model.decision_function(X)
+    want = -np.logaddexp(0, np.stack([scores, -scores], 1))
+    assert np.allclose(model.predict_log_proba(X), want) and np.isfinite(want).all() and want.min() < -1000
+    assert np.allclose(model.predict_proba(X), np.exp(want))
+
+
+@pytest.mark.parametrize("solver", ["objective", "output", "gradient"])
+def test_a_huge_epsilon_overflows_nothing(solver):
+    assert fitted(epsilon=1e6, solver=solver, num_steps=20).score(X, Y) > 0.5
+
+
+# -- its price ---------------------------------------------------------------------------------------------------
+
+
+def test_every_fit_is_paid_and_no_clone_pays_for_another():
+    model = fitted(solver="gradient", num_steps=4).fit(X, Y)
+    assert model.releases_ == 2 and clone(model).releases_ == 0
+    assert model.price(DELTA).epsilon == pytest.approx(
+        gaussian_epsilon(model.noise_multiplier_ / 8**0.5, DELTA), rel=1e-6
+    )
+    model.set_params(solver="objective", epsilon=0.5, delta=1e-6).fit(X, Y)
+    assert model.dp_event is None and model.releases_ == 3
+    twice = fitted(solver="gradient", num_steps=4).fit(X, Y)
+    assert model.price(DELTA).epsilon == twice.price(DELTA - 1e-6).epsilon + 0.5
+    alone = fitted(solver="objective").fit(X, Y)
+    assert alone.price(2 * DELTA) == (2.0, "pld")
+    with pytest.raises(tfdpfl.PrivacyError, match=r"delta=1e-05 has no price.*at delta=2e-05"):
+        alone.price(DELTA)
 
 
 @pytest.mark.slow

@@ -4,21 +4,24 @@ simpler mechanisms than DP-SGD are known."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy import sparse
 from scipy.optimize import minimize
 from scipy.sparse.linalg import LinearOperator, cg
 from scipy.special import log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import check_array, check_X_y
+from sklearn.utils import check_array, check_random_state
+from sklearn.utils.extmath import row_norms
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
-from tfdpfl.accounting.pricing import check_delta, price
+from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ SOLVERS = ("auto", "objective", "gradient", "output")
 _TOLERANCE = 1e-6  # of the objective's gradient at what a solver returns, in units of one row's largest gradient
 _OF_TOLERANCE = 0.01  # the part of (ε, δ) that hides where the solver stopped
 _OF_CURVATURE = 0.25  # the largest part of ε that a row's curvature may cost
+_NORMS = (1e-100, 1e100)  # of a row, so that its square is a float
 _SIGNAL = 200  # rows * ε / sqrt(features) below which noisy steps that stop early do better; docs/convex.md
 
 
@@ -41,7 +45,11 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     regularised.
 
     Neighbours (`adjacency`, "zero_out") are data sets of which one has one row's loss blanked; the number of rows is
-    public. ``fit`` releases once: each call costs (ε, δ) anew, and so does each fit of a grid search.
+    public. ``fit`` releases once: each call costs (ε, δ) anew, and so does each fit of a grid search. `price` adds up
+    the fits of this object, and `tfdpfl.reports.report` accepts the object as a part.
+
+    A row's weight is `sample_weight` times `class_weight`, and multiplies its loss. The noise is for the largest weight
+    that a row may have, so weights above 1 do not make a row count more against the noise.
 
     Args:
       epsilon, delta: what one `fit` may cost, in all.
@@ -55,10 +63,14 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         "auto" takes "objective" for two classes, but where rows * ε < 200 sqrt(features), and "gradient" else.
       num_steps: the steps of "gradient".
       classes: the classes, where the labels that occur are themselves private; None takes those that occur.
-      seed: for tests alone; None takes the operating system's entropy.
+      class_weight: {class: weight}, chosen without a look at the data; a class that is left out has the weight 1.
+      max_sample_weight: the largest `sample_weight` that a row may have, chosen without a look at the data.
+      random_state: for tests alone, because anyone who knows it can subtract the noise; None takes the operating
+        system's entropy.
 
     Attributes:
-      coef_, intercept_, classes_, n_features_in_: as in scikit-learn, and private, given public classes.
+      coef_, intercept_, classes_, n_features_in_, feature_names_in_: as in scikit-learn, and private, given public
+        classes.
       solver_: the solver that ran.
       regularization_: the factor of ``||w||^2 / 2`` beside ``sum_i loss_i``; 1 / C or more.
       noise_multiplier_: the noise's standard deviation over the sensitivity.
@@ -66,15 +78,18 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         (ε, δ) is all that is known.
 
     Raises:
-      ValueError: an argument out of its range, or data that scikit-learn would refuse.
-      PrivacyError: "objective" for more than two classes; a minimum that was not found well enough. Nothing is kept.
+      ValueError: an argument out of its range, a weight above `max_sample_weight`, or data that scikit-learn would
+        refuse: other columns in `predict` than in `fit`, for example.
+      PrivacyError: "objective" for more than two classes; ``class_weight="balanced"``, which counts private labels; a
+        minimum that was not found well enough. No weights are kept.
     """
 
     adjacency = "zero_out"
 
     def __init__(
         self, epsilon: float, delta: float, *, data_norm: float = 1.0, C: float = 1.0, fit_intercept: bool = True,
-        solver: str = "auto", num_steps: int = 100, classes: Any = None, seed: int | None = None,
+        solver: str = "auto", num_steps: int = 100, classes: Any = None, class_weight: Any = None,
+        max_sample_weight: float = 1.0, random_state: Any = None,
     ):  # fmt: skip
         self.epsilon = epsilon
         self.delta = delta
@@ -84,12 +99,20 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.solver = solver
         self.num_steps = num_steps
         self.classes = classes
-        self.seed = seed
+        self.class_weight = class_weight
+        self.max_sample_weight = max_sample_weight
+        self.random_state = random_state
 
-    def fit(self, X: Any, y: Any) -> DPLogisticRegression:
-        """Releases weights for ``X`` [rows, features] and labels ``y`` [rows]."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DPLogisticRegression:
+        """Releases weights for ``X`` [rows, features], dense or sparse, and labels ``y`` [rows].
+
+        Args:
+          X: features.
+          y: labels.
+          sample_weight: [rows], from 0 to `max_sample_weight`; None: 1 for each row.
+        """
         solver = self._check()
-        X, y = check_X_y(X, y, dtype=np.float64, estimator=self)
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
         check_classification_targets(y)
         classes = np.unique(y if self.classes is None else self.classes)
         if len(classes) < 2:
@@ -97,7 +120,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         if not np.isin(y, classes).all():
             raise ValueError("y has a label that is not one of classes: name all of them, or leave classes out")
         if solver == "auto":
-            much = len(X) * self.epsilon >= _SIGNAL * math.sqrt(X.shape[1])
+            much = X.shape[0] * self.epsilon >= _SIGNAL * math.sqrt(X.shape[1])
             solver = "objective" if len(classes) == 2 and much else "gradient"
         if solver == "objective" and len(classes) > 2:
             raise PrivacyError(
@@ -105,24 +128,62 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
                 "'output'"
             )
         y = np.searchsorted(classes, y)
-        problem = _Problem(self._rows(X), y, len(classes), self._norm, 1 / self.C, self.seed)
+        weight, largest = self._weights(sample_weight, y, classes)
+        problem = _Problem(
+            self._rows(X), y, len(classes), self._norm, 1 / self.C, self._seed(), weight=weight, largest_weight=largest
+        )
         weights, self.noise_multiplier_, self.dp_event_ = getattr(self, f"_{solver}")(problem)
+        self._spent = (*self.__dict__.get("_spent", ()), (self.dp_event_, float(self.epsilon), float(self.delta)))
         weights = weights.reshape(problem.shape)
         self.coef_ = weights[:, : X.shape[1]]
         self.intercept_ = weights[:, -1] * self.data_norm if self.fit_intercept else np.zeros(len(weights))
-        self.classes_, self.n_features_in_ = classes, X.shape[1]
-        self.solver_, self.regularization_ = solver, problem.regularization
+        self.classes_, self.solver_, self.regularization_ = classes, solver, problem.regularization
         return self
+
+    @property
+    def releases_(self) -> int:
+        """How many times this object was fitted; each fit costs, and a clone begins at 0."""
+        return len(self.__dict__.get("_spent", ()))
+
+    @property
+    def dp_event(self) -> DpEvent | None:
+        """All fits as one dp-accounting event under `adjacency`; None if one used "objective", or none has run."""
+        from dp_accounting import dp_event
+
+        events = [event for event, _, _ in self.__dict__.get("_spent", ())]
+        return None if not events or None in events else dp_event.ComposedDpEvent(events)
+
+    def price(self, delta: float, accountant: str = "pld") -> Price:
+        """Returns the ε at `delta` of all fits of this object; before the first one, of that one.
+
+        Args:
+          delta: δ. At least the sum of the δ of the fits that used "objective", which are known at their own δ alone.
+          accountant: "pld" or "rdp", for the other fits.
+
+        Raises:
+          PrivacyError: `delta` is smaller than that sum.
+        """
+        from dp_accounting import dp_event
+
+        delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+        spent = self.__dict__.get("_spent", ()) or ((None, float(self.epsilon), float(self.delta)),)
+        alone = [(epsilon, least) for event, epsilon, least in spent if event is None]
+        events = [event for event, _, _ in spent if event is not None]
+        epsilon, least = (math.fsum(part) for part in zip(*alone, strict=True)) if alone else (0.0, 0.0)
+        if delta < least or (events and delta == least):
+            raise PrivacyError(
+                f"delta={delta:g} has no price: fits that used solver='objective' are known at delta={least:g} in all, "
+                "and no smaller one. Give a larger delta."
+            )
+        if not events:
+            return Price(epsilon, accountant)
+        rest = price(dp_event.ComposedDpEvent(events), delta - least, accountant, self.adjacency)
+        return Price(epsilon + rest.epsilon, rest.accountant)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Scores: [rows] of the second of two classes, [rows, classes] of more. Rows are scaled down as in training."""
         check_is_fitted(self)
-        X = check_array(X, dtype=np.float64, estimator=self)
-        if X.shape[1] != self.n_features_in_:
-            raise ValueError(
-                f"X has {X.shape[1]} features, but {type(self).__name__} is expecting {self.n_features_in_} features "
-                "as input"
-            )
+        X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=np.float64)
         scores = self._within(X) @ self.coef_.T + self.intercept_
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
@@ -133,17 +194,27 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities [rows, classes]."""
+        return np.exp(self.predict_log_proba(X))
+
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Logarithms of probabilities [rows, classes], exact where a probability rounds to 0."""
         scores = self.decision_function(X)
         if scores.ndim == 1:
             scores = np.stack([np.zeros_like(scores), scores], 1)
-        return softmax(scores, 1)
+        return log_softmax(scores, 1)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.non_deterministic = self.random_state is None
+        return tags
 
     # -- the mechanisms: (weights, noise multiplier, event) ----------------------------------------------------
 
     def _objective(self, problem: _Problem):
         (epsilon, delta), rest = self._without_tolerance()
         # Of two neighbours' Hessians at one point the determinants' ratio is 1 + x' H^-1 x p (1 - p).
-        least = problem.curvature / math.expm1(_OF_CURVATURE * epsilon)
+        least = problem.curvature / math.expm1(min(_OF_CURVATURE * epsilon, 700.0))
         problem.regularization = max(problem.regularization, least)
         z = _multiplier(epsilon - math.log1p(problem.curvature / problem.regularization), delta)
         tilt = z * problem.sensitivity * problem.normals()
@@ -162,7 +233,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         from dp_accounting import dp_event
 
         z = _multiplier(self.epsilon, self.delta, self.num_steps)
-        step = 1 / (problem.curvature * len(problem.x) + problem.regularization)
+        step = 1 / (problem.curvature * problem.x.shape[0] + problem.regularization)
         w = np.zeros(problem.size)
         for _ in range(self.num_steps):
             w = w - step * problem.noised(problem.gradient(w), z, problem.sensitivity)
@@ -174,26 +245,83 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         _checks.real("epsilon", self.epsilon, "give the ε that one fit may cost", above=0)
         check_delta(self.delta)
         _checks.real("data_norm", self.data_norm, "give the largest norm of a row", above=0)
+        if not _NORMS[0] <= self.data_norm <= _NORMS[1]:
+            raise ValueError(
+                f"data_norm={self.data_norm:g} is not between {_NORMS[0]:g} and {_NORMS[1]:g}. The square of a row's "
+                "norm, which the noise follows, would be no float. Scale the features, and data_norm with them."
+            )
+        _checks.real("max_sample_weight", self.max_sample_weight, "give the largest weight of a row", above=0)
         _checks.real("C", self.C, "1.0 is usual; smaller is stronger", above=0)
         _checks.whole("num_steps", self.num_steps, 1, "100 is usual")
-        if self.seed is not None:
-            _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
         return _checks.choice("solver", self.solver, SOLVERS)
+
+    def _seed(self) -> int | None:
+        if self.random_state is None or isinstance(self.random_state, int | np.integer):
+            remedy = "None takes the operating system's entropy; a number is for tests"
+            return None if self.random_state is None else _checks.whole("random_state", self.random_state, 0, remedy)
+        return int(check_random_state(self.random_state).randint(2**31))
+
+    def _weights(self, sample_weight: Any, y: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, float]:
+        """(the weight of each row, the largest weight that any row may have, whatever the data)."""
+        of_class = self._class_weights(classes)
+        largest = float(self.max_sample_weight * of_class.max())
+        if sample_weight is None:
+            return min(1.0, self.max_sample_weight) * of_class[y], largest
+        of_row = check_array(
+            sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight", ensure_min_samples=0
+        )
+        if of_row.shape != y.shape or not (of_row >= 0).all():
+            raise ValueError(
+                f"sample_weight must be a number of at least 0 for each of the {len(y)} rows, got the shape "
+                f"{list(of_row.shape)}: give one weight a row"
+            )
+        if not of_row.any():
+            raise ValueError(
+                "sample_weight is zero for every row, so there is nothing to learn: give some rows a weight"
+            )
+        if of_row.max() > self.max_sample_weight:
+            raise ValueError(
+                f"sample_weight has {of_row.max():g}, which is larger than max_sample_weight="
+                f"{self.max_sample_weight:g}. The noise is for rows of at most that weight. Set max_sample_weight to "
+                "the largest weight that a row can have, chosen without a look at the data."
+            )
+        return of_row * of_class[y], largest
+
+    def _class_weights(self, classes: np.ndarray) -> np.ndarray:
+        if self.class_weight is None:
+            return np.ones(len(classes))
+        if isinstance(self.class_weight, str):
+            raise PrivacyError(
+                f"class_weight={self.class_weight!r} would count the labels, which are private, without noise. Give a "
+                "dict {class: weight} of weights that are public, for instance from an earlier, noisy count."
+            )
+        if not isinstance(self.class_weight, Mapping) or (strange := set(self.class_weight) - set(classes.tolist())):
+            what = "is no dict" if not isinstance(self.class_weight, Mapping) else f"names {strange.pop()!r}"
+            raise ValueError(f"class_weight {what}: give {{class: weight}} for some of {classes.tolist()}")
+        return np.array([
+            _checks.real(f"class_weight[{name!r}]", self.class_weight.get(name, 1.0), "weights are above 0", above=0)
+            for name in classes.tolist()
+        ])  # fmt: skip
 
     @property
     def _norm(self) -> float:
         """The largest norm of a row with its constant feature."""
         return self.data_norm * (math.sqrt(2) if self.fit_intercept else 1.0)
 
-    def _rows(self, X: np.ndarray) -> np.ndarray:
+    def _rows(self, X: Any) -> Any:
         """X, no row longer than `data_norm`, with the constant feature."""
         X = self._within(X)
-        return np.hstack([X, np.full([len(X), 1], float(self.data_norm))]) if self.fit_intercept else X
+        if not self.fit_intercept:
+            return X
+        constant = np.full([X.shape[0], 1], float(self.data_norm))
+        return sparse.hstack([X, constant], format="csr") if sparse.issparse(X) else np.hstack([X, constant])
 
-    def _within(self, X: np.ndarray) -> np.ndarray:
-        longest = np.maximum(np.abs(X).max(1, keepdims=True), np.finfo(float).tiny)  # squares may overflow
-        norms = longest * np.linalg.norm(X / longest, axis=1, keepdims=True)
-        return X * np.minimum(1.0, self.data_norm / np.maximum(norms, self.data_norm * 1e-9))
+    def _within(self, X: Any) -> Any:
+        longest = abs(X).max(axis=1)
+        longest = longest.toarray().ravel() if sparse.issparse(X) else longest
+        longest = np.maximum(longest, np.finfo(float).tiny)  # squares may overflow
+        norms = longest * row_norms(_scale_rows(X, 1 / longest))
+        return _scale_rows(X, np.minimum(1.0, self.data_norm / np.maximum(norms, self.data_norm * 1e-9)))
 
     def _without_tolerance(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """(ε, δ) for the mechanism, and for hiding where the solver stopped."""
@@ -201,8 +329,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return (self.epsilon - rest[0], self.delta - rest[1]), rest
 
 
+def _scale_rows(X: Any, factors: np.ndarray) -> Any:
+    return sparse.csr_array(sparse.diags(factors) @ X) if sparse.issparse(X) else X * factors[:, None]
+
+
 class _Problem:
-    """``sum_i loss_i(w) + regularization ||w||^2 / 2`` on rows of norm at most ``norm``; a weight vector for two
+    """``sum_i weight_i loss_i(w) + regularization ||w||^2 / 2`` on rows of norm at most ``norm``; one vector w for two
     classes, one for each of more, flat.
 
     Attributes:
@@ -211,17 +343,21 @@ class _Problem:
       tolerance: the largest norm of the gradient at what `minimum` returns.
     """
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, classes: int, norm: float, regularization: float, seed=None):
+    def __init__(
+        self, x: Any, y: np.ndarray, classes: int, norm: float, regularization: float, seed: int | None = None, *,
+        weight: np.ndarray | None = None, largest_weight: float = 1.0,
+    ):  # fmt: skip
         from tfdpfl.noise import Source
 
         self.x, self.y = x, y
+        self.weight = np.ones(len(y)) if weight is None else weight
         self.shape = (1 if classes == 2 else classes, x.shape[1])
         self.size = self.shape[0] * self.shape[1]
         self.regularization = regularization
         # (p - e_y) x': |p - 1| <= 1 for two classes, ||p - e_y|| <= sqrt(2) for more; p (1 - p) <= 1/4, and the largest
         # eigenvalue of diag p - p p' is at most 1/2.
-        self.sensitivity = norm * (1.0 if classes == 2 else math.sqrt(2))
-        self.curvature = norm**2 * (0.25 if classes == 2 else 0.5)
+        self.sensitivity = largest_weight * norm * (1.0 if classes == 2 else math.sqrt(2))
+        self.curvature = largest_weight * norm**2 * (0.25 if classes == 2 else 0.5)
         self.tolerance = _TOLERANCE * self.sensitivity
         self._source = Source(seed)
 
@@ -237,12 +373,13 @@ class _Problem:
         return np.hstack([np.zeros_like(scores), scores]) if self.shape[0] == 1 else scores
 
     def _flat(self, residuals: np.ndarray) -> np.ndarray:
-        """sum_i residual_i x_i'."""
-        return ((residuals[:, 1:] if self.shape[0] == 1 else residuals).T @ self.x).ravel()
+        """sum_i weight_i residual_i x_i'."""
+        weighted = self.weight[:, None] * (residuals[:, 1:] if self.shape[0] == 1 else residuals)
+        return np.asarray(weighted.T @ self.x).ravel()
 
     def value(self, w: np.ndarray) -> float:
         losses = -log_softmax(self._scores(w), 1)[np.arange(len(self.y)), self.y]
-        return float(losses.sum() + self.regularization * (w @ w) / 2)
+        return float(self.weight @ losses + self.regularization * (w @ w) / 2)
 
     def gradient(self, w: np.ndarray) -> np.ndarray:
         residuals = softmax(self._scores(w), 1)

@@ -31,6 +31,12 @@ _LABELS = (
     "Covered: the released labels, and what is computed from them and from public data.",
     "Not covered: the features, which are used as they are, and scores that were measured on the true labels.",
 )
+_WEIGHTS = (
+    "Covered: the weights, and what is computed from them.",
+    "Not covered: the number of rows, the classes, fits of clones (as in a grid search), and statistics that the "
+    "features were scaled by.",
+)
+_SEEDED = "its {0} is fixed, and whoever knows it can take the noise away: {0}=None draws a secret one"
 _VOTES = (
     "Covered: the answers to the student's queries, the student, and what is computed from them.",
     "Not covered: the teachers and their votes, any figure that was computed from the votes, and the student's "
@@ -252,9 +258,9 @@ def report(
 
     Args:
         parts: {name: part}. A part is a `PrivacyBudget`, a `PrivacyLedger`, a `PrivacyReport`, a `PrivacyPlan` or a
-            `Run`; a label mechanism or a `LabelPrivacy` layer; PATE's `Answers`, a fitted `PATE`, a `PATEReport` or a
-            `SanitizedEpsilon`; a federated `History`, or a pair of what a process promises and the `RoundsRun`; a
-            Flower strategy or a `LedgerAccountant`; a `RandomSearch`.
+            `Run`; a private optimizer; a label mechanism or a `LabelPrivacy` layer; a `DPLogisticRegression`; PATE's
+            `Answers`, a fitted `PATE`, a `PATEReport` or a `SanitizedEpsilon`; a federated `History`, or a pair of what
+            a process promises and the `RoundsRun`; a Flower strategy or a `LedgerAccountant`; a `RandomSearch`.
         delta: δ, in (0, 1).
         title: The page's.
         data: {name: data set}, for all parts: which data each is about. None: all are about the same, which is the
@@ -361,6 +367,8 @@ def _sources(name: str, what: Any, unit: str | None, delta: float) -> Iterator[_
         yield _planned(_of_report(name, "run", report_of([what], what.dp_event, delta, "pld", what.adjacency), unit))
     elif of("label_dp") and hasattr(what, "ledger"):
         yield _of_labels(name, what)
+    elif of("convex"):
+        yield _of_regression(name, what)
     elif of("pate"):
         yield _of_votes(name, what)
     elif hasattr(what, "trainings") and hasattr(what, "adjacency"):  # a federated History
@@ -381,7 +389,8 @@ def _sources(name: str, what: Any, unit: str | None, delta: float) -> Iterator[_
     else:
         raise ValueError(
             f"{name}: {what!r:.99} is no part of a report: give a ledger, a PrivacyBudget, a PrivacyReport, a label "
-            "mechanism, PATE's answers, a History, a Flower strategy or a RandomSearch. An event goes into a ledger "
+            "mechanism, a DPLogisticRegression, PATE's answers, a History, a Flower strategy or a RandomSearch. An "
+            "event goes into a ledger "
             "first: PrivacyLedger().add(event, adjacency=...)"
         )
 
@@ -440,11 +449,26 @@ def _of_labels(name: str, what: Any) -> _Source:
     more = "; what its clones released is in the price" if len(spent) and spent != what.ledger else ""
     warnings = [] if len(spent) else [_PLANNED]
     if getattr(what, "seed", None) is not None:
-        warnings.append("its seed is fixed, and whoever knows it can take the noise away: seed=None draws a secret one")
+        warnings.append(_SEEDED.format("seed"))
     return _Source(
         name=name, kind="label mechanism", adjacency="replace_one", unit="label",
         event=spent.dp_event if len(spent) else what.dp_event, ledger=spent if len(spent) else None,
         mechanisms=[text + ("" if times is None else f", {times} releases") + more], notes=_LABELS, warnings=warnings,
+    )  # fmt: skip
+
+
+def _of_regression(name: str, what: Any) -> _Source:
+    times, event = what.releases_, what.dp_event
+    warnings = [] if times else [_PLANNED]
+    if what.random_state is not None:
+        warnings.append(_SEEDED.format("random_state"))
+    text = (
+        f"{getattr(what, 'solver_', what.solver)}, epsilon {float(what.epsilon):g} at delta {float(what.delta):g} a fit"
+    )
+    return _Source(
+        name=name, kind="logistic regression", adjacency=what.adjacency, unit="example", event=event,
+        price=what.price if event is None else None, mechanisms=[f"{text}, {times} fits"], notes=_WEIGHTS,
+        warnings=warnings,
     )  # fmt: skip
 
 
