@@ -24,7 +24,7 @@ from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.clipping.refusals import EAGER
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts, _replicas
+from tfdpfl.optimizers import _counts, _fit_hook, _replicas
 from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._mechanism import NO_LOSS, Mechanism
 
@@ -397,11 +397,11 @@ def _make(base: type, name: str) -> type:
 
         from tfdpfl.optimizers._keras3 import Keras3Adapter as adapter
 
-        model = keras.Model
+        of_keras: Any = keras
     elif hasattr(base, "compute_gradients") and hasattr(base, "_create_iteration_variable"):
         from tfdpfl.optimizers._keras2 import Keras2Adapter as adapter
 
-        model = _keras2_of(base).Model
+        of_keras = _keras2_of(base)
     else:
         raise TypeError(
             f"{base.__module__}.{base.__name__} is not an optimizer that can be made private. Legacy optimizers "
@@ -411,8 +411,9 @@ def _make(base: type, name: str) -> type:
         "__doc__": _DOC.format(base=base.__name__, name=name),
         "__module__": __name__,
         "_dp_base": base,
-        "_dp_model": model,
+        "_dp_model": of_keras.Model,
     })  # fmt: skip
+    _fit_hook.watch(of_keras.callbacks.CallbackList)
     return _registration(base)(package="tfdpfl", name=name)(made)
 
 

@@ -1,0 +1,98 @@
+"""What a `fit` says of its data itself, where no `PrivacyBudget` is among its callbacks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from tfdpfl.callbacks._fits import Fit, fit_arguments, length, running_models
+from tfdpfl.callbacks._sampling import Sampling
+from tfdpfl.callbacks.budget import PrivacyBudget
+from tfdpfl.data import declared_sampling
+from tfdpfl.optimizers import DPOptimizer, _replicas
+
+
+class _Watch(tf.keras.callbacks.Callback):
+    """Tells the optimizer how each batch is drawn, as `PrivacyBudget` does. Refuses nothing: of data that do not say
+    themselves, nothing is known of the steps."""
+
+    sampling = num_examples = batch_size = None  # nothing was said
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._supports_tf_logs = True  # Keras 2 need not fetch them
+        self._fit: Fit | None = None
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self._fit = None
+        call, optimizer = fit_arguments(self.model), trained_with(self.model)
+        if optimizer is None or (length(call.get("x")) is None and declared_sampling(call.get("x")) is None):
+            return
+        try:
+            data = Sampling(self, optimizer, 0.0).describe(call)
+        except ValueError:  # what has no price
+            return
+        held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
+        per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
+        self._fit = Fit(self.model, optimizer, data, 0.0, int(per_call), call, self.params.get("steps"))
+        optimizer._dp.counter.watch = weakref.WeakMethod(self._cut_off)
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        fit, steps = self._fit, self.params.get("steps")
+        if fit is None:
+            return
+        if not steps:  # where a pass ends cannot be seen
+            self._fit = None
+            return
+        if fit.passes == 0:
+            fit.begin()
+        fit.first = None
+        fit.begin_passes(fit.passes_in_epoch(steps))
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        fit = self._fit
+        if fit is not None:
+            fit.first = batch if fit.first is None else fit.first
+            fit.announce(batch, min(fit.stride, self.params["steps"] - batch))
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if self._fit is not None:
+            self._fit.silence()
+            self._fit.awaited = False
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        if self._fit is not None:
+            self._fit.end()
+
+    def _cut_off(self) -> None:
+        """Ends a `fit` that was interrupted."""
+        fit = self._fit
+        if fit is not None and fit.model not in running_models():
+            self._fit = None
+            fit.cut_off()
+
+
+def trained_with(model: Any) -> DPOptimizer | None:
+    """The model's optimizer, if it is a private one that takes each batch as it comes, with fresh noise."""
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(optimizer, DPOptimizer) or optimizer.noise is not None or optimizer._dp.parts > 1:
+        return None
+    return optimizer if _replicas.workers() == 1 else None
+
+
+def join(callbacks: Any) -> None:
+    """Puts a `_Watch` among the callbacks of a `fit` that begins, if no other tells the optimizer of its batches."""
+    models = running_models()
+    if not models or trained_with(models[0]) is None:
+        return
+    if any(isinstance(callback, (PrivacyBudget, _Watch)) for callback in callbacks.callbacks):
+        return
+    watch = _Watch()
+    watch.set_params(callbacks.params)
+    watch.set_model(models[0])
+    callbacks.callbacks.append(watch)
+    if hasattr(callbacks, "_should_call_train_batch_hooks"):  # Keras 2 asked those that it had
+        callbacks._should_call_train_batch_hooks = True
