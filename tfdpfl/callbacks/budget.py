@@ -84,8 +84,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     optimizer counts its step so, in a variable that is saved with it. Batches of `tfdpfl.data.poisson_batches` are
     Poisson samples; arrays given to `fit` are shuffled, each example used once an epoch, and priced without
     amplification; for other data sets and generators say ``sampling`` and ``batch_size``. Steps that the callback did
-    not announce (`train_on_batch`, a second update on one batch) are priced as if every example
-    took part in each.
+    not announce (`train_on_batch`, a second update on one batch) are priced as if every example took part in each. A
+    `fit` without the callback is known, too, if its data say themselves how they are drawn.
 
     One callback serves one data set: all steps count that were taken by the optimizers of the models it sees, restarts
     included. Its copies are the same budget: a search that copies its callbacks for each trial (keras-tuner,
