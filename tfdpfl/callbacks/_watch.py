@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import tensorflow as tf
@@ -37,7 +36,7 @@ class _Watch(tf.keras.callbacks.Callback):
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         self._fit = Fit(self.model, optimizer, data, 0.0, int(per_call), call, self.params.get("steps"))
-        optimizer._dp.counter.watch = weakref.WeakMethod(self._cut_off)
+        optimizer._dp.counter.watch = self._cut_off  # until the fit ends: an interrupted one drops its callbacks
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         fit, steps = self._fit, self.params.get("steps")
@@ -65,12 +64,13 @@ class _Watch(tf.keras.callbacks.Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         if self._fit is not None:
             self._fit.end()
+            self._fit.optimizer._dp.counter.watch = None
 
     def _cut_off(self) -> None:
         """Ends a `fit` that was interrupted."""
         fit = self._fit
         if fit is not None and fit.model not in running_models():
-            self._fit = None
+            self._fit = fit.optimizer._dp.counter.watch = None
             fit.cut_off()
 
 
