@@ -1,13 +1,12 @@
 """Differential privacy for Keras and federated learning.
 
-Names are imported when they are first used: `import tfdpfl` does not import TensorFlow. Where TensorFlow was imported
-before, what Keras loads from files by name is registered at once.
+Names are imported when they are first used: `import tfdpfl` does not import TensorFlow. What Keras loads from files by
+name is registered at once if TensorFlow was imported before, else when Keras is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
@@ -88,7 +87,16 @@ def __getattr__(name: str):
         return importlib.import_module(f"tfdpfl.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(f"tfdpfl.{_WHERE[name]}"), name)
-    raise AttributeError(f"module 'tfdpfl' has no attribute {name!r}")
+    if name.startswith("__"):
+        raise AttributeError(f"module 'tfdpfl' has no attribute {name!r}")
+    from tfdpfl._names import sentence
+
+    said = sentence(name, _MODULES, _WHERE)
+    # In `from tfdpfl import name` Python drops the text of an AttributeError, and looks for a module of that name.
+    imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    if imported and importlib.util.find_spec(f"tfdpfl.{name}") is None:
+        raise ImportError(said, name="tfdpfl")
+    raise AttributeError(said, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:
@@ -96,8 +104,10 @@ def __dir__() -> list[str]:
 
 
 if "tensorflow" in sys.modules:
-    from tfdpfl.errors import PrivacyError as _PrivacyError
+    from tfdpfl._keras_files import register as _register
 
-    with contextlib.suppress(_PrivacyError):  # Keras runs on another backend
-        for _name in ("optimizers", "label_dp.losses", "label_dp.pipeline"):
-            importlib.import_module(f"tfdpfl.{_name}")
+    _register()
+else:
+    from tfdpfl._keras_files import AfterKeras as _AfterKeras
+
+    sys.meta_path.insert(0, _AfterKeras())

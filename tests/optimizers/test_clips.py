@@ -192,7 +192,7 @@ def test_clips_go_through_a_config_and_json(clip):
         (lambda: tfdpfl.DPSGD(AdaptiveClip(clipped_count_stddev=0.4), 1.0), "clipped_count_stddev=0.4"),
         (lambda: tfdpfl.DPSGD(AdaptiveClip(initial=1e-11), 1.0), "so small"),
         (lambda: tfdpfl.DPSGD(1.0, 1.0, rows_per_unit=0), "rows_per_unit=0"),
-        (lambda: tfdpfl.DPSGD(1.0, 1.0, 2, rows_per_unit=2), "num_microbatches=2"),
+        (lambda: tfdpfl.DPSGD(1.0, 1.0, num_microbatches=2, rows_per_unit=2), "num_microbatches=2"),
         (lambda: update(model_of(PerLayerClip([1.0]))), "2 layers are trained"),
         (lambda: update(model_of(PerLayerClip({"upper": 1.0}))), "no name fits the weight"),
         (lambda: PerLayerClip({"a": 1.0, "b": 1.0}).groups(["a/b/kernel"]), "several names fit the weight"),

@@ -947,16 +947,27 @@ def test_an_argument_that_keras_does_not_know_is_refused():
         tfdpfl.DPAdam(1.0, 1.0, learning_rates=0.1)
 
 
-def test_the_order_of_arguments_is_tf_privacys():
-    optimizer = tfdpfl.DPAdam(1.5, 0.5, 4, 1, learning_rate=0.25)
-    assert (optimizer.l2_norm_clip, optimizer.noise_multiplier, optimizer.num_microbatches) == (1.5, 0.5, 4)
+@pytest.mark.parametrize("make", [tfdpfl.DPAdam, tfdpfl.DPFTRL, tfdpfl.DPKerasSGDOptimizer])
+def test_the_clip_and_the_noise_come_first_and_all_else_is_named(make):
+    optimizer = make(1.5, 0.5, num_microbatches=None, learning_rate=0.25)
+    assert (optimizer.l2_norm_clip, optimizer.noise_multiplier) == (1.5, 0.5)
     assert float(np.asarray(optimizer.learning_rate)) == 0.25
-    with pytest.raises(TypeError):
-        tfdpfl.DPAdam(1.5, 0.5, 4, 1, 250)
+    with pytest.raises(TypeError, match=r"\(0.001, 1.0, 1.1\): the first two.*Write \w+\(l2_norm_clip.*learning_rate="):
+        make(1e-3, 1.0, 1.1)
+
+
+@pytest.mark.parametrize("weights", [{0: 0.5, 1: 2.0, 2: 1.0}, {0: 2.0, 1: 2.0, 2: 2.0}, None])
+def test_class_weights_in_front_of_a_clip_are_warned_of(weights, recwarn):
+    model = c.compiled(tfdpfl.DPSGD(0.1, 1.0))
+    model.fit(*c.examples(), verbose=0, class_weight=weights)
+    said = [w for w in recwarn if re.search(r"class_weight=\{0: 0.5.*l2_norm_clip=0.1.*threshold", str(w.message))]
+    assert len(said) == (weights is not None and weights[0] == 0.5)
 
 
 def test_numpy_numbers_are_numbers():
-    optimizer = tfdpfl.DPSGD(np.float32(1.5), np.float64(0.5), np.int64(4), seed=np.int32(3), expected_batch_size=8)
+    optimizer = tfdpfl.DPSGD(
+        np.float32(1.5), np.float64(0.5), num_microbatches=np.int64(4), seed=np.int32(3), expected_batch_size=8
+    )
     own = {k: optimizer.get_config()[k] for k in ("l2_norm_clip", "noise_multiplier", "num_microbatches", "seed")}
     assert json.loads(json.dumps(own)) == {
         "l2_norm_clip": 1.5,

@@ -122,9 +122,9 @@ class DPOptimizer:
         self,
         l2_norm_clip: float | Clip | PiecewiseConstantDecay,
         noise_multiplier: float | PiecewiseConstantDecay,
+        *positional: Any,
         num_microbatches: int | None = None,
         gradient_accumulation_steps: int = 1,
-        *,
         expected_batch_size: float | None = None,
         rows_per_unit: int = 1,
         noise: Noise | None = None,
@@ -134,6 +134,14 @@ class DPOptimizer:
         **kwargs: Any,
     ):
         _check_backend()
+        if positional:
+            given = ", ".join(map(repr, (l2_norm_clip, noise_multiplier, *positional)))
+            raise TypeError(
+                f"{type(self).__name__}({given}): the first two arguments are l2_norm_clip and noise_multiplier, and "
+                "all others are named, so that no learning rate is taken for a clip. Write "
+                f"{type(self).__name__}(l2_norm_clip, noise_multiplier, learning_rate=...), and num_microbatches=... "
+                "by its name."
+            )
         dp = Mechanism(
             l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size, seed,
             rows_per_unit, noise, secure_noise, sparse,
@@ -167,9 +175,11 @@ class DPOptimizer:
                 "Train with Keras 2 (tf.keras of TensorFlow 2.15 or older), under MirroredStrategy, or on one device."
             )
         planned = getattr(self, PLAN, None)
-        for fit in running_fits() if planned is not None else ():
+        for fit in running_fits():
             if trained_by(fit) is self:
-                planned.check(self, fit)
+                if planned is not None:
+                    planned.check(self, fit)
+                self._warn_of_class_weights(fit.get("class_weight"))
         if self._dp.chain is not None and self._dp.chain.table is None:
             self.build(variables)
         try:
@@ -190,6 +200,17 @@ class DPOptimizer:
         for v in variables:
             stepped_on(v)[id(self._dp)] = self._dp
         return private
+
+    def _warn_of_class_weights(self, weights: Any) -> None:
+        """Weights are in the loss, and so before the clip. (How many examples exceed it is not known in public.)"""
+        if isinstance(weights, dict) and len(set(weights.values())) > 1:
+            warnings.warn(
+                f"class_weight={weights!r} multiplies losses before gradients are clipped to "
+                f"l2_norm_clip={self.l2_norm_clip!r}, so it changes nothing for an example whose gradient is longer. "
+                "Raise l2_norm_clip until predictions for public data move with the weights; or leave class_weight out "
+                "and choose another decision threshold.",
+                stacklevel=2,
+            )
 
     def _of_a_tape(self, gradients: list, variables: list, table) -> list[tf.Tensor | None]:
         """The private gradients of the loss that a tape gave these gradients of, which are not used.

@@ -1,0 +1,116 @@
+"""Says where a name is that `tfdpfl` itself does not have, and what to use in place of other packages' names."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_ANY_MODEL = "any Keras model trains privately once you compile it with tfdpfl.DPAdam(l2_norm_clip, noise_multiplier)"
+_ONE_LINE = "compile your model with tfdpfl.DPAdam(l2_norm_clip, noise_multiplier), or call tfdpfl.plan(...)"
+_EVERY = "it clips every example by itself unless you pass num_microbatches"
+_LEDGER = "use tfdpfl.PrivacyLedger, or tfdpfl.callbacks.PrivacyBudget in fit"
+_KERAS_LAYER = "use the layer of Keras: tfdpfl clips its gradients as it is"
+
+# Names of other packages (and some of `tfdpfl.noise`, which imports them), and what to use in their place.
+ELSEWHERE: dict[str, str] = {
+    # TensorFlow Privacy
+    "compute_dp_sgd_privacy": "use tfdpfl.compute_epsilon(...)",
+    "compute_dp_sgd_privacy_statement": "use tfdpfl.privacy_statement(...)",
+    "compute_noise": "use tfdpfl.compute_noise_multiplier(...)",
+    "make_dp_model_class": _ANY_MODEL,
+    "DPModel": _ANY_MODEL,
+    "DPSequential": _ANY_MODEL,
+    "make_keras_optimizer_class": "use tfdpfl.make_dp_optimizer_class(...)",
+    "make_vectorized_keras_optimizer_class": "use tfdpfl.make_dp_optimizer_class(...)",
+    "make_optimizer_class": "use tfdpfl.make_dp_optimizer_class(...)",
+    "make_gaussian_optimizer_class": "use tfdpfl.make_dp_optimizer_class(...)",
+    "VectorizedDPKerasSGDOptimizer": f"use tfdpfl.DPSGD; {_EVERY}",
+    "VectorizedDPKerasAdamOptimizer": f"use tfdpfl.DPAdam; {_EVERY}",
+    "VectorizedDPKerasAdagradOptimizer": f"use tfdpfl.DPAdagrad; {_EVERY}",
+    "VectorizedDPSGD": f"use tfdpfl.DPSGD; {_EVERY}",
+    "VectorizedDPSGDOptimizer": f"use tfdpfl.DPSGD; {_EVERY}",
+    "VectorizedDPAdam": f"use tfdpfl.DPAdam; {_EVERY}",
+    "VectorizedDPAdamOptimizer": f"use tfdpfl.DPAdam; {_EVERY}",
+    "DPGradientDescentGaussianOptimizer": "use tfdpfl.DPSGD",
+    "DPGradientDescentOptimizer": "use tfdpfl.DPSGD",
+    "DPAdamGaussianOptimizer": "use tfdpfl.DPAdam",
+    "DPAdagradGaussianOptimizer": "use tfdpfl.DPAdagrad",
+    "DPSparseKerasSGDOptimizer": "use tfdpfl.DPSGD(..., sparse=tfdpfl.AdaFEST(...))",
+    "DPSparseKerasAdamOptimizer": "use tfdpfl.DPAdam(..., sparse=tfdpfl.AdaFEST(...))",
+    "DPFTRLM": "use tfdpfl.DPFTRL",
+    "Tree": "it is tfdpfl.noise.Tree",
+    "Banded": "it is tfdpfl.noise.Banded",
+    "BLT": "it is tfdpfl.noise.BLT",
+    "TreeAggregation": "use tfdpfl.noise.Tree(...) as noise= of an optimizer",
+    "RdpAccountant": _LEDGER,
+    "PLDAccountant": _LEDGER,
+    "run_attacks": "use tfdpfl.audit.membership_inference(...)",
+    # Opacus
+    "PrivacyEngine": _ONE_LINE,
+    "make_private": _ONE_LINE,
+    "make_private_with_epsilon": "use tfdpfl.plan(x, y, target_epsilon=..., delta=..., batch_size=..., epochs=...)",
+    "GradSampleModule": "use tfdpfl.clipping.clipped_gradients(...) in a tf.function; models stay as they are",
+    "DPOptimizer": "use tfdpfl.make_dp_optimizer_class(your_optimizer_class), or tfdpfl.DPAdam",
+    "ModuleValidator": "use tfdpfl.clipping.validate(model, batch) and tfdpfl.clipping.fix(model)",
+    "BatchMemoryManager": "use gradient_accumulation_steps= of an optimizer, or physical_batch_size= of "
+    "tfdpfl.data.poisson_batches",
+    "DPDataLoader": "use tfdpfl.data.poisson_batches(...)",
+    "UniformWithReplacementSampler": "use tfdpfl.data.poisson_batches(...)",
+    "get_noise_multiplier": "use tfdpfl.compute_noise_multiplier(...)",
+    "register_grad_sampler": "use tfdpfl.clipping.register_rule(...)",
+    "RDPAccountant": f"{_LEDGER}, with accountant='rdp'",
+    "PRVAccountant": f"{_LEDGER}, with accountant='pld'",
+    "GaussianAccountant": f"{_LEDGER}, with accountant='pld'",
+    "create_accountant": _LEDGER,
+    "DPLSTM": _KERAS_LAYER,
+    "DPGRU": _KERAS_LAYER,
+    "DPRNN": _KERAS_LAYER,
+    "DPMultiheadAttention": _KERAS_LAYER,
+    # jax-privacy and optax
+    "clipped_grad": "use tfdpfl.clipping.clipped_gradients(...)",
+    "clipped_fun": "use tfdpfl.clipping.clipped_gradients(...)",
+    "differentially_private_aggregate": "use tfdpfl.DPSGD, or tfdpfl.make_dp_optimizer_class(your_optimizer_class)",
+    "dpsgd": "use tfdpfl.DPSGD",
+    "gaussian_privatizer": "use tfdpfl.DPSGD",
+    "matrix_factorization_privatizer": "use noise=tfdpfl.noise.Banded(...) or tfdpfl.noise.BLT(...) in an optimizer",
+    "DpsgdTrainingAccountant": _LEDGER,
+    "calibrate_noise_multiplier": "use tfdpfl.compute_noise_multiplier(...)",
+    "calibrate_num_updates": "use tfdpfl.compute_num_steps(...)",
+    "CyclicPoissonSampling": "use tfdpfl.data.cyclic_poisson(...)",
+    # diffprivlib
+    "LogisticRegression": "use tfdpfl.convex.DPLogisticRegression",
+    "BudgetAccountant": "use tfdpfl.PrivacyLedger",
+}
+
+
+def sentence(name: str, modules: Iterable[str], names: Iterable[str]) -> str:
+    """Says where a name is that `tfdpfl` itself does not have, or what to use in its place."""
+    fact = f"module 'tfdpfl' has no attribute {name!r}"
+    if name in ELSEWHERE:
+        return f"{fact}: {ELSEWHERE[name]}."
+    places = _places(tuple(modules))
+    if name in places:
+        return f"{fact}: it is tfdpfl.{places[name]}.{name}."
+    known = {**{n: f"tfdpfl.{place}.{n}" for n, place in places.items()}, **{n: f"tfdpfl.{n}" for n in names}}
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"{fact}: did you mean {known[close[0]]}?" if close else f"{fact}."
+
+
+@functools.cache
+def _places(modules: tuple[str, ...]) -> dict[str, str]:
+    """The module of each public name, as the source files list them: to import all modules takes seconds."""
+    found: dict[str, str] = {}
+    folder = Path(__file__).parent
+    for module in modules:
+        for path in (folder / module / "__init__.py", folder / f"{module}.py"):
+            source = path.read_text("utf-8") if path.exists() else ""
+            lists = re.findall(r"^(?:__all__|_WHERE)\b[^=\n]*= [\[{](.*?)[\]}]$", source, re.M | re.S)
+            names = re.findall(r"\"(\w+)\"", "".join(lists)) or re.findall(
+                r"^(?:def|class) ([a-zA-Z]\w*)", source, re.M
+            )
+            for name in names:
+                found.setdefault(name, module)
+    return found
