@@ -63,7 +63,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--clusters", type=int, default=50)
     parser.add_argument("--output", default="label_dp_census.png", help="the picture to write")
+    parser.add_argument("--quick", action="store_true", help="one budget, one epoch: to see that it runs")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.epsilons, arguments.epochs, arguments.clusters = [1.0], 1, 5
     name, x, y, x_test, y_test = load(arguments.data_dir)
     batch = max(16, len(x) // 150)
     fit = dict(epochs=arguments.epochs, batch_size=batch, verbose=0)

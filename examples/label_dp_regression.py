@@ -43,7 +43,10 @@ def main() -> None:
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", default="label_dp_regression.png", help="the picture to write")
+    parser.add_argument("--quick", action="store_true", help="one budget, once: to see that it runs")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.epsilons, arguments.repeats = [1.0], 1
     name, features, labels, (low, high) = load(arguments.data_dir)
     x, x_test, y, y_test = train_test_split(features, labels, random_state=0)
     y = np.clip(y, low, high)

@@ -118,8 +118,12 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seeds", type=int, default=1, help="how many runs to average")
     parser.add_argument("--output", default="mnist_banded.png", help="the picture to write")
+    parser.add_argument("--quick", action="store_true", help="one epoch of small digits: to see that it runs")
     given = parser.parse_args()
-    data = datasets.load_image_data(given.data_dir or os.environ.get("TFDPFL_DATA_DIR"))
+    if given.quick:
+        given.batch_size, given.epochs, given.bands, given.seeds = 50, 1, 2, 1
+    folder = given.data_dir or os.environ.get("TFDPFL_DATA_DIR")
+    data = datasets.load_digits() if given.quick else datasets.load_image_data(folder)
     given.batch_size = min(given.batch_size, len(data.x_train) // (4 * given.bands))
     methods = {"DP-SGD": 1, f"noise of {given.bands} bands": given.bands}
     runs: dict[str, list] = {label: [] for label in methods}

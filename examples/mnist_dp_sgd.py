@@ -47,8 +47,11 @@ def build_model(shape, num_classes):
 @click.option("--clip", default=0.5, show_default=True, help="L2 norm of one example's gradient.")
 @click.option("--seeds", default=1, show_default=True, help="How many runs to average.")
 @click.option("--verbose", default=1, show_default=True, help="Keras's verbosity.")
-def main(data_dir, epsilon, delta, batch_size, epochs, learning_rate, clip, seeds, verbose):
-    data = datasets.load_image_data(data_dir)
+@click.option("--quick", is_flag=True, help="One epoch of small digits: to see that it runs.")
+def main(data_dir, epsilon, delta, batch_size, epochs, learning_rate, clip, seeds, verbose, quick):
+    if quick:
+        batch_size, epochs, seeds = 50, 1, 1
+    data = datasets.load_digits() if quick else datasets.load_image_data(data_dir)
     n = len(data.x_train)
     batch_size = min(batch_size, n // 4)
     steps = n // batch_size

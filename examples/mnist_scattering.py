@@ -111,8 +111,11 @@ def run(data, x_train, x_test, epsilon, delta=1e-5, batch_size=4096, learning_ra
 @click.option("--data-dir", envvar="TFDPFL_DATA_DIR", help="Folder with MNIST's idx files.")
 @click.option("--epsilon", "epsilons", multiple=True, default=[1.0], show_default=True, help="May be given again.")
 @click.option("--seeds", default=1, show_default=True, help="How many runs of each ε.")
-def main(data_dir, epsilons, seeds):
-    data = datasets.load_image_data(data_dir)
+@click.option("--quick", is_flag=True, help="Small digits, one run: to see that it runs.")
+def main(data_dir, epsilons, seeds, quick):
+    data = datasets.load_digits() if quick else datasets.load_image_data(data_dir)
+    if quick:
+        epsilons, seeds = [1.0], 1
     began = time.perf_counter(), time.process_time()
     model = features_of(data)
     x_train, x_test = (model.predict(x, batch_size=500, verbose=0) for x in (data.x_train, data.x_test))

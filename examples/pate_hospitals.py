@@ -47,14 +47,15 @@ def main() -> None:
     parser.add_argument("--hospitals", type=int, help="default 8, for Adult 200")
     parser.add_argument("--queries", type=int, help="default 40, for Adult 300")
     parser.add_argument("--output", default="pate_hospitals.png", help="the picture to write (needs matplotlib)")
+    parser.add_argument("--quick", action="store_true", help="few queries to few hospitals: to see that it runs")
     args = parser.parse_args()
-    adult = bool(args.data_dir or os.environ.get("TFDPFL_DATA_DIR"))
+    adult = bool(args.data_dir or os.environ.get("TFDPFL_DATA_DIR")) and not args.quick
     if adult:
         x_train, y_train, x_public, y_public = load_adult(args.data_dir)
     else:
         x_train, x_public, y_train, y_public = load_breast_cancer()
     hospitals = args.hospitals or (200 if adult else 8)
-    queries = args.queries or (300 if adult else 40)
+    queries = args.queries or (300 if adult else 10 if args.quick else 40)
     delta = 0.1 / len(x_train)
 
     # Hospitals of three sizes, each with its own patients.

@@ -264,7 +264,12 @@ def main() -> None:
     parser.add_argument("--logs", action="store_true", help="prints each teacher's training, a line an epoch")
     parser.add_argument("--validate", action="store_true", help="not with --better: sets a tenth aside")
     parser.add_argument("--output", default="pate_mnist.png", help="the picture to write (needs matplotlib)")
+    parser.add_argument(
+        "--quick", action="store_true", help="four teachers of small digits, one epoch: to see that it runs"
+    )
     args = parser.parse_args()
+    if args.quick:
+        args.digits, args.teachers, args.epochs, args.student_epochs, args.queries, args.seeds = True, 4, 1, 1, 20, 1
     data = load_digits() if args.digits else load_image_data(args.data_dir)
     small = data.name == "digits"
     args.budget = args.budget or (20.0 if small else 2.0)

@@ -13,26 +13,26 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 # What a program is given, and what it says. tests/federated and tests/flower run the others.
 RUNS = {
     "label_dp_census": (
-        ["--epsilons", "1", "--epochs", "1", "--clusters", "5"],
+        ["--quick"],
         r"debiased +\d+\n(.*\n)*.*label_dp_census\.png",
     ),
     "label_dp_mnist": (
         ["--quick", "--epsilons", "1", "--epochs", "1"],
         r"digits, total ε = 2\.05: \d+\.\d+% of the labels are flipped",
     ),
-    "label_dp_regression": (["--epsilons", "1", "--repeats", "1"], r"Laplace noise +1 +\d+\.\d +\d+\.\d+ ± 0\.00"),
+    "label_dp_regression": (["--quick"], r"Laplace noise +1 +\d+\.\d +\d+\.\d+ ± 0\.00"),
     "mnist_banded": (
-        ["--batch-size", "50", "--epochs", "1", "--bands", "2"],
+        ["--quick"],
         r"noise of 2 bands: test accuracy [\d.]+%(.*\n)*.*epsilon = [78]\.",
     ),
     "mnist_dp_sgd": (
-        ["--batch-size", "50", "--epochs", "1", "--verbose", "0"],
+        ["--quick", "--verbose", "0"],
         r"mean of 1: [\d.]+%, \d+ s a run\n(.*\n)*.*epsilon = (1\.0|0\.9)",
     ),
-    "mnist_scattering": ([], r"ε 1\.000: [789]\d\.\d+% in \d+ s"),
-    "pate_hospitals": (["--queries", "10"], r"10 by the teachers\n(.*\n)*.*student right: [\d.]+%"),
+    "mnist_scattering": (["--quick"], r"ε 1\.000: [789]\d\.\d+% in \d+ s"),
+    "pate_hospitals": (["--quick"], r"10 by the teachers\n(.*\n)*.*student right: [\d.]+%"),
     "pate_mnist": (
-        ["--teachers", "4", "--epochs", "1", "--student-epochs", "1", "--queries", "20"],
+        ["--quick"],
         r"4 teachers of 360 examples(.*\n)*.*one teacher alone right: [\d.]+%",
     ),
 }
@@ -52,3 +52,8 @@ def test_an_example_runs_to_its_end(program, tmp_path, monkeypatch, capsys):
     except SystemExit as end:  # click's
         assert not end.code
     assert re.search(says, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("program", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_has_a_quick_run(program):
+    assert '"--quick"' in program.read_text("utf-8")
