@@ -26,9 +26,12 @@ from tfdpfl.clipping.states import Batch
 
 # A length that is unknown while tracing counts as this one when costs are compared.
 TYPICAL_LENGTH = 64
-# Gradients are formed where they take less than this many times the memory of the op's input and output. (A transformer
-# of width 256, whose attention is at the tie: 1.2 x plain and 1.1 to 1.3 x its memory; with 2, 1.1 x and 1.6 x.)
+# Gradients are formed only where they take at most this many times the memory of the op's input and output, or no more
+# than the Gram matrices would: they are held until all norms are known. (With 2, a transformer of width 256 takes 1.44
+# times the memory of a plain step, and with 1 it takes 1.06 times.)
 FORMED_MEMORY = 1
+# A number that is written to memory and read again takes about as long as so many multiplications.
+MOVED = 16
 # Of more rows than these an embedding's norms are found by adding up the rows of each id: 64 rows of 64 entries take
 # half of what their Gram matrix does. (XLA, which knows no table of what it has seen, multiplies up to 256.)
 FEW_ROWS = 32
@@ -150,9 +153,50 @@ def rounding(length: int | None, *widths: int | None, dtype: tf.DType) -> float:
     return 4 * float(np.finfo(dtype.as_numpy_dtype).eps) * math.sqrt(4 * length + sum(w or length for w in widths))
 
 
-def formed_fits(t: int, a: int, p: int, repeats: float) -> bool:
-    """Whether gradients of a x p entries take little enough memory beside the op's t x (a / repeats + p)."""
-    return a * p < FORMED_MEMORY * t * (a / repeats + p)
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a weight's norms and its clipped sum cost an example, in each of the two ways.
+
+    Args:
+      length: over how many positions t the gradient is summed, ``sum_t a[t]^T g[t]``.
+      a, p: how many entries a[t] and g[t] have.
+      repeats: how often an entry of the op's input stands in a (a convolution's patches).
+      pixels: whether the Gram matrices of a are sums of those of the op's input.
+    """
+
+    length: int
+    a: int
+    p: int
+    repeats: float = 1
+    pixels: bool = False
+
+    @property
+    def formed(self) -> int:
+        """Multiplications of each example's gradient; the clipped sum then adds gradients up."""
+        return self.length * self.a * self.p
+
+    @property
+    def ghost(self) -> int:
+        """Multiplications of two Gram matrices, and of the clipped sum, which is a product of its own."""
+        width = self.a / self.repeats if self.pixels else self.a
+        return int(self.length**2 * (width + self.p)) + self.formed
+
+    @property
+    def formed_numbers(self) -> int:
+        return self.a * self.p
+
+    @property
+    def ghost_numbers(self) -> int:
+        return 2 * self.length**2
+
+    @property
+    def forms(self) -> bool:
+        """Whether to form the gradients, which are read twice; Gram matrices are multiplied once more before it."""
+        if self.length == 1:
+            return False
+        room = max(self.ghost_numbers, FORMED_MEMORY * self.length * (self.a / self.repeats + self.p))
+        quick = self.formed + 2 * MOVED * self.formed_numbers < self.ghost + 3 * MOVED * self.ghost_numbers
+        return quick and self.formed_numbers < room
 
 
 class Outer:
@@ -177,12 +221,13 @@ class Outer:
         self._formed: Formed | None = None
         self.doubt: tf.Tensor | None = None
 
+    @property
+    def costs(self) -> Costs:
+        known = (TYPICAL_LENGTH if d is None else d for d in (self.g.shape[1], self.a.shape[-1], self.g.shape[-1]))
+        return Costs(*known, self._repeats, self._gram is not None)
+
     def forms(self) -> bool:
-        """Whether to form the gradients: T A P multiplications, of which the clipped sum then needs no more, against
-        T^2 (A + P) for the Gram matrices and T A P for the sum; and A P numbers in memory, until all norms are known,
-        against those of the op's input and output."""
-        t, a, p = (TYPICAL_LENGTH if d is None else d for d in (self.g.shape[1], self.a.shape[-1], self.g.shape[-1]))
-        return t > 1 and formed_fits(t, a, p, self._repeats)
+        return self.costs.forms
 
     def raw(self) -> Formed:
         if self._formed is None:

@@ -12,13 +12,13 @@ from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import (
     TYPICAL_LENGTH,
     Contribution,
+    Costs,
     Formed,
     Outer,
     Units,
     Use,
     compiled,
     dims_of,
-    formed_fits,
     reshaped,
     turned,
     volume,
@@ -162,9 +162,10 @@ def convolution(use: Use, units: Units) -> Contribution | None:
     if groups == 1:
         repeats = max(1.0, taps / math.prod(plan.strides))
         g_flat = flat(g, other, cout)
-        forms = formed_fits(g_flat.shape[1] or TYPICAL_LENGTH, taps * cin, cout, repeats)
         alone = units.single and state.rows == other.rows == state.blocks == other.blocks == 1
-        if forms and taps > 1:
+        gram = plan.gram(x, out) if alone and taps > 1 else None
+        costs = Costs(g_flat.shape[1] or TYPICAL_LENGTH, taps * cin, cout, repeats, gram is not None)
+        if costs.forms and taps > 1:
             large = (x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
             quarters = quartered(x, g_flat) if alone and large and not compiled() else [(x, g_flat)]
             found: list[list[tf.Tensor]] = []
@@ -180,7 +181,6 @@ def convolution(use: Use, units: Units) -> Contribution | None:
             return Formed(parts, lambda pieces: layout(turned(tf.concat(pieces, -1))))
         (whole,) = plan.pieces(x, out, taps)
         a_flat = flat(whole(), state, taps * cin)
-        gram = plan.gram(x, out) if alone and taps > 1 else None
         mark = ("conv", tuple(final), taps)
         needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
         # Not for one tap: the product is as fast, and oneDNN's gradient of a strided one writes outside its memory on
