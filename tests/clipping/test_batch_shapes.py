@@ -61,6 +61,19 @@ def test_batches_of_known_size_agree_with_one_example_at_a_time(name, batch):
     check_model(model, x, batch=batch)
 
 
+@pytest.mark.slow
+def test_what_is_drawn_for_each_example_may_be_looked_up_in_a_public_table():
+    """As the times of a diffusion model. All entries are one number here, so that draws cannot differ."""
+    table = tf.constant([0.7] * 9)
+
+    def losses(x):
+        at = tf.random.uniform([x.shape[0] or tf.shape(x)[0]], 0, 9, tf.int32)
+        return example_losses(tf.tanh(x * tf.gather(table, at)[:, None] @ W))
+
+    for batch in (B, None):
+        check(losses, normal(B, 4), [W], batch=batch)
+
+
 # Branches
 
 W, V = tf.Variable(normal(4, 3, seed=1)), tf.Variable(normal(4, 3, seed=2))

@@ -160,6 +160,14 @@ def over_edges(reduce, *how):
     return lambda x: tf.transpose(reduce(tf.gather(tf.transpose(x, [1, 0, 2]), [0, 1, 2, 2]), *how), [1, 0, 2])
 
 
+def adversarial(x):
+    """By the gradient of a mean, which is divided by the batch size."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.reduce_mean(total(d(x)))
+    return total(d(x + 0.1 * tf.sign(tape.gradient(y, x))))
+
+
 def repartition(x):
     return total(tf.concat(tf.dynamic_partition(d(x), tf.cast(x[:, 0] > 0, tf.int32), 2), 0))
 
@@ -250,6 +258,10 @@ MIXING = {
         tf.math.unsorted_segment_sum(d(x), tf.cast(x[:, 0] > 0, tf.int32), n(x))),
     "segments of whole rows": lambda x: total(tf.math.unsorted_segment_max(
         tf.transpose(d(x)), tf.tile([[0], [1], [0], [1]], [1, n(x)]), 2)),
+    "derivative of a mean": adversarial,
+    "places looked up by draws and by place": lambda x: total(d(x) * tf.gather(
+        of_places(B, B), tf.random.uniform([1], 0, B, tf.int32), axis=1)),
+    "mutable table": lambda x: total(d(x)) * TABLE_OF_MEANS.lookup(tf.cast(x[:, 0] > 0, tf.int64)),
     "derivative by what all share": derivative_by_what_all_share,
     "partition": repartition,
     "two examples a row": lambda x: total(tf.reshape(d(x), [-1, 8]) @ W8),
@@ -366,6 +378,8 @@ TOLD = {
     "segments": "SegmentSum.*reduces over the batch",
     "segments by example": "has settings that depend on examples",
     "segments of whole rows": "UnsortedSegmentMax",
+    "derivative of a mean": r"depend on the batch size.*tape.gradient\(tf.reduce_sum\(losses\), x\)",
+    "mutable table": r"LookupTableFindV2.*unknown rank.*tf.ensure_shape",
     "derivative by what all share": "Sum.*(sums|reduces) over the batch",
     "counts of the batch": "DenseBincount.*counts over the batch|UnsortedSegmentSum",
     "as many counts as the batch's largest, up to 9": "Max.*reduces over the batch",

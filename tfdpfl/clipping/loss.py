@@ -102,6 +102,8 @@ class LossOfOne:
         adds_weights = t.op.type in _ADD and any(
             isinstance(s, Public) and s.deps for s in map(self.a.__getitem__, t.op.inputs)
         )
+        if isinstance(state, Batch) and rank is None:
+            raise self._refusal(Mixed(t.op.type, t.op.name, "has a shape of unknown rank"), t.op)
         if isinstance(state, Batch) and not adds_weights:
             return Term("batch", self._by_example(t, state), rank)
         op = t.op
