@@ -62,8 +62,8 @@ _MENDS = {
     "makes an example's result depend on the batch size": _SIZED,
     "makes the result depend on the batch size": _SIZED,
     "scales weights by the batch size": _SIZED,
-    "has a shape of unknown rank": "Say the shape where it is lost: tf.ensure_shape(x, [None, ...]), for example of what "
-    "is looked up in a mutable table.",
+    "has a shape of unknown rank": "Say the shape where it is lost: tf.ensure_shape(x, [None, ...]), for example of "
+    "what is looked up in a mutable table.",
     "does not have the batch as its first axis": "Transpose its input, so that the examples come first.",
     "takes a branch by data": "Choose for each example by itself: tf.where(condition, a, b).",
     "runs for as many turns as the data says": "Turn as often for all, and tf.where(done, y, y_of_the_next_turn).",
@@ -129,7 +129,7 @@ def _mend(origin: Mixed, through: str) -> str:
         return "Train weights by the private optimizer alone, and write to others what is public, or nothing."
     if "gradient_tape" in name and _MENDS.get(origin.why) is _SIZED:
         return (
-            "If this is the gradient of a mean over the batch with respect to the inputs: take that of the losses' sum, "
+            "If this is the gradient of a mean over the batch with respect to the inputs: take that of the sum of losses, "
             "tape.gradient(tf.reduce_sum(losses), x), with a loss of reduction='none'. Its sign is the same."
         )
     if origin.why in _MENDS:
