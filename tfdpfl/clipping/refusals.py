@@ -129,7 +129,7 @@ def _mend(origin: Mixed, through: str) -> str:
         return "Train weights by the private optimizer alone, and write to others what is public, or nothing."
     if "gradient_tape" in name and _MENDS.get(origin.why) is _SIZED:
         return (
-            "If this is the gradient of a mean over the batch with respect to the inputs: take that of the sum of losses, "
+            "If this is the gradient of a mean over the batch with respect to inputs: take that of the sum of losses, "
             "tape.gradient(tf.reduce_sum(losses), x), with a loss of reduction='none'. Its sign is the same."
         )
     if origin.why in _MENDS:

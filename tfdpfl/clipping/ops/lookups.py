@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Lookup, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import moves, rows, rule
+from tfdpfl.clipping.registry import moves, rule
 from tfdpfl.clipping.states import (
     BY_POSITION,
     TAINTED,
@@ -94,16 +94,6 @@ def gathered(view, op, params, indices, axis, batch_dims):
             return mixed(op, BY_POSITION)
         return Batch(axis + indices.axis - batch_dims, indices.rows)
     return None
-
-
-@rows("GatherV2")
-def rows_picked(t: tf.Tensor, axis: int) -> list[tuple[tf.Tensor, int]] | None:
-    """As of numbers that are looked up by a draw for each example."""
-    params, indices, along = t.op.inputs[0], t.op.inputs[1], constant(t.op.inputs[2])
-    if None in (params.shape.rank, indices.shape.rank) or along is None or t.op.get_attr("batch_dims"):
-        return None
-    behind = params.shape.rank - 1 - int(along) % params.shape.rank  # axes of a row that is picked
-    return [(indices, axis + behind)] if -indices.shape.rank <= axis + behind < 0 else None
 
 
 @moves("Where", entries=True)
