@@ -248,7 +248,7 @@ def test_loop_that_cannot_be_opened_agrees_by_the_fallback(f, replayed):
 @pytest.mark.parametrize("f", list(REFUSED.values()), ids=list(REFUSED))
 def test_loop_of_which_neither_is_possible_is_refused(f):
     with pytest.raises(
-        PrivacyError, match=r"While.*uses weights and cannot be run on one example alone.*write the layer"
+        PrivacyError, match=r"While.*uses weights and cannot be run on one example alone.*Write the layer"
     ):
         check(lambda x: example_losses(f(x)), X, used(f))
 

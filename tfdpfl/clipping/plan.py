@@ -103,14 +103,14 @@ class Plan:
         loss = self.opened.now.get(key(loss), loss)
         while graph_tools.recomputes(loss.op):
             loss = loss.op.inputs[loss.value_index]
-        split = LossOfOne(self.analysis, self.batch_size, replicas, self.known_size)
-        self.sizes = split
-        losses, self.public_loss = split(loss)
         tainted = tainted_read(self.analysis)
         if tainted is not None:
             origin, handle = tainted
             name = handle.index is not None and name_of(variables[handle.index])
             raise PrivacyError(mixing(dataclasses.replace(origin, why=f"{TAINTED} ({name})") if name else origin))
+        split = LossOfOne(self.analysis, self.batch_size, replicas, self.known_size)
+        self.sizes = split
+        losses, self.public_loss = split(loss)
         check = self.analysis[losses]
         if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
             origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
@@ -169,6 +169,13 @@ class Plan:
             )
         if not sources:
             raise PrivacyError(NO_BATCH + (_OF_SEVERAL if self.replicas > 1 else ""))
+        given = [original(t) for t in sources]
+        known = {t.shape[0] for t in given} - {None}
+        if len(known) > 1:
+            shapes = ", ".join(str(t.shape) for t in given)
+            raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
+        read_free(sources, [v for v in self.variables if not hasattr(v, "handle")])
+        self.known_size = known.pop() if known else None
         free = [t for t in sources if t.shape.rank and None in t.shape[1:]]
         if free:
             warnings.warn(
@@ -178,13 +185,6 @@ class Plan:
                 "tf.data.Dataset.from_generator(..., output_signature=...) in place of a generator.",
                 stacklevel=2,
             )
-        given = [original(t) for t in sources]
-        known = {t.shape[0] for t in given} - {None}
-        if len(known) > 1:
-            shapes = ", ".join(str(t.shape) for t in given)
-            raise PrivacyError(f"The inputs of the step disagree about the batch size: {shapes}.")
-        read_free(sources, [v for v in self.variables if not hasattr(v, "handle")])
-        self.known_size = known.pop() if known else None
         return self._known(tf.shape(sources[0])[0]), sources[1:]
 
     def _checked(self, size: tf.Tensor, unsure: list[tf.Tensor]) -> tf.Tensor:
