@@ -30,6 +30,12 @@ def over_own_norm(x):
 
 
 @tf.custom_gradient
+def alike(x):
+    """The factor is the same for all examples, and made of their number."""
+    return tf.identity(x), lambda dy: dy * 0.3 * tf.ones(x.shape if None not in x.shape.as_list() else tf.shape(x))
+
+
+@tf.custom_gradient
 def adds(x, w):
     return x + w, lambda dy: (dy, None)
 
@@ -86,6 +92,7 @@ APART = {
     "of activations": lambda x: bent(x @ W) @ V,
     "reversed": lambda x: turned(hidden(x)) @ V,
     "over each example's norm": lambda x: over_own_norm(hidden(x)) @ V,
+    "times as many ones": lambda x: alike(hidden(x)) @ V,
     "with a weight that gets none": lambda x: adds(hidden(x) @ V, tf.convert_to_tensor(V)[0]),
     "times a public number": lambda x: x @ times(tf.reduce_sum(V)) @ V,
     "recomputed": lambda x: again(x) @ V,
@@ -108,7 +115,8 @@ MEET = {
 @pytest.mark.parametrize("name", APART)
 def test_custom_gradients_that_keep_examples_apart_are_exact(name):
     model = tf.autograph.experimental.do_not_convert(APART[name])
-    check(lambda x: example_losses(model(x)), X, [W, V])
+    for batch in (None, len(X)):
+        check(lambda x: example_losses(model(x)), X, [W, V], batch=batch)
 
 
 @pytest.mark.parametrize(("model", "message"), MEET.values(), ids=MEET)

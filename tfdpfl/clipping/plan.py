@@ -98,6 +98,7 @@ class Plan:
         close(self.graph, loss)
         self.analysis = self._analyse(loss)
         size, unsure = self._batch_size()
+        check_own_gradients(self.analysis)
         self.opened = Opened(self.analysis, [loss], size)
         self.batch_size = self._checked(size, unsure)
         loss = self.opened.now.get(key(loss), loss)
@@ -154,7 +155,6 @@ class Plan:
             analysis.ops[v.op.name] = v.op
             analysis.states[key(v)] = Public(frozenset([i]))
         analysis.run([loss])
-        check_own_gradients(analysis)
         return analysis
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
