@@ -620,3 +620,16 @@ def test_what_a_process_promises_is_what_its_aggregator_reports():
     assert sum(v**-2 for v in z) ** -0.5 == pytest.approx(1.2, rel=1e-5)
     run = RoundsRun(rounds=1, participation=Participation(sampling="none", population=20, clients_per_round=20))
     assert process.privacy[0].price(run, 1e-5) == ClientLevel(noise_multiplier=1.2).price(run, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 3.0])
+def test_updates_of_any_width_have_at_most_the_norm_of_the_clip_after_they_are_rounded(dtype, size):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        record = [tf.cast(size * rng.normal(size=400), dtype), tf.cast(size * rng.normal(size=(3, 7)), dtype)]
+        for clip in (size, 1e9):
+            clipped, norm = aggregators.clip_by_norm(record, clip)
+            exact = np.sqrt(sum(np.sum(np.asarray(tf.cast(t, tf.float64)) ** 2) for t in clipped))
+            assert exact <= clip * (1 + 1e-6) and clipped[0].dtype == dtype
+            assert exact > 0.95 * min(clip, float(norm)) or size == 1e-6

@@ -68,13 +68,25 @@ def clip_by_norm(record: Any, bound: tf.Tensor | float) -> tuple[Any, tf.Tensor]
     # In float64 no float32 overflows when squared.
     norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.where(finite, leaf, 0.0) ** 2) for leaf in leaves]))
     bound = tf.cast(bound, tf.float64)
-    factor = tf.where(norm > bound, bound / tf.maximum(norm, 1e-300), 1.0)
+    clips, factor = norm > bound, bound / tf.maximum(norm, 1e-300)
     clipped = [
-        tf.cast(tf.where(finite, leaf * factor, 0.0), original.dtype)
+        tf.cast(tf.where(finite, tf.where(clips, _shrunk(leaf * factor, original.dtype), leaf), 0.0), original.dtype)
         for leaf, original in zip(leaves, tf.nest.flatten(record), strict=True)
     ]
     norm = tf.where(finite, norm, np.inf)
     return tf.nest.pack_sequence_as(record, clipped), tf.cast(norm, tf.float32)
+
+
+# Relative rounding, and the smallest number that is rounded so, of the types that a client could pass the clip with.
+_NARROW = {tf.float16: (2.0**-10, 2.0**-14), tf.bfloat16: (2.0**-7, 2.0**-126)}
+
+
+def _shrunk(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns values, float64, that are no larger than before once they are rounded to ``dtype``."""
+    if dtype not in _NARROW:
+        return values
+    rounding, smallest = _NARROW[dtype]
+    return tf.where(tf.abs(values) < smallest, tf.zeros_like(values), values * (1 - rounding))
 
 
 class ClippedSum(tfp.GaussianSumQuery):
