@@ -52,16 +52,26 @@ def _number_of(variables: Any) -> int:
     return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in variables)
 
 
-def fingerprints(model: Any) -> set[int]:
-    """The fingerprints of the weights, and of those that Keras will put in their place: the averages that an optimizer
-    with use_ema=True keeps, which come into the model as `fit` ends (or by SwapEMAWeights)."""
-    found = {fingerprint(model)}
+def keeps_averages(model: Any) -> bool:
+    """Returns whether the optimizer keeps averages of the weights (use_ema=True). Keras puts them in the weights' place
+    as `fit` ends, or by SwapEMAWeights."""
+    return bool(_averages(model))
+
+
+def _averages(model: Any) -> list[Any]:
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    averages = getattr(optimizer, "_model_variables_moving_average", None) or ()
-    if len(averages) == len(model.trainable_weights):
+    averages = getattr(optimizer, "_model_variables_moving_average", None) or []
+    return averages if len(averages) == len(model.trainable_weights) else []
+
+
+def remember_weights(model: Any) -> None:
+    """Adds the weights, and the averages of them that Keras may put in their place, to those that steps left."""
+    _, left = LEFT.get(model, (0, set()))
+    found = {fingerprint(model)}
+    if averages := _averages(model):
         found.add(fingerprint(model) - _number_of(model.trainable_weights) + _number_of(averages))
-    return found
+    LEFT[model] = (steps_on(model), left | found)
 
 
 def executions_of(model: Any) -> int:

@@ -22,9 +22,10 @@ from tfdpfl.callbacks._fits import (
     Fit,
     executions_of,
     fingerprint,
-    fingerprints,
     fit_arguments,
+    keeps_averages,
     private_optimizer,
+    remember_weights,
     running_models,
     stepping,
     steps_on,
@@ -278,8 +279,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit = self._running()
         fit.silence()
         fit.check_pass()
-        _, left = LEFT.get(fit.model, (0, set()))
-        LEFT[fit.model] = (steps_on(fit.model), left | fingerprints(fit.model))
+        remember_weights(fit.model)
         if logs is not None:
             logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
         self._check_announced()
@@ -288,6 +288,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._running().end()
+        if keeps_averages(self.model):  # which Keras put in the weights' place since, rounded
+            remember_weights(self.model)
         self._spent.cut_off()
         self._check_announced()
 
