@@ -1150,4 +1150,4 @@ def test_secure_noise_changes_the_number_of_steps_and_the_batch_size():
 
 def test_truncated_batches_with_discrete_noise_have_no_price():
     with pytest.raises(PrivacyError, match="truncated_batch_size=300 has no price with discrete noise"):
-        Run(**RUN, num_steps=5, truncated_batch_size=300, discrete=True)
+        compute_epsilon(**RUN, num_steps=5, truncated_batch_size=300, secure_noise=True)

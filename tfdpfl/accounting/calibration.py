@@ -9,6 +9,7 @@ from typing import Any
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
+from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.errors import PrivacyError
 
 _TOLERANCE = 1e-4  # of σ, relative
@@ -25,7 +26,7 @@ def compute_epsilon(
     delta: float,
     num_epochs: float | None = None,
     num_steps: int | None = None,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
@@ -89,7 +90,7 @@ def compute_noise_multiplier(
     delta: float,
     num_epochs: float | None = None,
     num_steps: int | None = None,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
@@ -168,7 +169,7 @@ def compute_num_steps(
     batch_size: int,
     noise_multiplier: float,
     delta: float,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
@@ -235,7 +236,7 @@ def compute_batch_size(
     delta: float,
     num_epochs: float | None = None,
     num_steps: int | None = None,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     accountant: str = "pld",
     adjacency: str | None = None,
     max_examples_per_user: int = 1,
@@ -269,7 +270,7 @@ def compute_batch_size(
         discrete=secure_noise,
     )
     run = with_size(1)
-    if run.sampling not in ("poisson", "fixed_size"):
+    if not run.scheme.sampled_anew:
         raise PrivacyError(
             f"sampling={run.sampling!r} costs the same at every batch size, so none is the largest: give batch_size"
         )

@@ -13,6 +13,7 @@ import numpy as np
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz
 from tfdpfl.accounting.pricing import price
+from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER
 from tfdpfl.accounting.strategies import BLT, ERRORS, Banded, Noise, Tree, noise_from_dict
 from tfdpfl.errors import PrivacyError
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 # Neighbours differ in what one example contributes; who else is in a batch, and when, stays. Where the order is fixed
 # or shuffled a data set with an example more has other batches: that has no price.
-ADJACENCIES_OF_BOUNDED = ("zero_out", "replace_one")
-ADJACENCIES_OF_CYCLIC = ("add_or_remove_one", "zero_out")
+ADJACENCIES_OF_BOUNDED = FIXED_ORDER.adjacencies
+ADJACENCIES_OF_CYCLIC = CYCLIC_POISSON.adjacencies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.report import PrivacyReport, report_of
-from tfdpfl.accounting.run import ADJACENCIES, ADJACENCIES_OF, Run
+from tfdpfl.accounting.run import ADJACENCIES, Run
+from tfdpfl.accounting.sampling import EVERY_BATCH, POISSON
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ _Row = Run | _Applied | _Counted | _Correlated
 
 def _stated_for(run: Run, adjacency: str) -> "DpEvent | None":
     """The event of a run for other neighbours than it was recorded for; None where it has none."""
-    if adjacency not in ADJACENCIES_OF[run.sampling]:
+    if adjacency not in run.scheme.adjacencies:
         return None
     if run.truncated_batch_size is not None and adjacency != run.adjacency:
         return None
@@ -150,7 +151,7 @@ class PrivacyLedger:
         epochs: float | None = None,
         num_examples: int,
         batch_size: int,
-        sampling: str = "poisson",
+        sampling: str = POISSON.name,
         num_microbatches: int | None = None,
         adjacency: str | None = None,
         max_examples_per_user: int = 1,
@@ -191,7 +192,7 @@ class PrivacyLedger:
             return self
         new_pass = new_pass or epochs is not None
         # Where an epoch was begun matters under shuffle, so there only neighbours merge.
-        shuffled = run.sampling == "shuffle"
+        shuffled = run.scheme.counts_passes
         if not shuffled:  # steps add up; epochs of a fraction of steps, rounded each, do not
             run = dataclasses.replace(run, num_steps=run.steps, num_epochs=None)
         own = self._rows if self._goes_on else []
@@ -218,7 +219,7 @@ class PrivacyLedger:
 
     @property
     def _shuffled(self) -> list[Run]:
-        return [row for row in self._rows if isinstance(row, Run) and row.sampling == "shuffle"]
+        return [row for row in self._rows if isinstance(row, Run) and row.scheme.counts_passes]
 
     @property
     def _passes_are_whole(self) -> bool:
@@ -256,7 +257,7 @@ class PrivacyLedger:
         *,
         num_examples: int | None = None,
         batch_size: int | None = None,
-        sampling: str = "none",
+        sampling: str = EVERY_BATCH.name,
         epochs: int | None = None,
         adjacency: str | None = None,
         dataset: str | None = None,
@@ -287,7 +288,7 @@ class PrivacyLedger:
             num_steps=steps,
             num_epochs=epochs,
             uneven_batches=uneven or None,
-            sampling=sampling if known else "none",
+            sampling=sampling if known else EVERY_BATCH.name,
             adjacency=adjacency if known else "zero_out",
             truncated_batch_size=truncated_batch_size if known else None,
             unit=unit,

@@ -11,6 +11,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.accounting.others import Others, others
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
+from tfdpfl.accounting.sampling import POISSON, SCHEMES, SHUFFLED, shuffled_adjacency
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -21,20 +22,7 @@ ADJACENCY_TEXT = {
     "zero_out": "data sets of which one has a blank in place of one example; all batch sizes are public",
     "replace_one": "data sets of the same size that differ in one example",
 }
-SAMPLING_TEXT = {
-    "poisson": "every example joins every batch by an independent coin (Poisson)",
-    "shuffle": "every example is in exactly one batch of an epoch, as in fit; no amplification is claimed",
-    "fixed_size": "every batch is a fresh random subset of fixed size",
-    "none": "every example is in every batch; no amplification",
-}
-_SAMPLING_NOTES = {
-    "poisson": (
-        "Batches must really be drawn by independent coins, as tfdpfl.data.poisson_batches does; "
-        "shuffled batches do not qualify."
-    ),
-    "shuffle": "No batch may span two epochs (batch, then repeat): it could hold one example twice.",
-    "fixed_size": "Every batch must be a fresh uniform draw without replacement, independent of all others.",
-}
+SAMPLING_TEXT = {name: scheme.text for name, scheme in SCHEMES.items()}
 _USER = (
     "No user may have more than {k} examples, which is taken for granted. Each of them is clipped by itself, and all "
     "may be in one batch."
@@ -132,7 +120,7 @@ class PrivacyReport:
         if self.shuffled_epsilon is not None:
             lines.append(
                 f"  if the batches were only shuffled: epsilon = {rounded_up(self.shuffled_epsilon)} "
-                f"at delta = {self.delta:g} (adjacency {_shuffled_adjacency(self.adjacency)}, sampling shuffle)"
+                f"at delta = {self.delta:g} (adjacency {shuffled_adjacency(self.adjacency)}, sampling {SHUFFLED.name})"
             )
         return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
 
@@ -168,7 +156,7 @@ class PrivacyReport:
     def _mechanism(self) -> str:
         if self.sampling is None or self.noise_multiplier is None or self.num_examples is None:
             return f"{self.steps} recorded applications of several mechanisms"
-        batches = "expected batch size" if self.sampling == "poisson" else "batch size"
+        batches = "expected batch size" if SCHEMES[self.sampling].independent else "batch size"
         groups = f" in {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return (
             f"DP-SGD, noise multiplier {self.noise_multiplier:g}, {self.steps} steps, "
@@ -185,7 +173,7 @@ def privacy_report(
     delta: float,
     num_epochs: float | None = None,
     num_steps: int | None = None,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
@@ -210,11 +198,8 @@ def privacy_report(
         discrete=secure_noise,
     )
     assert run.adjacency is not None
-    shuffled = None
-    if run.sampling == "poisson" and run.batch_size < run.num_examples:
-        shuffled = dataclasses.replace(
-            run, sampling="shuffle", adjacency=_shuffled_adjacency(run.adjacency), truncated_batch_size=None
-        )
+    changes: dict[str, Any] = run.scheme.if_only_shuffled(run)
+    shuffled = dataclasses.replace(run, **changes) if changes else None
     return report_of([run], run.dp_event, delta, accountant, run.adjacency, shuffled)
 
 
@@ -226,7 +211,7 @@ def privacy_statement(
     delta: float,
     num_epochs: float | None = None,
     num_steps: int | None = None,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     num_microbatches: int | None = None,
     accountant: str = "pld",
     adjacency: str | None = None,
@@ -296,7 +281,7 @@ def report_of(
         notes.append("An infinite epsilon is no privacy at all: raise noise_multiplier.")
     if paid.accountant != accountant:
         notes.append(f"The {accountant} accountant has no better bound here; the figure is by {paid.accountant}.")
-    notes += [_SAMPLING_NOTES[s] for s in dict.fromkeys(run.sampling for run in runs) if s in _SAMPLING_NOTES]
+    notes += [scheme.note for scheme in dict.fromkeys(run.scheme for run in runs) if scheme.note is not None]
     if any(run.grouped for run in runs):
         notes.append(_GROUPED)
     notes += [
@@ -354,10 +339,6 @@ def _row(run: Run) -> str:
         f"{'' if run.unit == 'example' else f' {run.unit}s'}, noise multiplier {run.noise_multiplier:g}, "
         f"{run.steps} steps, {run.participations} participations"
     )
-
-
-def _shuffled_adjacency(adjacency: str | None) -> str:
-    return "replace_one" if adjacency == "replace_one" else "zero_out"
 
 
 def _only(values: set[Any]) -> Any:

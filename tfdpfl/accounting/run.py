@@ -7,19 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.sampling import POISSON, SAMPLINGS, SCHEMES, SamplingScheme
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-# Each sampling, with the adjacencies that its argument holds for; the first is the default.
-ADJACENCIES_OF = {
-    "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
-    "shuffle": ("zero_out", "replace_one"),
-    "fixed_size": ("replace_one",),
-    "none": ("add_or_remove_one", "zero_out", "replace_one"),
-}
-SAMPLINGS = tuple(ADJACENCIES_OF)
 UNITS = ("example", "user")
 ADJACENCIES = ("add_or_remove_one", "replace_one", "zero_out")
 
@@ -80,7 +73,7 @@ class Run:
     noise_multiplier: float
     num_epochs: float | None = None
     num_steps: int | None = None
-    sampling: str = "poisson"
+    sampling: str = POISSON.name
     num_microbatches: int | None = None
     adjacency: str | None = None
     starts_mid_epoch: bool = False
@@ -103,7 +96,7 @@ class Run:
         put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, mend, at_least=0))
         put("sampling", _checks.choice("sampling", self.sampling, SAMPLINGS))
         missing = [self.num_epochs, self.num_steps].count(None)
-        if missing == 2 or (missing == 0 and self.sampling != "shuffle"):
+        if missing == 2 or (missing == 0 and not self.scheme.counts_passes):
             raise ValueError(
                 "give exactly one of num_epochs and num_steps, "
                 f"got num_epochs={self.num_epochs!r} and num_steps={self.num_steps!r}"
@@ -128,7 +121,7 @@ class Run:
                 f"max_examples_per_user={self.max_examples_per_user} is of examples that are clipped each by itself: "
                 "where unit='user' a user counts whole, so leave it out"
             )
-        if self.discrete and (self.sampling == "fixed_size" or self.max_examples_per_user > 1):
+        if self.discrete and (not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1):
             raise PrivacyError(
                 "discrete noise has no price for sampling='fixed_size' or several examples of a user: take "
                 "sampling='poisson' or 'shuffle', or train without secure_noise"
@@ -145,8 +138,7 @@ class Run:
             return
         mend = "give the size of all batches, or leave it out"
         put("truncated_batch_size", _checks.whole("truncated_batch_size", self.truncated_batch_size, 1, mend))
-        # Where an example is blanked or replaced, it may push another out of the batch, for which there is no price.
-        if self.sampling != "poisson" or self.adjacency != "add_or_remove_one":
+        if not self.scheme.prices_truncation(str(self.adjacency)):
             raise PrivacyError(
                 f"truncated_batch_size={self.truncated_batch_size} has a price for sampling='poisson' with "
                 f"adjacency='add_or_remove_one', not for {self.sampling!r} with {self.adjacency!r}: leave it out"
@@ -167,7 +159,7 @@ class Run:
             )
 
     def _check_adjacency(self, put: Callable[[str, Any], None]) -> None:
-        offered = ADJACENCIES_OF[self.sampling]
+        offered = self.scheme.adjacencies
         if self.adjacency is None:
             put("adjacency", offered[0])
         put("adjacency", _checks.choice("adjacency", self.adjacency, ADJACENCIES))
@@ -188,13 +180,17 @@ class Run:
                 f"max_examples_per_user must be at most num_examples={self.num_examples}, "
                 f"got {self.max_examples_per_user}: {mend}"
             )
-        drawn = self.sampling == "fixed_size" or (self.sampling, self.adjacency) == ("poisson", "replace_one")
-        if self.max_examples_per_user > 1 and drawn:
+        if self.max_examples_per_user > 1 and not self.scheme.prices_groups(str(self.adjacency)):
             raise PrivacyError(
                 f"sampling={self.sampling!r} under adjacency={self.adjacency!r} has no price for "
                 f"max_examples_per_user={self.max_examples_per_user}: take sampling='poisson' with "
                 "adjacency='add_or_remove_one', or sampling='shuffle'"
             )
+
+    @property
+    def scheme(self) -> SamplingScheme:
+        """How batches are drawn, as an object that knows what follows from it."""
+        return SCHEMES[self.sampling]
 
     @property
     def sampling_rate(self) -> float:
@@ -210,13 +206,7 @@ class Run:
     def sensitivity(self) -> int:
         """How far `max_examples_per_user` examples in a batch move the clipped sum, in clips C: each by 2 if a clipped
         vector turns into another."""
-        return self._sensitivity_to_one * self.max_examples_per_user
-
-    @property
-    def _sensitivity_to_one(self) -> int:
-        if self.grouped and self.adjacency == "replace_one" and self.sampling == "poisson":
-            return 4  # both examples are compared with none, from which either moves its group's mean by 2C
-        return 2 if self.grouped or self.adjacency == "replace_one" else 1
+        return self.scheme.sensitivity(str(self.adjacency), self.grouped) * self.max_examples_per_user
 
     @property
     def steps(self) -> int:
@@ -226,14 +216,14 @@ class Run:
     @property
     def _steps_of_epochs(self) -> int:
         assert self.num_epochs is not None
-        if self.sampling == "shuffle":  # an epoch's last batch is smaller, but a step
+        if self.scheme.counts_passes:  # an epoch's last batch is smaller, but a step
             return _ceil(self.num_epochs * -(-self.num_examples // self.batch_size))
         return _ceil(self.num_epochs * self.num_examples / self.batch_size)
 
     @property
     def steps_per_pass(self) -> int:
         """The steps in which an example is used once: if shuffled, a pass with its last, smaller batch."""
-        return -(-self.num_examples // self.batch_size) if self.sampling == "shuffle" else 1
+        return -(-self.num_examples // self.batch_size) if self.scheme.counts_passes else 1
 
     @property
     def whole_passes(self) -> bool:
@@ -245,15 +235,15 @@ class Run:
     @property
     def takes_whole_passes(self) -> bool:
         """Whether `participations` would be more if passes dropped their last, smaller batch."""
-        uneven = self.sampling == "shuffle" and self.num_examples % self.batch_size > 0
+        uneven = self.scheme.counts_passes and self.num_examples % self.batch_size > 0
         return uneven and self.num_epochs is None and self.steps > 0 and self.whole_passes
 
     @property
     def participations(self) -> int:
         """How many noisy updates one example can touch: all, or if shuffled one in every epoch begun."""
-        if self.sampling == "shuffle" and self.num_epochs is not None:
+        if self.scheme.counts_passes and self.num_epochs is not None:
             return _ceil(self.num_epochs)
-        if self.sampling != "shuffle" or self.whole_passes:
+        if not self.scheme.counts_passes or self.whole_passes:
             return self.steps // self.steps_per_pass
         least = self.num_examples // self.batch_size  # steps of a pass that drops its last, smaller batch
         if self.starts_mid_epoch and self.steps > 0:
@@ -274,31 +264,8 @@ class Run:
         if self.discrete:
             step = _discrete_type()(step)
         if self.batch_size < self.num_examples:
-            if self.sampling == "poisson" and self.max_examples_per_user > 1:
-                sigma = self.noise_multiplier / self._sensitivity_to_one
-                step = _sampled_group(self.sampling_rate, sigma, self.max_examples_per_user)
-            elif self.truncated_batch_size is not None:
-                step = self._truncated()
-            elif self.sampling == "poisson":
-                step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
-            elif self.sampling == "fixed_size":
-                step = dp_event.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, step)
+            step = self.scheme.event(self, step)
         return dp_event.SelfComposedDpEvent(step, self.participations)
-
-    def _truncated(self) -> "DpEvent":
-        from dp_accounting import dp_event
-
-        assert self.truncated_batch_size is not None
-        truncated = getattr(dp_event, "TruncatedSubsampledGaussianDpEvent", None)
-        if truncated is None:
-            raise PrivacyError(
-                f"truncated_batch_size={self.truncated_batch_size} is priced by dp-accounting 0.6, and an older one is "
-                "installed: upgrade dp-accounting, or leave it out"
-            )
-        # A neighbour may have one example more.
-        return truncated(
-            self.num_examples + 1, self.sampling_rate, self.truncated_batch_size, self.noise_multiplier
-        )  # fmt: skip
 
 
 @functools.cache
@@ -316,44 +283,6 @@ def _discrete_type() -> Any:
         discrete: bool = True
 
     return DiscreteGaussianDpEvent
-
-
-@functools.cache
-def _group_type() -> Any:
-    import attr
-    from dp_accounting import dp_event
-
-    @attr.s(frozen=True, auto_attribs=True)
-    class GroupDpEvent(dp_event.DpEvent):
-        """A Poisson-sampled Gaussian as seen by neighbours that differ in up to `size` examples."""
-
-        step: dp_event.DpEvent
-        size: int
-
-    return GroupDpEvent
-
-
-def group_of(step: "DpEvent", size: int) -> "DpEvent":
-    """An event as neighbours see it that differ in up to `size` examples, where dp-accounting 0.4 has none for them."""
-    return _group_type()(step, size)
-
-
-def _sampled_group(rate: float, sigma: float, size: int) -> "DpEvent":
-    """A Gaussian sum that each of `size` examples joins by a coin of its own."""
-    from dp_accounting import dp_event
-
-    mixture = getattr(dp_event, "MixtureOfGaussiansDpEvent", None)
-    if mixture is None:
-        return group_of(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), size)
-    from scipy.stats import binom
-
-    # More than `most` come with a chance that PLD itself cuts off; then all are taken to come.
-    most = int(binom.isf(1e-23, size, rate))
-    chances = {float(j): float(binom.pmf(j, size, rate)) for j in range(most + 1)}
-    if most < size:
-        chances[float(size)] = float(binom.sf(most, size, rate))
-    chances = {j: chance for j, chance in chances.items() if chance > 0}
-    return mixture(sigma, tuple(chances), tuple(chances.values()))
 
 
 def _ceil(number: float) -> int:

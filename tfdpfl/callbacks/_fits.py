@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import running_fits
-from tfdpfl.accounting.run import ADJACENCIES_OF
+from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import DPOptimizer, _counts, stepped_on
@@ -121,7 +121,6 @@ def length(x: Any) -> int | None:
     return None
 
 
-_CUT_UP = ("shuffle", "fixed_order", "fixed_size")  # what says how large a batch is at most
 _ORDERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _NEXT_ORDER = itertools.count(-1, -1)
 
@@ -193,13 +192,7 @@ class Fit:
         self.uses = self._uses(steps) if self.shuffled else 1
         if self.shuffled:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
-        adjacency = data.get("adjacency", ADJACENCIES_OF.get(data["sampling"], (None,))[0])
-        sampling = next(
-            i for i, (kind, of, unit) in enumerate(_counts.SAMPLINGS)
-            if i and (kind, unit) == (data["sampling"], data.get("unit", "example")) and adjacency in (None, of)
-        )  # fmt: skip
-        if self.uses > 1:
-            sampling = _counts.ACROSS_PASSES
+        sampling = self.scheme.code(data.get("adjacency"), data.get("unit", "example"), across_passes=self.uses > 1)
         cut = data.get("truncated_batch_size") or 0
         self.batches = (data_number, sampling, data["num_examples"], self.data["batch_size"], cut)
 
@@ -227,7 +220,11 @@ class Fit:
 
     @property
     def shuffled(self) -> bool:
-        return self.data["sampling"] == "shuffle"
+        return self.scheme.counts_passes
+
+    @property
+    def scheme(self) -> SamplingScheme:
+        return SCHEMES[self.data["sampling"]]
 
     def passes_in(self, steps: int) -> int:
         """How many passes over the data so many steps in a row begin."""
@@ -295,7 +292,7 @@ class Fit:
         Where a pass has more examples than ``num_examples``, one of them may be in it several times, even in one batch:
         as often as there are too many, if each of the others is in it once. So much its steps are counted as, too."""
         n, (epoch, before, steps) = self.data["num_examples"], self._begun_at
-        if not self.own or self.data["sampling"] not in _CUT_UP:
+        if not self.own or not self.scheme.limits_batches:
             return
         seen = float(self._counter.seen.numpy())
         self._begun_at = epoch, seen, steps

@@ -22,6 +22,7 @@ from tfdpfl._process import renew_after_fork
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
+from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER, SHUFFLED
 from tfdpfl.accounting.strategies import Noise
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
@@ -37,10 +38,7 @@ STEP, KIND, LOST = 1, 2, 3
 # with, and that this object did not leave, is there by the negative of its segment.
 ORDER = 4
 # How data may be drawn that bound how often an example takes part.
-SHUFFLE, ORDERED, CYCLIC = (
-    next(i for i, row in enumerate(_counts.SAMPLINGS) if row[0] == kind)
-    for kind in ("shuffle", "fixed_order", "cyclic_poisson")
-)
+SHUFFLE, ORDERED, CYCLIC = SHUFFLED.code(), FIXED_ORDER.code(), CYCLIC_POISSON.code()
 
 
 class Chain:

@@ -21,31 +21,15 @@ import tensorflow as tf
 from tfdpfl._process import renew_after_fork
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.sampling import BY_CODE, Code, SamplingScheme
 
 ROWS = 64
 COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "truncated", "multiplier", "steps", "passes")
 ORIGIN, DATA, SAMPLING, NUM_EXAMPLES, BATCH_SIZE, TRUNCATED, MULTIPLIER, STEPS, PASSES = range(len(COLUMNS))
 KEY = slice(0, STEPS)  # what tells rows apart
 
-# How batches were drawn, for which neighbours that is priced, and what is drawn and protected; by the number that
-# stands in the table. Of 0 nothing is known: every example is taken to be in every batch, and its size to be public. Of
-# the last, batches reach from one pass into the next, so that an example may be in one more than once, and a pass is
-# counted as often.
-SAMPLINGS = (
-    ("none", "zero_out", "example"),
-    ("poisson", "add_or_remove_one", "example"),
-    ("shuffle", "zero_out", "example"),
-    ("fixed_size", "replace_one", "example"),
-    ("none", "add_or_remove_one", "example"),
-    ("none", "zero_out", "example"),
-    ("poisson", "add_or_remove_one", "user"),
-    # These bound how often and how near to each other an example takes part: what correlated noise is priced by.
-    ("fixed_order", "zero_out", "example"),
-    ("cyclic_poisson", "add_or_remove_one", "example"),
-    ("shuffle", "zero_out", "example"),
-)
-UNKNOWN, ACROSS_PASSES = 0, len(SAMPLINGS) - 1
-DISCRETE = 16  # is added to the sampling's number where the noise is discrete
+UNKNOWN = next(number for number, (_, code) in BY_CODE.items() if code.unknown)
+DISCRETE = 16  # is added to the number of the sampling if the noise is discrete
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
 _EXACT = 1 << 52  # float64 holds every whole number up to it
 
@@ -243,28 +227,32 @@ def folded(rows: np.ndarray, origin: float) -> np.ndarray:
 def ledger_of(rows: np.ndarray) -> PrivacyLedger:
     """A table's rows as a `PrivacyLedger`."""
     ledger = PrivacyLedger()
-    shuffled: dict[bytes, np.ndarray] = {}
+    passes: dict[bytes, np.ndarray] = {}
     for row in rows:
-        sampling, adjacency, unit = SAMPLINGS[int(row[SAMPLING]) % DISCRETE]
-        if sampling != "shuffle":
-            _count(ledger, row, sampling, adjacency, unit)
+        scheme, code = _sampling_of(row)
+        if not scheme.counts_passes:
+            _count(ledger, row, scheme, code)
         # A pass may have steps of more and of less noise; an example is in one of them.
-        elif (key := row[:MULTIPLIER].tobytes()) in shuffled:
-            other = shuffled[key]
+        elif (key := row[:MULTIPLIER].tobytes()) in passes:
+            other = passes[key]
             least, most = min(row[MULTIPLIER], other[MULTIPLIER]), max(row[PASSES], other[PASSES])
-            shuffled[key] = np.array([*row[:MULTIPLIER], least, row[STEPS] + other[STEPS], most])
+            passes[key] = np.array([*row[:MULTIPLIER], least, row[STEPS] + other[STEPS], most])
         else:
-            shuffled[key] = row
-    for row in shuffled.values():
-        _count(ledger, row, "shuffle", "zero_out", "example")
+            passes[key] = row
+    for row in passes.values():
+        _count(ledger, row, *_sampling_of(row))
     return ledger
 
 
-def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str, unit: str) -> None:
+def _sampling_of(row: np.ndarray) -> tuple[SamplingScheme, Code]:
+    return BY_CODE[int(row[SAMPLING]) % DISCRETE]
+
+
+def _count(ledger: PrivacyLedger, row: np.ndarray, scheme: SamplingScheme, code: Code) -> None:
     origin, steps, data = f"{int(row[ORIGIN]):x}", int(row[STEPS]), float(row[DATA])
     dataset = f"{int(data):x}" if data > 0 else None
     discrete = row[SAMPLING] >= DISCRETE
-    if int(row[SAMPLING]) % DISCRETE == UNKNOWN:
+    if code.unknown:
         # Rows that were shared may be of the same multiplier as steps of their origin, and are not the same steps.
         origin += "+" if data == SHARED else ""
         ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, discrete=bool(discrete))
@@ -272,14 +260,15 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, sampling: str, adjacency: str
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
     truncated = int(row[TRUNCATED]) or None
     epochs = None
-    if sampling == "shuffle":
+    if scheme.counts_passes:
         # No example has more uses than there were steps, unless it is in one twice.
         epochs = int(row[PASSES]) or -(-steps // -(-n // batch))
-        if int(row[SAMPLING]) % DISCRETE == ACROSS_PASSES:
+        if code.across_passes:
             origin += "*"  # not the same steps as others of this batch size
         else:
             epochs = min(epochs, steps)
     ledger.count(
-        origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=sampling, epochs=epochs,
-        adjacency=adjacency, dataset=dataset, truncated_batch_size=truncated, unit=unit, discrete=bool(discrete),
+        origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=scheme.name, epochs=epochs,
+        adjacency=code.adjacency, dataset=dataset, truncated_batch_size=truncated, unit=code.unit,
+        discrete=bool(discrete),
     )  # fmt: skip

@@ -1,0 +1,309 @@
+"""How batches are drawn: one class for each sampling, which states everything that the package asks about it.
+
+To add a sampling, write a class and append it to `SCHEMES`. Nothing else in the package names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+class Steps(Protocol):
+    """What a sampling needs to know of a run (`tfdpfl.accounting.Run`) to state the event of one of its steps."""
+
+    @property
+    def num_examples(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def sampling_rate(self) -> float: ...
+
+    @property
+    def noise_multiplier(self) -> float: ...
+
+    @property
+    def adjacency(self) -> str | None: ...
+
+    @property
+    def grouped(self) -> bool: ...
+
+    @property
+    def max_examples_per_user(self) -> int: ...
+
+    @property
+    def truncated_batch_size(self) -> int | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A sampling as an optimizer saves it in its step table.
+
+    Attributes:
+        number: What the table holds. Saved models hold it too, so a number keeps its meaning for ever.
+        adjacency: The neighbours that the steps are priced for.
+        unit: What is sampled and clipped.
+        across_passes: Whether a batch may reach from one pass into the next, so that it may hold an example more than
+            once.
+        unknown: Whether nothing is known of the batches: each is taken to hold every example.
+    """
+
+    number: int
+    adjacency: str
+    unit: str = "example"
+    across_passes: bool = False
+    unknown: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingScheme:
+    """One way to draw batches. Everything that depends on how batches are drawn asks this object.
+
+    Attributes:
+        name: The public name, as in `sampling="poisson"`.
+        adjacencies: The neighbours that it is priced for; the first is the default.
+        codes: The numbers that stand for it in the step table of an optimizer.
+        text: What it is, for a statement.
+        note: What a figure under it takes for granted, or None.
+        fresh_noise: Whether steps whose noise is independent can be priced under it.
+        once_a_pass: Whether each example is in exactly one batch of a pass over the data.
+        same_order: Whether all passes have the same batches in the same order.
+        independent: Whether examples join a batch independently, so that the size of the batch is private.
+        sampled_anew: Whether each batch is a fresh sample of all examples.
+        limits_batches: Whether no batch holds more than `batch_size` examples.
+        separates_uses: Whether it bounds how often an example takes part, which prices correlated noise.
+        prices_discrete_noise: Whether a step with discrete noise can be priced.
+    """
+
+    name: ClassVar[str]
+    adjacencies: ClassVar[tuple[str, ...]]
+    codes: ClassVar[tuple[Code, ...]]
+    text: ClassVar[str]
+    note: ClassVar[str | None] = None
+    fresh_noise: ClassVar[bool] = True
+    once_a_pass: ClassVar[bool] = False
+    same_order: ClassVar[bool] = False
+    independent: ClassVar[bool] = False
+    sampled_anew: ClassVar[bool] = False
+    limits_batches: ClassVar[bool] = False
+    separates_uses: ClassVar[bool] = False
+    prices_discrete_noise: ClassVar[bool] = True
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether ε depends on the number of passes over the data, not on the number of steps."""
+        return self.once_a_pass and self.fresh_noise
+
+    def event(self, run: Steps, step: DpEvent) -> DpEvent:
+        """Returns a step on a batch that may lack some of the examples, given the step on all of them."""
+        return step
+
+    def prices_groups(self, adjacency: str) -> bool:
+        """Returns whether neighbours may differ in several examples."""
+        return True
+
+    def prices_truncation(self, adjacency: str) -> bool:
+        """Returns whether larger batches may be cut to a uniform subset."""
+        return False
+
+    def sensitivity(self, adjacency: str, grouped: bool) -> int:
+        """Returns how far one example moves the clipped sum, in clips; `grouped` if means of groups are clipped."""
+        return 2 if grouped or adjacency == "replace_one" else 1
+
+    def if_only_shuffled(self, run: Steps) -> dict[str, str | None]:
+        """Returns the arguments that turn a run into one with shuffled batches, to be priced next to it; none if that
+        says nothing new."""
+        return {}
+
+    def code(self, adjacency: str | None = None, unit: str = "example", across_passes: bool = False) -> int:
+        """Returns the number for the step table; `adjacency` is the scheme's own if it is None."""
+        wanted = (adjacency or self.adjacencies[0], unit, across_passes)
+        return next(
+            code.number
+            for code in self.codes
+            if not code.unknown and (code.adjacency, code.unit, code.across_passes) == wanted
+        )
+
+
+class Poisson(SamplingScheme):
+    """Every example joins every batch by an independent coin of bias `batch_size / num_examples`."""
+
+    name = "poisson"
+    adjacencies = ("add_or_remove_one", "zero_out", "replace_one")
+    codes = (Code(1, "add_or_remove_one"), Code(6, "add_or_remove_one", unit="user"))
+    text = "every example joins every batch by an independent coin (Poisson)"
+    note = (
+        "Batches must really be drawn by independent coins, as tfdpfl.data.poisson_batches does; "
+        "shuffled batches do not qualify."
+    )
+    independent = True
+    sampled_anew = True
+
+    def event(self, run: Steps, step: DpEvent) -> DpEvent:
+        from dp_accounting import dp_event
+
+        if run.max_examples_per_user > 1:
+            sigma = run.noise_multiplier / self.sensitivity(str(run.adjacency), run.grouped)
+            return _sampled_group(run.sampling_rate, sigma, run.max_examples_per_user)
+        if run.truncated_batch_size is not None:
+            return _truncated(run)
+        return dp_event.PoissonSampledDpEvent(run.sampling_rate, step)
+
+    def prices_groups(self, adjacency: str) -> bool:
+        return adjacency != "replace_one"
+
+    def prices_truncation(self, adjacency: str) -> bool:
+        # An example that is blanked or replaced may push another one out of the batch, which has no price.
+        return adjacency == "add_or_remove_one"
+
+    def sensitivity(self, adjacency: str, grouped: bool) -> int:
+        if grouped and adjacency == "replace_one":
+            return 4  # both examples are compared with none, from which either moves the mean of its group by 2C
+        return super().sensitivity(adjacency, grouped)
+
+    def if_only_shuffled(self, run: Steps) -> dict[str, str | None]:
+        if run.batch_size == run.num_examples:
+            return {}
+        adjacency = shuffled_adjacency(run.adjacency)
+        return {"sampling": Shuffled.name, "adjacency": adjacency, "truncated_batch_size": None}
+
+
+class Shuffled(SamplingScheme):
+    """What `fit` does: every example is in exactly one batch of a pass. No amplification is claimed."""
+
+    name = "shuffle"
+    adjacencies = ("zero_out", "replace_one")
+    codes = (Code(2, "zero_out"), Code(9, "zero_out", across_passes=True))
+    text = "every example is in exactly one batch of an epoch, as in fit; no amplification is claimed"
+    note = "No batch may span two epochs (batch, then repeat): it could hold one example twice."
+    once_a_pass = True
+    limits_batches = True
+    separates_uses = True
+
+
+class FixedSize(SamplingScheme):
+    """Every batch is a fresh uniformly random subset of exactly `batch_size` examples."""
+
+    name = "fixed_size"
+    adjacencies = ("replace_one",)
+    codes = (Code(3, "replace_one"),)
+    text = "every batch is a fresh random subset of fixed size"
+    note = "Every batch must be a fresh uniform draw without replacement, independent of all others."
+    sampled_anew = True
+    limits_batches = True
+    prices_discrete_noise = False
+
+    def event(self, run: Steps, step: DpEvent) -> DpEvent:
+        from dp_accounting import dp_event
+
+        return dp_event.SampledWithoutReplacementDpEvent(run.num_examples, run.batch_size, step)
+
+    def prices_groups(self, adjacency: str) -> bool:
+        return False
+
+
+class EveryBatch(SamplingScheme):
+    """Every example may be in every batch. Steps of which nothing is known are priced so."""
+
+    name = "none"
+    adjacencies = ("add_or_remove_one", "zero_out", "replace_one")
+    codes = (Code(0, "zero_out", unknown=True), Code(4, "add_or_remove_one"), Code(5, "zero_out"))
+    text = "every example is in every batch; no amplification"
+
+
+class FixedOrder(SamplingScheme):
+    """Every pass has the same batches in the same order, so that the uses of an example lie a pass apart."""
+
+    name = "fixed_order"
+    adjacencies = ("zero_out", "replace_one")  # with an example more, a data set has other batches
+    codes = (Code(7, "zero_out"),)
+    text = "every epoch has the same batches in the same order"
+    fresh_noise = False
+    once_a_pass = True
+    same_order = True
+    limits_batches = True
+    separates_uses = True
+
+
+class CyclicPoisson(SamplingScheme):
+    """Each example belongs to one of several groups, of which each step samples the next one by independent coins."""
+
+    name = "cyclic_poisson"
+    adjacencies = ("add_or_remove_one", "zero_out")
+    codes = (Code(8, "add_or_remove_one"),)
+    text = "steps sample from one group of the examples after the other by independent coins"
+    fresh_noise = False
+    independent = True
+    separates_uses = True
+
+
+POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH = Poisson(), Shuffled(), FixedSize(), EveryBatch()
+FIXED_ORDER, CYCLIC_POISSON = FixedOrder(), CyclicPoisson()
+_ALL: tuple[SamplingScheme, ...] = (POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH, FIXED_ORDER, CYCLIC_POISSON)
+SCHEMES: dict[str, SamplingScheme] = {scheme.name: scheme for scheme in _ALL}
+SAMPLINGS = tuple(scheme.name for scheme in _ALL if scheme.fresh_noise)
+BY_CODE: dict[int, tuple[SamplingScheme, Code]] = {code.number: (s, code) for s in _ALL for code in s.codes}
+
+
+def shuffled_adjacency(adjacency: str | None) -> str:
+    """Returns the neighbours for which shuffled batches are priced in place of others."""
+    return adjacency if adjacency in Shuffled.adjacencies else Shuffled.adjacencies[0]
+
+
+def _truncated(run: Steps) -> DpEvent:
+    from dp_accounting import dp_event
+
+    truncated = getattr(dp_event, "TruncatedSubsampledGaussianDpEvent", None)
+    if truncated is None:
+        raise PrivacyError(
+            f"truncated_batch_size={run.truncated_batch_size} is priced by dp-accounting 0.6, and an older one is "
+            "installed: upgrade dp-accounting, or leave it out"
+        )
+    # A neighbour may have one example more.
+    return truncated(run.num_examples + 1, run.sampling_rate, run.truncated_batch_size, run.noise_multiplier)
+
+
+@functools.cache
+def _group_type() -> Any:
+    import attr
+    from dp_accounting import dp_event
+
+    @attr.s(frozen=True, auto_attribs=True)
+    class GroupDpEvent(dp_event.DpEvent):
+        """A Poisson-sampled Gaussian as seen by neighbours that differ in up to `size` examples."""
+
+        step: dp_event.DpEvent
+        size: int
+
+    return GroupDpEvent
+
+
+def group_of(step: DpEvent, size: int) -> DpEvent:
+    """An event as neighbours see it that differ in up to `size` examples, where dp-accounting 0.4 has none for them."""
+    return _group_type()(step, size)
+
+
+def _sampled_group(rate: float, sigma: float, size: int) -> DpEvent:
+    """A Gaussian sum that each of `size` examples joins by a coin of its own."""
+    from dp_accounting import dp_event
+
+    mixture = getattr(dp_event, "MixtureOfGaussiansDpEvent", None)
+    if mixture is None:
+        return group_of(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), size)
+    from scipy.stats import binom
+
+    # More than `most` come with a chance that PLD itself cuts off; then all are taken to come.
+    most = int(binom.isf(1e-23, size, rate))
+    chances = {float(j): float(binom.pmf(j, size, rate)) for j in range(most + 1)}
+    if most < size:
+        chances[float(size)] = float(binom.sf(most, size, rate))
+    chances = {j: chance for j, chance in chances.items() if chance > 0}
+    return mixture(sigma, tuple(chances), tuple(chances.values()))
