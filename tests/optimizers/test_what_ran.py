@@ -298,7 +298,8 @@ def test_the_sampling_of_ones_own_data_is_not_known_without_the_callback():
     assert watched.report.epsilon == pytest.approx(uses(11))
 
 
-def test_a_step_after_a_fit_without_the_callback_that_was_interrupted_is_one_of_every_example():
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_after_a_fit_without_the_callback_that_was_interrupted_is_one_of_every_example(again):
     def stop(_):
         raise KeyboardInterrupt
 
@@ -309,8 +310,29 @@ def test_a_step_after_a_fit_without_the_callback_that_was_interrupted_is_one_of_
         fit(model, batch_size=N)  # its batch was announced, and its step was not taken
     model.train_function = step
     everyone(model, 1)
+    if again:  # before anyone looked at what ran
+        fit(model, batch_size=N)
     assert model.optimizer.ledger.unknown_steps == 1
-    assert model.optimizer.ledger.epsilon(DELTA, "rdp") >= uses(2)
+    assert model.optimizer.ledger.epsilon(DELTA, "rdp") >= uses(3 if again else 2)
+
+
+def test_a_fit_in_a_fit_that_is_interrupted_later_leaves_it_watched():
+    model = compiled()
+    fit(model, batch_size=N)
+    step, calls = model.train_function, []
+
+    def stop_at_the_third(iterator):
+        calls.append(0)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(iterator)
+
+    model.train_function = stop_at_the_third
+    with contextlib.suppress(KeyboardInterrupt):
+        fit(model, Also(on_epoch_end=lambda: len(calls) == 1 and fit(model, batch_size=N)), batch_size=N, epochs=2)
+    model.train_function = step
+    everyone(model, 1)
+    assert model.optimizer.ledger.unknown_steps == 1
 
 
 @pytest.mark.slow

@@ -23,11 +23,17 @@ class _Watch(tf.keras.callbacks.Callback):
         super().__init__()
         self._supports_tf_logs = True  # Keras 2 need not fetch them
         self._fit: Fit | None = None
+        self._depth = 0  # how many fits of the model ran when this one began, itself included
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self._fit = None
         call, optimizer = fit_arguments(self.model), trained_with(self.model)
-        if optimizer is None or (length(call.get("x")) is None and declared_sampling(call.get("x")) is None):
+        if optimizer is None:
+            return
+        watches, depth = optimizer._dp.counter.watches, running_models().count(self.model)
+        for watch in list(watches):  # of which one at this depth was interrupted, since another fit is there now
+            watch(depth - 1)
+        self._fit, self._depth = None, depth
+        if length(call.get("x")) is None and declared_sampling(call.get("x")) is None:
             return
         try:
             data = Sampling(self, optimizer, 0.0).describe(call)
@@ -36,7 +42,7 @@ class _Watch(tf.keras.callbacks.Callback):
         held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
         per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
         self._fit = Fit(self.model, optimizer, data, 0.0, int(per_call), call, self.params.get("steps"))
-        optimizer._dp.counter.watch = self._cut_off  # until the fit ends: an interrupted one drops its callbacks
+        watches.append(self._cut_off)  # until the fit ends: an interrupted one drops its callbacks
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         fit, steps = self._fit, self.params.get("steps")
@@ -64,13 +70,16 @@ class _Watch(tf.keras.callbacks.Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         if self._fit is not None:
             self._fit.end()
-            self._fit.optimizer._dp.counter.watch = None
+            self._fit.optimizer._dp.counter.watches.remove(self._cut_off)
 
-    def _cut_off(self) -> None:
-        """Ends a `fit` that was interrupted."""
+    def _cut_off(self, running: int | None = None) -> None:
+        """Ends a `fit` that was interrupted, if no more of its model's fits are running than did before it began."""
         fit = self._fit
-        if fit is not None and fit.model not in running_models():
-            self._fit = fit.optimizer._dp.counter.watch = None
+        if fit is None:
+            return
+        if (running_models().count(fit.model) if running is None else running) < self._depth:
+            self._fit = None
+            fit.optimizer._dp.counter.watches.remove(self._cut_off)
             fit.cut_off()
 
 

@@ -73,7 +73,7 @@ class Counter:
         self.seen = in_memory(np.float64(0))  # units in the batches of which it was known how they were drawn
         self.discrete = False
         self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
-        self.watch: Callable[[], None] | None = None  # ends a fit that was interrupted
+        self.watches: list[Callable] = []  # each ends a fit, if it was interrupted
         self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
         renew_after_fork(self)
@@ -122,8 +122,8 @@ class Counter:
 
     def rows(self, saved: tf.Variable) -> np.ndarray:
         """All that is known to have run: counted here, or in a table that was loaded."""
-        if self.watch is not None:
-            self.watch()
+        for watch in list(self.watches):
+            watch()
         self.met = united(self.met, np.asarray(saved), self.table.numpy())
         return self.met
 
