@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tfdpfl import _page
+from tfdpfl import _formats, _page
+from tfdpfl._formats import NewerFormatError
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, Price, PrivacyLedger, PrivacyReport, Run, _checks, price
 from tfdpfl.accounting.others import others
@@ -24,6 +25,7 @@ from tfdpfl.accounting.pricing import check_delta, large
 from tfdpfl.accounting.report import SAMPLING_TEXT, report_of
 from tfdpfl.errors import PrivacyError
 
+_VERSION = 1  # of `ProjectReport.to_dict`; fields may be added to it, and none may go
 _PACKAGES = ("dp-accounting", "numpy", "scipy", "tensorflow", "keras", "tensorflow-federated", "flwr")
 _PRIVATE = "drawn from private votes, not to be published"
 _PLANNED = "planned: nothing of it has run"
@@ -188,7 +190,7 @@ class ProjectReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as values that strict JSON can hold: an infinite ε is the string "inf", and what is not known or
         may not be published is None."""
-        return _strict(dataclasses.asdict(self))
+        return _strict({**_formats.stamp(_VERSION), **dataclasses.asdict(self)})
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
         """Returns `to_dict` as strict JSON.
@@ -338,6 +340,7 @@ def read(files: Iterable[str | os.PathLike]) -> dict[str, PrivacyLedger]:
 
     Raises:
         ValueError: A file holds no ledger.
+        PrivacyError: A newer release saved one, in a way that this one does not know.
     """
     paths = [Path(file) for file in files]
     stems = [path.stem for path in paths]
@@ -345,6 +348,8 @@ def read(files: Iterable[str | os.PathLike]) -> dict[str, PrivacyLedger]:
     for path in paths:
         try:
             ledger = PrivacyLedger.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except NewerFormatError as error:
+            raise NewerFormatError(f"{path}: {error}") from error
         except ValueError as error:
             raise ValueError(f"{path} holds no ledger: {error}") from error
         found[path.stem if stems.count(path.stem) == 1 else str(path)] = ledger

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -460,6 +461,10 @@ def test_a_folder_goes_on_with_the_clip_that_its_noise_was_made_for(tmp_path):
     assert len(run(of_settings("1.0"), poisson(), 3, checkpoint_dir=tmp_path, **quick).rows) == 3
     # A folder from before clips were compared can still be read.
     run(Counting(GAUSSIAN), poisson(), 1, checkpoint_dir=tmp_path / "older", **quick)
+    ledger = tmp_path / "older" / "ledger.jsonl"
+    first, *lines = ledger.read_text().splitlines(keepends=True)
+    header = {name: value for name, value in json.loads(first).items() if name not in ("version", "written_by")}
+    ledger.write_text("".join([json.dumps(header) + "\n", *lines]))
     assert len(run(of_settings("1.0"), poisson(), 2, checkpoint_dir=tmp_path / "older", **quick).rows) == 2
 
 
@@ -475,7 +480,7 @@ def test_a_private_training_takes_the_model_of_a_state_and_neither_its_noise_nor
         )
         for z, clip in ((0.0, 0.5), (2.0, 1.0))
     )  # fmt: skip
-    assert second.noise_settings == {"clip": "1.0", "noise_multiplier": "2.0", "metrics": "None"}
+    assert second.noise_settings == {"clip": 1.0, "noise_multiplier": 2.0, "metrics": None}
     sampler = BoundedParticipationSampler(clients.client_ids, 2, max_participations=5)
     with local_runtime():
         start = first.initialize()
@@ -634,7 +639,7 @@ def test_a_tree_goes_on_from_its_checkpoint_with_the_noise_of_its_open_nodes(tmp
             clients_per_round=2, noise_multiplier=3.0, clip=1.0, restart_every=8, client_optimizer_fn="sgd",
             server_optimizer_fn="sgd", loss=loss(), input_spec=clients.element_spec,
         )  # fmt: skip
-        assert process.noise_settings["clip"] == "1.0"  # of which the noise of its open nodes is
+        assert process.noise_settings["clip"] == 1.0  # of which the noise of its open nodes is
         sampler = BoundedParticipationSampler(clients.client_ids, 2, max_participations=3)
         how = dict(sampler=sampler, delta=DELTA, checkpoint_dir=tmp_path, progress=False)
         return np.ravel(process.get_model_weights(train(process, clients, num_rounds=rounds, **how).state).trainable)
@@ -701,3 +706,23 @@ def test_after_sigkill_the_ledger_has_every_round_and_every_client(tmp_path):
     assert history.epsilon["local"] == priced(local, sampler, charged)
     # The last round need not have the client that was in most.
     assert len(history.rows) == total and history["local_epsilon"][-1] >= history["local_epsilon"][-2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["", "v1"])
+def test_a_folder_of_an_earlier_release_goes_on(tmp_path, release):
+    golden = Path(__file__).parents[1] / "golden" / release / "checkpoints.jsonl"
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text(golden.read_text())
+    go_on = lambda clip, rounds: run(of_settings(clip), poisson(), rounds, checkpoint_dir=tmp_path, **quick)
+    for rounds in (2, 3):
+        history = go_on(1.0, rounds)
+        assert history.cohorts[:2] == [[*CLIENTS]] * 2 and len(history.rows) == rounds
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert [line["version"] for line in lines if "version" in line] == [1]
+    with pytest.raises(PrivacyError, match=r"another clip, .*1\.0.*, not 2\.0"):
+        go_on(2.0, 3)
+    newer = json.dumps({"version": 2, "written_by": "tfdpfl 9.1.0"})
+    ledger.write_text(f"{ledger.read_text()}{newer}\n")
+    with pytest.raises(PrivacyError, match=r"ledger\.jsonl is of format version 2, written by tfdpfl 9\.1\.0"):
+        go_on(1.0, 3)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tfdpfl import _formats
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.report import PrivacyReport, report_of
@@ -112,6 +113,33 @@ _USER_RULES = (
     "compares them with exact gradients; nothing proves them."
 )
 _Row = Run | _Applied | _Counted | _Correlated
+
+# The fields of a saved `Run`, by the version of the format that has them. A field that is new is left out of the file
+# as long as it is at its default, so that older releases go on reading what they can read.
+_RUN_FIELDS = {
+    1: frozenset(
+        "num_examples batch_size noise_multiplier num_epochs num_steps sampling num_microbatches adjacency "
+        "starts_mid_epoch max_examples_per_user truncated_batch_size unit uneven_batches discrete".split()
+    ),
+}
+
+
+def _saved_run(run: Run) -> dict[str, Any]:
+    fields = {f.name: f.default for f in dataclasses.fields(run)}
+    values = {name: getattr(run, name) for name in fields}
+    return {
+        name: value for name, value in values.items()
+        if value is not None and (name in _RUN_FIELDS[1] or value != fields[name])
+    }  # fmt: skip
+
+
+def _version_of(runs: Sequence[dict[str, Any]]) -> int:
+    """The oldest version of the format that has all fields of these saved runs."""
+    names = {name for run in runs for name in run}
+    for version, offered in _RUN_FIELDS.items():
+        if names <= offered:
+            return version
+    raise AssertionError(f"no version of the saved ledger has {sorted(names - offered)}: add one to _RUN_FIELDS")
 
 
 def _stated_for(run: Run, adjacency: str) -> "DpEvent | None":
@@ -495,12 +523,13 @@ class PrivacyLedger:
                 rows.append({"correlated": row.run.to_dict(), "origins": row.origins, "dataset": row.dataset})
                 continue
             run = row if isinstance(row, Run) else row.run
-            saved: dict[str, Any] = {"run": {k: v for k, v in dataclasses.asdict(run).items() if v is not None}}
+            saved: dict[str, Any] = {"run": _saved_run(run)}
             if isinstance(row, _Counted):
                 saved |= {"origin": row.origin, "dataset": row.dataset, "unknown": row.unknown}
             rows.append(saved)
         rules = {"user_rules": sorted(self.user_rules)} if self.user_rules else {}
-        return {"version": 1, "rows": rows, **rules}
+        version = _version_of([row["run"] for row in rows if "run" in row])
+        return {**_formats.stamp(version), "rows": rows, **rules}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "PrivacyLedger":
@@ -508,9 +537,11 @@ class PrivacyLedger:
 
         Raises:
             ValueError: `saved` is not what `to_dict` gives.
+            PrivacyError: A newer release saved it, in a way that this one does not know.
         """
-        if not isinstance(saved, dict) or saved.get("version") != 1:
-            raise ValueError(f"saved must be what PrivacyLedger.to_dict gave, of version 1, got {saved!r:.99}")
+        if not isinstance(saved, dict) or "version" not in saved:
+            raise ValueError(f"saved must be what PrivacyLedger.to_dict gave, got {saved!r:.99}")
+        _formats.refuse_newer("The saved ledger", saved, max(_RUN_FIELDS))
         ledger = cls()
         try:
             ledger.user_rules = frozenset(saved.get("user_rules", ()))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tfdpfl import _formats
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.others import Others, others
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
@@ -17,6 +18,7 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+_VERSION = 1  # of `PrivacyReport.to_dict`; fields may be added to it, and none may go
 ADJACENCY_TEXT = {
     "add_or_remove_one": "data sets that differ in the presence of one example",
     "zero_out": "data sets of which one has a blank in place of one example; all batch sizes are public",
@@ -130,7 +132,8 @@ class PrivacyReport:
         """The fields as values that strict JSON can hold: an infinite ε is the string "inf"."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "event"}
         fields |= {"rows": list(self.rows), "notes": list(self.notes), **self.others._asdict()}
-        return {name: "inf" if value == math.inf else value for name, value in fields.items()}
+        strict = {name: "inf" if value == math.inf else value for name, value in fields.items()}
+        return {**_formats.stamp(_VERSION), **strict}
 
     def _neighbours(self) -> str:
         text, k = self._of_unit(ADJACENCY_TEXT[self.adjacency]), self.max_examples_per_user

@@ -362,13 +362,9 @@ class _Settings:
             self.total = combined(self.noise_multiplier, metrics.noise_multiplier)
             self.metrics_aggregator = aggregators.noised_metrics(metrics, self.clients_per_round)
 
-    def described(self) -> dict[str, str]:
+    def described(self) -> dict[str, Any]:
         """By name, what the noise of a round is made for."""
-        return {
-            "clip": repr(self.clip),
-            "noise_multiplier": repr(self.noise_multiplier),
-            "metrics": repr(self._metrics),
-        }
+        return {"clip": self.clip, "noise_multiplier": self.noise_multiplier, "metrics": self._metrics}
 
     def clipped_mean(self) -> Any:
         made = aggregators.clipped_mean(self.clip, self.noise_multiplier, self.clients_per_round)

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tqdm.auto import tqdm
 
+from tfdpfl import _formats
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.accounting.report import rounded_up
@@ -29,6 +30,7 @@ from tfdpfl.federated.guarantees import ClientLevel, CohortCheck, ExampleLevel, 
 from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
 
 _LEDGER = "ledger.jsonl"
+_VERSION = 1  # of its lines
 _NOISED_BY_SERVER = (ClientLevel, TreeLevel)
 
 
@@ -312,7 +314,7 @@ class _Ledger:
 
     def __init__(self, process, sampler, delta, target_epsilon, client_epsilon, accountant):
         self.guarantees: tuple[Guarantee, ...] = tuple(getattr(process, "privacy", ()))
-        self._settings: dict[str, str] = getattr(process, "noise_settings", {})
+        self._settings: dict[str, Any] = getattr(process, "noise_settings", {})
         self.sampler = sampler
         self.participation: Participation | None = getattr(sampler, "participation", None)
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
@@ -444,9 +446,7 @@ class _Ledger:
 
     def header(self) -> dict[str, Any]:
         """What may not change from one call of `train` to the next."""
-        participation = self.participation and dataclasses.asdict(self.participation)
-        privacy = [repr(guarantee) for guarantee in self.guarantees]
-        return {"privacy": privacy, "participation": participation, **self._settings}
+        return {"privacy": list(self.guarantees), "participation": self.participation, **self._settings}
 
 
 class _Checkpoints:
@@ -476,18 +476,13 @@ class _Checkpoints:
             if versions:
                 raise ValueError(f"{self._folder} has states but no {_LEDGER}: restore it, or take another folder")
             kept = sampler.get_state() if hasattr(sampler, "get_state") else None
-            self._append({**self._ledger.header(), "sampler": kept})
+            header = _formats.describe(self._ledger.header())
+            self._append({**_formats.stamp(_VERSION), **header, "sampler": kept})
             files.sync(self._folder)
         else:
-            for name, now in json.loads(json.dumps(self._ledger.header())).items():
-                if name not in lines[0] and name not in ("privacy", "participation"):
-                    continue  # a folder of before these were compared
-                if lines[0].get(name) != now:
-                    raise PrivacyError(
-                        f"{self._folder} is of a training with another {name}, {lines[0].get(name)}, not {now}: its "
-                        "noise would not be what its rounds are priced by. Continue with the same, or take another "
-                        "folder"
-                    )
+            self._check_header(lines[0])
+            if not self._stamped:
+                self._append(_formats.stamp(_VERSION))  # the lines that follow are of this version
             self._ledger.resume(begun, versions[-1] if versions else 0)
             if lines[0]["sampler"] is not None and hasattr(sampler, "set_state"):
                 sampler.set_state(lines[0]["sampler"])
@@ -501,13 +496,34 @@ class _Checkpoints:
         rows += json.loads(bytes(saved["rows"]).decode())
         return saved["state"]
 
+    def _check_header(self, saved: dict[str, Any]) -> None:
+        """Refuses a folder of a training with other settings."""
+        now = self._ledger.header()
+        others = saved.keys() - {"sampler", *_formats.stamp(_VERSION)}
+        for name in {**now, **dict.fromkeys(others)}:
+            if name not in saved and "version" not in saved and name not in ("privacy", "participation"):
+                continue  # a folder of before these were compared
+            if not _formats.agrees(saved.get(name), now.get(name)):
+                raise PrivacyError(
+                    f"{self._folder} is of a training with another {name}, {saved.get(name)}, not "
+                    f"{_formats.describe(now.get(name))}: its noise would not be what its rounds are priced by. "
+                    "Continue with the same, or take another folder"
+                )
+
     def _parsed(self, text: str) -> tuple[list[dict[str, Any]], list[_Round]]:
         """The ledger's lines, and the rounds that were begun."""
         try:
             lines = [dict(json.loads(line)) for line in text.splitlines()]
+            stamps = [line for line in lines if "version" in line]
+            for line in stamps:
+                _formats.refuse_newer(str(self._folder / _LEDGER), line, _VERSION)
+            self._stamped = bool(stamps)
+            lines = [line for line in lines if line.keys() != _formats.stamp(_VERSION).keys()]
             of_rounds = [(line["round"], line["cohort"], line["absent"], line["examples"]) for line in lines[1:]]
             if lines and "sampler" not in lines[0]:
                 raise KeyError("sampler")
+        except _formats.NewerFormatError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self._folder / _LEDGER} is damaged ({type(error).__name__}: {error}). Rounds that it lacks would be "

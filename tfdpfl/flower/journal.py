@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl import _formats
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import files
+
+_VERSION = 1  # of the lines; files of before lines had a version hold settings as their `repr`
 
 
 class Journal:
@@ -26,10 +29,12 @@ class Journal:
 
     Args:
       path: the file; None keeps all in memory.
-      header: what may not change from one run to the next, JSON-ready.
+      header: the settings that may not change from one run to the next. An entry that is at its default is None, so
+        that a file from before there was such an entry goes on.
 
     Raises:
-      PrivacyError: the file is of a training with another header.
+      PrivacyError: the file is of a training with another header, or of a newer release in a way that this one does
+        not know.
       ValueError: the file is in use, cannot be locked, or is no journal.
     """
 
@@ -52,7 +57,7 @@ class Journal:
         self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
         try:
             files.lock(self._file, "ledger_path", self._path)
-            self._read(json.loads(json.dumps(header)), new)
+            self._read(header, new)
         except BaseException:
             self.close()
             raise
@@ -132,7 +137,7 @@ class Journal:
     def _replace(self, path: Path, named: dict[str, Any]) -> None:
         files.replace(path, lambda file: np.savez(file, **named))
 
-    def _read(self, header: dict[str, Any], new: bool) -> None:
+    def _read(self, header: Mapping[str, Any], new: bool) -> None:
         assert self._file is not None and self._path is not None
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]  # what follows was not written before anything was done
@@ -146,21 +151,29 @@ class Journal:
                     "its beginning, so rounds that were released may be missing. Restore the file from a backup, or "
                     "delete it if no round has run"
                 )
-            self._append({"header": header})
+            self._append({**_formats.stamp(_VERSION), "header": _formats.describe(header)})
             files.sync(self._path.parent)
             return
         try:
             lines = [json.loads(line) for line in whole.splitlines()]
-            saved = lines[0]["header"]
+            versions = [line for line in lines if "version" in line]
+            saved = dict(lines[0]["header"])
+            if "version" not in lines[0] and "evaluations" in saved:  # it was None for exact evaluations
+                saved["evaluations"] = saved["evaluations"] or "unprotected"
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"ledger_path={str(self._path)!r} is no ledger of a strategy ({error})") from error
-        for name, now in header.items():
-            if saved.get(name) != now:
+        for line in versions:
+            _formats.refuse_newer(f"ledger_path={str(self._path)!r}", line, _VERSION)
+        for name in {**header, **saved}:
+            if not _formats.agrees(saved.get(name), header.get(name)):
                 raise PrivacyError(
                     f"ledger_path={str(self._path)!r} is of a training with another {name}, {saved.get(name)}, not "
-                    f"{now}: its rounds would be priced wrongly. Continue with the same, or take another path"
+                    f"{_formats.describe(header.get(name))}: its rounds would be priced wrongly. Continue with the "
+                    "same, or take another path"
                 )
         for line in lines[1:]:
+            if line.keys() == _formats.stamp(_VERSION).keys():
+                continue
             if line.get("begin") == len(self.charged):
                 self.begun = line["cohort"]
             elif line.get("charge") == len(self.charged) and self.begun is not None:
@@ -171,6 +184,8 @@ class Journal:
                 self.evaluations += 1
             else:
                 raise ValueError(f"ledger_path={str(self._path)!r} is damaged at {line}: restore it")
+        if max((line["version"] for line in versions), default=0) < _VERSION:
+            self._append(_formats.stamp(_VERSION))  # the lines that follow are of this version
 
     def _append(self, line: dict[str, Any]) -> None:
         """Raises `OSError` where it cannot be written; then it does not count, now or later."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tfdpfl._formats import NewerFormatError
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.federated import files
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
@@ -79,6 +80,8 @@ class ClientLedger:
             return PrivacyLedger()
         try:
             return PrivacyLedger.from_dict(json.loads(saved))
+        except NewerFormatError as error:
+            raise NewerFormatError(f"ledger_path={str(self._path)!r}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"ledger_path={str(self._path)!r} holds no whole ledger ({error}). What this client has spent is in no "

@@ -128,12 +128,12 @@ class DifferentialPrivacy(Strategy):
         self._journal = Journal(
             ledger_path,
             {
-                "privacy": [repr(guarantee) for guarantee in self.privacy],
+                "privacy": list(self.privacy),
                 "noise_multiplier": z,
-                "clip": repr(clip),
+                "clip": clip,
                 "sampling": self._cohorts.header(),
-                "train_metrics": None if noise is None else repr(train_metrics),  # else they are in `privacy`
-                "evaluations": None if self._evaluate_metrics == UNPROTECTED else repr(self._evaluate_metrics),
+                "train_metrics": None if noise is None else train_metrics,  # else they are in `privacy`
+                "evaluations": self._evaluate_metrics,
             },
         )
         began = bool(self._journal.charged) or self._journal.begun is not None

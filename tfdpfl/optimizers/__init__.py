@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl import _formats
 from tfdpfl._frames import PLAN, callers, running_fits, trained_by
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.strategies import Noise, Tree
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from tfdpfl.embeddings import AdaFEST
 
     PiecewiseConstantDecay = tf.keras.optimizers.schedules.PiecewiseConstantDecay
+
+_CONFIG_VERSION = 1  # of what `get_config` gives
+_SAVED_BY = "saved_by"  # its entry with the version
 
 _DOC = """{base} with differential privacy: every example's gradient is clipped, and Gaussian noise is added.
 
@@ -149,7 +153,7 @@ class DPOptimizer:
         super().__init__(**kwargs)
         tapes.watch()
         self._dp = dp
-        self._dp_ledger = dp.table = self._add_state("dp_ledger", np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
+        self._dp_ledger = dp.table = self._add_state("dp_ledger", _counts.empty_table())
         dp.iterations = dp.clipping.iterations = self.iterations
         if dp.clipping.start is not None:
             dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
@@ -304,19 +308,37 @@ class DPOptimizer:
     def get_config(self):
         config = super().get_config()
         config.pop("is_legacy_optimizer", None)
-        return {**config, **self._dp.config()}
+        return {**config, **self._dp.config(), _SAVED_BY: _formats.stamp(_CONFIG_VERSION)}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        """Makes the optimizer that `get_config` described.
+
+        Raises:
+          PrivacyError: a newer release saved the config, in a way that this one does not know.
+        """
+        config = dict(config)
+        _formats.refuse_newer(f"The config of {cls.__name__}", config.pop(_SAVED_BY, {}), _CONFIG_VERSION)
+        return super().from_config(config, custom_objects)
 
     def load_own_variables(self, store: Any) -> None:
         """Loads what Keras saved. Where Keras leaves all of it out, because layers were frozen or thawed since, the
         ledger is loaded nevertheless: steps that ran stay counted.
 
         Raises:
-          PrivacyError: the file's correlated noise is not this optimizer's; nothing is loaded.
+          PrivacyError: the file's correlated noise is not this optimizer's, or the file is of a newer release;
+            nothing is loaded.
         """
+        saved = _stored(self, store, self._dp_ledger)
+        if saved is not None:
+            _counts.refuse_newer(np.asarray(saved))
+            saved = _counts.with_all_columns(np.asarray(saved))
+            if saved.shape[-1:] != store[_place(self, self._dp_ledger)].shape[-1:]:
+                store = {name: store[name] for name in store.keys()}  # noqa: SIM118
+                store[_place(self, self._dp_ledger)] = saved
         if self._dp.chain is not None:
             self._dp.chain.check(_stored(self, store, self._dp.chain.table))
         super().load_own_variables(store)
-        saved = _stored(self, store, self._dp_ledger)
         if saved is None or tuple(saved.shape) != tuple(self._dp_ledger.shape):
             warnings.warn(
                 "The file holds no ledger of a DP optimizer. What was spent on the weights in it is not known, and in "
@@ -339,9 +361,14 @@ class DPOptimizer:
         return _rebuild, (self._dp_base, self.get_config(), self._dp.rows(), segments)
 
 
+def _place(optimizer, variable) -> str:
+    """The name under which Keras keeps one of the optimizer's variables in a file."""
+    return str(next((i for i, v in enumerate(optimizer.variables) if v is variable), -1))
+
+
 def _stored(optimizer, store, variable):
     """What a file holds for one of the optimizer's variables, or None."""
-    place = str(next((i for i, v in enumerate(optimizer.variables) if v is variable), -1))
+    place = _place(optimizer, variable)
     return store[place] if place in store.keys() else None  # noqa: SIM118
 
 

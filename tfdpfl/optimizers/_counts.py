@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl import _formats
 from tfdpfl._process import renew_after_fork
 from tfdpfl._variables import in_memory
+from tfdpfl._version import __version__
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.sampling import BY_CODE, Code, SamplingScheme
 
@@ -33,6 +36,11 @@ DISCRETE = 16  # is added to the number of the sampling if the noise is discrete
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
 _EXACT = 1 << 52  # float64 holds every whole number up to it
 
+# Of the table, and of the segments of correlated noise beside it. It stands in the table's last row, which counts no
+# steps and is given up only to a table that is full: so it is in every file that the table is in.
+VERSION = 1
+_MARK = -float(1 << 51)  # less the version, in place of an origin; the version of the package stands behind it
+
 
 def new_origin() -> float:
     return float(1 + secrets.randbelow(_EXACT - 1))
@@ -43,6 +51,49 @@ def number_of(name: str | None) -> float:
     if name is None:
         return 0.0
     return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (_EXACT - 1))
+
+
+def empty_table() -> np.ndarray:
+    """Returns a table of no steps, with the version of its format."""
+    table = np.zeros([ROWS, len(COLUMNS)])
+    release = [float(part) for part in re.findall(r"\d+", __version__)[:3]]
+    table[-1, : 1 + len(release)] = [_MARK - VERSION, *release]
+    return table
+
+
+def _marks(table: np.ndarray) -> np.ndarray:
+    """The rows that hold a version; none where an array is no table."""
+    if table.ndim != 2 or table.shape[1] < 4:
+        return np.zeros([0, 4])
+    return table[(table[:, ORIGIN] < _MARK) & (table[:, ORIGIN] > _MARK - 1000)]
+
+
+def refuse_newer(table: np.ndarray) -> None:
+    """Refuses a saved table of a newer version than this release reads. A table without a version is of before there
+    were versions.
+
+    Raises:
+      PrivacyError: the table is of a newer version, or has a sampling of another release.
+    """
+    for mark in _marks(table):
+        writer = "tfdpfl " + ".".join(f"{part:.0f}" for part in mark[1:4])
+        saved = {"version": int(_MARK - mark[ORIGIN]), "written_by": writer}
+        _formats.refuse_newer("The optimizer's saved table of steps", saved, VERSION)
+    if table.shape == (ROWS, len(COLUMNS)):
+        codes = table[table[:, STEPS] > 0, SAMPLING]
+        strange = codes[~np.isin(codes % DISCRETE, list(BY_CODE)) | (codes >= 2 * DISCRETE)]
+        for code in strange[:1]:
+            raise _formats.NewerFormatError(
+                f"The optimizer's saved table of steps has batches that were drawn in a way of number {code:.0f}, "
+                f"which tfdpfl {__version__} does not know and cannot price: upgrade with pip install --upgrade tfdpfl."
+            )
+
+
+def with_all_columns(table: np.ndarray) -> np.ndarray:
+    """Returns a saved table of this release's shape: columns that are new since it was saved are zero."""
+    if not len(_marks(table)) or table.shape[1] >= len(COLUMNS):
+        return table
+    return np.pad(table, ((0, 0), (0, len(COLUMNS) - table.shape[1])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +113,7 @@ class Counter:
 
     def __init__(self):
         self.origin = in_memory(np.float64(new_origin()))
-        self.table = in_memory(np.zeros([ROWS, len(COLUMNS)]))
+        self.table = in_memory(empty_table())
         # Data set, sampling, examples, batch size, the size that larger ones are cut to (0 for none); passes begun; of
         # a logical batch the next part, and of how many (0: any); for how many more batches that is known.
         self.batches = in_memory(np.zeros(9))
@@ -124,6 +175,7 @@ class Counter:
         """All that is known to have run: counted here, or in a table that was loaded."""
         for watch in list(self.watches):
             watch()
+        refuse_newer(np.asarray(saved))
         self.met = united(self.met, np.asarray(saved), self.table.numpy())
         return self.met
 
@@ -139,7 +191,7 @@ class Counter:
             rows = self.met = folded(rows, float(self.origin))
         if len(rows) > ROWS:
             return  # more kinds of steps than a table has room for: it goes on as it is
-        table = np.zeros([ROWS, len(COLUMNS)])
+        table = empty_table()
         table[: len(rows)] = rows
         if not np.array_equal(table, np.asarray(saved)):
             saved.assign(table)
