@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special
 
+from tfdpfl._version import __version__
 from tfdpfl.accounting import (
     PrivacyLedger,
     Run,
@@ -853,7 +854,7 @@ def test_a_report_is_strict_json_even_when_epsilon_is_infinite():
     assert "no privacy" in report.statement()
     finite = privacy_report(**RUN, num_steps=5, accountant="rdp")
     saved = json.loads(json.dumps(finite.to_dict(), allow_nan=False))
-    assert (saved.pop("version"), saved.pop("written_by")) == (1, f"tfdpfl {tfdpfl.__version__}")
+    assert (saved.pop("version"), saved.pop("written_by")) == (1, f"tfdpfl {__version__}")
     fields = {f.name: getattr(finite, f.name) for f in dataclasses.fields(finite) if f.name != "event"}
     assert saved == {**fields, "rows": list(finite.rows), "notes": list(finite.notes), **finite.others._asdict()}
 
