@@ -5,6 +5,8 @@ The cost is that of the ops themselves, run once more on slices: O(B), not the O
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
@@ -57,9 +59,9 @@ class Replay:
         sliced = [t for t in self.inputs if isinstance(self.a[t], Batch)]
         public = [t for t in self.inputs if not isinstance(self.a[t], Batch)]
         replaced = {key(t): self._own_size(t, sizes) for t in public}
-        states = [self.a[t] for t in sliced]
+        states: list[Any] = [self.a[t] for t in sliced]
         rows = [self._rows(t, s, units) for t, s in zip(sliced, states, strict=True)]
-        g_states = [self.a[t] for t in outputs]
+        g_states: list[Any] = [self.a[t] for t in outputs]
         g_rows = [self._rows(t, s, units) for t, s in zip(gs, g_states, strict=True)]
         outer = self.ops[0].graph
 

@@ -223,8 +223,9 @@ class Outer:
 
     @property
     def costs(self) -> Costs:
-        known = (TYPICAL_LENGTH if d is None else d for d in (self.g.shape[1], self.a.shape[-1], self.g.shape[-1]))
-        return Costs(*known, self._repeats, self._gram is not None)
+        sizes = self.g.shape[1], self.a.shape[-1], self.g.shape[-1]
+        t, a, p = (TYPICAL_LENGTH if size is None else size for size in sizes)
+        return Costs(t, a, p, self._repeats, self._gram is not None)
 
     def forms(self) -> bool:
         return self.costs.forms

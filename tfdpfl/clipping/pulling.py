@@ -39,8 +39,8 @@ def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
     t = weight
     while t is not root:
         values = [constant(x) for x in list(t.op.inputs)[1:]]
-        known = all(v is not None for v in values)
-        links.append((t.op.type, tuple(t.shape), tuple(v.tobytes() for v in values) if known else t.op.name))
+        known = [v.tobytes() for v in values if v is not None]
+        links.append((t.op.type, tuple(t.shape), tuple(known) if len(known) == len(values) else t.op.name))
         t = t.op.inputs[0]
     return tuple(links)
 

@@ -56,10 +56,11 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """A resource: ``index`` of the trainable variable behind it, or None. ``name`` tells resources apart."""
+    """A resource: ``index`` of the trainable variable behind it (or its name, where all variables are alike), or None.
+    ``name`` tells resources apart."""
 
-    index: int | None
-    name: int | str | None = None
+    index: int | str | None
+    name: int | str | tuple[str, bytes] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def meet(dp: Any, units: tf.Tensor, variables: Sequence) -> Together:
     (rows,) = _replicas.once(lambda summed: summed, [mine])
     rows = tf.ensure_shape(rows, mine.shape)
     of_settings, of_data, of_state, of_own = tf.split(rows, [len(part) for part in (settings, data, state, own)], 1)
-    agreed = []
+    agreed: list[tf.Operation] = []
     for part, message in ((of_settings, _SETTINGS), (of_data, _DATA), (of_state, _STATE)):
         with tf.control_dependencies(agreed):
             agreed = [*agreed, require(tf.reduce_all(tf.equal(part, part[:1])), message)]

@@ -59,12 +59,12 @@ def spatial(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | N
 
 
 def first_axis(view: BatchAxis, op: tf.Operation, states: list[State], data: int) -> State | None:
-    others = [s for i, s in enumerate(states) if i != data]
-    if not isinstance(states[data], Batch):
+    others, state = [s for i, s in enumerate(states) if i != data], states[data]
+    if not isinstance(state, Batch):
         return mixed(op, "has weights that depend on examples") if any(
             isinstance(s, Batch) for s in others) else None  # fmt: skip
     least = 4 if op.type.startswith("Adjust") else 2 if op.type in ("RGBToHSV", "HSVToRGB") else 0
-    if states[data].axis != 0 or op.inputs[data].shape.rank < least:
+    if state.axis != 0 or op.inputs[data].shape.rank < least:
         return mixed(op, "does not have the batch as its first axis")
     if op.type in TRANSPOSED and any(p != 0 for _, p in view.entries(op.inputs[0])[1:]):
         return mixed(op, "makes an example's result depend on the batch size")

@@ -32,8 +32,9 @@ def reduced(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | N
         powers = [p for _, p in state.entries]
         if op.type != "Prod" or None in powers:
             return Size(((None, 0),)) if state.batch_free else Size((UNKNOWN,))
-        coefficients = [c for c, _ in state.entries]
-        return Size(((None if None in coefficients else int(np.prod(coefficients)), sum(powers)),))
+        coefficients = [c for c, _ in state.entries if c is not None]
+        known = len(coefficients) == len(state.entries)
+        return Size(((int(np.prod(coefficients)) if known else None, sum(p for p in powers if p is not None)),))
     if not isinstance(state, Batch):
         return None
     gone = summed_axes(op)
@@ -60,7 +61,7 @@ def along(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | Non
     x, state = op.inputs[0], states[0]
     if not isinstance(state, Batch):
         return None
-    axes = [x.shape.rank - i for i in range(1, 1 + ALONG_THE_LAST.get(op.type, 0))]
+    axes: list[int] | None = [x.shape.rank - i for i in range(1, 1 + ALONG_THE_LAST.get(op.type, 0))]
     if op.type in ALONG_AN_AXIS:
         value = constant(op.inputs[ALONG_AN_AXIS[op.type]])
         axes = None if value is None else [int(a) % x.shape.rank for a in np.atleast_1d(value)]
