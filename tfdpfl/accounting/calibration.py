@@ -4,13 +4,23 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.arguments import (
+    EndlessRunArguments,
+    NoiselessRunArguments,
+    RunArguments,
+    SizelessRunArguments,
+    build_run,
+    shows_arguments,
+)
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
-from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _TOLERANCE = 1e-4  # of σ, relative
 _LARGEST_SIGMA = 2.0**30
@@ -18,23 +28,8 @@ _SMALLEST_SIGMA = 2.0**-10
 MOST_STEPS = 2**40
 
 
-def compute_epsilon(
-    *,
-    num_examples: int,
-    batch_size: int,
-    noise_multiplier: float,
-    delta: float,
-    num_epochs: float | None = None,
-    num_steps: int | None = None,
-    sampling: str = POISSON.name,
-    num_microbatches: int | None = None,
-    accountant: str = "pld",
-    adjacency: str | None = None,
-    max_examples_per_user: int = 1,
-    truncated_batch_size: int | None = None,
-    unit: str = "example",
-    secure_noise: bool = False,
-) -> float:
+@shows_arguments(RunArguments)
+def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[RunArguments]") -> float:
     """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
     never NaN.
 
@@ -65,39 +60,13 @@ def compute_epsilon(
         ValueError: An argument is out of its range; the message has the mend.
         PrivacyError: The adjacency has no price under this sampling.
     """
-    run = Run(
-        num_examples=num_examples,
-        batch_size=batch_size,
-        noise_multiplier=noise_multiplier,
-        num_epochs=num_epochs,
-        num_steps=num_steps,
-        sampling=sampling,
-        num_microbatches=num_microbatches,
-        adjacency=adjacency,
-        max_examples_per_user=max_examples_per_user,
-        truncated_batch_size=truncated_batch_size,
-        unit=unit,
-        discrete=secure_noise,
-    )
-    return _pricer(delta, accountant, run)(run)
+    made = build_run(**run)
+    return _pricer(delta, accountant, made)(made)
 
 
+@shows_arguments(NoiselessRunArguments)
 def compute_noise_multiplier(
-    *,
-    target_epsilon: float,
-    num_examples: int,
-    batch_size: int,
-    delta: float,
-    num_epochs: float | None = None,
-    num_steps: int | None = None,
-    sampling: str = POISSON.name,
-    num_microbatches: int | None = None,
-    accountant: str = "pld",
-    adjacency: str | None = None,
-    max_examples_per_user: int = 1,
-    truncated_batch_size: int | None = None,
-    unit: str = "example",
-    secure_noise: bool = False,
+    *, target_epsilon: float, delta: float, accountant: str = "pld", **run: "Unpack[NoiselessRunArguments]"
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most `target_epsilon`, to 0.1 %; never 0, never
     over the target.
@@ -111,27 +80,14 @@ def compute_noise_multiplier(
         PrivacyError: No noise multiplier between 2⁻¹⁰ and 2³⁰ is the smallest one that meets the target.
     """
     target = _check_target(target_epsilon)
-    run = Run(
-        num_examples=num_examples,
-        batch_size=batch_size,
-        noise_multiplier=1.0,
-        num_epochs=num_epochs,
-        num_steps=num_steps,
-        sampling=sampling,
-        num_microbatches=num_microbatches,
-        adjacency=adjacency,
-        max_examples_per_user=max_examples_per_user,
-        truncated_batch_size=truncated_batch_size,
-        unit=unit,
-        discrete=secure_noise,
-    )
-    if run.participations == 0:
+    begun = build_run(**run, noise_multiplier=1.0)
+    if begun.participations == 0:
         raise ValueError(
-            f"one of num_steps={num_steps} and num_epochs={num_epochs} must be above 0: "
+            f"one of num_steps={run.get('num_steps')} and num_epochs={run.get('num_epochs')} must be above 0: "
             "without a step ε is 0 whatever the noise"
         )
-    with_sigma = lambda sigma: dataclasses.replace(run, noise_multiplier=sigma)  # noqa: E731
-    pricer = _pricer(delta, accountant, run)
+    with_sigma = lambda sigma: dataclasses.replace(begun, noise_multiplier=sigma)  # noqa: E731
+    pricer = _pricer(delta, accountant, begun)
     epsilon = lambda sigma: pricer(with_sigma(sigma))  # noqa: E731
 
     return smallest_noise_multiplier(epsilon, target)
@@ -162,21 +118,9 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float) 
     return sigma
 
 
+@shows_arguments(EndlessRunArguments)
 def compute_num_steps(
-    *,
-    target_epsilon: float,
-    num_examples: int,
-    batch_size: int,
-    noise_multiplier: float,
-    delta: float,
-    sampling: str = POISSON.name,
-    num_microbatches: int | None = None,
-    accountant: str = "pld",
-    adjacency: str | None = None,
-    max_examples_per_user: int = 1,
-    truncated_batch_size: int | None = None,
-    unit: str = "example",
-    secure_noise: bool = False,
+    *, target_epsilon: float, delta: float, accountant: str = "pld", **run: "Unpack[EndlessRunArguments]"
 ) -> int:
     """Returns the largest number of steps whose ε is at most `target_epsilon`; under `"shuffle"`, as many as
     whole epochs hold.
@@ -190,22 +134,10 @@ def compute_num_steps(
         PrivacyError: The noise is so large that even 2⁴⁰ steps meet the target.
     """
     target = _check_target(target_epsilon)
-    run = Run(
-        num_examples=num_examples,
-        batch_size=batch_size,
-        noise_multiplier=noise_multiplier,
-        num_steps=1,
-        sampling=sampling,
-        num_microbatches=num_microbatches,
-        adjacency=adjacency,
-        max_examples_per_user=max_examples_per_user,
-        truncated_batch_size=truncated_batch_size,
-        unit=unit,
-        discrete=secure_noise,
-    )
-    steps_each = run.steps_per_pass
-    with_uses = lambda uses: dataclasses.replace(run, num_steps=uses * steps_each)  # noqa: E731
-    pricer = _pricer(delta, accountant, run)
+    one_step = build_run(**run, num_steps=1)
+    steps_each = one_step.steps_per_pass
+    with_uses = lambda uses: dataclasses.replace(one_step, num_steps=uses * steps_each)  # noqa: E731
+    pricer = _pricer(delta, accountant, one_step)
     epsilon = lambda uses: pricer(with_uses(uses))  # noqa: E731
     if epsilon(1) > target:
         raise ValueError(
@@ -218,7 +150,7 @@ def compute_num_steps(
         low, high = high, 8 * high
         if high > MOST_STEPS:
             raise PrivacyError(
-                f"noise_multiplier={noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
+                f"noise_multiplier={one_step.noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
             )
     uses = _calibrate(pricer, lambda uses: with_uses(round(uses)), target, low, high, 0.5, discrete=True)
     while epsilon(uses) > target:
@@ -228,21 +160,9 @@ def compute_num_steps(
     return uses * steps_each
 
 
+@shows_arguments(SizelessRunArguments)
 def compute_batch_size(
-    *,
-    target_epsilon: float,
-    num_examples: int,
-    noise_multiplier: float,
-    delta: float,
-    num_epochs: float | None = None,
-    num_steps: int | None = None,
-    sampling: str = POISSON.name,
-    accountant: str = "pld",
-    adjacency: str | None = None,
-    max_examples_per_user: int = 1,
-    truncated_batch_size: int | None = None,
-    unit: str = "example",
-    secure_noise: bool = False,
+    *, target_epsilon: float, delta: float, accountant: str = "pld", **run: "Unpack[SizelessRunArguments]"
 ) -> int:
     """Returns the largest (expected) batch size whose ε is at most `target_epsilon`: with Poisson sampling, the
     largest sampling rate times `num_examples`.
@@ -256,32 +176,21 @@ def compute_batch_size(
         PrivacyError: The batch size does not change ε under this sampling.
     """
     target = _check_target(target_epsilon)
-    with_size = lambda size: Run(  # noqa: E731
-        num_examples=num_examples,
-        batch_size=size,
-        noise_multiplier=noise_multiplier,
-        num_epochs=num_epochs,
-        num_steps=num_steps,
-        sampling=sampling,
-        adjacency=adjacency,
-        max_examples_per_user=max_examples_per_user,
-        truncated_batch_size=truncated_batch_size,
-        unit=unit,
-        discrete=secure_noise,
-    )
-    run = with_size(1)
-    if not run.scheme.sampled_anew:
+    with_size = lambda size: build_run(**run, batch_size=size)  # noqa: E731
+    smallest = with_size(1)
+    if not smallest.scheme.sampled_anew:
         raise PrivacyError(
-            f"sampling={run.sampling!r} costs the same at every batch size, so none is the largest: give batch_size"
+            f"sampling={smallest.sampling!r} costs the same at every batch size, so none is the largest: "
+            "give batch_size"
         )
-    pricer = _pricer(delta, accountant, run)
+    pricer = _pricer(delta, accountant, smallest)
     epsilon = lambda size: pricer(with_size(size))  # noqa: E731
     if epsilon(1) > target:
         raise ValueError(
             f"target_epsilon={target:g} is passed by batches of one example (ε = {epsilon(1):.4g}): "
             "raise the target or noise_multiplier, or take fewer steps"
         )
-    n = run.num_examples
+    n = smallest.num_examples
     if epsilon(n) <= target:
         return n
     size = max(_calibrate(pricer, lambda size: with_size(round(size)), target, 1, n, 0.5, discrete=True), 1)
@@ -303,7 +212,7 @@ def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     too_large = large(delta, run.num_examples)
     if too_large:
-        warnings.warn(too_large, stacklevel=3)
+        warnings.warn(too_large, stacklevel=4)  # at the caller of a function that `shows_arguments` wraps
     assert run.adjacency is not None
     adjacency = run.adjacency
     return functools.cache(lambda run: price(run.dp_event, delta, accountant, adjacency).epsilon)

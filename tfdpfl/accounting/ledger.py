@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from tfdpfl import _formats
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.arguments import LedgerArguments, shows_arguments
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.report import PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, Run
-from tfdpfl.accounting.sampling import EVERY_BATCH, POISSON
+from tfdpfl.accounting.sampling import EVERY_BATCH
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from typing_extensions import Unpack
 
     from tfdpfl.accounting.correlated import CorrelatedRun
 
@@ -171,22 +173,16 @@ class PrivacyLedger:
         self.user_rules: frozenset[str] = frozenset()
         self._goes_on = True  # whether the last shuffled row is of the pass that the next recorded step is in
 
+    @shows_arguments(LedgerArguments)
     def record(
         self,
         noise_multiplier: float,
         steps: int | None = None,
         *,
         epochs: float | None = None,
-        num_examples: int,
-        batch_size: int,
-        sampling: str = POISSON.name,
-        num_microbatches: int | None = None,
-        adjacency: str | None = None,
-        max_examples_per_user: int = 1,
-        truncated_batch_size: int | None = None,
-        unit: str = "example",
         new_pass: bool = False,
         discrete: bool = False,
+        **run: "Unpack[LedgerArguments]",
     ) -> "PrivacyLedger":
         """Adds DP-SGD steps that ran, in their order, and returns the ledger. Arguments are those of
         `compute_epsilon`.
@@ -202,47 +198,40 @@ class PrivacyLedger:
                 the last pass may not have ended, as every call of `fit` does. Without it, steps continue the
                 pass that the last ones were in.
         """
-        run = Run(
-            num_examples=num_examples,
-            batch_size=batch_size,
+        made = Run(
             noise_multiplier=noise_multiplier,
             num_epochs=epochs,
             num_steps=1 if steps is None and epochs is None else steps,
-            sampling=sampling,
-            num_microbatches=num_microbatches,
-            adjacency=adjacency,
-            max_examples_per_user=max_examples_per_user,
-            truncated_batch_size=truncated_batch_size,
-            unit=unit,
             discrete=discrete,
+            **run,
         )
-        if run.steps == 0:
+        if made.steps == 0:
             return self
         new_pass = new_pass or epochs is not None
         # Where an epoch was begun matters under shuffle, so there only neighbours merge.
-        shuffled = run.scheme.counts_passes
+        shuffled = made.scheme.counts_passes
         if not shuffled:  # steps add up; epochs of a fraction of steps, rounded each, do not
-            run = dataclasses.replace(run, num_steps=run.steps, num_epochs=None)
+            made = dataclasses.replace(made, num_steps=made.steps, num_epochs=None)
         own = self._rows if self._goes_on else []
         earlier = own[-1:] if shuffled else self._rows
         for i, row in enumerate(earlier, start=len(self._rows) - len(earlier)):
-            if not isinstance(row, Run) or not _same_mechanism(row, run):
+            if not isinstance(row, Run) or not _same_mechanism(row, made):
                 continue
-            if row.num_epochs is not None and run.num_epochs is not None and float(row.num_epochs).is_integer():
-                counted = row.num_steps is not None or run.num_steps is not None
+            if row.num_epochs is not None and made.num_epochs is not None and float(row.num_epochs).is_integer():
+                counted = row.num_steps is not None or made.num_steps is not None
                 self._rows[i] = dataclasses.replace(
                     row,
-                    num_epochs=row.num_epochs + run.num_epochs,
-                    num_steps=row.steps + run.steps if counted else None,
+                    num_epochs=row.num_epochs + made.num_epochs,
+                    num_steps=row.steps + made.steps if counted else None,
                 )
                 return self
-            if row.num_epochs is None and run.num_epochs is None and not (shuffled and new_pass):
-                self._rows[i] = dataclasses.replace(row, num_steps=row.steps + run.steps)
+            if row.num_epochs is None and made.num_epochs is None and not (shuffled and new_pass):
+                self._rows[i] = dataclasses.replace(row, num_steps=row.steps + made.steps)
                 return self
         if shuffled and not new_pass and not self._passes_are_whole:
-            run = dataclasses.replace(run, starts_mid_epoch=True)
+            made = dataclasses.replace(made, starts_mid_epoch=True)
         self._goes_on |= shuffled
-        self._rows.append(run)
+        self._rows.append(made)
         return self
 
     @property

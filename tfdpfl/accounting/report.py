@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from tfdpfl import _formats
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.arguments import RunArguments, build_run, shows_arguments
 from tfdpfl.accounting.others import Others, others
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
 from tfdpfl.accounting.run import Run
-from tfdpfl.accounting.sampling import POISSON, SCHEMES, SHUFFLED, shuffled_adjacency
+from tfdpfl.accounting.sampling import SCHEMES, SHUFFLED, shuffled_adjacency
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from typing_extensions import Unpack
 
 _VERSION = 1  # of `PrivacyReport.to_dict`; fields may be added to it, and none may go
 ADJACENCY_TEXT = {
@@ -168,83 +170,25 @@ class PrivacyReport:
         )
 
 
-def privacy_report(
-    *,
-    num_examples: int,
-    batch_size: int,
-    noise_multiplier: float,
-    delta: float,
-    num_epochs: float | None = None,
-    num_steps: int | None = None,
-    sampling: str = POISSON.name,
-    num_microbatches: int | None = None,
-    accountant: str = "pld",
-    adjacency: str | None = None,
-    max_examples_per_user: int = 1,
-    truncated_batch_size: int | None = None,
-    unit: str = "example",
-    secure_noise: bool = False,
-) -> PrivacyReport:
+@shows_arguments(RunArguments)
+def privacy_report(*, delta: float, accountant: str = "pld", **run: "Unpack[RunArguments]") -> PrivacyReport:
     """Returns `compute_epsilon` of the same arguments, with all that it depends on. Raises as that does."""
-    run = Run(
-        num_examples=num_examples,
-        batch_size=batch_size,
-        noise_multiplier=noise_multiplier,
-        num_epochs=num_epochs,
-        num_steps=num_steps,
-        sampling=sampling,
-        num_microbatches=num_microbatches,
-        adjacency=adjacency,
-        max_examples_per_user=max_examples_per_user,
-        truncated_batch_size=truncated_batch_size,
-        unit=unit,
-        discrete=secure_noise,
-    )
-    assert run.adjacency is not None
-    changes: dict[str, Any] = run.scheme.if_only_shuffled(run)
-    shuffled = dataclasses.replace(run, **changes) if changes else None
-    return report_of([run], run.dp_event, delta, accountant, run.adjacency, shuffled)
+    made = build_run(**run)
+    assert made.adjacency is not None
+    changes: dict[str, Any] = made.scheme.if_only_shuffled(made)
+    shuffled = dataclasses.replace(made, **changes) if changes else None
+    return report_of([made], made.dp_event, delta, accountant, made.adjacency, shuffled)
 
 
-def privacy_statement(
-    *,
-    num_examples: int,
-    batch_size: int,
-    noise_multiplier: float,
-    delta: float,
-    num_epochs: float | None = None,
-    num_steps: int | None = None,
-    sampling: str = POISSON.name,
-    num_microbatches: int | None = None,
-    accountant: str = "pld",
-    adjacency: str | None = None,
-    max_examples_per_user: int = 1,
-    truncated_batch_size: int | None = None,
-    unit: str = "example",
-    secure_noise: bool = False,
-) -> str:
+@shows_arguments(RunArguments)
+def privacy_statement(*, delta: float, accountant: str = "pld", **run: "Unpack[RunArguments]") -> str:
     """Returns what a DP-SGD run promises, in English: ε with its δ, adjacency, sampling and accountant, and
     what is assumed.
 
     For Poisson sampling it also gives the price of the same run with batches that are only shuffled.
     Arguments and errors are those of `compute_epsilon`.
     """
-    return privacy_report(
-        num_examples=num_examples,
-        batch_size=batch_size,
-        noise_multiplier=noise_multiplier,
-        delta=delta,
-        num_epochs=num_epochs,
-        num_steps=num_steps,
-        sampling=sampling,
-        num_microbatches=num_microbatches,
-        accountant=accountant,
-        adjacency=adjacency,
-        max_examples_per_user=max_examples_per_user,
-        truncated_batch_size=truncated_batch_size,
-        unit=unit,
-        secure_noise=secure_noise,
-    ).statement()
+    return privacy_report(delta=delta, accountant=accountant, **run).statement()
 
 
 def report_of(
