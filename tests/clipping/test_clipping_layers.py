@@ -829,3 +829,24 @@ def test_gram_matrices_of_the_same_rows_are_made_once():
 ])  # fmt: skip
 def test_gradients_are_formed_where_that_takes_less_time_and_no_more_memory(costs, formed):
     assert costs.forms == formed
+
+
+@pytest.mark.slow
+def test_weights_made_of_many_variables_are_carried_back_at_once(monkeypatch):
+    """As in a network on a graph of public nodes: one pass to all variables, not one for each use and variable."""
+    nodes, width = normal(6, 4), 3
+    rooms = [[tf.Variable(normal(4 if i == 0 else 2 * width, width, seed=9 * i + j)) for j in range(2)]
+             for i in range(2)]  # fmt: skip
+    apart, passes = tf.Variable(normal(2 * width, 2)), []
+    carry = tf.vectorized_map
+    monkeypatch.setattr(tf, "vectorized_map", lambda *args, **kwargs: (passes.append(1), carry(*args, **kwargs))[1])
+
+    def losses(x):
+        h, seen = tf.constant(nodes), 0.0
+        for i, heads in enumerate(rooms):
+            h = tf.concat([tf.tanh(h @ w) for w in heads], 1)
+            seen += tf.reduce_mean(tf.gather(h, x) ** (i + 2), 1)
+        return seen + example_losses(tf.gather(h, x) @ (2.0 * apart)) + tf.reduce_mean(tf.gather(h, x), 1)
+
+    check(losses, rng().integers(0, 6, 5).astype("int32"), [*(w for heads in rooms for w in heads), apart])
+    assert len(passes) == 2  # the last weight has no variable in common with the others

@@ -34,7 +34,16 @@ from tfdpfl.clipping.graph import CALLS, inner_call, key
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import Opened, close
 from tfdpfl.clipping.own_gradients import check_own_gradients
-from tfdpfl.clipping.pulling import carried_back, chain, inner_product, isometric, pullback, unmoved, vocabulary_side
+from tfdpfl.clipping.pulling import (
+    Part,
+    carried_back,
+    chain,
+    formed_at_roots,
+    inner_product,
+    isometric,
+    unmoved,
+    vocabulary_side,
+)
 from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
 from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.sizes import original, read_free
@@ -390,27 +399,32 @@ class Plan:
     def squared_norms_of(self, group_of: Sequence[int]) -> list[tf.Tensor]:
         """As `squared_norms`, for each of several groups of variables; ``group_of`` has the number of each one's."""
         self.group_of = list(group_of)
-        self.merged: list[list[tuple[Contribution, tf.Tensor, tf.Tensor]]] = []
+        parts_of: list[list[Part]] = [[] for _ in group_of]
+        for v, *part in self.contributions:
+            parts_of[v].append(tuple(part))
+        merged = {i: self._merged(parts) for i, parts in enumerate(parts_of)}
+        merged |= self._pulled_back({i: parts_of[i] for i, parts in merged.items() if parts is None})
+        self.merged = [merged[i] for i in range(len(merged))]
         groups = range(max(group_of) + 1)
         terms = [[tf.zeros([self.units.count], self.dtype)] for _ in groups]
         doubts: list[list[tf.Tensor]] = [[] for _ in groups]
-        for i, group in enumerate(group_of):
-            parts = self._merged([(c, w, r) for v, c, w, r in self.contributions if v == i])
+        for group, parts in zip(group_of, self.merged, strict=True):
             terms[group] += [c.squared_norms() for c, _, _ in parts]
             own = [c.doubt for c, _, _ in parts if c.doubt is not None]
             if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
                 terms[group].append(2 * inner_product(*parts))
                 own *= 2  # its error is at most both of theirs
             doubts[group] += own
-            self.merged.append(parts)
         return [_with_doubt(tf.add_n(t), d) for t, d in zip(terms, doubts, strict=True)]
 
-    def _merged(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
-        """The uses of one variable as one contribution, so that its squared norm is that of their sum."""
+    @staticmethod
+    def _merged(parts: list[Part]) -> list[Part] | None:
+        """The uses of one variable as one contribution, so that its squared norm is that of their sum; None if they
+        have to be carried back to the variable first."""
         if not parts:
             return []
         if not all(isometric(w, r) for _, w, r in parts):
-            return self._pulled_back(parts)
+            return None
         if len(parts) == 1:
             return parts
         alike: dict[tuple, list] = {}
@@ -420,23 +434,18 @@ class Plan:
         merged.sort(key=lambda part: not isinstance(part[0], Lookup))
         if len(merged) == 1 or (len(merged) == 2 and vocabulary_side(*merged) is not None):
             return merged
-        return self._pulled_back(parts)
+        return None
 
-    def _pulled_back(self, parts: list) -> list[tuple[Contribution, tf.Tensor, tf.Tensor]]:
-        """All uses formed and carried back to the variable itself."""
-        grouped: dict[tuple, list] = {}
-        for c, w, r in parts:
-            grouped.setdefault((key(w), key(r)), []).append((c, w, r))
-        total = None
-        for same in grouped.values():
-            w, r = same[0][1:]
-            f = tf.add_n([c.formed() for c, _, _ in same])
-            if w is not r:
-                f = pullback(f, w, r, self._shape(r))
-            if f is not None:
-                total = f if total is None else total + f
-        root = parts[0][2]
-        return [] if total is None else [(Formed([total]), root, root)]
+    def _pulled_back(self, apart: dict[int, list[Part]]) -> dict[int, list[Part]]:
+        """All uses of these variables formed and carried back to the variables themselves."""
+        formed = formed_at_roots([part for parts in apart.values() for part in parts], self._shape)
+        made: dict[int, list[Part]] = {}
+        for i, parts in apart.items():
+            roots = {key(r): r for _, _, r in parts}
+            found = [formed[at] for at in roots if at in formed]
+            root = parts[0][2]
+            made[i] = [(Formed([tf.add_n(found)]), root, root)] if found else []
+        return made
 
     def finish(
         self, norms2: tf.Tensor, l2_norm_clip: float | tf.Tensor, denominator: tf.Tensor | None = None

@@ -3,11 +3,13 @@ that is used in two places."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, Lookup, Outer
-from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.graph import constant, key
 
 _UNMOVED = frozenset("Identity Cast Snapshot".split())
 _ISOMETRIC = _UNMOVED | frozenset("Reshape ExpandDims Squeeze Transpose Neg".split())
@@ -114,21 +116,68 @@ def carried_back(x: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, units: bool) 
     return x
 
 
-def pullback(f: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor | None:
-    """Each unit's gradient of the weight [U, *shape] carried back to the root [U, *its variable's shape]."""
-    moved = carried_back(f, weight, root, units=True)
-    if moved is not None:
-        return moved
-    (probe,) = tf.gradients([weight], [root], [tf.zeros_like(weight)])
-    if probe is None:
-        return None
+def formed_at_roots(
+    parts: Sequence[Part], shape_of: Callable[[tf.Tensor], tf.TensorShape]
+) -> dict[tuple[str, int], tf.Tensor]:
+    """Each unit's gradient of each root, [U, *its variable's shape], by the root's key; nothing for roots that have
+    none. A weight that is made of several roots is in a part for each of them."""
+    uses: dict[tuple[str, int], tuple[tf.Tensor, dict[int, Contribution], dict]] = {}
+    for c, w, r in parts:
+        _, made, roots = uses.setdefault(key(w), (w, {}, {}))
+        made[id(c)], roots[key(r)] = c, r
+    terms: dict[tuple[str, int], list[tf.Tensor]] = {}
+    left = []
+    for w, made, roots in uses.values():
+        f = tf.add_n([c.formed() for c in made.values()])
+        (root, *others) = roots.values()
+        moved = None if others else carried_back(f, w, root, units=True)
+        if moved is None:
+            left.append((f, w, roots))
+        else:
+            terms.setdefault(key(root), []).append(moved)
+    for together in _connected(left):
+        roots = {at: r for _, _, own in together for at, r in own.items()}
+        fs, weights = [f for f, _, _ in together], [w for _, w, _ in together]
+        pulled = _pulled_back(fs, weights, list(roots.values()), [shape_of(r) for r in roots.values()])
+        for at, f in zip(roots, pulled, strict=True):
+            if f is not None:
+                terms.setdefault(at, []).append(f)
+    return {at: tf.add_n(found) for at, found in terms.items()}
 
-    def one(gradient):
-        (d,) = tf.gradients([weight], [root], [tf.cast(gradient, weight.dtype)])
-        return tf.cast(tf.convert_to_tensor(d), f.dtype)
+
+def _connected(uses: Iterable[tuple]) -> list[list[tuple]]:
+    """The uses in groups that have no root in common."""
+    groups: list[tuple[set, list[tuple]]] = []
+    for use in uses:
+        roots, members = set(use[2]), [use]
+        apart = []
+        for group in groups:
+            if roots.isdisjoint(group[0]):
+                apart.append(group)
+            else:
+                roots, members = roots | group[0], group[1] + members
+        groups = [*apart, (roots, members)]
+    return [members for _, members in groups]
+
+
+def _pulled_back(
+    fs: list[tf.Tensor], weights: list[tf.Tensor], roots: list[tf.Tensor], shapes: list[tf.TensorShape]
+) -> list[tf.Tensor | None]:
+    """Each unit's gradients of the weights, [U, *shape] each, carried back to all roots at once: one pass through the
+    graph, however many weights are made of however many roots."""
+    dtype, found = fs[0].dtype, []
+
+    def one(gradients):
+        ends = [tf.cast(g, w.dtype) for g, w in zip(gradients, weights, strict=True)]
+        ds = tf.gradients(weights, roots, ends, stop_gradients=roots)
+        found[:] = [i for i, d in enumerate(ds) if d is not None]
+        return [tf.cast(tf.convert_to_tensor(ds[i]), dtype) for i in found] or [tf.zeros([], dtype)]
 
     try:
-        result = tf.vectorized_map(one, f, fallback_to_while_loop=False)
+        made = tf.vectorized_map(one, fs, fallback_to_while_loop=False)
     except ValueError:  # an op that TensorFlow cannot vectorise
-        result = tf.map_fn(one, f)
-    return tf.ensure_shape(result, [f.shape[0], *shape])
+        made = tf.map_fn(one, fs, fn_output_signature=[tf.TensorSpec(shapes[i], dtype) for i in found])
+    result: list[tf.Tensor | None] = [None] * len(roots)
+    for i, f in zip(found, made, strict=False):
+        result[i] = tf.ensure_shape(f, [fs[0].shape[0], *shapes[i]])
+    return result
