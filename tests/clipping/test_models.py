@@ -238,6 +238,26 @@ def test_fix_keeps_the_statistics_of_normalization():
     np.testing.assert_allclose(fixed(x), (x - x.mean(0)) / x.std(0), atol=1e-3)
 
 
+def test_fix_leaves_frozen_normalizations_of_a_pretrained_model_as_they_are():
+    inputs = tf.keras.Input((3,))
+    norm = L.BatchNormalization(name="learned")
+    base = tf.keras.Model(inputs, norm(inputs), name="base")
+    norm.moving_mean.assign([1.0, 2.0, 3.0])
+    norm.moving_variance.assign([4.0, 9.0, 16.0])
+    base.trainable = False
+    assert fix(base).model is base
+    inputs = tf.keras.Input((3,))
+    model = tf.keras.Model(inputs, L.Dense(1)(L.BatchNormalization(name="new")(base(inputs))))
+    fixed = fix(model)
+    assert fixed.changes == ("new: BatchNormalization → LayerNormalization",)
+    x = RNG.normal(size=(5, 3)).astype("float32")
+    copied = fixed.model.get_layer("base")
+    assert copied is not base and not copied.trainable_weights
+    np.testing.assert_allclose(copied(x, training=True), (x - [1, 2, 3]) / [2, 3, 4], rtol=1e-3, atol=1e-3)
+    fixed.model.compile(tfdpfl.DPSGD(1.0, 0.0), "mse")
+    fixed.model.fit(x, x[:, :1], verbose=0)
+
+
 def test_fix_returns_a_model_that_has_nothing_to_replace():
     model = tf.keras.Sequential([tf.keras.Input((3,)), L.Normalization(), L.Dense(1)])
     fixed = fix(model)

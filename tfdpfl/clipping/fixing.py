@@ -38,7 +38,9 @@ def fix(model: Any) -> Fixed:
 
     BatchNormalization becomes GroupNormalization (up to 32 groups of channels), or LayerNormalization after layers
     without spatial axes, with the same gamma and beta. Nested models and layers inside of your own layers are fixed,
-    too. The statistics that a batch normalization had learned have no place in the new layer: train, or fine-tune.
+    too. The statistics that a batch normalization had learned have no place in the new layer: train, or fine-tune. A
+    frozen one (``trainable=False``, as in a pretrained model that is not trained) stays as it is, because Keras then
+    normalizes each example by the statistics that it has learned.
 
     All other layers keep what they learned: weights, statistics and vocabularies of `adapt`, states of random
     generators. Before it returns, `fix` compares the state and the output of each copied layer with the original's.
@@ -65,7 +67,7 @@ def fix(model: Any) -> Fixed:
     changes: list[str] = []
     made = _copy_of_graph(model, changes) if _has_graph(model) else _copy_of_subclass(model, changes)
     for layer in made._flatten_layers():
-        if isinstance(layer, tf.keras.layers.BatchNormalization):
+        if _normalizes_a_batch(layer):
             raise PrivacyError(
                 f"{layer.name!r} is a BatchNormalization that fix cannot reach, so the model would still mix examples. "
                 "Use GroupNormalization in the code that makes it."
@@ -78,7 +80,12 @@ def _has_graph(model: Any) -> bool:
 
 
 def _mixes(layer: Any) -> bool:
-    return any(isinstance(inner, tf.keras.layers.BatchNormalization) for inner in layer._flatten_layers())
+    return any(map(_normalizes_a_batch, layer._flatten_layers()))
+
+
+def _normalizes_a_batch(layer: Any) -> bool:
+    """Whether a layer is a BatchNormalization that normalizes a batch by itself. Keras's do not while frozen."""
+    return isinstance(layer, tf.keras.layers.BatchNormalization) and layer.trainable
 
 
 # -- models ------------------------------------------------------------------------------------------------------
@@ -90,7 +97,7 @@ def _copy_of_graph(model: Any, changes: list[str]) -> Any:
     replaced: set[str] = set()
 
     def of_layer(layer: Any) -> Any:
-        if isinstance(layer, tf.keras.layers.BatchNormalization):
+        if _normalizes_a_batch(layer):
             replaced.add(layer.name)
             return _replacement(layer, changes)
         if isinstance(layer, tf.keras.Model) and _has_graph(layer):
@@ -115,7 +122,7 @@ def _copy_of_graph(model: Any, changes: list[str]) -> Any:
     if type(made) is not type(model):
         raise _not_copied(f"{type(model).__name__} is a subclass of Model, of which Keras would copy the layers alone")
     for old, new in zip(model.layers, made.layers, strict=True):
-        if isinstance(old, tf.keras.layers.BatchNormalization) and old.built:
+        if old.name in replaced and old.built:
             new.set_weights([np.asarray(v) for v in (old.gamma, old.beta) if v is not None])
     flags = [(layer, layer.trainable) for layer in made._flatten_layers(include_self=False)]
     made.trainable = model.trainable  # which sets that of the layers, too
@@ -228,7 +235,7 @@ def _replaced(value: Any, changes: list[str]) -> Any:
         return value if all(entries[key] is value[key] for key in value) else entries
     if not _is_layer(value) or not _mixes(value):
         return value
-    if isinstance(value, tf.keras.layers.BatchNormalization):
+    if _normalizes_a_batch(value):
         made = _replacement(value, changes)
         shape = [None] * value.input_spec.ndim
         for axis, length in value.input_spec.axes.items():
