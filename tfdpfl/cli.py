@@ -14,6 +14,7 @@ import click
 
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, ADJACENCIES, SAMPLINGS
+from tfdpfl.accounting.sampling import POISSON
 
 _NUM_EXAMPLES = click.option("--num-examples", type=int, required=True, help="Number of training examples.")
 _BATCH_SIZE = click.option("--batch-size", type=int, required=True, help="Batch size; expected, if Poisson.")
@@ -29,7 +30,7 @@ _HOW = (
     click.option(
         "--sampling",
         type=click.Choice(SAMPLINGS, case_sensitive=False),
-        default="poisson",
+        default=POISSON.name,
         show_default=True,
         help="How batches are drawn; fit does shuffle.",
     ),

@@ -19,6 +19,7 @@ from tfdpfl.accounting import (
     compute_num_steps,
     privacy_report,
 )
+from tfdpfl.accounting.sampling import POISSON, SCHEMES, SHUFFLED
 from tfdpfl.data import declared_sampling, examples_of, poisson_batches, shuffled_batches, users_of
 from tfdpfl.errors import PrivacyError
 
@@ -115,7 +116,7 @@ class PrivacyPlan:
             "l2_norm_clip": self.l2_norm_clip, "noise_multiplier": self.noise_multiplier,
             "secure_noise": self.secure_noise,
         }  # fmt: skip
-        if self.sampling == "poisson":
+        if SCHEMES[self.sampling].independent:
             settings["expected_batch_size"] = float(self.batch_size)
         if declared.physical_batches > 1:
             settings["gradient_accumulation_steps"] = declared.physical_batches
@@ -128,12 +129,13 @@ class PrivacyPlan:
         """What the whole plan costs. (``callback.report`` is of what ran.)"""
         declared = declared_sampling(self.batches)
         assert declared is not None
+        counts_passes = SCHEMES[self.sampling].counts_passes
         return privacy_report(
             num_examples=self.num_examples,
             batch_size=self.batch_size,
             noise_multiplier=self.noise_multiplier,
-            num_steps=self.epochs * self.steps_per_epoch if self.sampling == "poisson" else None,
-            num_epochs=self.epochs if self.sampling == "shuffle" else None,
+            num_steps=None if counts_passes else self.epochs * self.steps_per_epoch,
+            num_epochs=self.epochs if counts_passes else None,
             delta=self.delta,
             sampling=self.sampling,
             accountant=self.accountant,
@@ -192,7 +194,7 @@ def plan(
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
     l2_norm_clip: Any = 1.0,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     accountant: str = "pld",
     secure_noise: bool = False,
     **batches: Any,
@@ -239,9 +241,10 @@ def plan(
             f"Give three of {', '.join(four)}, and the plan finds the fourth; "
             + (f"{', '.join(unknown)} are missing." if unknown else "all four are given: leave one out.")
         )
-    if sampling not in ("poisson", "shuffle"):
+    if sampling not in (POISSON.name, SHUFFLED.name):
         raise ValueError(f"sampling={sampling!r} has no plan: take 'poisson', for which ε is smallest, or 'shuffle'.")
-    if sampling == "shuffle" and steps_per_epoch is not None:
+    counts_passes = SCHEMES[sampling].counts_passes
+    if counts_passes and steps_per_epoch is not None:
         raise ValueError(f"steps_per_epoch={steps_per_epoch}: a shuffled epoch has all examples; leave it out.")
     if epochs is not None:
         epochs = _checks.whole("epochs", epochs, 1, "count the passes over the batches")
@@ -279,7 +282,7 @@ def plan(
             size += 1
     size = known["batch_size"] = _checks.whole("batch_size", size, 1, "count the examples of a batch")
     if steps_per_epoch is None:
-        steps_per_epoch = max(num_examples // size, 1) if sampling == "poisson" else -(-num_examples // size)
+        steps_per_epoch = -(-num_examples // size) if counts_passes else max(num_examples // size, 1)
     if passes is None:
         steps = compute_num_steps(target_epsilon=target, noise_multiplier=sigma, **known)
         passes = steps // steps_per_epoch
@@ -288,7 +291,7 @@ def plan(
                 f"target_epsilon={target:g} allows {steps} steps, and an epoch has {steps_per_epoch}: raise the target "
                 f"or noise_multiplier, or give steps_per_epoch={steps}."
             )
-    if sampling == "shuffle":
+    if counts_passes:
         known["num_epochs"] = passes
     else:
         known["num_steps"] = passes * steps_per_epoch
@@ -296,7 +299,7 @@ def plan(
         sigma = compute_noise_multiplier(target_epsilon=target, **known)
     if target is None:
         target = compute_epsilon(noise_multiplier=sigma, **known)
-    if sampling == "shuffle":
+    if counts_passes:
         drawn = shuffled_batches(examples, size, **batches)
     else:
         drawn = poisson_batches(examples, expected_batch_size=size, steps=steps_per_epoch, **batches)

@@ -80,6 +80,8 @@ class SamplingScheme:
         sampled_anew: Whether each batch is a fresh sample of all examples.
         limits_batches: Whether no batch holds more than `batch_size` examples.
         separates_uses: Whether it bounds how often an example takes part, which prices correlated noise.
+        in_groups: Whether steps draw from groups of the examples in turns.
+        weaker: Names of samplings that claim less and are true of the same batches.
         prices_discrete_noise: Whether a step with discrete noise can be priced.
     """
 
@@ -95,6 +97,8 @@ class SamplingScheme:
     sampled_anew: ClassVar[bool] = False
     limits_batches: ClassVar[bool] = False
     separates_uses: ClassVar[bool] = False
+    in_groups: ClassVar[bool] = False
+    weaker: ClassVar[tuple[str, ...]] = ()
     prices_discrete_noise: ClassVar[bool] = True
 
     @property
@@ -187,6 +191,7 @@ class Shuffled(SamplingScheme):
     once_a_pass = True
     limits_batches = True
     separates_uses = True
+    weaker = ("none",)
 
 
 class FixedSize(SamplingScheme):
@@ -231,6 +236,7 @@ class FixedOrder(SamplingScheme):
     same_order = True
     limits_batches = True
     separates_uses = True
+    weaker = (Shuffled.name, EveryBatch.name)
 
 
 class CyclicPoisson(SamplingScheme):
@@ -243,6 +249,7 @@ class CyclicPoisson(SamplingScheme):
     fresh_noise = False
     independent = True
     separates_uses = True
+    in_groups = True
 
 
 POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH = Poisson(), Shuffled(), FixedSize(), EveryBatch()

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdpfl.accounting.sampling import EVERY_BATCH, POISSON, SCHEMES, SHUFFLED
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.errors import PrivacyError
@@ -57,10 +58,10 @@ class Sampling:
             if declared is not None:
                 return self._bounded(declared)
         if declared is not None:
-            return self._poisson(declared, call) if declared.kind == "poisson" else self._in_order(declared, call)
+            return self._poisson(declared, call) if declared.scheme.sampled_anew else self._in_order(declared, call)
         length = length_of(x)
         if length is not None:
-            if self.sampling not in (None, "shuffle"):
+            if self.sampling not in (None, SHUFFLED.name):
                 raise PrivacyError(
                     f"sampling={self.sampling!r}, but fit was given arrays, which it shuffles. Leave sampling out, or "
                     "pass tfdpfl.data.poisson_batches((x, y), ...) to fit."
@@ -79,11 +80,11 @@ class Sampling:
                 )
             length, batch = length // rows, batch // rows
             self._check_groups(length, batch, call)
-            return {"num_examples": length, "batch_size": batch, "sampling": "shuffle"}
+            return {"num_examples": length, "batch_size": batch, "sampling": SHUFFLED.name}
         origin = made_from(x)
-        if origin is not None and origin.kind != "poisson":
-            priced = {"shuffle": ("shuffle", "none"), "fixed_order": ("fixed_order", "shuffle", "none")}
-            if self.sampling not in priced.get(origin.kind, ()):
+        if origin is not None and not origin.scheme.sampled_anew:
+            described = self.sampling == origin.kind and not origin.scheme.in_groups
+            if not described and self.sampling not in origin.scheme.weaker:
                 raise PrivacyError(
                     f"A {type(x).__name__} was made from batches of kind {origin.kind!r}, which sampling="
                     f"{self.sampling!r} does not describe. Pass those batches themselves to fit."
@@ -95,7 +96,7 @@ class Sampling:
                     f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
                     "which are not drawn anew. Leave it out: poisson_batches prefetches, and keeps the data in memory."
                 )
-            if self.sampling != "poisson":
+            if self.sampling != origin.kind:
                 raise PrivacyError(
                     f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
                     "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data "
@@ -127,10 +128,12 @@ class Sampling:
                 f"How {type(x).__name__} draws its batches is not known, so they cannot be priced. Use "
                 f"tfdpfl.data.poisson_batches, or give PrivacyBudget {' and '.join(missing)}, too."
             )
-        if self.sampling == "poisson":
+        assert self.sampling is not None
+        scheme = SCHEMES[self.sampling]
+        if scheme.independent:
             self._check_poisson()
         parts = self._optimizer._dp.parts
-        if self.sampling != "shuffle" and parts > 1:
+        if not scheme.counts_passes and parts > 1:
             raise PrivacyError(
                 f"sampling={self.sampling!r}: an example may be in several of the batches that "
                 f"gradient_accumulation_steps={parts} adds up, which has no price. Use tfdpfl.data.poisson_batches, "
@@ -140,10 +143,10 @@ class Sampling:
             self._check_against(x, call)
         else:
             self._check_said_of(origin)
-        ordered = self._optimizer.noise is None and self.sampling == "fixed_order"
-        sampling = "shuffle" if ordered else self.sampling  # with fresh noise only the number of uses counts
+        ordered = self._optimizer.noise is None and scheme.same_order
+        sampling = SHUFFLED.name if ordered else self.sampling  # with fresh noise only the number of uses counts
         data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": sampling}
-        if self.sampling == "none" and self._optimizer.expected_batch_size is None:
+        if scheme is EVERY_BATCH and self._optimizer.expected_batch_size is None:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
 
@@ -179,10 +182,11 @@ class Sampling:
 
     def _check_against(self, x: Any, call: dict[str, Any]) -> None:
         """That what TensorFlow tells of a data set does not contradict what is said of it."""
-        assert self.num_examples is not None and self.batch_size is not None
+        assert self.num_examples is not None and self.batch_size is not None and self.sampling is not None
+        scheme = SCHEMES[self.sampling]
         shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(getattr(x, "element_spec", ()))]
         sizes = {shape[0] for shape in shapes if shape is not None and shape.rank} - {None}
-        if self.sampling == "poisson" and sizes:
+        if scheme.independent and sizes:
             raise PrivacyError(
                 f"sampling='poisson', but all batches of the data set hold {min(sizes)} examples (its element_spec "
                 "says so). Under Poisson sampling the size varies: use tfdpfl.data.poisson_batches, or say "
@@ -196,13 +200,13 @@ class Sampling:
         batches = int(x.cardinality()) if hasattr(x, "element_spec") and hasattr(x, "cardinality") else -1
         rows = batches * self.batch_size
         whole = call.get("steps_per_epoch") is None and passed_through(x, ("repeat",)) is None
-        if self.sampling in ("shuffle", "fixed_order") and sizes and whole and rows > self.num_examples:
+        if scheme.once_a_pass and sizes and whole and rows > self.num_examples:
             raise PrivacyError(
                 f"num_examples={self.num_examples}, but a pass over the data set has {rows} examples ({batches} batches"
                 f" of {self.batch_size}). One of them may be in several steps, or several times in one. Give "
                 "PrivacyBudget the number of examples, or fit one pass over the data, and epochs."
             )
-        if self.sampling in ("poisson", "fixed_size") and 0 <= rows < self.num_examples:
+        if scheme.sampled_anew and 0 <= rows < self.num_examples:
             raise PrivacyError(
                 f"sampling={self.sampling!r} from num_examples={self.num_examples}, but the data set ends after "
                 f"{batches} batches, {rows} examples at batch_size={self.batch_size}, and begins "
@@ -210,7 +214,7 @@ class Sampling:
             )
 
     def _poisson(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
-        size = self._agreed(declared, "poisson")
+        size = self._agreed(declared, POISSON.name)
         self._check_poisson()
         parts = self._optimizer._dp.parts
         if declared.physical_batches != parts:
@@ -242,19 +246,19 @@ class Sampling:
         more: dict[str, Any] = {"unit": declared.unit} if declared.unit != "example" else {}
         if declared.truncated_batch_size is not None:
             more["truncated_batch_size"] = declared.truncated_batch_size
-        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": "poisson", **more}
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": POISSON.name, **more}
 
     def _in_order(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
         """Of batches that hold each example once a pass; or once a round of passes, sampled."""
-        if declared.kind == "cyclic_poisson":
+        if declared.scheme.in_groups:
             raise PrivacyError(
                 "cyclic_poisson bounds how often an example takes part, for correlated noise, and the optimizer's is "
                 "fresh for every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the optimizer "
                 "noise=."
             )
-        n, size = declared.num_examples, self._agreed(declared, "shuffle")
+        n, size = declared.num_examples, self._agreed(declared, SHUFFLED.name)
         self._check_groups(n, size, call)
-        return {"num_examples": n, "batch_size": size, "sampling": "shuffle"}
+        return {"num_examples": n, "batch_size": size, "sampling": SHUFFLED.name}
 
     def _check_groups(self, length: int, batch: int, call: dict[str, Any]) -> None:
         groups = self._optimizer.num_microbatches
@@ -268,24 +272,26 @@ class Sampling:
     def _check_bounded(self, declared: SamplingDeclaration | None, call: dict[str, Any]) -> None:
         """That the data bound how often an example takes part, and as correlated noise was made for."""
         noise, x = self._optimizer.noise, call.get("x")
-        sampling = "shuffle" if length_of(x) is not None else self.sampling if declared is None else declared.kind
-        if sampling not in (None, "shuffle", "fixed_order", "cyclic_poisson"):
+        sampling = SHUFFLED.name if length_of(x) is not None else self.sampling if declared is None else declared.kind
+        scheme = None if sampling is None else SCHEMES[sampling]
+        if scheme is not None and not scheme.separates_uses:
             raise PrivacyError(
                 f"sampling={sampling!r} does not bound how often an example takes part, which {type(noise).__name__} "
                 "noise is priced by. Give fit batches that do: tfdpfl.data.fixed_order or tfdpfl.data.cyclic_poisson; "
                 "arrays that fit shuffles; or train with noise=None."
             )
-        if sampling == "fixed_order" and declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
+        ordered = scheme is not None and scheme.same_order
+        if ordered and declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
             raise PrivacyError(
                 "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
                 "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
             )
-        if sampling == "fixed_order" and isinstance(x, _of_batches()) and call.get("shuffle", True):
+        if ordered and isinstance(x, _of_batches()) and call.get("shuffle", True):
             raise PrivacyError(
                 f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so that "
                 "an example's uses may lie nearer to each other. Give fit shuffle=False."
             )
-        if sampling == "fixed_order" and declared is None and self.num_examples and self.batch_size:
+        if ordered and declared is None and self.num_examples and self.batch_size:
             apart = self.num_examples // self.batch_size
         else:
             apart = getattr(declared, "min_separation", 1)
@@ -295,13 +301,14 @@ class Sampling:
                 f"of an example to its next, but the data ({sampling}) keep {apart}. Give fit "
                 "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
             )
-        if sampling == "cyclic_poisson" and apart != noise.min_separation:
+        in_groups = scheme is not None and scheme.in_groups
+        if in_groups and apart != noise.min_separation:
             raise PrivacyError(
                 f"The batches come from {apart} groups in turns, but {type(noise).__name__} noise was made for "
                 f"min_separation={noise.min_separation}. Give it the number of groups."
             )
         epochs = self.params.get("epochs")
-        if sampling != "cyclic_poisson" and noise.max_participations is not None and epochs is not None:
+        if not in_groups and noise.max_participations is not None and epochs is not None:
             begun = sum(self._optimizer._dp.counter.passes.values())
             epochs -= call.get("initial_epoch") or 0
             if begun + epochs > noise.max_participations:
@@ -314,7 +321,7 @@ class Sampling:
     def _bounded(self, declared: SamplingDeclaration) -> dict[str, Any]:
         """What data say of themselves whose batches keep an example's uses apart."""
         size = self._agreed(declared, declared.kind)
-        if declared.kind == "cyclic_poisson":
+        if declared.scheme.independent:
             self._check_poisson()
         return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
 

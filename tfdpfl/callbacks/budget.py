@@ -16,7 +16,7 @@ from tfdpfl._frames import PLAN
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
-from tfdpfl.accounting.run import SAMPLINGS
+from tfdpfl.accounting.sampling import FIXED_ORDER, SAMPLINGS
 from tfdpfl.callbacks._fits import (
     LEFT,
     Fit,
@@ -139,7 +139,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             mend = "give the ε to stop at, or None to train without a limit"
             target_epsilon = _checks.real("target_epsilon", target_epsilon, mend, above=0)
         self.target_epsilon = target_epsilon
-        self.sampling = None if sampling is None else _checks.choice("sampling", sampling, (*SAMPLINGS, "fixed_order"))
+        self.sampling = (
+            None if sampling is None else _checks.choice("sampling", sampling, (*SAMPLINGS, FIXED_ORDER.name))
+        )
         if batch_size is not None:
             batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch, or leave it out")
             if num_examples is not None and batch_size > num_examples:
@@ -363,7 +365,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "seed gives the same ones again. For a model to publish draw them with seed=None."
             ] = None
         chain = optimizer._dp.chain
-        if chain is not None and fit.data["sampling"] == "fixed_order" and chain.order_is_not_known:
+        if chain is not None and fit.scheme.same_order and chain.order_is_not_known:
             self._spent.notes[
                 "The training goes on from a saved state. That an example's uses lie as far apart as is priced holds "
                 "if the data come in the same order as before it: not shuffled, or with a fixed seed."

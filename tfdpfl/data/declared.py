@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
+
 _ATTRIBUTE = "tfdpfl_sampling"
 
 
@@ -52,10 +54,15 @@ class SamplingDeclaration:
     order: int | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
+    def scheme(self) -> SamplingScheme:
+        """The kind of sampling as an object that knows what follows from it."""
+        return SCHEMES[self.kind]
+
+    @property
     def expected_batch_size(self) -> float:
         """The mean number of units in a logical batch (before it is truncated); the denominator for a DP optimizer's
         `expected_batch_size`."""
-        groups = self.min_separation if self.kind == "cyclic_poisson" else 1
+        groups = self.min_separation if self.scheme.in_groups else 1
         return self.sampling_rate * self.num_examples / groups
 
 
