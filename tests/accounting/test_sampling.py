@@ -7,6 +7,7 @@ import pytest
 
 from tfdpfl.accounting import SAMPLINGS, Run
 from tfdpfl.accounting.sampling import BY_CODE, SCHEMES
+from tfdpfl.errors import PrivacyError
 
 # What saved models hold. A number keeps its meaning for ever: append, never change.
 SAVED = {
@@ -69,3 +70,9 @@ def test_only_poisson_samples_name_a_shuffled_run_beside_them():
         if changes:
             beside = dataclasses.replace(run, **changes)
             assert (beside.sampling, beside.adjacency, beside.steps) == ("shuffle", "zero_out", 10)
+
+
+@pytest.mark.parametrize("changes", [{"sampling": "fixed_size"}, {"max_examples_per_user": 2}])
+def test_discrete_noise_is_refused_where_it_has_no_price(changes):
+    with pytest.raises(PrivacyError, match="discrete noise has no price for sampling='fixed_size' or several"):
+        Run(num_examples=100, batch_size=10, noise_multiplier=1.0, num_steps=10, discrete=True, **changes)
