@@ -48,6 +48,17 @@ def refuse_newer(what: str, saved: Mapping[str, Any], newest: int) -> None:
         )
 
 
+def strict(value: Any) -> Any:
+    """Returns values that strict JSON can hold: an infinite number is the string "inf", and NaN is None."""
+    if isinstance(value, Mapping):
+        return {name: strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
 def describe(value: Any) -> Any:
     """Returns settings as values that JSON can hold, for `agrees` to compare with later.
 

@@ -22,6 +22,7 @@ from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
+from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ _OF_TOLERANCE = 0.01  # the part of (ε, δ) that hides where the solver stopped
 _OF_CURVATURE = 0.25  # the largest part of ε that a row's curvature may cost
 _NORMS = (1e-100, 1e100)  # of a row, so that its square is a float
 _SIGNAL = 200  # rows * ε / sqrt(features) below which noisy steps that stop early do better; docs/convex.md
+
+
+_COVERED = (
+    "Covered: the weights, and what is computed from them.",
+    "Not covered: the number of rows, the classes, fits of clones (as in a grid search), and statistics that the "
+    "features were scaled by.",
+)
 
 
 class DPLogisticRegression(ClassifierMixin, BaseEstimator):
@@ -152,6 +160,19 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
         events = [event for event, _, _ in self.__dict__.get("_spent", ())]
         return None if not events or None in events else dp_event.ComposedDpEvent(events)
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        times, event = self.releases_, self.dp_event
+        warnings = [] if times else [PLANNED]
+        if self.random_state is not None:
+            warnings.append(SEEDED.format("random_state"))
+        solver = getattr(self, "solver_", self.solver)
+        text = f"{solver}, epsilon {float(self.epsilon):g} at delta {float(self.delta):g} a fit, {times} fits"
+        return [Promise(
+            kind="logistic regression", adjacency=self.adjacency, unit="example", event=event,
+            price=self.price if event is None else None, mechanisms=[text], notes=_COVERED, warnings=warnings,
+        )]  # fmt: skip
 
     def price(self, delta: float, accountant: str = "pld") -> Price:
         """Returns the ε at `delta` of all fits of this object; before the first one, of that one.

@@ -19,6 +19,7 @@ from tfdpfl.accounting import (
     compute_num_steps,
     privacy_report,
 )
+from tfdpfl.accounting.promises import PLANNED, Promise
 from tfdpfl.accounting.sampling import POISSON, SCHEMES, SHUFFLED
 from tfdpfl.data import declared_sampling, examples_of, poisson_batches, shuffled_batches, users_of
 from tfdpfl.errors import PrivacyError
@@ -123,6 +124,11 @@ class PrivacyPlan:
         if declared.rows_per_unit > 1:
             settings["rows_per_unit"] = declared.rows_per_unit
         return settings
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what the plan guarantees, of which nothing has run; see `tfdpfl.accounting.promises`."""
+        promise = self.report.promise("plan")
+        return [dataclasses.replace(promise, warnings=[*promise.warnings, PLANNED])]
 
     @functools.cached_property
     def report(self) -> PrivacyReport:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
 from tfdpfl.accounting.pricing import leaves_of
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -275,6 +276,10 @@ class RandomSearch:
     def ledger(self) -> PrivacyLedger:
         """The searches that ran; before, the one that is planned."""
         return PrivacyLedger().add(self.event, max(self._times, 1), adjacency=self.adjacency)
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return [self.report(delta).promise("search", self.ledger)]
 
     def report(self, delta: float) -> PrivacyReport:
         """The price of `ledger`."""

@@ -10,6 +10,7 @@ from tfdpfl import _formats
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import LedgerArguments, shows_arguments
 from tfdpfl.accounting.pricing import price
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, Run
 from tfdpfl.accounting.sampling import EVERY_BATCH
@@ -500,6 +501,10 @@ class PrivacyLedger:
         return dataclasses.replace(
             report, steps=report.steps + applied, participations=report.participations + applied, **unknown
         )
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return [self.report(delta).promise("ledger", self)]
 
     def to_dict(self) -> dict[str, Any]:
         """The ledger as values that JSON can hold."""

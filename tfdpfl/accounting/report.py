@@ -12,6 +12,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import RunArguments, build_run, shows_arguments
 from tfdpfl.accounting.others import Others, others
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
+from tfdpfl.accounting.promises import PLANNED, Promise, fixed, promises_of
 from tfdpfl.accounting.run import Run
 from tfdpfl.accounting.sampling import SCHEMES, SHUFFLED, shuffled_adjacency
 from tfdpfl.errors import PrivacyError
@@ -106,6 +107,28 @@ class PrivacyReport:
         if self.event is None:
             return Others(None, None, None)
         return others(self.event, self.accountant, self.adjacency)
+
+    def promise(self, kind: str = "training", ledger: Any = None) -> Promise:
+        """Returns what is guaranteed at this cost; of a ledger, if that is what the report is of."""
+        unit = self.unit if ledger is None else ledger.unit
+        if unit is not None and self.max_examples_per_user > 1:
+            unit = f"user of at most {self.max_examples_per_user} examples"
+        sampling = None if self.sampling is None else SCHEMES[self.sampling].text
+        if sampling is not None and self.truncated_batch_size is not None:
+            sampling += f"; of more than {self.truncated_batch_size} a random subset of so many stays"
+        unknown = 0 if ledger is None else ledger.unknown_steps
+        warnings = [f"of {unknown} steps nothing is known but their noise"] if unknown else []
+        if ledger is not None and not len(ledger):
+            warnings.append("its ledger is empty: nothing of it has run, or nothing was recorded")
+        return Promise(
+            kind=kind, adjacency=self.adjacency, unit=unit, ledger=ledger, event=self.event, sampling=sampling,
+            mechanisms=self.rows, notes=self.notes, warnings=warnings, num_units=self.num_examples,
+            price=None if self.event is not None else fixed(self.epsilon, self.delta, self.accountant),
+        )  # fmt: skip
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return [self.promise()]
 
     def statement(self) -> str:
         """The report in English, several lines. ε is rounded up."""
@@ -290,3 +313,9 @@ def _row(run: Run) -> str:
 
 def _only(values: set[Any]) -> Any:
     return next(iter(values)) if len(values) == 1 else None
+
+
+@promises_of.register
+def _promises_of_run(run: Run, delta: float) -> list[Promise]:
+    promise = report_of([run], run.dp_event, delta, "pld", str(run.adjacency)).promise("run")
+    return [dataclasses.replace(promise, warnings=[*promise.warnings, PLANNED])]

@@ -16,6 +16,7 @@ from tfdpfl._frames import PLAN
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.sampling import FIXED_ORDER, SAMPLINGS
 from tfdpfl.callbacks._fits import (
     LEFT,
@@ -386,6 +387,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     @property
     def _dataset(self) -> str | None:
         return None if self.dataset_name is None else f"{int(self._data_number):x}"
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return [self.report.promise("training", self.ledger)]
 
     @property
     def ledger(self) -> PrivacyLedger:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from tfdpfl.accounting.pricing import Price
+from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
+
+UNITS = {"client": "client", "local": "client's update", "example": "example"}  # of a level
+_COVERED = {
+    "client": "Covered: the released models. The server and who sees single updates are trusted.",
+    "local": "Covered: each update as it leaves its client, against the server too.",
+    "example": "Covered: each example of a client in all that this client sends.",
+}
+_COHORTS = "Not covered: who took part in which round, and metrics or evaluations that were released as they are."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +37,10 @@ class Participation:
     clients_per_round: float
     max_participations: int | None = None
     min_separation: int = 1
+
+    def text(self) -> str:
+        """Returns the declaration in English."""
+        return f"{self.sampling}: {self.clients_per_round:g} of {self.population} clients in a round"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,3 +76,50 @@ class Guarantee(Protocol):
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for what ran: for the worst client, where clients differ. Infinite where nothing is
         promised; `PrivacyError` where the sampler's declaration is not one that the mechanism can be priced for."""
+
+
+def covered_by(level: str) -> list[str]:
+    """Returns sentences on what a guarantee of this level covers, and what it does not."""
+    return [_COVERED[level], _COHORTS]
+
+
+def level_promise(guarantee: Guarantee, cost: Callable[[float, str], Price], **more: Any) -> Promise:
+    """Returns what a federation guarantees at one level, at this cost."""
+    level = guarantee.level
+    return Promise(
+        kind="federation", adjacency=guarantee.adjacency, unit=UNITS[level], price=cost, notes=covered_by(level), **more
+    )
+
+
+def rounds_promise(guarantee: Guarantee, run: RoundsRun, part: str = "", warnings: Sequence[str] = ()) -> Promise:
+    """Returns what a federation guarantees at one level for the rounds that ran."""
+    return level_promise(
+        guarantee, lambda delta, accountant: guarantee.price(run, delta, accountant), part=part, warnings=warnings,
+        event=guarantee.event(run) if hasattr(guarantee, "event") else None, sampling=run.participation.text(),
+        mechanisms=[f"{run.rounds} rounds of {guarantee!r}"],
+        num_units=run.participation.population if guarantee.level == "client" else None,
+    )  # fmt: skip
+
+
+def promises_of_levels(trainings: Mapping[str, tuple[Guarantee, RoundsRun]], lost_rounds: int = 0) -> list[Promise]:
+    """Returns what a federation guarantees at each level.
+
+    Raises:
+      ValueError: it guarantees nothing, or no round has run.
+    """
+    if not trainings:
+        raise ValueError("this History promises no privacy, or no round has run: leave it out")
+    lost = [f"{lost_rounds} more rounds were begun and lost"] if lost_rounds else []
+    return [
+        rounds_promise(guarantee, run, f"{level} level" if len(trainings) > 1 else "", lost)
+        for level, (guarantee, run) in trainings.items()
+    ]
+
+
+@promises_of.register
+def _promises_of_pair(pair: tuple, delta: float) -> list[Promise]:
+    """Returns what a guarantee and a `RoundsRun` give together."""
+    if len(pair) != 2 or not hasattr(pair[0], "price"):
+        raise NoPromisesError(f"{pair!r:.99} is no pair of a guarantee and a RoundsRun")
+    guarantee, run = pair
+    return [rounds_promise(guarantee, run)]

@@ -22,12 +22,13 @@ from tqdm.auto import tqdm
 from tfdpfl import _formats
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import data, files, runtime
 from tfdpfl.federated._tff import client_element, tff
 from tfdpfl.federated.guarantees import ClientLevel, CohortCheck, ExampleLevel, TreeLevel
-from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
+from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun, promises_of_levels
 
 _LEDGER = "ledger.jsonl"
 _VERSION = 1  # of its lines
@@ -89,6 +90,10 @@ class History(Mapping):
         """For each level that is promised, ε of all that ran; nothing before the first round."""
         last = self.rows[-1] if self.rows else {}  # a training's last row is always priced
         return {column.removesuffix("_epsilon"): last[column] for column in self.adjacency if column in last}
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return promises_of_levels(self.trainings, self.lost_rounds)
 
     def statement(self) -> str:
         """What was promised, in English: each level's ε, rounded up, with its δ, adjacency, sampling and accountant."""

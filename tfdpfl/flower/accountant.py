@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.flower._flwr import accounting
 
 
@@ -70,6 +71,10 @@ class LedgerAccountant:
     def compose(self, event: Any, count: int = 1) -> None:
         """Adds ``count`` releases of Flower's ``GaussianPrivacyEvent``."""
         self._add(self.ledger, event, count)
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return [self.ledger.report(delta).promise("training", self.ledger)]
 
     def get_epsilon(self, delta: float) -> float:
         """An upper bound on the ε of what ran, at δ."""

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.promises import Promise, fixed
 from tfdpfl.federated.guarantees import LocalLevel
 from tfdpfl.federated.nbafl import NbAFLLevel, noise_of
-from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.privacy import Participation, RoundsRun, level_promise
 from tfdpfl.flower._flwr import Context, Message, Strategy, arrays_of, log, only
 from tfdpfl.flower.local import Mod, Normals, add_answer, noised, private_reply
 from tfdpfl.flower.reports import ClientLedger
@@ -198,6 +199,15 @@ class NbAFLStrategy(DifferentialPrivacy):
         counts = [client for cohort in self._journal.replied for client in cohort]
         most = max(map(counts.count, set(counts)), default=0)
         return PrivacyLedger().add(dp_event.GaussianDpEvent(z / 2), most, adjacency="replace_one")
+
+    def _own_promises(self, delta: float) -> list[Promise]:
+        return [
+            level_promise(
+                guarantee, fixed(epsilon, self.delta, "pld"), part=f"{guarantee.level} level",
+                sampling=self.participation.text(), mechanisms=[f"{self.rounds_charged} rounds, NbAFL"],
+            )
+            for guarantee, epsilon in zip(self.privacy, (self.local_epsilon, self.epsilon), strict=True)
+        ]  # fmt: skip
 
     def statement(self) -> str:
         """What the paper claims, and what is proven for what ran."""

@@ -11,7 +11,10 @@ from typing import Any
 
 from tfdpfl._formats import NewerFormatError
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.pricing import Price, price
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.federated import files
+from tfdpfl.federated.privacy import UNITS, covered_by
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
 
 KEY = "tfdpfl.privacy"
@@ -151,3 +154,23 @@ def client_reports(replies: Iterable[Message]) -> dict[int, dict[str, Any]]:
         if report is not None:
             found[reply.metadata.src_node_id] = report
     return found
+
+
+def promises_of_clients(reports: Iterable[dict[str, Any]]) -> list[Promise]:
+    """Returns what clients reported of their own privacy: a promise for each level, of the client that spent most."""
+    told: dict[tuple[str, str], list[PrivacyLedger]] = {}
+    for said in reports:
+        told.setdefault((said["level"], said["adjacency"]), []).append(PrivacyLedger.from_dict(said["ledger"]))
+    return [_promise_of_clients(level, adjacency, ledgers) for (level, adjacency), ledgers in told.items()]
+
+
+def _promise_of_clients(level: str, adjacency: str, ledgers: list[PrivacyLedger]) -> Promise:
+    def worst(delta: float, accountant: str) -> Price:
+        prices = [price(ledger.dp_event, delta, accountant, ledger.adjacency) for ledger in ledgers]
+        return max(prices, key=lambda paid: paid.epsilon)
+
+    return Promise(
+        kind="federation", part=f"told by clients ({level})", adjacency=adjacency, unit=UNITS[level], price=worst,
+        mechanisms=[f"{len(ledgers)} clients; the figure is of the one that spent most"],
+        notes=[covered_by(level)[0], "It is the clients' word."],
+    )  # fmt: skip

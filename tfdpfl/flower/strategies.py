@@ -7,6 +7,7 @@ Adam) is post-processing.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -17,12 +18,13 @@ import numpy as np
 from tfdpfl import _tap
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.accounting.strategies import Noise
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, participations
-from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.privacy import Participation, RoundsRun, covered_by
 from tfdpfl.flower._flwr import (
     COMPARE,
     ArrayRecord,
@@ -46,6 +48,7 @@ from tfdpfl.flower.cohorts import Cohorts
 from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
+from tfdpfl.flower.reports import promises_of_clients
 from tfdpfl.flower.rounds import Round, open_round
 from tfdpfl.flower.updates import ClippedSum
 
@@ -184,6 +187,19 @@ class DifferentialPrivacy(Strategy):
     def contributors(self) -> list[list[str]]:
         """Those of each cohort whose update is in the sum."""
         return [*self._journal.replied]
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed, and what clients reported of their own; see `tfdpfl.accounting.promises`."""
+        return [*self._own_promises(delta), *promises_of_clients(self.client_reports.values())]
+
+    def _own_promises(self, delta: float) -> list[Promise]:
+        ledger = self.ledger
+        promise = ledger.report(delta).promise("federation", ledger)
+        warnings = [*promise.warnings, *(line.strip() for line in self.statement().splitlines()[2:])]
+        return [dataclasses.replace(
+            promise, unit="client", sampling=self.participation.text(), warnings=warnings,
+            notes=covered_by("client"), num_units=self.participation.population,
+        )]  # fmt: skip
 
     def statement(self) -> str:
         """What was promised, in English."""

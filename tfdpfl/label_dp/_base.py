@@ -11,11 +11,18 @@ from sklearn.base import BaseEstimator
 
 from tfdpfl import _tap
 from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
 from tfdpfl.label_dp._top_k import FINEST, RARE
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+
+_COVERED = (
+    "Covered: the released labels, and what is computed from them and from public data.",
+    "Not covered: the features, which are used as they are, and scores that were measured on the true labels.",
+)
 
 
 class Uniforms:
@@ -57,6 +64,20 @@ def noisy_counts(counts: np.ndarray, parameter: float, uniforms: Uniforms, repla
     """Counts with discrete Laplace noise, float64; of one example that is replaced they move by ``replaced`` in L1."""
     noise, charge = uniforms.discrete_laplace(parameter, counts.shape), replaced * parameter
     return _tap.released([counts], [counts + noise], [noise], [1 / parameter], charge, replaced=charge, norm=1)[0]
+
+
+def label_promise(mechanism: Any, spent: PrivacyLedger, more: str = "") -> Promise:
+    """Returns what a label mechanism guarantees that has spent so much, in whatever way it is used."""
+    warnings = [] if len(spent) else [PLANNED]
+    if mechanism.seed is not None:
+        warnings.append(SEEDED.format("seed"))
+    # Not its repr, which may hold a seed.
+    text = f"{type(mechanism).__name__}, epsilon {float(mechanism.epsilon):g} a release{more}"
+    return Promise(
+        kind="label mechanism", adjacency="replace_one", unit="label",
+        event=spent.dp_event if len(spent) else mechanism.dp_event, ledger=spent if len(spent) else None,
+        mechanisms=[text], notes=_COVERED, warnings=warnings,
+    )  # fmt: skip
 
 
 class LabelMechanism(BaseEstimator):
@@ -103,6 +124,16 @@ class LabelMechanism(BaseEstimator):
         ledger = PrivacyLedger()
         events = [pure_event(*part) for part in self._relatives()]
         return ledger.add(composed(events), adjacency=self.adjacency) if events else ledger
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`.
+
+        The price covers what clones released too, because that is of the same labels, as far as anyone knows.
+        """
+        spent = self.family_ledger
+        times = f", {self.releases_} releases"
+        more = "; what its clones released is in the price" if len(spent) and spent != self.ledger else ""
+        return [label_promise(self, spent, times + more)]
 
     # -- for subclasses --------------------------------------------------------------------------------------
 

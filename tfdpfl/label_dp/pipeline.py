@@ -8,6 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.promises import Promise
+from tfdpfl.label_dp._base import label_promise
 from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
 from tfdpfl.label_dp._top_k import RARE, lie_probability, matrices
@@ -127,6 +129,10 @@ class LabelPrivacy(tf.keras.layers.Layer):
     def ledger(self) -> PrivacyLedger:
         """The same in tfdpfl's accounting."""
         return PrivacyLedger().add(self.dp_event, adjacency="replace_one")
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return [label_promise(self, self.ledger)]
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "epsilon": self.epsilon, "num_classes": self.num_classes, "seed": self.seed}

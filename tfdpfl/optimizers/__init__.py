@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdpfl import _formats
 from tfdpfl._frames import PLAN, callers, running_fits, trained_by
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.strategies import Noise, Tree
 from tfdpfl.clipping import tapes
 from tfdpfl.clipping.finished import before_it_runs, raw_variable
@@ -302,6 +303,11 @@ class DPOptimizer:
         as if every example took part."""
         self._dp.check_finished()
         return self._dp.ledger()
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        ledger = self.ledger
+        return [ledger.report(delta).promise("training", ledger)]
 
     # -- saving ----------------------------------------------------------------------------------------------
 

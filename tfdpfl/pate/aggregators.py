@@ -21,8 +21,9 @@ import numpy as np
 from tfdpfl import _tap
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.pate import bounds, pricing
-from tfdpfl.pate.epsilon import Epsilon
+from tfdpfl.pate.epsilon import Epsilon, votes_promise
 from tfdpfl.pate.votes import as_counts
 
 if TYPE_CHECKING:
@@ -192,6 +193,16 @@ class Answers:
         """What ran, as a dp-accounting event."""
         return self.mechanism.dp_event(len(self), int(self.by_teachers.sum()))
 
+    def promises(self, delta: float, private: bool = False) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        text = (
+            f"{self.mechanism}: {len(self)} queries, {int(self.answered.sum())} answered, "
+            f"{int(self.by_teachers.sum())} by the teachers"
+        )
+        # The event has the replacement in it.
+        how = {"event": self.dp_event, "event_adjacency": "add_or_remove_one", "mechanisms": [text]}
+        return [votes_promise(private, **how)]
+
     def epsilon(self, delta: float, data_dependent: bool = False) -> Epsilon:
         """ε at `delta`; see `Aggregator.epsilon`."""
         return self.mechanism._epsilon(self.counts, self.scores, delta, data_dependent, self.by_teachers)
@@ -254,6 +265,10 @@ class Aggregator(abc.ABC):
         """Answers batches of votes one by one, for more queries than fit in memory. Arguments as `aggregate`."""
         for votes in batches:
             yield self.aggregate(votes, num_classes, **options)
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Refuses, because an aggregator has spent nothing: its `Answers` are a part of a report."""
+        raise ValueError(f"{self!r:.99} has no ε: fit it, or give its answers")
 
     def dp_event(self, num_queries: int, num_answered: int | None = None) -> DpEvent:
         """What `num_queries` queries run, as a dp-accounting event under replacement of one example.

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdpfl.accounting.promises import Promise, fixed
+
+_COVERED = (
+    "Covered: the answers to the student's queries, the student, and what is computed from them.",
+    "Not covered: the teachers and their votes, any figure that was computed from the votes, and the student's "
+    "examples, which are taken for public.",
+)
+_PRIVATE = "drawn from private votes, not to be published"
+
 WARNING = "data-dependent, not to be published"
+
+
+def votes_promise(private: bool = False, **more: Any) -> Promise:
+    """Returns what PATE guarantees. If the figures are `private`, so is the number of queries."""
+    if private:
+        more |= {"withheld": _PRIVATE, "mechanisms": []}
+    more["notes"] = [*_COVERED, *more.get("notes", ())]
+    return Promise(kind="PATE", adjacency="replace_one", unit="example", **more)
 
 
 class Epsilon(float):
@@ -46,6 +63,11 @@ class Epsilon(float):
 
     def __round__(self, digits: int | None = None) -> Epsilon:  # type: ignore[override]
         return Epsilon(float.__round__(self, digits or 0), self.delta, self.data_dependent, self.order)
+
+    def promises(self, delta: float, private: bool = False, **more: Any) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        price = fixed(self, self.delta, "pld" if self.order is None else "rdp")
+        return [votes_promise(private or self.data_dependent, price=price, **more)]
 
     def to_dict(self) -> dict[str, Any]:
         """The figure with its label, ready for JSON."""

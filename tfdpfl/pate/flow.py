@@ -14,6 +14,7 @@ import numpy as np
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import large
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.errors import PrivacyError
 from tfdpfl.pate import _examples, pricing
 from tfdpfl.pate.aggregators import Aggregator, Answers, InteractiveGNMax
@@ -60,6 +61,15 @@ class PATEReport:
     vote_accuracy: float | None
     label_accuracy: float | None
     student_accuracy: float | None
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        text = (
+            f"{self.mechanism}: {self.queries} queries to {self.num_teachers} teachers, {self.answered} answered, "
+            f"{self.answered_by_teachers} by the teachers"
+        )
+        note = "The sanitised figure, once it is published, costs more than is said here."
+        return self.epsilon.promises(delta, self.budget_data_dependent, mechanisms=[text], notes=[note])
 
     def __str__(self) -> str:
         lines = [
@@ -262,6 +272,12 @@ class PATE:
             x_test, y_test = test_data
             self._student_accuracy = float(np.mean(self._classes(self._inputs(x_test)) == np.asarray(y_test)))
         return self
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        if not hasattr(self, "answers_"):
+            raise ValueError(f"{self!r:.99} has no ε: fit it, or give its answers")
+        return self.answers_.promises(delta, self.budget_data_dependent)
 
     def report(self) -> PATEReport:
         """Returns the figures. The sanitised ε is drawn once, however often this is called.

@@ -26,6 +26,7 @@ import numpy as np
 from scipy import special
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.pate import pricing
 from tfdpfl.pate.aggregators import Aggregator, Answers, Threshold
 from tfdpfl.pate.epsilon import Epsilon
@@ -61,6 +62,11 @@ class SanitizedEpsilon:
     noise: float
     failure: float
     queries: int
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        note = f"The figure was computed from the votes with noise: it holds but for a chance of {self.failure:g}."
+        return self.epsilon.promises(delta, notes=[note])
 
     def __str__(self) -> str:
         return (
