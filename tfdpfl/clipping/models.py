@@ -76,7 +76,7 @@ def explain(model: Any, batch: Any) -> Explanation:
             ops = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in counted.items())
             way, cost = "fallback", None
             if not plan.replayed.intersection(uses):
-                ways = [_way(c, w.shape) for c, w, _ in parts]
+                ways = [_way(c, w.shape) for c, w, _ in parts or ()]
                 way, cost = ways[0][0], sum(c for _, c in ways)
             name = getattr(variables[i], "path", None) or variables[i].name
             rows.append(Row(name, tuple(variables[i].shape), ops, way, cost))
