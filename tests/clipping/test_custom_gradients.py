@@ -56,6 +56,17 @@ def product(x, w):
 
 
 @tf.custom_gradient
+def both(x, w):
+    return (tf.identity(x), tf.identity(w)), lambda dx, dw: (2 * dx, 3 * dw)
+
+
+@tf.custom_gradient
+def weights_to_examples(x, w):
+    """A weight's gradient is a sum over all examples."""
+    return (tf.identity(x), tf.identity(w)), lambda dx, dw: (dx + tf.reduce_sum(dw), dw)
+
+
+@tf.custom_gradient
 def noisy(x):
     return tf.identity(x), lambda dy: dy * tf.random.normal([4])
 
@@ -94,6 +105,7 @@ APART = {
     "over each example's norm": lambda x: over_own_norm(hidden(x)) @ V,
     "times as many ones": lambda x: alike(hidden(x)) @ V,
     "with a weight that gets none": lambda x: adds(hidden(x) @ V, tf.convert_to_tensor(V)[0]),
+    "of activations and a weight": lambda x: tf.matmul(*both(hidden(x), tf.convert_to_tensor(V))),
     "times a public number": lambda x: x @ times(tf.reduce_sum(V)) @ V,
     "recomputed": lambda x: again(x) @ V,
     "recomputed twice": lambda x: twice_again(x),
@@ -102,6 +114,10 @@ MEET = {
     "mean of the batch": (lambda x: less_their_mean(hidden(x)), "Mean reduces over the batch"),
     "other examples": (lambda x: backwards_reversed(hidden(x)), "some examples of the batch"),
     "sum of weights' gradients": (lambda x: product(x, W), "sums over the batch"),
+    "weights' gradient to examples": (
+        lambda x: tf.matmul(*weights_to_examples(hidden(x), tf.convert_to_tensor(V))),
+        "holds no examples, a sum over",
+    ),
     "data from outside": (lambda x: x @ times(tf.reduce_mean(x)), "Mean reduces over the batch"),
     "data from outside, as they are": (lambda x: x @ times(x[:3, :1]), "some examples"),
     "batch size": (lambda x: x @ times(counted(x)), "scales weights by the batch size|spreads the batch size"),

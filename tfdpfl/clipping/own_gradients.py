@@ -58,6 +58,8 @@ def _met(view: BatchAxis, op: tf.Operation) -> Mixed | None:
     for t in results:
         probes.append(tf.identity(t))  # a gradient of the same shape, and with the examples along the same axis
         view.ops[probes[-1].op.name], view.states[key(probes[-1])] = probes[-1].op, _alone(view[t])
+    # The gradient of a result without examples is a sum over all of them.
+    summed = {p.op.name for p, t in zip(probes, results, strict=True) if not isinstance(view[t], Batch)}
     inputs = list(op.inputs)
     grads = tf.gradients(results, inputs, probes, stop_gradients=inputs) if results else []
     if again := effects(graph.get_operations()[before:]):
@@ -69,6 +71,9 @@ def _met(view: BatchAxis, op: tf.Operation) -> Mixed | None:
             continue
         g = tf.convert_to_tensor(g)
         state = view[g]
+        if isinstance(view[t], Batch) and not summed.isdisjoint(graph_tools.ancestors([g])):
+            why = "adds the gradient of what holds no examples, a sum over the batch, to that of each example"
+            return mixed(op, f"has a gradient of its own (tf.custom_gradient) that {why}")
         if _fits(view, t, g, state):
             continue
         if isinstance(state, Mixed):
