@@ -254,6 +254,8 @@ MIXING = {
     "sliced from the second": lambda x: total(tf.slice(d(x), tf.stack([n(x) // n(x), 0]), [-1, 4])),
     "branch by the batch size": lambda x: tf.cond(n(x) > 4, lambda: total(d(x)), lambda: total(2 * d(x))),
     "segments": lambda x: total(tf.math.segment_sum(d(x), tf.constant([0, 0, 1, 1]))),
+    "bits of several examples": lambda x: total(d(x)) * tf.cast(
+        tf.bitcast(tf.transpose(tf.cast(x[:, :2] > 0, tf.uint16)), tf.uint32), tf.float32),
     "segments by example": lambda x: total(
         tf.math.unsorted_segment_sum(d(x), tf.cast(x[:, 0] > 0, tf.int32), n(x))),
     "segments of whole rows": lambda x: total(tf.math.unsorted_segment_max(
@@ -591,6 +593,9 @@ ALLOWED = {
     "means over edges": over_edges(tf.math.unsorted_segment_mean, [1, 2, 0, 1], 3),
     "largest over edges": over_edges(tf.math.unsorted_segment_max, [1, 2, 0, 1], 3),
     "sums over sorted edges": over_edges(tf.math.segment_sum, [0, 1, 1, 2]),
+    "own largest by bits": lambda x: x * tf.cast(K.ops.argmax(x, -1) if hasattr(K, "ops") else tf.argmax(x, -1),
+                                                 tf.float32)[..., None],
+    "own bits": lambda x: x * tf.cast(tf.bitcast(tf.cast(x > 0, tf.uint16), tf.uint8), tf.float32)[..., 0],
     "own roll": lambda x: tf.roll(x, 1, 1),
     "own first step": lambda x: x[:, 0],
     "own last steps": lambda x: x[:, -2:, None, ..., :2],

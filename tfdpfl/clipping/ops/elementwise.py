@@ -175,6 +175,18 @@ def freed(view, op, states):
     return elementwise(view, op, states)
 
 
+@moves("Bitcast")
+def bits(view, op, states):
+    """Of numbers of one size; else one number becomes a last axis of several, or a last axis one number. Keras 3 takes
+    an argmax this way."""
+    if op.inputs[0].dtype.size == op.outputs[0].dtype.size:
+        return elementwise(view, op, states)
+    (state,) = states
+    if not isinstance(state, Batch):
+        return None
+    return state if state.axis < op.outputs[0].shape.rank else mixed(op, "works along the batch axis")
+
+
 @moves("BiasAdd", mixed=True)
 def bias_add(view, op, states):
     x, b = states
