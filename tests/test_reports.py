@@ -215,6 +215,19 @@ def test_a_mechanism_of_your_own_is_a_part():
     assert dict(tails.figures.epsilons)[1e-6] is None
 
 
+def test_a_withheld_figure_is_in_no_total_at_any_delta():
+    parts = {name: votes().epsilon(DELTA / 100, data_dependent=True) for name in "ab"}
+    (total,) = report(parts, delta=DELTA).totals
+    assert total.figures.epsilon is None and "not to be published" in total.figures.missing
+
+
+def test_an_event_is_priced_for_the_neighbours_that_it_is_stated_for():
+    event = gaussian(3.0, sampling="poisson", batch_size=100).dp_event
+    promise = Promise(kind="", unit=None, adjacency="replace_one", event=event, event_adjacency="add_or_remove_one")
+    assert promise.priced_adjacency == "add_or_remove_one"
+    assert promise.cost(DELTA, "pld") == accounting.price(event, DELTA, "pld", "add_or_remove_one")
+
+
 def test_a_report_asks_for_promises_and_for_no_types():
     source = inspect.getsource(reports)
     assert "__module__" not in source and "issubclass" not in source
