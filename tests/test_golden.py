@@ -6,6 +6,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import conftest
@@ -98,3 +100,15 @@ def test_a_servers_journal_still_resumes(tmp_path, folder):
         journal.close()
     stamps = [line for line in map(json.loads, path.read_text().splitlines()) if "version" in line]
     assert [line["version"] for line in stamps] == [1]  # so that an older release sees what it cannot read
+
+
+@pytest.mark.skipif(not KERAS3, reason="Keras 2 imports the module that a file names by itself")
+@pytest.mark.parametrize(
+    "first", ["import tfdpfl.accounting", "import tensorflow, tfdpfl", "import tfdpfl.label_dp.losses"]
+)
+def test_keras_finds_our_classes_in_a_file_whatever_was_imported_first(first):
+    code = (
+        f"{first}\nimport tensorflow as tf\nprint(tf.keras.models.load_model({str(OWN / 'fresh.keras')!r}).optimizer)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "DPSGD" in done.stdout, done.stderr[-2000:]

@@ -27,28 +27,44 @@ def register() -> None:
 class AfterKeras(importlib.abc.MetaPathFinder):
     """Registers them as soon as Keras 3 is imported. (Keras 2 imports the module that a file names by itself.)
 
-    An import hook, because `import tfdpfl` is not to take the seconds that TensorFlow takes.
+    This is an import hook, because `import tfdpfl` must not take the seconds that TensorFlow takes. TensorFlow and Keras
+    import each other, so the one that was asked for is ready last.
     """
 
+    def __init__(self) -> None:
+        self._searching = False
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "keras":
+        self._register_if_ready()  # if one of our modules imported Keras, not before it was ready itself
+        if name not in ("keras", "tensorflow") or self._searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _keras_is_there(module)
+                module.__spec__._initializing = False  # type: ignore[union-attr]
+                self._register_if_ready()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
+    def _register_if_ready(self) -> None:
+        keras = sys.modules.get("keras")
+        if keras is None or "tensorflow" not in sys.modules or self not in sys.meta_path:
+            return
+        of_interest = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "tfdpfl"]
+        if any(_is_initializing(module) for module in (keras, sys.modules["tensorflow"], *of_interest)):
+            return
+        sys.meta_path.remove(self)
+        if keras.__version__.startswith("3.") and keras.backend.backend() == "tensorflow":
+            register()
 
-def _keras_is_there(keras: ModuleType) -> None:
-    ours = [module for name, module in list(sys.modules.items()) if name.startswith("tfdpfl.")]
-    if any(getattr(module.__spec__, "_initializing", False) for module in ours):
-        return  # one of them imports Keras, and does not yet have what the others take from it
-    if keras.__version__.startswith("3.") and keras.backend.backend() == "tensorflow":
-        register()
+
+def _is_initializing(module: ModuleType) -> bool:
+    return getattr(module.__spec__, "_initializing", False)

@@ -166,7 +166,7 @@ def _pulled_back(
     """Each unit's gradients of the weights, [U, *shape] each, carried back to all roots at once: one pass through the
     graph, however many weights are made of however many roots."""
     dtype = fs[0].dtype
-    found: list[tf.Tensor | None] = []
+    found: list[int] = []
 
     def one(gradients):
         ends = [tf.cast(g, w.dtype) for g, w in zip(gradients, weights, strict=True)]
