@@ -27,8 +27,8 @@ def register() -> None:
 class AfterKeras(importlib.abc.MetaPathFinder):
     """Registers them as soon as Keras 3 is imported. (Keras 2 imports the module that a file names by itself.)
 
-    This is an import hook, because `import tfdpfl` must not take the seconds that TensorFlow takes. TensorFlow and Keras
-    import each other, so the one that was asked for is ready last.
+    This is an import hook, because `import tfdpfl` must not take the seconds that TensorFlow takes. TensorFlow and
+    Keras import each other, so the one that was asked for is ready last.
     """
 
     def __init__(self) -> None:
