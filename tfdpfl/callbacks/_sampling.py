@@ -12,6 +12,7 @@ from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
+from tfdpfl.optimizers._filled import check_kept
 
 
 def _of_batches() -> tuple[type, ...]:
@@ -82,6 +83,7 @@ class Sampling:
             self._check_groups(length, batch, call)
             return {"num_examples": length, "batch_size": batch, "sampling": SHUFFLED.name}
         origin = made_from(x)
+        check_kept(x)
         if origin is not None and not origin.scheme.sampled_anew:
             described = self.sampling == origin.kind and not origin.scheme.in_groups
             if not described and self.sampling not in origin.scheme.weaker:

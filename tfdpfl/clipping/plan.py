@@ -70,6 +70,7 @@ class ClippedGradients:
       num_units: scalar int32, how many units there were.
       batch_size: scalar int32, how many examples there were.
       num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
+      absent: bool [units], which units are no examples (`Plan.leave_out`); they contribute zero, and their norm is 0.
     """
 
     sum: list[tf.Tensor | tf.IndexedSlices | None]
@@ -78,6 +79,7 @@ class ClippedGradients:
     num_units: tf.Tensor
     batch_size: tf.Tensor
     num_nonfinite: tf.Tensor
+    absent: tf.Tensor
 
 
 class Plan:
@@ -137,6 +139,7 @@ class Plan:
         self.units = Units(self.batch_size, count, self.dtype)
         self.contributions = self._contributions(losses)
         self.in_rows: frozenset[int] = frozenset()
+        self.absent: tf.Tensor | None = None
 
     # -- reading the graph -----------------------------------------------------------------------------------
 
@@ -465,6 +468,9 @@ class Plan:
         good = tf.reduce_all(tf.math.is_finite(tf.stack(norms2)), 0)
         for holds in self.holds:  # XLA leaves the op out that would stop the step
             good = tf.logical_and(good, holds)
+        nonfinite = tf.logical_not(good)
+        absent = tf.zeros_like(good) if self.absent is None else self.absent
+        good = tf.logical_and(good, tf.logical_not(absent))
         units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
         each = [tf.sqrt(n) for n in norms2]
         norms = each[0] if len(each) == 1 else tf.sqrt(tf.add_n(list(norms2)))
@@ -495,12 +501,25 @@ class Plan:
             sums.append(total)
         return ClippedGradients(
             sum=sums,
-            norms=norms,
+            norms=norms if self.absent is None else tf.where(absent, tf.zeros_like(norms), norms),
             regularization=self._regularization(),
             num_units=units.count,
             batch_size=self.batch_size,
-            num_nonfinite=tf.reduce_sum(tf.cast(tf.logical_not(good), tf.int32)),
+            num_nonfinite=tf.reduce_sum(tf.cast(nonfinite & tf.logical_not(absent), tf.int32)),
+            absent=absent,
         )
+
+    def leave_out(self, blank: tf.Tensor, sure: tf.Tensor) -> None:
+        """Has units contribute nothing whose rows are all blank (bool [batch]), whatever the loss makes of them; and
+        all units, unless it is ``sure`` that these are all."""
+        message = "tfdpfl: a batch was marked to hold blank rows, but the step was given other rows of it."
+        self.holds.append(sure)
+        with tf.control_dependencies([graph_tools.require(sure, message)]):
+            blank = tf.identity(blank)
+        if not self.units.single:
+            per = self.batch_size // tf.maximum(self.units.count, 1)
+            blank = tf.reduce_all(tf.reshape(blank, tf.stack([self.units.count, per])), 1)
+        self.absent = blank
 
     # -- tables of which rows are looked up --------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdpfl import _blanks
 from tfdpfl.data.declared import SamplingDeclaration, declare
 from tfdpfl.data.draws import Passes, Words
 from tfdpfl.data.sources import Examples, examples_of
@@ -162,6 +163,7 @@ def poisson_batches(
         log_never = number * math.log1p(-rate) / cut if rate < 1 else -math.inf
         if pipeline.fills_empty(empty_batches, math.log(steps * cut) + log_never > math.log(1e-9)):
             least = -(-_PLACEHOLDERS // rows) * rows
+    declaration = dataclasses.replace(declaration, blanks=least > 0)
     if strategy is not None:
         of_users = [] if users is None else [users.rows, users.starts]
         order = _order_of(examples) + sum(zlib.crc32(part.tobytes()) for part in of_users)
@@ -336,7 +338,8 @@ def cyclic_poisson(
     return declare(
         dataset,
         SamplingDeclaration(
-            "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations
+            "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations,
+            blanks=fills,
         ),
     )
 
@@ -368,6 +371,8 @@ class _Pipeline:
             self._spec = self._spec if function is None else self._spec.map(function)
         self._spec = self._spec.element_spec
         self._weighted = _is_pair_or_triple(self._spec) and len(self._spec) == 3
+        weights = tf.nest.flatten(self._spec[2]) if self._weighted else []
+        self._weight_shapes = [s.shape for s in weights if s.shape.rank != 0 or s.dtype in (tf.string, tf.bool)]
 
     @staticmethod
     def _blank(spec: Any) -> Any:
@@ -387,9 +392,15 @@ class _Pipeline:
         images = _is_pair_or_triple(self._spec) and any(
             s.shape.rank is None or s.shape.rank >= 2 for s in tf.nest.flatten(self._spec[0])
         )
-        return likely and images
+        return likely and images and not self._weight_shapes
 
     def _check_weightable(self, asked: str, mend: str) -> None:
+        if self._weight_shapes:
+            raise ValueError(
+                f"{asked} fills batches up with blank rows, which are marked by one sample_weight each, but an "
+                f"example's sample_weight has the shape {self._weight_shapes[0]}. Give each example one weight (and "
+                f"weight its positions in the loss); or {mend}."
+            )
         if not _is_pair_or_triple(self._spec):
             raise ValueError(f"{asked} needs data of the form (x, y) or (x, y, sample_weight); {mend}.")
 
@@ -404,6 +415,8 @@ class _Pipeline:
 
         if size is not None:
             self._check_weightable("truncated_batch_size", "leave it out")
+        if least:
+            _blanks.announce()
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False  # it would copy the data once more
         dataset = tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([None], tf.int64))
@@ -422,14 +435,26 @@ class _Pipeline:
         total = count * self._copies
         mapped = self._mapped(rows, count)
         if least:
-            if not self._weighted:
-                mapped = (*mapped, tf.ones([total], tf.keras.backend.floatx()))
             more = least - total if size is not None else tf.where(total == 0, least, 0)
-            mapped = tf.nest.map_structure(
-                lambda leaf: tf.concat([leaf, tf.zeros(tf.concat([[more], tf.shape(leaf)[1:]], 0), leaf.dtype)], 0),
-                mapped,
-            )
+            mapped = self._filled(mapped, total, more)
         return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [size, *leaf.shape[1:]]), mapped)
+
+    def _filled(self, batch: Any, total: tf.Tensor, more: tf.Tensor) -> Any:
+        """(x, y, weights) of a batch of so many rows with so many blank ones behind them."""
+        import tensorflow as tf
+
+        floatx = tf.as_dtype(tf.keras.backend.floatx())
+        x, y, weights = batch if self._weighted else (*batch, tf.ones([total], floatx))
+
+        def zeros(leaf: tf.Tensor) -> tf.Tensor:
+            leaf = _blanks.unmarked(leaf) if _blanks.may_mark(leaf) else leaf
+            return tf.concat([leaf, tf.zeros(tf.concat([[more], tf.shape(leaf)[1:]], 0), leaf.dtype)], 0)
+
+        def marks(leaf: tf.Tensor) -> tf.Tensor:
+            leaf = leaf if leaf.dtype.is_floating else tf.cast(leaf, floatx)
+            return tf.concat([_blanks.unmarked(leaf), _blanks.weights(more, leaf.dtype)], 0)
+
+        return *tf.nest.map_structure(zeros, (x, y)), tf.nest.map_structure(marks, weights)
 
     def _mapped(self, rows: Any, count: tf.Tensor) -> Any:
         import tensorflow as tf

@@ -35,6 +35,7 @@ class SamplingDeclaration:
         min_separation: steps from one participation of a unit to its next, at least, while passes are whole.
         max_participations: how often a unit may take part in all; None if the data set sets no bound.
         workers: among how many processes the examples are shared out, each of which draws from its own share.
+        blanks: whether batches may be filled up with blank rows, which are no examples (`tfdpfl._blanks`).
         order: of `"fixed_order"`, and where `workers` is above 1, a number made from some of the data, which tells
             whether another data set comes in the same order. Not private; it is kept in memory alone.
     """
@@ -51,6 +52,7 @@ class SamplingDeclaration:
     min_separation: int = 1
     max_participations: int | None = None
     workers: int = 1
+    blanks: bool = False
     order: int | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -85,6 +87,16 @@ def made_from(dataset: Any) -> SamplingDeclaration | None:
     """What the data set declares that `dataset` was made from, however many steps ago."""
     inputs = dataset._inputs() if hasattr(dataset, "_inputs") else []
     return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
+
+
+def transformed_by(dataset: Any, harmless: tuple[str, ...]) -> str | None:
+    """The name of the nearest transformation behind declared batches that is none of the harmless ones, or None."""
+    while declared_sampling(dataset) is None and getattr(dataset, "_inputs", list)():
+        kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
+        if not any(name in kind.lower() for name in harmless):
+            return kind
+        dataset = next((i for i in dataset._inputs() if made_from(i) is not None), None)
+    return None
 
 
 def passed_through(dataset: Any, names: tuple[str, ...]) -> str | None:

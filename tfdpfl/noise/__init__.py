@@ -189,6 +189,12 @@ class Source:
         return self._philox_key()[0]
 
     @tf.autograph.experimental.do_not_convert
+    def philox_key(self) -> tf.Tensor:
+        """int64 [2]: a key for Philox, another one in every run. It is a secret only of an object whose `unique` nobody
+        asks."""
+        return self._philox_key()
+
+    @tf.autograph.experimental.do_not_convert
     def of_keys(self, size: int, keys: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         """float32 [size]: the standard normals of the first key, less those of the next ``count`` of the others.
 

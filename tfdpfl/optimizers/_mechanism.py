@@ -21,7 +21,7 @@ from tfdpfl.clipping.plan import Plan
 from tfdpfl.clipping.registry import user_rules
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts, _replicas, _rows, _workers
+from tfdpfl.optimizers import _counts, _draws, _filled, _replicas, _rows, _workers
 from tfdpfl.optimizers._chain import Chain
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._partial import Part, Partial
@@ -166,6 +166,8 @@ class Mechanism:
         self.secure_noise = secure_noise
         self.sparse = self._checked_sparse(sparse, correlated)
         self.source = noise.Source(self.seed)
+        self.draws = noise.Source()  # whose keys the model's own random numbers are drawn with
+        self.draws_by_example = False  # whether the step that was traced last draws any for each example
         self.counter = _counts.Counter()
         self.counter.discrete = secure_noise
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
@@ -291,9 +293,15 @@ class Mechanism:
         # Clip, and sum over the batch.
         rows = self.rows_per_unit if self.rows_per_unit > 1 else None
         loss, replicas = _replicas.undivided(loss), _replicas.number()
+        secret = self.seed is None and _tap.tape is None  # else all is to be drawn again as it was
+        if secret:
+            _draws.make_secret(loss, self.draws)
         plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
         self.user_rules |= user_rules()
+        if secret:
+            self.draws_by_example = _draws.check_secret(loss, plan.analysis)
         _replicas.check_apart(plan.analysis.sources)
+        _filled.leave_out_blanks(plan)
         together = _workers.meet(self, tf.cast(plan.units.count, tf.float32), variables)
         units, self.holders = together.units, replicas
         known = self.expected_batch_size if self.parts > 1 else self._denominator(units)

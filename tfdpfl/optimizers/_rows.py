@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.engine import LEAST_CLIP
 from tfdpfl.clipping.finished import name_of, raw_variable
 from tfdpfl.clipping.gradients import compiled
 from tfdpfl.clipping.plan import ClippedGradients, Plan
@@ -81,9 +80,9 @@ def kept(
       noise_multiplier: the optimizer's; 0 for no noise.
       stddev: of the noise on every entry of a sum.
     """
-    # One without a finite gradient, or without any, is as if it was not there: blanks fill up batches.
-    here = tf.math.is_finite(clipped.norms) & (clipped.norms > LEAST_CLIP)
-    counts = plan.clipped_counts(tables, given.clip, tf.logical_not(here))
+    # One without a finite gradient is as if it was not there.
+    absent = clipped.absent | ~tf.math.is_finite(clipped.norms)
+    counts = plan.clipped_counts(tables, given.clip, absent)
     of_counts = given.split(noise_multiplier)[1] * given.clip
     if of_counts > 0:
         normals = source.gaussian([c.shape for c in counts], of_counts)

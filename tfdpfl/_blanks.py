@@ -1,0 +1,84 @@
+"""Which rows of a batch are blank: they fill it up to a size, and are no examples.
+
+Data sets of tfdpfl mark a blank row where it cannot get lost: its sample weight is -0.0, which is a zero in all
+arithmetic, and which no example has. So the mark goes through rebatching, prefetching and `fit` of every Keras, and a
+step finds it in the tensors that it takes in, whether or not its loss uses weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdpfl._variables import in_memory
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+_lock = threading.Lock()
+_made = False
+_variable: Any = None
+
+
+def announce() -> None:
+    """Says that from here on batches of this process may hold blank rows. Steps that are traced already see it."""
+    global _made
+    with _lock:
+        _made = True
+        if _variable is not None:
+            _variable.assign(True)
+
+
+def announced() -> tf.Tensor:
+    """Whether batches may hold blank rows, when the step runs. In other processes -0.0 is a number as any."""
+    import tensorflow as tf
+
+    global _variable
+    with _lock:
+        if _variable is None:
+            _variable = in_memory(np.bool_(_made))
+    return tf.convert_to_tensor(_variable)
+
+
+def weights(count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
+    """The sample weights of so many blank rows."""
+    import tensorflow as tf
+
+    return tf.fill([count], tf.constant(-0.0, dtype))
+
+
+def unmarked(x: tf.Tensor) -> tf.Tensor:
+    """The same numbers, none of which is the mark of a blank row."""
+    import tensorflow as tf
+
+    return tf.where(tf.equal(x, 0), tf.zeros([], x.dtype), x)
+
+
+def may_mark(spec: tf.TensorSpec | tf.Tensor) -> bool:
+    """Whether a tensor of a batch may be its sample weights: one floating-point number a row."""
+    return spec.shape.rank == 1 and spec.dtype.is_floating
+
+
+def marked(x: tf.Tensor) -> tf.Tensor:
+    """bool [rows]: whether each number is the mark of a blank row."""
+    import tensorflow as tf
+
+    integer = {2: tf.int16, 4: tf.int32, 8: tf.int64}[x.dtype.size]
+    return tf.equal(tf.bitcast(x, integer), tf.constant(integer.min, integer))
+
+
+def of_batch(tensors: Sequence[tf.Tensor], size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Which of the ``size`` rows of a batch are blank, bool [size], as the tensors that came in with it say; and
+    whether all that is marked is of this batch: a mark in a tensor of another length is of rows that are not known."""
+    import tensorflow as tf
+
+    known = announced()
+    blank, ours = tf.zeros([size], tf.bool), tf.constant(True)
+    for x in tensors:
+        marks = marked(x) & known
+        ours &= tf.equal(tf.size(marks), size) | ~tf.reduce_any(marks)
+        blank |= tf.ensure_shape(tf.pad(marks, [[0, size]])[:size], blank.shape)
+    return blank, ours

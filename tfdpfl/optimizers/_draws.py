@@ -1,0 +1,219 @@
+"""The random numbers that a model draws for each example in a private step: dropout, noise, augmentation.
+
+Such numbers go by an example's place in the batch, and one example less moves all that follow to other places. The
+proof of privacy takes the numbers of all places to be independent and secret: then no place is better than another. A
+seed that anyone knows (`keras.utils.set_random_seed(0)`, a seed in a saved file, a constant) is no secret: with it, one
+example would change the gradients of all that follow it. So a step draws with keys of this process:
+
+- what is drawn from a key or a seed gets the key's bits mixed with secret ones, other ones in every step;
+- what TensorFlow seeds when it is traced is drawn from such keys instead;
+- in what a step calls, loops over or branches to, the variables that hold seeds are replaced by ones in memory.
+
+Seeds that are constants are refused: their numbers are meant to be the same in every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from tfdpfl._variables import in_memory
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.graph import BODIES, ENTRIES, body_graphs
+from tfdpfl.clipping.states import Batch, Items
+from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import Source
+
+# By graph, by name, the ops that a loss of the same step draws from, whose keys are secret by now; those that another op
+# stands for, with its name.
+_SECRET: weakref.WeakKeyDictionary[tf.Graph, dict[str, str | None]] = weakref.WeakKeyDictionary()
+# What draws from TensorFlow's own state, and what draws the same from a key. Both have the shape first.
+_FROM_KEYS = {
+    "RandomUniform": tf.raw_ops.StatelessRandomUniformV2,
+    "RandomStandardNormal": tf.raw_ops.StatelessRandomNormalV2,
+    "TruncatedNormal": tf.raw_ops.StatelessTruncatedNormalV2,
+    "RandomUniformInt": tf.raw_ops.StatelessRandomUniformIntV2,
+}
+_PHILOX = 1
+_SEED_STATES = (2, 3)  # how many numbers Keras's and TensorFlow's generators keep
+
+
+def make_secret(loss: tf.Tensor, source: Source) -> None:
+    """Gives all that the loss draws keys that nobody knows, as far as the graph allows; `check_secret` tells."""
+    done = _SECRET.setdefault(loss.graph, {})
+    bits = functools.cache(source.philox_key)  # once a step, if at all
+    for op in list(graph_tools.ancestors([loss]).values()):
+        with tf.control_dependencies(None):
+            if op.type in _FROM_KEYS:
+                if op.name not in done:
+                    done[op.name] = _from_key(op, bits(), len(done)).op.name
+                _hand_on(op, loss.graph.get_operation_by_name(done[op.name]))
+            elif op.name not in done:
+                done[op.name] = None
+                _mix(op, bits)
+
+
+def _mix(op: tf.Operation, bits: Callable[[], tf.Tensor]) -> None:
+    """Makes what one op draws from secret."""
+    if _is_seeded(op):
+        for name in ("seed", "seed2"):
+            op._set_attr(name, attr_value_pb2.AttrValue(i=1 + secrets.randbits(62)))
+    at = _key_input(op)
+    if at is not None and not _is_constant(op.inputs[at]):
+        op._update_input(at, _mixed(op.inputs[at], bits()))
+    for at in sorted(_seed_inputs(op)):
+        _replace_state(op, at)
+
+
+def _from_key(op: tf.Operation, bits: tf.Tensor, number: int) -> tf.Tensor:
+    """The same distribution as the op draws from, from a key; ops of one step are told apart by their number."""
+    key, start = tf.unstack(tf.bitcast(bits, tf.uint64))
+    counter = tf.stack([tf.zeros([], tf.uint64), start + tf.constant(number, tf.uint64)])
+    how = {"shape": op.inputs[0], "key": key[None], "counter": counter, "alg": _PHILOX}
+    if op.type == "RandomUniformInt":
+        how.update(minval=op.inputs[1], maxval=op.inputs[2])
+    else:
+        how["dtype"] = op.outputs[0].dtype
+    return tf.ensure_shape(_FROM_KEYS[op.type](**how), op.outputs[0].shape)
+
+
+def _hand_on(op: tf.Operation, other: tf.Operation) -> None:
+    """Gives all that takes the op's output the other's."""
+    for user in op.outputs[0].consumers():
+        for i, t in enumerate(user.inputs):
+            if t.op.name == op.name:
+                user._update_input(i, other.outputs[0])
+
+
+def check_secret(loss: tf.Tensor, analysis: BatchAxis) -> bool:
+    """Whether the loss draws anything for each example.
+
+    Raises:
+      PrivacyError: from a seed that is known, or may be.
+    """
+    return _check(analysis, graph_tools.ancestors([loss]).values(), True)
+
+
+def _check(view: BatchAxis, ops: Iterable[tf.Operation], outermost: bool) -> bool:
+    found = False
+    for op in ops:
+        if (_is_seeded(op) or _key_input(op) is not None) and _is_by_example(view, op):
+            found = True
+            _check_seed(op, outermost)
+        if op.type in BODIES:
+            for inner, graph in view.bodies(op):
+                found |= _check(inner, graph.get_operations(), False)
+    return found
+
+
+def _check_seed(op: tf.Operation, outermost: bool) -> None:
+    at, name = _key_input(op), f"{op.type} ({op.name!r})"
+    if at is not None and _is_constant(op.inputs[at]):
+        raise PrivacyError(
+            f"{name} draws numbers for each example from a constant seed. Anyone who knows the seed knows the numbers "
+            "of each place in the batch, and one example less moves all that follow to other places, by more than one "
+            "clip together. Draw without a seed (tf.random.normal(shape), or a layer such as GaussianNoise or Dropout)."
+        )
+    if outermost or (at is None and not any(op.get_attr(seed) for seed in ("seed", "seed2"))):
+        return
+    if at is None:
+        raise PrivacyError(
+            f"{name} draws numbers for each example in a loop, a branch or a tf.function, from the seed that "
+            "tf.random.set_seed (or keras.utils.set_random_seed) has set, or that it was given. Anyone who knows the "
+            "seed knows the numbers of each place in the batch, and one example less moves all that follow to other "
+            "places. Call tf.random.set_seed(None) before fit and draw without a seed, or draw outside of it."
+        )
+    states = [t for o in graph_tools.ancestors([op.inputs[at]]).values() for t in [*o.inputs, *o.outputs]]
+    if not any(t.dtype == tf.resource and t.op.type.startswith("Placeholder") for t in states):
+        raise PrivacyError(
+            f"{name} draws numbers for each example in a loop, a branch or a tf.function, from a seed that is handed "
+            "in, and that somebody may know. One example less moves all that follow to other places. Draw without a "
+            "seed (tf.random.normal(shape)), or outside of it."
+        )
+
+
+def _is_by_example(view: BatchAxis, op: tf.Operation) -> bool:
+    """Whether numbers of one op are of different examples."""
+    drawn = op.outputs[0]
+    if isinstance(view[drawn], Batch | Items):
+        return True
+    return any(view.is_static_batch(drawn, axis) for axis in range(drawn.shape.rank or 0))
+
+
+def _is_seeded(op: tf.Operation) -> bool:
+    """Whether TensorFlow seeds an op when it is traced."""
+    return {"seed", "seed2"} <= set(op.node_def.attr)
+
+
+def _key_input(op: tf.Operation) -> int | None:
+    """Which input of an op that draws says what it draws."""
+    if not op.type.startswith("Stateless") or op.type in BODIES or op.type == "StatelessRandomGetKeyCounter":
+        return None
+    names = [each.name for each in op.op_def.input_arg]
+    return next((names.index(name) for name in ("key", "seed") if name in names), None)
+
+
+def _is_constant(t: tf.Tensor) -> bool:
+    """Whether a value is the same in every step: nothing goes into it that a program may change."""
+    for op in graph_tools.ancestors([t]).values():
+        if op.type in ENTRIES:
+            outer = graph_tools.origin(op.outputs[0])
+            if op.outputs[0].dtype == tf.resource or isinstance(getattr(outer, "graph", None), tf.Graph):
+                return False
+        elif op._is_stateful:
+            return False
+    return True
+
+
+def _mixed(t: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
+    """A key or a seed, mixed with secret bits, int64 [2]."""
+    with tf.control_dependencies(None):
+        bits = bits[: t.shape[0]] if t.shape[0] is not None else bits[:1]
+        mask = tf.cast(bits, t.dtype) if t.dtype.size == 4 else tf.bitcast(bits, t.dtype)
+        return tf.ensure_shape(tf.bitwise.bitwise_xor(t, mask), t.shape)
+
+
+# -- in calls, loops and branches --------------------------------------------------------------------------------------
+
+
+def _seed_inputs(op: tf.Operation) -> set[int]:
+    """Which inputs of a call, a loop or a branch are variables that it draws from."""
+    skip = 1 if op.type.endswith("If") else 0
+    return {i + skip for body in body_graphs(op) for i in _states(body)}
+
+
+def _states(body: tf.Graph) -> Iterator[int]:
+    place = {t.op.name: i for i, t in enumerate(body.inputs) if t.dtype == tf.resource}
+    for op in body.get_operations():
+        at = _key_input(op)
+        if at is not None:
+            yield from (place[name] for name in graph_tools.ancestors([op.inputs[at]]) if name in place)
+        for i in _seed_inputs(op):
+            name = graph_tools.source(op.inputs[i]).op.name
+            if name in place:
+                yield place[name]
+
+
+def _replace_state(op: tf.Operation, at: int) -> None:
+    """Has a call, a loop or a branch draw from a variable of its own, which nobody knows and no file holds."""
+    handle = graph_tools.origin(op.inputs[at])
+    data = getattr(handle, "_handle_data", None)
+    kinds = [(entry.shape, entry.dtype) for entry in data.shape_and_type] if data is not None else []
+    shape, dtype = (tf.TensorShape(kinds[0][0]), tf.as_dtype(kinds[0][1])) if len(kinds) == 1 else (None, None)
+    if shape is None or shape.rank != 1 or shape[0] not in _SEED_STATES or not dtype.is_integer:
+        raise PrivacyError(
+            f"{op.type} ({op.name!r}) draws numbers from a seed that is kept in a variable, and that is not one of "
+            "Keras's or TensorFlow's generators. Anyone who knows the seed knows the numbers of each place in the "
+            "batch. Draw with tf.random.normal(shape) without a seed, or outside of it."
+        )
+    size = int(shape[0])
+    own = in_memory(np.frombuffer(secrets.token_bytes(size * dtype.size), dtype.as_numpy_dtype))
+    op._tfdpfl_state = [*getattr(op, "_tfdpfl_state", []), own]
+    op._update_input(at, op.graph.capture(own.handle))
