@@ -70,9 +70,12 @@ def marked(x: tf.Tensor) -> tf.Tensor:
     return tf.equal(tf.bitcast(x, integer), tf.constant(integer.min, integer))
 
 
-def of_batch(tensors: Sequence[tf.Tensor], size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def of_batch(
+    tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], size: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Which of the ``size`` rows of a batch are blank, bool [size], as the tensors that came in with it say; and
-    whether all that is marked is of this batch: a mark in a tensor of another length is of rows that are not known."""
+    whether all that is marked is of this batch: a mark in a tensor of another length is of rows that are not known. Of
+    ``weights``, which are known to be sample weights, every zero is of a blank row."""
     import tensorflow as tf
 
     known = announced()
@@ -80,5 +83,7 @@ def of_batch(tensors: Sequence[tf.Tensor], size: tf.Tensor) -> tuple[tf.Tensor, 
     for x in tensors:
         marks = marked(x) & known
         ours &= tf.equal(tf.size(marks), size) | ~tf.reduce_any(marks)
-        blank |= tf.ensure_shape(tf.pad(marks, [[0, size]])[:size], blank.shape)
+        blank |= tf.pad(marks, [[0, size]])[:size]
+    for x in weights:
+        blank |= tf.pad(tf.equal(x, 0), [[0, size]])[:size] & tf.equal(tf.size(x), size)
     return blank, ours

@@ -338,7 +338,13 @@ def cyclic_poisson(
     return declare(
         dataset,
         SamplingDeclaration(
-            "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations,
+            "cyclic_poisson",
+            rate,
+            number,
+            steps,
+            seed,
+            min_separation=groups,
+            max_participations=max_participations,
             blanks=fills,
         ),
     )

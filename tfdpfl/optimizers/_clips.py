@@ -139,8 +139,9 @@ class Adaptive(Clipping):
             clip = tf.identity(clip)
         clipped = plan.finish(plan.squared_norms(), clip, denominator)
         within = tf.cast(clipped.norms <= tf.cast(clip, clipped.norms.dtype), tf.float32) - 0.5
-        # One unit moves this by 1/2.
-        return clipped, tf.reduce_sum(tf.where(clipped.absent, 0.0, within))
+        # One unit moves this by 1/2. Without a gradient it is as if it was not there.
+        absent = clipped.absent | (clipped.norms <= LEAST_CLIP)
+        return clipped, tf.reduce_sum(tf.where(absent, 0.0, within))
 
     def split(self, noise_multiplier, units):
         return self.clip.split(noise_multiplier, units, tf.maximum)

@@ -31,8 +31,8 @@ from tfdpfl.clipping.states import Batch, Items
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
 
-# By graph, by name, the ops that a loss of the same step draws from, whose keys are secret by now; those that another op
-# stands for, with its name.
+# By graph and name: the ops that an earlier loss of the same step is made of, whose keys are secret by now. Where
+# another op draws instead, its name.
 _SECRET: weakref.WeakKeyDictionary[tf.Graph, dict[str, str | None]] = weakref.WeakKeyDictionary()
 # What draws from TensorFlow's own state, and what draws the same from a key. Both have the shape first.
 _FROM_KEYS = {
@@ -104,7 +104,8 @@ def check_secret(loss: tf.Tensor, analysis: BatchAxis) -> bool:
 def _check(view: BatchAxis, ops: Iterable[tf.Operation], outermost: bool) -> bool:
     found = False
     for op in ops:
-        if (_is_seeded(op) or _key_input(op) is not None) and _is_by_example(view, op):
+        draws = _is_seeded(op) or _key_input(op) is not None
+        if draws and isinstance(view[op.outputs[0]], Batch | Items):
             found = True
             _check_seed(op, outermost)
         if op.type in BODIES:
@@ -137,14 +138,6 @@ def _check_seed(op: tf.Operation, outermost: bool) -> None:
             "in, and that somebody may know. One example less moves all that follow to other places. Draw without a "
             "seed (tf.random.normal(shape)), or outside of it."
         )
-
-
-def _is_by_example(view: BatchAxis, op: tf.Operation) -> bool:
-    """Whether numbers of one op are of different examples."""
-    drawn = op.outputs[0]
-    if isinstance(view[drawn], Batch | Items):
-        return True
-    return any(view.is_static_batch(drawn, axis) for axis in range(drawn.shape.rank or 0))
 
 
 def _is_seeded(op: tf.Operation) -> bool:

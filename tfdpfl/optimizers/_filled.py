@@ -1,4 +1,4 @@
-"""Batches that a data set of tfdpfl has filled up with blank rows: where a private step finds which rows are blank."""
+"""Batches that are filled up with blank rows: where a private step finds which rows are blank."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdpfl import _blanks
-from tfdpfl._frames import running_fits
+from tfdpfl._frames import callers, running_fits
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.plan import Plan
+from tfdpfl.clipping.sizes import original
 from tfdpfl.data.declared import made_from, transformed_by
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
@@ -38,8 +39,27 @@ def leave_out_blanks(plan: Plan) -> None:
                 "would count as examples, and move the sum by one clip each. Give the function the sample weights as "
                 "an argument, too, or compute the loss in train_step itself."
             )
-    if marking:
-        plan.leave_out(*_blanks.of_batch(marking, plan.batch_size))
+    weights = _sample_weights(plan)
+    if marking or weights:
+        plan.leave_out(*_blanks.of_batch(marking, weights, plan.batch_size))
+
+
+def _sample_weights(plan: Plan) -> list[tf.Tensor]:
+    """The sample weights of the train_step that runs, for batches that were filled up by hand: an activity regularizer,
+    `add_loss` or a train_step of one's own does not see that a weight is 0. If Keras did not write the train_step and
+    the loss depends on the third part of its data, that may be something else, such as a target."""
+    for frame in callers():
+        code = frame.f_code
+        if code.co_name.removeprefix("tf__") == "train_step" and code.co_argcount > 1:
+            data = frame.f_locals.get(code.co_varnames[1])
+            of_keras = frame.f_globals.get("__name__", "").split(".")[0] in ("keras", "tf_keras")
+            third = tf.nest.flatten(data[2]) if isinstance(data, tuple | list) and len(data) == 3 else []
+            return [
+                t for t in third
+                if getattr(t, "graph", None) is plan.graph and _blanks.may_mark(t)
+                and (of_keras or not any(user.name in plan.analysis.ops for user in t.consumers()))
+            ]  # fmt: skip
+    return []
 
 
 def check_kept(data: Any) -> None:
@@ -55,7 +75,7 @@ def check_kept(data: Any) -> None:
 
 def _entering(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
     """The tensors that come into a step with the batch that its loss is made of, for the replica that takes it."""
-    makers = {t.op.name: t.op for t in sources}
+    makers = {op.name: op for op in (original(t).op for t in sources)}
     arguments = [op for op in makers.values() if op.type.startswith("Placeholder") or op.type == "Arg"]
     for op in makers.values():
         if op not in arguments:

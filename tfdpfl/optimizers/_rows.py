@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.engine import LEAST_CLIP
 from tfdpfl.clipping.finished import name_of, raw_variable
 from tfdpfl.clipping.gradients import compiled
 from tfdpfl.clipping.plan import ClippedGradients, Plan
@@ -80,8 +81,8 @@ def kept(
       noise_multiplier: the optimizer's; 0 for no noise.
       stddev: of the noise on every entry of a sum.
     """
-    # One without a finite gradient is as if it was not there.
-    absent = clipped.absent | ~tf.math.is_finite(clipped.norms)
+    # One without a finite gradient, or without any, is as if it was not there.
+    absent = clipped.absent | ~tf.math.is_finite(clipped.norms) | (clipped.norms <= LEAST_CLIP)
     counts = plan.clipped_counts(tables, given.clip, absent)
     of_counts = given.split(noise_multiplier)[1] * given.clip
     if of_counts > 0:
