@@ -51,6 +51,14 @@ _STREAM = (
     "The data are a stream (steps_per_epoch or repeat), in which the end of a pass cannot be seen. That each "
     "num_examples of its rows hold an example at most once is taken for granted."
 )
+_DRAWS = (
+    "The model draws random numbers for each example (dropout, noise, augmentation), and ε holds if they are secret. "
+    "Their keys are, but TensorFlow's generators are no ciphers."
+)
+_KNOWN_DRAWS = (
+    "The model's random numbers (dropout, noise, augmentation) come from the seeds that you set, because the optimizer "
+    "has a seed. Anyone who knows these seeds can learn more of an example than ε says."
+)
 _START = "The weights that training began with are taken to be public."
 
 
@@ -431,6 +439,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         notes = [
             *self._spent.notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
+            *dict.fromkeys(_DRAWS if dp.seed is None else _KNOWN_DRAWS for dp in self._seen() if dp.draws_by_example),
             _START,
         ]
         return self.ledger.report(self.delta, self.accountant, notes)

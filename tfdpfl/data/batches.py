@@ -83,9 +83,9 @@ def poisson_batches(
             number k of physical ones, `k = ceil(expected rows / physical_batch_size)`, each with its share of the units
             to the nearest whole number. A pass has steps * k of them. Give the optimizer
             `gradient_accumulation_steps=k` (`declared_sampling(dataset).physical_batches`).
-        truncated_batch_size: Batches all of this size, filled up with all-zero examples of weight 0; of a larger draw a
-            random subset stays. Elements are `(x, y, sample_weight)`. It has a price of its own (dp-accounting 0.6),
-            hardly higher than Poisson sampling's if it is six √expected above the expected size.
+        truncated_batch_size: Batches all of this size, filled up with blank rows (see ``empty_batches``); of a larger
+            draw a random subset stays. Elements are `(x, y, sample_weight)`. It has a price of its own (dp-accounting
+            0.6), hardly higher than Poisson sampling's if it is six √expected above the expected size.
         user_ids: An id for each example, or {user: numbers of their examples}. Then users are sampled, and they are
             what privacy protects.
         examples_per_user: With ``user_ids``: how many rows a user has in a batch, one after the other: random ones of
@@ -102,9 +102,10 @@ def poisson_batches(
             convolutions fail on a batch of size 0, and its max pooling aborts the process.
             `"keep"`: a batch of size 0.
             `"zero_weight"`: elements are `(x, y, sample_weight)`, weights of 1 where the data have none, and an empty
-            draw is replaced by all-zero examples of weight 0, whose gradient is 0: ε and the mean update stay as they
-            are. But weights do not reach activity regularizers and `add_loss`: with such a model take `"keep"`. Keras
-            refuses `class_weight` beside it: give `(x, y, weight_of_class[y])`.
+            draw is replaced by blank rows: zeros of weight -0.0. The private optimizers recognize the weight, and leave
+            the rows out whatever the loss makes of them: ε and the mean update stay as they are. In a step of your own,
+            pass the weights to the tf.function that computes the loss. Keras refuses `class_weight` beside it: give
+            `(x, y, weight_of_class[y])`.
             `"auto"`: `"zero_weight"` where there is a `y`, some `x` has three dimensions or more (images, series) and a
             pass has an empty batch with probability over 1e-9; else `"keep"`.
         strategy: The `tf.distribute.MultiWorkerMirroredStrategy` that trains. Each of its workers gives the same data

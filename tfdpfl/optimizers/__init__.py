@@ -80,8 +80,10 @@ _DOC = """{base} with differential privacy: every example's gradient is clipped,
         as long. Priced by Rényi DP. On the host's CPU alone.
       sparse: `tfdpfl.AdaFEST` for models with large embedding tables: a step trains, and puts noise on, those rows
         alone whose noisy count is high enough. The counts are paid for out of ``noise_multiplier``.
-      seed: None takes the operating system's entropy. For tests: anyone who knows the seed can take the noise off, and
-        every process that begins with it draws the same noise.
+      seed: None takes the operating system's entropy, also for what the model draws for each example (dropout),
+        whatever `keras.utils.set_random_seed` says. A seed is for tests: anyone who knows the seed can subtract the
+        noise, and every process that begins with it draws the same noise. With a seed the model keeps its own random
+        numbers.
       **kwargs: every argument of {base}.
 
     Raises:

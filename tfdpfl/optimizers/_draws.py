@@ -46,7 +46,7 @@ _SEED_STATES = (2, 3)  # how many numbers Keras's and TensorFlow's generators ke
 
 
 def make_secret(loss: tf.Tensor, source: Source) -> None:
-    """Gives all that the loss draws keys that nobody knows, as far as the graph allows; `check_secret` tells."""
+    """Gives all that the loss draws keys that nobody knows, as far as the graph allows; `draws_by_example` checks."""
     done = _SECRET.setdefault(loss.graph, {})
     bits = functools.cache(source.philox_key)  # once a step, if at all
     for op in list(graph_tools.ancestors([loss]).values()):
@@ -92,25 +92,26 @@ def _hand_on(op: tf.Operation, other: tf.Operation) -> None:
                 user._update_input(i, other.outputs[0])
 
 
-def check_secret(loss: tf.Tensor, analysis: BatchAxis) -> bool:
+def draws_by_example(loss: tf.Tensor, analysis: BatchAxis, secret: bool) -> bool:
     """Whether the loss draws anything for each example.
 
     Raises:
-      PrivacyError: from a seed that is known, or may be.
+      PrivacyError: it is to be ``secret``, and is drawn from a seed that is known, or may be.
     """
-    return _check(analysis, graph_tools.ancestors([loss]).values(), True)
+    return _look(analysis, graph_tools.ancestors([loss]).values(), secret, True)
 
 
-def _check(view: BatchAxis, ops: Iterable[tf.Operation], outermost: bool) -> bool:
+def _look(view: BatchAxis, ops: Iterable[tf.Operation], secret: bool, outermost: bool) -> bool:
     found = False
     for op in ops:
         draws = _is_seeded(op) or _key_input(op) is not None
         if draws and isinstance(view[op.outputs[0]], Batch | Items):
             found = True
-            _check_seed(op, outermost)
+            if secret:
+                _check_seed(op, outermost)
         if op.type in BODIES:
             for inner, graph in view.bodies(op):
-                found |= _check(inner, graph.get_operations(), False)
+                found |= _look(inner, graph.get_operations(), secret, False)
     return found
 
 

@@ -167,7 +167,7 @@ class Mechanism:
         self.sparse = self._checked_sparse(sparse, correlated)
         self.source = noise.Source(self.seed)
         self.draws = noise.Source()  # whose keys the model's own random numbers are drawn with
-        self.draws_by_example = False  # whether the step that was traced last draws any for each example
+        self.draws_by_example = False  # whether a step that was traced draws any for each example
         self.counter = _counts.Counter()
         self.counter.discrete = secure_noise
         self.chain = None if correlated is None else Chain(correlated, self.noise_multiplier)
@@ -298,8 +298,7 @@ class Mechanism:
             _draws.make_secret(loss, self.draws)
         plan = Plan(loss, variables, self.num_microbatches, rows, replicas)
         self.user_rules |= user_rules()
-        if secret:
-            self.draws_by_example = _draws.check_secret(loss, plan.analysis)
+        self.draws_by_example |= _draws.draws_by_example(loss, plan.analysis, secret)
         _replicas.check_apart(plan.analysis.sources)
         _filled.leave_out_blanks(plan)
         together = _workers.meet(self, tf.cast(plan.units.count, tf.float32), variables)
