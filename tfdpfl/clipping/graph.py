@@ -9,6 +9,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -179,6 +180,24 @@ def copy_op(
     if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
         made._gradient_function = op._gradient_function
     return list(made.outputs)
+
+
+def rewrite_bodies(op: tf.Operation, rewrite: Callable[[Any], bool]) -> None:
+    """Gives a loop or a branch functions of its own in which ``rewrite`` has changed nodes; it says whether it has."""
+    for kind, place in _GRAPHS[op.type.removeprefix("Stateless")].items():
+        graph, name = op.graph, op.get_attr(kind).name
+        while (function := graph._get_function(name)) is None:
+            graph = graph.outer_graph
+        definition = type(function.cached_definition)()
+        definition.CopyFrom(function.cached_definition)
+        if not any([rewrite(node) for node in definition.node_def]):
+            continue
+        shapes = [t.shape for t in op.inputs[1 if op.type.endswith("If") else 0 :]]
+        with op.graph.as_default():
+            body = function_def_to_graph.function_def_to_graph(definition, shapes)
+            body.name = f"{name}_tfdpfl_{next(_numbers)}"
+            op._set_func_attr(kind, control_flow_util_v2.create_new_tf_function(body))
+        setattr(op, place, body)
 
 
 def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:

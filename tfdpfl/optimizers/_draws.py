@@ -7,7 +7,8 @@ example would change the gradients of all that follow it. So a step draws with k
 
 - what is drawn from a key or a seed gets the key's bits mixed with secret ones, other ones in every step;
 - what TensorFlow seeds when it is traced is drawn from such keys instead;
-- in what a step calls, loops over or branches to, the variables that hold seeds are replaced by ones in memory.
+- in what a step calls, loops over or branches to, the variables that hold seeds are replaced by ones in memory, and in
+  loops and branches what TensorFlow has seeded gets other seeds.
 
 Seeds that are constants are refused: their numbers are meant to be the same in every step.
 """
@@ -18,6 +19,7 @@ import functools
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +28,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tfdpfl._variables import in_memory
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import BODIES, ENTRIES, body_graphs
+from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, body_graphs
 from tfdpfl.clipping.states import Batch, Items
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
@@ -42,6 +44,8 @@ _FROM_KEYS = {
     "RandomUniformInt": tf.raw_ops.StatelessRandomUniformIntV2,
 }
 _PHILOX = 1
+_SEEDS = ("seed", "seed2")  # what TensorFlow seeds an op with; of 0 and 0 it draws others itself
+_NEW_SEEDS: set[int] = set()
 _SEED_STATES = (2, 3)  # how many numbers Keras's and TensorFlow's generators keep
 
 
@@ -63,13 +67,30 @@ def make_secret(loss: tf.Tensor, source: Source) -> None:
 def _mix(op: tf.Operation, bits: Callable[[], tf.Tensor]) -> None:
     """Makes what one op draws from secret."""
     if _is_seeded(op):
-        for name in ("seed", "seed2"):
-            op._set_attr(name, attr_value_pb2.AttrValue(i=1 + secrets.randbits(62)))
+        for name in _SEEDS:
+            op._set_attr(name, attr_value_pb2.AttrValue(i=_new_seed()))
     at = _key_input(op)
     if at is not None and not _is_constant(op.inputs[at]):
         op._update_input(at, _mixed(op.inputs[at], bits()))
     for at in sorted(_seed_inputs(op)):
         _replace_state(op, at)
+    if op.type in BODIES and op.type not in CALLS:  # TensorFlow's gradient of a call brings its function back
+        graph_tools.rewrite_bodies(op, _reseed)
+
+
+def _new_seed() -> int:
+    """A secret seed, and notes that it is one."""
+    seed = 1 + secrets.randbits(62)
+    _NEW_SEEDS.add(seed)
+    return seed
+
+
+def _reseed(node: Any) -> bool:
+    """Gives a node of a function, if it is seeded, secret seeds instead."""
+    seeded = all(name in node.attr for name in _SEEDS)
+    for name in _SEEDS if seeded else ():
+        node.attr[name].i = _new_seed()
+    return seeded
 
 
 def _from_key(op: tf.Operation, bits: tf.Tensor, number: int) -> tf.Tensor:
@@ -123,12 +144,12 @@ def _check_seed(op: tf.Operation, outermost: bool) -> None:
             "of each place in the batch, and one example less moves all that follow to other places, by more than one "
             "clip together. Draw without a seed (tf.random.normal(shape), or a layer such as GaussianNoise or Dropout)."
         )
-    if outermost or (at is None and not any(op.get_attr(seed) for seed in ("seed", "seed2"))):
+    if outermost or (at is None and all(op.get_attr(seed) in (0, *_NEW_SEEDS) for seed in _SEEDS)):
         return
     if at is None:
         raise PrivacyError(
-            f"{name} draws numbers for each example in a loop, a branch or a tf.function, from the seed that "
-            "tf.random.set_seed (or keras.utils.set_random_seed) has set, or that it was given. Anyone who knows the "
+            f"{name} draws numbers for each example in a tf.function, from the seed that tf.random.set_seed (or "
+            "keras.utils.set_random_seed) has set, or that it was given. Anyone who knows the "
             "seed knows the numbers of each place in the batch, and one example less moves all that follow to other "
             "places. Call tf.random.set_seed(None) before fit and draw without a seed, or draw outside of it."
         )
@@ -143,7 +164,7 @@ def _check_seed(op: tf.Operation, outermost: bool) -> None:
 
 def _is_seeded(op: tf.Operation) -> bool:
     """Whether TensorFlow seeds an op when it is traced."""
-    return {"seed", "seed2"} <= set(op.node_def.attr)
+    return set(_SEEDS) <= set(op.node_def.attr)
 
 
 def _key_input(op: tf.Operation) -> int | None:
@@ -199,14 +220,14 @@ def _replace_state(op: tf.Operation, at: int) -> None:
     """Has a call, a loop or a branch draw from a variable of its own, which nobody knows and no file holds."""
     handle = graph_tools.origin(op.inputs[at])
     data = getattr(handle, "_handle_data", None)
-    kinds = [(entry.shape, entry.dtype) for entry in data.shape_and_type] if data is not None else []
-    shape, dtype = (tf.TensorShape(kinds[0][0]), tf.as_dtype(kinds[0][1])) if len(kinds) == 1 else (None, None)
-    if shape is None or shape.rank != 1 or shape[0] not in _SEED_STATES or not dtype.is_integer:
+    kinds = [(tf.TensorShape(entry.shape), tf.as_dtype(entry.dtype)) for entry in getattr(data, "shape_and_type", ())]
+    if not any(shape.rank == 1 and shape[0] in _SEED_STATES and dtype.is_integer for shape, dtype in kinds):
         raise PrivacyError(
             f"{op.type} ({op.name!r}) draws numbers from a seed that is kept in a variable, and that is not one of "
             "Keras's or TensorFlow's generators. Anyone who knows the seed knows the numbers of each place in the "
             "batch. Draw with tf.random.normal(shape) without a seed, or outside of it."
         )
+    ((shape, dtype),) = kinds
     size = int(shape[0])
     own = in_memory(np.frombuffer(secrets.token_bytes(size * dtype.size), dtype.as_numpy_dtype))
     op._tfdpfl_state = [*getattr(op, "_tfdpfl_state", []), own]

@@ -27,7 +27,7 @@ def leave_out_blanks(plan: Plan) -> None:
       PrivacyError: the data of the running `fit` may hold blank rows, and the step does not take in the marks.
     """
     marking = [t for t in _entering(plan.graph, plan.analysis.sources) if _blanks.may_mark(t)]
-    data = next(running_fits(), {}).get("x")
+    data: Any = next(running_fits(), {}).get("x")
     declared = made_from(data)
     if declared is not None and declared.blanks:
         check_kept(data)
