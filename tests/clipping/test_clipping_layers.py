@@ -843,9 +843,11 @@ def test_weights_made_of_many_variables_are_carried_back_at_once(monkeypatch):
 
     def losses(x):
         h, seen = tf.constant(nodes), 0.0
-        for i, heads in enumerate(rooms):
+        read = [[tf.convert_to_tensor(w) for w in heads] for heads in rooms]
+        for i, heads in enumerate(read):
             h = tf.concat([tf.tanh(h @ w) for w in heads], 1)
             seen += tf.reduce_mean(tf.gather(h, x) ** (i + 2), 1)
+        seen += example_losses(tf.gather(tf.constant(nodes), x) @ read[0][0])  # one variable as it is, too
         return seen + example_losses(tf.gather(h, x) @ (2.0 * apart)) + tf.reduce_mean(tf.gather(h, x), 1)
 
     check(losses, rng().integers(0, 6, 5).astype("int32"), [*(w for heads in rooms for w in heads), apart])

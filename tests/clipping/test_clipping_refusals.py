@@ -151,7 +151,7 @@ def derivative_by_what_all_share(x):
     factor = tf.ones([1, 4])
     with tf.GradientTape() as tape:
         tape.watch(factor)
-        y = d(x) * factor
+        y = d(x)[:, : 4 + tf.cast(STATE[0] > 99.0, tf.int32)] * factor  # of a length that is not known as it is traced
     return total(d(x) * tape.gradient(y, factor))
 
 
