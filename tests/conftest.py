@@ -21,7 +21,7 @@ CLASSES, WIDTH, HIDDEN = 3, 6, 5
 # What hangs on the version neither of Keras and TensorFlow nor of dp-accounting, and models of which test_ecosystem.py
 # has the like on both stacks. Its slow tests run on the newer stack alone. Its quick ones run on both, since NumPy's
 # and scikit-learn's versions differ too, and so does what is marked `both_stacks`. What is marked `one_stack` stands
-# beside a test of the same line that runs on both: CONTRIBUTING.md says which.
+# beside a test of the same line that runs on both.
 ONE_STACK = (
     "audit/",
     "clipping/test_architectures.py",
