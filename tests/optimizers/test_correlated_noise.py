@@ -3,7 +3,6 @@ save, and what is told of it."""
 
 import dataclasses
 import pickle
-import types
 
 import conftest as c
 import numpy as np
@@ -274,10 +273,8 @@ def test_the_target_is_kept_and_reached():
 
 
 def declared(kind, apart, data):
-    said = types.SimpleNamespace(
-        kind=kind, min_separation=apart, num_examples=48, steps=8, seed=None, expected_batch_size=12, workers=1,
-    )  # fmt: skip
-    data.tfdpfl_sampling = said
+    rate = min(0.25 * apart, 1.0) if kind == "cyclic_poisson" else 0.25
+    data.tfdpfl_sampling = tfdpfl.data.SamplingDeclaration(kind, rate, 48, 8, min_separation=apart)
     return data
 
 
