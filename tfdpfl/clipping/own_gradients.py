@@ -72,8 +72,10 @@ def _met(view: BatchAxis, op: tf.Operation) -> Mixed | None:
         g = tf.convert_to_tensor(g)
         state = view[g]
         if isinstance(view[t], Batch) and not summed.isdisjoint(graph_tools.ancestors([g])):
-            why = "adds the gradient of what holds no examples, a sum over the batch, to that of each example"
-            return mixed(op, f"has a gradient of its own (tf.custom_gradient) that {why}")
+            return mixed(
+                op,
+                "has a gradient of its own (tf.custom_gradient) that adds a sum over the batch to that of each example",
+            )
         if _fits(view, t, g, state):
             continue
         if isinstance(state, Mixed):
