@@ -116,7 +116,7 @@ MEET = {
     "sum of weights' gradients": (lambda x: product(x, W), "sums over the batch"),
     "weights' gradient to examples": (
         lambda x: tf.matmul(*weights_to_examples(hidden(x), tf.convert_to_tensor(V))),
-        "holds no examples, a sum over",
+        "adds a sum over the batch",
     ),
     "data from outside": (lambda x: x @ times(tf.reduce_mean(x)), "Mean reduces over the batch"),
     "data from outside, as they are": (lambda x: x @ times(x[:3, :1]), "some examples"),
