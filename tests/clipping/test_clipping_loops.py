@@ -473,7 +473,7 @@ def test_what_is_seen_of_the_outputs_stays_what_it_was():
 def test_what_is_taken_of_a_loop_after_the_step_is_right(jit):
     def loss(x):  # in a loop that reads variables
         turn = lambda t, h: (t + 1, tf.tanh(x[:, t] @ A + h @ R))
-        h = tf.while_loop(lambda t, h: t < T, turn, (tf.constant(0), tf.zeros([B, U])), maximum_iterations=T)[1]
+        h = tf.while_loop(lambda t, h: t < T, turn, (tf.constant(0), zeros(x)), maximum_iterations=T)[1]
         return tf.reduce_mean(example_losses(h)), h
 
     @tf.function(input_signature=[tf.TensorSpec([B, T, D])], jit_compile=jit)
