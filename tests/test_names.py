@@ -44,23 +44,16 @@ def test_a_name_of_nothing_is_an_error_without_advice():
         getattr(tfdpfl, "qqqq")  # noqa: B009
 
 
-def resolved(path):
-    found = tfdpfl
-    for part in path.split(".")[1:]:
-        found = getattr(found, part)
-    return found
-
-
 def test_every_place_that_is_named_exists():
     for name, said in _names.ELSEWHERE.items():
         assert name not in tfdpfl.__all__
         for path in re.findall(r"tfdpfl(?:\.\w+)+", said):
-            resolved(path)
+            pkgutil.resolve_name(path)
     places = _names._places(tuple(tfdpfl._MODULES))
     assert len(places) > 100
     for name, module in places.items():
         if module not in MISSING or importlib.util.find_spec(MISSING[module]):
-            resolved(f"tfdpfl.{module}.{name}")
+            pkgutil.resolve_name(f"tfdpfl.{module}.{name}")
 
 
 @pytest.mark.slow
