@@ -1,6 +1,7 @@
 """Names that `tfdpfl` itself does not have say where they are, and Keras finds its classes in files."""
 
 import importlib
+import pkgutil
 import re
 import subprocess
 import sys

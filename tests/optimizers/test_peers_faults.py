@@ -74,7 +74,7 @@ def test_fault_4_raw_gradients_are_refused_after_an_honest_step_too():
         model.train_on_batch(x, y)
         values = model.get_weights()
         raw = [tf.ones_like(v) for v in values]
-        with pytest.raises(PrivacyError, match="tf.function"):
+        with pytest.raises(PrivacyError, match=r"tf\.function"):
             model.optimizer.apply_gradients(zip(raw, model.trainable_variables, strict=True))
         np.testing.assert_array_equal(c.flat(values), c.flat(model.get_weights()))
 
