@@ -46,7 +46,7 @@ from tfdpfl.clipping.pulling import (
 )
 from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
 from tfdpfl.clipping.registry import RULES
-from tfdpfl.clipping.sizes import original, read_free
+from tfdpfl.clipping.sizes import as_freed, original, read_free
 from tfdpfl.clipping.states import TAINTED, Batch, Handle, Items, Mixed, Public, Size, weighs
 from tfdpfl.errors import PrivacyError
 
@@ -171,7 +171,7 @@ class Plan:
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """How long the first input is, and the inputs that may be of another length."""
-        sources = self.analysis.sources
+        sources = self.analysis.sources = [as_freed(t) for t in self.analysis.sources]
         signature = getattr(self.graph, "structured_input_signature", None)
         ragged = [s for s in tf.nest.flatten(signature) if isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec)]
         if ragged:

@@ -55,6 +55,11 @@ def original(t: tf.Tensor) -> tf.Tensor:
     return graph_tools.source(t, FREED)
 
 
+def as_freed(t: tf.Tensor) -> tf.Tensor:
+    """The tensor with its first axis free, also if the loss does not depend on it and only its op was read."""
+    return next((op.outputs[0] for op in t.consumers() if op.type == FREED), t)
+
+
 def read_free(sources: Sequence[tf.Tensor], weights: Iterable[tf.Tensor]) -> None:
     """Returns if the first axes of all sources are free. Otherwise it ends the trace, which begins anew with free ones.
 
