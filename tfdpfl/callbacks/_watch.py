@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdpfl.callbacks._fits import Fit, fit_arguments, length, running_models
+from tfdpfl.callbacks._fits import Fit, executions_of, fit_arguments, length, running_models
 from tfdpfl.callbacks._sampling import Sampling
 from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling
@@ -39,9 +39,7 @@ class _Watch(tf.keras.callbacks.Callback):
             data = Sampling(self, optimizer, 0.0).describe(call)
         except ValueError:  # what has no price
             return
-        held = getattr(self.model, "steps_per_execution", None) or getattr(self.model, "_steps_per_execution", None)
-        per_call = 1 if held is None else held.numpy() if hasattr(held, "numpy") else held
-        self._fit = Fit(self.model, optimizer, data, 0.0, int(per_call), call, self.params.get("steps"))
+        self._fit = Fit(self.model, optimizer, data, 0.0, executions_of(self.model), call, self.params.get("steps"))
         watches.append(self._cut_off)  # until the fit ends: an interrupted one drops its callbacks
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:

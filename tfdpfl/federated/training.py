@@ -188,7 +188,8 @@ def train(
       csv_file: the log as a file of comma-separated values, written anew.
       tensorboard_dir: a folder for TensorBoard.
       initial_state: a state whose model to start from, in place of ``process.initialize()``. A private process takes
-        the model alone: noise, clip and optimizer begin as the process was built. What the model cost is not counted.
+        the model alone: noise, clip and optimizer begin as the process was built. The ε that the model
+        cost before is not counted.
       num_examples: for each client, how many examples it holds, where ``client_data`` does not say: the most that it
         may yield.
       bad_data: what to do about a client whose data are not of the kind that the process takes, or cannot be read.

@@ -87,8 +87,9 @@ class ClientLedger:
             raise NewerFormatError(f"ledger_path={str(self._path)!r}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"ledger_path={str(self._path)!r} holds no whole ledger ({error}). What this client has spent is in no "
-                "epsilon without it. Restore the file from a backup, or delete it if the client never took part"
+                f"ledger_path={str(self._path)!r} holds no whole ledger ({error}). Without it, no epsilon "
+                "holds what this client has spent. Restore the file from a backup, or delete it if the client never "
+                "took part"
             ) from error
 
     @contextlib.contextmanager
