@@ -1,6 +1,8 @@
 # Two stacks, one package: see requirements/. Everything is installed under .venv by the first command that needs it.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
+# Where environments stand if the path of this folder has a space.
+ENVIRONMENTS ?= $(HOME)/.cache/tfdpfl
 UV := .venv/boot/bin/uv
 KERAS3 := .venv/keras3/bin/python
 TFF := .venv/tff/bin/python
@@ -60,9 +62,17 @@ bench: .venv/keras3.installed .venv/tff.installed .venv/opacus.installed .venv/j
 	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -e .
 	touch $@
 
-$(UV):
+$(UV): | .venv
 	"$(PYTHON)" -m venv .venv/boot
 	.venv/boot/bin/pip install -q --disable-pip-version-check uv
+
+# Flower splits the path of its database's migrations at spaces, so it must not be installed below a folder with one.
+.venv:
+	case "$(CURDIR)" in \
+	*" "*) place="$(ENVIRONMENTS)/$$(printf %s "$(CURDIR)" | cksum | cut -d " " -f 1)"; \
+		mkdir -p "$$place" && ln -s "$$place" .venv ;; \
+	*) mkdir .venv ;; \
+	esac
 
 lock: | $(UV)
 	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 --override requirements/tff-overrides.txt requirements/tff.in requirements/dev.in -o requirements/tff.txt
@@ -73,4 +83,5 @@ lock: | $(UV)
 	done
 
 clean:
+	[ ! -L .venv ] || rm -rf "$$(readlink .venv)"
 	rm -rf .venv build docs/_build *.egg-info
