@@ -1,11 +1,16 @@
-# Two stacks, one package: see requirements/. Everything is installed under .venv by the first command that needs it.
+# Two stacks, one package: see requirements/. Everything is installed under $(VENV) by the first command that needs it.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
-# Where environments stand if the path of this folder has a space.
+# Flower and Ray do not run from an environment whose path has a space. It then stands below ENVIRONMENTS, whose path
+# must have none, in a folder that is named after a checksum of this one's path.
 ENVIRONMENTS ?= $(HOME)/.cache/tfdpfl
-UV := .venv/boot/bin/uv
-KERAS3 := .venv/keras3/bin/python
-TFF := .venv/tff/bin/python
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
+CHECKSUM = $(shell printf %s "$(CURDIR)" | cksum | cut -d " " -f 1)
+VENV := $(if $(findstring $(SPACE),$(CURDIR)),$(ENVIRONMENTS)/$(CHECKSUM),.venv)
+UV := $(VENV)/boot/bin/uv
+KERAS3 := $(VENV)/keras3/bin/python
+TFF := $(VENV)/tff/bin/python
 # One process more than there are cores: some tests wait for servers that they start.
 WORKERS ?= $(shell "$(PYTHON)" -c "import os; print(len(os.sched_getaffinity(0)) + 1 if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
 PYTEST = -q -n $(WORKERS) --dist worksteal
@@ -15,64 +20,61 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast lint measure docs bench hospitals lock clean
 
-demo: .venv/keras3.installed
+demo: $(VENV)/keras3.installed
 	$(KERAS3) -m tfdpfl demo $(ARGS)
 
-test: .venv/keras3.installed .venv/tff.installed
+test: $(VENV)/keras3.installed $(VENV)/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) $(ARGS)
 	$(TFF) -m pytest $(PYTEST) $(ARGS)
 
 # Without what is slow; on the second stack what only it has, and where Keras 2 differs most.
 SECOND := $(patsubst %,tests/federated/test_federated_%.py,data personalization processes runtime training) \
 	tests/optimizers/test_legacy_keras.py tests/optimizers/test_optimizers.py
-test-fast: .venv/keras3.installed .venv/tff.installed
+test-fast: $(VENV)/keras3.installed $(VENV)/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) -m "not slow" $(ARGS)
 	$(TFF) -m pytest $(PYTEST) -m "not slow" $(SECOND) $(ARGS)
 
-lint: .venv/keras3.installed
-	.venv/keras3/bin/ruff check .
-	.venv/keras3/bin/ruff format --check .
-	.venv/keras3/bin/mypy
+lint: $(VENV)/keras3.installed
+	$(VENV)/keras3/bin/ruff check .
+	$(VENV)/keras3/bin/ruff format --check .
+	$(VENV)/keras3/bin/mypy
 
 # Size and complexity of the package, and in how many files one fact stands.
-measure: .venv/keras3.installed
+measure: $(VENV)/keras3.installed
 	$(KERAS3) benchmarks/measure.py
 
 # The pages and the API reference, under docs/_build/html.
-docs: .venv/docs.installed
-	.venv/docs/bin/python -m sphinx -q -W -b html docs docs/_build/html
+docs: $(VENV)/docs.installed
+	$(VENV)/docs/bin/python -m sphinx -q -W -b html docs docs/_build/html
 
 # A SuperLink and three SuperNodes on this machine, with TLS and keys, train one model; nothing is left behind.
-hospitals: .venv/keras3.installed
+hospitals: $(VENV)/keras3.installed
 	$(KERAS3) examples/flower_hospitals/cluster.py $(ARGS)
 
 # The peers have environments of their own (PyTorch's wheel is large). A subset: ARGS="--models mlp --batches 256".
-bench: .venv/keras3.installed .venv/tff.installed .venv/opacus.installed .venv/jax.installed
+bench: $(VENV)/keras3.installed $(VENV)/tff.installed $(VENV)/opacus.installed $(VENV)/jax.installed
 	$(KERAS3) benchmarks/step.py $(ARGS)
 
-.venv/opacus.installed .venv/jax.installed: .venv/%.installed: requirements/%.txt | $(UV)
-	$(UV) venv -q --clear --python "$(PYTHON)" .venv/$*
-	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -r requirements/$*.txt
+$(VENV)/opacus.installed $(VENV)/jax.installed: $(VENV)/%.installed: requirements/%.txt | $(UV)
+	$(UV) venv -q --clear --python "$(PYTHON)" $(VENV)/$*
+	$(UV) pip install -q --python $(VENV)/$*/bin/python --no-deps -r requirements/$*.txt
 	touch $@
 
 # Plain pip installs the same files: pip install --no-deps -r requirements/keras3.txt
-.venv/%.installed: requirements/%.txt setup.cfg | $(UV)
-	$(UV) venv -q --clear --python "$(PYTHON)" .venv/$*
-	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -r requirements/$*.txt
-	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -e .
+$(VENV)/%.installed: requirements/%.txt setup.cfg | $(UV)
+	$(UV) venv -q --clear --python "$(PYTHON)" $(VENV)/$*
+	$(UV) pip install -q --python $(VENV)/$*/bin/python --no-deps -r requirements/$*.txt
+	$(UV) pip install -q --python $(VENV)/$*/bin/python --no-deps -e .
 	touch $@
 
-$(UV): | .venv
-	"$(PYTHON)" -m venv .venv/boot
-	.venv/boot/bin/pip install -q --disable-pip-version-check uv
+$(UV): | $(VENV)
+	"$(PYTHON)" -m venv $(VENV)/boot
+	$(VENV)/boot/bin/pip install -q --disable-pip-version-check uv
 
-# Flower splits the path of its database's migrations at spaces, so it must not be installed below a folder with one.
-.venv:
-	case "$(CURDIR)" in \
-	*" "*) place="$(ENVIRONMENTS)/$$(printf %s "$(CURDIR)" | cksum | cut -d " " -f 1)"; \
-		mkdir -p "$$place" && ln -s "$$place" .venv ;; \
-	*) mkdir .venv ;; \
-	esac
+# So that .venv is where the pages and the benchmarks look for it.
+$(VENV):
+	mkdir -p $@
+	[ $@ = .venv ] || ln -sfn $@ .venv
 
 lock: | $(UV)
 	$(UV) pip compile -q --custom-compile-command "make lock" --python-version 3.11 --override requirements/tff-overrides.txt requirements/tff.in requirements/dev.in -o requirements/tff.txt
@@ -83,5 +85,4 @@ lock: | $(UV)
 	done
 
 clean:
-	[ ! -L .venv ] || rm -rf "$$(readlink .venv)"
-	rm -rf .venv build docs/_build *.egg-info
+	rm -rf $(VENV) .venv build docs/_build *.egg-info
