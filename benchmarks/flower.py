@@ -100,7 +100,7 @@ def aggregate(clients: int, weights: int, repeats: int) -> None:
     arguments = dict(noise_multiplier=1.0, delta=1e-5, clients_per_round=clients)
     ours = {
         "FedAvg": lambda: plain,
-        "fixed clip": lambda: DifferentialPrivacyFixedClipping(FedAvg(), clip=1.0, **arguments),
+        "fixed clip": lambda: DifferentialPrivacyFixedClipping(FedAvg(), l2_norm_clip=1.0, **arguments),
         "adaptive clip": lambda: DifferentialPrivacyAdaptiveClipping(FedAvg(), **arguments),
     }
     time_of(ours["fixed clip"]())  # imports
@@ -216,7 +216,7 @@ def one_simulation(asked: int, nodes: int, rounds: int) -> None:
             "plain": timed(inner(), cpu["plain"]),
             "private": timed(
                 DifferentialPrivacyFixedClipping(
-                    inner(), noise_multiplier=1.0, clip=0.5, clients_per_round=asked, delta=1e-5
+                    inner(), noise_multiplier=1.0, l2_norm_clip=0.5, clients_per_round=asked, delta=1e-5
                 ),
                 cpu["private"],
             ),
@@ -310,7 +310,7 @@ def main(grid, context):
     while len(list(grid.get_node_ids())) < c["nodes"]:
         time.sleep(1)
     strategy = DifferentialPrivacyFixedClipping(
-        FedAvg(fraction_evaluate=0.0), noise_multiplier=1.0, clip=1.0, sampling_rate=float(c["rate"]),
+        FedAvg(fraction_evaluate=0.0), noise_multiplier=1.0, l2_norm_clip=1.0, sampling_rate=float(c["rate"]),
         population=int(c["nodes"]), delta=1e-5, ledger_path=os.path.join(c["folder"], "ledger"),
     )
 

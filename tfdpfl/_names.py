@@ -5,8 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _ANY_MODEL = "any Keras model trains privately once you compile it with tfdpfl.DPAdam(l2_norm_clip, noise_multiplier)"
 _ONE_LINE = "compile your model with tfdpfl.DPAdam(l2_norm_clip, noise_multiplier), or call tfdpfl.plan(...)"
@@ -114,3 +119,19 @@ def _places(modules: tuple[str, ...]) -> dict[str, str]:
             for name in names:
                 found.setdefault(name, module)
     return found
+
+
+def accept_old_name(old: str, new: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Returns a decorator whose functions also accept the argument ``new`` by its old name, with a warning."""
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def renamed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            if old in kwargs and new not in kwargs:
+                warnings.warn(f"{old}= has a new name: write {new}=.", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return renamed
+
+    return decorate

@@ -703,7 +703,7 @@ def _uploads() -> Iterator[Case]:
         return upload
 
     gaussian = lambda z: PrivacyLedger().add(_event(z / 2), adjacency="replace_one").epsilon(DELTA)
-    local = lambda: through(local_dp_mod(clip=1.0, noise_multiplier=1.0, delta=DELTA))
+    local = lambda: through(local_dp_mod(l2_norm_clip=1.0, noise_multiplier=1.0, delta=DELTA))
     yield _upload_case("local_dp_mod", local, lambda: gaussian(1.0))
     yield _upload_case("nbafl_mod", lambda: through(nbafl_mod(**NBAFL)), lambda: NBAFL["epsilon"])
     gradients = lambda far: clip_and_noise_gradients([far * PULL[:6], far * PULL[6:]], 1.0, 1.0, PrivacyLedger())
@@ -721,13 +721,13 @@ def _flower() -> Iterator[Case]:
     from tfdpfl.federated import NoisedMetrics
     from tfdpfl.noise import Tree
 
-    yield strategy_case("DifferentialPrivacyFixedClipping", _wrapped("Fixed", clip=1.0), 0.1)
+    yield strategy_case("DifferentialPrivacyFixedClipping", _wrapped("Fixed", l2_norm_clip=1.0), 0.1)
     slow = AdaptiveClip(initial=1.0, learning_rate=1e-4)
-    yield strategy_case("DifferentialPrivacyAdaptiveClipping", _wrapped("Adaptive", clip=slow), 0.1)
+    yield strategy_case("DifferentialPrivacyAdaptiveClipping", _wrapped("Adaptive", l2_norm_clip=slow), 0.1)
     metrics = NoisedMetrics(noise_multiplier=2.0, bound={"num-examples": 100.0})
-    both = _wrapped("Fixed", clip=1.0, train_metrics=metrics, evaluate_metrics=metrics)
+    both = _wrapped("Fixed", l2_norm_clip=1.0, train_metrics=metrics, evaluate_metrics=metrics)
     yield strategy_case("NoisedMetrics of training and evaluation", both, 0.1)
-    yield strategy_case("correlated noise of rounds", _wrapped("Fixed", clip=1.0, noise=Tree()), 0.0)
+    yield strategy_case("correlated noise of rounds", _wrapped("Fixed", l2_norm_clip=1.0, noise=Tree()), 0.0)
     yield from _uploads()
     yield _nbafl_strategy()
     yield _example_dp()

@@ -344,12 +344,12 @@ def _votes_replayed(there: bool) -> str:
 
 
 def _federation(there: bool) -> str:
-    return told(cases.strategy_case("", cases._wrapped("Fixed", clip=1.0), 0.0).replay())
+    return told(cases.strategy_case("", cases._wrapped("Fixed", l2_norm_clip=1.0), 0.0).replay())
 
 
 def _unmoved(there: bool) -> str:
     """A client sends what it was sent, in place of an update."""
-    make = cases._wrapped("Fixed", clip=1.0)
+    make = cases._wrapped("Fixed", l2_norm_clip=1.0)
     return told(replay(lambda far: cases.federation(make(), far, 2)[0], 1.0, 0.0))
 
 

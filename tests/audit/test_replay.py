@@ -354,7 +354,7 @@ def test_a_federation_is_replayed_with_pythons_random_seeded():
     from tfdpfl.flower import DifferentialPrivacyFixedClipping
 
     train = moved(lambda number: np.random.default_rng(number).normal(size=10) * 5)
-    how = dict(noise_multiplier=1.0, clip=1.0, clients_per_round=2, delta=1e-3)
+    how = dict(noise_multiplier=1.0, l2_norm_clip=1.0, clients_per_round=2, delta=1e-3)
 
     def run(far):
         return cases.federation(DifferentialPrivacyFixedClipping(FedAvg(fraction_train=0.5), **how), far, 6, train)[0]

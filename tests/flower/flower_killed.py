@@ -26,7 +26,7 @@ ROUNDS, CLIENTS = 14, 3
 def live(folder, kind, life):
     noise = Banded(bands=2, coefficients=(1.0, 0.6), min_separation=2, max_participations=12)
     strategy = DifferentialPrivacyFixedClipping(
-        flower.FedAvg(min_available_nodes=1), noise_multiplier=1.0, clip=1.0, delta=1e-5, clients_per_round=1,
+        flower.FedAvg(min_available_nodes=1), noise_multiplier=1.0, l2_norm_clip=1.0, delta=1e-5, clients_per_round=1,
         noise=noise if kind == "banded" else None, ledger_path=folder / "ledger", accountant="rdp",
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ def heard():
 
 
 def fixed(inner=None, **arguments):
-    given = dict(noise_multiplier=2.0, clip=1.0, delta=1e-5, clients_per_round=CLIENTS)
+    given = dict(noise_multiplier=2.0, l2_norm_clip=1.0, delta=1e-5, clients_per_round=CLIENTS)
     return Fixed(inner or flower.FedAvg(), **{**given, **arguments})
 
 
@@ -159,7 +159,11 @@ def test_what_two_processes_of_a_client_spend_adds_up_and_stays_within_its_budge
     assert opened().ledger.steps == 3
 
     mod = local_dp_mod(
-        clip=1.0, noise_multiplier=4.0, delta=1e-5, target_epsilon=epsilon_of(1) + 1e-3, ledger_path=tmp_path / "b.json"
+        l2_norm_clip=1.0,
+        noise_multiplier=4.0,
+        delta=1e-5,
+        target_epsilon=epsilon_of(1) + 1e-3,
+        ledger_path=tmp_path / "b.json",
     )
 
     def asked(train):

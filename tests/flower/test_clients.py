@@ -57,7 +57,7 @@ def shifted(by):
 def plain(clients=3):
     """A server that does nothing, so that what clients do is seen."""
     return DifferentialPrivacyFixedClipping(
-        flower.FedAvg(), noise_multiplier=0.0, clip=1e9, clients_per_round=clients, delta=1e-5
+        flower.FedAvg(), noise_multiplier=0.0, l2_norm_clip=1e9, clients_per_round=clients, delta=1e-5
     )
 
 
@@ -76,9 +76,9 @@ def replace_one(sigma, count):
 def test_replacing_an_update_moves_what_is_sent_by_at_most_two_clips():
     ends = [
         flat(
-            Clients(shifted(by), [local_dp_mod(clip=0.5, noise_multiplier=1e-12, delta=1e-5)])(message(), 0).content[
-                "arrays"
-            ]
+            Clients(shifted(by), [local_dp_mod(l2_norm_clip=0.5, noise_multiplier=1e-12, delta=1e-5)])(
+                message(), 0
+            ).content["arrays"]
         )
         for by in (100.0, -100.0, np.nan, 1e-3)
     ]
@@ -88,7 +88,7 @@ def test_replacing_an_update_moves_what_is_sent_by_at_most_two_clips():
 
 
 def test_local_noise_has_its_size_and_settings_may_come_from_the_run_config():
-    mod = local_dp_mod(clip="the-clip", noise_multiplier="z", delta=1e-5)
+    mod = local_dp_mod(l2_norm_clip="the-clip", noise_multiplier="z", delta=1e-5)
     large = model(w=np.zeros((200, 100), np.float32))
     clients = Clients(shifted(0.0), [mod], {"the-clip": 0.5, "z": 3.0})
     noise = clients(message(large), 0).content["arrays"]["w"].numpy()
@@ -96,13 +96,13 @@ def test_local_noise_has_its_size_and_settings_may_come_from_the_run_config():
     for wrong in ({"the-clip": 0.5}, {"the-clip": 0.5, "z": -1.0}):
         with pytest.raises(ValueError, match=r"'z'|noise_multiplier must"):
             Clients(shifted(0.0), [mod], wrong)(message(), 0)
-    for wrong in (dict(clip=0), dict(noise_multiplier=-1), dict(delta=0), dict(target_epsilon=-1)):
+    for wrong in (dict(l2_norm_clip=0), dict(noise_multiplier=-1), dict(delta=0), dict(target_epsilon=-1)):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            local_dp_mod(**{**dict(clip=1.0, noise_multiplier=1.0, delta=1e-5), **wrong})
+            local_dp_mod(**{**dict(l2_norm_clip=1.0, noise_multiplier=1.0, delta=1e-5), **wrong})
 
 
 def test_a_client_stops_at_its_own_budget_and_the_others_go_on():
-    mod = local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, target_epsilon=replace_one(2.0, 3) + 1e-6)
+    mod = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5, target_epsilon=replace_one(2.0, 3) + 1e-6)
     clients, strategy = Clients(shifted(1.0), [mod]), plain()
     strategy.start(FakeGrid(3, clients), model(), num_rounds=5)
     assert {r["steps"] for r in strategy.client_reports.values()} == {3}
@@ -114,9 +114,9 @@ def test_a_client_stops_at_its_own_budget_and_the_others_go_on():
 def test_a_projects_report_has_the_strategy_and_what_its_clients_said():
     from tfdpfl.audit import report
 
-    mods = [local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5)]
+    mods = [local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5)]
     strategy = DifferentialPrivacyFixedClipping(
-        flower.FedAvg(), noise_multiplier=3.0, clip=1.0, clients_per_round=3, delta=1e-5
+        flower.FedAvg(), noise_multiplier=3.0, l2_norm_clip=1.0, clients_per_round=3, delta=1e-5
     )
     strategy.start(FakeGrid(3, Clients(shifted(1.0), mods)), model(), num_rounds=2)
     server, told = report({"fed": strategy}, delta=1e-5).parts
@@ -132,7 +132,7 @@ def test_a_projects_report_has_the_strategy_and_what_its_clients_said():
 def test_a_clients_ledger_outlives_its_process(tmp_path):
     path = tmp_path / "of-{partition-id}-{node_id}.json"
     for life in range(2):
-        mod = local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=path)
+        mod = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=path)
         answer = Clients(shifted(1.0), [mod])(message(), 0)  # another context: what Flower kept is gone
         assert client_reports([answer])[101]["steps"] == life + 1
     file = tmp_path / "of-0-101.json"
@@ -142,14 +142,14 @@ def test_a_clients_ledger_outlives_its_process(tmp_path):
         with pytest.raises(ValueError, match=r"of-.*\.json' holds no whole ledger .*Restore the file"):
             Clients(shifted(1.0), [mod])(message(), 0)
     with pytest.raises(ValueError, match=r"names 'hospital', but a node has"):
-        Clients(shifted(1.0), [local_dp_mod(clip=1, noise_multiplier=1, delta=1e-5, ledger_path="{hospital}")])(
+        Clients(shifted(1.0), [local_dp_mod(l2_norm_clip=1, noise_multiplier=1, delta=1e-5, ledger_path="{hospital}")])(
             message(), 0
         )
 
 
 def test_nothing_leaves_that_could_not_be_written(tmp_path):
     (tmp_path / "full").write_text("a file where a folder must be")
-    mod = local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=tmp_path / "full" / "ledger")
+    mod = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=tmp_path / "full" / "ledger")
     with pytest.raises(OSError):
         Clients(shifted(1.0), [mod])(message(), 0)
 
@@ -162,7 +162,7 @@ def test_a_clients_ledger_is_on_the_disk_before_its_reply_leaves(tmp_path, monke
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    mod = local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=tmp_path / "ledger")
+    mod = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5, ledger_path=tmp_path / "ledger")
     Clients(shifted(1.0), [mod])(message(), 0)
     assert synced == [str(tmp_path / "ledger.new"), str(tmp_path)]  # the file, then its name in the folder
 
@@ -186,7 +186,7 @@ def names_its_arrays_after_a_patient(message, context):
 
 
 MODS = {
-    "local": lambda: local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5),
+    "local": lambda: local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5),
     "nbafl": lambda: nbafl_mod(**PLAN),
 }
 
@@ -216,7 +216,7 @@ def test_whatever_goes_wrong_in_an_app_the_server_gets_a_noisy_update_and_no_wor
 
 
 def test_an_app_that_fails_is_sent_as_no_update():
-    quiet = dict(clip=1.0, noise_multiplier=1e-9, delta=1e-5)
+    quiet = dict(l2_norm_clip=1.0, noise_multiplier=1e-9, delta=1e-5)
     start = model(b=np.full(4, 0.5, np.float32))
     got = Clients(raises(ValueError), [local_dp_mod(**quiet)])(message(start), 0)
     np.testing.assert_allclose(flat(got.content["arrays"]), flat(start), atol=1e-6)
@@ -229,6 +229,14 @@ def test_a_model_that_is_not_finite_is_refused_before_an_app_sees_it():
     for make in MODS.values():
         with pytest.raises(ValueError, match=r"'b' holds numbers that are not finite|not finite, or too large"):
             Clients(raises(AssertionError), [make()])(message(model(b=np.full(4, np.nan, np.float32))), 0)
+
+
+def test_example_dp_says_the_same_sentence_when_a_client_has_no_examples(caplog):
+    logging.getLogger("flwr").propagate = True
+    nothing = np.zeros((0, 4), np.float32), np.zeros(0, np.int64)
+    reply = Clients(example_dp(None, lambda context: nothing, **HOW))(message(), 0)
+    assert reply.error.reason == "this client did not take part; its own log says why"
+    assert "num_examples must be" in caplog.text
 
 
 @pytest.mark.slow
@@ -249,7 +257,7 @@ def test_example_dp_says_one_sentence_whatever_goes_wrong_with_its_data(caplog):
 
 
 def test_a_mod_that_is_shipped_draws_other_noise():
-    mod = local_dp_mod(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    mod = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=1.0, delta=1e-5)
     first = Clients(shifted(1.0), [mod])(message(), 0)
     copies = [pickle.loads(cloudpickle.dumps(mod)) for _ in range(2)]
     noises = [flat(Clients(shifted(1.0), [m])(message(), 0).content["arrays"]) for m in copies]
@@ -465,7 +473,12 @@ def test_a_client_that_knows_only_numpy_trains_a_cnn_on_images():
 
     start = NumpyCNN()
     strategy = DifferentialPrivacyFixedClipping(
-        flower.FedAvgM(server_momentum=0.9), noise_multiplier=0.05, clip=0.7, clients_per_round=5, delta=1e-3, seed=0
+        flower.FedAvgM(server_momentum=0.9),
+        noise_multiplier=0.05,
+        l2_norm_clip=0.7,
+        clients_per_round=5,
+        delta=1e-3,
+        seed=0,
     )
     first = ArrayRecord({k: Array(v) for k, v in start.state.items()})
     result = strategy.start(FakeGrid(5, Clients(train)), first, num_rounds=15)

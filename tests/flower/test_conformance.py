@@ -38,7 +38,7 @@ def quiet():
 
 
 def fixed(inner=None, **arguments):
-    given = dict(noise_multiplier=0.0, clip=1.0, delta=1e-5, clients_per_round=4)
+    given = dict(noise_multiplier=0.0, l2_norm_clip=1.0, delta=1e-5, clients_per_round=4)
     return DifferentialPrivacyFixedClipping(inner or flower.FedAvg(), **{**given, **arguments})
 
 
@@ -57,7 +57,11 @@ def test_the_adaptive_rule_is_fed_the_fraction_within_the_clip():
     """Flower feeds the fraction beyond it: from 3 its clip grows without end, from 0.1 it shrinks to nothing."""
     for initial, sign in ((100.0, -1), (0.01, 1)):
         strategy = DifferentialPrivacyAdaptiveClipping(
-            flower.FedAvg(), noise_multiplier=0.0, clip=AdaptiveClip(initial=initial), clients_per_round=4, delta=1e-5
+            flower.FedAvg(),
+            noise_multiplier=0.0,
+            l2_norm_clip=AdaptiveClip(initial=initial),
+            clients_per_round=4,
+            delta=1e-5,
         )
         run(strategy, moved(lambda n: E1))
         assert math.log(strategy.current_clip / initial) == pytest.approx(sign * 0.1)  # lr * 1/2, towards the norms
@@ -67,7 +71,7 @@ def test_an_adaptive_round_is_noised_before_its_clip_moves():
     """Flower moves the clip first, so that its noise is for another than it applied."""
     clip = AdaptiveClip(initial=1.0, learning_rate=5.0)
     strategy = DifferentialPrivacyAdaptiveClipping(
-        flower.FedAvg(), noise_multiplier=2.0, clip=clip, clients_per_round=50, delta=1e-5
+        flower.FedAvg(), noise_multiplier=2.0, l2_norm_clip=clip, clients_per_round=50, delta=1e-5
     )
     large = model(w=np.zeros((200, 100), np.float32))
     result = strategy.start(FakeGrid(50, lambda m, n: reply(m, arrays_in(m))), large, num_rounds=1)
@@ -85,7 +89,7 @@ def test_whether_a_client_was_clipped_is_never_published():
         return got
 
     strategy = DifferentialPrivacyAdaptiveClipping(
-        flower.FedAvg(), noise_multiplier=1.0, clip=AdaptiveClip(), clients_per_round=4, delta=1e-5
+        flower.FedAvg(), noise_multiplier=1.0, l2_norm_clip=AdaptiveClip(), clients_per_round=4, delta=1e-5
     )
     assert "norm_bit" not in run(strategy, answer).train_metrics_clientapp[1]
 
@@ -178,7 +182,7 @@ def test_metrics_are_charged_or_not_shown():
 def test_local_noise_composes_and_needs_no_small_epsilon():
     """Flower's LocalDpMod asks for an ε, adds the classic theorem's noise, which is unproven from ε = 1 up, each time,
     and never adds up."""
-    mod, context = local_dp_mod(clip=1.0, noise_multiplier=2.0, delta=1e-5), a_context()
+    mod, context = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=2.0, delta=1e-5), a_context()
     found = [report_of(call(mod, context, lambda w: w + 1))["epsilon"] for _ in range(3)]
     expected = [
         tfdpfl.accounting.price(
@@ -231,7 +235,7 @@ def test_clipping_scales_all_arrays_by_one_factor():
 
 
 def test_the_standard_deviation_is_the_multiplier_times_the_clip_over_the_clients():
-    assert fixed(noise_multiplier=1.0, clip=0.5)._stddevs(0.5, 10)[0] / 10 == 0.05
+    assert fixed(noise_multiplier=1.0, l2_norm_clip=0.5)._stddevs(0.5, 10)[0] / 10 == 0.05
 
 
 def test_an_update_within_the_clip_stays_as_it_is():
@@ -265,7 +269,7 @@ def test_their_fixed_mod_and_our_strategy_work_together():
 def test_a_mod_refuses_a_message_without_a_single_model():
     with pytest.raises(ValueError, match="0 ArrayRecords"):
         call(
-            local_dp_mod(clip=1.0, noise_multiplier=1.0, delta=1e-5),
+            local_dp_mod(l2_norm_clip=1.0, noise_multiplier=1.0, delta=1e-5),
             a_context(),
             np.copy,
             Message(RecordDict(), 101, "train"),
@@ -273,7 +277,7 @@ def test_a_mod_refuses_a_message_without_a_single_model():
 
 
 def test_our_mod_lets_nothing_out_but_a_noisy_update_and_its_price():
-    mod = local_dp_mod(clip=1.0, noise_multiplier=1e-9, delta=1e-5)
+    mod = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=1e-9, delta=1e-5)
     answer = call(mod, a_context(), lambda w: w + 7)
     assert np.linalg.norm(flat(answer.content["arrays"])) == pytest.approx(1.0, abs=1e-6)
     assert dict(answer.content["metrics"]) == {"num-examples": 1.0}
@@ -337,7 +341,7 @@ def test_a_round_of_ours_is_a_round_of_the_tff_process():
     """`test_same_as_tff.py` asks the same of TFF's process, on the stack that has it."""
     adaptive = AdaptiveClip(initial=1.0)
     strategy = DifferentialPrivacyAdaptiveClipping(
-        flower.FedAvg(), noise_multiplier=0.0, clip=adaptive, clients_per_round=5, delta=1e-5
+        flower.FedAvg(), noise_multiplier=0.0, l2_norm_clip=adaptive, clients_per_round=5, delta=1e-5
     )
     result = run(strategy, moved(lambda n: UPDATES[n]), rounds=4)
     weights, clip = expected_of(adaptive, 5, 4)
@@ -346,6 +350,6 @@ def test_a_round_of_ours_is_a_round_of_the_tff_process():
 
 
 def test_a_ledger_of_a_report_is_a_ledger():
-    report = report_of(call(local_dp_mod(clip=1.0, noise_multiplier=2.0, delta=1e-5), a_context(), lambda w: w))
+    report = report_of(call(local_dp_mod(l2_norm_clip=1.0, noise_multiplier=2.0, delta=1e-5), a_context(), lambda w: w))
     assert PrivacyLedger.from_dict(report["ledger"]).epsilon(1e-5) == report["epsilon"]
     assert report["adjacency"] == "replace_one" and report["level"] == "local"

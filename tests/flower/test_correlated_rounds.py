@@ -59,7 +59,9 @@ def unit_of(kind):
 
 
 def of(kind, **arguments):
-    given = dict(noise_multiplier=Z, clip=CLIP, delta=1e-5, clients_per_round=2, noise=KINDS[kind], accountant="rdp")
+    given = dict(
+        noise_multiplier=Z, l2_norm_clip=CLIP, delta=1e-5, clients_per_round=2, noise=KINDS[kind], accountant="rdp"
+    )
     return Fixed(flower.FedAvg(min_available_nodes=1), **{**given, **arguments})
 
 

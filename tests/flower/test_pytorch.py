@@ -55,7 +55,11 @@ def mean_of_clipped(base, updates):
 
 def trained(base, answer, **arguments):
     strategy = DifferentialPrivacyFixedClipping(
-        flower.FedAvg(), clip=CLIP, delta=1e-5, clients_per_round=CLIENTS, **{"noise_multiplier": 0.0, **arguments}
+        flower.FedAvg(),
+        l2_norm_clip=CLIP,
+        delta=1e-5,
+        clients_per_round=CLIENTS,
+        **{"noise_multiplier": 0.0, **arguments},
     )
     record = ArrayRecord({name: Array(value) for name, value in base.items()})
     return strategy.start(FakeGrid(CLIENTS, answer), record, num_rounds=1)
@@ -155,7 +159,7 @@ def test_a_net_of_pytorchs_own_trains_through_the_pages_snippet():
         return shown["answer"](message, net, 300)
 
     strategy = DifferentialPrivacyFixedClipping(
-        flower.FedAvg(), noise_multiplier=0.02, clip=CLIP, delta=1e-5, clients_per_round=CLIENTS
+        flower.FedAvg(), noise_multiplier=0.02, l2_norm_clip=CLIP, delta=1e-5, clients_per_round=CLIENTS
     )
     result = strategy.start(FakeGrid(CLIENTS, answer), shown["parameters_of"](Net()), num_rounds=8)
     assert [*result.arrays] == [name for name in SHAPES if name not in STATISTICS]

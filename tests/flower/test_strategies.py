@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import inspect
 import itertools
 import logging
 import math
@@ -23,6 +24,7 @@ from tfdpfl import AdaptiveClip, PrivacyError
 from tfdpfl.federated import NoisedMetrics, RoundsRun
 from tfdpfl.flower import DifferentialPrivacyAdaptiveClipping as Adaptive
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
+from tfdpfl.flower import NbAFLStrategy, local_dp_mod, nbafl_mod
 from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.updates import ClippedSum
 
@@ -36,7 +38,7 @@ def quiet():
 
 
 def fixed(inner=None, **arguments):
-    given = dict(noise_multiplier=0.0, clip=1.0, delta=1e-5)
+    given = dict(noise_multiplier=0.0, l2_norm_clip=1.0, delta=1e-5)
     if "sampling_rate" not in arguments:
         given["clients_per_round"] = CLIENTS
     return Fixed(inner or flower.FedAvg(), **{**given, **arguments})
@@ -149,7 +151,7 @@ def test_no_client_moves_the_sum_by_more_than_the_clip(kind, clip):
     ends = []
     for first in (odd, lambda message: None):
         answer = lambda message, number, first=first: first(message) if number == 0 else moved(updates)(message, number)
-        result, _ = one_round(fixed(clip=clip), answer)
+        result, _ = one_round(fixed(l2_norm_clip=clip), answer)
         ends.append(flat(result.arrays) * CLIENTS)
     distance = np.linalg.norm(ends[0] - ends[1])
     assert np.isfinite(ends[0]).all()
@@ -185,19 +187,19 @@ def looks_like(sample, stddev):
 
 
 def test_the_noise_is_that_of_the_clip_and_the_denominator():
-    strategy = fixed(noise_multiplier=1.3, clip=0.7)
+    strategy = fixed(noise_multiplier=1.3, l2_norm_clip=0.7)
     result, _ = one_round(strategy, same, model(**LARGE))
     noise = result.arrays["w"].numpy().ravel()
     right = 1.3 * 0.7 / CLIENTS
     assert looks_like(noise, right) and not looks_like(noise, right * 2 / 3) and not looks_like(noise, right * 3 / 2)
     assert abs(noise.mean()) < 6 * right / math.sqrt(len(noise))
-    again, _ = one_round(fixed(noise_multiplier=1.3, clip=0.7), same, model(**LARGE))
+    again, _ = one_round(fixed(noise_multiplier=1.3, l2_norm_clip=0.7), same, model(**LARGE))
     assert np.abs(np.corrcoef(noise, again.arrays["w"].numpy().ravel())[0, 1]) < 0.05
 
 
 def test_the_noise_of_a_round_is_that_of_the_clip_it_applied_which_moves_afterwards():
     clip = AdaptiveClip(initial=2.0, learning_rate=3.0)  # every client is within: it falls by a factor of 4.5
-    strategy = Adaptive(flower.FedAvg(), noise_multiplier=1.0, clip=clip, clients_per_round=CLIENTS, delta=1e-5)
+    strategy = Adaptive(flower.FedAvg(), noise_multiplier=1.0, l2_norm_clip=clip, clients_per_round=CLIENTS, delta=1e-5)
     of_updates, _ = clip.split(1.0, CLIENTS)
     result, grid = one_round(strategy, same, model(**LARGE))
     assert looks_like(result.arrays["w"].numpy().ravel(), of_updates * 2.0 / CLIENTS)
@@ -213,7 +215,9 @@ def test_the_noise_of_a_round_is_that_of_the_clip_it_applied_which_moves_afterwa
 def test_the_adaptive_clip_finds_the_median_norm(initial):
     norms = np.exp(0.5 * gauss.ppf((np.arange(31) + 0.5) / 31))
     clip = AdaptiveClip(initial=initial)
-    strategy = Adaptive(flower.FedAvg(), noise_multiplier=0.3, clip=clip, clients_per_round=31, delta=1e-5, seed=1)
+    strategy = Adaptive(
+        flower.FedAvg(), noise_multiplier=0.3, l2_norm_clip=clip, clients_per_round=31, delta=1e-5, seed=1
+    )
     grid = FakeGrid(31, moved(lambda number: norms[number] * np.eye(10)[0]))
     seen = [m["clip"] for m in strategy.start(grid, model(), num_rounds=80).train_metrics_clientapp.values()]
     assert np.mean(seen[65:]) == pytest.approx(np.median(norms), rel=0.1)
@@ -225,7 +229,11 @@ def test_one_client_moves_the_adaptive_count_by_a_half():
         ends = []
         for there in (True, False):
             strategy = Adaptive(
-                flower.FedAvg(), noise_multiplier=0.0, clip=AdaptiveClip(initial=1.0), clients_per_round=8, delta=1e-5
+                flower.FedAvg(),
+                noise_multiplier=0.0,
+                l2_norm_clip=AdaptiveClip(initial=1.0),
+                clients_per_round=8,
+                delta=1e-5,
             )
 
             def answer(message, number, there=there, kind=kind):
@@ -495,8 +503,9 @@ def test_strategies_that_compare_clients_are_refused():
     "arguments, message",
     [
         (dict(noise_multiplier=-1), "noise_multiplier must be"),
-        (dict(clip=0), "clip must be"),
-        (dict(clip=AdaptiveClip()), "clip must be"),
+        (dict(l2_norm_clip=0), "clip must be"),
+        (dict(l2_norm_clip=AdaptiveClip()), "clip must be"),
+        (dict(l2_norm_clip=None), "clip must be"),
         (dict(delta=1), "delta must be"),
         (dict(clients_per_round=0), "clients_per_round must be"),
         (dict(sampling_rate=1.5), "sampling_rate must be"),
@@ -748,7 +757,7 @@ def test_a_ledger_is_of_one_training(tmp_path):
     first._journal.close()
     for other in (
         dict(noise_multiplier=2.0),
-        dict(noise_multiplier=1.0, clip=2.0),
+        dict(noise_multiplier=1.0, l2_norm_clip=2.0),
         dict(noise_multiplier=1.0, sampling_rate=0.5),
     ):
         with pytest.raises(PrivacyError, match="another"):
@@ -819,3 +828,14 @@ def test_what_a_failed_write_has_left_spoils_no_shorter_line(tmp_path, monkeypat
     again = Journal(tmp_path / "ledger", {})
     assert again.charged == [[]] and again.begun is None
     again.close()
+
+
+def test_an_editor_can_show_every_argument_and_the_old_name_of_the_clip_still_works():
+    for made in (Fixed, Adaptive, NbAFLStrategy, local_dp_mod, nbafl_mod):
+        shown = inspect.signature(made).parameters
+        assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD] and "l2_norm_clip" in shown
+    how = dict(noise_multiplier=1.0, clients_per_round=2, delta=1e-5)
+    with pytest.warns(DeprecationWarning, match="clip= has a new name: write l2_norm_clip="):
+        assert Fixed(flower.FedAvg(), clip=0.5, **how).current_clip == 0.5
+    with pytest.raises(ValueError, match=r"AdaptiveClip\(initial=0.5\), or use DifferentialPrivacyFixedClipping"):
+        Adaptive(flower.FedAvg(), l2_norm_clip=0.5, **how)

@@ -86,12 +86,13 @@ def example_dp(
         try:
             x, y = data(context) if callable(data) else data
             n = len(y)
+            expected = min(batch_size, n)
+            cost = PrivacyLedger().record(  # raises if there are no examples
+                noise_multiplier, local_steps, num_examples=n, batch_size=expected, sampling="poisson",
+                adjacency="zero_out",
+            )  # fmt: skip
         except FAILURES:
             return _failed(message)
-        expected = min(batch_size, n)
-        cost = PrivacyLedger().record(
-            noise_multiplier, local_steps, num_examples=n, batch_size=expected, sampling="poisson", adjacency="zero_out"
-        )
         if expected not in trainer:
             arguments = dict(
                 l2_norm_clip=l2_norm_clip, noise_multiplier=noise_multiplier, expected_batch_size=expected, seed=seed

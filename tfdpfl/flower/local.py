@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tfdpfl import _tap
+from tfdpfl._names import accept_old_name
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
@@ -19,10 +20,11 @@ FAILURES = (Exception, SystemExit)  # of an app; Flower would send the text of t
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
+@accept_old_name("clip", "l2_norm_clip")
 def local_dp_mod(
     *,
-    clip: float,
-    noise_multiplier: float,
+    l2_norm_clip: float | str,
+    noise_multiplier: float | str,
     delta: float,
     target_epsilon: float | None = None,
     ledger_path: str | os.PathLike | None = None,
@@ -31,18 +33,18 @@ def local_dp_mod(
 ) -> Mod:
     """A mod under which a client's update is private against everyone, the server too (local differential privacy).
 
-        @app.train(mods=[local_dp_mod(clip=1.0, noise_multiplier=4.0, delta=1e-5, target_epsilon=8.0)])
+        @app.train(mods=[local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5, target_epsilon=8.0)])
         def train(message, context): ...
 
     The update is clipped over all floating-point arrays together and gets Gaussian noise of standard deviation
-    noise_multiplier * clip. Replacing it by any other moves what is sent by at most 2 clip. Every reply adds to the
-    client's ledger before it leaves, and tells its ε (see `client_reports`). Nothing else of the app leaves: metrics
-    are dropped, and every client weighs 1. Arrays that are not floating-point go back as they came. If the app raises
-    or replies with an error, or its update is not finite or of other shapes, the client sends no update, with noise.
-    The reason is logged on the client, and the server does not learn of it.
+    noise_multiplier * l2_norm_clip. Replacing it by any other moves what is sent by at most 2 l2_norm_clip. Every
+    reply adds to the client's ledger before it leaves, and tells its ε (see `client_reports`). Nothing else of the app
+    leaves: metrics are dropped, and every client weighs 1. Arrays that are not floating-point go back as they came. If
+    the app raises or replies with an error, or its update is not finite or of other shapes, the client sends no
+    update, with noise. The reason is logged on the client, and the server does not learn of it.
 
     Args:
-      clip: the largest L2 norm of an update; or the name of the run config's entry that has it, as for the next.
+      l2_norm_clip: the largest L2 norm of an update; or the name of the run config's entry that has it. The next, too.
       noise_multiplier: the noise's standard deviation over the clip.
       delta: δ of ε.
       target_epsilon: with it, a client refuses, by an error reply, what would pass it.
@@ -54,7 +56,7 @@ def local_dp_mod(
     Raises:
       ValueError: an argument is out of its range.
     """
-    for name, value in dict(clip=clip, noise_multiplier=noise_multiplier).items():
+    for name, value in dict(l2_norm_clip=l2_norm_clip, noise_multiplier=noise_multiplier).items():
         if not isinstance(value, str):
             _positive(name, value)
     delta = check_delta(delta)
@@ -65,7 +67,7 @@ def local_dp_mod(
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         from dp_accounting import dp_event
 
-        bound = _positive("clip", _setting(clip, context))
+        bound = _positive("l2_norm_clip", _setting(l2_norm_clip, context))
         z = _positive("noise_multiplier", _setting(noise_multiplier, context))
         sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
         kept = ClientLedger(context, "local", ledger_path)

@@ -26,11 +26,18 @@ from tfdpfl.flower.updates import ClippedSum
 
 def nbafl_mod(
     *,
+    epsilon: float,
+    delta: float,
     l2_norm_clip: float,
+    num_rounds: int,
+    num_clients: int,
+    clients_per_round: int | None = None,
+    num_exposures: int | None = None,
+    min_dataset_size: float | None = None,
+    calibration: str = "sound",
     ledger_path: str | os.PathLike | None = None,
     weighted_by_key: str = "num-examples",
     seed: int | None = None,
-    **plan: Any,
 ) -> Mod:
     """The client's side of NbAFL: its weights, after training, are scaled to an L2 norm of at most C over all tensors,
     and get Gaussian noise of standard deviation σ_u.
@@ -41,15 +48,18 @@ def nbafl_mod(
     logged on the client, and the server does not learn of it.
 
     Args:
-      l2_norm_clip: C > 0.
+      epsilon, delta, l2_norm_clip, num_rounds, num_clients, clients_per_round, num_exposures, min_dataset_size,
+        calibration: those of `tfdpfl.federated.build_nbafl`, the same as `NbAFLStrategy` is given.
       ledger_path, weighted_by_key, seed: as for `local_dp_mod`.
-      plan: epsilon, delta, num_rounds, num_clients and the other arguments of `tfdpfl.federated.build_nbafl`, the same
-        as `NbAFLStrategy` is given.
 
     Raises:
       ValueError: an argument is out of its range.
     """
-    nbafl = noise_of(l2_norm_clip=l2_norm_clip, **plan)
+    nbafl = noise_of(
+        epsilon=epsilon, delta=delta, l2_norm_clip=l2_norm_clip, num_rounds=num_rounds, num_clients=num_clients,
+        clients_per_round=clients_per_round, num_exposures=num_exposures, min_dataset_size=min_dataset_size,
+        calibration=calibration,
+    )  # fmt: skip
     normals = Normals(seed)
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -141,29 +151,39 @@ class NbAFLStrategy(DifferentialPrivacy):
         self,
         strategy: Strategy,
         *,
+        epsilon: float,
         delta: float,
         l2_norm_clip: float,
         num_rounds: int,
         num_clients: int,
         clients_per_round: int | None = None,
+        num_exposures: int | None = None,
+        min_dataset_size: float | None = None,
+        calibration: str = "sound",
         ledger_path: str | os.PathLike | None = None,
         seed: int | None = None,
-        **plan: Any,
     ):
         self.nbafl = noise_of(
-            delta=delta, l2_norm_clip=l2_norm_clip, num_rounds=num_rounds, num_clients=num_clients,
-            clients_per_round=clients_per_round, **plan,
+            epsilon=epsilon, delta=delta, l2_norm_clip=l2_norm_clip, num_rounds=num_rounds, num_clients=num_clients,
+            clients_per_round=clients_per_round, num_exposures=num_exposures, min_dataset_size=min_dataset_size,
+            calibration=calibration,
         )  # fmt: skip
         k = num_clients if clients_per_round is None else clients_per_round
-        self._num_rounds = num_rounds
-        promised = (
-            LocalLevel(noise_multiplier=self.nbafl.sigma_u / l2_norm_clip),
-            NbAFLLevel(clip=l2_norm_clip, sigma_u=self.nbafl.sigma_u, sigma_d=self.nbafl.sigma_d, clients_per_round=k),
-        )
+        self._num_rounds, self._l2_norm_clip, self._k = num_rounds, l2_norm_clip, k
         super().__init__(
-            strategy, privacy=promised, clip=math.inf, noise_multiplier=0.0, delta=delta, clients_per_round=k,
-            population=num_clients, ledger_path=ledger_path, seed=seed,
+            strategy, noise_multiplier=0.0, delta=delta, clients_per_round=k, population=num_clients,
+            ledger_path=ledger_path, seed=seed,
         )  # fmt: skip
+
+    def _checked_clip(self, clip: Any) -> float:
+        return math.inf  # clients clip their weights, and the server trusts them
+
+    def _levels(self) -> tuple[Any, ...]:
+        clip, sigma_u, sigma_d = self._l2_norm_clip, self.nbafl.sigma_u, self.nbafl.sigma_d
+        return (
+            LocalLevel(noise_multiplier=sigma_u / clip),
+            NbAFLLevel(clip=clip, sigma_u=sigma_u, sigma_d=sigma_d, clients_per_round=self._k),
+        )
 
     def _stddevs(self, clip: float, clients: float) -> tuple[float, float]:
         return clients * self.nbafl.sigma_d, 0.0

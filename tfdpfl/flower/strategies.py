@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tfdpfl import _tap
+from tfdpfl._names import accept_old_name
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
@@ -60,12 +61,13 @@ class DifferentialPrivacy(Strategy):
 
     _limit = "target_epsilon"  # what ends a training
 
+    @accept_old_name("clip", "l2_norm_clip")
     def __init__(
         self,
         strategy: Strategy,
         *,
         noise_multiplier: float,
-        clip: float | AdaptiveClip,
+        l2_norm_clip: float | AdaptiveClip | None = None,
         delta: float,
         clients_per_round: int | None = None,
         sampling_rate: float | None = None,
@@ -79,8 +81,8 @@ class DifferentialPrivacy(Strategy):
         accountant: str = "pld",
         noise: Noise | None = None,
         seed: int | None = None,
-        privacy: tuple[Any, ...] | None = None,
     ):
+        clip = self._checked_clip(l2_norm_clip)
         if not isinstance(strategy, Strategy):
             raise ValueError(
                 f"strategy must be one of flwr.serverapp.strategy, got {strategy!r}: strategies of flwr.server are "
@@ -112,11 +114,7 @@ class DifferentialPrivacy(Strategy):
         self._cohorts = Cohorts(clients_per_round, sampling_rate, population, max_participations, min_separation, seed)
         self._clip, self.current_clip = clip, clip.initial if isinstance(clip, AdaptiveClip) else float(clip)
         self._noise_multiplier = z
-        of_metrics = [self._train_metrics.noise_multiplier] if self._train_metrics else []
-        own: ClientLevel | CorrelatedLevel = ClientLevel(noise_multiplier=combined(z, *of_metrics) if of_metrics else z)
-        if noise is not None:
-            own = CorrelatedLevel(noise=noise, noise_multiplier=z)
-        self.privacy: tuple[Any, ...] = (own,) if privacy is None else privacy
+        self.privacy = self._levels()
         if isinstance(clip, AdaptiveClip) and self._cohorts.denominator is not None:
             clip.split(z, self._cohorts.denominator)  # refuses a count that costs too much before anything runs
         self._seed = seed
@@ -154,6 +152,17 @@ class DifferentialPrivacy(Strategy):
                     "ledger_path=%r is looked for in the folder that this process runs in, and a new ledger begins at "
                     "%s. A server that is started elsewhere would not find it: give the whole path", ledger_path, place,
                 )  # fmt: skip
+
+    def _checked_clip(self, clip: float | AdaptiveClip | None) -> float | AdaptiveClip:
+        advice = "give the largest L2 norm of an update, or use the adaptive strategy"
+        return _checks.real("l2_norm_clip", clip, advice, above=0)
+
+    def _levels(self) -> tuple[Any, ...]:
+        z = self._noise_multiplier
+        if self._noise is not None:
+            return (CorrelatedLevel(noise=self._noise, noise_multiplier=z),)
+        return (ClientLevel(noise_multiplier=combined(z, self._train_metrics.noise_multiplier)
+                            if self._train_metrics else z),)  # fmt: skip
 
     # What it promises.
 
@@ -615,7 +624,7 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
     """Client-level differential privacy with a clip that stays, around any strategy.
 
         strategy = DifferentialPrivacyFixedClipping(
-            FedAdam(), noise_multiplier=1.0, clip=0.5, sampling_rate=0.1, delta=1e-5, target_epsilon=2.0,
+            FedAdam(), noise_multiplier=1.0, l2_norm_clip=0.5, sampling_rate=0.1, delta=1e-5, target_epsilon=2.0,
             ledger_path="ledger.jsonl",
         )
         result = strategy.start(grid, ArrayRecord(model.get_weights()), num_rounds=100)
@@ -633,7 +642,7 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
     Args:
       strategy: one of ``flwr.serverapp.strategy`` that takes a mean, as FedAvg, FedAvgM, FedProx or FedAdam.
       noise_multiplier: the noise's standard deviation over the clip; 0 promises nothing.
-      clip: the largest L2 norm of a client's update, over all arrays together.
+      l2_norm_clip: the largest L2 norm of a client's update, over all arrays together.
       delta: δ of every ε.
       clients_per_round: the number that the mean is over. The wrapped strategy chooses whom it asks, and no privacy
         is claimed for the choice.
@@ -672,12 +681,6 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
     Source: McMahan et al. 2018, arXiv:1710.06963, algorithm 1.
     """
 
-    def __init__(self, strategy: Strategy, *, noise_multiplier: float, clip: float, delta: float, **others: Any):
-        clip = _checks.real(
-            "clip", clip, "give the largest L2 norm of an update, or take the adaptive strategy", above=0
-        )
-        super().__init__(strategy, noise_multiplier=noise_multiplier, clip=clip, delta=delta, **others)
-
 
 class DifferentialPrivacyAdaptiveClipping(DifferentialPrivacy):
     """`DifferentialPrivacyFixedClipping` whose clip follows a quantile of the updates' norms.
@@ -686,20 +689,19 @@ class DifferentialPrivacyAdaptiveClipping(DifferentialPrivacy):
     together cost what ``noise_multiplier`` says.
 
     Args:
-      clip: a `tfdpfl.AdaptiveClip`.
+      l2_norm_clip: a `tfdpfl.AdaptiveClip`; None takes one with its defaults.
       The others: as for `DifferentialPrivacyFixedClipping`.
 
     Source: Andrew et al. 2021, arXiv:1905.03871.
     """
 
-    def __init__(
-        self, strategy: Strategy, *, noise_multiplier: float, delta: float, clip: AdaptiveClip | None = None,
-        **others: Any,
-    ):  # fmt: skip
-        clip = AdaptiveClip() if clip is None else clip
-        if not isinstance(clip, AdaptiveClip):
-            raise ValueError(f"clip must be a tfdpfl.AdaptiveClip, got {clip!r}: or take the strategy of a fixed clip")
-        super().__init__(strategy, noise_multiplier=noise_multiplier, clip=clip, delta=delta, **others)
+    def _checked_clip(self, clip: float | AdaptiveClip | None) -> AdaptiveClip:
+        if clip is not None and not isinstance(clip, AdaptiveClip):
+            raise ValueError(
+                f"l2_norm_clip={clip!r} is no tfdpfl.AdaptiveClip, so this strategy could not move it. Pass "
+                f"AdaptiveClip(initial={clip!r}), or use DifferentialPrivacyFixedClipping"
+            )
+        return AdaptiveClip() if clip is None else clip
 
 
 def _limits_with(
