@@ -93,6 +93,18 @@ def test_the_pages_show_the_figures_that_were_measured(monkeypatch):
     assert step.pages(results) != pages
 
 
+def test_the_pages_are_written_in_short_sentences(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    sentences = importlib.import_module("sentences")
+    found = [sentence for page in PAGES for sentence in sentences.sentences_of(page)]
+    measured = sentences.figures(found)
+    assert len(found) > 1000 and measured["median words"] <= 14 and measured["longer than 25"] < 0.05
+    assert measured["begin with what, who, where, of which"] <= 0.02
+    text = "| a b c |\n\nWhat is `this`\none. And that is [a link](b.md):\n\n- A third one\n"
+    assert list(sentences.sentences(text)) == ["What is CODE one.", "And that is a link:", "A third one"]
+    assert list(sentences.docstrings('def f():\n    "One. Two."\n\ndef _g():\n    "Three."\n')) == ["One. Two."]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_leads_to_what_is_there(page):
     for link in LINK.findall(prose(page)):
