@@ -17,19 +17,23 @@ import audit_faults
 DOCS = Path(__file__).parents[2] / "docs"
 INTRO = """# Self-audit
 
-The package's own instruments, turned on the package. Each mechanism runs on two neighbours. `replay` compares what
-enters its noise; `audit_epsilon` tells the two apart as well as it can, and must stay below what the ledger claims
-(99.9 % confidence). Then faults are planted, as peers had them or as a user would make them. Each must be found, and by
-its name: the same check says nothing of the package as it is.
+The tools of [Auditing](auditing.md) test this package itself.
 
-A low bound proves nothing. With so few runs, and an adversary that sees less than all, it is often well below the
-claim.
+- **Mechanisms.** Each mechanism runs on two neighbours. `replay` compares the values that enter the noise.
+  `audit_epsilon` then tries to tell the two runs apart. Its lower bound must stay below the ε of the ledger (99.9 %
+  confidence).
+- **Faults.** Faults are planted, as other libraries had them or as a user could make them. Each fault must be found by
+  the expected message. The same check must find nothing in the package without the fault.
 
-`tests/audit/test_self_audit.py` checks all of this. The page is written by
+A low bound proves nothing. There are few runs, and the attacker does not see everything, so the bound is often far below
+the claim.
+
+`tests/audit/test_self_audit.py` checks all of this. This command writes the page, on the tff stack and then on the
+keras3 stack:
 
     $ python tests/audit/self_audit.py
 
-on the tff stack and then on the keras3 stack, from the lists in `tests/audit/audit_cases.py` and `audit_faults.py`.
+`tests/audit/audit_cases.py` lists the mechanisms, and `audit_faults.py` the faults.
 """
 TITLES = {
     "optimizers": "Optimizers",
@@ -73,7 +77,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def page(known: dict[str, list[str]]) -> str:
     """The page of all that was measured, rows by their names."""
-    moved = "Moved: the most that a value moved before its noise, over what is charged."
+    moved = (
+        "`moved` is the largest change of a value before its noise, divided by the sensitivity that ε was computed for."
+    )
     parts = [INTRO, "## Mechanisms", "", moved, ""]
     for group, title in TITLES.items():
         head = ["case", "moved", "ε claimed", "ε found"]
