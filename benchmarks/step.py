@@ -301,6 +301,12 @@ LABELS = {
     "tied_decoder": "decoder, tied weights",
 }  # fmt: skip
 PEERS = {"opacus_ghost": "Opacus ghost", "jax_privacy": "jax-privacy", "tfp": "TF Privacy drop-in"}
+DRAWN = {"tfdpfl3": "tfdpfl, Keras 3", "tfdpfl2": "tfdpfl, Keras 2", **PEERS}
+SHORT = {
+    "mlp": "MLP", "mlp_256": "MLP, width 256", "mlp_4096": "MLP, width 4096", "mnist_cnn": "MNIST CNN",
+    "resnet": "ResNet-14", "transformer": "transformer", "embedding": "embedding", "lstm": "LSTM, unrolled",
+    "lstm_rolled": "LSTM, loop", "tied_decoder": "decoder, tied",
+}  # fmt: skip
 
 
 def page_table(results: list[Result], size: int, short: bool) -> str:
@@ -351,36 +357,54 @@ def pages(results: list[Result], root: Path = HERE.parent) -> dict[Path, str]:
 
 
 def plot(results: list[Result], path: Path, title: str) -> None:
-    """Draws each competitor's ratio to its plain step, a panel a batch size."""
+    """Draws the ratio of each competitor to its plain step, one panel for each batch size; a failure has no bar."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch
+    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
     sizes = sorted({r.batch_size for r in results})
     models = list(dict.fromkeys(r.model for r in results))
-    shown = [n for n, e in COMPETITORS.items() if e.reference and any(r.competitor == n and r.ms for r in results)]
-    shown = [name for name in shown if not name.endswith("noiseless") and not name.startswith("floor")]
+    shown = [name for name in DRAWN if any(r.competitor == name and r.ms for r in results)]
+    clocks = {r.clock for r in results if r.competitor in shown}
+    least = 0.8 * min(1, *(r.time_ratio for r in results if r.time_ratio and r.competitor in shown))
     figure, axes = pyplot.subplots(
-        1, len(sizes), figsize=(2 + 5 * len(sizes), 1.5 + 0.16 * len(models) * len(shown)), sharey=True, squeeze=False,
-        layout="constrained",
+        1, len(sizes), figsize=(1.5 + 3.3 * len(sizes), 1.2 + (0.1 + 0.14 * len(shown)) * len(models)), sharey=True,
+        squeeze=False, layout="constrained",
     )  # fmt: skip
     for axis, size in zip(axes[0], sizes, strict=True):
+        axis.set(xscale="log", xlabel="× plain step", title=f"batch {size}")
         for i, name in enumerate(shown):
-            found = [r for r in results if (r.competitor, r.batch_size) == (name, size)]
-            at = [models.index(r.model) + 0.8 * (i + 0.5) / len(shown) for r in found]
-            bars = axis.barh(at, [r.time_ratio or 1 for r in found], 0.8 / len(shown), color=f"C{i}")
-            texts = [f"{r.time_ratio:.2f}" if r.time_ratio else "failed" for r in found]
-            texts = [text + "*" * (r.clock != "CPU") for text, r in zip(texts, found, strict=True)]
-            axis.bar_label(bars, texts, padding=2, fontsize=6)
-        axis.set(xscale="log", xlabel="DP step / plain step of the same framework", title=f"batch {size}")
+            for r in [r for r in results if (r.competitor, r.batch_size) == (name, size)]:
+                at, star = (
+                    models.index(r.model) + 0.8 * (i + 0.5) / len(shown),
+                    "*" * (r.clock != "CPU" and len(clocks) > 1),
+                )
+                if r.time_ratio:
+                    bar = axis.barh(at, r.time_ratio - least, 0.8 / len(shown), left=least, color=f"C{i}")
+                    axis.bar_label(bar, [f"{r.time_ratio:.2f}{star}"], padding=2, fontsize=6)
+                elif r.failure:
+                    why = "no memory" if "memory" in r.failure else "too slow" if "time out" in r.failure else "fails"
+                    axis.text(1.02 * least, at, f"{why}{star}", color=f"C{i}", fontsize=6, va="center")
         axis.axvline(1, color="0.5", linewidth=0.8)
-        axis.set_yticks([i + 0.4 for i in range(len(models))], models)
-        axis.invert_yaxis()
+        axis.set_yticks([i + 0.4 for i in range(len(models))], [SHORT[model] for model in models])
         axis.margins(x=0.2)
-    axes[0][-1].legend([Patch(color=f"C{i}") for i in range(len(shown))], shown, fontsize=7, loc="lower right")
-    figure.suptitle(f"{title}; CPU time (*: wall time, of earlier days)")
+        axis.set_xlim(left=least)
+        narrow = axis.get_xlim()[1] < 5
+        axis.xaxis.set_major_locator(FixedLocator([1, 1.5, 2, 3, 4]) if narrow else LogLocator())
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    axes[0][0].invert_yaxis()
+    if len(shown) > 1:
+        patches = [Patch(color=f"C{i}") for i in range(len(shown))]
+        figure.legend(
+            patches, [DRAWN[name] for name in shown], fontsize=8, loc="outside lower center", ncols=len(shown)
+        )
+    stars = "CPU time" if "CPU" in clocks else "wall time"
+    stars += "; *: wall time on earlier days" * (len(clocks) > 1)
+    figure.suptitle(f"{title}: a private step divided by a plain step ({stars})", fontsize=10)
     figure.savefig(path, dpi=130)
 
 
@@ -426,7 +450,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--keep", action="store_true", help="what the output has of other models, batches and competitors stays"
     )
-    parser.add_argument("--pages", action="store_true", help="measure nothing; make the pages' tables anew")
+    parser.add_argument(
+        "--pages", action="store_true", help="measure nothing; draw the picture and fill the pages' tables again"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "results" / "step", help="where tables and plots go")
     return parser.parse_args(arguments)
 
@@ -435,8 +461,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Measures, prints the tables, and writes them, all in one JSON file and a picture, after each combination."""
     options = _options(arguments)
     if options.pages:
-        for path, text in pages(_kept(options.output, [], [])).items():
+        kept = _kept(options.output, [], [])
+        for path, text in pages(kept).items():
             path.write_text(text)
+        plot(kept, options.output.with_name(options.output.name + ".png"), f"{os.cpu_count()} cores")
         return
     combinations = [(model, size) for size in options.batches for model in options.models]
     environments = {COMPETITORS[name].environment for name in options.competitors}

@@ -129,7 +129,7 @@ def draw(found: dict[str, list[dict]], output: Path) -> None:
         ax.set_xticks(shown, [f"{epsilon:g}" for epsilon in shown])
         ax.minorticks_off()
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
-        ax.set_title(f"{data}, δ = {DELTA[data]:g}", loc="left")
+        ax.set_title(f"{data}, δ = {DELTA[data]:.0e}".replace("e-0", "e-"), loc="left")
     axes[0].figure.savefig(output, dpi=110)
 
 

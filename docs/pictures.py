@@ -40,9 +40,12 @@ def attacker():
         mu = brentq(lambda mu, epsilon=epsilon: delta_of(mu, epsilon) - 1e-5, 1e-3, 20)
         ax.plot(chance, norm.cdf(norm.ppf(chance) + mu), label=f"ε = {epsilon:g}")
     ax.plot(chance, chance, ":", color="0.5", label="guessing")
-    ax.set(xscale="log", ylim=(0, 1), xlabel="outsiders wrongly called members", ylabel="members found")
+    ax.set(
+        xscale="log", ylim=(0, 1), xlabel="share of outsiders wrongly called members", ylabel="share of members found"
+    )
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.legend()
-    save(ax, "concept-epsilon", "ε = 1: hardly better than guessing. ε = 8: two members in three, one outsider in ten")
+    save(ax, "concept-epsilon", "At ε = 1 the best attack is hardly better than guessing")
 
 
 def sampling():
@@ -55,7 +58,7 @@ def sampling():
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.legend()
-    save(ax, "concept-sampling", "The same noise: with Poisson batches ε is a tenth, or less")
+    save(ax, "concept-sampling", "With the same noise, Poisson batches have a tenth of the ε, or less")
 
 
 def batch():
@@ -68,11 +71,11 @@ def batch():
             for b in sizes
         ]  # fmt: skip
         ax.plot(sizes, noise, marker="o", label=f"ε = {epsilon}")
-    ax.set(xscale="log", yscale="log", xlabel="batch size", ylabel="noise in the mean gradient, over the clip")
+    ax.set(xscale="log", yscale="log", xlabel="batch size", ylabel="noise in the mean gradient / clip")
     ax.xaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.legend()
-    save(ax, "concept-batch", "Ten epochs: a larger batch has less noise in each step")
+    save(ax, "concept-batch", "Larger batches have less noise in each step (ten epochs)")
 
 
 def accountants():
@@ -84,7 +87,7 @@ def accountants():
     ax.set(xscale="log", xlabel="steps", ylabel="ε at δ = 1e-5", ylim=(0, None))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.legend()
-    save(ax, "concept-accountants", "Both are upper bounds; PLD's is closer, most of all for few steps")
+    save(ax, "concept-accountants", "Both are upper bounds; PLD is closer, above all for few steps")
 
 
 def units():
@@ -95,7 +98,7 @@ def units():
     ]
     ax.bar(counts, values, width=0.7)
     ax.set(xlabel="examples of one person", ylabel="that person's ε", xticks=list(counts))
-    save(ax, "concept-units", "What is 0.92 for one row is 5.6 for a person with five")
+    save(ax, "concept-units", "ε is 0.92 for one example, and 5.6 for a person with five")
 
 
 if __name__ == "__main__":

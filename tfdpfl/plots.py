@@ -9,6 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 _EPSILON = "_epsilon"  # the end of the names of History's columns
 
@@ -40,11 +41,8 @@ def privacy_utility(
         ax.plot(*zip(*shown, strict=True), marker="o", label=name)
     if baseline is not None:
         ax.axhline(baseline, color="0.5", linestyle=":", label="without privacy")
-    from matplotlib.ticker import LogFormatter
-
     ax.set(xlabel="ε", ylabel=utility, xscale="log")
-    for which in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
-        which(LogFormatter())  # 2 and not 2 × 10⁰
+    _write_numbers(ax.xaxis)
     ax.legend()
     return ax
 
@@ -102,7 +100,9 @@ def membership(report: Any, *, most: int = 20) -> list[Axes]:
     axes[0].step(np.maximum(fpr, least), np.maximum(tpr, least), where="post", label=report.attack)
     axes[0].plot([least, 1], [least, 1], ":", color="0.5", label="guessing")
     axes[0].plot(report.fpr, report.tpr_at_low_fpr, "o", color="C0")
-    axes[0].set(xscale="log", yscale="log", xlabel="non-members accused", ylabel="members found")
+    axes[0].set(xscale="log", yscale="log", xlabel="share of non-members accused", ylabel="share of members found")
+    for axis in (axes[0].xaxis, axes[0].yaxis):
+        _write_numbers(axis)
     axes[0].legend(loc="lower right")
     if report.slices:
         shown = sorted(report.slices.items(), key=lambda item: -item[1].auc)[:most]
@@ -226,6 +226,15 @@ def panels(count: int) -> list[Axes]:
             f"tfdpfl.plots draws with matplotlib, which cannot be imported ({error}): pip install 'tfdpfl[plots]'"
         ) from error
     return list(Figure(figsize=(7 * count, 4.2), layout="constrained").subplots(1, count, squeeze=False)[0])
+
+
+def _write_numbers(axis: Axis) -> None:
+    """Labels a logarithmic axis with 0.5 rather than 5 × 10⁻¹."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _axes() -> Axes:

@@ -25,8 +25,8 @@ The tools of [Auditing](auditing.md) test this package itself.
 - **Faults.** Faults are planted, as other libraries had them or as a user could make them. Each fault must be found by
   the expected message. The same check must find nothing in the package without the fault.
 
-A low bound proves nothing. There are few runs, and the attacker does not see everything, so the bound is often far below
-the claim.
+A low bound proves nothing. There are few runs, and the attacker does not see everything, so the bound is often far
+below the claim.
 
 `tests/audit/test_self_audit.py` checks all of this. This command writes the page, on the tff stack and then on the
 keras3 stack:
