@@ -353,9 +353,9 @@ def test_coins_are_fair_at_every_rate(number, rate):
 
 
 def test_draws_come_from_the_generator_of_noise_and_a_forked_process_has_its_own():
-    from tfdpfl import noise
+    from tfdpfl.noise.source import KeyStream, new_key
 
-    assert (Words(5)(3) == noise._Stream(noise.new_key(5)).words(np.empty(3, np.uint64))).all()
+    assert (Words(5)(3) == KeyStream(new_key(5)).words(np.empty(3, np.uint64))).all()
     words = Words()
     words(1)
     parents = words._stream

@@ -19,7 +19,7 @@ _EVERY = "it clips every example by itself unless you pass num_microbatches"
 _LEDGER = "use tfdpfl.PrivacyLedger, or tfdpfl.callbacks.PrivacyBudget in fit"
 _KERAS_LAYER = "use the layer of Keras: tfdpfl clips its gradients as it is"
 
-# Names of other packages (and some of `tfdpfl.noise`, which imports them), and what to use in their place.
+# Names of other packages, and what to use in their place.
 ELSEWHERE: dict[str, str] = {
     # TensorFlow Privacy
     "compute_dp_sgd_privacy": "use tfdpfl.compute_epsilon(...)",
@@ -46,9 +46,6 @@ ELSEWHERE: dict[str, str] = {
     "DPSparseKerasSGDOptimizer": "use tfdpfl.DPSGD(..., sparse=tfdpfl.AdaFEST(...))",
     "DPSparseKerasAdamOptimizer": "use tfdpfl.DPAdam(..., sparse=tfdpfl.AdaFEST(...))",
     "DPFTRLM": "use tfdpfl.DPFTRL",
-    "Tree": "it is tfdpfl.noise.Tree",
-    "Banded": "it is tfdpfl.noise.Banded",
-    "BLT": "it is tfdpfl.noise.BLT",
     "TreeAggregation": "use tfdpfl.noise.Tree(...) as noise= of an optimizer",
     "RdpAccountant": _LEDGER,
     "PLDAccountant": _LEDGER,
@@ -112,6 +109,8 @@ def _places(modules: tuple[str, ...]) -> dict[str, str]:
     for module in modules:
         for path in (folder / module / "__init__.py", folder / f"{module}.py"):
             source = path.read_text("utf-8") if path.exists() else ""
+            for below in re.findall(r"^from tfdpfl\.(\S+) import \*", source, re.M):
+                source += folder.joinpath(*below.split(".")).with_suffix(".py").read_text("utf-8")
             lists = re.findall(r"^(?:__all__|_WHERE)\b[^=\n]*= [\[{](.*?)[\]}]$", source, re.M | re.S)
             names = re.findall(r"\"(\w+)\"", "".join(lists)) or re.findall(
                 r"^(?:def|class) ([a-zA-Z]\w*)", source, re.M

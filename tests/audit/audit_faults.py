@@ -212,9 +212,9 @@ def _every_second(gaussian: Any) -> Any:
 
 
 def _same_key(opened: Any) -> Any:
-    from tfdpfl import noise
+    from tfdpfl.noise.source import KeyStream, new_key
 
-    return lambda self: noise._Stream(noise.new_key(7))
+    return lambda self: KeyStream(new_key(7))
 
 
 def _same_node(fresh_key: Any) -> Any:

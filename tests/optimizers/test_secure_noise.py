@@ -80,7 +80,7 @@ def test_the_update_lies_on_the_grid_and_has_the_noise(monkeypatch):
     assert kernel.std() == pytest.approx(sigma, rel=0.03)
     assert sigma * step == pytest.approx(1.0, rel=2e-3)
     # With the noise off the update is the rounded clipped sum.
-    monkeypatch.setattr("tfdpfl.noise.discrete_gaussian", lambda words, size, sigma: np.zeros(size, np.int64))
+    monkeypatch.setattr("tfdpfl.noise.source.discrete_gaussian", lambda words, size, sigma: np.zeros(size, np.int64))
     ours, plain = (c.compiled(tfdpfl.DPSGD(0.5, m, secure_noise=True, learning_rate=1.0)) for m in (1.0, 0.0))
     x, y = c.examples(8)
     for model in (ours, plain):

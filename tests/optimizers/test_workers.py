@@ -346,16 +346,16 @@ def test_a_killed_worker_ends_the_job_which_goes_on_from_its_backup_with_all_ste
 
 def test_machines_that_make_other_noise_of_one_key_do_not_agree(monkeypatch):
     """As a processor's last bits, or a GPU's generator beside a CPU's."""
-    from tfdpfl.noise import _Stream
+    from tfdpfl.noise.source import KeyStream
     from tfdpfl.optimizers import _workers
 
-    dp, real = tfdpfl.DPSGD(1.0, 1.0)._dp, _Stream.normals
+    dp, real = tfdpfl.DPSGD(1.0, 1.0)._dp, KeyStream.normals
     mine = _workers._number_of(dp, [])
     assert mine == _workers._number_of(dp, [])
     with monkeypatch.context() as other:
-        other.setattr(_Stream, "normals", lambda *how: np.nextafter(real(*how), np.float32(9)))
+        other.setattr(KeyStream, "normals", lambda *how: np.nextafter(real(*how), np.float32(9)))
         assert mine != _workers._number_of(dp, [])
-    monkeypatch.setattr("tfdpfl.noise._on_host", lambda: False)
+    monkeypatch.setattr("tfdpfl.noise.source._on_host", lambda: False)
     assert mine != _workers._number_of(dp, [])
 
 

@@ -8,14 +8,12 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz
+from tfdpfl.accounting.participation import most_participations
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER
-from tfdpfl.accounting.strategies import BLT, ERRORS, Banded, Noise, Tree, noise_from_dict
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise.strategies import ERRORS, INDEPENDENT, KINDS, Noise, as_noise
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -58,8 +56,7 @@ class CorrelatedRun:
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
-        if not isinstance(self.noise, Noise):
-            raise ValueError(f"noise={self.noise!r} must be tfdpfl.noise.Tree, Banded or BLT.")
+        put("noise", as_noise(self.noise))
         mend = "give the optimizer's noise_multiplier (0 for none)"
         put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, mend, at_least=0))
         put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
@@ -93,9 +90,9 @@ class CorrelatedRun:
 
     @property
     def amplified(self) -> bool:
-        """Whether the sampling is in the price: bands that fit between two turns of a group."""
-        fits = isinstance(self.noise, Banded) and self.noise.bands <= self.min_separation
-        return self.sampling_rate is not None and fits
+        """Whether the sampling is in the price: no two uses of an example meet in the noise."""
+        uses_meet = self.noise.event_of_a_use(self.num_steps, self.min_separation, 1.0) is None
+        return self.sampling_rate is not None and not uses_meet
 
     @property
     def dp_event(self) -> DpEvent:
@@ -106,40 +103,23 @@ class CorrelatedRun:
             return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
-        stddev = self.noise_multiplier * self.noise.unit / (2 if self.adjacency == "replace_one" else 1)  # in clips
-        if self.amplified:
-            # The rounds of the groups see one of an example's uses each, which moves other noises than the last
-            # (Choquette-Choo et al. 2023, arXiv:2306.08153, Theorem 4).
-            column = self.noise.column(self.num_steps)  # type: ignore[attr-defined]
-            step = _moving_each(np.abs(column) / stddev)
-            if self.sampling_rate is not None and self.sampling_rate < 1:
-                step = dp_event.PoissonSampledDpEvent(self.sampling_rate, step)
-            return dp_event.SelfComposedDpEvent(step, self.participations)
-        if isinstance(self.noise, Tree):
-            sensitivity = self.noise.sensitivity(self.num_steps, self.min_separation, self._most)
-            leaves = min(self.num_steps, self.noise.restart_every or self.num_steps)
-            # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as
-            # few as can be: the chance over the uses is largest at either end, as long as it is small.
-            most, shifts = self.participations, [(float(self.participations * leaves.bit_length()), 1 / stddev)]
-            for level in range(leaves.bit_length()):
-                uses = min(most, -(-(1 << level) // self.min_separation))
-                shifts.append((most / uses, uses / stddev))
-            return _moving(sensitivity / stddev, shifts)
-        column = self.noise.column(self.num_steps)  # type: ignore[attr-defined]
-        moved = moved_by_toeplitz(column, self.num_steps, self.min_separation, self._most)
-        return _moving_each(moved / stddev)
+        # Of the base normals, in what one example can add to a step.
+        stddev = self.noise_multiplier * self.noise.unit / (2 if self.adjacency == "replace_one" else 1)
+        use = self.noise.event_of_a_use(self.num_steps, self.min_separation, stddev)
+        if use is None or self.sampling_rate is None:
+            return self.noise.event(self.num_steps, self.min_separation, self._most, stddev)
+        # The rounds of the groups see one of an example's uses each.
+        if self.sampling_rate < 1:
+            use = dp_event.PoissonSampledDpEvent(self.sampling_rate, use)
+        return dp_event.SelfComposedDpEvent(use, self.participations)
 
     def text(self) -> str:
-        kind = {k: v for k, v in self.noise.to_dict().items() if k in ("restart_every", "bands", "buffers")}
-        size = ", ".join(f"{k}={v}" for k, v in kind.items() if v is not None)
         how = f"at most {self.participations} uses of an example, {self.min_separation} or more steps apart"
         if self.sampling_rate is not None:
             how = f"{self.min_separation} groups in turns, sampled at {self.sampling_rate:.4g}"
             how += "" if self.amplified else " (not in the price)"
-        return (
-            f"{self.num_steps} steps with {type(self.noise).__name__}({size}) noise, noise multiplier "
-            f"{self.noise_multiplier:.4g}: {how}"
-        )
+        what = f"{self.noise.text()} noise, noise multiplier {self.noise_multiplier:.4g}"
+        return f"{self.num_steps} steps with {what}: {how}"
 
     def to_dict(self) -> dict[str, Any]:
         """The run as values that JSON can hold."""
@@ -149,37 +129,7 @@ class CorrelatedRun:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> CorrelatedRun:
         """The run that `to_dict` saved."""
-        return cls(**{**saved, "noise": noise_from_dict(saved["noise"])})
-
-
-@functools.cache
-def _event_type() -> Any:
-    import attr
-    from dp_accounting import dp_event
-
-    @attr.s(frozen=True, auto_attribs=True)
-    class CorrelatedGaussianDpEvent(dp_event.DpEvent):
-        """A Gaussian mechanism whose noise is many normals. `shifts` tells how many of them move by how many standard
-        deviations: where their tails end, neighbours differ."""
-
-        gaussian: dp_event.DpEvent
-        shifts: tuple[tuple[float, float], ...]
-
-    return CorrelatedGaussianDpEvent
-
-
-def _moving(shift: float, shifts: list[tuple[float, float]]) -> DpEvent:
-    """The event of normals that one example moves by ``shift`` standard deviations in all."""
-    from dp_accounting import dp_event
-
-    return _event_type()(dp_event.GaussianDpEvent(1 / shift), tuple(shifts))
-
-
-def _moving_each(shifts: np.ndarray) -> DpEvent:
-    """The same, from what each of them is moved by."""
-    rounded, counts = np.unique(np.ceil(32 * shifts[shifts > 0]) / 32, return_counts=True)
-    pairs = zip(counts.tolist(), rounded.tolist(), strict=True)
-    return _moving(float(np.linalg.norm(shifts)), [(float(n), s) for n, s in pairs])
+        return cls(**saved)
 
 
 def compute_noise_multiplier_of(
@@ -279,27 +229,19 @@ def compare(
     num_steps = _checks.whole("num_steps", num_steps, 1, "count the noisy updates")
     base = Noise(min_separation=min_separation, max_participations=max_participations)
     apart, uses = base.min_separation, most_participations(num_steps, base.min_separation, base.max_participations)
-    how: dict[str, Any] = {"min_separation": apart, "max_participations": uses}
-    widths = [1 << i for i in range(7)]
-    noises: list[Noise] = [Tree(**how)]
-    noises += [Tree(restart_every=apart, **how)] if 1 < apart < num_steps else []
-    fitting = [b for b in widths if b <= min(apart, num_steps)]
-    noises += [Banded(bands=b, num_steps=num_steps, objective=kind, **how) for b in fitting]
-    noises += [BLT(buffers=m, num_steps=num_steps, objective=kind, **how) for m in (2, 3) if num_steps > 2]
+    noises = [n for noise_class in KINDS.values() for n in noise_class.candidates(num_steps, apart, uses, kind)]
     sigma = 1.0
     if target_epsilon is not None and delta is not None:
-        one = Banded(bands=1, max_participations=1)
-        sigma = compute_noise_multiplier_of(one, target_epsilon=target_epsilon, delta=delta, num_steps=1)
+        sigma = compute_noise_multiplier_of(INDEPENDENT, target_epsilon=target_epsilon, delta=delta, num_steps=1)
     found = []
     for noise in noises:
         sensitivity = noise.sensitivity(num_steps, apart, uses)
         multiplier = sigma * sensitivity / noise.unit
         found.append(Compared(noise, sigma * noise.error(num_steps, kind), multiplier, False))
     if sampling_rate is not None and target_epsilon is not None and delta is not None:
-        for b in widths:
-            if b * sampling_rate > 1:
-                break
-            noise = Banded(bands=b, min_separation=b, max_participations=1, num_steps=num_steps, objective=kind)
+        sampled = [n for each in KINDS.values() for n in each.sampled_candidates(num_steps, sampling_rate, kind)]
+        for noise in sampled:
+            b = noise.min_separation
             multiplier = compute_noise_multiplier_of(
                 noise, target_epsilon=target_epsilon, delta=delta, num_steps=num_steps, min_separation=b,
                 max_participations=-(-num_steps // b), sampling_rate=b * sampling_rate,

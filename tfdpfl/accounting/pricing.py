@@ -214,7 +214,7 @@ def beyond_support(leaf: "DpEvent") -> float:
     sigma = None if isinstance(leaf, laplace) else getattr(leaf, "noise_multiplier", None)
     if sigma is None:
         return 0.0
-    uses = _NOISES_OF_A_TREE if "Tree" in type(leaf).__name__ else 1
+    uses = _NOISES_OF_A_TREE if "TreeAggregation" in type(leaf).__name__ else 1
     return uses * tail(1 / sigma if sigma > 1e-300 else math.inf)
 
 

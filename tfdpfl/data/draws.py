@@ -29,9 +29,9 @@ class Words:
     def __call__(self, count: int) -> np.ndarray:
         """uint64 [count]."""
         if self._stream is None:
-            from tfdpfl import noise
+            from tfdpfl.noise.source import KeyStream, new_key
 
-            self._stream = noise._Stream(noise.new_key(self._seed))
+            self._stream = KeyStream(new_key(self._seed))
         words = np.empty(count, np.uint64)
         for at in range(0, count, _WORDS):
             self._stream.words(words[at : at + _WORDS])

@@ -22,7 +22,7 @@ from tfdpfl.federated.privacy import Participation, RoundsRun
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-    from tfdpfl.accounting.strategies import Noise
+    from tfdpfl.noise.strategies import Noise
 
 SAMPLINGS = ("poisson", "fixed_size", "bounded", "none")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdpfl.accounting.strategies import Noise
+from tfdpfl.noise.strategies import Noise
 
 
 class Rows:

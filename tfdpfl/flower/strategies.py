@@ -21,7 +21,6 @@ from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
-from tfdpfl.accounting.strategies import Noise
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, participations
@@ -52,6 +51,7 @@ from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_o
 from tfdpfl.flower.reports import promises_of_clients
 from tfdpfl.flower.rounds import Round, open_round
 from tfdpfl.flower.updates import ClippedSum
+from tfdpfl.noise.strategies import Noise, as_noise
 
 UNPROTECTED = "unprotected"
 
@@ -708,8 +708,7 @@ def _limits_with(
     noise: Noise, clip: Any, sampling_rate: Any, max_participations: int | None, min_separation: int
 ) -> tuple[int | None, int]:
     """The limits on a client's rounds: those given, or else those that the noise was made for."""
-    if not isinstance(noise, Noise):
-        raise ValueError(f"noise={noise!r} must be tfdpfl.noise.Tree, Banded or BLT, or None for independent noise")
+    noise = as_noise(noise)
     if isinstance(clip, AdaptiveClip):
         raise ValueError(
             "noise goes with a fixed clip: where the clip moves, rounds take back noise of another size than was "

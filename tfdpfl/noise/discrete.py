@@ -19,6 +19,8 @@ from fractions import Fraction
 
 import numpy as np
 
+__all__ = ["discrete_gaussian", "grid"]
+
 # Rounding moves a sum of d coordinates by up to sqrt(d) steps; the step is so small that this is at most so much of C.
 _ROUNDING = 2.0**-10
 _LARGEST = 1 << 31  # of the standard deviation, in steps
@@ -31,11 +33,16 @@ Words = Callable[[np.ndarray], np.ndarray]
 
 
 def grid(l2_norm_clip: float, noise_multiplier: float, size: int) -> tuple[float, int]:
-    """(the grid's step, the noise's standard deviation in steps) for a clipped sum of ``size`` coordinates.
+    """Returns the grid's step, and the noise's standard deviation in steps, for a clipped sum.
 
     One example moves the rounded sum by at most C + sqrt(size) steps: two roundings are each off by half a step in a
     coordinate. The standard deviation is at least ``noise_multiplier`` times that. The step is a power of 2, so that to
     divide by it rounds nothing.
+
+    Args:
+      l2_norm_clip: C.
+      noise_multiplier: the least standard deviation over the sensitivity.
+      size: coordinates of the sum.
     """
     root = math.sqrt(size)
     exponent = math.floor(math.log2(_ROUNDING * l2_norm_clip / root))
@@ -54,7 +61,7 @@ def grid(l2_norm_clip: float, noise_multiplier: float, size: int) -> tuple[float
 
 
 def discrete_gaussian(words: Words, size: int, sigma: int) -> np.ndarray:
-    """int64 [size]: integers k with probability proportional to exp(-k² / (2 sigma²)), exactly.
+    """Draws int64 [size]: integers k with probability proportional to exp(-k² / (2 sigma²)), exactly.
 
     Args:
       words: fills an array of unsigned integers with fresh uniform bits, and returns it.

@@ -20,12 +20,12 @@ from tfdpfl import _formats
 from tfdpfl._frames import PLAN, callers, running_fits, trained_by
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.accounting.strategies import Noise, Tree
 from tfdpfl.clipping import tapes
 from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.clipping.refusals import EAGER
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise.strategies import Noise, Tree
 from tfdpfl.optimizers import _counts, _fit_hook, _replicas
 from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._mechanism import NO_LOSS, Mechanism

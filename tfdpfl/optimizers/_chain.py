@@ -23,10 +23,10 @@ from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER, SHUFFLED
-from tfdpfl.accounting.strategies import Noise
 from tfdpfl.errors import PrivacyError
-from tfdpfl.noise import Source
 from tfdpfl.noise.correlated import Stream
+from tfdpfl.noise.source import Source
+from tfdpfl.noise.strategies import Noise
 from tfdpfl.optimizers import _counts
 
 ROWS = 128

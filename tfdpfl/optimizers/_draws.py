@@ -31,7 +31,7 @@ from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, body_graphs
 from tfdpfl.clipping.states import Batch, Items
 from tfdpfl.errors import PrivacyError
-from tfdpfl.noise import Source
+from tfdpfl.noise.source import Source
 
 # By graph and name: the ops that an earlier loss of the same step is made of, whose keys are secret by now. Where
 # another op draws instead, its name.

@@ -14,13 +14,13 @@ import tensorflow as tf
 from tfdpfl import _tap, clips, noise
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.accounting.strategies import Noise, noise_from_dict
 from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.gradients import added, compiled
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.clipping.registry import user_rules
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise.strategies import as_noise
 from tfdpfl.optimizers import _counts, _draws, _filled, _replicas, _rows, _workers
 from tfdpfl.optimizers._chain import Chain
 from tfdpfl.optimizers._clips import clipping_of
@@ -136,10 +136,7 @@ class Mechanism:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0):
             raise ValueError(f"seed={seed!r} must be a non-negative integer, or None for the system's entropy.")
         self.seed = None if seed is None else int(seed)
-        if isinstance(correlated, dict):
-            correlated = noise_from_dict(correlated)
-        if correlated is not None and not isinstance(correlated, Noise):
-            raise ValueError(f"noise={correlated!r} must be None, or tfdpfl.noise.Tree, Banded or BLT.")
+        correlated = as_noise(correlated, or_none=True)
         for name, usual in (("num_microbatches", None), ("parts", 1), ("rows_per_unit", 1)):
             if correlated is not None and getattr(self, name) != usual:
                 name, value = {"parts": "gradient_accumulation_steps"}.get(name, name), getattr(self, name)

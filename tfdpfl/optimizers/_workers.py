@@ -14,9 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdpfl import noise
 from tfdpfl.clipping.finished import raw_variable
 from tfdpfl.clipping.graph import require
+from tfdpfl.noise.source import bits_of_normals
 from tfdpfl.optimizers import _replicas
 
 _SETTINGS = (
@@ -82,7 +82,7 @@ def meet(dp: Any, units: tf.Tensor, variables: Sequence) -> Together:
 def _number_of(dp: Any, variables: Sequence) -> float:
     """A number that tells optimizers apart, by what privacy hangs on, and by the noise that a key gives."""
     shapes = [(v.shape.as_list(), raw_variable(v).dtype.name) for v in map(raw_variable, variables)]
-    text = json.dumps([dp.config(), shapes, noise._bits()], sort_keys=True, default=str)
+    text = json.dumps([dp.config(), shapes, bits_of_normals()], sort_keys=True, default=str)
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 

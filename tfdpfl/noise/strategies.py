@@ -1,8 +1,11 @@
-"""Correlated noise for training: which matrix, how far one example moves it, how much noise its running sums have.
+"""Kinds of correlated noise: one class for each, which states all that the package asks about it.
 
 Step t adds row t of ``C⁻¹ Z``, Z being independent normals: a later step takes back a part of what earlier ones added,
 so that the sum over the steps, which is what the weights follow, has little noise (DP-FTRL, matrix factorisation). C is
-lower triangular. No TensorFlow here: `tfdpfl.noise` draws.
+lower triangular.
+
+To add a noise, write a class here and put its name into `__all__`. Nothing else in the package names it. TensorFlow is
+imported by `draw` alone.
 """
 
 from __future__ import annotations
@@ -12,22 +15,47 @@ import functools
 import hashlib
 import json
 import math
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz, tree_sensitivity
+from tfdpfl.noise.optimal import best_bands, best_buffers
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+    from dp_accounting import DpEvent
+
+    from tfdpfl.noise.source import Source
+
+__all__ = ["BLT", "Banded", "Noise", "Tree"]
 
 ERRORS = ("rms", "max")
+_MOST_LEVELS = 48  # of one tree that is never restarted: more steps than any training takes
+KINDS: dict[str, type[Noise]] = {}  # by name, as `to_dict` saves it
+_WIDTHS = [1 << i for i in range(7)]  # of the bands that `compare` looks at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Noise:
-    """What all kinds of correlated noise have in common; see `Tree`, `Banded` and `BLT`."""
+    """The base of all kinds of correlated noise; see `Tree`, `Banded` and `BLT`.
+
+    Attributes:
+      min_separation: fewest steps from one use of an example to its next that it was made for.
+      max_participations: most uses of an example that it was made for, or None.
+      sizes: the names of the settings that a sentence about it shows.
+    """
 
     min_separation: int = 1
     max_participations: int | None = None
+
+    sizes: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        if not cls.__name__.startswith("_"):
+            KINDS[cls.__name__] = cls
 
     def __post_init__(self) -> None:
         mend = "count the steps from one use of an example to its next (of an epoch, if each has the same order)"
@@ -73,6 +101,55 @@ class Noise:
         sensitivity = self.sensitivity(num_steps, self.min_separation, self.max_participations)
         return sensitivity * math.sqrt(variances.max() if kind == "max" else variances.mean())
 
+    def initial_state(self, size: int) -> dict[str, np.ndarray]:
+        """Returns what is kept of earlier noise before step 0: names of variables and their values.
+
+        Args:
+          size: coordinates of all weights together.
+        """
+        raise NotImplementedError
+
+    def draw(self, source: Source, size: int, state: Sequence[tf.Variable], step: tf.Tensor) -> tf.Tensor:
+        """Draws a row of ``C⁻¹ Z``, float32 [size], of base normals of deviation 1, and moves the state on.
+
+        Args:
+          source: of the fresh normals.
+          size: coordinates of all weights together.
+          state: the variables that `initial_state` names.
+          step: int64 scalar, from 0: which row. At 0 the state counts as empty, whatever it holds.
+        """
+        raise NotImplementedError
+
+    def event(self, num_steps: int, min_separation: int, max_participations: int | None, stddev: float) -> DpEvent:
+        """Returns all steps of a training as one event.
+
+        Args:
+          num_steps, min_separation, max_participations: as for `sensitivity`.
+          stddev: of the base normals, in what one example can add to a step.
+        """
+        raise NotImplementedError
+
+    def event_of_a_use(self, num_steps: int, min_separation: int, stddev: float) -> DpEvent | None:
+        """Returns one use of an example as an event, if two uses never meet in a base normal; else None."""
+        return None
+
+    @classmethod
+    def candidates(
+        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
+    ) -> Iterable[Noise]:
+        """Yields those of this kind that `compare` looks at for such a training."""
+        return ()
+
+    @classmethod
+    def sampled_candidates(cls, num_steps: int, sampling_rate: float, objective: str) -> Iterable[Noise]:
+        """Yields those that `compare` looks at with groups that are sampled in turns."""
+        return ()
+
+    def text(self) -> str:
+        """Returns the kind with its `sizes`, for a sentence."""
+        given = {name: getattr(self, name) for name in self.sizes}
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in given.items() if v is not None)})"
+
     def to_dict(self) -> dict[str, Any]:
         """The noise as values that JSON can hold; `noise_from_dict` is the inverse."""
         return {"noise": type(self).__name__, **dataclasses.asdict(self)}
@@ -101,6 +178,8 @@ class Tree(Noise):
 
     restart_every: int | None = None
 
+    sizes = ("restart_every",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.restart_every is not None:
@@ -114,6 +193,46 @@ class Tree(Noise):
     def sensitivity(self, num_steps: int, min_separation: int = 1, max_participations: int | None = None) -> float:
         most = most_participations(num_steps, min_separation, max_participations)
         return math.sqrt(tree_sensitivity(num_steps, most, min_separation, self.restart_every, prefixes_only=True))
+
+    def event(self, num_steps: int, min_separation: int, max_participations: int | None, stddev: float) -> DpEvent:
+        sensitivity = self.sensitivity(num_steps, min_separation, max_participations)
+        most = most_participations(num_steps, min_separation, max_participations)
+        levels = min(num_steps, self.restart_every or num_steps).bit_length()
+        # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as
+        # few as can be: the chance over the uses is largest at either end, as long as it is small.
+        shifts = [(float(most * levels), 1 / stddev)]
+        for level in range(levels):
+            uses = min(most, -(-(1 << level) // min_separation))
+            shifts.append((most / uses, uses / stddev))
+        return moved_normals(sensitivity / stddev, shifts)
+
+    @classmethod
+    def candidates(
+        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
+    ) -> Iterable[Noise]:
+        yield cls(min_separation=min_separation, max_participations=max_participations)
+        if 1 < min_separation < num_steps:
+            yield cls(
+                restart_every=min_separation, min_separation=min_separation, max_participations=max_participations
+            )
+
+    def initial_state(self, size: int) -> dict[str, np.ndarray]:
+        levels = _MOST_LEVELS if self.restart_every is None else self.restart_every.bit_length()
+        return {"dp_noise_keys": np.zeros([levels, 2], np.int64)}
+
+    def draw(self, source: Source, size: int, state: Sequence[tf.Variable], step: tf.Tensor) -> tf.Tensor:
+        """Draws the node that this step closes, less those that it is made of, which were open until now: of each level
+        below its own the last one drawn."""
+        import tensorflow as tf
+
+        place = (step if self.restart_every is None else tf.math.floormod(step, self.restart_every)) + 1
+        keys = tf.convert_to_tensor(state[0])
+        lowest = tf.bitwise.bitwise_and(place, -place)
+        level = tf.reduce_sum(tf.cast(lowest > 2 ** tf.range(_MOST_LEVELS, dtype=tf.int64), tf.int64))
+        key = source.fresh_key()
+        row = source.of_keys(size, tf.concat([key[None], keys], 0), level)
+        state[0].assign(tf.where(tf.range(keys.shape[0], dtype=tf.int64)[:, None] == level, key, keys))
+        return row
 
     def level(self, step: int) -> int:
         """How often 2 divides the place of a step (from 0) in its tree: its node is the sum over 2^level steps."""
@@ -152,6 +271,10 @@ class _Toeplitz(Noise):
         column = self.column(num_steps)
         return float(np.linalg.norm(moved_by_toeplitz(column, num_steps, min_separation, max_participations)))
 
+    def event(self, num_steps: int, min_separation: int, max_participations: int | None, stddev: float) -> DpEvent:
+        moved = moved_by_toeplitz(self.column(num_steps), num_steps, min_separation, max_participations)
+        return moved_each(moved / stddev)
+
     def inverse(self, num_steps: int) -> np.ndarray:
         """The first column of C⁻¹."""
         from scipy.signal import lfilter
@@ -168,6 +291,12 @@ class _Toeplitz(Noise):
         known = self.column(num_steps)[:num_steps]
         column[: len(known)] = known
         return np.tril(toeplitz(column))
+
+
+def _sum(fresh: tf.Tensor, weights: Iterable[tf.Tensor], past: Iterable[tf.Tensor]) -> tf.Tensor:
+    import tensorflow as tf
+
+    return tf.add_n([fresh, *(weight * value for weight, value in zip(weights, past, strict=True))])
 
 
 def _numbers(name: str, values: Any, mend: str) -> tuple[float, ...]:
@@ -202,6 +331,8 @@ class Banded(_Toeplitz):
     coefficients: Any = None  # a tuple of floats once it is made
     objective: str = "rms"
 
+    sizes = ("bands",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._put("bands", _checks.whole("bands", self.bands, 1, "count the diagonals of C; 1 is independent noise"))
@@ -231,6 +362,43 @@ class Banded(_Toeplitz):
     def column(self, num_steps: int) -> np.ndarray:
         return np.array(self.coefficients)[:num_steps]
 
+    def event_of_a_use(self, num_steps: int, min_separation: int, stddev: float) -> DpEvent | None:
+        """As `Noise.event_of_a_use`: each use moves other noises than the last (Choquette-Choo et al. 2023,
+        arXiv:2306.08153, Theorem 4) if the bands fit between the two."""
+        return moved_each(np.abs(self.column(num_steps)) / stddev) if self.bands <= min_separation else None
+
+    @classmethod
+    def candidates(
+        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
+    ) -> Iterable[Noise]:
+        for bands in (b for b in _WIDTHS if b <= min(min_separation, num_steps)):
+            yield cls(
+                bands=bands, num_steps=num_steps, objective=objective,
+                min_separation=min_separation, max_participations=max_participations,
+            )  # fmt: skip
+
+    @classmethod
+    def sampled_candidates(cls, num_steps: int, sampling_rate: float, objective: str) -> Iterable[Noise]:
+        for b in (b for b in _WIDTHS if b * sampling_rate <= 1):
+            yield cls(bands=b, min_separation=b, max_participations=1, num_steps=num_steps, objective=objective)
+
+    def initial_state(self, size: int) -> dict[str, np.ndarray]:
+        # A variable for each row: what is assigned to a whole variable is not copied.
+        return {f"dp_noise_{i}": np.zeros(size, np.float32) for i in range(self.bands - 1)}
+
+    def draw(self, source: Source, size: int, state: Sequence[tf.Variable], step: tf.Tensor) -> tf.Tensor:
+        """Draws ``c₀ w = z - Σ cₐ w of a steps ago``; the last row is the first state."""
+        import tensorflow as tf
+
+        first, *others = self.coefficients
+        past = [tf.convert_to_tensor(v) for v in state]
+        weights = [tf.where(age <= step, -c, 0.0) for age, c in enumerate(others, start=1)]
+        row = _sum(source.gaussian([[size]], 1.0)[0], weights, past)
+        row = row if first == 1 else row / first
+        for variable, value in zip(state, [row, *past], strict=False):
+            variable.assign(value)
+        return row
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BLT(_Toeplitz):
@@ -253,6 +421,8 @@ class BLT(_Toeplitz):
     decay: Any = None
     scale: Any = None
     objective: str = "rms"
+
+    sizes = ("buffers",)
     _MOST: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
@@ -299,137 +469,95 @@ class BLT(_Toeplitz):
         inverse[:1] = 1.0
         return inverse
 
+    @classmethod
+    def candidates(
+        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
+    ) -> Iterable[Noise]:
+        for buffers in (2, 3) if num_steps > 2 else ():
+            yield cls(
+                buffers=buffers, num_steps=num_steps, objective=objective,
+                min_separation=min_separation, max_participations=max_participations,
+            )  # fmt: skip
 
-_KINDS: dict[Any, Any] = {kind.__name__: kind for kind in (Tree, Banded, BLT)}
+    def initial_state(self, size: int) -> dict[str, np.ndarray]:
+        return {f"dp_noise_{i}": np.zeros(size, np.float32) for i in range(self.buffers)}
+
+    def draw(self, source: Source, size: int, state: Sequence[tf.Variable], step: tf.Tensor) -> tf.Tensor:
+        """Draws ``w = z - scale · s``, then ``s = decay s + w``."""
+        import tensorflow as tf
+
+        past = [tf.convert_to_tensor(v) for v in state]
+        weights = [tf.where(step > 0, -scale, 0.0) for scale in self.scale]
+        row = _sum(source.gaussian([[size]], 1.0)[0], weights, past)
+        for variable, value, decay in zip(state, past, self.decay, strict=True):
+            variable.assign(tf.where(step > 0, decay, 0.0) * value + row)
+        return row
+
+
+# Independent noise: each step by itself.
+INDEPENDENT = Banded(bands=1, max_participations=1, coefficients=(1.0,))
+
+
+def as_noise(noise: Any, or_none: bool = False) -> Any:
+    """Returns a noise that was given to an argument ``noise=``, or saved by `Noise.to_dict`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if isinstance(noise, Noise) or (noise is None and or_none):
+        return noise
+    if isinstance(noise, dict):
+        return noise_from_dict(noise)
+    *names, last = KINDS
+    kinds = f"tfdpfl.noise.{', '.join(names)} or {last}"
+    raise ValueError(f"noise={noise!r} must be {'None, or ' if or_none else ''}{kinds}.")
 
 
 def noise_from_dict(saved: dict[str, Any]) -> Noise:
-    """The noise that `Noise.to_dict` saved.
+    """Makes the noise that `Noise.to_dict` saved.
 
     Raises:
       ValueError: ``saved`` is not what it gives.
     """
-    settings = dict(saved)
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
     kind = settings.pop("noise", None)
-    if kind not in _KINDS:
-        raise ValueError(f"noise={kind!r} is none of {', '.join(_KINDS)}: give what to_dict gave.")
+    if kind not in KINDS:
+        raise ValueError(f"noise={kind!r} is none of {', '.join(KINDS)}: give what to_dict gave.")
     try:
-        return _KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        return KINDS[kind](**settings)
     except TypeError as error:
         raise ValueError(f"saved is not what to_dict gave: {error}") from error
 
 
-def square_root(num_steps: int) -> np.ndarray:
-    """The column of the lower triangular Toeplitz C for which C² makes running sums: 1, 1/2, 3/8, 5/16, … Of all
-    matrices it has nearly the least product of sensitivity (one participation) and largest error (Fichtenberger,
-    Henzinger & Upadhyay 2022, arXiv:2202.11205)."""
-    i = np.arange(1, num_steps)
-    return np.concatenate([[1.0], np.cumprod((2 * i - 1) / (2 * i))])[:num_steps]
+@functools.cache
+def _event_type() -> Any:
+    import attr
+    from dp_accounting import dp_event
+
+    @attr.s(frozen=True, auto_attribs=True)
+    class CorrelatedGaussianDpEvent(dp_event.DpEvent):
+        """A Gaussian mechanism whose noise is many normals. `shifts` tells how many of them move by how many standard
+        deviations: where their tails end, neighbours differ."""
+
+        gaussian: dp_event.DpEvent
+        shifts: tuple[tuple[float, float], ...]
+
+    return CorrelatedGaussianDpEvent
 
 
-def inverse_square_root(num_steps: int) -> np.ndarray:
-    """The column of its inverse: 1, -1/2, -1/8, -1/16, …"""
-    i = np.arange(1, num_steps)
-    return np.concatenate([[1.0], np.cumprod((2 * i - 3) / (2 * i))])[:num_steps]
+def moved_normals(shift: float, shifts: Iterable[tuple[float, float]]) -> DpEvent:
+    """Returns the event of normals that one example moves by ``shift`` standard deviations in all.
 
-
-@functools.lru_cache(maxsize=64)
-def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, ...]:
-    """Coefficients of ``bands`` diagonals with the least product of the column's norm and the running sums' error; they
-    begin with 1. By L-BFGS from the square root's."""
-    from scipy.optimize import minimize
-    from scipy.signal import lfilter
-
-    bands_ = min(bands, num_steps)
-    first = np.eye(1, num_steps)[0]
-    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
-
-    def loss(rest: np.ndarray) -> tuple[float, np.ndarray]:
-        c = np.concatenate([[1.0], rest])
-        with np.errstate(all="ignore"):
-            inverse = lfilter([1.0], c, first)
-            sums = np.cumsum(inverse)
-            error = weights @ sums**2
-            moved = lfilter([1.0], c, sums)  # sums moved by a coefficient j lower: minus this, j later
-            slope = [-2 * (weights[j:] * sums[j:]) @ moved[: num_steps - j] for j in range(1, len(c))]
-            norm = c @ c
-            value = norm * error
-        if not np.isfinite(value):
-            return 1e300, np.zeros(len(rest))
-        return math.log(value), 2 * rest / norm + np.array(slope) / error
-
-    start = square_root(bands_)[1:]
-    if not len(start):
-        return (1.0,) + (0.0,) * (bands - bands_)
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-13, "gtol": 1e-9})
-    best = found.x if found.fun <= loss(start)[0] else start
-    return (1.0, *best.tolist()) + (0.0,) * (bands - bands_)
-
-
-@functools.lru_cache(maxsize=64)
-def best_buffers(
-    buffers: int, num_steps: int, separation: int = 1, most: int = 1, error: str = "max"
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Decays and scales with the least product of sensitivity and error of the running sums.
-
-    By L-BFGS over the decays of C and of C⁻¹, which lie between each other where all scales are above 0 (McMahan et al.
-    2024, arXiv:2408.08868, section 4); a column of such a C never grows, as `moved_by_toeplitz` likes it.
+    Args:
+      shifts: how many of them move by how many standard deviations each.
     """
-    from scipy.optimize import minimize
+    from dp_accounting import dp_event
 
-    i = np.arange(num_steps - 1)[:, None].astype(float)
-    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+    return _event_type()(dp_event.GaussianDpEvent(1 / shift), tuple(shifts))
 
-    def parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Decays and scales of C, and of C⁻¹; x may be complex."""
-        places = x[0] - np.concatenate([[0.0], np.cumsum(np.exp(x[1:]))])
-        both = 1 / (1 + np.exp(-places))
-        decay, inverse_decay = both[::2], both[1::2]
 
-        def scales(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            apart = a[:, None] - a[None, :] + np.eye(len(a))
-            return np.prod(a[:, None] - b[None, :], 1) / np.prod(apart, 1)
-
-        return decay, scales(decay, inverse_decay), inverse_decay, scales(inverse_decay, decay)
-
-    def loss(x: np.ndarray) -> tuple[float, np.ndarray]:
-        with np.errstate(all="ignore"):
-            now = parts(x)
-            decay, scale, inverse_decay, inverse_scale = now
-            if min(np.diff(np.sort(np.concatenate([decay, inverse_decay])))) < 1e-12 or max(decay) >= 1:
-                return 1e300, np.zeros(len(x))
-            powers = decay**i
-            column = np.concatenate([[1.0], powers @ scale])
-            moved = moved_by_toeplitz(column, num_steps, separation, most)
-            to_column = moved.copy()
-            for k in range(1, most):
-                to_column[: num_steps - k * separation] += moved[k * separation :]
-            inverse_powers = inverse_decay**i
-            geometric = np.cumsum(inverse_powers, 0)
-            sums = np.concatenate([[1.0], 1 + geometric @ inverse_scale])
-            squared, variance = moved @ moved, weights @ sums**2
-            # Slopes by the four kinds of numbers, then by x: a complex step is exact there.
-            by_column, by_sums = 2 * to_column[1:] / squared, 2 * (weights * sums)[1:] / variance
-            slopes_of_powers = i * decay ** (i - 1).clip(0)
-            slopes_of_sums = np.cumsum(i * inverse_decay ** (i - 1).clip(0), 0)
-            slopes = (
-                scale * (by_column @ slopes_of_powers), by_column @ powers,
-                inverse_scale * (by_sums @ slopes_of_sums), by_sums @ geometric,
-            )  # fmt: skip
-            steps = np.array([np.concatenate(parts(x + 1e-30j * e)).imag / 1e-30 for e in np.eye(len(x))])
-            return math.log(squared * variance), steps @ np.concatenate(slopes)
-
-    longest = math.log(max(num_steps, 2))
-    best = None
-    # Decays from 1 - 1/n down, evenly in the logarithm; the second start is for few steps.
-    for reach in (longest + 1, longest / 2 + 0.5):
-        gaps = np.full(2 * buffers - 1, math.log(max(reach, 0.5) / (2 * buffers - 1) + 0.1))
-        start = np.concatenate([[reach], gaps])
-        options = {"maxiter": 1000, "ftol": 1e-14, "gtol": 1e-9}
-        found = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
-        if best is None or found.fun < best.fun:
-            best = found
-    assert best is not None
-    with np.errstate(all="ignore"):
-        decay, scale, _, _ = parts(best.x)
-    return tuple(decay.tolist()), tuple(scale.tolist())
+def moved_each(shifts: np.ndarray) -> DpEvent:
+    """Returns the same, from what each of the normals is moved by."""
+    rounded, counts = np.unique(np.ceil(32 * shifts[shifts > 0]) / 32, return_counts=True)
+    pairs = zip(counts.tolist(), rounded.tolist(), strict=True)
+    return moved_normals(float(np.linalg.norm(shifts)), [(float(n), s) for n, s in pairs])

@@ -19,8 +19,9 @@ import scipy.stats
 import tensorflow as tf
 
 import tfdpfl
-from tfdpfl import _process, noise
+from tfdpfl import _process
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import source as noise
 
 KEY = noise.new_key(20)
 MILLION = 1_000_000
@@ -603,8 +604,9 @@ FORKED_BEFORE_TENSORFLOW_RAN = """
 import os, sys
 import numpy as np
 import tensorflow as tf
-from tfdpfl import _process, noise
+from tfdpfl import _process
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import source as noise
 
 source = noise.Source()
 step = tf.function(lambda: source.gaussian([[100_000]], 1.0)[0])

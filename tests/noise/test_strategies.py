@@ -13,16 +13,9 @@ import tfdpfl
 from tfdpfl.accounting import compute_epsilon, price
 from tfdpfl.accounting.correlated import CorrelatedRun, compute_noise_multiplier_of
 from tfdpfl.accounting.participation import moved_by_toeplitz, tree_sensitivity
-from tfdpfl.accounting.strategies import (
-    BLT,
-    Banded,
-    Tree,
-    best_bands,
-    best_buffers,
-    inverse_square_root,
-    noise_from_dict,
-    square_root,
-)
+from tfdpfl.noise import BLT, Banded, Tree
+from tfdpfl.noise.optimal import best_bands, best_buffers, inverse_square_root, square_root
+from tfdpfl.noise.strategies import noise_from_dict
 
 
 def worst(matrix, separation, most):

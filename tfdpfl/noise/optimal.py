@@ -1,0 +1,150 @@
+"""Finds the coefficients with which correlated noise disturbs running sums least. No TensorFlow here."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from tfdpfl.accounting.participation import moved_by_toeplitz
+
+__all__ = ["best_bands", "best_buffers", "inverse_square_root", "square_root"]
+
+
+def square_root(num_steps: int) -> np.ndarray:
+    """Returns the column of the lower triangular Toeplitz C for which C² makes running sums: 1, 1/2, 3/8, 5/16, …
+
+    Of all matrices it has nearly the least product of sensitivity (one participation) and largest error (Fichtenberger,
+    Henzinger & Upadhyay 2022, arXiv:2202.11205).
+
+    Args:
+      num_steps: its length.
+    """
+    i = np.arange(1, num_steps)
+    return np.concatenate([[1.0], np.cumprod((2 * i - 1) / (2 * i))])[:num_steps]
+
+
+def inverse_square_root(num_steps: int) -> np.ndarray:
+    """Returns the column of the inverse of `square_root`'s C: 1, -1/2, -1/8, -1/16, …
+
+    Args:
+      num_steps: its length.
+    """
+    i = np.arange(1, num_steps)
+    return np.concatenate([[1.0], np.cumprod((2 * i - 3) / (2 * i))])[:num_steps]
+
+
+@functools.lru_cache(maxsize=64)
+def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, ...]:
+    """Finds the coefficients with the least product of the column's norm and the running sums' error, by L-BFGS from
+    the square root's; they begin with 1.
+
+    Args:
+      bands: diagonals of the matrix.
+      num_steps: its rows.
+      error: "rms" or "max" over the running sums.
+    """
+    from scipy.optimize import minimize
+    from scipy.signal import lfilter
+
+    bands_ = min(bands, num_steps)
+    first = np.eye(1, num_steps)[0]
+    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+
+    def loss(rest: np.ndarray) -> tuple[float, np.ndarray]:
+        c = np.concatenate([[1.0], rest])
+        with np.errstate(all="ignore"):
+            inverse = lfilter([1.0], c, first)
+            sums = np.cumsum(inverse)
+            error = weights @ sums**2
+            moved = lfilter([1.0], c, sums)  # sums moved by a coefficient j lower: minus this, j later
+            slope = [-2 * (weights[j:] * sums[j:]) @ moved[: num_steps - j] for j in range(1, len(c))]
+            norm = c @ c
+            value = norm * error
+        if not np.isfinite(value):
+            return 1e300, np.zeros(len(rest))
+        return math.log(value), 2 * rest / norm + np.array(slope) / error
+
+    start = square_root(bands_)[1:]
+    if not len(start):
+        return (1.0,) + (0.0,) * (bands - bands_)
+    found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-13, "gtol": 1e-9})
+    best = found.x if found.fun <= loss(start)[0] else start
+    return (1.0, *best.tolist()) + (0.0,) * (bands - bands_)
+
+
+@functools.lru_cache(maxsize=64)
+def best_buffers(
+    buffers: int, num_steps: int, separation: int = 1, most: int = 1, error: str = "max"
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Finds decays and scales with the least product of sensitivity and error of the running sums.
+
+    By L-BFGS over the decays of C and of C⁻¹, which lie between each other where all scales are above 0 (McMahan et al.
+    2024, arXiv:2408.08868, section 4); a column of such a C never grows, as `moved_by_toeplitz` needs it.
+
+    Args:
+      buffers: how many of each.
+      num_steps: rows of the matrix.
+      separation: fewest steps from one use of an example to its next.
+      most: most uses of an example.
+      error: "rms" or "max" over the running sums.
+    """
+    from scipy.optimize import minimize
+
+    i = np.arange(num_steps - 1)[:, None].astype(float)
+    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+
+    def parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Decays and scales of C, and of C⁻¹; x may be complex."""
+        places = x[0] - np.concatenate([[0.0], np.cumsum(np.exp(x[1:]))])
+        both = 1 / (1 + np.exp(-places))
+        decay, inverse_decay = both[::2], both[1::2]
+
+        def scales(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            apart = a[:, None] - a[None, :] + np.eye(len(a))
+            return np.prod(a[:, None] - b[None, :], 1) / np.prod(apart, 1)
+
+        return decay, scales(decay, inverse_decay), inverse_decay, scales(inverse_decay, decay)
+
+    def loss(x: np.ndarray) -> tuple[float, np.ndarray]:
+        with np.errstate(all="ignore"):
+            now = parts(x)
+            decay, scale, inverse_decay, inverse_scale = now
+            if min(np.diff(np.sort(np.concatenate([decay, inverse_decay])))) < 1e-12 or max(decay) >= 1:
+                return 1e300, np.zeros(len(x))
+            powers = decay**i
+            column = np.concatenate([[1.0], powers @ scale])
+            moved = moved_by_toeplitz(column, num_steps, separation, most)
+            to_column = moved.copy()
+            for k in range(1, most):
+                to_column[: num_steps - k * separation] += moved[k * separation :]
+            inverse_powers = inverse_decay**i
+            geometric = np.cumsum(inverse_powers, 0)
+            sums = np.concatenate([[1.0], 1 + geometric @ inverse_scale])
+            squared, variance = moved @ moved, weights @ sums**2
+            # Slopes by the four kinds of numbers, then by x: a complex step is exact there.
+            by_column, by_sums = 2 * to_column[1:] / squared, 2 * (weights * sums)[1:] / variance
+            slopes_of_powers = i * decay ** (i - 1).clip(0)
+            slopes_of_sums = np.cumsum(i * inverse_decay ** (i - 1).clip(0), 0)
+            slopes = (
+                scale * (by_column @ slopes_of_powers), by_column @ powers,
+                inverse_scale * (by_sums @ slopes_of_sums), by_sums @ geometric,
+            )  # fmt: skip
+            steps = np.array([np.concatenate(parts(x + 1e-30j * e)).imag / 1e-30 for e in np.eye(len(x))])
+            return math.log(squared * variance), steps @ np.concatenate(slopes)
+
+    longest = math.log(max(num_steps, 2))
+    best = None
+    # Decays from 1 - 1/n down, evenly in the logarithm; the second start is for few steps.
+    for reach in (longest + 1, longest / 2 + 0.5):
+        gaps = np.full(2 * buffers - 1, math.log(max(reach, 0.5) / (2 * buffers - 1) + 0.1))
+        start = np.concatenate([[reach], gaps])
+        options = {"maxiter": 1000, "ftol": 1e-14, "gtol": 1e-9}
+        found = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
+        if best is None or found.fun < best.fun:
+            best = found
+    assert best is not None
+    with np.errstate(all="ignore"):
+        decay, scale, _, _ = parts(best.x)
+    return tuple(decay.tolist()), tuple(scale.tolist())
