@@ -18,7 +18,10 @@ CORE = (
 @pytest.mark.skipif(not c.keras3(), reason="this stack's tf.keras is Keras 2 already")
 def test_the_core_of_the_optimizers_holds_under_tf_keras():
     tests = Path(__file__).parent.parent
-    files = ["test_noise.py", *(f"optimizers/test_{name}.py" for name in ("optimizers", "saving", "peers_faults"))]
+    files = [
+        "noise/test_source.py",
+        *(f"optimizers/test_{name}.py" for name in ("optimizers", "saving", "peers_faults")),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-k", CORE, "-p", "no:cacheprovider"]
         + [str(tests / name) for name in files],

@@ -519,7 +519,7 @@ def noise_from_dict(saved: dict[str, Any]) -> Noise:
     Raises:
       ValueError: ``saved`` is not what it gives.
     """
-    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
     kind = settings.pop("noise", None)
     if kind not in KINDS:
         raise ValueError(f"noise={kind!r} is none of {', '.join(KINDS)}: give what to_dict gave.")
