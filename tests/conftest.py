@@ -1,12 +1,15 @@
 """What the tests of the optimizers share: a tiny classifier, its gradients in numpy, and ways to take one step."""
 
 import gc
+import os
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tfdpfl import native
 
 # The same examples each time; `pytest --hypothesis-profile explore` looks for new ones.
 # Neither depends on how fast the machine is.
@@ -16,6 +19,12 @@ settings.register_profile("explore", derandomize=False, **ANY_SPEED)
 settings.load_profile("same")
 
 CLASSES, WIDTH, HIDDEN = 3, 6, 5
+
+# All tests run with the kernels on one stack, and without them on the other.
+if metadata.version("keras") < "3":
+    os.environ.setdefault(native.SWITCH, "0")
+# Where there was no C compiler at installation, there are no kernels to test.
+collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "native/test_native_ops.py"]
 
 
 # What hangs on the version neither of Keras and TensorFlow nor of dp-accounting, and models of which test_ecosystem.py

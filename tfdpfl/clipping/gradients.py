@@ -190,13 +190,21 @@ class Costs:
         return 2 * self.length**2
 
     @property
-    def forms(self) -> bool:
-        """Whether to form the gradients, which are read twice; Gram matrices are multiplied once more before it."""
-        if self.length == 1:
-            return False
+    def stored(self) -> float:
+        """Multiplications, or what takes as long, of gradients that are formed and read twice; infinite where there is
+        no room for them."""
         room = max(self.ghost_numbers, FORMED_MEMORY * self.length * (self.a / self.repeats + self.p))
-        quick = self.formed + 2 * MOVED * self.formed_numbers < self.ghost + 3 * MOVED * self.ghost_numbers
-        return quick and self.formed_numbers < room
+        return self.formed + 2 * MOVED * self.formed_numbers if self.formed_numbers < room else math.inf
+
+    @property
+    def forms(self) -> bool:
+        """Whether to form the gradients; Gram matrices are multiplied once more before it."""
+        return self.length > 1 and self.stored < self.ghost + 3 * MOVED * self.ghost_numbers
+
+    @property
+    def native(self) -> bool:
+        """Whether to use a kernel that forms the gradients, once or twice."""
+        return self.length > 1 and min(self.stored, 2 * self.formed) < self.ghost + 3 * MOVED * self.ghost_numbers
 
 
 class Outer:
@@ -386,9 +394,10 @@ class Formed:
     """The gradients themselves, or pieces of them: [U, ...] each, which ``layout`` puts together as [U, *shape], and
     likewise without the first axis."""
 
-    def __init__(self, parts: list[tf.Tensor], layout: Callable | None = None):
+    def __init__(self, parts: list[tf.Tensor], layout: Callable | None = None, norms2: tf.Tensor | None = None):
         self.parts = parts
         self.layout = layout
+        self._norms2 = norms2  # of what made the parts
         self.same = ("formed",)
         self.doubt = None
 
@@ -400,6 +409,8 @@ class Formed:
         return whole if self.layout is None else self.layout(whole)
 
     def squared_norms(self) -> tf.Tensor:
+        if self._norms2 is not None:
+            return self._norms2
         norms = [squares(p) for p in self.parts]
         return norms[0] if len(norms) == 1 else tf.add_n(norms)
 

@@ -24,6 +24,7 @@ from tfdpfl.clipping.gradients import (
     volume,
 )
 from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.native import Filters, find_obstacle
 from tfdpfl.clipping.ops.windows import Window, places_of
 from tfdpfl.clipping.registry import moves, rule
 from tfdpfl.clipping.rows import row_free
@@ -165,6 +166,9 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         alone = units.single and state.rows == other.rows == state.blocks == other.blocks == 1
         gram = plan.gram(x, out) if alone and taps > 1 else None
         costs = Costs(g_flat.shape[1] or TYPICAL_LENGTH, taps * cin, cout, repeats, gram is not None)
+        if alone and costs.native and not find_obstacle(x, g):
+            filters = Filters(x, g, taps * cin, plan.settings())
+            return filters.contribution(layout, stored=costs.stored <= 2 * costs.formed)
         if costs.forms and taps > 1:
             large = (x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
             quarters = quartered(x, g_flat) if alone and large and not compiled() else [(x, g_flat)]

@@ -50,6 +50,11 @@ class Window:
             channels_first=first,
         )
 
+    def settings(self) -> tuple[int, ...]:
+        """Sizes, strides, rates, and zeros before the first pixel (-1 for "SAME"), of height and width each."""
+        before = self.explicit[::2] or [-1 if self.padding == "SAME" else 0] * 2
+        return (*self.size, *self.strides, *self.rates, *before)
+
     def pads(self, x: tf.Tensor, out: list) -> list[list]:
         """How many zeros the convolution puts before and behind each axis."""
         if self.explicit:

@@ -1,0 +1,155 @@
+"""The C functions themselves, called with NumPy's arrays, against sums in float64."""
+
+import ctypes
+import itertools
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdpfl import native
+
+LIBRARY = ctypes.CDLL(str(native.LIBRARY))
+LIBRARY.tfdpfl_filters.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int] * 2
+SETS = range(LIBRARY.tfdpfl_instructions() + 1)
+GUARD = 64  # numbers around each array, that no kernel may write, or use
+
+
+def guarded(values):
+    """A copy between numbers that are not finite, so that a read outside spoils the result; and the whole memory."""
+    memory = np.full(values.size + 2 * GUARD, np.nan, np.float32)
+    inside = memory[GUARD : GUARD + values.size].reshape(values.shape)
+    inside[...] = values
+    return inside, memory
+
+
+def run(x, dy, kernel, strides, rates, pads, *, c=None, form=False, norms=True, threads=1, instructions=0):
+    """What the library makes: (each, norms, total), None for what is not asked for."""
+    shapes = [(len(x), *kernel, x.shape[3], dy.shape[3]), (len(x),), (*kernel, x.shape[3], dy.shape[3])]
+    wanted = [form, norms, c is not None]
+    inputs = [guarded(x), guarded(dy), (c, None) if c is None else guarded(c)]
+    outputs = [guarded(np.zeros(s, np.float32)) if w else (None, None) for s, w in zip(shapes, wanted, strict=True)]
+    sizes = [len(x), *x.shape[1:3], x.shape[3], *dy.shape[1:3], dy.shape[3], *kernel, *strides, *rates, *pads]
+    sizes = (ctypes.c_int64 * len(sizes))(*sizes)
+    pointers = [None if a is None else a.ctypes.data for a, _ in inputs + outputs]
+    assert LIBRARY.tfdpfl_filters(sizes, *pointers, threads, instructions) == 0
+    for inside, memory in outputs:
+        if inside is not None:
+            assert np.isnan(memory[:GUARD]).all() and np.isnan(memory[-GUARD:]).all()
+    return [inside for inside, _ in outputs]
+
+
+def one_by_one(x, dy, kernel, strides, rates, pads):
+    """Each example's gradient, in float64: [batch, *kernel, channels, filters]."""
+    out = dy.shape[1:3]
+    reach = [(o - 1) * s + (k - 1) * r + 1 for o, s, k, r in zip(out, strides, kernel, rates, strict=True)]
+    behind = [max(m - n - p, 0) for m, n, p in zip(reach, x.shape[1:3], pads, strict=True)]
+    x = np.pad(x.astype(np.float64), [(0, 0), *zip(pads, behind, strict=True), (0, 0)])
+    result = np.zeros((len(x), *kernel, x.shape[3], dy.shape[3]))
+    for i, j in itertools.product(*map(range, kernel)):
+        rows, columns = (slice(k * r, k * r + (o - 1) * s + 1, s) if o else slice(0)
+                         for k, r, o, s in zip((i, j), rates, out, strides, strict=True))  # fmt: skip
+        result[:, i, j] = np.einsum("bijc,bijp->bcp", x[:, rows, columns], dy)
+    return result
+
+
+def close(got, want, tolerance=1e-5):
+    assert np.abs(got - want).max(initial=0) <= tolerance * max(np.abs(want).max(initial=0), 1e-30)
+
+
+pairs = lambda low, high: st.tuples(st.integers(low, high), st.integers(low, high))
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(batch=st.integers(0, 5), out=pairs(0, 6), kernel=pairs(1, 5), strides=pairs(1, 3), rates=pairs(1, 3),
+       pads=pairs(0, 3), cut=pairs(-4, 3), channels=st.sampled_from([1, 2, 3, 5, 8, 20]),
+       filters=st.sampled_from([1, 2, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 65]), threads=st.integers(1, 4),
+       seed=st.integers(0, 99))  # fmt: skip
+def test_any_convolution_agrees_with_sums_in_float64(
+    batch, out, kernel, strides, rates, pads, cut, channels, filters, threads, seed
+):
+    """``cut``: how many pixels of the last window are beyond the image's end, or how many behind it nobody meets."""
+    rng = np.random.default_rng(seed)
+    size = [max((o - 1) * s + (k - 1) * r + 1 - p - e, 1)
+            for o, s, k, r, p, e in zip(out, strides, kernel, rates, pads, cut, strict=True)]  # fmt: skip
+    x = rng.normal(size=(batch, *size, channels)).astype(np.float32)
+    dy = rng.normal(size=(batch, *out, filters)).astype(np.float32)
+    c = rng.uniform(size=batch).astype(np.float32) * (rng.uniform(size=batch) < 0.7)
+    geometry = kernel, strides, rates, pads
+    true = one_by_one(x, dy, *geometry)
+    for instructions in SETS:
+        how = {"threads": threads, "instructions": instructions}
+        each, norms, _ = run(x, dy, *geometry, form=True, **how)
+        _, again, total = run(x, dy, *geometry, c=c, **how)
+        alone = run(x, dy, *geometry, **how)[1]
+        close(each, true)
+        close(norms, (true**2).sum((1, 2, 3, 4)))
+        close(total, np.tensordot(c, true, 1))
+        np.testing.assert_array_equal(alone, norms)
+        np.testing.assert_array_equal(again[c != 0], norms[c != 0])
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_norms_are_those_of_the_very_gradients_that_are_added(instructions):
+    """Terms that cancel leave rounding noise, which must have the norm that is told: in several passes over an image
+    too large for the cache, too."""
+    rng = np.random.default_rng(0)
+    x = np.repeat(rng.normal(size=(3, 1, 1, 24)), 300, 1).repeat(40, 2).astype(np.float32)
+    dy = rng.normal(size=(3, 300, 40, 17)).astype(np.float32)
+    dy -= dy.mean((1, 2), keepdims=True)
+    geometry = (1, 1), (1, 1), (1, 1), (0, 0)
+    each, norms, _ = run(x, dy, *geometry, form=True, threads=2, instructions=instructions)
+    close(norms, (each.astype(np.float64) ** 2).sum((1, 2, 3, 4)), 1e-6)
+    for i in range(3):
+        c = np.eye(3, dtype=np.float32)[i]
+        np.testing.assert_array_equal(run(x, dy, *geometry, c=c, threads=2, instructions=instructions)[2], each[i])
+
+
+def test_an_example_that_is_not_finite_is_left_out_by_a_factor_of_zero():
+    x, dy = np.ones((3, 5, 5, 2), np.float32), np.ones((3, 3, 3, 4), np.float32)
+    x[0], dy[1] = np.nan, np.inf
+    geometry = (3, 3), (1, 1), (1, 1), (0, 0)
+    norms = run(x, dy, *geometry)[1]
+    assert not np.isfinite(norms[:2]).any() and np.isfinite(norms[2])
+    c = np.array([0, 0, 1], np.float32)
+    close(run(x, dy, *geometry, c=c)[2], one_by_one(x, dy, *geometry)[2])
+
+
+def test_the_sum_is_the_same_in_every_run_of_as_many_threads():
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=s).astype(np.float32) for s in ((33, 16, 16, 16), (33, 16, 16, 32)))
+    c = np.ones(33, np.float32)
+    made = [run(x, dy, (3, 3), (1, 1), (1, 1), (1, 1), c=c, threads=3)[2] for _ in range(5)]
+    assert all((m == made[0]).all() for m in made)
+
+
+SIZES = [2, 9, 9, 3, 7, 7, 4, 3, 3, 1, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("at, size", [
+    (0, -1), (1, -1), (3, -1), (4, -1), (6, -1), (7, 0), (8, -3), (9, 0), (10, -1), (11, 0), (12, -1), (13, -1),
+    (0, 1 << 40), (1, 1 << 62), (4, 1 << 40), (6, 1 << 38), (7, 1 << 36), (9, 1 << 50), (11, 1 << 50), (13, 1 << 30),
+])  # fmt: skip
+def test_sizes_that_no_memory_has_are_refused(at, size):
+    sizes = (ctypes.c_int64 * 15)(*[size if i == at else n for i, n in enumerate(SIZES)])
+    assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, 1, 0) == 1
+
+
+@pytest.mark.parametrize("threads, instructions", [(0, 0), (1, -1), (1, SETS[-1] + 1)])
+def test_instructions_that_the_processor_lacks_are_refused(threads, instructions):
+    sizes = (ctypes.c_int64 * 15)(*SIZES)
+    assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, threads, instructions) == 1
+
+
+def test_a_forked_process_computes_the_same():
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=s).astype(np.float32) for s in ((16, 16, 16, 16), (16, 16, 16, 32)))
+    norms = lambda: run(x, dy, (3, 3), (1, 1), (1, 1), (1, 1), threads=4)[1]
+    before = norms()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if (norms() == before).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,144 @@
+"""The kernels inside the engine: where they are used, and that they change no more than rounding."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import K, L, check, clipped_sums, engine, example_losses, normal, norms_of
+from helpers import per_example_gradients as one_by_one
+
+from tfdpfl import native
+from tfdpfl.clipping import clipped_gradients
+from tfdpfl.clipping.native import OPS, Filters
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.delenv(native.SWITCH, raising=False)
+
+
+@pytest.fixture
+def stored(request, monkeypatch):
+    """Has gradients stored, or computed twice, whatever costs less."""
+    contribution = Filters.contribution
+    monkeypatch.setattr(Filters, "contribution", lambda self, layout, stored: contribution(self, layout, request.param))
+    return request.param
+
+
+twice = pytest.mark.parametrize("stored", [True, False], indirect=True, ids=["stored", "twice"])
+
+
+def ops_of(function, *specs, jit=None):
+    graph = tf.function(function, input_signature=specs, jit_compile=jit).get_concrete_function().graph
+    return [op.type for op in graph.get_operations() if op.type in OPS]
+
+
+def sum_of(layers, x, dtype="float32"):
+    """A function that gives the clipped sum of a convolution's weights."""
+    w = tf.Variable(tf.cast(normal(3, 3, x[-1], 8), dtype))
+    return lambda images: clipped_gradients(example_losses(layers(images, w)), [w], 1.0).sum[0]
+
+
+conv = functools.partial(tf.nn.conv2d, strides=1, padding="SAME")
+SPEC = tf.TensorSpec([None, 8, 8, 4])
+
+
+@pytest.mark.slow
+@twice
+def test_a_model_agrees_with_examples_one_by_one(stored):
+    """Strides, explicit zeros, dilation, one axis, one tap, a transposed convolution."""
+    wide = tf.Variable(normal(3, 2, 5, 3, seed=7))
+    layers = [
+        L.Conv2D(5, 3, strides=2, padding="same", activation="tanh"),
+        L.Lambda(lambda x: tf.nn.conv2d(x, wide, 1, [[0, 0], [2, 1], [0, 1], [0, 0]])),
+        L.Conv2D(9, (2, 3), dilation_rate=(1, 2), activation="tanh"),
+        L.Conv2DTranspose(6, 3, activation="tanh"),
+        L.Conv2D(4, 1, strides=2),
+        L.Reshape((-1, 4)),
+        L.Conv1D(17, 3, padding="causal"),
+    ]
+    model = K.Sequential([K.Input((13, 11, 2)), *layers])
+    variables = [*(getattr(v, "_value", v) for v in model.trainable_variables), wide]
+    check(lambda x: example_losses(model(x)), normal(5, 13, 11, 2), variables)
+
+
+@pytest.mark.slow
+@twice
+def test_free_image_sizes_and_a_shared_kernel_agree(stored):
+    w = tf.Variable(normal(3, 3, 2, 2, seed=1))
+    losses = lambda x: example_losses(tf.reduce_sum(conv(tf.tanh(conv(x, w)), w), [1, 2]))
+    check(losses, normal(4, 7, 6, 2), [w], free=True)
+
+
+@twice
+def test_an_example_that_is_not_finite_counts_for_nothing(stored):
+    w = tf.Variable(normal(3, 3, 2, 9, seed=1))
+    losses = lambda x: example_losses(conv(x, w))
+    x = normal(4, 6, 6, 2)
+    gradients = one_by_one(losses, x, [w])
+    x[1, 2, 3, 0] = np.inf
+    gradients[0][1] = 0
+    sums, norms, bad = engine(losses, x, [w], 1.0)
+    assert bad == 1 and not np.isfinite(norms[1])
+    np.testing.assert_allclose(np.delete(norms, 1), np.delete(norms_of(gradients), 1), rtol=1e-5)
+    np.testing.assert_allclose(sums[0], clipped_sums(gradients, 1.0)[0], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_kernels_are_used_for_images_in_float32_alone():
+    assert ops_of(sum_of(conv, [4]), SPEC) == [OPS[0]]
+    assert not ops_of(sum_of(conv, [4], "float64"), tf.TensorSpec([None, 8, 8, 4], tf.float64))
+    assert not ops_of(sum_of(lambda x, w: tf.nn.conv3d(x, w[None], [1] * 5, "SAME"), [4]),
+                      tf.TensorSpec([None, 2, 8, 8, 4]))  # fmt: skip
+
+
+def test_kernels_are_not_used_where_they_are_switched_off(monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert not ops_of(sum_of(conv, [4]), SPEC)
+
+
+@pytest.mark.slow
+def test_kernels_are_not_used_under_xla():
+    step = sum_of(conv, [4])
+    assert not ops_of(step, SPEC, jit=True)
+    inner = tf.function(step)
+    outer = tf.function(lambda x: inner(x), jit_compile=True, input_signature=[SPEC])
+    x = tf.constant(normal(3, 8, 8, 4))
+    np.testing.assert_allclose(outer(x), inner(x), rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_are_not_used_in_a_graph_that_another_process_may_run():
+    with tf.Graph().as_default() as graph:
+        sum_of(conv, [4])(tf.compat.v1.placeholder(tf.float32, [None, 8, 8, 4]))
+    assert not any(op.type in OPS for op in graph.get_operations())
+
+
+def test_clipped_gradients_of_kernels_are_not_differentiated_in_silence():
+    def slope(x):
+        return tf.gradients(sum_of(conv, [4])(x), x)
+
+    with pytest.raises(Exception, match=r"cannot differentiate through clipped gradients\. Set TFDPFL_NATIVE=0"):
+        ops_of(slope, SPEC)
+
+
+@pytest.mark.parametrize("images, gradients, settings", [
+    ([2, 8, 8, 4], [3, 8, 8, 4], [3, 3, 1, 1, 1, 1, -1, -1, 1, 0]),
+    ([2, 8, 8], [2, 8, 8, 4], [3, 3, 1, 1, 1, 1, -1, -1, 1, 0]),
+    ([2, 8, 8, 4], [2, 8, 8, 4], [3, 3, 0, 1, 1, 1, -1, -1, 1, 0]),
+    ([2, 8, 8, 4], [2, 8, 8, 4], [3, 3, 1, 1, 1, 1, -1]),
+    ([2, 8, 8, 4], [2, 8, 8, 4], [3, 3, 1, 1, 1, 1, -1, -1, 1, 9]),
+])  # fmt: skip
+def test_an_op_refuses_shapes_and_settings_that_do_not_fit(images, gradients, settings):
+    """Whatever a graph that was edited by hand, or read from a file, asks of it."""
+    from tensorflow.python.framework import op_def_library
+
+    assert not native.register_ops()
+
+    @tf.function
+    def made():
+        x, g = tf.random.normal(images), tf.random.normal(gradients)
+        return op_def_library.apply_op(OPS[0], images=x, gradients=g, settings=settings)
+
+    with pytest.raises(tf.errors.OpError, match="tfdpfl"):
+        made()

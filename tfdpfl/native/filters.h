@@ -1,0 +1,42 @@
+/* What a step of a convolution's per-example filter gradients needs to know. All lengths count float32 numbers. */
+#ifndef TFDPFL_FILTERS_H
+#define TFDPFL_FILTERS_H
+
+#include <stdint.h>
+
+/* A batch of images [batch, height, width, channels] under a kernel [kernel_height, kernel_width, channels, filters].
+ * Each pair is of height and width; pad is the number of zeros before the first pixel. */
+typedef struct {
+    int64_t batch, size[2], channels, out[2], filters, kernel[2], stride[2], rate[2], pad[2];
+} Geometry;
+
+/* The same, as one thread works on it. */
+typedef struct {
+    const Geometry *g;
+    const int64_t *offsets; /* of the entries of a window, in the padded image: [entries] */
+    int64_t entries;        /* of a window: kernel height x kernel width x channels */
+    int64_t down, across;   /* from a window to the next, in the padded image */
+    int64_t row;            /* from a place's output gradients to the next place's */
+    int64_t first, last;    /* rows of places that are summed now */
+    int first_part, last_part;
+} Pass;
+
+/* What is made of an example's gradient; NULL for what is not wanted. */
+typedef struct {
+    float *each;    /* [entries, filters]: the gradient, or what of it was summed in earlier passes */
+    float *total;   /* [entries, filters]: to which factor times the gradient is added */
+    float factor;
+    double *square; /* to which the gradient's squared norm is added */
+} Result;
+
+typedef void (*Example)(const Pass *, const float *image, const float *gradient, Result);
+
+#define EXPORTED __attribute__((visibility("default")))
+EXPORTED int tfdpfl_instructions(void);
+EXPORTED int tfdpfl_interface(void);
+EXPORTED int tfdpfl_register(const char *path);
+int tfdpfl_is_valid(const Geometry *);
+EXPORTED int tfdpfl_filters(const Geometry *, const float *images, const float *gradients, const float *factors,
+                            float *each, float *norms, float *total, int threads, int instructions);
+
+#endif

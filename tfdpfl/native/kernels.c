@@ -1,0 +1,259 @@
+/* Per-example filter gradients of convolutions (NHWC, float32), their squared norms, and their weighted sums.
+ *
+ * No framework is needed to build this, and none to call it: see tfdpfl_filters. tensorflow.c makes TensorFlow ops of it.
+ * There is no state, and threads live as long as a call, so that a process may fork at any time. */
+
+#include "filters.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#define LANES 16
+#define TILE_ROWS 13
+#define TARGET __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")))
+#define NAME(x) x##_avx512
+#include "tile.h"
+#undef LANES
+#undef TILE_ROWS
+#undef TARGET
+#undef NAME
+#define LANES 8
+#define TILE_ROWS 6
+#define TARGET __attribute__((target("avx2,fma")))
+#define NAME(x) x##_avx2
+#include "tile.h"
+#undef LANES
+#undef TILE_ROWS
+#undef TARGET
+#undef NAME
+#endif
+#define LANES 4 /* what any x86-64 or ARM processor has */
+#if defined(__aarch64__)
+#define TILE_ROWS 13
+#else
+#define TILE_ROWS 6
+#endif
+#define TARGET
+#define NAME(x) x##_plain
+#include "tile.h"
+#undef LANES
+
+enum { PLAIN, AVX2, AVX512 };
+enum { DONE, INVALID, NO_MEMORY };
+/* So much of an image and of its output's gradients is summed at a time: what a core's second cache holds. */
+#define CACHED 49152
+#define MOST_THREADS 256
+/* So many multiplications take some ten times as long as it takes to start a thread. */
+#define WORTH_A_THREAD 1e7
+
+/* The widest instruction set that the processor and the operating system have. */
+int tfdpfl_instructions(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
+        return AVX512;
+    if (avx2) return AVX2;
+#endif
+    return PLAIN;
+}
+
+static Example example_of(int instructions, int *lanes) {
+#if defined(__x86_64__)
+    if (instructions == AVX512) return *lanes = 16, example_avx512;
+    if (instructions == AVX2) return *lanes = 8, example_avx2;
+#endif
+    (void)instructions;
+    return *lanes = 4, example_plain;
+}
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+typedef struct {
+    const Geometry *g;
+    const float *images, *gradients, *factors;
+    float *each, *norms, *totals; /* totals: one a worker */
+    Example example;
+    int64_t *offsets, entries, padded[2], rows_at_once, row;
+    int pads, widens, workers, failed;
+    int64_t next, chunk;
+} Job;
+
+typedef struct {
+    Job *job;
+    int number;
+} Worker;
+
+/* The image with zeros around it, of which all windows' entries are inside. */
+static void pad_image(const Job *job, const float *image, float *to) {
+    const Geometry *g = job->g;
+    const int64_t rows = smaller(g->size[0], job->padded[0] - g->pad[0]);
+    const int64_t columns = smaller(g->size[1], job->padded[1] - g->pad[1]);
+    for (int64_t i = 0; i < rows; i++)
+        memcpy(to + ((i + g->pad[0]) * job->padded[1] + g->pad[1]) * g->channels,
+               image + i * g->size[1] * g->channels, sizeof(float) * (size_t)(columns * g->channels));
+}
+
+static void one_example(const Job *job, int64_t b, float *padded, float *widened, float *scratch, float *total) {
+    const Geometry *g = job->g;
+    const int64_t places = g->out[0] * g->out[1], numbers = job->entries * g->filters;
+    const float factor = job->factors ? job->factors[b] : 1;
+    if (total && factor == 0) return; /* zero times what is not finite is zero, too */
+    const float *image = job->images + b * g->size[0] * g->size[1] * g->channels;
+    const float *gradient = job->gradients + b * places * g->filters;
+    if (job->pads) {
+        pad_image(job, image, padded);
+        image = padded;
+    }
+    if (job->widens) {
+        for (int64_t t = 0; t < places; t++)
+            memcpy(widened + t * job->row, gradient + t * g->filters, sizeof(float) * (size_t)g->filters);
+        gradient = widened;
+    }
+    double square = 0;
+    const Result to = {job->each ? job->each + b * numbers : scratch, total, factor, job->norms ? &square : NULL};
+    Pass pass = {.g = g, .offsets = job->offsets, .entries = job->entries, .row = job->row};
+    pass.down = g->stride[0] * job->padded[1] * g->channels;
+    pass.across = g->stride[1] * g->channels;
+    for (int64_t i = 0; i < g->out[0] || i == 0; i += job->rows_at_once) {
+        pass.first = i;
+        pass.last = smaller(i + job->rows_at_once, g->out[0]);
+        pass.first_part = i == 0;
+        pass.last_part = i + job->rows_at_once >= g->out[0];
+        job->example(&pass, image, gradient, to);
+    }
+    if (job->norms) job->norms[b] = (float)square;
+}
+
+static void *work(void *argument) {
+    const Worker *worker = argument;
+    Job *job = worker->job;
+    const Geometry *g = job->g;
+    const int64_t numbers = job->entries * g->filters;
+    float *total = job->totals ? job->totals + worker->number * numbers : NULL;
+    float *padded = NULL, *widened = NULL, *scratch = NULL;
+    int ready = 1;
+    if (job->pads)
+        ready = ready && (padded = calloc((size_t)(job->padded[0] * job->padded[1] * g->channels), sizeof(float)));
+    if (job->widens)
+        ready = ready && (widened = calloc((size_t)(g->out[0] * g->out[1] * job->row), sizeof(float)));
+    if (!job->each && job->rows_at_once < g->out[0])
+        ready = ready && (scratch = malloc(sizeof(float) * (size_t)numbers));
+    if (!ready) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
+    while (ready) {
+        /* A total's examples are always the same for as many workers, so that its rounding is, too. */
+        const int64_t k = total ? worker->number : __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        const int64_t from = k * job->chunk, until = smaller(from + job->chunk, g->batch);
+        for (int64_t b = from; b < until; b++) one_example(job, b, padded, widened, scratch, total);
+        if (total || until == g->batch || from >= g->batch) break;
+    }
+    free(padded);
+    free(widened);
+    free(scratch);
+    return NULL;
+}
+
+static void run(Job *job) {
+    pthread_t threads[MOST_THREADS];
+    Worker workers[MOST_THREADS];
+    int started[MOST_THREADS];
+    for (int k = 1; k < job->workers; k++) {
+        workers[k] = (Worker){job, k};
+        started[k] = !pthread_create(&threads[k], NULL, work, &workers[k]);
+    }
+    workers[0] = (Worker){job, 0};
+    work(&workers[0]);
+    for (int k = 1; k < job->workers; k++) {
+        if (started[k]) pthread_join(threads[k], NULL);
+        else work(&workers[k]);
+    }
+}
+
+/* Whether the product of the numbers, none of them negative, is one that can be addressed. */
+static int fits(const int64_t *numbers, int count) {
+    int64_t product = 1;
+    for (int i = 0; i < count; i++) {
+        if (numbers[i] < 0) return 0;
+        if (numbers[i] && product > ((int64_t)1 << 40) / numbers[i]) return 0;
+        product *= larger(numbers[i], 1);
+    }
+    return 1;
+}
+
+/* Whether all that is allocated for these sizes, and all places in it, can be addressed. */
+int tfdpfl_is_valid(const Geometry *g) {
+    for (int k = 0; k < 2; k++)
+        if (g->stride[k] < 1 || g->rate[k] < 1 || g->pad[k] < 0 || g->kernel[k] < 1 || g->size[k] < 0 || g->out[k] < 0)
+            return 0;
+    const int64_t image[] = {g->batch, g->size[0], g->size[1], g->channels};
+    const int64_t places[] = {g->batch, g->out[0], g->out[1], g->filters, 32};
+    const int64_t weights[] = {g->kernel[0], g->kernel[1], g->channels, g->filters, MOST_THREADS};
+    const int64_t stored[] = {g->batch, g->kernel[0], g->kernel[1], g->channels, g->filters};
+    const int64_t reach[] = {larger(g->out[0], 1), g->stride[0], larger(g->out[1], 1), g->stride[1], g->channels};
+    const int64_t window[] = {g->kernel[0], g->rate[0], g->kernel[1], g->rate[1], g->channels};
+    return fits(image, 4) && fits(places, 5) && fits(weights, 5) && fits(stored, 5) && fits(reach, 5) &&
+           fits(window, 5) && g->pad[0] < ((int64_t)1 << 20) && g->pad[1] < ((int64_t)1 << 20);
+}
+
+/* Gradients of a kernel, one for each example of a batch.
+ *
+ *   images     [batch, height, width, channels]
+ *   gradients  [batch, out height, out width, filters], of the losses' sum with respect to the convolution's output
+ *   factors    [batch], or NULL: what each example's gradient is multiplied by in the total; zero leaves it out
+ *   each       [batch, kernel height, kernel width, channels, filters], or NULL: receives each example's gradient
+ *   norms      [batch], or NULL: receives the squared norms of the very gradients that each and total are made of
+ *   total      [kernel height, kernel width, channels, filters], or NULL: receives the weighted sum
+ *
+ * Returns 0; 1 if sizes are negative or too large; 2 if there is no memory. */
+int tfdpfl_filters(const Geometry *g, const float *images, const float *gradients, const float *factors, float *each,
+                   float *norms, float *total, int threads, int instructions) {
+    if (!tfdpfl_is_valid(g) || instructions < PLAIN || instructions > tfdpfl_instructions() || threads < 1) return INVALID;
+    Job job = {.g = g, .images = images, .gradients = gradients, .factors = factors, .each = each, .norms = norms};
+    int lanes;
+    if (instructions == AVX512 && g->filters <= 8) instructions = AVX2;
+    job.example = example_of(instructions, &lanes);
+    job.entries = g->kernel[0] * g->kernel[1] * g->channels;
+    const int64_t places = g->out[0] * g->out[1], numbers = job.entries * g->filters;
+    for (int k = 0; k < 2; k++) {
+        const int64_t reach = (larger(g->out[k], 1) - 1) * g->stride[k] + (g->kernel[k] - 1) * g->rate[k] + 1;
+        job.padded[k] = larger(reach, g->size[k] + g->pad[k]);
+        job.pads |= job.padded[k] != g->size[k];
+    }
+    const int64_t pixels[] = {job.padded[0], job.padded[1], g->channels};
+    if (!fits(pixels, 3)) return INVALID;
+    job.row = (g->filters + lanes - 1) / lanes * lanes;
+    job.widens = job.row != g->filters;
+    const int64_t row_of_places = g->out[1] * job.row + g->stride[0] * job.padded[1] * g->channels;
+    job.rows_at_once = larger(1, CACHED / larger(1, row_of_places));
+    const double worth = (double)places * (double)numbers * (double)g->batch / WORTH_A_THREAD;
+    job.workers = (int)smaller(smaller(threads, MOST_THREADS), larger(1, g->batch));
+    if (worth < job.workers) job.workers = (int)worth + 1;
+    job.chunk = (g->batch + job.workers - 1) / job.workers; /* a total is summed in chunks of one size */
+    if (!total) job.chunk = (job.chunk + 3) / 4;
+    int result = NO_MEMORY;
+    job.offsets = malloc(sizeof(int64_t) * (size_t)larger(1, job.entries));
+    job.totals = total && job.workers == 1 ? total : NULL;
+    if (total && job.workers > 1) job.totals = malloc(sizeof(float) * (size_t)larger(1, job.workers * numbers));
+    if (job.offsets && (!total || job.totals)) {
+        int64_t entry = 0;
+        for (int64_t i = 0; i < g->kernel[0]; i++)
+            for (int64_t j = 0; j < g->kernel[1]; j++)
+                for (int64_t c = 0; c < g->channels; c++)
+                    job.offsets[entry++] = (i * g->rate[0] * job.padded[1] + j * g->rate[1]) * g->channels + c;
+        if (total) memset(job.totals, 0, sizeof(float) * (size_t)(job.workers * numbers));
+        run(&job);
+        if (total && job.workers > 1) {
+            memcpy(total, job.totals, sizeof(float) * (size_t)numbers);
+            for (int k = 1; k < job.workers; k++)
+                for (int64_t i = 0; i < numbers; i++) total[i] += job.totals[k * numbers + i];
+        }
+        result = job.failed ? NO_MEMORY : DONE;
+    }
+    free(job.offsets);
+    if (job.totals != total) free(job.totals);
+    return result;
+}
