@@ -16,6 +16,7 @@ _WHERE = {
     "example_dp": "examples",
     "client_reports": "reports",
     "LedgerAccountant": "accountant",
+    "Roster": "cohorts",
 }
 
 __all__ = [*_WHERE]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from tfdpfl.accounting import _checks
@@ -23,6 +27,7 @@ class Cohorts:
         max_participations: int | None = None,
         min_separation: int = 1,
         seed: int | None = None,
+        client_of: Callable[[int], str | None] | None = None,
     ):
         if (clients_per_round is None) == (sampling_rate is None):
             raise ValueError(
@@ -48,6 +53,7 @@ class Cohorts:
             )
         self.population, self._given = population, population
         self._clients_per_round, self._seed = clients_per_round, seed
+        self._client_of, self._strangers = client_of, set[int]()
         self._recognised = False  # whether the nodes are those that the ledger counts
 
     def header(self) -> dict[str, Any]:
@@ -91,50 +97,134 @@ class Cohorts:
     ) -> list[Message]:
         """The strategy's messages, or where it may not choose whom to ask, such to the clients that are drawn."""
         if self.sampling_rate is None and not self._bounded:
-            return messages
+            if self._client_of is None:
+                return messages
+            asked = {*self.clients(message.metadata.dst_node_id for message in messages).values()}
+            return [message for message in messages if message.metadata.dst_node_id in asked]
         model = messages[0]
         if any(not _same(message.content, model.content) for message in messages[1:]):
             raise ValueError(
                 "the strategy has a message of its own for each client, so that no others can be drawn: leave "
                 "sampling_rate, max_participations and min_separation out"
             )
-        connected = sorted(grid.get_node_ids())
-        again = [node for node in connected if str(node) in (begun or ())]
+        connected = self.clients(grid.get_node_ids())
+        again = [client for client in connected if client in (begun or ())]
         if begun is not None and (again or not begun or self.sampling_rate is not None):
             # A round that was lost has the clients that it had: a second coin would raise their rate. It may have none.
             cohort = again
         elif self.sampling_rate is not None:
-            cohort = PoissonClientSampler(connected, self.sampling_rate, self._seed)(len(charged)) if connected else []
+            coins = PoissonClientSampler(connected or ["nobody"], self.sampling_rate, self._seed)
+            cohort = [client for client in coins(len(charged)) if client in connected]
         else:
-            cohort = self._within_limits(connected, charged)
+            cohort = self._within_limits([*connected], charged)
         log.info("configure_train: asks the clients that were drawn, of %d", len(connected))
         kind, ttl = model.metadata.message_type, model.metadata.ttl
-        return [Message(model.content, dst_node_id=node, message_type=kind, ttl=ttl) for node in cohort]
+        return [Message(model.content, connected[client], kind, ttl=ttl) for client in cohort]
 
-    def _within_limits(self, connected: list[int], charged: list[list[str]]) -> list[int]:
-        before, now = {client for cohort in charged for client in cohort}, {*map(str, connected)}
+    def name_of(self, node: int) -> str | None:
+        """The client that a node belongs to; None for a node that belongs to no client that is known."""
+        if self._client_of is None:
+            return str(node)
+        name = self._client_of(node)
+        if name is None and node not in self._strangers:
+            self._strangers.add(node)
+            log.warning("Node %d belongs to no client that clients= names: it is not asked", node)
+        return None if name is None else str(name)
+
+    def clients(self, nodes: Iterable[int]) -> dict[str, int]:
+        """The clients that these nodes belong to, each with the first of its nodes: a second would count it twice."""
+        found: dict[str, int] = {}
+        for node in sorted(nodes):
+            name = self.name_of(node)
+            if name is not None:
+                found.setdefault(name, node)
+        return found
+
+    def _within_limits(self, connected: list[str], charged: list[list[str]]) -> list[str]:
+        before, now = {client for cohort in charged for client in cohort}, {*connected}
         names = sorted(before | now)
         if not self._recognised and before and now and before.isdisjoint(now):
             raise PrivacyError(
                 f"none of the {len(now)} connected nodes is one of the {len(before)} that took part so far: they have "
                 "new ids, as nodes without keys, or of a SuperLink without --database, or simulated anew, and "
-                "max_participations and min_separation would count them from zero. Keep keys and database, or leave "
-                "both limits out"
+                "max_participations and min_separation would count them from zero. Name each node's client by "
+                "clients=Roster(...), keep keys and database, or leave both limits out"
             )
         self._recognised = True
         if self._given is not None and len(names) > self._given:
             raise PrivacyError(
                 f"{len(names)} nodes took part or are connected, of population={self._given}: some have got new ids, "
-                "for which max_participations and min_separation would count from zero. Keep keys and the SuperLink's "
-                "database, or count all clients"
+                "for which max_participations and min_separation would count from zero. Name each node's client by "
+                "clients=Roster(...), keep keys and the SuperLink's database, or count all clients"
             )
         assert self._clients_per_round is not None
         sampler = AvailabilityClientSampler(
-            names, min(self._clients_per_round, len(names)), lambda number: map(str, connected), self._most,
+            names, min(self._clients_per_round, len(names)), lambda number: connected, self._most,
             self._apart, self._seed,
         )  # fmt: skip
         sampler.remember(dict(enumerate(charged)))
-        return [int(client) for client in sampler(len(charged))]
+        return [*sampler(len(charged))]
+
+
+class Roster:
+    """Names the client that each node belongs to, as a file says: ``clients=Roster("/etc/federation/roster.json")``.
+
+    The file holds a JSON object of node ids and names, as ``{"4938271": "hospital-0"}``. It is read again when it has
+    changed, so that a client which installs anew goes on under its name with another node id. A node that it does not
+    name is not asked.
+
+    Args:
+      path: the file.
+
+    Raises:
+      ValueError: it cannot be read, or holds something else. Later it keeps what it had, and logs a warning.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self._path, self._changed = Path(path), 0
+        self._names = self._read()
+
+    def __call__(self, node: int) -> str | None:
+        try:
+            if self._path.stat().st_mtime_ns != self._changed:
+                self._names = self._read()
+        except (OSError, ValueError) as error:
+            log.warning("The roster is that of before: %s", error)
+        return self._names.get(str(node))
+
+    def _read(self) -> dict[str, str]:
+        try:
+            changed = self._path.stat().st_mtime_ns
+            names = json.loads(self._path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the roster {self._path} cannot be read ({error}). Restore it, or leave clients out"
+            ) from error
+        if not isinstance(names, dict) or not all(isinstance(name, str) and name for name in names.values()):
+            raise ValueError(
+                f"the roster {self._path} is no JSON object of node ids and names, so nobody would be asked: write for "
+                'instance {"4938271": "hospital-0"}'
+            )
+        self._changed = changed
+        return names
+
+
+class SteadyNodes:
+    """A grid in which no node leaves while a strategy chooses.
+
+    Strategies of Flower count the nodes, then wait until as many are connected. If one left in between, they would
+    wait for it. A node that left counts as one that does not answer.
+    """
+
+    def __init__(self, grid: Grid):
+        self._grid, self._seen = grid, set[int]()
+
+    def get_node_ids(self) -> list[int]:
+        self._seen.update(self._grid.get_node_ids())
+        return sorted(self._seen)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
 
 
 def _same(a: RecordDict, b: RecordDict) -> bool:

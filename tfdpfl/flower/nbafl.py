@@ -48,8 +48,8 @@ def nbafl_mod(
     logged on the client, and the server does not learn of it.
 
     Args:
-      epsilon, delta, l2_norm_clip, num_rounds, num_clients, clients_per_round, num_exposures, min_dataset_size,
-        calibration: those of `tfdpfl.federated.build_nbafl`, the same as `NbAFLStrategy` is given.
+      epsilon, delta, l2_norm_clip, num_rounds, num_clients: those of `NbAFLStrategy`.
+      clients_per_round, num_exposures, min_dataset_size, calibration: those of `NbAFLStrategy`, too.
       ledger_path, weighted_by_key, seed: as for `local_dp_mod`.
 
     Raises:
@@ -130,8 +130,8 @@ class NbAFLStrategy(DifferentialPrivacy):
 
     Args:
       strategy: as for `DifferentialPrivacyFixedClipping`.
-      epsilon, delta, l2_norm_clip, num_rounds, num_clients, clients_per_round, num_exposures, min_dataset_size,
-        calibration: those of `tfdpfl.federated.build_nbafl`.
+      epsilon, delta, l2_norm_clip, num_rounds, num_clients: those of `tfdpfl.federated.build_nbafl`.
+      clients_per_round, num_exposures, min_dataset_size, calibration: those of `build_nbafl`, too.
       ledger_path: as for `DifferentialPrivacyFixedClipping`.
       seed: for tests only.
 

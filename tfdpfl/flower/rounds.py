@@ -18,6 +18,7 @@ class Round:
 
     base: dict[str, np.ndarray]
     groups: dict[int, str]  # the clients that were asked, and the group that a reply of each must name
+    clients: dict[int, str] = dataclasses.field(default_factory=dict)  # the names of those that were asked
     seen: set[int] = dataclasses.field(default_factory=set)
 
     def valid(self, replies: Iterable[Message]) -> Iterable[tuple[int, Message]]:

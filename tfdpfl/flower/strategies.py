@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from tfdpfl.flower._flwr import (
     record_of,
     unpacked,
 )
-from tfdpfl.flower.cohorts import Cohorts
+from tfdpfl.flower.cohorts import Cohorts, SteadyNodes
 from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
@@ -80,6 +80,7 @@ class DifferentialPrivacy(Strategy):
         evaluate_metrics: NoisedMetrics | str | None = None,
         accountant: str = "pld",
         noise: Noise | None = None,
+        clients: Callable[[int], str | None] | None = None,
         seed: int | None = None,
     ):
         clip = self._checked_clip(l2_norm_clip)
@@ -111,7 +112,9 @@ class DifferentialPrivacy(Strategy):
             )
         self._rows: Rows | None = None
         self._past: list[np.ndarray] | None = None  # what correlated noise keeps of the rounds that were charged
-        self._cohorts = Cohorts(clients_per_round, sampling_rate, population, max_participations, min_separation, seed)
+        self._cohorts = Cohorts(
+            clients_per_round, sampling_rate, population, max_participations, min_separation, seed, clients
+        )
         self._clip, self.current_clip = clip, clip.initial if isinstance(clip, AdaptiveClip) else float(clip)
         self._noise_multiplier = z
         self.privacy = self._levels()
@@ -189,7 +192,7 @@ class DifferentialPrivacy(Strategy):
 
     @property
     def cohorts(self) -> list[list[str]]:
-        """The node ids that each of these rounds asked. As secret as the sampling is to be."""
+        """The clients that each of these rounds asked: names, or node ids. As secret as the sampling is to be."""
         return [*self._journal.charged]
 
     @property
@@ -398,7 +401,8 @@ class DifferentialPrivacy(Strategy):
     ) -> Iterable[Message]:
         """Messages to the clients of a round; none where the budget is spent or the ledger cannot be written."""
         self._open = None
-        messages = [*self.strategy.configure_train(self._done + server_round, arrays, config, grid)]
+        chosen = self.strategy.configure_train(self._done + server_round, arrays, config, cast(Grid, SteadyNodes(grid)))
+        messages = [*chosen]
         if not messages:
             return []
         base = arrays_of(arrays)
@@ -416,7 +420,8 @@ class DifferentialPrivacy(Strategy):
         messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun)
         opened = open_round(base, messages, server_round)
         try:
-            self._journal.begin([str(node) for node in opened.groups])
+            opened.clients = {node: self._cohorts.name_of(node) or str(node) for node in opened.groups}
+            self._journal.begin([*opened.clients.values()])
         except OSError as error:
             log.error("The ledger cannot be written (%s): no messages are sent", error)
             return []
@@ -456,7 +461,7 @@ class DifferentialPrivacy(Strategy):
                 log.warning("Node %d counts as if it had not changed the model: %s", node, error)
                 norm = math.inf
             if math.isfinite(norm):
-                replied.append(str(node))
+                replied.append(opened.clients[node])
             count += 0.5 if norm <= clip else -0.5
             if names and math.isfinite(norm):
                 metrics += fractions(node, reply, names, self._train_metrics)
@@ -548,10 +553,15 @@ class DifferentialPrivacy(Strategy):
             self._told = True
             return []
         if self._evaluate_metrics == UNPROTECTED:
-            return self.strategy.configure_evaluate(self._done + server_round, arrays, config, grid)
+            return self.strategy.configure_evaluate(
+                self._done + server_round, arrays, config, cast(Grid, SteadyNodes(grid))
+            )
         if self._journal.evaluations >= self.rounds_charged:  # one a round is what the target has room for
             return []
-        messages = [*self.strategy.configure_evaluate(self._done + server_round, arrays, config, grid)]
+        chosen = self.strategy.configure_evaluate(
+            self._done + server_round, arrays, config, cast(Grid, SteadyNodes(grid))
+        )
+        messages = [*chosen]
         self._evaluated = open_round({}, messages, server_round) if messages else None
         return messages
 
@@ -650,7 +660,7 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
         is amplified by it. The mean is over sampling_rate * population.
       population: the number of clients, which counts as public; None for those connected as the first round begins.
       max_participations: with clients_per_round, the most rounds that a client is asked in. A client is known by its
-        node's id, so give nodes keys: without, a restarted node is a new client.
+        node's id unless ``clients`` names it, so give nodes keys: without, a restarted node is a new client.
       min_separation: with clients_per_round, the fewest rounds from a client's participation to its next.
       target_epsilon: ends the training, with its `Result`, before ε passes it.
       ledger_path: a file to which every round is written before it is released, with the last model beside it. A
@@ -665,6 +675,9 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
         each client to ``max_participations`` and ``min_separation``, or, where they are not given, to those that the
         noise was made for, and ε is that of the rounds that ran within them. What later rounds need of the noise lies
         beside the ledger and is a secret: who has it can take off some of the noise.
+      clients: takes a node's id and returns the name of its client, as `Roster` does. A client then goes on under its
+        name when its node gets another id, and one that has several nodes is asked through one of them. A node for
+        which it returns None is not asked. None takes each node for a client.
       seed: for tests only. None takes the operating system's entropy, for noise and cohorts.
 
     Attributes:

@@ -1,0 +1,202 @@
+"""Nodes come, go and get new ids, and the server dies between any two writes: nothing is under-counted or stopped."""
+
+import collections
+import json
+import logging
+import os
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+from dp_accounting import dp_event
+from flower_fakes import FakeGrid, arrays_in, model, reply
+from flwr.serverapp import strategy as flower
+
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.flower import DifferentialPrivacyFixedClipping, Roster
+
+RATE, HOSPITALS = 0.2, 30
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing of this package may catch it."""
+
+
+class Disk:
+    """A machine that stops at random, before or after any write. What was not synced is kept, torn or lost."""
+
+    def __init__(self, monkeypatch, chance, rate):
+        self.chance, self.rate, self.kills = chance, rate, collections.Counter()
+        self.replace = os.replace  # a real sync would only cost time: this disk loses nothing by itself
+        monkeypatch.setattr(os, "fsync", self.sync)
+        monkeypatch.setattr(os, "replace", self.rename)
+
+    def die(self, where):
+        if self.chance.random() < self.rate:
+            self.kills[where] += 1
+            raise Killed(where)
+
+    def sync(self, descriptor):
+        try:
+            self.die("before a sync")
+        except Killed:
+            size = os.fstat(descriptor).st_size
+            if os.access(f"/proc/self/fd/{descriptor}", os.W_OK) and self.chance.random() < 0.5 and size > 9:
+                os.ftruncate(descriptor, size - self.chance.randrange(1, 9))
+            raise
+        self.die("after a sync")
+
+    def rename(self, old, new):
+        self.die("before a file is replaced")
+        self.replace(old, new)
+        self.die("after a file is replaced")
+
+
+class Consortium(FakeGrid):
+    """Hospitals that are there 70 % of the time, are away for a day, and get another node id when they install anew."""
+
+    def __init__(self, chance):
+        super().__init__(0, self.train)
+        self.chance, self.ids, self.away, self.given = chance, {}, collections.Counter(), 100
+
+    def get_node_ids(self):
+        for hospital in range(HOSPITALS):
+            if hospital not in self.ids or self.chance.random() < 0.01:  # joins, or installs anew
+                self.given += 1
+                self.ids[hospital] = self.given
+            if self.chance.random() < 0.005:
+                self.away[hospital] = 40
+            self.away[hospital] -= 1
+        return [n for h, n in self.ids.items() if self.away[h] <= 0 and self.chance.random() < 0.7]
+
+    def train(self, message, number):
+        if self.chance.random() < 0.1:
+            return None  # drops out within the round
+        return reply(message, {name: value + 0.01 for name, value in arrays_in(message).items()})
+
+
+def price(rounds):
+    event = dp_event.PoissonSampledDpEvent(RATE, dp_event.GaussianDpEvent(1.0))
+    return PrivacyLedger().add(event, rounds, adjacency="zero_out").epsilon(1e-5, "rdp")
+
+
+def run_with_churn(path, monkeypatch, rounds, rate, **how):
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    chance = random.Random(7)
+    disk, grid, released, lives = Disk(monkeypatch, chance, rate), Consortium(chance), [], 0
+    while True:
+        lives += 1
+        strategy = None
+        try:
+            strategy = DifferentialPrivacyFixedClipping(
+                flower.FedAvg(min_available_nodes=0, fraction_evaluate=0.0), noise_multiplier=1.0, l2_norm_clip=1.0,
+                sampling_rate=RATE, population=HOSPITALS, delta=1e-5, accountant="rdp", ledger_path=path, **how,
+            )  # fmt: skip
+            assert strategy.rounds_charged >= len(released), "a model was seen that is not charged"
+            assert strategy.epsilon >= 0
+            first = []
+
+            def see(number, arrays, first=first, life=lives, strategy=strategy):
+                if first:
+                    released.append((life, number))
+                    assert strategy.rounds_charged >= len(released)
+                first.append(number)
+
+            result = strategy.start(grid, model(), num_rounds=rounds, evaluate_fn=see)
+            break
+        except Killed:
+            pass
+        finally:
+            if strategy is not None:
+                strategy._journal.close()
+    return strategy, result, released, disk, lives
+
+
+def check(strategy, result, released, disk, rounds):
+    assert len(disk.kills) == 4, "each kind of write was interrupted"
+    assert strategy.stopped_by is None and strategy.rounds_charged >= max(rounds, len(released))
+    assert strategy.epsilon == pytest.approx(price(strategy.rounds_charged), rel=1e-9)
+    assert np.isfinite(result.arrays["w"].numpy()).all()
+    cohorts = [len(cohort) for cohort in strategy.cohorts]
+    assert 0.5 < np.mean(cohorts) / (RATE * 0.6 * HOSPITALS) < 1.5
+
+
+def test_churn_and_a_server_that_dies_at_any_write(tmp_path, monkeypatch):
+    strategy, result, released, disk, lives = run_with_churn(tmp_path / "ledger", monkeypatch, 40, 0.04)
+    check(strategy, result, released, disk, 40)
+
+
+@pytest.mark.slow
+def test_500_rounds_of_churn(tmp_path, monkeypatch):
+    strategy, result, released, disk, lives = run_with_churn(tmp_path / "ledger", monkeypatch, 500, 0.01)
+    check(strategy, result, released, disk, 500)
+    assert lives > 20
+
+
+def limited(path, clients, **how):
+    how = dict(clients_per_round=2, max_participations=2) | how
+    return DifferentialPrivacyFixedClipping(
+        flower.FedAvg(min_available_nodes=1, fraction_evaluate=0.0), noise_multiplier=1.0, l2_norm_clip=1.0, delta=1e-5,
+        accountant="rdp", ledger_path=path, clients=clients, **how,
+    )  # fmt: skip
+
+
+def test_a_client_keeps_its_limits_and_its_name_when_its_node_gets_another_id(tmp_path):
+    roster = tmp_path / "roster.json"
+    roster.write_text(json.dumps({"101": "a", "102": "b", "103": "a"}))
+    grid = FakeGrid(4, lambda message, number: reply(message, arrays_in(message)))
+    first = limited(tmp_path / "ledger", Roster(roster))
+    first.start(grid, model(), num_rounds=1)
+    assert sorted(grid.sent[0]) == [101, 102] and sorted(first.cohorts[0]) == sorted(first.contributors[0]) == [
+        "a",
+        "b",
+    ]
+    first._journal.close()
+    roster.write_text(json.dumps({"201": "a", "202": "b", "203": "c"}))  # both installed anew, one joins
+    grid.nodes = [201, 202, 203]
+    again = limited(tmp_path / "ledger", Roster(roster))
+    again.start(grid, model(), num_rounds=5)
+    counts = collections.Counter(client for cohort in again.cohorts for client in cohort)
+    assert counts == {"a": 2, "b": 2, "c": 2} and again.epsilon == first_two_rounds()
+
+
+def first_two_rounds():
+    return PrivacyLedger().add(dp_event.GaussianDpEvent(1.0), 2, adjacency="zero_out").epsilon(1e-5, "rdp")
+
+
+def test_a_client_with_two_nodes_counts_once_and_a_stranger_is_not_asked(caplog):
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    names = {101: "a", 102: "a", 103: "b", 104: None}
+    for how in (dict(sampling_rate=1.0, clients_per_round=None), dict(clients_per_round=3), dict(max_participations=2)):
+        grid = FakeGrid(4, lambda message, number: reply(message, arrays_in(message)))
+        strategy = limited(None, names.get, **{"max_participations": None, **how})
+        strategy.start(grid, model(), num_rounds=1)
+        assert sorted(grid.sent[0]) == [101, 103] and sorted(strategy.cohorts[0]) == ["a", "b"]
+    assert "Node 104 belongs to no client that clients= names" in caplog.text
+
+
+def test_a_roster_that_breaks_keeps_what_it_had(tmp_path, caplog):
+    path = tmp_path / "roster.json"
+    with pytest.raises(ValueError, match="cannot be read"):
+        Roster(path)
+    path.write_text('["hospital"]')
+    with pytest.raises(ValueError, match=r'write for instance \{"4938271": "hospital-0"\}'):
+        Roster(path)
+    path.write_text('{"1": "hospital-0"}')
+    roster = Roster(path)
+    path.write_text("{")
+    os.utime(path, ns=(0, 0))
+    assert roster(1) == "hospital-0" and "The roster is that of before" in caplog.text
+    path.write_text('{"2": "hospital-0"}')
+    assert roster(1) is None and roster(2) == "hospital-0"
+
+
+def test_a_strategy_does_not_wait_for_a_node_that_left_while_it_chose():
+    grid = FakeGrid(3, lambda message, number: reply(message, arrays_in(message)))
+    seen = iter([[101, 102, 103], [101, 102]])
+    grid.get_node_ids = lambda: next(seen, [101, 102])
+    strategy = limited(None, None, max_participations=None)
+    strategy.start(grid, model(), num_rounds=1)
+    assert sorted(grid.sent[0]) == [101, 102, 103]  # the third counts as one that does not answer
