@@ -85,4 +85,4 @@ lock: | $(UV)
 	done
 
 clean:
-	rm -rf $(VENV) .venv build docs/_build *.egg-info
+	rm -rf $(VENV) .venv build docs/_build docs/_pages *.egg-info

@@ -344,9 +344,24 @@ def _cell(result: Result | None, name: str, field: str, earlier: set[str]) -> st
     return figure + "*" * (result.clock != "CPU" and name not in earlier)
 
 
+def means_table(results: list[Result]) -> str:
+    """Returns the geometric means over models of tfdpfl and of its peers, one row for each batch size."""
+    shown = {name: head for name, head in DRAWN.items() if name != "tfp"}
+    lines = [["batch size", *shown.values()], ["---"] * (1 + len(shown))]
+    for size in (64, 256, 1024):
+        found = [r for r in results if r.batch_size == size and r.model in LABELS and r.time_ratio]
+        means = [statistics.geometric_mean(r.time_ratio for r in found if r.competitor == name) for name in shown]
+        lines.append([str(size), *(f"{mean:.1f}" for mean in means)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
 def pages(results: list[Result], root: Path = HERE.parent) -> dict[Path, str]:
-    """README and the figures page, with the tables between their marks made of ``results``."""
-    made = {}
+    """Returns the text of README, the figures page and the landing page, whose tables are made from ``results``."""
+    index = root / "docs" / "index.md"
+    means = re.sub(
+        r"(?s)(<!-- means -->\n).*?(<!-- end means -->)", rf"\g<1>{means_table(results)}\n\2", index.read_text()
+    )
+    made = {index: means}
     for path in (root / "README.md", root / "docs" / "figures.md"):
         made[path] = re.sub(
             r"(?s)(<!-- step (\d+) -->\n).*?(\n<!-- end -->)",

@@ -1,9 +1,12 @@
 """Sphinx's settings: make docs."""
 
+import ast
+import inspect
 import os
 import re
 import sys
 import types
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -34,7 +37,7 @@ release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["ref.python"]  # attributes of one name in several classes
+suppress_warnings = ["ref.python", "myst.header"]  # attributes of one name in several classes; sections of old tables
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
@@ -46,12 +49,14 @@ autodoc_member_order = "bysource"
 napoleon_use_rtype = napoleon_use_param = False  # one line may be about several names
 napoleon_custom_sections = [("Attributes", "params_style"), ("Call arguments", "params_style")]
 
+smartquotes = False  # -- is an option
 html_theme = "pydata_sphinx_theme"
 html_title = f"tfdpfl {release}"
 html_show_sourcelink = False
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["tfdpfl.css"]
+html_js_files = ["tables.js"]
 html_sidebars = {"**": ["globaltoc.html"]}
 html_theme_options = {
     "navbar_center": [],
@@ -87,13 +92,58 @@ def _skip(app, what, name, obj, skip, options):
     return True if name.startswith("set_") and name.endswith("_request") else None
 
 
-def _outside(app, docname, source):
-    """Links to Markdown outside of these pages, which work where the repository is read, become downloads."""
-    if "/" not in docname:
-        source[0] = re.sub(r"\]\((\.\./[^)]*\.md)\)", r"](path:\1)", source[0])
+ROOT = Path(__file__).resolve().parent.parent
+OUTSIDE = sorted(
+    path.relative_to(ROOT)
+    for pattern in ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md", "examples/**/*.py")
+    for path in ROOT.glob(pattern)
+)
+
+
+def _page_of(path):
+    """Returns the page of a file that is outside of docs/."""
+    return ROOT / "docs" / "_pages" / (path.with_suffix(".md") if path.suffix == ".py" else path)
+
+
+def _link_to_pages(text, origin, page):
+    """Rewrites the links of a text that was written for the folder ``origin`` and is shown as ``page``."""
+
+    def rewrite(link):
+        path, mark, anchor = link[1].partition("#")
+        target = (origin / path).resolve()
+        if not path or ":" in path or not target.exists():
+            return link[0]
+        target = _page_of(target.relative_to(ROOT)) if target.relative_to(ROOT) in OUTSIDE else target
+        return f"]({os.path.relpath(target, page.parent)}{mark}{anchor})"
+
+    return re.sub(r"\]\(([^)\s]*)\)", rewrite, text)
+
+
+def _write_pages(app, config):
+    """Gives each example, table of results and text at the root of the repository a page of its own."""
+    for path in OUTSIDE:
+        text = (ROOT / path).read_text("utf-8")
+        page = _page_of(path)
+        if path.suffix == ".py":
+            first = ast.parse(text).body[0]
+            code = "".join(text.splitlines(keepends=True)[first.end_lineno :]).lstrip("\n")
+            text = f"# {path.name}\n\n{inspect.cleandoc(first.value.value)}\n\n```python\n{code}```\n"
+        else:
+            text = _link_to_pages(text, (ROOT / path).parent, page)
+            text = text if text.startswith("# ") else f"# {path.name}\n\n{text}"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        if not page.exists() or page.read_text("utf-8") != text:
+            page.write_text(text, "utf-8")
+
+
+def _read_source(app, docname, source):
+    if not docname.startswith("_pages/"):
+        page = ROOT / "docs" / docname
+        source[0] = _link_to_pages(source[0], page.parent, page)
 
 
 def setup(app):
-    app.connect("source-read", _outside)
+    app.connect("config-inited", _write_pages)
+    app.connect("source-read", _read_source)
     app.connect("autodoc-process-docstring", _as_rest, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", _skip)
