@@ -61,6 +61,19 @@ def sampling():
     save(ax, "concept-sampling", "With the same noise, Poisson batches have a tenth of the ε, or less")
 
 
+def allocation():
+    ax = axes()
+    epochs = [1, 2, 5, 10, 20, 50, 100]
+    for kind in ("shuffle", "poisson", "random_allocation"):
+        values = [tfdpfl.compute_epsilon(noise_multiplier=1.1, num_epochs=e, sampling=kind, **RUN) for e in epochs]
+        ax.plot(epochs, values, marker="o", label=kind)
+    ax.set(xscale="log", yscale="log", xlabel="epochs", ylabel="ε at δ = 1e-5")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.legend()
+    save(ax, "random-allocation", "Random allocation has no larger ε than Poisson batches")
+
+
 def batch():
     ax = axes()
     sizes = [64, 128, 256, 512, 1024, 2048, 4096]

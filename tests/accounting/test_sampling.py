@@ -21,6 +21,8 @@ SAVED = {
     7: ("fixed_order", "zero_out", "example", False),
     8: ("cyclic_poisson", "add_or_remove_one", "example", False),
     9: ("shuffle", "zero_out", "example", True),
+    10: ("random_allocation", "add_or_remove_one", "example", False),
+    11: ("random_allocation", "add_or_remove_one", "user", False),
 }
 
 
@@ -51,9 +53,12 @@ def test_the_event_of_a_run_holds_its_noise_over_the_sensitivity(name, adjacency
     while hasattr(step, "event"):
         step = step.event
     assert step.noise_multiplier == 3.0 / (2 if adjacency == "replace_one" else 1)
-    wrappers = {"poisson": "PoissonSampledDpEvent", "fixed_size": "SampledWithoutReplacementDpEvent"}
+    wrappers = {
+        "poisson": "PoissonSampledDpEvent", "fixed_size": "SampledWithoutReplacementDpEvent",
+        "random_allocation": "RandomAllocationDpEvent",
+    }  # fmt: skip
     assert wrapper == wrappers.get(name, "GaussianDpEvent")
-    assert composed.count == (2 if name == "shuffle" else 20)
+    assert composed.count == (2 if name in ("shuffle", "random_allocation") else 20)
 
 
 def test_means_of_groups_move_twice_as_far_and_four_times_if_one_is_replaced_in_a_poisson_sample():
@@ -72,7 +77,9 @@ def test_only_poisson_samples_name_a_shuffled_run_beside_them():
             assert (beside.sampling, beside.adjacency, beside.steps) == ("shuffle", "zero_out", 10)
 
 
-@pytest.mark.parametrize("changes", [{"sampling": "fixed_size"}, {"max_examples_per_user": 2}])
+@pytest.mark.parametrize(
+    "changes", [{"sampling": "fixed_size"}, {"sampling": "random_allocation"}, {"max_examples_per_user": 2}]
+)
 def test_discrete_noise_is_refused_where_it_has_no_price(changes):
-    with pytest.raises(PrivacyError, match="discrete noise has no price for sampling='fixed_size' or several"):
+    with pytest.raises(PrivacyError, match="discrete noise has no price for sampling='fixed_size' or 'rand"):
         Run(num_examples=100, batch_size=10, noise_multiplier=1.0, num_steps=10, discrete=True, **changes)

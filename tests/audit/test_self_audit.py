@@ -60,7 +60,7 @@ NO_CASE = {
     "lira membership_inference one_run_bounds replay report rmia plots",
     "clips alone": "clipping ClippedGradients clipped_gradients explain fix per_example_norms register_rule validate",
     "sampling, whose amplification the case of poisson_batches tests": "data SamplingDeclaration cyclic_poisson "
-    "declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
+    "random_allocation declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
     "AvailabilityClientSampler BoundedParticipationSampler samplers",
     "made of what is private already": "AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",

@@ -39,9 +39,10 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
         noise_multiplier: σ, the standard deviation of the noise divided by the clip.
         delta: δ, strictly between 0 and 1; from `1 / num_examples` on it means nothing, which a warning says.
         num_epochs: Passes over the data, possibly a fraction: ⌈num_epochs · num_examples / batch_size⌉ steps,
-            or under `"shuffle"` ⌈num_epochs⌉ uses of every example. Either this or `num_steps`.
+            or under `"shuffle"` and `"random_allocation"` ⌈num_epochs⌉ uses of every example. Either this or
+            `num_steps`.
         num_steps: Noisy updates.
-        sampling: `"poisson"`, `"shuffle"` (what `fit` does), `"fixed_size"` or `"none"`; see
+        sampling: `"poisson"`, `"random_allocation"`, `"shuffle"` (what `fit` does), `"fixed_size"` or `"none"`; see
             `tfdpfl.accounting.Run`.
         num_microbatches: Groups whose mean gradient is clipped, a divisor of `batch_size`; fewer than
             `batch_size` double the sensitivity, so σ counts as σ/2. It is taken for granted that an example's
@@ -178,7 +179,7 @@ def compute_batch_size(
     target = _check_target(target_epsilon)
     with_size = lambda size: build_run(**run, batch_size=size)  # noqa: E731
     smallest = with_size(1)
-    if not smallest.scheme.sampled_anew:
+    if not smallest.scheme.amplifies:
         raise PrivacyError(
             f"sampling={smallest.sampling!r} costs the same at every batch size, so none is the largest: "
             "give batch_size"

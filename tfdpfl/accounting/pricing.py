@@ -125,8 +125,8 @@ def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: 
     leaves = tuple((_as_gaussian(leaf), n) for leaf, n in leaves)
     rdp = _rdp_epsilon(leaves, kept if kept > 0 else delta, adjacency, whole_orders=discrete)
     pld = None
-    # Truncated batches are known to PLD alone, discrete noise to RDP alone.
-    if (accountant == "pld" and not discrete) or any(_is_truncated(leaf) for leaf, _ in leaves):
+    # Some events are known to PLD alone, discrete noise to RDP alone.
+    if (accountant == "pld" and not discrete) or any(_is_of_pld_alone(leaf) for leaf, _ in leaves):
         pld = _pld_epsilon(leaves, kept if kept > 0 else delta, adjacency, guide=rdp)
     if pld is None and rdp is None:
         raise PrivacyError(_no_price(leaves, adjacency))
@@ -166,10 +166,10 @@ def _no_price(leaves: Leaves, adjacency: str) -> str:
     from dp_accounting import dp_event
 
     poisson = any(isinstance(leaf, dp_event.PoissonSampledDpEvent) for leaf, _ in leaves)
-    if any(_is_truncated(leaf) for leaf, _ in leaves) and adjacency == "add_or_remove_one":
+    if any(_is_of_pld_alone(leaf) for leaf, _ in leaves) and adjacency == "add_or_remove_one":
         return (
-            "truncated batches are priced by privacy loss distributions alone, which gave no figure here: take a δ of "
-            "at least 1e-12, and no more than 3 million steps"
+            "truncated batches and random allocation are priced by privacy loss distributions alone, which gave no "
+            "figure here: take a δ of at least 1e-12, and no more than 3 million steps"
         )
     if adjacency == "replace_one" and poisson and not _pld_replaces():
         return (
@@ -306,6 +306,10 @@ def _is_truncated(leaf: "DpEvent") -> bool:
     return hasattr(leaf, "truncated_batch_size")
 
 
+def _is_of_pld_alone(leaf: "DpEvent") -> bool:
+    return _is_truncated(leaf) or hasattr(leaf, "losses")
+
+
 def _untruncated(leaf: "DpEvent") -> "DpEvent":
     from dp_accounting import dp_event
 
@@ -381,7 +385,7 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
             return None
         others = [(leaf, n) for leaf, (_, n) in zip(doubled, others, strict=True)]
     relations = _relations(adjacency)
-    drawn = [_is_blanked_subset(leaf, adjacency) for leaf, _ in others]
+    drawn = [hasattr(leaf, "losses") or _is_blanked_subset(leaf, adjacency) for leaf, _ in others]
     for relation in relations:
         known = pld.PLDAccountant(relation, interval)
         if all(own or known.supports(leaf) for (leaf, _), own in zip(others, drawn, strict=True)):
@@ -422,7 +426,7 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 class _Repeated:
-    """The privacy loss distribution of n uses of an event; of None for a relation, where one of a subset is blanked.
+    """The privacy loss distribution of n uses of an event; of None for a relation, where dp-accounting has none.
 
     A training is priced again after each epoch, so the last price's distribution is remembered, and an epoch's: to put
     them together takes a tenth of the time that composing all steps anew takes.
@@ -433,9 +437,10 @@ class _Repeated:
 
         from tfdpfl.accounting import fixed_size
 
-        one = fixed_size.losses(leaf, interval) if relation is None else (
-            pld.PLDAccountant(relation, interval).compose(leaf)._pld
-        )  # fmt: skip
+        if relation is not None:
+            one = pld.PLDAccountant(relation, interval).compose(leaf)._pld
+        else:
+            one = leaf.losses(interval) if hasattr(leaf, "losses") else fixed_size.losses(leaf, interval)
         self._of = functools.lru_cache(maxsize=2)(one.self_compose)
         self._last: tuple[int, Any] = (0, None)
 

@@ -38,6 +38,7 @@ class Run:
               proven for it.
             - `"fixed_size"`: by a fresh uniformly random subset of exactly `batch_size` examples at every
               step.
+            - `"random_allocation"`: once in every epoch, at a step that is chosen for it by itself.
             - `"none"`: at every step.
         num_microbatches: The number of groups whose mean gradient is clipped; None, or `batch_size`, clips
             each example by itself. One example moves its group's clipped mean anywhere in a ball, so the
@@ -46,9 +47,9 @@ class Run:
             `num_steps`).
         adjacency: Which data sets are neighbours; None takes the sampling's own, the first named.
 
-            - `"add_or_remove_one"` (poisson, none): with or without one example.
-            - `"zero_out"` (shuffle, poisson, none): one example's contribution is blanked, all batch sizes
-              stay as they are.
+            - `"add_or_remove_one"` (poisson, random_allocation, none): with or without one example.
+            - `"zero_out"` (shuffle, poisson, random_allocation, none): one example's contribution is blanked, all
+              batch sizes stay as they are.
             - `"replace_one"` (fixed_size, shuffle, none, and with dp-accounting 0.6 poisson): one example is any
               other; the sensitivity is 2C.
         max_examples_per_user: How many examples neighbours may differ in: the ε then is that of a user who has no
@@ -122,8 +123,9 @@ class Run:
                 "where unit='user' a user counts whole, so leave it out"
             )
         if self.discrete and (not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1):
+            without = " or ".join(repr(s) for s in SAMPLINGS if not SCHEMES[s].prices_discrete_noise)
             raise PrivacyError(
-                "discrete noise has no price for sampling='fixed_size' or several examples of a user: take "
+                f"discrete noise has no price for sampling={without} or several examples of a user: take "
                 "sampling='poisson' or 'shuffle', or train without secure_noise"
             )
         if self.discrete and self.truncated_batch_size is not None:
@@ -235,7 +237,7 @@ class Run:
     @property
     def takes_whole_passes(self) -> bool:
         """Whether `participations` would be more if passes dropped their last, smaller batch."""
-        uneven = self.scheme.counts_passes and self.num_examples % self.batch_size > 0
+        uneven = self.scheme.counts_passes and self.num_examples % self.batch_size > 0 and self.scheme.limits_batches
         return uneven and self.num_epochs is None and self.steps > 0 and self.whole_passes
 
     @property
@@ -246,6 +248,7 @@ class Run:
         if not self.scheme.counts_passes or self.whole_passes:
             return self.steps // self.steps_per_pass
         least = self.num_examples // self.batch_size  # steps of a pass that drops its last, smaller batch
+        least = least if self.scheme.limits_batches else self.steps_per_pass
         if self.starts_mid_epoch and self.steps > 0:
             # A window of steps touches one epoch more than its length says when it lies across their borders.
             return -(-(self.steps - 1) // least) + 1

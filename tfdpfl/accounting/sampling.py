@@ -106,8 +106,14 @@ class SamplingScheme:
         """Whether ε depends on the number of passes over the data, not on the number of steps."""
         return self.once_a_pass and self.fresh_noise
 
+    @property
+    def amplifies(self) -> bool:
+        """Whether ε depends on the size of a batch."""
+        return self.sampled_anew or (self.independent and self.fresh_noise)
+
     def event(self, run: Steps, step: DpEvent) -> DpEvent:
-        """Returns a step on a batch that may lack some of the examples, given the step on all of them."""
+        """Returns a step on a batch that may lack some of the examples, given the step on all of them; where ε depends
+        on the number of passes, a whole pass."""
         return step
 
     def prices_groups(self, adjacency: str) -> bool:
@@ -252,9 +258,38 @@ class CyclicPoisson(SamplingScheme):
     in_groups = True
 
 
+class RandomAllocation(SamplingScheme):
+    """Every example joins one of the ⌈`num_examples` / `batch_size`⌉ steps of a pass ("balls in bins").
+
+    Which one is chosen evenly, independently of all other examples and passes. An example more, or one that is blanked,
+    moves no other example to another step; the number of steps is public. (If examples are replaced, nothing is
+    proven here.) A pass that is cut short costs as much as a whole one.
+    """
+
+    name = "random_allocation"
+    adjacencies = ("add_or_remove_one", "zero_out")
+    codes = (Code(10, "add_or_remove_one"), Code(11, "add_or_remove_one", unit="user"))
+    text = "every example joins one step of every epoch, chosen at random and independently of all others"
+    note = (
+        "Each example's step must really be chosen by itself, as tfdpfl.data.random_allocation does, so that batches "
+        "vary in size; shuffled batches do not qualify."
+    )
+    once_a_pass = True
+    independent = True
+    prices_discrete_noise = False
+
+    def event(self, run: Steps, step: DpEvent) -> DpEvent:
+        return _allocation_type()(step, -(-run.num_examples // run.batch_size))
+
+    def prices_groups(self, adjacency: str) -> bool:
+        return False
+
+
 POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH = Poisson(), Shuffled(), FixedSize(), EveryBatch()
-FIXED_ORDER, CYCLIC_POISSON = FixedOrder(), CyclicPoisson()
-_ALL: tuple[SamplingScheme, ...] = (POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH, FIXED_ORDER, CYCLIC_POISSON)
+FIXED_ORDER, CYCLIC_POISSON, RANDOM_ALLOCATION = FixedOrder(), CyclicPoisson(), RandomAllocation()
+_ALL: tuple[SamplingScheme, ...] = (
+    POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH, FIXED_ORDER, CYCLIC_POISSON, RANDOM_ALLOCATION,
+)  # fmt: skip
 SCHEMES: dict[str, SamplingScheme] = {scheme.name: scheme for scheme in _ALL}
 SAMPLINGS = tuple(scheme.name for scheme in _ALL if scheme.fresh_noise)
 BY_CODE: dict[int, tuple[SamplingScheme, Code]] = {code.number: (s, code) for s in _ALL for code in s.codes}
@@ -291,6 +326,27 @@ def _group_type() -> Any:
         size: int
 
     return GroupDpEvent
+
+
+@functools.cache
+def _allocation_type() -> Any:
+    import attr
+    from dp_accounting import dp_event
+
+    @attr.s(frozen=True, auto_attribs=True)
+    class RandomAllocationDpEvent(dp_event.DpEvent):
+        """A pass of `steps` Gaussian sums, of which each example joins one that is chosen at random."""
+
+        event: dp_event.DpEvent
+        steps: int
+
+        def losses(self, interval: float) -> Any:
+            """Returns the privacy loss distribution, which is all that prices it."""
+            from tfdpfl.accounting import allocation
+
+            return allocation.losses(self.event.noise_multiplier, self.steps, interval)
+
+    return RandomAllocationDpEvent
 
 
 def group_of(step: DpEvent, size: int) -> DpEvent:

@@ -189,8 +189,9 @@ class Fit:
         self.ended, self.awaited, self.counts_passes = False, False, True
         self.first: int | None = None
         self._begun_at = (0.0, 0.0, 0)  # what the counter had seen before this epoch, before this batch; steps before
-        self.uses = self._uses(steps) if self.shuffled else 1
-        if self.shuffled:
+        self._declared, cut_up = declared, self.shuffled and not self.scheme.independent
+        self.uses = self._uses(steps) if cut_up else 1
+        if cut_up:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
         sampling = self.scheme.code(data.get("adjacency"), data.get("unit", "example"), across_passes=self.uses > 1)
         cut = data.get("truncated_batch_size") or 0
@@ -227,7 +228,11 @@ class Fit:
         return SCHEMES[self.data["sampling"]]
 
     def passes_in(self, steps: int) -> int:
-        """How many passes over the data so many steps in a row begin."""
+        """How many passes over the data so many steps in a row begin; where an example has several uses in a pass, so
+        many."""
+        declared = self._declared
+        if declared is not None and declared.scheme.independent and self.shuffled:
+            return declared.num_selected * math.ceil(steps / (declared.steps * declared.physical_batches))
         n, b = self.data["num_examples"], self.physical
         if not self.whole:  # batches may go across the border of two passes
             return math.ceil(steps * b / n)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdpfl.accounting.sampling import EVERY_BATCH, POISSON, SCHEMES, SHUFFLED
+from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SHUFFLED, SamplingScheme
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.errors import PrivacyError
@@ -59,7 +59,7 @@ class Sampling:
             if declared is not None:
                 return self._bounded(declared)
         if declared is not None:
-            return self._poisson(declared, call) if declared.scheme.sampled_anew else self._in_order(declared, call)
+            return self._sampled(declared, call) if declared.scheme.amplifies else self._in_order(declared, call)
         length = length_of(x)
         if length is not None:
             if self.sampling not in (None, SHUFFLED.name):
@@ -84,7 +84,7 @@ class Sampling:
             return {"num_examples": length, "batch_size": batch, "sampling": SHUFFLED.name}
         origin = made_from(x)
         check_kept(x)
-        if origin is not None and not origin.scheme.sampled_anew:
+        if origin is not None and not origin.scheme.amplifies:
             described = self.sampling == origin.kind and not origin.scheme.in_groups
             if not described and self.sampling not in origin.scheme.weaker:
                 raise PrivacyError(
@@ -134,8 +134,9 @@ class Sampling:
         scheme = SCHEMES[self.sampling]
         if scheme.independent:
             self._check_poisson()
+            self._check_passes(scheme, x, call)
         parts = self._optimizer._dp.parts
-        if not scheme.counts_passes and parts > 1:
+        if parts > 1 and (scheme.independent or not scheme.counts_passes):
             raise PrivacyError(
                 f"sampling={self.sampling!r}: an example may be in several of the batches that "
                 f"gradient_accumulation_steps={parts} adds up, which has no price. Use tfdpfl.data.poisson_batches, "
@@ -152,9 +153,20 @@ class Sampling:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
 
+    def _check_passes(self, scheme: SamplingScheme, x: Any, call: dict[str, Any]) -> None:
+        """That the end of each pass is seen, where ε counts passes whose batches vary in size."""
+        stream = call.get("steps_per_epoch") is not None or passed_through(x, ("repeat",))
+        if scheme.counts_passes and stream:
+            raise PrivacyError(
+                f"sampling={scheme.name!r} has a price for each pass over the data, and in a stream (steps_per_epoch="
+                f"{call.get('steps_per_epoch')}, or repeat) it is not seen where a pass ends. Leave steps_per_epoch "
+                "and .repeat() out, and give fit epochs."
+            )
+
     def _check_said_of(self, origin: SamplingDeclaration) -> None:
         """That what is said of data that were made from others does not contradict what those declare."""
-        if origin.rows_per_unit > 1 or origin.physical_batches > 1 or origin.truncated_batch_size is not None:
+        several = max(origin.rows_per_unit, origin.physical_batches, origin.num_selected) > 1
+        if several or origin.truncated_batch_size is not None:
             raise PrivacyError(
                 f"The data were made from batches with {origin.rows_per_unit} rows of each {origin.unit}, cut into "
                 f"{origin.physical_batches} or truncated, which has another price than what PrivacyBudget is told of "
@@ -190,9 +202,9 @@ class Sampling:
         sizes = {shape[0] for shape in shapes if shape is not None and shape.rank} - {None}
         if scheme.independent and sizes:
             raise PrivacyError(
-                f"sampling='poisson', but all batches of the data set hold {min(sizes)} examples (its element_spec "
-                "says so). Under Poisson sampling the size varies: use tfdpfl.data.poisson_batches, or say "
-                "sampling='shuffle'."
+                f"sampling={self.sampling!r}, but all batches of the data set hold {min(sizes)} examples (its "
+                "element_spec says so). Where examples are drawn independently the size varies: use "
+                "tfdpfl.data.poisson_batches or random_allocation, or say sampling='shuffle'."
             )
         if sizes - {self.batch_size}:
             raise PrivacyError(
@@ -215,9 +227,10 @@ class Sampling:
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
             )
 
-    def _poisson(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
-        size = self._agreed(declared, POISSON.name)
+    def _sampled(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
+        size = self._agreed(declared, declared.kind)
         self._check_poisson()
+        self._check_passes(declared.scheme, call.get("x"), call)
         parts = self._optimizer._dp.parts
         if declared.physical_batches != parts:
             raise PrivacyError(
@@ -248,7 +261,7 @@ class Sampling:
         more: dict[str, Any] = {"unit": declared.unit} if declared.unit != "example" else {}
         if declared.truncated_batch_size is not None:
             more["truncated_batch_size"] = declared.truncated_batch_size
-        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": POISSON.name, **more}
+        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind, **more}
 
     def _in_order(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
         """Of batches that hold each example once a pass; or once a round of passes, sampled."""
@@ -348,8 +361,8 @@ class Sampling:
     def _check_poisson(self) -> None:
         if self._optimizer.expected_batch_size is None:
             raise PrivacyError(
-                "Under Poisson sampling the size of a batch is private, but the optimizer divides by it. Give the "
-                "optimizer expected_batch_size=sampling_rate * num_examples."
+                "Under Poisson sampling and random allocation the size of a batch is private, but the optimizer "
+                "divides by it. Give the optimizer expected_batch_size=sampling_rate * num_examples."
             )
         if self._optimizer.num_microbatches is not None:
             raise PrivacyError(

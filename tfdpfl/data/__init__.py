@@ -1,10 +1,11 @@
 """Batches drawn the way the accountant assumes: every example on its own, with the same probability.
 
-`poisson_batches` makes the `tf.data.Dataset` that `fit` takes, from data in memory or on disk; `cyclic_poisson`,
-`fixed_order` and `shuffled_batches` draw otherwise. `declared_sampling` tells what may be claimed about one.
+`poisson_batches` makes the `tf.data.Dataset` that `fit` takes, from data in memory or on disk; `random_allocation`,
+`cyclic_poisson`, `fixed_order` and `shuffled_batches` draw otherwise. `declared_sampling` tells what may be claimed
+about one.
 """
 
-from tfdpfl.data.batches import cyclic_poisson, fixed_order, poisson_batches, shuffled_batches
+from tfdpfl.data.batches import cyclic_poisson, fixed_order, poisson_batches, random_allocation, shuffled_batches
 from tfdpfl.data.declared import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.data.sources import Examples, examples_of
 from tfdpfl.data.users import Users, users_of
@@ -15,5 +16,6 @@ __all__ = [
     "declared_sampling",
     "fixed_order",
     "poisson_batches",
+    "random_allocation",
     "shuffled_batches",
 ]

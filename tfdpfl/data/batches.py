@@ -123,21 +123,14 @@ def poisson_batches(
     Differential Privacy of the Sampled Gaussian Mechanism", for add/remove of an example.
     """
     steps = _checked_steps(steps)
-    if empty_batches not in _EMPTY_BATCHES:
-        raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
-    examples = examples_of(arrays_or_dataset)
-    users, rows_of_user = _checked_users(user_ids, examples_per_user, examples)
-    number = users.number if users else examples.number
-    rate = _checked_rate(sampling_rate, expected_batch_size, number)
-    rows = rows_of_user * _positive("copies", copies, "how many rows each example becomes")
-    parts = _parts(physical_batch_size, rate * number * rows)
+    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    rate = _checked_rate(sampling_rate, expected_batch_size, units.number)
     for name, value in (("physical", physical_batch_size), ("truncated", truncated_batch_size)):
         if strategy is not None and value is not None:
             raise ValueError(
                 f"{name}_batch_size={value} beside strategy: each worker draws its own part of a batch, of which the "
                 "others know no size. Leave it out."
             )
-    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     if truncated_batch_size is not None:
         mend = "the size of all batches, six √expected above the expected one"
         truncated_batch_size = _positive("truncated_batch_size", truncated_batch_size, mend)
@@ -145,31 +138,131 @@ def poisson_batches(
 
     def draw(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
         for _ in range(steps):
-            units = worker + workers * words.each(len(range(worker, number, workers)), rate)
-            if truncated_batch_size is not None and len(units) > truncated_batch_size:
-                units = words.some(units, truncated_batch_size)
-            for part in np.array_split(units, parts * replicas // workers):
-                yield users.some_of(part, rows_of_user, words) if users else part
+            drawn = worker + workers * words.each(len(range(worker, units.number, workers)), rate)
+            if truncated_batch_size is not None and len(drawn) > truncated_batch_size:
+                drawn = words.some(drawn, truncated_batch_size)
+            yield drawn
 
+    pipeline = _Pipeline(units.examples, map_fn, augment, copies, num_parallel_calls)
     declaration = SamplingDeclaration(
-        "poisson", rate, number, steps, seed, parts, truncated_batch_size, rows, "user" if users else "example"
+        "poisson", rate, units.number, steps, seed, truncated_batch_size=truncated_batch_size
     )
-    pipeline = _Pipeline(examples, map_fn, augment, copies, num_parallel_calls)
-    if truncated_batch_size is not None:
-        size: int | None = -(-truncated_batch_size // parts) * rows
-        least = -(-truncated_batch_size // parts) * rows
+    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches, strategy)
+
+
+def random_allocation(
+    arrays_or_dataset: Any,
+    *,
+    expected_batch_size: float,
+    num_selected: int = 1,
+    seed: int | None = None,
+    physical_batch_size: int | None = None,
+    user_ids: Any = None,
+    examples_per_user: int | None = None,
+    map_fn: Callable | None = None,
+    augment: Callable | None = None,
+    copies: int = 1,
+    num_parallel_calls: int | None = None,
+    empty_batches: str = "auto",
+) -> tf.data.Dataset:
+    """Returns a `tf.data.Dataset` of batches for `fit` that have each example once an epoch, in a step of its own
+    choice.
+
+        batches = random_allocation((x, y), expected_batch_size=256)
+        model.fit(batches, epochs=10)
+
+    What it promises:
+
+    * Each unit (an example; a user, with ``user_ids``) is in exactly ``num_selected`` batches of a pass. Which ones is
+      chosen evenly, independently of all other units and of all other passes. The batch size varies and can be 0.
+    * A pass has num_selected · ⌈number of units / expected_batch_size⌉ logical batches, which is public.
+    * The draws, the shapes and the declaration are those of `poisson_batches`.
+
+    ε counts passes: each costs as ``num_selected`` passes of which each has a unit once, and one that was begun costs
+    as much as a whole one. So leave ``steps_per_epoch`` out of `fit`, and end a training with a pass.
+
+    Guarantee:
+        Neighbours differ in the presence of one unit, or one unit's contribution is blanked
+        (``"add_or_remove_one"``, ``"zero_out"``): no other unit moves. Sensitivity C. What is proven for Gaussian noise
+        is in `tfdpfl.accounting.allocation`. With ``num_selected`` > 1 the steps can be dealt at random to so many
+        groups of equal size with one use of a unit in each (Feldman & Shenfeld 2025, arXiv:2502.08202).
+
+    Args:
+        expected_batch_size: The mean batch size, in (0, number of units]. It is rounded down to one that makes a whole
+            number of batches: `declared_sampling(dataset).expected_batch_size`, the optimizer's denominator.
+        num_selected: In how many batches of a pass each unit is.
+        arrays_or_dataset: As those that follow, see `poisson_batches`.
+
+    Raises:
+        ValueError: as `poisson_batches`.
+    """
+    each = _positive("num_selected", num_selected, "in how many batches of a pass each example is")
+    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    size = _checked_rate(None, expected_batch_size, units.number) * units.number
+    steps = each * math.ceil(units.number / math.ceil(size - 1e-9))
+
+    def draw(words: Words) -> Iterator[np.ndarray]:
+        yield from words.allocated(units.number, steps, each)
+
+    pipeline = _Pipeline(units.examples, map_fn, augment, copies, num_parallel_calls)
+    declaration = SamplingDeclaration("random_allocation", each / steps, units.number, steps, seed, num_selected=each)
+    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches)
+
+
+class _Units:
+    """What is sampled: examples, or users with all that is theirs.
+
+    Attributes:
+        number: How many there are.
+        rows: Consecutive rows of a batch that are one of them.
+        name: "example" or "user".
+    """
+
+    def __init__(self, data: Any, user_ids: Any, examples_per_user: Any, copies: Any):
+        self.examples = examples_of(data)
+        self.users, self._each = _checked_users(user_ids, examples_per_user, self.examples)
+        self.number = self.examples.number if self.users is None else self.users.number
+        self.rows = self._each * _positive("copies", copies, "how many rows each example becomes")
+        self.name = "example" if self.users is None else "user"
+
+    def examples_of(self, units: np.ndarray, words: Words) -> np.ndarray:
+        """The numbers of the examples that stand for these units in a batch."""
+        return units if self.users is None else self.users.some_of(units, self._each, words)
+
+
+def _of_units(
+    pipeline: _Pipeline, units: _Units, draw: Callable, declaration: SamplingDeclaration, physical_batch_size: Any,
+    empty_batches: str, strategy: tf.distribute.Strategy | None = None,
+) -> Any:  # fmt: skip
+    """The data set of logical batches that ``draw`` gives, in each of which a unit is with one chance."""
+    if empty_batches not in _EMPTY_BATCHES:
+        raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
+    rate, steps, truncated = declaration.sampling_rate, declaration.steps, declaration.truncated_batch_size
+    parts = _parts(physical_batch_size, rate * units.number * units.rows)
+    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+
+    def cut(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
+        for drawn in draw(words) if workers == 1 else draw(words, worker, workers):
+            for part in np.array_split(drawn, parts * replicas // workers):
+                yield units.examples_of(part, words)
+
+    if truncated is not None:
+        size: int | None = -(-truncated // parts) * units.rows
+        least = -(-truncated // parts) * units.rows
     else:
         size, least = None, 0
-        cut = parts * replicas
-        log_never = number * math.log1p(-rate) / cut if rate < 1 else -math.inf
-        if pipeline.fills_empty(empty_batches, math.log(steps * cut) + log_never > math.log(1e-9)):
-            least = -(-_PLACEHOLDERS // rows) * rows
-    declaration = dataclasses.replace(declaration, blanks=least > 0)
+        pieces = parts * replicas
+        log_never = units.number * math.log1p(-rate) / pieces if rate < 1 else -math.inf
+        if pipeline.fills_empty(empty_batches, math.log(steps * pieces) + log_never > math.log(1e-9)):
+            least = -(-_PLACEHOLDERS // units.rows) * units.rows
+    declaration = dataclasses.replace(
+        declaration, physical_batches=parts, rows_per_unit=units.rows, unit=units.name, blanks=least > 0
+    )
     if strategy is not None:
-        of_users = [] if users is None else [users.rows, users.starts]
-        order = _order_of(examples) + sum(zlib.crc32(part.tobytes()) for part in of_users)
-        return _of_workers(strategy, pipeline, draw, steps, least, dataclasses.replace(declaration, order=order))
-    return declare(pipeline.dataset(Passes(draw, seed), steps * parts, least, size), declaration)
+        of_users = [] if units.users is None else [units.users.rows, units.users.starts]
+        order = _order_of(units.examples) + sum(zlib.crc32(part.tobytes()) for part in of_users)
+        return _of_workers(strategy, pipeline, cut, steps, least, dataclasses.replace(declaration, order=order))
+    return declare(pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size), declaration)
 
 
 def _of_workers(
@@ -349,6 +442,14 @@ def cyclic_poisson(
             blanks=fills,
         ),
     )
+
+
+# What `tfdpfl.plan` can plan: how the batches are made, of which size, and how many in a pass where that is free.
+PLANNED: dict[str, Callable[..., tf.data.Dataset]] = {
+    "poisson": lambda data, size, steps, **more: poisson_batches(data, expected_batch_size=size, steps=steps, **more),
+    "random_allocation": lambda data, size, _, **more: random_allocation(data, expected_batch_size=size, **more),
+    "shuffle": lambda data, size, _, **more: shuffled_batches(data, size, **more),
+}
 
 
 class _Pipeline:

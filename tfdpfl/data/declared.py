@@ -21,6 +21,7 @@ class SamplingDeclaration:
             `"poisson"`: each with probability `sampling_rate`, independently of all else.
             `"cyclic_poisson"`: each belongs to one of `min_separation` groups, assigned independently and uniformly;
             at step t group `t mod min_separation` is sampled as above.
+            `"random_allocation"`: each in `num_selected` batches of a pass, chosen evenly and independently.
             `"shuffle"`: each in one batch of a pass.
             `"fixed_order"`: the same, and every pass has the same batches in the same order.
         sampling_rate: that probability; for the last two, the batch size over `num_examples`.
@@ -34,6 +35,7 @@ class SamplingDeclaration:
         unit: "example" or "user".
         min_separation: steps from one participation of a unit to its next, at least, while passes are whole.
         max_participations: how often a unit may take part in all; None if the data set sets no bound.
+        num_selected: in how many logical batches of a pass each unit is, where that is fixed.
         workers: among how many processes the examples are shared out, each of which draws from its own share.
         blanks: whether batches may be filled up with blank rows, which are no examples (`tfdpfl._blanks`).
         order: of `"fixed_order"`, and where `workers` is above 1, a number made from some of the data, which tells
@@ -51,6 +53,7 @@ class SamplingDeclaration:
     unit: str = "example"
     min_separation: int = 1
     max_participations: int | None = None
+    num_selected: int = 1
     workers: int = 1
     blanks: bool = False
     order: int | None = dataclasses.field(default=None, repr=False, compare=False)

@@ -60,6 +60,17 @@ class Words:
         """A uniform subset of ``count``, in order."""
         return of[np.sort(np.argsort(self(len(of)))[:count])]
 
+    def allocated(self, number: int, steps: int, each: int) -> list[np.ndarray]:
+        """Who of ``number`` is in each of ``steps``, in order, where each is in ``each`` of them: a uniform subset,
+        chosen for each by itself (Floyd's algorithm; a word's remainder is even to steps / 2^64)."""
+        chosen = np.empty([number, each], np.int64)
+        for i, last in enumerate(range(steps - each, steps)):
+            drawn = (self(number) % np.uint64(last + 1)).astype(np.int64)
+            taken = (chosen[:, :i] == drawn[:, None]).any(axis=1)
+            chosen[:, i] = np.where(taken, last, drawn)
+        units = np.argsort(chosen.ravel(), kind="stable") // each
+        return np.split(units, np.cumsum(np.bincount(chosen.ravel(), minlength=steps))[:-1])
+
     def order(self, number: int) -> np.ndarray:
         """A uniform permutation: int64 [number]."""
         return np.argsort(self(number)).astype(np.int64)
