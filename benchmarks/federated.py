@@ -59,10 +59,10 @@ def processes(cohort):
     return {
         "TFF, plain": tff.learning.algorithms.build_unweighted_fed_avg(variable, client_optimizer_fn=sgd),
         "client level, adaptive clip": build_dp_fed_avg(model_fn, **dp),
-        "client level, fixed clip": build_dp_fed_avg(model_fn, clip=0.1, **dp),
-        "DP-FTRL": build_dp_ftrl(model_fn, clip=0.1, **dp),
-        "local": build_local_dp_fed_avg(model_fn, clip=0.1, **dp),
-        "distributed (Skellam)": build_distributed_dp_fed_avg(model_fn, clip=0.1, **dp),
+        "client level, fixed clip": build_dp_fed_avg(model_fn, l2_norm_clip=0.1, **dp),
+        "DP-FTRL": build_dp_ftrl(model_fn, l2_norm_clip=0.1, **dp),
+        "local": build_local_dp_fed_avg(model_fn, l2_norm_clip=0.1, **dp),
+        "distributed (Skellam)": build_distributed_dp_fed_avg(model_fn, l2_norm_clip=0.1, **dp),
         "example level, batches": build_example_dp_fed_avg(model_fn, sampling="batches", **examples),
         "example level, Poisson": build_example_dp_fed_avg(model_fn, local_steps=EXAMPLES // BATCH, **examples),
     }

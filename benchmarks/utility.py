@@ -67,7 +67,7 @@ def adult_rows(data_dir: str | None):
 
 def private(x: np.ndarray, y: np.ndarray, epsilon: float, loss) -> tf.keras.Model:
     model = network(x.shape[1])
-    plan = tfdpfl.plan(x, y, target_epsilon=epsilon, delta=DELTA["Adult"], batch_size=2048, epochs=20)
+    plan = tfdpfl.plan(x, y, target_epsilon=epsilon, delta=DELTA["Adult"], batch_size=2048, num_epochs=20)
     model.compile(plan.optimizer("adam", learning_rate=5e-3), loss)
     model.fit(plan.batches, epochs=plan.epochs, callbacks=[plan.callback], shuffle=False, verbose=0)
     return model

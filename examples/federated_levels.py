@@ -31,7 +31,7 @@ from tfdpfl.federated import (
     build_dp_ftrl,
     build_example_dp_fed_avg,
     build_local_dp_fed_avg,
-    compute_noise_multiplier,
+    compute_federated_noise_multiplier,
     local_runtime,
     train,
 )
@@ -95,7 +95,7 @@ def main() -> None:
         )
 
     def noise(sampler, **level):
-        return compute_noise_multiplier(
+        return compute_federated_noise_multiplier(
             target_epsilon=epsilon, delta=DELTA, num_rounds=rounds, participation=sampler.participation, **level
         )
 
@@ -108,7 +108,7 @@ def main() -> None:
     }
 
     def client_level(multiplier, **more):
-        return build_dp_fed_avg(make_model, noise_multiplier=multiplier, clip=clip, **common, **more)
+        return build_dp_fed_avg(make_model, noise_multiplier=multiplier, l2_norm_clip=clip, **common, **more)
 
     methods = {
         "no privacy": (plain, poisson),
@@ -122,12 +122,13 @@ def main() -> None:
         "client level": (lambda: client_level(z["client level"]), poisson),
         "client level, DP-FTRL": (
             lambda: build_dp_ftrl(
-                make_model, noise_multiplier=z["client level, DP-FTRL"], clip=clip, **common, server_optimizer_fn="sgd"
+                make_model, noise_multiplier=z["client level, DP-FTRL"], l2_norm_clip=clip, **common,
+                server_optimizer_fn="sgd",
             ),
             bounded,
         ),
         "local level": (
-            lambda: build_local_dp_fed_avg(make_model, noise_multiplier=z["local level"], clip=clip, **common),
+            lambda: build_local_dp_fed_avg(make_model, noise_multiplier=z["local level"], l2_norm_clip=clip, **common),
             bounded,
         ),
     }  # fmt: skip

@@ -27,7 +27,7 @@ from tfdpfl.federated import (
     FixedSizeClientSampler,
     build_example_dp_fed_avg,
     build_nbafl,
-    compute_noise_multiplier,
+    compute_federated_noise_multiplier,
     local_runtime,
     nbafl,
     train,
@@ -107,7 +107,7 @@ def main() -> None:
 
     fixed = FixedSizeClientSampler(clients.client_ids, arguments.clients_per_round)
     steps, batch = 20, min(50, smallest)
-    z = compute_noise_multiplier(
+    z = compute_federated_noise_multiplier(
         target_epsilon=epsilon, delta=delta, num_rounds=arguments.rounds, participation=fixed.participation,
         level="example", num_examples=smallest, batch_size=batch, local_steps=steps,
     )  # fmt: skip

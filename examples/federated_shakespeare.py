@@ -112,7 +112,7 @@ def main() -> None:
         make_model,
         clients_per_round=expected,
         noise_multiplier=arguments.noise_multiplier,
-        clip=AdaptiveClip(initial=0.3),
+        l2_norm_clip=AdaptiveClip(initial=0.3),
         client_optimizer_fn=tff.learning.optimizers.build_sgdm(0.5),
         server_optimizer_fn=tff.learning.optimizers.build_sgdm(1.0, momentum=0.9),
         metrics=NoisedMetrics(noise_multiplier=3.0, bound={"loss": 6.0}),

@@ -96,7 +96,7 @@ def run(data, x_train, x_test, epsilon, delta=1e-5, batch_size=4096, learning_ra
     training images that were held out: what that search would cost in privacy is not in the ε."""
     plan = tfdpfl.plan(
         x_train, data.y_train, target_epsilon=epsilon, delta=delta, l2_norm_clip=clip,
-        epochs=max(5, round(20 * epsilon)), batch_size=min(batch_size, len(x_train) // 8),
+        num_epochs=max(5, round(20 * epsilon)), batch_size=min(batch_size, len(x_train) // 8),
     )  # fmt: skip
     model = tf.keras.Sequential([tf.keras.Input(x_train.shape[1:]), tf.keras.layers.Dense(data.num_classes)])
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -15,7 +15,7 @@ from tfdpfl.errors import PrivacyError
 N, DELTA = 200, 1e-4
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(N, 4)).astype("float32"), RNG.integers(0, 3, N)
-FOUR = dict(target_epsilon=2.0, batch_size=20, epochs=2)
+FOUR = dict(target_epsilon=2.0, batch_size=20, num_epochs=2)
 
 
 def plan(x=X, y=Y, **changes):
@@ -57,7 +57,7 @@ def test_any_three_give_the_fourth():
     assert spent(sigma, 20, 20) <= 2.0 < spent(0.998 * sigma, 20, 20)
     three = dict(target_epsilon=None, noise_multiplier=sigma)
     assert plan(**three).target_epsilon == spent(sigma, 20, 20)
-    longest = plan(epochs=None, noise_multiplier=1.5)
+    longest = plan(num_epochs=None, noise_multiplier=1.5)
     assert spent(1.5, 20, longest.epochs * 10) <= 2.0 < spent(1.5, 20, (longest.epochs + 1) * 10)
     for length, steps in (({}, lambda size: 2 * (N // size)), ({"steps_per_epoch": 7}, lambda size: 14)):
         size = plan(batch_size=None, noise_multiplier=1.5, **length).batch_size
@@ -68,9 +68,9 @@ def test_any_three_give_the_fourth():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": None}, "Give three of .*; noise_multiplier, epochs are missing"),
+        ({"num_epochs": None}, "Give three of .*; noise_multiplier, num_epochs are missing"),
         ({"noise_multiplier": 1.0}, "all four are given: leave one out"),
-        ({"epochs": 2.5}, "epochs must be a whole number of at least 1, got 2.5"),
+        ({"num_epochs": 2.5}, "num_epochs must be a whole number of at least 1, got 2.5"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
         ({"batch_size": N + 1}, "batch_size must be at most num_examples=200"),
         ({"target_epsilon": -1.0}, "target_epsilon must be .* above 0"),
@@ -78,7 +78,7 @@ def test_any_three_give_the_fourth():
         ({"l2_norm_clip": 0.0}, "l2_norm_clip must be .* above 0"),
         ({"sampling": "weighted"}, "sampling='weighted' has no plan"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be"),
-        ({"epochs": None, "noise_multiplier": 1.5, "steps_per_epoch": 999}, "allows .* steps, and"),
+        ({"num_epochs": None, "noise_multiplier": 1.5, "steps_per_epoch": 999}, "allows .* steps, and"),
         ({"batch_size": None, "noise_multiplier": 0.1}, "passed by batches of one example"),
         ({"y": Y[1:]}, "same first dimension"),
     ],
@@ -101,7 +101,7 @@ def test_what_the_plan_decides_is_not_given_to_its_optimizer():
 
 @pytest.fixture(scope="module")
 def plans():
-    return plan(), plan(epochs=3)
+    return plan(), plan(num_epochs=3)
 
 
 @pytest.mark.parametrize(

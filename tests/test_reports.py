@@ -126,7 +126,7 @@ def test_a_plan_what_ran_of_it_and_a_search_are_parts():
 
     x, y = np.zeros((200, 3), "float32"), np.arange(200) % 2
     how = dict(noise_multiplier=1.1, batch_size=50, delta=DELTA)
-    plan = tfdpfl.plan(x, y, epochs=3, **how)
+    plan = tfdpfl.plan(x, y, num_epochs=3, **how)
     model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
     model.compile(plan.optimizer("sgd"), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(plan.batches, epochs=2, callbacks=[plan.callback], shuffle=False, verbose=0)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tfdpfl._types import Keywords
 from tfdpfl._version import __version__
 from tfdpfl.errors import PrivacyError
 
@@ -20,7 +21,7 @@ class NewerFormatError(PrivacyError):
     """A file is of a newer version than this release reads."""
 
 
-def stamp(version: int) -> dict[str, Any]:
+def stamp(version: int) -> Keywords:
     """Returns the entries that a saved dictionary carries: the format's version and who wrote it."""
     return {"version": version, "written_by": f"tfdpfl {__version__}"}
 
@@ -48,7 +49,7 @@ def refuse_newer(what: str, saved: Mapping[str, Any], newest: int) -> None:
         )
 
 
-def strict(value: Any) -> Any:
+def strict(value: object) -> Any:
     """Returns values that strict JSON can hold: an infinite number is the string "inf", and NaN is None."""
     if isinstance(value, Mapping):
         return {name: strict(item) for name, item in value.items()}
@@ -59,7 +60,7 @@ def strict(value: Any) -> Any:
     return value
 
 
-def describe(value: Any) -> Any:
+def describe(value: object) -> Any:
     """Returns settings as values that JSON can hold, for `agrees` to compare with later.
 
     A field of a dataclass that is at its default is left out. So a later release may add a field with a default, and
@@ -75,7 +76,7 @@ def describe(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-def agrees(saved: Any, value: Any) -> bool:
+def agrees(saved: object, value: object) -> bool:
     """Returns whether a file describes these settings. An entry that the file lacks is at its default there: a field
     at the dataclass's, an entry of a dictionary at None.
 
@@ -113,7 +114,7 @@ def _fields(value: Any) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(value) if field.init]
 
 
-def _is_default(value: Any, field: dataclasses.Field) -> bool:
+def _is_default(value: object, field: dataclasses.Field) -> bool:
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from tfdpfl._types import Keywords, Model
+
 PLAN = "_tfdpfl_plan"
 """The attribute by which the pieces of a `tfdpfl.plan` know it."""
 
@@ -22,7 +24,7 @@ def running_fits() -> Iterator[dict[str, Any]]:
     return (frame.f_locals for frame in callers() if frame.f_code.co_name == "fit")
 
 
-def trained_by(fit: dict[str, Any]) -> Any:
+def trained_by(fit: Keywords) -> Model:
     """The optimizer of the model of a running `fit`, out of its loss-scaling wrapper if there is one."""
     optimizer = getattr(fit.get("self"), "optimizer", None)
     return getattr(optimizer, "inner_optimizer", optimizer)

@@ -53,7 +53,7 @@ ELSEWHERE: dict[str, str] = {
     # Opacus
     "PrivacyEngine": _ONE_LINE,
     "make_private": _ONE_LINE,
-    "make_private_with_epsilon": "use tfdpfl.plan(x, y, target_epsilon=..., delta=..., batch_size=..., epochs=...)",
+    "make_private_with_epsilon": "use tfdpfl.plan(x, y, target_epsilon=..., delta=..., batch_size=..., num_epochs=...)",
     "GradSampleModule": "use tfdpfl.clipping.clipped_gradients(...) in a tf.function; models stay as they are",
     "DPOptimizer": "use tfdpfl.make_dp_optimizer_class(your_optimizer_class), or tfdpfl.DPAdam",
     "ModuleValidator": "use tfdpfl.clipping.validate(model, batch) and tfdpfl.clipping.fix(model)",
@@ -120,15 +120,16 @@ def _places(modules: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def accept_old_name(old: str, new: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Returns a decorator whose functions also accept the argument ``new`` by its old name, with a warning."""
+def accept_old_names(**new_of_old: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Returns a decorator whose functions also accept arguments by the names that they had before, with a warning."""
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         @functools.wraps(function)
         def renamed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            if old in kwargs and new not in kwargs:
-                warnings.warn(f"{old}= has a new name: write {new}=.", DeprecationWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
+            for old, new in new_of_old.items():
+                if old in kwargs and new not in kwargs:
+                    warnings.warn(f"{old}= has a new name: write {new}=.", DeprecationWarning, stacklevel=2)
+                    kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
         return renamed

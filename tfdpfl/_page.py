@@ -7,8 +7,9 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import TypeAlias
 
+from tfdpfl._types import Axes, Report
 from tfdpfl.accounting.report import ADJACENCY_TEXT, rounded_up
 
 _STYLE = """
@@ -24,9 +25,10 @@ td.n, th.n { text-align: right; white-space: nowrap; } img { max-width: 100%; he
 """
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _NONE = "–"
+Rows: TypeAlias = Sequence[tuple[str, Report]]  # the names of parts and totals, and these
 
 
-def upper(figures: Any) -> str:
+def upper(figures: Report) -> str:
     """ε for a reader, rounded up, or why there is none."""
     return f"none ({figures.missing})" if figures.epsilon is None else rounded_up(figures.epsilon)
 
@@ -41,13 +43,13 @@ def neighbours(adjacency: str, unit: str | None) -> str:
     return ADJACENCY_TEXT[adjacency].replace("one example", f"one {unit or 'unit'}")
 
 
-def whose(what: Any) -> str:
+def whose(what: Report) -> str:
     """What a part, or a total, is a figure of."""
     about = "" if what.data is None else f" of {what.data}"
     return f"one {what.unit or 'unit (not recorded what)'}{about}, adjacency {what.adjacency}"
 
 
-def other_terms(figures: Any) -> list[str]:
+def other_terms(figures: Report) -> list[str]:
     """The figure in other terms, and by other accountants, a line for each."""
     lines = []
     if figures.zcdp_rho is not None and 0 < figures.zcdp_rho < math.inf:
@@ -58,83 +60,22 @@ def other_terms(figures: Any) -> list[str]:
     return lines
 
 
-def html(report: Any) -> str:
-    """The page."""
+def html(report: Report) -> str:
+    """Returns the page."""
     priced = [(" + ".join(t.parts), t) for t in report.totals if len(t.parts) > 1]
     rows = [*priced, *((part.name, part) for part in report.parts)]
     body = [
         f"<h1>{escape(report.title)}</h1>",
         f"<p>Upper bounds on ε, rounded up, at δ = {report.delta:g} where no other is named.</p>",
         *(f'<p class="warn"><strong>Warning.</strong> {escape(warning)}</p>' for warning in report.warnings),
-        "<h2>What is promised</h2>",
-        _table(
-            ["part", "ε", "protected", "neighbours", "what it is", "accountant"],
-            (
-                [name, upper(what.figures), _protected(what), neighbours(what.adjacency, what.unit),
-                 getattr(what, "kind", "together"), what.figures.accountant or _NONE]
-                for name, what in rows
-            ),
-        ),
-        *(f"<p>{escape(sentence)}</p>" for sentence in report.not_added),
-        "<h2>ε at several δ</h2>",
-        *_picture(report, rows),
-    ]  # fmt: skip
-    deltas = next((what.figures.epsilons for _, what in rows if what.figures.epsilons), ())
-    if deltas:
-        body.append(
-            _table(
-                ["part", *(f"δ = {delta:g}" for delta, _ in deltas)],
-                ([name, *(_figure(e) for _, e in what.figures.epsilons)] for name, what in rows
-                 if what.figures.epsilons),
-                numbers=range(1, len(deltas) + 1),
-            )
-        )  # fmt: skip
-    names = list(dict.fromkeys(name for _, what in rows for name in what.figures.accountants))
-    body += [
-        "<h2>Other accountants, other terms</h2>",
-        "<p>Every one of these is a bound. An accountant without a figure does not know the mechanism, or proves no "
-        "less than the other. ρ of zCDP and μ of Gaussian DP are of Gaussian noise without sampling alone. The last "
-        "column is the most members that any membership test finds that takes 1 % of the others for members.</p>",
-        _table(
-            ["part", *names, "ρ (zCDP)", "μ (GDP)", "members found, at most"],
-            (
-                [name, *(_figure(what.figures.accountants.get(n)) for n in names), _figure(what.figures.zcdp_rho),
-                 _figure(what.figures.gdp_mu), _percent(what.figures.tpr_at_1_percent_fpr)]
-                for name, what in rows
-            ),
-            numbers=range(1, len(names) + 4),
-        ),
-    ]  # fmt: skip
-    if report.measured:
-        body += [
-            "<h2>What audits found</h2>",
-            "<p>Lower bounds, rounded down: no proof that the part is private, but one that it is not where they pass "
-            "its promise.</p>",
-            _table(
-                ["part", "found", "δ", "ε at least", "promised", "verdict"],
-                (
-                    [m.name, m.text, _NONE if m.delta is None else f"{m.delta:g}",
-                     _NONE if m.lower_bound is None else rounded_down(m.lower_bound), _figure(m.claimed),
-                     "promise refuted" if m.refuted else "no contradiction"]
-                    for m in report.measured
-                ),
-                numbers={2, 3, 4},
-            ),
-        ]  # fmt: skip
-    if report.utility:
-        shown = ([name, value if isinstance(value, str) else f"{value:.4g}"] for name, value in report.utility.items())
-        body += ["<h2>What it is good for</h2>", _table(["measure", "figure"], shown, numbers={1})]
-    body.append("<h2>Mechanism by mechanism</h2>")
-    for part in report.parts:
-        lines = [*part.mechanisms, *([f"sampling: {part.sampling}"] if part.sampling else [])]
-        body += [f"<h3>{escape(part.name)}</h3>", _list(lines)]
-    body.append("<h2>What is protected, what is not, and what is taken for granted</h2>")
-    of_note: dict[str, list[str]] = {}
-    for part in report.parts:
-        for note in part.notes:
-            of_note.setdefault(note, []).append(part.name)
-    everyone = len(report.parts)
-    body.append(_list(note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in of_note.items()))
+        *_promised(report, rows),
+        *_by_delta(report, rows),
+        *_other_accountants(rows),
+        *_audits(report),
+        *_utility(report),
+        *_mechanisms(report),
+        *_conditions(report),
+    ]
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     body.append(f'<h2>Made with</h2><p class="quiet">{escape(versions)}</p>')
     return "\n".join(
@@ -146,7 +87,90 @@ def html(report: Any) -> str:
     )  # fmt: skip
 
 
-def _protected(what: Any) -> str:
+def _promised(report: Report, rows: Rows) -> list[str]:
+    table = _table(
+        ["part", "ε", "protected", "neighbours", "what it is", "accountant"],
+        (
+            [name, upper(what.figures), _protected(what), neighbours(what.adjacency, what.unit),
+             getattr(what, "kind", "together"), what.figures.accountant or _NONE]
+            for name, what in rows
+        ),
+    )  # fmt: skip
+    return ["<h2>What is promised</h2>", table, *(f"<p>{escape(sentence)}</p>" for sentence in report.not_added)]
+
+
+def _by_delta(report: Report, rows: Rows) -> list[str]:
+    section = ["<h2>ε at several δ</h2>", *_picture(report, rows)]
+    priced = [(name, what.figures.epsilons) for name, what in rows if what.figures.epsilons]
+    if not priced:
+        return section
+    head = ["part", *(f"δ = {delta:g}" for delta, _ in priced[0][1])]
+    figures = ([name, *(_figure(epsilon) for _, epsilon in epsilons)] for name, epsilons in priced)
+    return [*section, _table(head, figures, numbers=range(1, len(head)))]
+
+
+def _other_accountants(rows: Rows) -> list[str]:
+    names = list(dict.fromkeys(name for _, what in rows for name in what.figures.accountants))
+    figures = (
+        [name, *(_figure(what.figures.accountants.get(n)) for n in names), _figure(what.figures.zcdp_rho),
+         _figure(what.figures.gdp_mu), _percent(what.figures.tpr_at_1_percent_fpr)]
+        for name, what in rows
+    )  # fmt: skip
+    return [
+        "<h2>Other accountants, other terms</h2>",
+        "<p>Every one of these is a bound. An accountant without a figure does not know the mechanism, or proves no "
+        "less than the other. ρ of zCDP and μ of Gaussian DP are of Gaussian noise without sampling alone. The last "
+        "column is the largest share of members that a membership test can find if it takes 1 % of the non-members for "
+        "members.</p>",
+        _table(
+            ["part", *names, "ρ (zCDP)", "μ (GDP)", "members found, at most"], figures, numbers=range(1, len(names) + 4)
+        ),
+    ]
+
+
+def _audits(report: Report) -> list[str]:
+    if not report.measured:
+        return []
+    found = (
+        [m.name, m.text, _NONE if m.delta is None else f"{m.delta:g}",
+         _NONE if m.lower_bound is None else rounded_down(m.lower_bound), _figure(m.claimed),
+         "promise refuted" if m.refuted else "no contradiction"]
+        for m in report.measured
+    )  # fmt: skip
+    return [
+        "<h2>What audits found</h2>",
+        "<p>Lower bounds, rounded down: no proof that the part is private, but one that it is not where they pass "
+        "its promise.</p>",
+        _table(["part", "found", "δ", "ε at least", "promised", "verdict"], found, numbers={2, 3, 4}),
+    ]
+
+
+def _utility(report: Report) -> list[str]:
+    if not report.utility:
+        return []
+    shown = ([name, value if isinstance(value, str) else f"{value:.4g}"] for name, value in report.utility.items())
+    return ["<h2>What it is good for</h2>", _table(["measure", "figure"], shown, numbers={1})]
+
+
+def _mechanisms(report: Report) -> list[str]:
+    section = ["<h2>Mechanism by mechanism</h2>"]
+    for part in report.parts:
+        lines = [*part.mechanisms, *([f"sampling: {part.sampling}"] if part.sampling else [])]
+        section += [f"<h3>{escape(part.name)}</h3>", _list(lines)]
+    return section
+
+
+def _conditions(report: Report) -> list[str]:
+    parts_of: dict[str, list[str]] = {}
+    for part in report.parts:
+        for note in part.notes:
+            parts_of.setdefault(note, []).append(part.name)
+    everyone = len(report.parts)
+    lines = (note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in parts_of.items())
+    return ["<h2>What is protected, what is not, and what is taken for granted</h2>", _list(lines)]
+
+
+def _protected(what: Report) -> str:
     return (what.unit or "not recorded") + ("" if what.data is None else f" of {what.data}")
 
 
@@ -174,7 +198,7 @@ def _list(lines: Iterable[str]) -> str:
     return f"<ul>\n{made}\n</ul>" if made else ""
 
 
-def _picture(report: Any, rows: Sequence[tuple[str, Any]]) -> list[str]:
+def _picture(report: Report, rows: Rows) -> list[str]:
     curves = {name: [(d, e) for d, e in what.figures.epsilons if e is not None] for name, what in rows}
     curves = {name: points for name, points in curves.items() if any(e < math.inf for _, e in points)}
     if not curves:
@@ -187,7 +211,7 @@ def _picture(report: Any, rows: Sequence[tuple[str, Any]]) -> list[str]:
     except ImportError:
         return ['<p class="quiet">There is no picture: matplotlib is not installed.</p>']
     file = io.BytesIO()
-    figure: Any = axes.figure
+    figure: Axes = axes.figure
     figure.savefig(file, format="png", dpi=150)
     data = base64.b64encode(file.getvalue()).decode("ascii")
     return [f'<p><img alt="ε against δ; the figures are in the table below" src="data:image/png;base64,{data}"></p>']

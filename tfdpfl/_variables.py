@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 
-def plain_variable(_, **settings: Any) -> tf.Variable:
+def plain_variable(_, **settings: object) -> tf.Variable:
     """For `tf.variable_creator_scope`: what no function waits for, and no strategy mirrors."""
     return resource_variable_ops.default_variable_creator_v2(**settings)
 

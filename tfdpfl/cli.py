@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from tfdpfl._types import Keywords
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, ADJACENCIES, SAMPLINGS
 from tfdpfl.accounting.sampling import POISSON
@@ -96,7 +97,7 @@ def main() -> None:
 
 @main.command()
 @_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_LENGTH, *_HOW)
-def epsilon(as_json: bool, **run: Any) -> None:
+def epsilon(as_json: bool, **run: object) -> None:
     """The epsilon of a run."""
     _print(_report(run), as_json, lambda report: f"epsilon = {_up(report.epsilon)}")
 
@@ -125,7 +126,7 @@ def steps(as_json: bool, target_epsilon: float, **run: Any) -> None:
 
 @main.command()
 @_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_LENGTH, *_HOW)
-def statement(as_json: bool, **run: Any) -> None:
+def statement(as_json: bool, **run: object) -> None:
     """All that a run promises, and what it takes for granted, in English."""
     _print(_report(run), as_json, str)
 
@@ -226,7 +227,7 @@ def _unit(said: str) -> tuple[str, str]:
     return name, unit
 
 
-def _report(run: dict[str, Any]) -> Any:
+def _report(run: Keywords) -> Any:
     from tfdpfl.accounting import privacy_report
 
     with _clean_errors():

@@ -9,6 +9,8 @@ from typing import Any
 
 from tfdpfl.accounting import _checks
 
+__all__ = ["AdaptiveClip", "AutomaticClip", "Clip", "PerLayerClip", "from_config", "to_config"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveClip:
@@ -177,7 +179,7 @@ def to_config(clip: float | Clip) -> Any:
     return {"clip": type(clip).__name__, **{k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}}
 
 
-def from_config(clip: Any) -> Any:
+def from_config(clip: object) -> Any:
     """The inverse of `to_config`: `clip` from its dictionary; all else as it is."""
     if not isinstance(clip, Mapping) or clip.get("clip") not in _KINDS:
         return clip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
@@ -19,6 +19,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tfdpfl import _tap
+from tfdpfl._types import Arrays, Estimator
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
@@ -27,6 +28,8 @@ from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+__all__ = ["SOLVERS", "DPLogisticRegression"]
 
 SOLVERS = ("auto", "objective", "gradient", "output")
 _TOLERANCE = 1e-6  # of the objective's gradient at what a solver returns, in units of one row's largest gradient
@@ -96,8 +99,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     def __init__(
         self, epsilon: float, delta: float, *, data_norm: float = 1.0, C: float = 1.0, fit_intercept: bool = True,
-        solver: str = "auto", num_steps: int = 100, classes: Any = None, class_weight: Any = None,
-        max_sample_weight: float = 1.0, random_state: Any = None,
+        solver: str = "auto", num_steps: int = 100, classes: Arrays = None, class_weight: Arrays = None,
+        max_sample_weight: float = 1.0, random_state: Arrays = None,
     ):  # fmt: skip
         self.epsilon = epsilon
         self.delta = delta
@@ -111,7 +114,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.max_sample_weight = max_sample_weight
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DPLogisticRegression:
+    def fit(self, X: Arrays, y: Arrays, sample_weight: Arrays = None) -> DPLogisticRegression:
         """Releases weights for ``X`` [rows, features], dense or sparse, and labels ``y`` [rows].
 
         Args:
@@ -201,30 +204,30 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         rest = price(dp_event.ComposedDpEvent(events), delta - least, accountant, self.adjacency)
         return Price(epsilon + rest.epsilon, rest.accountant)
 
-    def decision_function(self, X: Any) -> np.ndarray:
+    def decision_function(self, X: Arrays) -> np.ndarray:
         """Scores: [rows] of the second of two classes, [rows, classes] of more. Rows are scaled down as in training."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=np.float64)
         scores = self._within(X) @ self.coef_.T + self.intercept_
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: Arrays) -> np.ndarray:
         """The likeliest class of each row."""
         scores = self.decision_function(X)
         return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)]
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: Arrays) -> np.ndarray:
         """Probabilities [rows, classes]."""
         return np.exp(self.predict_log_proba(X))
 
-    def predict_log_proba(self, X: Any) -> np.ndarray:
+    def predict_log_proba(self, X: Arrays) -> np.ndarray:
         """Logarithms of probabilities [rows, classes], exact where a probability rounds to 0."""
         scores = self.decision_function(X)
         if scores.ndim == 1:
             scores = np.stack([np.zeros_like(scores), scores], 1)
         return log_softmax(scores, 1)
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Estimator:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         tags.non_deterministic = self.random_state is None
@@ -282,7 +285,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             return None if self.random_state is None else _checks.whole("random_state", self.random_state, 0, remedy)
         return int(check_random_state(self.random_state).randint(2**31))
 
-    def _weights(self, sample_weight: Any, y: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, float]:
+    def _weights(self, sample_weight: Arrays, y: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, float]:
         """(the weight of each row, the largest weight that any row may have, whatever the data)."""
         of_class = self._class_weights(classes)
         largest = float(self.max_sample_weight * of_class.max())
@@ -329,7 +332,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         """The largest norm of a row with its constant feature."""
         return self.data_norm * (math.sqrt(2) if self.fit_intercept else 1.0)
 
-    def _rows(self, X: Any) -> Any:
+    def _rows(self, X: Arrays) -> Arrays:
         """X, no row longer than `data_norm`, with the constant feature."""
         X = self._within(X)
         if not self.fit_intercept:
@@ -337,7 +340,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         constant = np.full([X.shape[0], 1], float(self.data_norm))
         return sparse.hstack([X, constant], format="csr") if sparse.issparse(X) else np.hstack([X, constant])
 
-    def _within(self, X: Any) -> Any:
+    def _within(self, X: Arrays) -> Arrays:
         longest = abs(X).max(axis=1)
         longest = longest.toarray().ravel() if sparse.issparse(X) else longest
         longest = np.maximum(longest, np.finfo(float).tiny)  # squares may overflow
@@ -350,7 +353,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return (self.epsilon - rest[0], self.delta - rest[1]), rest
 
 
-def _scale_rows(X: Any, factors: np.ndarray) -> Any:
+def _scale_rows(X: Arrays, factors: np.ndarray) -> Arrays:
     return sparse.csr_array(sparse.diags(factors) @ X) if sparse.issparse(X) else X * factors[:, None]
 
 
@@ -365,7 +368,7 @@ class _Problem:
     """
 
     def __init__(
-        self, x: Any, y: np.ndarray, classes: int, norm: float, regularization: float, seed: int | None = None, *,
+        self, x: Arrays, y: np.ndarray, classes: int, norm: float, regularization: float, seed: int | None = None, *,
         weight: np.ndarray | None = None, largest_weight: float = 1.0,
     ):  # fmt: skip
         from tfdpfl.noise import Source
@@ -416,7 +419,7 @@ class _Problem:
 
         return LinearOperator((self.size, self.size), matvec=times, dtype=float)
 
-    def minimum(self, tilt: Any) -> np.ndarray:
+    def minimum(self, tilt: Arrays) -> np.ndarray:
         """Where ``value(w) + tilt w`` has a gradient of at most `tolerance`, half of which is left to rounding."""
         tilt = np.broadcast_to(tilt, [self.size])
         found = minimize(

@@ -16,6 +16,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+__all__ = [
+    "CENSUS_VALUES",
+    "DATA_DIR_VARIABLE",
+    "CensusData",
+    "ImageData",
+    "load_adult",
+    "load_census",
+    "load_digits",
+    "load_image_data",
+    "load_mnist",
+    "load_shakespeare",
+]
+
 DATA_DIR_VARIABLE = "TFDPFL_DATA_DIR"
 CENSUS_VALUES = {
     "workclass": (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any
+
+from tfdpfl._types import Keywords
 
 DELTA = 1e-5
 
@@ -16,7 +17,7 @@ def run(
     output: str = "tfdpfl-demo.png",
     as_json: bool = False,
     seed: int | None = None,
-) -> dict[str, Any]:
+) -> Keywords:
     """Trains both models, prints accuracy, ε and the full statement, and draws both over the epochs.
 
     Args:

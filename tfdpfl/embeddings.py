@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
+from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
+
+__all__ = ["AdaFEST"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class AdaFEST:
             )
         return (z**-2 - counts**-2) ** -0.5, counts
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The arguments, as JSON can hold them."""
         tables = None if self.tables is None else list(self.tables)
         return {**dataclasses.asdict(self), "tables": tables}

@@ -1,5 +1,7 @@
 """The one error of this package that is about privacy rather than about a bad argument."""
 
+__all__ = ["PrivacyError"]
+
 
 class PrivacyError(ValueError):
     """What was asked cannot be made private, or its privacy cannot be priced.

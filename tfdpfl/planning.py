@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfdpfl import clips
 from tfdpfl._frames import PLAN
+from tfdpfl._names import accept_old_names
+from tfdpfl._types import Arrays, Estimator, Keywords, Optimizer
 from tfdpfl.accounting import (
     PrivacyReport,
     _checks,
@@ -23,6 +25,14 @@ from tfdpfl.accounting.promises import PLANNED, Promise
 from tfdpfl.accounting.sampling import POISSON, SCHEMES, SHUFFLED
 from tfdpfl.data import declared_sampling, examples_of, poisson_batches, shuffled_batches, users_of
 from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from tfdpfl.callbacks import PrivacyBudget
+
+__all__ = ["PrivacyPlan", "plan"]
+
+Number: TypeAlias = Any  # None until it is found
+Clip: TypeAlias = Any  # what an optimizer accepts as l2_norm_clip
 
 # What an optimizer has where it is not told otherwise.
 _DEFAULTS = {
@@ -56,17 +66,17 @@ class PrivacyPlan:
     epochs: int
     steps_per_epoch: int
     num_examples: int
-    l2_norm_clip: Any
+    l2_norm_clip: Clip
     sampling: str
     accountant: str
     secure_noise: bool = False
-    batches: Any = dataclasses.field(repr=False)
+    batches: Arrays = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
         setattr(self.batches, PLAN, self)
 
     @functools.cached_property
-    def callback(self) -> Any:
+    def callback(self) -> PrivacyBudget:
         """The `PrivacyBudget` for `fit`: it writes ε into the logs and stops before ``target_epsilon`` is passed. Its
         ``report`` says what really ran."""
         from tfdpfl.callbacks import PrivacyBudget
@@ -75,7 +85,7 @@ class PrivacyPlan:
         setattr(budget, PLAN, self)
         return budget
 
-    def optimizer(self, optimizer: str | type = "adam", **kwargs: Any) -> Any:
+    def optimizer(self, optimizer: str | type = "adam", **kwargs: object) -> Optimizer:
         """A DP optimizer for `compile`, with this plan's clip, noise and denominator.
 
         Args:
@@ -109,11 +119,11 @@ class PrivacyPlan:
         return made
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Keywords:
         """What the plan decides of an optimizer, beside what it leaves as it is."""
         declared = declared_sampling(self.batches)
         assert declared is not None
-        settings: dict[str, Any] = {
+        settings: Keywords = {
             "l2_norm_clip": self.l2_norm_clip, "noise_multiplier": self.noise_multiplier,
             "secure_noise": self.secure_noise,
         }  # fmt: skip
@@ -159,7 +169,7 @@ class PrivacyPlan:
         """What the whole plan promises, in English."""
         return self.report.statement()
 
-    def check(self, optimizer: Any, fit: Mapping[str, Any]) -> None:
+    def check(self, optimizer: Optimizer, fit: Mapping[str, Estimator]) -> None:
         """That a call of `fit` trains with this plan's pieces; its pieces ask. ``fit`` has the call's arguments.
 
         Raises:
@@ -188,32 +198,33 @@ class PrivacyPlan:
             )
 
 
+@accept_old_names(epochs="num_epochs")
 def plan(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Arrays,
+    y: Arrays = None,
+    sample_weight: Arrays = None,
     *,
     delta: float,
     target_epsilon: float | None = None,
     noise_multiplier: float | None = None,
     batch_size: int | None = None,
-    epochs: int | None = None,
+    num_epochs: int | None = None,
     steps_per_epoch: int | None = None,
-    l2_norm_clip: Any = 1.0,
+    l2_norm_clip: Clip = 1.0,
     sampling: str = POISSON.name,
     accountant: str = "pld",
     secure_noise: bool = False,
-    **batches: Any,
+    **batches: Arrays,
 ) -> PrivacyPlan:
     """Plans a private training: everything that must fit together, from one place.
 
-        plan = tfdpfl.plan(x, y, target_epsilon=1.0, delta=1e-5, batch_size=256, epochs=10)
+        plan = tfdpfl.plan(x, y, target_epsilon=1.0, delta=1e-5, batch_size=256, num_epochs=10)
         model.compile(plan.optimizer("adam", learning_rate=1e-3), loss=..., metrics=["accuracy"])
         model.fit(plan.batches, epochs=plan.epochs, callbacks=[plan.callback])
         print(plan.statement())
 
-    Of ``target_epsilon``, ``noise_multiplier``, ``batch_size`` and ``epochs`` give three, and the plan finds the
-    fourth: the ε, the least noise, the largest batch, or the most whole epochs.
+    Of ``target_epsilon``, ``noise_multiplier``, ``batch_size`` and ``num_epochs`` give three, and the plan finds
+    the fourth: the ε, the least noise, the largest batch, or the most whole epochs.
 
     Args:
       x, y, sample_weight: the data, as `fit` takes them; or all that `tfdpfl.data.poisson_batches` takes, as x alone.
@@ -222,7 +233,7 @@ def plan(
       target_epsilon: the ε not to pass, for data sets that differ in the presence of one example.
       noise_multiplier: σ, the noise's standard deviation over the clip.
       batch_size: the expected number of examples in a batch.
-      epochs: how often `fit` goes through ``batches``.
+      num_epochs: how often `fit` goes through ``batches``.
       steps_per_epoch: updates in an epoch; None takes ``num_examples // batch_size``, so that an example takes part
         about once.
       l2_norm_clip: the optimizer's; ε does not depend on it.
@@ -237,32 +248,7 @@ def plan(
       ValueError: an argument is out of its range, or not three of the four are given.
       PrivacyError: no plan meets the target.
     """
-    four = {
-        "target_epsilon": target_epsilon, "noise_multiplier": noise_multiplier, "batch_size": batch_size,
-        "epochs": epochs,
-    }  # fmt: skip
-    unknown = [name for name, value in four.items() if value is None]
-    if len(unknown) != 1:
-        raise ValueError(
-            f"Give three of {', '.join(four)}, and the plan finds the fourth; "
-            + (f"{', '.join(unknown)} are missing." if unknown else "all four are given: leave one out.")
-        )
-    if sampling not in (POISSON.name, SHUFFLED.name):
-        raise ValueError(f"sampling={sampling!r} has no plan: take 'poisson', for which ε is smallest, or 'shuffle'.")
-    counts_passes = SCHEMES[sampling].counts_passes
-    if counts_passes and steps_per_epoch is not None:
-        raise ValueError(f"steps_per_epoch={steps_per_epoch}: a shuffled epoch has all examples; leave it out.")
-    if epochs is not None:
-        epochs = _checks.whole("epochs", epochs, 1, "count the passes over the batches")
-    if steps_per_epoch is not None:
-        mend = "count the updates in an epoch, or leave it to the plan"
-        steps_per_epoch = _checks.whole("steps_per_epoch", steps_per_epoch, 1, mend)
-    if isinstance(l2_norm_clip, int | float):
-        l2_norm_clip = _checks.real("l2_norm_clip", l2_norm_clip, "it bounds a gradient's norm; 1.0 is usual", above=0)
-    elif not isinstance(l2_norm_clip, clips.Clip):
-        from tfdpfl.optimizers._schedules import pieces_of
-
-        l2_norm_clip = pieces_of("l2_norm_clip", l2_norm_clip) or l2_norm_clip
+    counts_passes = _check_sampling(sampling, steps_per_epoch)
     data = x if y is None and sample_weight is None else (x, y, sample_weight)
     examples = examples_of(data)
     num_examples = examples.number
@@ -270,56 +256,118 @@ def plan(
     if users is not None:
         batches["user_ids"] = users = users_of(users, num_examples)
         num_examples = users.number
-    known: dict[str, Any] = {
+    run: Keywords = {
         "num_examples": num_examples, "delta": delta, "sampling": sampling, "accountant": accountant,
         "truncated_batch_size": batches.get("truncated_batch_size"), "secure_noise": secure_noise,
     }  # fmt: skip
-    target: Any = target_epsilon
-    sigma: Any = noise_multiplier
-    size: Any = batch_size
-    passes: Any = epochs
-    if size is None:
-        length = {"num_epochs": passes} if steps_per_epoch is None else {"num_steps": passes * steps_per_epoch}
-        size = compute_batch_size(target_epsilon=target, noise_multiplier=sigma, **length, **known)
-        # fit takes whole steps an epoch, which may be fewer than epochs * num_examples / batch_size.
-        while steps_per_epoch is None and size < num_examples and target >= compute_epsilon(
-            noise_multiplier=sigma, batch_size=size + 1, num_steps=passes * (num_examples // (size + 1)), **known
-        ):  # fmt: skip
-            size += 1
-    size = known["batch_size"] = _checks.whole("batch_size", size, 1, "count the examples of a batch")
-    if steps_per_epoch is None:
-        steps_per_epoch = -(-num_examples // size) if counts_passes else max(num_examples // size, 1)
-    if passes is None:
-        steps = compute_num_steps(target_epsilon=target, noise_multiplier=sigma, **known)
-        passes = steps // steps_per_epoch
-        if passes == 0:
-            raise PrivacyError(
-                f"target_epsilon={target:g} allows {steps} steps, and an epoch has {steps_per_epoch}: raise the target "
-                f"or noise_multiplier, or give steps_per_epoch={steps}."
-            )
+    made = _Numbers(target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, run, counts_passes)
+    clip = _checked_clip(l2_norm_clip)
+    made.solve()
     if counts_passes:
-        known["num_epochs"] = passes
+        drawn = shuffled_batches(examples, made.batch_size, **batches)
     else:
-        known["num_steps"] = passes * steps_per_epoch
-    if sigma is None:
-        sigma = compute_noise_multiplier(target_epsilon=target, **known)
-    if target is None:
-        target = compute_epsilon(noise_multiplier=sigma, **known)
-    if counts_passes:
-        drawn = shuffled_batches(examples, size, **batches)
-    else:
-        drawn = poisson_batches(examples, expected_batch_size=size, steps=steps_per_epoch, **batches)
+        drawn = poisson_batches(examples, expected_batch_size=made.batch_size, steps=made.steps_per_epoch, **batches)
     return PrivacyPlan(
-        target_epsilon=target,
+        target_epsilon=made.target_epsilon,
         delta=delta,
-        noise_multiplier=sigma,
-        batch_size=size,
-        epochs=passes,
-        steps_per_epoch=steps_per_epoch,
+        noise_multiplier=made.noise_multiplier,
+        batch_size=made.batch_size,
+        epochs=made.num_epochs,
+        steps_per_epoch=made.steps_per_epoch,
         num_examples=num_examples,
-        l2_norm_clip=l2_norm_clip,
+        l2_norm_clip=clip,
         sampling=sampling,
         accountant=accountant,
         secure_noise=secure_noise,
         batches=drawn,
     )
+
+
+def _check_sampling(sampling: str, steps_per_epoch: int | None) -> bool:
+    """Returns whether ε counts the passes over the data, and not the steps."""
+    if sampling not in (POISSON.name, SHUFFLED.name):
+        raise ValueError(f"sampling={sampling!r} has no plan: take 'poisson', for which ε is smallest, or 'shuffle'.")
+    counts_passes = SCHEMES[sampling].counts_passes
+    if counts_passes and steps_per_epoch is not None:
+        raise ValueError(f"steps_per_epoch={steps_per_epoch}: a shuffled epoch has all examples; leave it out.")
+    return counts_passes
+
+
+def _checked_clip(l2_norm_clip: Clip) -> Clip:
+    if isinstance(l2_norm_clip, int | float):
+        return _checks.real("l2_norm_clip", l2_norm_clip, "it bounds a gradient's norm; 1.0 is usual", above=0)
+    if isinstance(l2_norm_clip, clips.Clip):
+        return l2_norm_clip
+    from tfdpfl.optimizers._schedules import pieces_of
+
+    return pieces_of("l2_norm_clip", l2_norm_clip) or l2_norm_clip
+
+
+@dataclasses.dataclass
+class _Numbers:
+    """The numbers of a plan, of which `solve` finds the one that is None."""
+
+    target_epsilon: Number
+    noise_multiplier: Number
+    batch_size: Number
+    num_epochs: Number
+    steps_per_epoch: Number
+    run: Keywords
+    counts_passes: bool
+
+    def __post_init__(self) -> None:
+        four = ("target_epsilon", "noise_multiplier", "batch_size", "num_epochs")
+        unknown = [name for name in four if getattr(self, name) is None]
+        if len(unknown) != 1:
+            raise ValueError(
+                f"Give three of {', '.join(four)}, and the plan finds the fourth; "
+                + (f"{', '.join(unknown)} are missing." if unknown else "all four are given: leave one out.")
+            )
+        for name, text in (
+            ("num_epochs", "count the passes over the batches"),
+            ("steps_per_epoch", "count the updates in an epoch, or leave it to the plan"),
+            ("batch_size", "count the examples of a batch"),
+        ):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else _checks.whole(name, value, 1, text))
+
+    def solve(self) -> None:
+        if self.batch_size is None:
+            self.batch_size = self._largest_batch()
+        sized = {**self.run, "batch_size": self.batch_size}
+        if self.steps_per_epoch is None:
+            self.steps_per_epoch = self._steps_in(self.batch_size)
+        if self.num_epochs is None:
+            self.num_epochs = self._most_epochs(sized)
+        steps = self.num_epochs * self.steps_per_epoch
+        whole = {**sized, **({"num_epochs": self.num_epochs} if self.counts_passes else {"num_steps": steps})}
+        if self.noise_multiplier is None:
+            self.noise_multiplier = compute_noise_multiplier(target_epsilon=self.target_epsilon, **whole)
+        if self.target_epsilon is None:
+            self.target_epsilon = compute_epsilon(noise_multiplier=self.noise_multiplier, **whole)
+
+    def _steps_in(self, batch_size: int) -> int:
+        """Returns how many updates an epoch has."""
+        n = self.run["num_examples"]
+        return -(-n // batch_size) if self.counts_passes else max(n // batch_size, 1)
+
+    def _largest_batch(self) -> int:
+        given, n, noise = self.steps_per_epoch, self.run["num_examples"], self.noise_multiplier
+        length = {"num_epochs": self.num_epochs} if given is None else {"num_steps": self.num_epochs * given}
+        size = compute_batch_size(target_epsilon=self.target_epsilon, noise_multiplier=noise, **length, **self.run)
+        # fit takes whole steps an epoch, which may be fewer than epochs * num_examples / batch_size.
+        while given is None and size < n and self.target_epsilon >= compute_epsilon(
+            noise_multiplier=noise, batch_size=size + 1, num_steps=self.num_epochs * (n // (size + 1)), **self.run
+        ):  # fmt: skip
+            size += 1
+        return size
+
+    def _most_epochs(self, sized: Keywords) -> int:
+        target, each = self.target_epsilon, self.steps_per_epoch
+        steps = compute_num_steps(target_epsilon=target, noise_multiplier=self.noise_multiplier, **sized)
+        if steps < each:
+            raise PrivacyError(
+                f"target_epsilon={target:g} allows {steps} steps, and an epoch has {each}: raise the target "
+                f"or noise_multiplier, or give steps_per_epoch={steps}."
+            )
+        return steps // each

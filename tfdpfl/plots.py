@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
+__all__ = [
+    "auc_bars",
+    "epsilon_by_delta",
+    "epsilon_over_time",
+    "membership",
+    "noise_errors",
+    "panels",
+    "privacy_utility",
+]
+
 _EPSILON = "_epsilon"  # the end of the names of History's columns
 
 

@@ -14,16 +14,22 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tfdpfl import _formats, _page
 from tfdpfl._formats import NewerFormatError
+from tfdpfl._types import Json, Promiser
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, Price, PrivacyLedger, _checks
 from tfdpfl.accounting.others import others
 from tfdpfl.accounting.pricing import check_delta, large
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
 from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+__all__ = ["Figures", "Measured", "Part", "ProjectReport", "Total", "read", "report"]
 
 _VERSION = 1  # of `ProjectReport.to_dict`; fields may be added to it, and none may go
 _PACKAGES = ("dp-accounting", "numpy", "scipy", "tensorflow", "keras", "tensorflow-federated", "flwr")
@@ -141,7 +147,7 @@ class ProjectReport:
     totals: tuple[Total, ...]
     not_added: tuple[str, ...]
     measured: tuple[Measured, ...]
-    utility: Mapping[str, Any]
+    utility: Mapping[str, float | str]
     warnings: tuple[str, ...]
     versions: Mapping[str, str]
 
@@ -164,7 +170,7 @@ class ProjectReport:
         lines += [f"  {name}: {value}" for name, value in self.utility.items()]
         return "\n".join([*lines, "  " + ", ".join(f"{name} {version}" for name, version in self.versions.items())])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The report as values that strict JSON can hold: an infinite ε is the string "inf", and what is not known or
         may not be published is None."""
         return _formats.strict({**_formats.stamp(_VERSION), **dataclasses.asdict(self)})
@@ -199,7 +205,7 @@ class _Source:
 
 
 def report(
-    parts: Mapping[str, Any],
+    parts: Mapping[str, Promiser],
     *,
     delta: float,
     title: str = "Privacy report",
@@ -207,8 +213,8 @@ def report(
     units: Mapping[str, str] | None = None,
     deltas: Sequence[float] | None = None,
     accountant: str = "pld",
-    audits: Mapping[str, Any] | None = None,
-    utility: Mapping[str, Any] | None = None,
+    audits: Mapping[str, object] | None = None,
+    utility: Mapping[str, float | str] | None = None,
 ) -> ProjectReport:
     """Returns what a whole project promises: each part's price, what they cost together, and what does not add up.
 
@@ -242,41 +248,20 @@ def report(
     """
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     every = sorted({delta, *(_around(delta) if deltas is None else map(check_delta, deltas))}, reverse=True)
-    if not hasattr(parts, "items") or not parts:
-        raise ValueError(f"parts must be a dict of names and what each part is, got {parts!r:.99}")
-    names = [str(name) for name in parts]
-    for argument, given in (("data", data), ("units", units)):
-        if given is not None and (strange := sorted(set(given) - set(names))):
-            raise ValueError(f"{argument} names {strange[0]!r}, which is no part: take one of {names}")
-    if data is not None and (left := [name for name in names if name not in data]):
-        raise ValueError(f"data does not say which data {left[0]!r} is about: name it for every part, or for none")
+    _check_names(parts, data, units)
     found: list[_Source] = []
     for name, what in parts.items():
-        about = None if data is None else data[name]
-        found += _sources(str(name), what, (units or {}).get(name), about, delta)
-    warnings = [f"{source.name}: {warning}" for source in found for warning in source.promise.warnings]
+        found += _sources(str(name), what, (units or {}).get(name), None if data is None else data[name], delta)
     made = [_part(source, delta, every, accountant) for source in found]
-    for part, source in zip(made, found, strict=True):
-        if part.figures.epsilon == math.inf:
-            warnings.append(f"{part.name}: epsilon is infinite, which is no privacy at all")
-        too_large = large(delta, source.promise.num_units)
-        if too_large:
-            warnings.append(f"{part.name}: {too_large}")
-    groups: dict[tuple[str | None, str | None, str, str], list[int]] = {}
-    for i, part in enumerate(made):
-        alone = part.name if part.unit is None else ""
-        groups.setdefault((part.data, part.unit, part.adjacency, alone), []).append(i)
-    totals = []
-    for (about, unit, adjacency, _), members in groups.items():
-        whole = made[members[0]].figures
-        if members[1:]:
-            whole = _together([found[i] for i in members], delta, every, accountant)
-        whose = tuple(made[i].name for i in members)
-        totals.append(Total(parts=whose, unit=unit, adjacency=adjacency, data=about, figures=whole))
+    totals = [
+        Total(
+            parts=tuple(made[i].name for i in members), unit=unit, adjacency=adjacency, data=about,
+            figures=_together([found[i] for i in members], delta, every, accountant) if members[1:]
+            else made[members[0]].figures,
+        )
+        for (about, unit, adjacency, _), members in _groups(made).items()
+    ]  # fmt: skip
     measured = [_measured(str(name), what, found, delta, accountant) for name, what in (audits or {}).items()]
-    warnings += [
-        f"{m.name}: the audit found more than is promised, which is therefore wrong" for m in measured if m.refuted
-    ]
     return ProjectReport(
         title=title,
         delta=delta,
@@ -285,9 +270,46 @@ def report(
         not_added=tuple(_not_added(totals)),
         measured=tuple(measured),
         utility={str(k): v if isinstance(v, str) else float(v) for k, v in (utility or {}).items()},
-        warnings=tuple(warnings),
+        warnings=tuple(_warnings(found, made, measured, delta)),
         versions=_versions(),
     )
+
+
+def _check_names(
+    parts: Mapping[str, Promiser], data: Mapping[str, str] | None, units: Mapping[str, str] | None
+) -> None:
+    if not hasattr(parts, "items") or not parts:
+        raise ValueError(f"parts must be a dict of names and what each part is, got {parts!r:.99}")
+    names = [str(name) for name in parts]
+    for argument, given in (("data", data), ("units", units)):
+        if given is not None and (strange := sorted(set(given) - set(names))):
+            raise ValueError(f"{argument} names {strange[0]!r}, which is no part: take one of {names}")
+    if data is not None and (left := [name for name in names if name not in data]):
+        raise ValueError(f"data does not say which data {left[0]!r} is about: name it for every part, or for none")
+
+
+def _groups(parts: Sequence[Part]) -> dict[tuple[str | None, str | None, str, str], list[int]]:
+    """Returns the numbers of the parts that add up, by what they protect. A part of no recorded unit is alone."""
+    groups: dict[tuple[str | None, str | None, str, str], list[int]] = {}
+    for i, part in enumerate(parts):
+        alone = part.name if part.unit is None else ""
+        groups.setdefault((part.data, part.unit, part.adjacency, alone), []).append(i)
+    return groups
+
+
+def _warnings(
+    sources: Sequence[_Source], parts: Sequence[Part], measured: Sequence[Measured], delta: float
+) -> Iterator[str]:
+    yield from (f"{source.name}: {warning}" for source in sources for warning in source.promise.warnings)
+    for part, source in zip(parts, sources, strict=True):
+        if part.figures.epsilon == math.inf:
+            yield f"{part.name}: epsilon is infinite, which is no privacy at all"
+        too_large = large(delta, source.promise.num_units)
+        if too_large:
+            yield f"{part.name}: {too_large}"
+    for found in measured:
+        if found.refuted:
+            yield f"{found.name}: the audit found more than is promised, which is therefore wrong"
 
 
 def _around(delta: float) -> Iterator[float]:
@@ -321,7 +343,7 @@ def read(files: Iterable[str | os.PathLike]) -> dict[str, PrivacyLedger]:
 # -- what a part is ------------------------------------------------------------------------------------------
 
 
-def _promises(name: str, what: Any, delta: float) -> list[Promise]:
+def _promises(name: str, what: Promiser, delta: float) -> list[Promise]:
     try:
         return promises_of(what, delta)
     except PrivacyError:
@@ -337,7 +359,7 @@ def _promises(name: str, what: Any, delta: float) -> list[Promise]:
         ) from error
 
 
-def _sources(name: str, what: Any, unit: str | None, data: str | None, delta: float) -> Iterator[_Source]:
+def _sources(name: str, what: Promiser, unit: str | None, data: str | None, delta: float) -> Iterator[_Source]:
     for promise in _promises(name, what, delta):
         recorded = promise.unit
         if recorded is not None and unit is not None and unit != recorded:
@@ -363,7 +385,7 @@ def _part(source: _Source, delta: float, deltas: Sequence[float], accountant: st
 
 def _figures(
     cost: Callable[[float, str], Price],
-    event: Any,
+    event: DpEvent | None,
     relation: str,
     delta: float,
     deltas: Sequence[float],
@@ -404,7 +426,7 @@ def _together(members: Sequence[_Source], delta: float, deltas: Sequence[float],
         names = ", ".join(source.name for source in held)
         return Figures(epsilon=None, missing=f"{names}: {held[0].promise.withheld}")
     merged = PrivacyLedger()
-    events: dict[str, list[Any]] = {}
+    events: dict[str, list[DpEvent]] = {}
     terms: list[Callable[[float, str], Price]] = []
     promises = [source.promise for source in members]
     for promise in promises:
@@ -419,7 +441,7 @@ def _together(members: Sequence[_Source], delta: float, deltas: Sequence[float],
             events.setdefault(merged.adjacency, []).append(merged.dp_event)
     except PrivacyError as error:
         return Figures(epsilon=None, missing=str(error))
-    one: Any = None
+    one: DpEvent | None = None
     for relation, parts in events.items():
         one = dp_event.ComposedDpEvent(parts)
         terms.append(Promise(kind="", unit=None, adjacency=relation, event=one).cost)
@@ -457,7 +479,7 @@ def _not_added(totals: Sequence[Total]) -> Iterator[str]:
         yield f"Each data set ({names}) has figures of its own. Who is in several of them pays for each."
 
 
-def _measured(name: str, what: Any, sources: Sequence[_Source], delta: float, accountant: str) -> Measured:
+def _measured(name: str, what: Promiser, sources: Sequence[_Source], delta: float, accountant: str) -> Measured:
     audited = [source for source in sources if source.name == name or source.name.startswith(f"{name}, ")]
     if not audited:
         raise ValueError(

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tfdpfl._types import Keywords, Promiser
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
 from tfdpfl.accounting.pricing import leaves_of
 from tfdpfl.accounting.promises import Promise
@@ -22,6 +23,8 @@ from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+__all__ = ["HyperParameters", "RandomSearch", "Selected"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Selected:
         result: what else it returned: a model, weights.
     """
 
-    parameters: dict[str, Any]
+    parameters: Keywords
     score: float
     result: Any
 
@@ -55,14 +58,14 @@ class HyperParameters:
     def __init__(self, seed: int | None = None):
         import numpy as np
 
-        self.values: dict[str, Any] = {}
+        self.values: Keywords = {}
         self._random = None if seed is None else np.random.default_rng(seed)
         self._scopes: list[str] = []
         self._active = [True]
 
     def Float(
         self, name: str, min_value: float, max_value: float, step: float | None = None, sampling: str = "linear",
-        default: Any = None, parent_name: str | None = None, parent_values: Any = None,
+        default: object = None, parent_name: str | None = None, parent_values: object = None,
     ) -> Any:  # fmt: skip
         """A number from ``min_value`` to ``max_value``; with ``step`` one of those that are so far apart, by sums or,
         where ``sampling`` is ``"log"`` or ``"reverse_log"``, by factors.
@@ -75,15 +78,15 @@ class HyperParameters:
 
     def Int(
         self, name: str, min_value: int, max_value: int, step: int | None = None, sampling: str = "linear",
-        default: Any = None, parent_name: str | None = None, parent_values: Any = None,
+        default: object = None, parent_name: str | None = None, parent_values: object = None,
     ) -> Any:  # fmt: skip
         """As `Float`, a whole number; both ends are among them."""
         at = _scale(name, min_value, max_value + (step is None), step, sampling)
         return self._ask(name, lambda uniform: min(int(at(uniform) + 1e-9), max_value), parent_name, parent_values)
 
     def Choice(
-        self, name: str, values: Sequence, ordered: bool | None = None, default: Any = None,
-        parent_name: str | None = None, parent_values: Any = None,
+        self, name: str, values: Sequence, ordered: bool | None = None, default: object = None,
+        parent_name: str | None = None, parent_values: object = None,
     ) -> Any:  # fmt: skip
         """One of ``values``, each as likely.
 
@@ -95,12 +98,12 @@ class HyperParameters:
         return self._ask(name, lambda uniform: values[int(uniform * len(values))], parent_name, parent_values)
 
     def Boolean(
-        self, name: str, default: Any = False, parent_name: str | None = None, parent_values: Any = None
+        self, name: str, default: object = False, parent_name: str | None = None, parent_values: object = None
     ) -> Any:
         """True or False."""
         return self.Choice(name, [False, True], None, default, parent_name, parent_values)
 
-    def Fixed(self, name: str, value: Any, parent_name: str | None = None, parent_values: Any = None) -> Any:
+    def Fixed(self, name: str, value: object, parent_name: str | None = None, parent_values: object = None) -> Any:
         """``value``."""
         return self.Choice(name, [value], None, None, parent_name, parent_values)
 
@@ -114,7 +117,7 @@ class HyperParameters:
             self._scopes.pop()
 
     @contextlib.contextmanager
-    def conditional_scope(self, parent_name: str, parent_values: Any) -> Iterator[None]:
+    def conditional_scope(self, parent_name: str, parent_values: object) -> Iterator[None]:
         """Has what is asked for drawn only where ``parent_name`` is one of ``parent_values``."""
         allowed = parent_values if isinstance(parent_values, list | tuple) else [parent_values]
         self._active.append(self._active[-1] and self.values.get(self._full(parent_name)) in allowed)
@@ -135,7 +138,7 @@ class HyperParameters:
     def _full(self, name: str) -> str:
         return "/".join([*self._scopes, name])
 
-    def _ask(self, name: str, at: Callable[[float], Any], parent_name: str | None, parent_values: Any) -> Any:
+    def _ask(self, name: str, at: Callable[[float], Any], parent_name: str | None, parent_values: object) -> Any:
         if parent_name is not None:
             with self.conditional_scope(parent_name, parent_values):
                 return self._ask(name, at, None, None)
@@ -207,7 +210,7 @@ class RandomSearch:
         self,
         space: dict[str, Any] | None,
         *,
-        spends: Any,
+        spends: Promiser,
         mean_runs: float | None = None,
         shape: float = 1.0,
         num_runs: int | None = None,
@@ -347,7 +350,7 @@ def _uniform() -> float:
     return secrets.randbelow(2**53) / 2**53
 
 
-def _spent(what: Any) -> tuple[DpEvent, str]:
+def _spent(what: Promiser) -> tuple[DpEvent, str]:
     """What was, or is to be spent, as an event, and the neighbours that it is stated for."""
     from dp_accounting import dp_event
 

@@ -1135,7 +1135,7 @@ def test_noise_found_for_secure_noise_is_that_of_the_mechanism_that_runs(samplin
     theirs = dp_accounting.rdp.RdpAccountant(orders=range(2, 257)).compose(event, count).get_epsilon(1e-5)
     assert 1.99 < theirs <= 2.0 + 1e-6
     assert sigma > compute_noise_multiplier(target_epsilon=2.0, **data)
-    ran = PrivacyLedger().record(sigma, 470, num_examples=60000, batch_size=256, sampling=sampling, discrete=True)
+    ran = PrivacyLedger().record(sigma, 470, num_examples=60000, batch_size=256, sampling=sampling, secure_noise=True)
     assert ran.epsilon(1e-5) == compute_epsilon(noise_multiplier=sigma, secure_noise=True, **data) <= 2.0
     report = privacy_report(noise_multiplier=sigma, secure_noise=True, **data)
     assert (report.epsilon, report.accountant) == (ran.epsilon(1e-5), "rdp") and "discrete Gaussian" in str(report)

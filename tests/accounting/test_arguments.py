@@ -44,7 +44,6 @@ def test_the_signature_shows_every_argument_with_its_default_and_type(function):
 
 def test_the_shared_arguments_have_the_types_of_the_run():
     hints, of_run = typing.get_type_hints(arguments.RunArguments), typing.get_type_hints(Run)
-    assert hints.pop("secure_noise") == of_run["discrete"]
     assert {name: of_run[name] for name in hints} == hints
 
 
@@ -75,10 +74,22 @@ def test_secure_noise_is_priced_as_discrete_noise():
 
 def test_a_ledger_accepts_the_same_arguments():
     shown = inspect.signature(PrivacyLedger.record).parameters
-    assert list(shown)[:3] == ["self", "noise_multiplier", "steps"]
+    assert list(shown)[:3] == ["self", "noise_multiplier", "num_steps"]
     assert set(arguments.LedgerArguments.__annotations__) <= set(shown)
     with pytest.raises(TypeError, match=r"record\(\).*'num_steps'"):
         PrivacyLedger().record(1.0, 3, num_examples=10, batch_size=2, num_steps=4)
+
+
+def test_a_ledger_accepts_the_names_that_arguments_had_before():
+    data, passes = {"num_examples": 100, "batch_size": 10}, {"sampling": "shuffle", "new_pass": True}
+    now = PrivacyLedger().record(2.0, 3, secure_noise=True, **data).record(1.0, num_epochs=2, **passes, **data)
+    with pytest.warns(DeprecationWarning, match="steps= has a new name: write num_steps="):
+        before = PrivacyLedger().record(2.0, steps=3, discrete=True, **data).record(1.0, epochs=2, **passes, **data)
+    assert before == now and PrivacyLedger.from_dict(now.to_dict()) == now
+    assert PrivacyLedger().count("a", 1.0, steps=3, **data) == PrivacyLedger().count("a", 1.0, num_steps=3, **data)
+    assert "steps" not in inspect.signature(PrivacyLedger.record).parameters
+    with pytest.raises(TypeError, match=r"record\(\).*'steps'"):
+        PrivacyLedger().record(1.0, steps=3, num_steps=3, **data)
 
 
 def test_a_warning_names_the_line_of_the_caller():

@@ -82,4 +82,4 @@ def test_only_poisson_samples_name_a_shuffled_run_beside_them():
 )
 def test_discrete_noise_is_refused_where_it_has_no_price(changes):
     with pytest.raises(PrivacyError, match="discrete noise has no price for sampling='fixed_size' or 'rand"):
-        Run(num_examples=100, batch_size=10, noise_multiplier=1.0, num_steps=10, discrete=True, **changes)
+        Run(num_examples=100, batch_size=10, noise_multiplier=1.0, num_steps=10, secure_noise=True, **changes)

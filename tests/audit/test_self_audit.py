@@ -50,8 +50,9 @@ def test_a_planted_fault_is_found_by_its_name_and_nothing_is_without_it(fault):
 # Public names that add no noise to private data, or whose noise is another's.
 NO_CASE = {
     "figures, prices and what they are of": "accounting ACCOUNTANTS ADJACENCIES Price PrivacyLedger PrivacyReport Run "
-    "SAMPLINGS compute_batch_size compute_epsilon compute_noise_multiplier compute_num_steps price privacy_report "
-    "privacy_statement ClientLevel CohortCheck CorrelatedLevel DistributedLevel ExampleLevel Guarantee LocalLevel "
+    "SAMPLINGS compute_batch_size compute_epsilon compute_noise_multiplier compute_federated_noise_multiplier "
+    "compute_num_steps price privacy_report privacy_statement ClientLevel CohortCheck CorrelatedLevel "
+    "DistributedLevel ExampleLevel Guarantee LocalLevel "
     "NbAFLLevel Participation RoundsRun TreeLevel skellam_level total_price LedgerAccountant client_reports Epsilon "
     "PATEReport PySyftAnalysis SanitizedEpsilon compose epsilon_of_rdp optimal_order published_release_cost "
     "pysyft_analysis rdp_data_dependent rdp_data_independent release_cost smooth_sensitivity planning plan PrivacyPlan "

@@ -20,7 +20,7 @@ from tfdpfl.accounting import fixed_size
 from tfdpfl.accounting.pricing import Price
 from tfdpfl.cli import main
 from tfdpfl.federated import guarantees
-from tfdpfl.federated.calibration import compute_noise_multiplier, skellam_level, total_price
+from tfdpfl.federated.calibration import compute_federated_noise_multiplier, skellam_level, total_price
 from tfdpfl.federated.clip import NoisedMetrics, combined
 from tfdpfl.federated.guarantees import (
     ClientLevel,
@@ -456,7 +456,7 @@ LIMITED = Participation(
     ],
 )
 def test_the_noise_that_is_computed_meets_its_epsilon_and_wastes_nothing(level, settings, promised):
-    z = compute_noise_multiplier(
+    z = compute_federated_noise_multiplier(
         target_epsilon=2.0, delta=1e-5, num_rounds=40, participation=LIMITED, level=level, accountant="rdp", **settings
     )
     run = RoundsRun(rounds=40, participation=LIMITED)
@@ -467,7 +467,7 @@ def test_the_noise_that_is_computed_meets_its_epsilon_and_wastes_nothing(level, 
 
 def test_noise_for_the_tutorials_epsilon_is_the_tutorials():
     tutorial = Participation(sampling="poisson", population=3383, clients_per_round=120)
-    z = compute_noise_multiplier(target_epsilon=1.986, delta=1e-5, num_rounds=100, participation=tutorial,
+    z = compute_federated_noise_multiplier(target_epsilon=1.986, delta=1e-5, num_rounds=100, participation=tutorial,
                                  accountant="rdp")  # fmt: skip
     assert z == pytest.approx(1.2, rel=2e-3)
 
@@ -487,7 +487,7 @@ def test_noise_for_the_tutorials_epsilon_is_the_tutorials():
 )
 def test_bad_plans_are_named_with_their_mend(wrong, words):
     with pytest.raises(ValueError, match=words):
-        compute_noise_multiplier(
+        compute_federated_noise_multiplier(
             **{"target_epsilon": 1.0, "delta": 1e-5, "num_rounds": 3, "participation": POISSON, **wrong}
         )
 

@@ -57,7 +57,13 @@ CLIENTS = [client(n, seed) for seed, n in enumerate([5, 10, 20])]
 def build(model_fn=model_fn, **more):
     if model_fn is not reconstruction_model_fn:
         more = {"local_layers": ["own"], "input_spec": SPEC, **more}
-    settings = {"clients_per_round": 3, "noise_multiplier": 0.0, "clip": 1e6, "client_optimizer_fn": SGD, "loss": LOSS}
+    settings = {
+        "clients_per_round": 3,
+        "noise_multiplier": 0.0,
+        "l2_norm_clip": 1e6,
+        "client_optimizer_fn": SGD,
+        "loss": LOSS,
+    }
     return build_dp_fed_recon(model_fn, **{**settings, **more})
 
 
@@ -86,7 +92,7 @@ def test_without_noise_and_clip_reconstruction_is_tffs_own(make):
 
 @pytest.mark.slow
 def test_one_client_moves_what_reconstruction_releases_by_the_clip_over_the_expected_cohort():
-    process = build(clip=0.01, clients_per_round=4)
+    process = build(l2_norm_clip=0.01, clients_per_round=4)
     wild = client(20, 7, scale=1e3)
     with_it, without = (released(process, cohort) for cohort in ([*CLIENTS, wild], CLIENTS))
     assert np.linalg.norm(flat(with_it) - flat(without)) == pytest.approx(0.01 / 4, rel=1e-3)
@@ -102,7 +108,7 @@ def test_one_client_moves_what_reconstruction_releases_by_the_clip_over_the_expe
 @pytest.mark.slow
 def test_what_reconstruction_releases_has_the_noise_that_it_promises():
     noised = NoisedMetrics(noise_multiplier=2.0, bound=1.0)
-    process = build(clip=0.5, clients_per_round=4, noise_multiplier=3.0, metrics=noised)
+    process = build(l2_norm_clip=0.5, clients_per_round=4, noise_multiplier=3.0, metrics=noised)
     state = process.initialize()
     output = process.next(state, [])
     moved = flat(process.get_model_weights(output.state)) - flat(process.get_model_weights(state))
@@ -131,7 +137,7 @@ def with_batch_norm():
         ({"model_aggregator": tff.aggregators.MeanFactory()}, PrivacyError, "replace the clip"),
         ({"metrics_aggregator": tff.learning.metrics.sum_then_finalize}, PrivacyError, "NoisedMetrics"),
         ({"model_fn": with_batch_norm}, PrivacyError, "BatchNormalization"),
-        ({"clip": -1.0}, ValueError, "clip"),
+        ({"l2_norm_clip": -1.0}, ValueError, "l2_norm_clip"),
         ({"local_layers": ["head"]}, ValueError, r"local_layers=\['head'\].*'shared', 'own'"),
         ({"local_layers": "own"}, ValueError, "must be a list of names"),
         ({"local_layers": []}, ValueError, "must be a list of names"),
@@ -169,7 +175,13 @@ def one_label(label):
 
 def evaluate(model_fn=variable_model_fn, **more):
     data = {name: one_label(label) for label, name in enumerate(["a", "b", "c"])}
-    settings = {"weights": weights(), "client_data": data, "test_data": data, "client_optimizer_fn": SGD, "epochs": 5}
+    settings = {
+        "weights": weights(),
+        "client_data": data,
+        "test_data": data,
+        "client_optimizer_fn": SGD,
+        "num_epochs": 5,
+    }
     return evaluate_personalized(model_fn, **{**settings, **more})
 
 
@@ -195,7 +207,7 @@ def test_each_client_is_measured_before_and_after_training_from_the_released_mod
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"epochs": 0}, ValueError, "epochs"),
+        ({"num_epochs": 0}, ValueError, "num_epochs"),
         ({"test_data": {"a": one_label(0)}}, ValueError, "client 'b' has no examples in test_data"),
         ({"test_data": [one_label(0)]}, ValueError, "test_data must be"),
         ({"weights": tff.learning.models.ModelWeights([np.zeros(3)], [])}, ValueError, "get_model_weights"),

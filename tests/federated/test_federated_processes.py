@@ -91,10 +91,10 @@ def tffs_own(runtime):
 @pytest.mark.parametrize(
     ("builder", "settings"),
     [
-        (build_dp_fed_avg, {"clip": 1e6}),
-        (build_dp_fed_avg, {"clip": AdaptiveClip(initial=1e6, learning_rate=1e-9)}),
-        (build_dp_ftrl, {"clip": 1e6, "server_optimizer_fn": "sgd", "restart_every": 2}),
-        (build_local_dp_fed_avg, {"clip": 1e6}),
+        (build_dp_fed_avg, {"l2_norm_clip": 1e6}),
+        (build_dp_fed_avg, {"l2_norm_clip": AdaptiveClip(initial=1e6, learning_rate=1e-9)}),
+        (build_dp_ftrl, {"l2_norm_clip": 1e6, "server_optimizer_fn": "sgd", "restart_every": 2}),
+        (build_local_dp_fed_avg, {"l2_norm_clip": 1e6}),
         (
             build_example_dp_fed_avg,
             {"l2_norm_clip": 1e6, "batch_size": 5, "sampling": "batches", "clients_per_round": None},
@@ -111,14 +111,14 @@ def test_fed_prox_and_fed_sgd_are_tffs_own_without_noise_and_clip():
         variable_model_fn, proximal_strength=0.5, client_optimizer_fn=SGD
     )
     ours = build_dp_fed_avg(  # of a variable model, where the other tests give Keras's
-        variable_model_fn, clients_per_round=3, noise_multiplier=0.0, clip=1e6, client_optimizer_fn=SGD,
+        variable_model_fn, clients_per_round=3, noise_multiplier=0.0, l2_norm_clip=1e6, client_optimizer_fn=SGD,
         proximal_strength=0.5,
     )  # fmt: skip
     assert np.abs(weights_after(ours) - weights_after(prox)).max() <= 1e-6
     same_size = [client(10, seed) for seed in range(3)]  # TFF weights by examples here, which DP cannot
     sgd = tff.learning.algorithms.build_fed_sgd(variable_model_fn, server_optimizer_fn=SGD)
     ours = build_dp_fed_sgd(
-        model_fn, clients_per_round=3, noise_multiplier=0.0, clip=1e6, server_optimizer_fn=0.1, **KERAS
+        model_fn, clients_per_round=3, noise_multiplier=0.0, l2_norm_clip=1e6, server_optimizer_fn=0.1, **KERAS
     )
     ours, theirs = (weights_after(process, clients=same_size) for process in (ours, sgd))
     assert np.abs(ours - theirs).max() <= 1e-6
@@ -137,7 +137,9 @@ def test_a_name_makes_the_optimizer_that_it_names(name, kind, kept):
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["yogi", tff.learning.optimizers.build_adagrad(0.1)])
 def test_server_optimizers_by_name_or_by_object(server):
-    assert np.isfinite(weights_after(build(build_dp_fed_avg, clip=1.0, server_optimizer_fn=server), rounds=2)).all()
+    assert np.isfinite(
+        weights_after(build(build_dp_fed_avg, l2_norm_clip=1.0, server_optimizer_fn=server), rounds=2)
+    ).all()
 
 
 # -- aggregation: what one client can do, and how much noise there is -------------------------------------------------
@@ -330,7 +332,7 @@ def test_metrics_are_out_unless_they_are_noised_and_charged():
 @pytest.mark.slow
 def test_clients_without_data_or_with_nan_weights_are_counted_but_harmless():
     exact = NoisedMetrics(noise_multiplier=1e-4, bound={"num_examples": 100.0, "contributing": 1.0})
-    process = build(build_dp_fed_avg, clip=1.0, clients_per_round=5, noise_multiplier=1e-9, metrics=exact)
+    process = build(build_dp_fed_avg, l2_norm_clip=1.0, clients_per_round=5, noise_multiplier=1e-9, metrics=exact)
     nan = client(5, scale=np.nan)
     good = [client(n, seed) for seed, n in enumerate([5, 10, 20])]
     state = process.initialize()
@@ -357,12 +359,12 @@ def test_the_average_clipped_norm_is_told_with_the_noise_that_is_charged():
     bounds = {"update_norm": 0.1, "num_batches": 4.0}
 
     def process(z):
-        return build(build_dp_fed_avg, clip=0.1, metrics=NoisedMetrics(noise_multiplier=z, bound=bounds))
+        return build(build_dp_fed_avg, l2_norm_clip=0.1, metrics=NoisedMetrics(noise_multiplier=z, bound=bounds))
 
     exact = process(1e-5)
     state = exact.initialize()
     norms = []
-    free = build(build_dp_fed_avg, clip=100.0)
+    free = build(build_dp_fed_avg, l2_norm_clip=100.0)
     begin = free.initialize()
     for one in CLIENTS:  # without a clip, and alone: what each moves the mean of three by
         ends = [flat(free.get_model_weights(s).trainable) for s in (begin, free.next(begin, [one]).state)]
@@ -462,15 +464,21 @@ def compiled():
         ({"clients_per_round": "many"}, ValueError, "clients_per_round"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier"),
         ({"noise_multiplier": float("nan")}, ValueError, "noise_multiplier"),
-        ({"clip": 0.0}, ValueError, "clip"),
-        ({"clip": AdaptiveClip(clipped_count_stddev=0.1)}, ValueError, "clipped_count_stddev=0.1"),
+        ({"l2_norm_clip": 0.0}, ValueError, "l2_norm_clip"),
+        ({"l2_norm_clip": AdaptiveClip(clipped_count_stddev=0.1)}, ValueError, "clipped_count_stddev=0.1"),
         ({"client_optimizer_fn": tf.keras.optimizers.SGD(0.1)}, TypeError, "TFF optimizer"),
         ({"client_optimizer_fn": "lamb"}, ValueError, "'yogi'"),
         ({"proximal_strength": -1.0}, ValueError, "proximal_strength"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(wrong, error, message):
-    settings = {"clients_per_round": 3, "noise_multiplier": 1.0, "clip": 1.0, "client_optimizer_fn": SGD, **KERAS}
+    settings = {
+        "clients_per_round": 3,
+        "noise_multiplier": 1.0,
+        "l2_norm_clip": 1.0,
+        "client_optimizer_fn": SGD,
+        **KERAS,
+    }
     settings.update(wrong)
     with pytest.raises(error, match=message):
         build_dp_fed_avg(settings.pop("model_fn", model_fn), **settings)
@@ -479,12 +487,17 @@ def test_bad_input_is_refused_before_anything_runs(wrong, error, message):
 @pytest.mark.parametrize(
     ("builder", "wrong", "error", "message"),
     [
-        (build_dp_ftrl, {"clip": AdaptiveClip()}, ValueError, "clip must be a number"),
-        (build_dp_ftrl, {"clip": 1.0, "restart_every": 0}, ValueError, "restart_every"),
-        (build_dp_ftrl, {"clip": 1.0, "metrics": NoisedMetrics(noise_multiplier=1.0)}, ValueError, "not priced"),
-        (build_local_dp_fed_avg, {"clip": AdaptiveClip()}, ValueError, "only build_dp_fed_avg"),
-        (build_distributed_dp_fed_avg, {"clip": 1.0, "clients_per_round": 2.5}, ValueError, "whole number"),
-        (build_distributed_dp_fed_avg, {"clip": 1.0, "bits": 40}, ValueError, "bits"),
+        (build_dp_ftrl, {"l2_norm_clip": AdaptiveClip()}, ValueError, "clip must be a number"),
+        (build_dp_ftrl, {"l2_norm_clip": 1.0, "restart_every": 0}, ValueError, "restart_every"),
+        (
+            build_dp_ftrl,
+            {"l2_norm_clip": 1.0, "metrics": NoisedMetrics(noise_multiplier=1.0)},
+            ValueError,
+            "not priced",
+        ),
+        (build_local_dp_fed_avg, {"l2_norm_clip": AdaptiveClip()}, ValueError, "only build_dp_fed_avg"),
+        (build_distributed_dp_fed_avg, {"l2_norm_clip": 1.0, "clients_per_round": 2.5}, ValueError, "whole number"),
+        (build_distributed_dp_fed_avg, {"l2_norm_clip": 1.0, "bits": 40}, ValueError, "bits"),
         (build_example_dp_fed_avg, {"l2_norm_clip": 1.0, "batch_size": 4}, ValueError, "local_steps"),
         (
             build_example_dp_fed_avg,
@@ -601,7 +614,7 @@ def test_a_loss_that_couples_examples_is_refused():
 @pytest.mark.slow
 def test_what_a_plan_says_of_skellam_noise_is_what_is_built():
     for clip, z, k in ((0.3, 1.5, 3), (4.0, 0.4, 40)):
-        process = build(build_distributed_dp_fed_avg, clip=clip, noise_multiplier=z, clients_per_round=k)
+        process = build(build_distributed_dp_fed_avg, l2_norm_clip=clip, noise_multiplier=z, clients_per_round=k)
         weights = FEATURES * 5 + 5 + 5 * CLASSES + CLASSES
         (built,), planned = process.privacy, skellam_level(z, clip, k, weights)
         for name in ("l1", "l2", "local_stddev"):
@@ -613,7 +626,7 @@ def test_what_a_plan_says_of_skellam_noise_is_what_is_built():
 
 @pytest.mark.slow
 def test_what_a_process_promises_is_what_its_aggregator_reports():
-    process = build(build_dp_fed_avg, noise_multiplier=1.2, clients_per_round=20, clip=AdaptiveClip())
+    process = build(build_dp_fed_avg, noise_multiplier=1.2, clients_per_round=20, l2_norm_clip=AdaptiveClip())
     state = process.next(process.initialize(), CLIENTS).state
     event = tff.aggregators.differential_privacy.extract_dp_event_from_state(state.aggregator)
     z = [float(part.noise_multiplier) for part in event.events]

@@ -125,7 +125,7 @@ CLIENTS = [client(10, seed) for seed in range(5)]
 
 
 def process(build=build_dp_fed_avg, **more):
-    settings = {"clip": 1.0, "noise_multiplier": 0.0, "clients_per_round": 5, **more}
+    settings = {"l2_norm_clip": 1.0, "noise_multiplier": 0.0, "clients_per_round": 5, **more}
     return build(
         model_fn, client_optimizer_fn="sgd", input_spec=CLIENTS[0].element_spec,
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), **settings,

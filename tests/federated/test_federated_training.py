@@ -475,8 +475,8 @@ def test_a_private_training_takes_the_model_of_a_state_and_neither_its_noise_nor
     first, second = (
         build_dp_fed_avg(
             lambda: tf.keras.Sequential([tf.keras.Input((100,)), tf.keras.layers.Dense(2, use_bias=False)]),
-            clients_per_round=2, noise_multiplier=z, clip=clip, client_optimizer_fn="sgd", server_optimizer_fn="sgd",
-            loss=loss(), input_spec=clients.element_spec,
+            clients_per_round=2, noise_multiplier=z, l2_norm_clip=clip, client_optimizer_fn="sgd",
+            server_optimizer_fn="sgd", loss=loss(), input_spec=clients.element_spec,
         )
         for z, clip in ((0.0, 0.5), (2.0, 1.0))
     )  # fmt: skip
@@ -525,11 +525,11 @@ def test_clients_that_are_not_batched_are_told_how():
     raw = of_one()
     with pytest.raises(ValueError, match=r"single examples\. .*clients\.batch\(16\)"):
         build_dp_fed_avg(
-            make_model, clients_per_round=1, noise_multiplier=1.0, clip=1.0, client_optimizer_fn="sgd", loss=loss(),
-            input_spec=raw.element_spec,
+            make_model, clients_per_round=1, noise_multiplier=1.0, l2_norm_clip=1.0, client_optimizer_fn="sgd",
+            loss=loss(), input_spec=raw.element_spec,
         )  # fmt: skip
     process = build_dp_fed_avg(
-        make_model, clients_per_round=1, noise_multiplier=1.0, clip=1.0, client_optimizer_fn="sgd", loss=loss(),
+        make_model, clients_per_round=1, noise_multiplier=1.0, l2_norm_clip=1.0, client_optimizer_fn="sgd", loss=loss(),
         input_spec=raw.batch(8).element_spec,
     )  # fmt: skip
     sampler = BoundedParticipationSampler(["a"], 1, 10)
@@ -636,7 +636,7 @@ def test_a_tree_goes_on_from_its_checkpoint_with_the_noise_of_its_open_nodes(tmp
     def moved(rounds):
         process = build_dp_ftrl(
             lambda: tf.keras.Sequential([tf.keras.Input((300,)), wide(2, use_bias=False, kernel_initializer="zeros")]),
-            clients_per_round=2, noise_multiplier=3.0, clip=1.0, restart_every=8, client_optimizer_fn="sgd",
+            clients_per_round=2, noise_multiplier=3.0, l2_norm_clip=1.0, restart_every=8, client_optimizer_fn="sgd",
             server_optimizer_fn="sgd", loss=loss(), input_spec=clients.element_spec,
         )  # fmt: skip
         assert process.noise_settings["clip"] == 1.0  # of which the noise of its open nodes is
@@ -662,8 +662,8 @@ SCRIPT = """
 
     clients = t.make_clients()
     process = build_local_dp_fed_avg(
-        t.make_model, clients_per_round=4, noise_multiplier=3.0, clip=1.0, client_optimizer_fn="sgd", loss=t.loss(),
-        input_spec=clients.element_spec)
+        t.make_model, clients_per_round=4, noise_multiplier=3.0, l2_norm_clip=1.0, client_optimizer_fn="sgd",
+        loss=t.loss(), input_spec=clients.element_spec)
     with local_runtime():
         t.train(process, clients, num_rounds=1000, sampler=PoissonClientSampler(clients.client_ids, 0.5),
                 delta=t.DELTA, checkpoint_dir=sys.argv[1], progress=False)
@@ -690,7 +690,7 @@ def test_after_sigkill_the_ledger_has_every_round_and_every_client(tmp_path):
     assert len(lines) in (completed, completed + 1) and completed >= 4
     clients, total = make_clients(), completed + 2
     process = build_local_dp_fed_avg(
-        make_model, clients_per_round=4, noise_multiplier=3.0, clip=1.0, client_optimizer_fn="sgd", loss=loss(),
+        make_model, clients_per_round=4, noise_multiplier=3.0, l2_norm_clip=1.0, client_optimizer_fn="sgd", loss=loss(),
         input_spec=clients.element_spec,
     )  # fmt: skip
     sampler = PoissonClientSampler(clients.client_ids, 0.5)

@@ -11,7 +11,7 @@ import pytest
 
 import tfdpfl
 from tfdpfl.accounting import compute_epsilon, price
-from tfdpfl.accounting.correlated import CorrelatedRun, compute_noise_multiplier_of
+from tfdpfl.accounting.correlated import CorrelatedRun, compute_correlated_noise_multiplier
 from tfdpfl.accounting.participation import moved_by_toeplitz, tree_sensitivity
 from tfdpfl.noise import BLT, Banded, Tree
 from tfdpfl.noise.optimal import best_bands, best_buffers, inverse_square_root, square_root
@@ -142,7 +142,7 @@ def test_noise_found_for_cyclic_sampling_is_for_all_rounds_of_the_groups():
     """By dp-accounting: a Poisson-sampled Gaussian for each of ten rounds. The noise is made for one."""
     noise = Banded(bands=4, min_separation=4, max_participations=1, num_steps=40)
     how = dict(num_steps=40, sampling_rate=0.5)
-    sigma = compute_noise_multiplier_of(noise, target_epsilon=2.0, delta=1e-5, accountant="rdp", **how)
+    sigma = compute_correlated_noise_multiplier(noise, target_epsilon=2.0, delta=1e-5, accountant="rdp", **how)
     step = dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(sigma))
     assert 1.99 < dp_accounting.rdp.RdpAccountant().compose(step, 10).get_epsilon(1e-5) <= 2.001
     run = CorrelatedRun(noise=noise, noise_multiplier=sigma, min_separation=4, max_participations=1, **how)
@@ -171,7 +171,7 @@ def test_a_training_as_it_was_said_to_be_costs_one_gaussian():
         assert epsilon(noise, 1.0, num_steps=150, adjacency="replace_one", **how) == pytest.approx(
             epsilon(noise, 0.5, num_steps=150, **how)
         )
-        z = compute_noise_multiplier_of(noise, target_epsilon=one, delta=1e-5, num_steps=150)
+        z = compute_correlated_noise_multiplier(noise, target_epsilon=one, delta=1e-5, num_steps=150)
         assert z == pytest.approx(1.0, rel=1e-3)
         assert epsilon(noise, z, num_steps=150, **how) <= one
 

@@ -116,7 +116,7 @@ def test_passes_of_shuffled_data_are_priced_at_the_least_noise_and_have_no_targe
 
 @pytest.mark.slow
 def test_a_plan_takes_a_clip_that_changes():
-    made = tfdpfl.plan(X, Y, target_epsilon=5.0, delta=DELTA, batch_size=6, epochs=1, l2_norm_clip=CLIPS,
+    made = tfdpfl.plan(X, Y, target_epsilon=5.0, delta=DELTA, batch_size=6, num_epochs=1, l2_norm_clip=CLIPS,
                        accountant="rdp")  # fmt: skip
     model = c.compiled(made.optimizer("sgd"))
     model.fit(made.batches, epochs=made.epochs, callbacks=[made.callback], verbose=0)

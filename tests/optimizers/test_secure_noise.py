@@ -109,7 +109,7 @@ def test_it_is_priced_by_renyi_dp_of_whole_orders():
     assert model.optimizer.secure_noise is False
     with pytest.raises(tfdpfl.PrivacyError, match="fixed_size"):
         tfdpfl.PrivacyLedger().record(
-            1.0, num_examples=48, batch_size=12, sampling="fixed_size", discrete=True)  # fmt: skip
+            1.0, num_examples=48, batch_size=12, sampling="fixed_size", secure_noise=True)  # fmt: skip
 
 
 def test_what_cannot_draw_on_the_host_or_is_correlated_is_refused():

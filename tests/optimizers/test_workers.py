@@ -132,7 +132,7 @@ target = 1.001 * tfdpfl.compute_epsilon(num_examples=N, batch_size=13, num_steps
 fit(model, batches(), target_epsilon=target)
 assert model.optimizer.executed == [(1.5, 4)]
 
-plan = tfdpfl.plan(x, y, noise_multiplier=1.5, delta=1e-3, batch_size=10, epochs=1, strategy=strategy)
+plan = tfdpfl.plan(x, y, noise_multiplier=1.5, delta=1e-3, batch_size=10, num_epochs=1, strategy=strategy)
 model = compiled(lambda: plan.optimizer("adam"))
 model.fit(plan.batches, epochs=1, steps_per_epoch=plan.steps_per_epoch, callbacks=[plan.callback], verbose=0)
 assert plan.callback.report.epsilon == plan.epsilon

@@ -14,7 +14,7 @@ def whole(name: str, value: Any, minimum: int, mend: str) -> int:
     return int(value)
 
 
-def real(name: str, value: Any, mend: str, *, at_least: float | None = None, above: float | None = None) -> float:
+def real(name: str, value: object, mend: str, *, at_least: float | None = None, above: float | None = None) -> float:
     """Returns `value` as a float, or raises a `ValueError` when it is not finite or not over the bound that
     is given.
     """
@@ -26,7 +26,7 @@ def real(name: str, value: Any, mend: str, *, at_least: float | None = None, abo
     return number
 
 
-def probability(name: str, value: Any, mend: str) -> float:
+def probability(name: str, value: object, mend: str) -> float:
     """Returns `value` as a float, or raises a `ValueError` when it is not strictly between 0 and 1."""
     number = _real(value)
     if not 0 < number < 1:
@@ -42,6 +42,6 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     return lowered
 
 
-def _real(value: Any) -> float:
+def _real(value: object) -> float:
     # A bool is a Real in Python; as a count or a σ it is a slip.
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

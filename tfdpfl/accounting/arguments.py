@@ -38,6 +38,15 @@ class _Options(SamplingArguments, total=False):
     secure_noise: bool
 
 
+class StepArguments(TypedDict, total=False):
+    """What an optimizer knows of its own steps next to their noise and number."""
+
+    adjacency: str | None
+    truncated_batch_size: int | None
+    unit: str
+    secure_noise: bool
+
+
 class _Length(TypedDict, total=False):
     num_epochs: float | None
     num_steps: int | None
@@ -55,7 +64,7 @@ class _Batches(_BatchSize, total=False):
     num_microbatches: int | None
 
 
-class LedgerArguments(SamplingArguments, _Batches):
+class LedgerArguments(_Options, _Batches):
     """What a ledger needs to know of steps next to their noise and number."""
 
 
@@ -77,15 +86,14 @@ class SizelessRunArguments(_Options, _Noise, _Length):
 
 def build_run(**arguments: Unpack[RunArguments]) -> Run:
     """Returns the run that the arguments describe."""
-    fields: dict[str, Any] = {**arguments}
-    return Run(discrete=fields.pop("secure_noise", False), **fields)
+    return Run(**arguments)
 
 
 def shows_arguments(shared: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function that ends in `**run` refuse all arguments but those of `shared`, and show them.
 
     Args:
-        shared: A `TypedDict`. The defaults of its optional keys are those of `Run`.
+        shared: A `TypedDict`. The defaults of its optional keys are those of `Run`, or None.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -125,4 +133,4 @@ _ORDER = ["target_epsilon", *_RUN, "delta"]
 
 
 def _default(name: str) -> Any:
-    return _RUN["discrete" if name == "secure_noise" else name].default
+    return _RUN[name].default if name in _RUN else None

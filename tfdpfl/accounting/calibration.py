@@ -238,7 +238,7 @@ def _calibrate(
 
         ledger = dp_accounting.NoOpDpEvent()
 
-        def compose(self, run: Any) -> "PriceOfRun":
+        def compose(self, run: object) -> "PriceOfRun":
             self.run = run
             return self
 

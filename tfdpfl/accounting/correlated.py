@@ -132,7 +132,7 @@ class CorrelatedRun:
         return cls(**saved)
 
 
-def compute_noise_multiplier_of(
+def compute_correlated_noise_multiplier(
     noise: Noise,
     *,
     target_epsilon: float,
@@ -147,7 +147,7 @@ def compute_noise_multiplier_of(
     """The smallest noise multiplier at which a run with this noise costs no more than ``target_epsilon``.
 
         noise = tfdpfl.noise.Banded(bands=4, min_separation=240, max_participations=10)
-        sigma = tfdpfl.noise.compute_noise_multiplier(noise, target_epsilon=8, delta=1e-5, num_steps=2400)
+        sigma = tfdpfl.noise.compute_correlated_noise_multiplier(noise, target_epsilon=8, delta=1e-5, num_steps=2400)
 
     Args:
       noise: as the optimizer is to have it.
@@ -232,7 +232,9 @@ def compare(
     noises = [n for noise_class in KINDS.values() for n in noise_class.candidates(num_steps, apart, uses, kind)]
     sigma = 1.0
     if target_epsilon is not None and delta is not None:
-        sigma = compute_noise_multiplier_of(INDEPENDENT, target_epsilon=target_epsilon, delta=delta, num_steps=1)
+        sigma = compute_correlated_noise_multiplier(
+            INDEPENDENT, target_epsilon=target_epsilon, delta=delta, num_steps=1
+        )
     found = []
     for noise in noises:
         sensitivity = noise.sensitivity(num_steps, apart, uses)
@@ -242,7 +244,7 @@ def compare(
         sampled = [n for each in KINDS.values() for n in each.sampled_candidates(num_steps, sampling_rate, kind)]
         for noise in sampled:
             b = noise.min_separation
-            multiplier = compute_noise_multiplier_of(
+            multiplier = compute_correlated_noise_multiplier(
                 noise, target_epsilon=target_epsilon, delta=delta, num_steps=num_steps, min_separation=b,
                 max_participations=-(-num_steps // b), sampling_rate=b * sampling_rate,
             )  # fmt: skip

@@ -4,9 +4,11 @@ docs/federated.md, "Cohorts of fixed size"."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from tfdpfl._types import Arrays
 
 if TYPE_CHECKING:
     from dp_accounting import SampledWithoutReplacementDpEvent
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 _TAIL = 10.0  # standard deviations: what lies beyond, a mass of e^-53, counts as lost
 
 
-def losses(event: SampledWithoutReplacementDpEvent, interval: float) -> Any:
+def losses(event: SampledWithoutReplacementDpEvent, interval: float) -> Arrays:
     """The privacy loss distribution of one use of the event, on a grid, rounded towards less privacy, where a member's
     contribution is blanked (``"zero_out"``). σ is relative to the clip C: another member in its place moves the sum by
     up to 2C, nothing in its place by up to C.
@@ -28,7 +30,7 @@ def losses(event: SampledWithoutReplacementDpEvent, interval: float) -> Any:
     grid = np.arange(last + 1) * interval
     sides = _blanked(q, s, grid), _sampled(q, s, grid)
 
-    def pmf(above: np.ndarray, below: np.ndarray) -> Any:
+    def pmf(above: np.ndarray, below: np.ndarray) -> Arrays:
         # H_α(P || Q) at α < 1 is 1 - α + α H_(1/α)(Q || P).
         left = -np.expm1(-grid) + np.exp(-grid) * below
         deltas = np.concatenate([left[:0:-1], above])

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl import _formats
+from tfdpfl._names import accept_old_names
+from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.arguments import LedgerArguments, shows_arguments
+from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_arguments
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import PrivacyReport, report_of
@@ -52,7 +54,7 @@ class _Counted:
     unknown: bool = False
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         return self.origin, self.dataset, self.unknown, _mechanism(self.run)
 
     @property
@@ -127,16 +129,26 @@ _RUN_FIELDS = {
 }
 
 
-def _saved_run(run: Run) -> dict[str, Any]:
-    fields = {f.name: f.default for f in dataclasses.fields(run)}
-    values = {name: getattr(run, name) for name in fields}
-    return {
-        name: value for name, value in values.items()
-        if value is not None and (name in _RUN_FIELDS[1] or value != fields[name])
-    }  # fmt: skip
+# The name in the file of a field that the class calls otherwise.
+_SAVED_AS = {"secure_noise": "discrete"}
 
 
-def _version_of(runs: Sequence[dict[str, Any]]) -> int:
+def _saved_run(run: Run) -> Json:
+    saved = {}
+    for field in dataclasses.fields(run):
+        name, value = _SAVED_AS.get(field.name, field.name), getattr(run, field.name)
+        if value is not None and (name in _RUN_FIELDS[1] or value != field.default):
+            saved[name] = value
+    return saved
+
+
+def _run_of(saved: Json) -> Run:
+    """Returns the run that `_saved_run` saved."""
+    fields = {saved_as: name for name, saved_as in _SAVED_AS.items()}
+    return Run(**{fields.get(name, name): value for name, value in saved.items()})
+
+
+def _version_of(runs: Sequence[Json]) -> int:
     """The oldest version of the format that has all fields of these saved runs."""
     names = {name for run in runs for name in run}
     for version, offered in _RUN_FIELDS.items():
@@ -165,7 +177,7 @@ class PrivacyLedger:
             relies on them, so `report` names them.
 
         ledger = PrivacyLedger()
-        ledger.record(1.1, steps=240, num_examples=60000, batch_size=250, sampling="shuffle")
+        ledger.record(1.1, num_steps=240, num_examples=60000, batch_size=250, sampling="shuffle")
         ledger.epsilon(delta=1e-5)
     """
 
@@ -174,41 +186,35 @@ class PrivacyLedger:
         self.user_rules: frozenset[str] = frozenset()
         self._goes_on = True  # whether the last shuffled row is of the pass that the next recorded step is in
 
+    @accept_old_names(steps="num_steps", epochs="num_epochs", discrete="secure_noise")
     @shows_arguments(LedgerArguments)
     def record(
         self,
         noise_multiplier: float,
-        steps: int | None = None,
+        num_steps: int | None = None,
         *,
-        epochs: float | None = None,
+        num_epochs: float | None = None,
         new_pass: bool = False,
-        discrete: bool = False,
         **run: "Unpack[LedgerArguments]",
     ) -> "PrivacyLedger":
-        """Adds DP-SGD steps that ran, in their order, and returns the ledger. Arguments are those of
-        `compute_epsilon`.
+        """Adds DP-SGD steps that ran, in their order, and returns the ledger.
 
         Args:
             noise_multiplier: σ of these steps.
-            steps: Noisy updates; 1 if neither this nor `epochs` is given.
-            epochs: In their place: passes over the data, which begin anew. Under `"shuffle"` also beside
-                `steps`, if the passes were begun and not all ended.
-            num_examples: As those that follow, see `compute_epsilon`.
-            truncated_batch_size, unit: See `tfdpfl.accounting.Run`.
+            num_steps: Noisy updates; 1 if neither this nor `num_epochs` is given.
+            num_epochs: In their place: passes over the data, which begin anew. Under `"shuffle"` also beside
+                `num_steps`, if the passes were begun and not all ended.
+            num_examples: As all that follow, see `compute_epsilon`.
             new_pass: Under `"shuffle"`, that the first of these steps begins a new pass over the data though
                 the last pass may not have ended, as every call of `fit` does. Without it, steps continue the
                 pass that the last ones were in.
         """
-        made = Run(
-            noise_multiplier=noise_multiplier,
-            num_epochs=epochs,
-            num_steps=1 if steps is None and epochs is None else steps,
-            discrete=discrete,
-            **run,
-        )
+        if num_steps is None and num_epochs is None:
+            num_steps = 1
+        made = Run(noise_multiplier=noise_multiplier, num_epochs=num_epochs, num_steps=num_steps, **run)
         if made.steps == 0:
             return self
-        new_pass = new_pass or epochs is not None
+        new_pass = new_pass or num_epochs is not None
         # Where an epoch was begun matters under shuffle, so there only neighbours merge.
         shuffled = made.scheme.counts_passes
         if not shuffled:  # steps add up; epochs of a fraction of steps, rounded each, do not
@@ -216,18 +222,9 @@ class PrivacyLedger:
         own = self._rows if self._goes_on else []
         earlier = own[-1:] if shuffled else self._rows
         for i, row in enumerate(earlier, start=len(self._rows) - len(earlier)):
-            if not isinstance(row, Run) or not _same_mechanism(row, made):
-                continue
-            if row.num_epochs is not None and made.num_epochs is not None and float(row.num_epochs).is_integer():
-                counted = row.num_steps is not None or made.num_steps is not None
-                self._rows[i] = dataclasses.replace(
-                    row,
-                    num_epochs=row.num_epochs + made.num_epochs,
-                    num_steps=row.steps + made.steps if counted else None,
-                )
-                return self
-            if row.num_epochs is None and made.num_epochs is None and not (shuffled and new_pass):
-                self._rows[i] = dataclasses.replace(row, num_steps=row.steps + made.steps)
+            joined = _joined(row, made, goes_on=not (shuffled and new_pass))
+            if joined is not None:
+                self._rows[i] = joined
                 return self
         if shuffled and not new_pass and not self._passes_are_whole:
             made = dataclasses.replace(made, starts_mid_epoch=True)
@@ -267,53 +264,44 @@ class PrivacyLedger:
             self._rows.append(_Applied(event, count, adjacency))
         return self
 
+    @accept_old_names(steps="num_steps", epochs="num_epochs", discrete="secure_noise")
+    @shows_arguments(StepArguments)
     def count(
         self,
         origin: str,
         noise_multiplier: float,
-        steps: int,
+        num_steps: int,
         *,
         num_examples: int | None = None,
         batch_size: int | None = None,
         sampling: str = EVERY_BATCH.name,
-        epochs: int | None = None,
-        adjacency: str | None = None,
+        num_epochs: int | None = None,
         dataset: str | None = None,
-        truncated_batch_size: int | None = None,
-        unit: str = "example",
-        discrete: bool = False,
+        **run: "Unpack[StepArguments]",
     ) -> "PrivacyLedger":
-        """Notes that `origin` has taken `steps` such steps in all, and returns the ledger.
+        """Notes that `origin` has taken `num_steps` such steps in all, and returns the ledger.
 
         What `record` is told adds up; this does not: of two notes on the same steps of the same origin the higher
         number stands. So the ledgers of one training, taken at different times, `merge` without counting a step twice.
 
         Args:
             origin: Names one optimizer object in one process. Another process, or a copy, has another.
-            noise_multiplier: As those that follow, see `record`.
+            noise_multiplier: As all that follow, see `record`.
             num_examples: None if nothing is known of the batches: every example is then taken to be in each.
             dataset: A name for the data set, if it has one.
-            discrete: See `tfdpfl.accounting.Run`.
         """
-        known = num_examples is not None
-        uneven = False
-        if num_examples is not None and batch_size is not None and epochs is not None:
-            uneven = steps > epochs * -(-num_examples // batch_size)
-        run = Run(
-            num_examples=num_examples if known else 1,  # type: ignore[arg-type]
-            batch_size=batch_size if known else 1,  # type: ignore[arg-type]
-            noise_multiplier=noise_multiplier,
-            num_steps=steps,
-            num_epochs=epochs,
-            uneven_batches=uneven or None,
-            sampling=sampling if known else EVERY_BATCH.name,
-            adjacency=adjacency if known else "zero_out",
-            truncated_batch_size=truncated_batch_size if known else None,
-            unit=unit,
-            discrete=discrete,
-        )
-        if run.steps:
-            self._unite(_Counted(origin, dataset, run, not known))
+        unknown, uneven = num_examples is None, False
+        if num_examples is None or batch_size is None:
+            num_examples, batch_size, sampling = 1, 1, EVERY_BATCH.name
+            run = {**run, "adjacency": "zero_out", "truncated_batch_size": None}
+        elif num_epochs is not None:
+            uneven = num_steps > num_epochs * -(-num_examples // batch_size)
+        made = Run(
+            num_examples=num_examples, batch_size=batch_size, noise_multiplier=noise_multiplier, num_steps=num_steps,
+            sampling=sampling, num_epochs=num_epochs, uneven_batches=uneven or None, **run,
+        )  # fmt: skip
+        if made.steps:
+            self._unite(_Counted(origin, dataset, made, unknown))
         return self
 
     def count_correlated(
@@ -497,7 +485,7 @@ class PrivacyLedger:
         applied = sum(row.steps for row in others)
         # What only some of the rows have is not the whole ledger's.
         of_runs = "sampling noise_multiplier num_examples batch_size num_microbatches sampling_rate"
-        unknown: dict[str, Any] = dict.fromkeys(of_runs.split())
+        unknown: Keywords = dict.fromkeys(of_runs.split())
         return dataclasses.replace(
             report, steps=report.steps + applied, participations=report.participations + applied, **unknown
         )
@@ -506,9 +494,9 @@ class PrivacyLedger:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
         return [self.report(delta).promise("ledger", self)]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The ledger as values that JSON can hold."""
-        rows: list[dict[str, Any]] = []
+        rows: list[Json] = []
         for row in self._rows:
             if isinstance(row, _Applied):
                 rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency})
@@ -517,7 +505,7 @@ class PrivacyLedger:
                 rows.append({"correlated": row.run.to_dict(), "origins": row.origins, "dataset": row.dataset})
                 continue
             run = row if isinstance(row, Run) else row.run
-            saved: dict[str, Any] = {"run": _saved_run(run)}
+            saved: Json = {"run": _saved_run(run)}
             if isinstance(row, _Counted):
                 saved |= {"origin": row.origin, "dataset": row.dataset, "unknown": row.unknown}
             rows.append(saved)
@@ -526,7 +514,7 @@ class PrivacyLedger:
         return {**_formats.stamp(version), "rows": rows, **rules}
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "PrivacyLedger":
+    def from_dict(cls, saved: Json) -> "PrivacyLedger":
         """The ledger that `to_dict` saved.
 
         Raises:
@@ -546,7 +534,7 @@ class PrivacyLedger:
                     run_of_all = CorrelatedRun.from_dict(row["correlated"])
                     ledger.count_correlated(row["origins"], run_of_all, dataset=row["dataset"])
                 elif "run" in row:
-                    run = Run(**row["run"])
+                    run = _run_of(row["run"])
                     if "origin" in row:
                         ledger._unite(_Counted(row["origin"], row["dataset"], run, row["unknown"]))
                     else:
@@ -564,6 +552,23 @@ class PrivacyLedger:
 
     def __repr__(self) -> str:
         return f"PrivacyLedger({len(self)} rows, {self.steps} steps)"
+
+
+def _joined(row: _Row, made: Run, goes_on: bool) -> Run | None:
+    """Returns a recorded run with one that ran after it, or None where the two do not cost what one run does.
+
+    Args:
+        goes_on: Whether the steps of the second are in the passes of the first.
+    """
+    if not isinstance(row, Run) or not _same_mechanism(row, made):
+        return None
+    if row.num_epochs is None and made.num_epochs is None:
+        return dataclasses.replace(row, num_steps=row.steps + made.steps) if goes_on else None
+    if row.num_epochs is None or made.num_epochs is None or not float(row.num_epochs).is_integer():
+        return None
+    counted = row.num_steps is not None or made.num_steps is not None
+    steps = row.steps + made.steps if counted else None
+    return dataclasses.replace(row, num_epochs=row.num_epochs + made.num_epochs, num_steps=steps)
 
 
 def _mechanism(run: Run) -> Run:
@@ -589,14 +594,14 @@ def _added_up(runs: list[Run]) -> list[Run]:
     return list(sums.values())
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: object) -> Any:
     if hasattr(value, "__attrs_attrs__"):
         fields = {field.name: _encode(getattr(value, field.name)) for field in value.__attrs_attrs__}
         return {"type": type(value).__name__, **fields}
     return [_encode(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: object) -> Any:
     from dp_accounting import dp_event
 
     if isinstance(value, list):

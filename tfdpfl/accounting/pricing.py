@@ -5,9 +5,10 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.run import ADJACENCIES
 from tfdpfl.errors import PrivacyError
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 ACCOUNTANTS = ("pld", "rdp")
+# Classes of dp-accounting, which has no types and is imported by the first price.
+Relation: TypeAlias = Any
+Accountant: TypeAlias = Any
+Losses: TypeAlias = Any
 Leaves = Sequence[tuple["DpEvent", int]]
 
 # dp-accounting's own orders are doubled from 64 to 1024; with these, large σ and small ε are not overpriced.
@@ -113,29 +118,34 @@ def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: st
 def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: str, adjacency: str) -> Price:
     if any(_releases_the_truth(leaf) for leaf, _ in leaves):
         return Price(math.inf, accountant)
-    sizes = {leaf.size for leaf, _ in leaves if _is_group(leaf)}
-    if sizes:
-        bound = _price(tuple((_dominating(leaf), n) for leaf, n in leaves), delta, accountant, adjacency)
-        if len(sizes) == 1 and all(_is_group(leaf) for leaf, _ in leaves):
-            ones = tuple((leaf.step, n) for leaf, n in leaves)
-            bound = min(bound, _converted(ones, delta, accountant, adjacency, *sizes))
-        return bound
+    if any(_is_group(leaf) for leaf, _ in leaves):
+        return _price_of_groups(leaves, delta, accountant, adjacency)
     kept = delta - sum(n * beyond_support(leaf) for leaf, n in leaves)
+    proven = _bounds(leaves, kept if kept > 0 else delta, accountant, adjacency)
+    if not proven:
+        raise PrivacyError(_no_price(leaves, adjacency))
+    return min(proven) if kept > 0 else Price(math.inf, accountant)
+
+
+def _price_of_groups(leaves: Leaves, delta: float, accountant: str, adjacency: str) -> Price:
+    bound = _price(tuple((_dominating(leaf), n) for leaf, n in leaves), delta, accountant, adjacency)
+    sizes = {leaf.size for leaf, _ in leaves if _is_group(leaf)}
+    if len(sizes) > 1 or not all(_is_group(leaf) for leaf, _ in leaves):
+        return bound
+    ones = tuple((leaf.step, n) for leaf, n in leaves)
+    return min(bound, _converted(ones, delta, accountant, adjacency, *sizes))
+
+
+def _bounds(leaves: Leaves, delta: float, accountant: str, adjacency: str) -> list[Price]:
+    """Returns what each accountant that knows all of the events proves."""
     discrete = any(_is_discrete(leaf) for leaf, _ in leaves)
     leaves = tuple((_as_gaussian(leaf), n) for leaf, n in leaves)
-    rdp = _rdp_epsilon(leaves, kept if kept > 0 else delta, adjacency, whole_orders=discrete)
+    rdp = _rdp_epsilon(leaves, delta, adjacency, whole_orders=discrete)
     pld = None
     # Some events are known to PLD alone, discrete noise to RDP alone.
     if (accountant == "pld" and not discrete) or any(_is_of_pld_alone(leaf) for leaf, _ in leaves):
-        pld = _pld_epsilon(leaves, kept if kept > 0 else delta, adjacency, guide=rdp)
-    if pld is None and rdp is None:
-        raise PrivacyError(_no_price(leaves, adjacency))
-    if kept <= 0:
-        return Price(math.inf, accountant)
-    if rdp is None or (pld is not None and pld <= rdp):
-        assert pld is not None
-        return Price(pld, "pld")
-    return Price(rdp, "rdp")
+        pld = _pld_epsilon(leaves, delta, adjacency, guide=rdp)
+    return [Price(epsilon, name) for name, epsilon in (("pld", pld), ("rdp", rdp)) if epsilon is not None]
 
 
 def _releases_the_truth(event: "DpEvent") -> bool:
@@ -241,11 +251,8 @@ def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str, whole_orders: boo
     every_order = (*rdp.DEFAULT_RDP_ORDERS, *_MORE_ORDERS)
     whole = tuple(order for order in every_order if order == int(order))
     for orders in (whole,) if whole_orders else (every_order, whole):
-        for relation in _relations(adjacency):
-            known = rdp.RdpAccountant(orders, relation)
-            if all(own or known.supports(leaf) for (leaf, _), own in zip(leaves, drawn, strict=True)):
-                break
-        else:
+        relation = _relation(functools.partial(rdp.RdpAccountant, orders), leaves, drawn, adjacency)
+        if relation is None:
             return None
         try:
             divergences = np.zeros(len(orders))
@@ -342,7 +349,7 @@ def _converted(leaves: Leaves, delta: float, accountant: str, adjacency: str, si
 
 
 @functools.lru_cache(maxsize=64)
-def _divergences(leaf: "DpEvent", orders: tuple[float, ...], relation: Any) -> Any:
+def _divergences(leaf: "DpEvent", orders: tuple[float, ...], relation: Relation) -> Arrays:
     """The Rényi divergences of one use of an event."""
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
@@ -352,56 +359,73 @@ def _divergences(leaf: "DpEvent", orders: tuple[float, ...], relation: Any) -> A
 
 def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | None) -> float | None:
     """ε by privacy loss distributions; None if an event is not supported or the numbers fail."""
-    from dp_accounting import dp_event, pld
+    from dp_accounting import dp_event
 
     if not leaves or guide == 0:
         return 0.0
     gaussians = [(leaf, n) for leaf, n in leaves if isinstance(leaf, dp_event.GaussianDpEvent)]
     others = [(leaf, n) for leaf, n in leaves if not isinstance(leaf, dp_event.GaussianDpEvent)]
-    response = getattr(dp_event, "RandomizedResponseDpEvent", ())
-    if sum(n for leaf, n in others if isinstance(leaf, response)) > _MOST_RANDOMIZED_RESPONSES:
-        return None
     # Gaussians are together one, whatever the adjacency.
     mu = math.hypot(*(math.sqrt(n) / max(leaf.noise_multiplier, 1e-100) for leaf, n in gaussians))
     if not others:
         return _gaussian_epsilon(mu, delta)
-    given, delta = delta, delta - _ROUNDING_OF_A_STEP * sum(n for _, n in others)
-    if given < _SMALLEST_PLD_DELTA or delta < given / 2:
-        return None
-    if sum(n for _, n in others) > _MOST_SAMPLED_STEPS and guide is not None:
+    left = delta - _ROUNDING_OF_A_STEP * sum(n for _, n in others)
+    if delta < _SMALLEST_PLD_DELTA or left < delta / 2 or _takes_pld_too_long(others, guide):
         return None
     if guide is None and any(_is_truncated(leaf) for leaf, _ in leaves):  # where batches are rarely full, about theirs
-        plain = [(_untruncated(leaf), n) for leaf, n in leaves]
-        interval = _discretization(leaves, _rdp_epsilon(plain, delta, adjacency))
-    else:
-        interval = _discretization(leaves, guide)
+        guide = _rdp_epsilon([(_untruncated(leaf), n) for leaf, n in leaves], left, adjacency)
+    interval = _discretization(leaves, guide)
     if gaussians:
         others.append((dp_event.GaussianDpEvent(1 / mu), 1))
+    return _composed_losses_epsilon(others, left, adjacency, interval)
+
+
+def _composed_losses_epsilon(leaves: Leaves, delta: float, adjacency: str, interval: float) -> float | None:
+    """Returns the ε of privacy losses on a grid; None if PLD does not know an event or the numbers fail."""
+    from dp_accounting import pld
+
     if adjacency == "replace_one":
         # PLD's REPLACE_ONE doubles the sensitivity of a Gaussian, sampled or not, in 0.6; our σ has it already. In 0.4
         # it does not, and no sampled one is known.
-        doubled = [_doubled(leaf) for leaf, _ in others]
+        doubled = [_doubled(leaf) for leaf, _ in leaves]
         if not _pld_replaces() or None in doubled:
             return None
-        others = [(leaf, n) for leaf, (_, n) in zip(doubled, others, strict=True)]
-    relations = _relations(adjacency)
-    drawn = [hasattr(leaf, "losses") or _is_blanked_subset(leaf, adjacency) for leaf, _ in others]
-    for relation in relations:
-        known = pld.PLDAccountant(relation, interval)
-        if all(own or known.supports(leaf) for (leaf, _), own in zip(others, drawn, strict=True)):
-            break
-    else:
+        leaves = [(leaf, n) for leaf, (_, n) in zip(doubled, leaves, strict=True) if leaf is not None]
+    drawn = [hasattr(leaf, "losses") or _is_blanked_subset(leaf, adjacency) for leaf, _ in leaves]
+    relation = _relation(lambda relation: pld.PLDAccountant(relation, interval), leaves, drawn, adjacency)
+    if relation is None:
         return None
     try:
         with _numerics():
             steps = [
                 _cached(_repeated, leaf, interval, None if own else relation)(n)
-                for (leaf, n), own in zip(others, drawn, strict=True)
+                for (leaf, n), own in zip(leaves, drawn, strict=True)
             ]
             epsilon = float(functools.reduce(lambda a, b: a.compose(b), steps).get_epsilon_for_delta(delta))
     except _NUMERICAL:
         return None
     return None if math.isnan(epsilon) else max(0.0, epsilon)
+
+
+def _takes_pld_too_long(leaves: Leaves, guide: float | None) -> bool:
+    from dp_accounting import dp_event
+
+    response = getattr(dp_event, "RandomizedResponseDpEvent", ())
+    responses = sum(n for leaf, n in leaves if isinstance(leaf, response))
+    too_many = guide is not None and sum(n for _, n in leaves) > _MOST_SAMPLED_STEPS
+    return too_many or responses > _MOST_RANDOMIZED_RESPONSES
+
+
+def _relation(
+    make: Callable[[Relation], Accountant], leaves: Leaves, drawn: Sequence[bool], adjacency: str
+) -> Relation:
+    """Returns the relation under which an accountant knows all events but those that this module knows itself, or
+    None."""
+    for relation in _relations(adjacency):
+        accountant = make(relation)
+        if all(own or accountant.supports(leaf) for (leaf, _), own in zip(leaves, drawn, strict=True)):
+            return relation
+    return None
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -432,7 +456,7 @@ class _Repeated:
     them together takes a tenth of the time that composing all steps anew takes.
     """
 
-    def __init__(self, leaf: "DpEvent", interval: float, relation: Any):
+    def __init__(self, leaf: "DpEvent", interval: float, relation: Relation):
         from dp_accounting import pld
 
         from tfdpfl.accounting import fixed_size
@@ -442,9 +466,9 @@ class _Repeated:
         else:
             one = leaf.losses(interval) if hasattr(leaf, "losses") else fixed_size.losses(leaf, interval)
         self._of = functools.lru_cache(maxsize=2)(one.self_compose)
-        self._last: tuple[int, Any] = (0, None)
+        self._last: tuple[int, Losses] = (0, None)
 
-    def __call__(self, n: int) -> Any:
+    def __call__(self, n: int) -> Losses:
         before, losses = self._last
         if losses is None or not _FEWEST_ADDED <= n - before <= before:
             losses = self._of(n)
@@ -483,16 +507,16 @@ def _pld_replaces() -> bool:
     return "neighboring_relation" in inspect.signature(privacy_loss_distribution.from_gaussian_mechanism).parameters
 
 
-def _relations(adjacency: str) -> list[Any]:
-    from dp_accounting.privacy_accountant import NeighboringRelation as Relation
+def _relations(adjacency: str) -> list[Relation]:
+    from dp_accounting.privacy_accountant import NeighboringRelation as Neighbours
 
     if adjacency == "replace_one":
-        return [Relation.REPLACE_ONE]
+        return [Neighbours.REPLACE_ONE]
     if adjacency == "zero_out":
         # A Gaussian or Poisson-sampled sum with an example blanked is that sum without the example; only tree
         # aggregation asks for the third relation by name.
-        return [Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_SPECIAL]
-    return [Relation.ADD_OR_REMOVE_ONE]
+        return [Neighbours.ADD_OR_REMOVE_ONE, Neighbours.REPLACE_SPECIAL]
+    return [Neighbours.ADD_OR_REMOVE_ONE]
 
 
 def leaves_of(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from tfdpfl._types import Promiser
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.errors import PrivacyError
 
@@ -54,7 +55,7 @@ class Promise:
     event: DpEvent | None = None
     price: Callable[[float, str], Price] | None = None
     event_adjacency: str | None = None
-    ledger: Any = None
+    ledger: Promiser = None
     sampling: str | None = None
     mechanisms: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -76,7 +77,7 @@ class Promise:
         """
         if self.price is not None:
             return self.price(delta, accountant)
-        event: Any = self.event
+        event = self.event
         return price(event, delta, accountant, self.priced_adjacency)
 
 
@@ -92,7 +93,7 @@ class NoPromisesError(TypeError):
 
 
 @functools.singledispatch
-def promises_of(what: Any, delta: float) -> list[Promise]:
+def promises_of(what: Promiser, delta: float) -> list[Promise]:
     """Returns what an object guarantees: its own promises, or those of the ledger that it keeps.
 
     Raises:

@@ -3,19 +3,22 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdpfl import _formats
+from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import RunArguments, build_run, shows_arguments
 from tfdpfl.accounting.others import Others, others
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
+from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, large, price
 from tfdpfl.accounting.promises import PLANNED, Promise, fixed, promises_of
 from tfdpfl.accounting.run import Run
 from tfdpfl.accounting.sampling import SCHEMES, SHUFFLED, shuffled_adjacency
 from tfdpfl.errors import PrivacyError
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -153,7 +156,7 @@ class PrivacyReport:
 
     __str__ = statement
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The fields as values that strict JSON can hold: an infinite ε is the string "inf"."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "event"}
         fields |= {"rows": list(self.rows), "notes": list(self.notes), **self.others._asdict()}
@@ -172,7 +175,8 @@ class PrivacyReport:
         if tpr is not None:
             percent = rounded_up(min(100 * tpr, 100.0), 3)
             lines.append(
-                f"  a membership test that is wrong of 1 % of non-members finds at most {percent} % of members"
+                "  if a membership test is wrong about 1 % of the non-members, it finds at most "
+                f"{percent} % of the members"
             )
         return lines
 
@@ -198,7 +202,7 @@ def privacy_report(*, delta: float, accountant: str = "pld", **run: "Unpack[RunA
     """Returns `compute_epsilon` of the same arguments, with all that it depends on. Raises as that does."""
     made = build_run(**run)
     assert made.adjacency is not None
-    changes: dict[str, Any] = made.scheme.if_only_shuffled(made)
+    changes: Keywords = made.scheme.if_only_shuffled(made)
     shuffled = dataclasses.replace(made, **changes) if changes else None
     return report_of([made], made.dp_event, delta, accountant, made.adjacency, shuffled)
 
@@ -246,27 +250,6 @@ def report_of(
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     paid = price(event, delta, accountant, adjacency)
     only: Callable[[str], Any] = lambda name: _only({getattr(run, name) for run in runs})  # noqa: E731
-    notes = list(notes)
-    if paid.epsilon == math.inf:
-        notes.append("An infinite epsilon is no privacy at all: raise noise_multiplier.")
-    if paid.accountant != accountant:
-        notes.append(f"The {accountant} accountant has no better bound here; the figure is by {paid.accountant}.")
-    notes += [scheme.note for scheme in dict.fromkeys(run.scheme for run in runs) if scheme.note is not None]
-    if any(run.grouped for run in runs):
-        notes.append(_GROUPED)
-    notes += [
-        _WHOLE_PASSES.format(steps=run.steps, passes=run.participations) for run in runs if run.takes_whole_passes
-    ]
-    if any(run.discrete for run in runs):
-        notes.append(_DISCRETE)
-    if only("unit") == "user":
-        notes.append(_USERS_ARE_UNITS)
-    if users[0] > 1:
-        notes.append(_USER.format(k=users[0]))
-    n = only("num_examples")
-    too_large = large(delta, n)
-    if too_large:
-        notes.append(too_large)
     return PrivacyReport(
         epsilon=paid.epsilon,
         delta=delta,
@@ -276,7 +259,7 @@ def report_of(
         noise_multiplier=only("noise_multiplier"),
         steps=sum(run.steps for run in runs),
         participations=sum(run.participations for run in runs),
-        num_examples=n,
+        num_examples=only("num_examples"),
         batch_size=only("batch_size"),
         num_microbatches=only("num_microbatches"),
         sampling_rate=only("sampling_rate"),
@@ -287,9 +270,32 @@ def report_of(
         truncated_batch_size=only("truncated_batch_size"),
         unit=only("unit"),
         rows=(*map(_row, runs), *texts),
-        notes=(*notes, _COVERED, _NOT_COVERED, _SEED),
+        notes=(*notes, *_notes_on(runs, paid, delta, accountant), _COVERED, _NOT_COVERED, _SEED),
         event=event,
     )
+
+
+def _notes_on(runs: list[Run], paid: Price, delta: float, accountant: str) -> Iterator[str]:
+    """Yields what must be said of this price of these runs."""
+    if paid.epsilon == math.inf:
+        yield "An infinite epsilon is no privacy at all: raise noise_multiplier."
+    if paid.accountant != accountant:
+        yield f"The {accountant} accountant has no better bound here; the figure is by {paid.accountant}."
+    yield from (scheme.note for scheme in dict.fromkeys(run.scheme for run in runs) if scheme.note is not None)
+    if any(run.grouped for run in runs):
+        yield _GROUPED
+    for run in runs:
+        if run.takes_whole_passes:
+            yield _WHOLE_PASSES.format(steps=run.steps, passes=run.participations)
+    if any(run.secure_noise for run in runs):
+        yield _DISCRETE
+    if {run.unit for run in runs} == {"user"}:
+        yield _USERS_ARE_UNITS
+    if runs and runs[0].max_examples_per_user > 1:
+        yield _USER.format(k=runs[0].max_examples_per_user)
+    too_large = large(delta, _only({run.num_examples for run in runs}))
+    if too_large:
+        yield too_large
 
 
 def rounded_up(epsilon: float, digits: int = 5) -> str:
@@ -311,7 +317,7 @@ def _row(run: Run) -> str:
     )
 
 
-def _only(values: set[Any]) -> Any:
+def _only(values: set[T]) -> T | None:
     return next(iter(values)) if len(values) == 1 else None
 
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.sampling import POISSON, SAMPLINGS, SCHEMES, SamplingScheme
@@ -13,6 +13,7 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+Put: TypeAlias = Callable[[str, object], None]  # sets a field of a frozen dataclass
 UNITS = ("example", "user")
 ADJACENCIES = ("add_or_remove_one", "replace_one", "zero_out")
 
@@ -61,8 +62,8 @@ class Run:
         unit: What is sampled and clipped, and what an "example" is then in all of the above: `"example"` or `"user"`.
         uneven_batches: Whether batches may be smaller than `batch_size` (buckets of one length), so that a pass has
             more of them (shuffle, with `num_steps` beside `num_epochs`).
-        discrete: Whether the noise is discrete Gaussian (`secure_noise=True`), which is priced by Rényi DP of whole
-            orders: there it is what a Gaussian's is, sampled or not (Canonne, Kamath & Steinke 2020, arXiv:2004.00010).
+        secure_noise: Whether the noise is discrete Gaussian, which is priced by Rényi DP of whole orders: there it is
+            what a Gaussian's is, sampled or not (Canonne, Kamath & Steinke 2020, arXiv:2004.00010).
 
     Raises:
         ValueError: An argument is out of its range; the message has the mend.
@@ -81,7 +82,7 @@ class Run:
     max_examples_per_user: int = 1
     truncated_batch_size: int | None = None
     unit: str = "example"
-    discrete: bool = False
+    secure_noise: bool = False
     uneven_batches: bool | None = None
 
     def __post_init__(self) -> None:
@@ -122,20 +123,20 @@ class Run:
                 f"max_examples_per_user={self.max_examples_per_user} is of examples that are clipped each by itself: "
                 "where unit='user' a user counts whole, so leave it out"
             )
-        if self.discrete and (not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1):
+        if self.secure_noise and (not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1):
             without = " or ".join(repr(s) for s in SAMPLINGS if not SCHEMES[s].prices_discrete_noise)
             raise PrivacyError(
                 f"discrete noise has no price for sampling={without} or several examples of a user: take "
                 "sampling='poisson' or 'shuffle', or train without secure_noise"
             )
-        if self.discrete and self.truncated_batch_size is not None:
+        if self.secure_noise and self.truncated_batch_size is not None:
             raise PrivacyError(
                 f"truncated_batch_size={self.truncated_batch_size} has no price with discrete noise: only PLD prices "
                 "truncated batches, and only Rényi DP discrete noise. Leave truncated_batch_size out, or train without "
                 "secure_noise"
             )
 
-    def _check_truncation(self, put: Callable[[str, Any], None]) -> None:
+    def _check_truncation(self, put: Put) -> None:
         if self.truncated_batch_size is None:
             return
         mend = "give the size of all batches, or leave it out"
@@ -149,7 +150,7 @@ class Run:
             what = "num_microbatches" if self.grouped else "max_examples_per_user"
             raise PrivacyError(f"truncated_batch_size has no price for {what}={getattr(self, what)}: leave one out")
 
-    def _check_microbatches(self, put: Callable[[str, Any], None]) -> None:
+    def _check_microbatches(self, put: Put) -> None:
         if self.num_microbatches is None:
             return
         mend = "count the groups whose mean gradient is clipped, or leave it out"
@@ -160,7 +161,7 @@ class Run:
                 "take a divisor, or leave it out to clip every example by itself"
             )
 
-    def _check_adjacency(self, put: Callable[[str, Any], None]) -> None:
+    def _check_adjacency(self, put: Put) -> None:
         offered = self.scheme.adjacencies
         if self.adjacency is None:
             put("adjacency", offered[0])
@@ -171,7 +172,7 @@ class Run:
                 f"take {' or '.join(map(repr, offered))}, or another sampling"
             )
 
-    def _check_group(self, put: Callable[[str, Any], None]) -> None:
+    def _check_group(self, put: Put) -> None:
         mend = "count the examples of the user who has most, or leave it out"
         put(
             "max_examples_per_user",
@@ -264,7 +265,7 @@ class Run:
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
         step = dp_event.GaussianDpEvent(self.noise_multiplier / self.sensitivity)
-        if self.discrete:
+        if self.secure_noise:
             step = _discrete_type()(step)
         if self.batch_size < self.num_examples:
             step = self.scheme.event(self, step)

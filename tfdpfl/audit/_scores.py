@@ -6,10 +6,10 @@ import csv
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.audit.epsilon import audit_epsilon
@@ -46,7 +46,7 @@ class ScoresReport:
     confidence: float = 0.95
     one_run: OneRunReport | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The fields, JSON-ready."""
         return dataclasses.asdict(self) | {"membership": self.membership.to_dict()}
 
@@ -141,7 +141,7 @@ def read_scores(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray, bool]:
     """
     path = Path(path)
     try:
-        named: dict[str, Any] = {".npz": _of_arrays, ".csv": _of_table}[path.suffix.lower()](path)
+        named: Keywords = {".npz": _of_arrays, ".csv": _of_table}[path.suffix.lower()](path)
         coins = "inserted" in named
         if "members" in named:
             members, others = (np.asarray(named[name], np.float64).ravel() for name in ("members", "non_members"))
@@ -157,7 +157,7 @@ def read_scores(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray, bool]:
     return scores, inside.astype(bool), coins
 
 
-def _of_arrays(path: Path) -> dict[str, Any]:
+def _of_arrays(path: Path) -> Keywords:
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
@@ -169,7 +169,7 @@ def _membership(text: str | None) -> float:
     return words[said] if said in words else float(said)
 
 
-def _of_table(path: Path) -> dict[str, Any]:
+def _of_table(path: Path) -> Keywords:
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = list(csv.DictReader(file, skipinitialspace=True))
     if not rows:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._types import Arrays, Loss
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.audit.membership import losses_of
@@ -51,11 +51,11 @@ class OneRunAudit(tf.keras.callbacks.Callback):
 
     def __init__(
         self,
-        canaries: tuple[Any, Any],
+        canaries: tuple[Arrays, Arrays],
         *,
         delta: float,
         confidence: float = 0.95,
-        loss: Any = None,
+        loss: Loss = None,
         batch_size: int = 256,
         seed: int | None = None,
     ):
@@ -74,7 +74,7 @@ class OneRunAudit(tf.keras.callbacks.Callback):
         self._order = rng
         self.report: OneRunReport | None = None
 
-    def with_canaries(self, x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+    def with_canaries(self, x: Arrays, y: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """The data with the canaries that are in, in random order."""
         both = [
             np.concatenate([np.asarray(part), canaries[self.inserted].astype(np.asarray(part).dtype)])
@@ -83,12 +83,12 @@ class OneRunAudit(tf.keras.callbacks.Callback):
         order = self._order.permutation(len(both[0]))
         return both[0][order], both[1][order]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Takes the losses before training; of a second `fit` those of the first one hold."""
         if not hasattr(self, "_before"):
             self._before = self._now()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Makes the report."""
         self.report = one_run_bounds(
             self._before - self._now(), self.inserted, delta=self._delta, confidence=self._confidence

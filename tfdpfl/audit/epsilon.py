@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from scipy import optimize, special, stats
 
+from tfdpfl._types import Arrays, Dataset
 from tfdpfl.accounting import _checks
 
 _MOST_DISTINCT = 0.05  # of the trials; above, outputs are taken for continuous
 
 
 def audit_epsilon(
-    mechanism: Callable[..., Any],
-    dataset: Any,
-    neighbour: Any,
+    mechanism: Callable[..., Arrays],
+    dataset: Dataset,
+    neighbour: Arrays,
     trials: int = 10_000,
     confidence: float = 0.99,
     *,
@@ -110,7 +110,7 @@ def _between(values: np.ndarray) -> np.ndarray:
     return np.append(values[:1], np.where(np.isfinite(middle), middle, values[1:]))
 
 
-def _rates(hits: Any, misses: Any, n: int, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+def _rates(hits: Arrays, misses: Arrays, n: int, confidence: float) -> tuple[np.ndarray, np.ndarray]:
     """Clopper and Pearson: p from below and q from above, each with half of the error."""
     error = (1 - confidence) / 2
     hits, misses = np.asarray(hits), np.asarray(misses)
@@ -119,14 +119,14 @@ def _rates(hits: Any, misses: Any, n: int, confidence: float) -> tuple[np.ndarra
     return low, high
 
 
-def _epsilon(hits: Any, misses: Any, n: int, confidence: float, delta: float) -> np.ndarray:
+def _epsilon(hits: Arrays, misses: Arrays, n: int, confidence: float, delta: float) -> np.ndarray:
     """ln((p - δ) / q)."""
     low, high = _rates(hits, misses, n, confidence)
     with np.errstate(divide="ignore"):
         return np.log(np.maximum(low - delta, 0)) - np.log(high)
 
 
-def _mu(hits: Any, misses: Any, n: int, confidence: float, delta: float) -> np.ndarray:
+def _mu(hits: Arrays, misses: Arrays, n: int, confidence: float, delta: float) -> np.ndarray:
     """Φ⁻¹(p) - Φ⁻¹(q)."""
     low, high = _rates(hits, misses, n, confidence)
     return special.ndtri(low) - special.ndtri(high)
@@ -144,7 +144,7 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
     return float(optimize.brentq(above, 0.0, mu * mu / 2 + mu * stats.norm.isf(delta) + 1e-9, xtol=1e-12))
 
 
-def _outputs(mechanism: Callable[..., Any], data: Any, trials: int, vectorized: bool) -> np.ndarray:
+def _outputs(mechanism: Callable[..., Arrays], data: Arrays, trials: int, vectorized: bool) -> np.ndarray:
     """[trials] or [trials, features]: what came out."""
     if vectorized:
         outputs = np.asarray(mechanism(data, trials))

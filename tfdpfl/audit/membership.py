@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
+from tfdpfl._types import Arrays, Json, Loss, Model
 from tfdpfl.accounting import _checks
 
 LOW_FPR = 0.01
@@ -51,7 +52,7 @@ class MembershipReport:
     left_out: tuple[str, ...] = ()
     roc: tuple[np.ndarray, np.ndarray] = dataclasses.field(default=(np.zeros(0),) * 2, repr=False, compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The fields but for the curve, JSON-ready."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "roc"}
         return found | {"slices": {name: part.to_dict() for name, part in self.slices.items()}}
@@ -81,13 +82,13 @@ class MembershipReport:
 
 
 def membership_inference(
-    model_or_losses: Any,
-    members: Any,
-    non_members: Any,
+    model_or_losses: Arrays,
+    members: Arrays,
+    non_members: Arrays,
     *,
     attack: str = "loss",
-    loss: Any = None,
-    slices: Any = None,
+    loss: Loss = None,
+    slices: Arrays = None,
     confidence: float = 0.95,
     batch_size: int = 256,
 ) -> MembershipReport:
@@ -262,7 +263,7 @@ def _scored(scores: np.ndarray) -> np.ndarray:
     return scores[~np.isnan(scores)]
 
 
-def _slices(slices: Any, sides: Any, scores: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+def _slices(slices: Arrays, sides: Arrays, scores: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
     """{name: [scores of members, of non-members]}."""
     if slices is None:
         return {}
@@ -287,12 +288,12 @@ def _slices(slices: Any, sides: Any, scores: list[np.ndarray]) -> dict[str, list
     return found
 
 
-def _classes(y: Any) -> np.ndarray:
+def _classes(y: Arrays) -> np.ndarray:
     y = np.asarray(y)
     return y.argmax(-1) if y.ndim == 2 and y.shape[1] > 1 else y.reshape(-1)
 
 
-def losses_of(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
+def losses_of(model_or_losses: Arrays, examples: Arrays, loss: Loss, batch_size: int) -> np.ndarray:
     """[n]: as `membership_inference` reads its arguments."""
     if model_or_losses is None:
         return np.asarray(examples, np.float64)
@@ -309,7 +310,7 @@ def losses_of(model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -
     return losses[rows]
 
 
-def _features(name: str, model_or_losses: Any, examples: Any, loss: Any, batch_size: int) -> np.ndarray:
+def _features(name: str, model_or_losses: Arrays, examples: Arrays, loss: Loss, batch_size: int) -> np.ndarray:
     """[n, features], of which the first is the loss."""
     more = []
     if hasattr(model_or_losses, "predict"):
@@ -335,13 +336,13 @@ def _confidence(predicted: np.ndarray) -> list[np.ndarray]:
     return [special.logit(top), special.entr(predicted).sum(1)]
 
 
-def _pair(examples: Any) -> tuple[Any, Any]:
+def _pair(examples: Arrays) -> tuple[Any, Any]:
     if not isinstance(examples, tuple | list) or len(examples) != 2:
         raise ValueError("members and non_members must each be a pair (x, y): give the inputs and their labels")
     return examples[0], examples[1]
 
 
-def _model_losses(model: Any, x: Any, y: Any, loss: Any, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _model_losses(model: Model, x: Arrays, y: Arrays, loss: Loss, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Losses [n], and what the model gave out."""
     import tensorflow as tf
 
@@ -360,7 +361,8 @@ def _model_losses(model: Any, x: Any, y: Any, loss: Any, batch_size: int) -> tup
     if truth.shape.rank == predicted.shape.rank - 1 and predicted.shape[-1] == 1:
         truth = truth[..., None]  # else [n] against [n, 1] would broadcast to [n, n]
     # A loss object's `call` is the loss before its reduction.
-    losses = np.asarray(getattr(loss, "call", loss)(truth, predicted), np.float64)
+    loss_of_examples: Loss = getattr(loss, "call", loss)
+    losses = np.asarray(loss_of_examples(truth, predicted), np.float64)
     if losses.shape[:1] != (len(truth),):
         raise ValueError(f"loss must give a loss an example, got shape {list(losses.shape)}: leave its reduction out")
     return losses.reshape(len(losses), -1).mean(1), np.asarray(predicted, np.float64)

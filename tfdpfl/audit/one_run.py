@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
+from tfdpfl._types import Arrays, Json
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.audit.epsilon import epsilon_of_mu
@@ -37,7 +38,7 @@ class OneRunReport:
     guesses: tuple[int, int]
     num_canaries: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The fields, JSON-ready."""
         return dataclasses.asdict(self)
 
@@ -50,7 +51,7 @@ class OneRunReport:
         )
 
 
-def one_run_bounds(scores: Any, inserted: Any, *, delta: float, confidence: float = 0.95) -> OneRunReport:
+def one_run_bounds(scores: Arrays, inserted: Arrays, *, delta: float, confidence: float = 0.95) -> OneRunReport:
     """The bounds of `OneRunAudit` for an attack of your own.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tfdpfl import _tap
+from tfdpfl._types import Arrays, Json, Keywords
 from tfdpfl.accounting import ADJACENCIES, _checks
 
 _ROOT = Path(_tap.__file__).resolve().parents[1]
@@ -71,7 +72,7 @@ class ReplayReport:
         """Whether nothing was found."""
         return not self.findings
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The fields, JSON-ready."""
         return dataclasses.asdict(self)
 
@@ -98,9 +99,9 @@ class _Tape:
 
 
 def replay(
-    mechanism: Callable[[Any], Any],
-    data: Any,
-    neighbour: Any,
+    mechanism: Callable[[Arrays], Arrays],
+    data: Arrays,
+    neighbour: Arrays,
     *,
     adjacency: str = "replace_one",
     epsilon: float | None = None,
@@ -171,7 +172,7 @@ def replay(
     return report
 
 
-def _run(mechanism: Callable[[Any], Any], data: Any, tape: _Tape) -> dict[str, np.ndarray]:
+def _run(mechanism: Callable[[Arrays], Arrays], data: Arrays, tape: _Tape) -> dict[str, np.ndarray]:
     if _tap.tape is not None:
         raise ValueError("a replay is running already: one at a time in a process")
     _tap.tape = tape
@@ -181,7 +182,7 @@ def _run(mechanism: Callable[[Any], Any], data: Any, tape: _Tape) -> dict[str, n
         _tap.tape = None
 
 
-def _flat(result: Any, name: str) -> Any:
+def _flat(result: object, name: str) -> Any:
     """(name, array) of all that is returned."""
     if hasattr(result, "get_weights") and hasattr(result, "weights"):
         for i, (weight, value) in enumerate(zip(result.weights, result.get_weights(), strict=True)):
@@ -206,7 +207,7 @@ def _shapes(release: _tap.Release) -> list[tuple]:
     return [(v.shape, v.dtype.str) for v in release.values]
 
 
-def _public(release: _tap.Release) -> dict[str, Any]:
+def _public(release: _tap.Release) -> Keywords:
     return {
         "shapes": _shapes(release),
         "noise or denominator": release.scales,
@@ -224,65 +225,89 @@ def _place(where: str) -> str:
 def _compared(
     first: _Tape, one: dict, second: _Tape, other: dict, adjacency: str, epsilon: float | None
 ) -> ReplayReport:
-    found: dict[tuple[str, str], Finding] = {}
+    compared = _Comparison(adjacency)
+    compared.add_releases(first.seen, second.seen)
+    for where, message in _misused(first.seen, second.seen):
+        compared.tell("noise", where, message)
+    for where, size in _sizes([*first.seen, *second.seen]).items():
+        compared.tell("noise", where, f"the noise is {size:.3g} times what is charged, in {_measure(where, first)}")
+    if not any(kind in ("order", "public") for kind, _ in compared.findings):
+        for name in {**one, **other}:
+            if name not in one or name not in other or not _equal(one[name], other[name]):
+                compared.tell(
+                    "result", name, "differs, although all noisy values are the same: it goes round the noise"
+                )
+    if epsilon is not None and compared.loss > epsilon * (1 + _ROUNDING):
+        where = ", ".join(dict.fromkeys(_place(r.where) for r in first.seen if r.loss is not None or r.norm == 1))
+        compared.tell("epsilon", where, f"the losses add up to {compared.loss:.4g}, and the claim is {epsilon:.4g}")
+    return ReplayReport(
+        findings=tuple(compared.findings.values()),
+        releases=len(first.seen),
+        places=tuple(dict.fromkeys(_place(r.where) for r in first.seen)),
+        moved=compared.most,
+        epsilon=compared.loss,
+        mu=math.sqrt(compared.mu2),
+        adjacency=adjacency,
+    )
 
-    def tell(kind: str, where: str, message: str) -> None:
-        found.setdefault((kind, where), Finding(kind, where, message))
 
-    most, loss, mu2 = 0.0, 0.0, 0.0
-    for number, (a, b) in enumerate(zip(first.seen, second.seen, strict=False)):
-        where = _place(a.where)
-        if a.where != b.where:
-            tell("order", where, f"release {number} of the neighbour is another one, at {_place(b.where)}")
-            break
+class _Comparison:
+    """What the releases of two runs show, next to each other.
+
+    Attributes:
+      findings: by kind and place, the first of each.
+      most: the largest movement of a release, over what it is charged.
+      loss: the sum of the losses of releases with pure noise.
+      mu2: the sum of the squares of the movements of releases with Gaussian noise.
+    """
+
+    def __init__(self, adjacency: str):
+        self._adjacency = adjacency
+        self.findings: dict[tuple[str, str], Finding] = {}
+        self.most = self.loss = self.mu2 = 0.0
+
+    def tell(self, kind: str, where: str, message: str) -> None:
+        self.findings.setdefault((kind, where), Finding(kind, where, message))
+
+    def add_releases(self, first: list[_tap.Release], second: list[_tap.Release]) -> None:
+        for number, (a, b) in enumerate(zip(first, second, strict=False)):
+            if a.where != b.where:
+                other = _place(b.where)
+                self.tell("order", _place(a.where), f"release {number} of the neighbour is another one, at {other}")
+                return
+            if not self._same_shapes(number, a, b):
+                return
+            self._add_movement(number, a, b)
+        if len(first) != len(second):
+            at = min(len(first), len(second))
+            where = _place(max(first, second, key=len)[at].where)
+            self.tell("order", where, f"{len(first)} and {len(second)} releases")
+
+    def _same_shapes(self, number: int, a: _tap.Release, b: _tap.Release) -> bool:
         public, others = _public(a), _public(b)
         differs = [name for name in public if public[name] != others[name]]
         for name in differs:
-            tell("public", where, f"{name} of release {number} hang on the data: {public[name]} and {others[name]}")
-        if "shapes" in differs:
-            break
-        charge = a.replaced if adjacency == "replace_one" else a.bound
+            message = f"{name} of release {number} hang on the data: {public[name]} and {others[name]}"
+            self.tell("public", _place(a.where), message)
+        return "shapes" not in differs
+
+    def _add_movement(self, number: int, a: _tap.Release, b: _tap.Release) -> None:
+        charge = a.replaced if self._adjacency == "replace_one" else a.bound
         if a.loss is not None:
             moved = a.loss(a.values[0], b.values[0], a.out[0])
-            loss += moved
+            self.loss += moved
         else:
             rows = _distances(a, b)
             moved = float(rows.max(initial=0.0))
             if a.norm == 1:
-                loss += float(rows.sum())
+                self.loss += float(rows.sum())
             else:
-                mu2 += float((rows**2).sum())
+                self.mu2 += float((rows**2).sum())
         if charge > 0:
-            most = max(most, moved / charge)
+            self.most = max(self.most, moved / charge)
         if not moved <= charge * (1 + _ROUNDING) + 1e-12:
-            tell(
-                "sensitivity", where, f"release {number} moves by {moved:.4g} of its noise, and is charged {charge:.4g}"
-            )
-    else:
-        if len(first.seen) != len(second.seen):
-            longer = max(first, second, key=lambda tape: len(tape.seen)).seen
-            at = min(len(first.seen), len(second.seen))
-            tell("order", _place(longer[at].where), f"{len(first.seen)} and {len(second.seen)} releases")
-    for where, message in _misused(first.seen, second.seen):
-        tell("noise", where, message)
-    for where, size in _sizes([*first.seen, *second.seen]).items():
-        tell("noise", where, f"the noise is {size:.3g} times what is charged, in {_measure(where, first)}")
-    if not any(f.kind in ("order", "public") for f in found.values()):
-        for name in {**one, **other}:
-            if name not in one or name not in other or not _equal(one[name], other[name]):
-                tell("result", name, "differs, although all noisy values are the same: it goes round the noise")
-    if epsilon is not None and loss > epsilon * (1 + _ROUNDING):
-        where = ", ".join(dict.fromkeys(_place(r.where) for r in first.seen if r.loss is not None or r.norm == 1))
-        tell("epsilon", where, f"the losses add up to {loss:.4g}, and the claim is {epsilon:.4g}")
-    return ReplayReport(
-        findings=tuple(found.values()),
-        releases=len(first.seen),
-        places=tuple(dict.fromkeys(_place(r.where) for r in first.seen)),
-        moved=most,
-        epsilon=loss,
-        mu=math.sqrt(mu2),
-        adjacency=adjacency,
-    )
+            message = f"release {number} moves by {moved:.4g} of its noise, and is charged {charge:.4g}"
+            self.tell("sensitivity", _place(a.where), message)
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.audit.membership import MembershipReport, report_of
 
 
 def lira(
-    scores: Any,
-    shadow_scores: Any,
-    shadow_members: Any,
-    members: Any,
+    scores: Arrays,
+    shadow_scores: Arrays,
+    shadow_members: Arrays,
+    members: Arrays,
     *,
     online: bool = True,
-    clients: Any = None,
+    clients: Arrays = None,
     confidence: float = 0.95,
 ) -> MembershipReport:
     """Attacks a model by the likelihood ratio of each example's score with it in training and without.
@@ -70,13 +70,13 @@ def lira(
 
 
 def rmia(
-    log_probabilities: Any,
-    shadow_log_probabilities: Any,
-    shadow_members: Any,
-    members: Any,
+    log_probabilities: Arrays,
+    shadow_log_probabilities: Arrays,
+    shadow_members: Arrays,
+    members: Arrays,
     *,
     gamma: float = 1.0,
-    clients: Any = None,
+    clients: Arrays = None,
     confidence: float = 0.95,
 ) -> MembershipReport:
     """Attacks a model by comparing each example with others of the population (RMIA, online): how many of the others'
@@ -129,7 +129,7 @@ class _Owners:
       members: bool [clients], which are in the model's training.
     """
 
-    def __init__(self, clients: Any, inside: np.ndarray, members: np.ndarray):
+    def __init__(self, clients: Arrays, inside: np.ndarray, members: np.ndarray):
         ids = np.asarray(clients)
         if ids.shape != members.shape or ids.dtype.kind not in "biuUS":
             raise ValueError(
@@ -160,7 +160,7 @@ class _Owners:
         return dataclasses.replace(found, unit="client")
 
 
-def _checked(scores: Any, shadow: Any, inside: Any, members: Any) -> tuple[np.ndarray, ...]:
+def _checked(scores: Arrays, shadow: Arrays, inside: object, members: Arrays) -> tuple[np.ndarray, ...]:
     scores, shadow = np.asarray(scores, np.float64), np.asarray(shadow, np.float64)
     inside, members = np.asarray(inside), np.asarray(members)
     fits = shadow.ndim == 2 and inside.shape == shadow.shape and scores.shape == members.shape == shadow.shape[1:]

@@ -7,31 +7,35 @@ import itertools
 import math
 import weakref
 import zlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import running_fits
+from tfdpfl._types import Arrays, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import DPOptimizer, _counts, stepped_on
 
+Call: TypeAlias = dict[str, Any]  # the arguments of a call of fit
+Data: TypeAlias = dict[str, Any]  # what of the arguments of a run describes its data
+
 # By model: how many private steps it had seen in this process when an epoch last ended, and the fingerprints of the
 # weights at all those ends (which EarlyStopping may go back to).
-LEFT: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
+LEFT: weakref.WeakKeyDictionary[Model, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
 
 
-def stepping(model: Any) -> dict[int, Any]:
+def stepping(model: Model) -> dict[int, Optimizer]:
     """The mechanisms that stepped on a model's weights, by id."""
-    found: dict[int, Any] = {}
+    found: dict[int, Optimizer] = {}
     for v in weights_of(model):
         found |= stepped_on(v)
     return found
 
 
-def weights_of(model: Any) -> list[Any]:
+def weights_of(model: Model) -> list[Model]:
     """A model's weights; of one that Keras 2 has not built yet, those of its layers that are."""
     try:
         return list(model.weights)
@@ -39,33 +43,33 @@ def weights_of(model: Any) -> list[Any]:
         return [v for layer in model.layers for v in weights_of(layer)]
 
 
-def steps_on(model: Any) -> int:
+def steps_on(model: Model) -> int:
     return sum(dp.counter.steps for dp in stepping(model).values())
 
 
-def fingerprint(model: Any) -> int:
+def fingerprint(model: Model) -> int:
     """A number that tells weights apart, whichever of them are trainable."""
     return _number_of(weights_of(model))
 
 
-def _number_of(variables: Any) -> int:
+def _number_of(variables: Arrays) -> int:
     return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in variables)
 
 
-def keeps_averages(model: Any) -> bool:
+def keeps_averages(model: Model) -> bool:
     """Returns whether the optimizer keeps averages of the weights (use_ema=True). Keras puts them in the weights' place
     as `fit` ends, or by SwapEMAWeights."""
     return bool(_averages(model))
 
 
-def _averages(model: Any) -> list[Any]:
+def _averages(model: Model) -> list[Model]:
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     return averages if len(averages) == len(model.trainable_weights) else []
 
 
-def remember_weights(model: Any) -> None:
+def remember_weights(model: Model) -> None:
     """Adds the weights, and the averages of them that Keras may put in their place, to those that steps left."""
     _, left = LEFT.get(model, (0, set()))
     found = {fingerprint(model)}
@@ -74,14 +78,14 @@ def remember_weights(model: Any) -> None:
     LEFT[model] = (steps_on(model), left | found)
 
 
-def executions_of(model: Any) -> int:
+def executions_of(model: Model) -> int:
     """How many batches a compiled model takes between two calls of its callbacks."""
     # Keras 3 has the number itself, Keras 2 a variable under another name.
     held = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
     return 1 if held is None else int(held.numpy() if hasattr(held, "numpy") else held)
 
 
-def private_optimizer(model: Any) -> Any:
+def private_optimizer(model: Model) -> Optimizer:
     """The DP optimizer that a compiled `model` trains with, out of its loss-scaling wrapper if there is one.
 
     Raises:
@@ -103,17 +107,17 @@ def private_optimizer(model: Any) -> Any:
     return optimizer
 
 
-def running_models() -> list[Any]:
+def running_models() -> list[Model]:
     """The models whose `fit` is running, the innermost first."""
     return [given.get("self") for given in running_fits()]
 
 
-def fit_arguments(model: Any) -> dict[str, Any]:
+def fit_arguments(model: Model) -> Call:
     """The arguments of the `fit` call that is running: Keras does not tell callbacks what data it trains on."""
     return next((dict(given) for given in running_fits() if given.get("self") is model), {})
 
 
-def length(x: Any) -> int | None:
+def length(x: Arrays) -> int | None:
     """Number of examples in arrays as `fit` takes them, or None for anything else."""
     leaves = tf.nest.flatten(x) if isinstance(x, (dict, list, tuple)) else [x]
     if leaves and all(hasattr(leaf, "shape") and hasattr(leaf, "__len__") and len(leaf.shape) for leaf in leaves):
@@ -121,11 +125,11 @@ def length(x: Any) -> int | None:
     return None
 
 
-_ORDERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_ORDERS: weakref.WeakKeyDictionary[Model, int] = weakref.WeakKeyDictionary()
 _NEXT_ORDER = itertools.count(-1, -1)
 
 
-def _order_of(x: Any) -> int:
+def _order_of(x: Arrays) -> int:
     """A number for the order of data that declare none. Two data sets have the same one if TensorFlow makes them by the
     same graph from the same tensors, or if they are one object. Of any others nothing says that their orders agree."""
     try:
@@ -136,7 +140,7 @@ def _order_of(x: Any) -> int:
         return next(_NEXT_ORDER)
 
 
-def _number_of_graph(x: Any) -> int | None:
+def _number_of_graph(x: Arrays) -> int | None:
     if not isinstance(x, tf.data.Dataset):
         return None
     policy = tf.data.experimental.ExternalStatePolicy.FAIL  # for generators and random numbers
@@ -173,7 +177,7 @@ class Fit:
     """
 
     def __init__(
-        self, model: Any, optimizer: Any, data: dict[str, Any], data_number: float, stride: int, call: dict[str, Any],
+        self, model: Model, optimizer: Optimizer, data: Data, data_number: float, stride: int, call: Call,
         steps: int | None,
     ):  # fmt: skip
         self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride

@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdpfl._types import Arrays, Optimizer
 from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SHUFFLED, SamplingScheme
+from tfdpfl.callbacks._fits import Call, Data
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.errors import PrivacyError
@@ -31,15 +33,26 @@ class Sampling:
       data_number: the data set's, as the optimizer counts it.
     """
 
-    def __init__(self, said: Any, optimizer: Any, data_number: float):
+    def __init__(self, said: Any, optimizer: Optimizer, data_number: float):
         self.sampling, self.num_examples, self.batch_size = said.sampling, said.num_examples, said.batch_size
         self.params = said.params
         self._optimizer, self._data_number = optimizer, data_number
 
-    def describe(self, call: dict[str, Any]) -> dict[str, Any]:
-        """num_examples, batch_size and sampling of the data that `fit` was given."""
+    def describe(self, call: Call) -> Data:
+        """Returns num_examples, batch_size and sampling of the data that `fit` was given."""
         x = call.get("x")
-        declared, workers = declared_sampling(x), _replicas.workers()
+        declared, length = declared_sampling(x), length_of(x)
+        self._check_workers(x, declared)
+        if declared is not None:
+            self._check_uses(declared, call)
+        if self._optimizer.noise is not None:
+            self._check_bounded(declared, call)
+        if declared is not None:
+            return self._declared(declared, call)
+        return self._stated(x, call) if length is None else self._arrays(length, call)
+
+    def _check_workers(self, x: object, declared: SamplingDeclaration | None) -> None:
+        workers = _replicas.workers()
         if (declared is not None and declared.workers != workers) or (declared is None and workers > 1):
             raise PrivacyError(
                 f"Training runs on {workers} workers, and the data were made for "
@@ -52,84 +65,44 @@ class Sampling:
                 f"A {type(x).__name__} does not tell what it was made from, nor how many examples all replicas get in "
                 "a step. Give fit the data set itself, which it distributes, in batches for all replicas together."
             )
-        if declared is not None:
-            self._check_uses(declared, call)
+
+    def _declared(self, declared: SamplingDeclaration, call: Call) -> Data:
+        """Describes data that state themselves how they are drawn."""
         if self._optimizer.noise is not None:
-            self._check_bounded(declared, call)
-            if declared is not None:
-                return self._bounded(declared)
-        if declared is not None:
-            return self._sampled(declared, call) if declared.scheme.amplifies else self._in_order(declared, call)
-        length = length_of(x)
-        if length is not None:
-            if self.sampling not in (None, SHUFFLED.name):
-                raise PrivacyError(
-                    f"sampling={self.sampling!r}, but fit was given arrays, which it shuffles. Leave sampling out, or "
-                    "pass tfdpfl.data.poisson_batches((x, y), ...) to fit."
-                )
-            n = self.num_examples if self.num_examples is not None else length
-            if length > n or (length < n and not call.get("validation_split")):
-                raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
-            batch = min(call.get("batch_size") or 32, length)
-            self._check_batch_size(batch)
-            rows = self._optimizer.rows_per_unit
-            if rows > 1 and (call.get("shuffle", True) or length % rows or batch % rows):
-                raise PrivacyError(
-                    f"With rows_per_unit={rows} rows in a row are one unit, and fit tears units apart: give it "
-                    f"shuffle=False, whole units ({length} rows are given) and a batch_size (now {batch}) that {rows} "
-                    "divides; or use tfdpfl.data.poisson_batches."
-                )
-            length, batch = length // rows, batch // rows
-            self._check_groups(length, batch, call)
-            return {"num_examples": length, "batch_size": batch, "sampling": SHUFFLED.name}
+            return self._bounded(declared)
+        return self._sampled(declared, call) if declared.scheme.amplifies else self._in_order(declared, call)
+
+    def _arrays(self, length: int, call: Call) -> Data:
+        """Describes arrays, which `fit` shuffles."""
+        if self.sampling not in (None, SHUFFLED.name):
+            raise PrivacyError(
+                f"sampling={self.sampling!r}, but fit was given arrays, which it shuffles. Leave sampling out, or "
+                "pass tfdpfl.data.poisson_batches((x, y), ...) to fit."
+            )
+        n = self.num_examples if self.num_examples is not None else length
+        if length > n or (length < n and not call.get("validation_split")):
+            raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
+        batch = min(call.get("batch_size") or 32, length)
+        self._check_batch_size(batch)
+        rows = self._optimizer.rows_per_unit
+        if rows > 1 and (call.get("shuffle", True) or length % rows or batch % rows):
+            raise PrivacyError(
+                f"With rows_per_unit={rows} rows in a row are one unit, and fit tears units apart: give it "
+                f"shuffle=False, whole units ({length} rows are given) and a batch_size (now {batch}) that {rows} "
+                "divides; or use tfdpfl.data.poisson_batches."
+            )
+        length, batch = length // rows, batch // rows
+        self._check_groups(length, batch, call)
+        return {"num_examples": length, "batch_size": batch, "sampling": SHUFFLED.name}
+
+    def _stated(self, x: object, call: Call) -> Data:
+        """Describes data of which only what the callback was told is known."""
         origin = made_from(x)
         check_kept(x)
-        if origin is not None and not origin.scheme.amplifies:
-            described = self.sampling == origin.kind and not origin.scheme.in_groups
-            if not described and self.sampling not in origin.scheme.weaker:
-                raise PrivacyError(
-                    f"A {type(x).__name__} was made from batches of kind {origin.kind!r}, which sampling="
-                    f"{self.sampling!r} does not describe. Pass those batches themselves to fit."
-                )
-        elif origin is not None:
-            again = passed_through(x, ("cache", "snapshot", "save"))
-            if again is not None:
-                raise PrivacyError(
-                    f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
-                    "which are not drawn anew. Leave it out: poisson_batches prefetches, and keeps the data in memory."
-                )
-            if self.sampling != origin.kind:
-                raise PrivacyError(
-                    f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
-                    "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data "
-                    "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
-                    "num_examples and batch_size (the expected one)."
-                )
-        if self._optimizer.rows_per_unit > 1:
-            raise PrivacyError(
-                f"Whether a {type(x).__name__} keeps the rows of a unit together, of which rows_per_unit="
-                f"{self._optimizer.rows_per_unit} are one, is not known. Use tfdpfl.data.poisson_batches."
-            )
-        if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
-            raise PrivacyError(
-                "sample_from_datasets with repeat() draws some examples more often than others (weighted or class-"
-                "balanced sampling), which has no price. Draw with tfdpfl.data.poisson_batches, and weight the loss, "
-                "by sample_weight or class_weight."
-            )
-        missing = [
-            said
-            for said, given in (
-                ("sampling='shuffle' (every example at most once a pass)", self.sampling),
-                ("num_examples", self.num_examples),
-                ("batch_size", self.batch_size),
-            )
-            if given is None
-        ]
-        if missing:
-            raise PrivacyError(
-                f"How {type(x).__name__} draws its batches is not known, so they cannot be priced. Use "
-                f"tfdpfl.data.poisson_batches, or give PrivacyBudget {' and '.join(missing)}, too."
-            )
+        if origin is not None:
+            self._check_made_from(origin, x)
+        self._check_whole_units(x)
+        self._check_complete(x)
         assert self.sampling is not None
         scheme = SCHEMES[self.sampling]
         if scheme.independent:
@@ -153,7 +126,44 @@ class Sampling:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
 
-    def _check_passes(self, scheme: SamplingScheme, x: Any, call: dict[str, Any]) -> None:
+    def _check_made_from(self, origin: SamplingDeclaration, x: object) -> None:
+        """Raises if data that were made from others are not drawn as those were."""
+        if not origin.scheme.amplifies:
+            described = self.sampling == origin.kind and not origin.scheme.in_groups
+            if not described and self.sampling not in origin.scheme.weaker:
+                raise PrivacyError(
+                    f"A {type(x).__name__} was made from batches of kind {origin.kind!r}, which sampling="
+                    f"{self.sampling!r} does not describe. Pass those batches themselves to fit."
+                )
+            return
+        again = passed_through(x, ("cache", "snapshot", "save"))
+        if again is not None:
+            raise PrivacyError(
+                f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
+                "which are not drawn anew. Leave it out: poisson_batches prefetches, and keeps the data in memory."
+            )
+        if self.sampling != origin.kind:
+            raise PrivacyError(
+                f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
+                "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data "
+                "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
+                "num_examples and batch_size (the expected one)."
+            )
+
+    def _check_whole_units(self, x: object) -> None:
+        if self._optimizer.rows_per_unit > 1:
+            raise PrivacyError(
+                f"Whether a {type(x).__name__} keeps the rows of a unit together, of which rows_per_unit="
+                f"{self._optimizer.rows_per_unit} are one, is not known. Use tfdpfl.data.poisson_batches."
+            )
+        if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
+            raise PrivacyError(
+                "sample_from_datasets with repeat() draws some examples more often than others (weighted or class-"
+                "balanced sampling), which has no price. Draw with tfdpfl.data.poisson_batches, and weight the loss, "
+                "by sample_weight or class_weight."
+            )
+
+    def _check_passes(self, scheme: SamplingScheme, x: object, call: Call) -> None:
         """That the end of each pass is seen, where ε counts passes whose batches vary in size."""
         stream = call.get("steps_per_epoch") is not None or passed_through(x, ("repeat",))
         if scheme.counts_passes and stream:
@@ -161,6 +171,22 @@ class Sampling:
                 f"sampling={scheme.name!r} has a price for each pass over the data, and in a stream (steps_per_epoch="
                 f"{call.get('steps_per_epoch')}, or repeat) it is not seen where a pass ends. Leave steps_per_epoch "
                 "and .repeat() out, and give fit epochs."
+            )
+
+    def _check_complete(self, x: object) -> None:
+        missing = [
+            said
+            for said, given in (
+                ("sampling='shuffle' (every example at most once a pass)", self.sampling),
+                ("num_examples", self.num_examples),
+                ("batch_size", self.batch_size),
+            )
+            if given is None
+        ]
+        if missing:
+            raise PrivacyError(
+                f"How {type(x).__name__} draws its batches is not known, so they cannot be priced. Use "
+                f"tfdpfl.data.poisson_batches, or give PrivacyBudget {' and '.join(missing)}, too."
             )
 
     def _check_said_of(self, origin: SamplingDeclaration) -> None:
@@ -179,7 +205,7 @@ class Sampling:
                 f"batches of {size} from {origin.num_examples} examples. Give these numbers."
             )
 
-    def _check_uses(self, declared: SamplingDeclaration, call: dict[str, Any]) -> None:
+    def _check_uses(self, declared: SamplingDeclaration, call: Call) -> None:
         """That the epochs to come keep to what the data set declares."""
         most, epochs = getattr(declared, "max_participations", None), self.params.get("epochs")
         if most is None or epochs is None:
@@ -194,7 +220,7 @@ class Sampling:
                 f"there are {uses}. Train for fewer, or declare more."
             )
 
-    def _check_against(self, x: Any, call: dict[str, Any]) -> None:
+    def _check_against(self, x: Arrays, call: Call) -> None:
         """That what TensorFlow tells of a data set does not contradict what is said of it."""
         assert self.num_examples is not None and self.batch_size is not None and self.sampling is not None
         scheme = SCHEMES[self.sampling]
@@ -227,7 +253,7 @@ class Sampling:
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
             )
 
-    def _sampled(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
+    def _sampled(self, declared: SamplingDeclaration, call: Call) -> Data:
         size = self._agreed(declared, declared.kind)
         self._check_poisson()
         self._check_passes(declared.scheme, call.get("x"), call)
@@ -258,12 +284,12 @@ class Sampling:
                 f"{'each row by itself' if has == 1 else f'{has} as one'}. Give it rows_per_unit="
                 f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
             )
-        more: dict[str, Any] = {"unit": declared.unit} if declared.unit != "example" else {}
+        more: Data = {"unit": declared.unit} if declared.unit != "example" else {}
         if declared.truncated_batch_size is not None:
             more["truncated_batch_size"] = declared.truncated_batch_size
         return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind, **more}
 
-    def _in_order(self, declared: SamplingDeclaration, call: dict[str, Any]) -> dict[str, Any]:
+    def _in_order(self, declared: SamplingDeclaration, call: Call) -> Data:
         """Of batches that hold each example once a pass; or once a round of passes, sampled."""
         if declared.scheme.in_groups:
             raise PrivacyError(
@@ -275,7 +301,7 @@ class Sampling:
         self._check_groups(n, size, call)
         return {"num_examples": n, "batch_size": size, "sampling": SHUFFLED.name}
 
-    def _check_groups(self, length: int, batch: int, call: dict[str, Any]) -> None:
+    def _check_groups(self, length: int, batch: int, call: Call) -> None:
         groups = self._optimizer.num_microbatches
         if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
             raise PrivacyError(
@@ -284,7 +310,7 @@ class Sampling:
                 "num_microbatches=None."
             )
 
-    def _check_bounded(self, declared: SamplingDeclaration | None, call: dict[str, Any]) -> None:
+    def _check_bounded(self, declared: SamplingDeclaration | None, call: Call) -> None:
         """That the data bound how often an example takes part, and as correlated noise was made for."""
         noise, x = self._optimizer.noise, call.get("x")
         sampling = SHUFFLED.name if length_of(x) is not None else self.sampling if declared is None else declared.kind
@@ -296,16 +322,8 @@ class Sampling:
                 "arrays that fit shuffles; or train with noise=None."
             )
         ordered = scheme is not None and scheme.same_order
-        if ordered and declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
-            raise PrivacyError(
-                "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
-                "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
-            )
-        if ordered and isinstance(x, _of_batches()) and call.get("shuffle", True):
-            raise PrivacyError(
-                f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so that "
-                "an example's uses may lie nearer to each other. Give fit shuffle=False."
-            )
+        if ordered:
+            self._check_order(declared, call)
         if ordered and declared is None and self.num_examples and self.batch_size:
             apart = self.num_examples // self.batch_size
         else:
@@ -322,18 +340,38 @@ class Sampling:
                 f"The batches come from {apart} groups in turns, but {type(noise).__name__} noise was made for "
                 f"min_separation={noise.min_separation}. Give it the number of groups."
             )
-        epochs = self.params.get("epochs")
-        if not in_groups and noise.max_participations is not None and epochs is not None:
-            begun = sum(self._optimizer._dp.counter.passes.values())
-            epochs -= call.get("initial_epoch") or 0
-            if begun + epochs > noise.max_participations:
-                raise PrivacyError(
-                    f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of "
-                    f"an example, but with these {epochs} epochs there are {begun + epochs}. Train for fewer, or make "
-                    "the noise for more."
-                )
+        if not in_groups:
+            self._check_epochs(call)
 
-    def _bounded(self, declared: SamplingDeclaration) -> dict[str, Any]:
+    def _check_order(self, declared: SamplingDeclaration | None, call: Call) -> None:
+        """Raises if batches of a fixed order come in another one."""
+        x = call.get("x")
+        if declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
+            raise PrivacyError(
+                "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
+                "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
+            )
+        if isinstance(x, _of_batches()) and call.get("shuffle", True):
+            raise PrivacyError(
+                f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so that "
+                "an example's uses may lie nearer to each other. Give fit shuffle=False."
+            )
+
+    def _check_epochs(self, call: Call) -> None:
+        """Raises if the fit has more passes than the noise was made for."""
+        noise, epochs = self._optimizer.noise, self.params.get("epochs")
+        if noise.max_participations is None or epochs is None:
+            return
+        begun = sum(self._optimizer._dp.counter.passes.values())
+        epochs -= call.get("initial_epoch") or 0
+        if begun + epochs > noise.max_participations:
+            raise PrivacyError(
+                f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of "
+                f"an example, but with these {epochs} epochs there are {begun + epochs}. Train for fewer, or make "
+                "the noise for more."
+            )
+
+    def _bounded(self, declared: SamplingDeclaration) -> Data:
         """What data say of themselves whose batches keep an example's uses apart."""
         size = self._agreed(declared, declared.kind)
         if declared.scheme.independent:

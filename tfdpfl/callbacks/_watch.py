@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdpfl._types import Model
 from tfdpfl.callbacks._fits import Fit, executions_of, fit_arguments, length, running_models
 from tfdpfl.callbacks._sampling import Sampling
 from tfdpfl.callbacks.budget import PrivacyBudget
@@ -81,7 +82,7 @@ class _Watch(tf.keras.callbacks.Callback):
             fit.cut_off()
 
 
-def trained_with(model: Any) -> DPOptimizer | None:
+def trained_with(model: Model) -> DPOptimizer | None:
     """The model's optimizer, if it is a private one that takes each batch as it comes, with fresh noise."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)

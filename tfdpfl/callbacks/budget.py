@@ -8,11 +8,11 @@ import functools
 import math
 import warnings
 import weakref
-from typing import Any
 
 import tensorflow as tf
 
 from tfdpfl._frames import PLAN
+from tfdpfl._types import Keywords, Model, Optimizer
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
@@ -73,8 +73,8 @@ class _Spent:
     """
 
     def __init__(self) -> None:
-        self.stepped: dict[int, dict[int, Any]] = {}
-        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.stepped: dict[int, dict[int, Optimizer]] = {}
+        self.models: weakref.WeakSet[Model] = weakref.WeakSet()
         self.open: list[Fit] = []
         self.notes: dict[str, None] = {}
 
@@ -322,9 +322,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     # -- what is to be said --------------------------------------------------------------------------------------
 
     def _say_what_is_odd(self) -> None:
-        fit = self._running()
-        optimizer, counter, ledger = fit.optimizer, fit.optimizer._dp.counter, self.ledger
-        taken_back = counter.taken_back(optimizer._dp_ledger)
+        fit, ledger = self._running(), self.ledger
+        taken_back = fit.optimizer._dp.counter.taken_back(fit.optimizer._dp_ledger)
         if taken_back:
             self._say(
                 f"A state was loaded that knows of {taken_back} steps less than this optimizer has taken. They stay "
@@ -336,33 +335,45 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "example took part in each. Give every fit on these data a PrivacyBudget.",
                 stacklevel=4,
             )
-        weights = fingerprint(fit.model)
-        steps, left = LEFT.get(fit.model, (None, ()))
-        if steps == steps_on(fit.model) and weights not in left:
+        self._say_whose_weights(fit.model, ledger)
+        self._say_what_batches_hold(fit)
+        self._note_conditions(fit)
+
+    def _say_whose_weights(self, model: tf.keras.Model, ledger: PrivacyLedger) -> None:
+        """Warns if something else than the steps of this ledger made the weights."""
+        weights = fingerprint(model)
+        steps, left = LEFT.get(model, (None, ()))
+        if steps == steps_on(model) and weights not in left:
             self._say(
                 "The weights are not those that private steps left: something else changed them (load_weights, "
                 "set_weights, training with another optimizer). What was spent on the new ones is in this ε only if "
                 "this ledger has it."
             )
-        for model, (steps, left) in list(LEFT.items()):
-            theirs = [dp.ledger() for dp in stepping(model).values()] if weights in left else []
-            if any(not other.origins <= ledger.origins for other in theirs):
+        for other, (steps, left) in list(LEFT.items()):
+            theirs = [dp.ledger() for dp in stepping(other).values()] if weights in left else []
+            if any(not taken.origins <= ledger.origins for taken in theirs):
                 self._say(
                     f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
                     "If they were on these data, too, give PrivacyBudget that training's ledger=."
                 )
+
+    def _say_what_batches_hold(self, fit: Fit) -> None:
         if fit.uses > 1:
             self._say(
                 f"Batches reach from one pass over the data into the next, so that one may hold an example {fit.uses} "
                 f"times, and each pass is priced as {fit.uses}. Take a number of batches an epoch that "
                 "gradient_accumulation_steps divides, without .repeat() in front of .batch(), or Poisson batches."
             )
-        expected, batch = optimizer.expected_batch_size, fit.data["batch_size"]
+        expected, batch = fit.optimizer.expected_batch_size, fit.data["batch_size"]
         if expected is not None and not 0.5 <= batch / expected <= 2:
             self._say(
                 f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
                 f"steps are {batch / expected:.3g} times what the learning rate says. ε is as it would be."
             )
+
+    def _note_conditions(self, fit: Fit) -> None:
+        """Notes what ε relies on."""
+        optimizer = fit.optimizer
         if fit.own:
             self._spent.notes[_ROWS] = None
         if fit.own and not fit.whole:
@@ -409,10 +420,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             ledger.merge(dp.ledger())
         return ledger.of_dataset(self._dataset)
 
-    def _seen(self) -> list[Any]:
+    def _seen(self) -> list[Optimizer]:
         """The mechanisms of the optimizers that were watched, and of others that stepped on the same weights before or
         since."""
-        seen: dict[int, Any] = {}
+        seen: dict[int, Optimizer] = {}
         for stepped in self._spent.stepped.values():
             seen |= stepped
         return list(seen.values())
@@ -468,8 +479,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             else:
                 pieces = [(dp._dp.least_noise, number)]
             for value, times in pieces:
-                more: dict[str, Any] = {"epochs" if fit.shuffled else "steps": times * fit.uses}
-                ledger.record(value / over, discrete=dp.secure_noise, **more, **fit.data)
+                more: Keywords = {"num_epochs" if fit.shuffled else "num_steps": times * fit.uses}
+                ledger.record(value / over, secure_noise=dp.secure_noise, **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:

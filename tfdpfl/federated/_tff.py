@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tfdpfl._types import Arrays, Computation, Dataset, Keywords, Model, Nest, Optimizer, State
+
 VERSION = "0.87"
 # The extra brings what TFF needs, without TFF: a resolver refuses TFF itself, which asks for a jaxlib of no index.
 _INSTALL = f"pip install 'tfdpfl[federated]' && pip install --no-deps tensorflow-federated=={VERSION}.0"
@@ -43,7 +45,7 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def _private(path: str) -> Any:
+def _private(path: str) -> Computation:
     return importlib.import_module(f"{_PRIVATE}.{path}")
 
 
@@ -60,7 +62,7 @@ def channel(target: str) -> grpc.Channel:
     return grpc.insecure_channel(target, _CHANNEL_OPTIONS)
 
 
-def executor_factory(connect: Callable[[], grpc.Channel]) -> Any:
+def executor_factory(connect: Callable[[], grpc.Channel]) -> Computation:
     """What makes executors on the worker behind ``connect()``, which is called for every new one."""
     remote = _private("core.impl.executors.remote_executor")
     stubs = _private("core.impl.executors.remote_executor_grpc_stub")
@@ -80,12 +82,12 @@ def executor_factory(connect: Callable[[], grpc.Channel]) -> Any:
     return stacks.ResourceManagingExecutorFactory(make)
 
 
-def _transforms() -> dict[str, Any]:
+def _transforms() -> Keywords:
     computation = _private("core.environments.tensorflow_frontend.tensorflow_computation")
     return {"transform_args": computation.transform_args, "transform_result": computation.transform_result}
 
 
-def _without_secrecy(computation: Any) -> Any:
+def _without_secrecy(computation: Computation) -> Computation:
     """For TFF's runtimes, which know no secure sums: they become plain sums in a simulation."""
     plain = _private("core.backends.test.compiler").replace_secure_intrinsics_with_bodies(computation)
     # With the Python containers of its result, which that loses.
@@ -93,19 +95,19 @@ def _without_secrecy(computation: Any) -> Any:
     return concrete.with_type(plain, computation.type_signature)
 
 
-def _compiled(computation: Any) -> Any:
+def _compiled(computation: Computation) -> Computation:
     native = _private("core.backends.native.compiler")
     return native.desugar_and_transform_to_native(_without_secrecy(computation))
 
 
-def context_on_one(factory: Any) -> Any:
+def context_on_one(factory: Computation) -> Computation:
     """A context on one worker, on which `tff.program` scripts run, too."""
     sync = _private("core.impl.execution_contexts.sync_execution_context")
     context = sync.SyncExecutionContext(executor_fn=factory, compiler_fn=_compiled, **_transforms())
     return guarded(context, lambda invocation: invocation())
 
 
-def context_on_many(factories: Sequence[Any]) -> Any:
+def context_on_many(factories: Sequence[Computation]) -> Computation:
     """An execution context that splits the clients of a round over several workers."""
     contexts = _private("core.impl.execution_contexts.async_execution_context")
     mergeable = _private("core.impl.execution_contexts.mergeable_comp_execution_context")
@@ -119,7 +121,7 @@ def context_on_many(factories: Sequence[Any]) -> Any:
     )
 
 
-def guarded(context: Any, call: Callable[[Callable[[], Any]], Any]) -> Any:
+def guarded(context: Computation, call: Callable[[Callable[[], Computation]], Computation]) -> Computation:
     """``context`` with every invocation run as ``call(invocation)``, which may turn its errors into better ones.
 
     It is a `tff.program.FederatedContext` whose results are values and not references to values to come: `tff.program`
@@ -133,23 +135,23 @@ def guarded(context: Any, call: Callable[[Callable[[], Any]], Any]) -> Any:
     return Guarded()
 
 
-def default_context() -> Any:
+def default_context() -> Computation:
     """The context that this thread's computations run on."""
     return _stack()._stack[0]
 
 
-def set_default_context(context: Any) -> None:
+def set_default_context(context: Computation) -> None:
     _stack().set_default_context(context)
 
 
-def leaves_a_worker(context: Any) -> bool:
+def leaves_a_worker(context: Computation) -> bool:
     """Whether ``context`` is TFF's local one, whose worker runs on when Python has ended."""
     stack_fn = getattr(getattr(context, "executor_factory", None), "_executor_stack_fn", None)
     return getattr(stack_fn, "__module__", "").endswith("executor_stacks.executor_factory")
 
 
 @contextlib.contextmanager
-def installed(context: Any) -> Iterator[None]:
+def installed(context: Computation) -> Iterator[None]:
     """Makes ``context`` this thread's default, and puts back what was there."""
     before = default_context()
     set_default_context(context)
@@ -163,12 +165,12 @@ def _stack() -> Any:
     return _private("core.impl.context_stack.context_stack_impl").context_stack
 
 
-def keras_model_inside(model: Any) -> Any:
+def keras_model_inside(model: Model) -> Computation:
     """The Keras model that a `tff.learning.models.VariableModel` was made from, or None."""
     return getattr(model, "_keras_model", None)
 
 
-def loss_of(model: Any, batch: Any) -> Any:
+def loss_of(model: Model, batch: Arrays) -> Computation:
     """The loss of a batch as a `tff.learning.models.VariableModel` defines it, in the graph at hand where that can be:
     TFF puts Keras models behind function calls, and updates metrics that nobody reads."""
     keras_model = keras_model_inside(model)
@@ -184,10 +186,10 @@ def loss_of(model: Any, batch: Any) -> Any:
     return tf.add_n([*losses, *keras_model.losses])
 
 
-def client_element(process: Any) -> Any:
+def client_element(process: Computation) -> Computation:
     """The structure of `tf.TensorSpec` of a batch that a process takes from each client; None where it does not say."""
     types = _private("core.impl.types.type_conversions")
-    parameter: Any = getattr(getattr(process.next, "type_signature", None), "parameter", None)
+    parameter: Computation = getattr(getattr(process.next, "type_signature", None), "parameter", None)
     try:
         member = parameter[1].member
         return types.type_to_tf_tensor_specs(member.element)
@@ -196,8 +198,12 @@ def client_element(process: Any) -> Any:
 
 
 def compose(
-    model_fn: Any, client_work: Any, aggregator: Any, server_optimizer: Any, model_distributor: Any = None
-) -> Any:
+    model_fn: Computation,
+    client_work: Computation,
+    aggregator: Computation,
+    server_optimizer: Optimizer,
+    model_distributor: Computation = None,
+) -> Computation:
     """A `tff.learning.templates.LearningProcess` from its parts.
 
     Args:
@@ -220,7 +226,7 @@ def compose(
     )
 
 
-def client_work_of(model_fn: Any, train: Callable[[Any, Any, Any], Any]) -> Any:
+def client_work_of(model_fn: Computation, train: Callable[[Model, State, Dataset], State]) -> Computation:
     """Work at clients that keeps no state and measures nothing.
 
     Args:
@@ -272,12 +278,12 @@ def client_work_of(model_fn: Any, train: Callable[[Any, Any, Any], Any]) -> Any:
 # -- aggregation ------------------------------------------------------------------------------------------------------
 
 
-def dp_factory(query: Any) -> Any:
+def dp_factory(query: Computation) -> Computation:
     """TFF's aggregator around a TensorFlow Privacy sum query."""
     return tff.aggregators.DifferentiallyPrivateFactory(query)
 
 
-def tensor_specs(value_type: Any) -> Any:
+def tensor_specs(value_type: Computation) -> Nest:
     """The structure of `tf.TensorSpec` of a TFF type of tensors."""
     return _private("core.impl.types.type_conversions").type_to_tf_tensor_specs(value_type)
 

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl import noise
+from tfdpfl._types import Computation, Nest
 from tfdpfl.federated._tff import DistributedSkellam, dp_factory, tensor_specs, tff, tfp
 from tfdpfl.federated.clip import CONTRIBUTING, UPDATE_NORM, AdaptiveClip, NoisedMetrics
 
@@ -43,7 +44,7 @@ class Secret:
             dtype=tf.int64,
         )  # fmt: skip
 
-    def gaussian_like(self, value: Any, stddev: tf.Tensor | float) -> Any:
+    def gaussian_like(self, value: object, stddev: tf.Tensor | float) -> Computation:
         """Normals of standard deviation ``stddev``, in the structure, shapes and types of ``value``."""
         leaves = tf.nest.flatten(value)
         draws = noise.gaussian([leaf.shape for leaf in leaves], stddev, self.fresh_key(), tf.zeros([], tf.int64))
@@ -58,7 +59,7 @@ class Secret:
         return tf.cast(draws[0] - draws[1], value.dtype)
 
 
-def clip_by_norm(record: Any, bound: tf.Tensor | float) -> tuple[Any, tf.Tensor]:
+def clip_by_norm(record: Nest, bound: tf.Tensor | float) -> tuple[Nest, tf.Tensor]:
     """``record`` with an L2 norm of at most ``bound`` over all its tensors, and the norm that it had.
 
     A record that is not finite becomes zeros, with an infinite norm: it must not reach the sum as a NaN.
@@ -109,7 +110,7 @@ class ClippedSum(tfp.GaussianSumQuery):
 
 
 class _Quantile(tfp.QuantileEstimatorQuery):
-    def __init__(self, *args: Any, secret: Secret):
+    def __init__(self, *args: object, secret: Secret):
         self._secret = secret
         super().__init__(*args)
 
@@ -157,7 +158,7 @@ class TreeSum(tfp.SumAggregationDPQuery):
     its subtree is open, rather than made again from a seed: with its children's, that would be all noise so far.
     """
 
-    def __init__(self, clip: float, stddev: float, specs: Any, restart_every: int, secret: Secret):
+    def __init__(self, clip: float, stddev: float, specs: Nest, restart_every: int, secret: Secret):
         self._clip, self._stddev, self._restart_every, self._secret = clip, stddev, restart_every, secret
         self._sizes = [tf.TensorShape(spec.shape).num_elements() for spec in tf.nest.flatten(specs)]
 
@@ -195,7 +196,7 @@ class TreeSum(tfp.SumAggregationDPQuery):
         """``value``, of as many rows as it has for all that TFF knows."""
         return tf.raw_ops.PlaceholderWithDefault(input=value, shape=[None, sum(self._sizes)])
 
-    def _added(self, value: Any, flat: tf.Tensor) -> Any:
+    def _added(self, value: object, flat: tf.Tensor) -> Nest:
         leaves = tf.nest.flatten(value)
         parts = tf.split(flat, self._sizes)
         summed = [v + tf.cast(tf.reshape(p, v.shape), v.dtype) for v, p in zip(leaves, parts, strict=True)]
@@ -288,7 +289,7 @@ def _divided_by(number: float) -> Callable[[Any], Any]:
     return lambda total: tf.nest.map_structure(lambda v: v / tf.cast(number, v.dtype), total)
 
 
-def nothing(metric_finalizers: Any, local_unfinalized_metrics_type: Any = None) -> Any:
+def nothing(metric_finalizers: Computation, local_unfinalized_metrics_type: Computation = None) -> Computation:
     """A metrics aggregator that lets nothing out."""
 
     empty = tff.tensorflow.computation(lambda: collections.OrderedDict())  # as TFF's programs want it
@@ -303,7 +304,7 @@ def nothing(metric_finalizers: Any, local_unfinalized_metrics_type: Any = None) 
 class NormMeasured(tff.aggregators.UnweightedAggregationFactory):
     """``inner``, with a noisy mean of the norms of clients' updates, cut at a bound, among its measurements."""
 
-    def __init__(self, inner: Any, bound: float, stddev: float, clients_per_round: float):
+    def __init__(self, inner: Computation, bound: float, stddev: float, clients_per_round: float):
         self._inner, self._bound, self._clients_per_round = inner, bound, clients_per_round
         self._stddev, self._secret = stddev, Secret()
 
@@ -330,7 +331,7 @@ class NormMeasured(tff.aggregators.UnweightedAggregationFactory):
         return tff.templates.AggregationProcess(inner.initialize, next_fn)
 
 
-def noised_metrics(metrics: NoisedMetrics, clients_per_round: float) -> Callable[..., Any]:
+def noised_metrics(metrics: NoisedMetrics, clients_per_round: float) -> Callable[..., Computation]:
     """A metrics aggregator: noisy means over clients of each metric that is asked for, clipped to [0, its bound]."""
     secret = Secret()
 

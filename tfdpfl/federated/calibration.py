@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tfdpfl._names import accept_old_names
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
@@ -18,13 +19,17 @@ from tfdpfl.federated.guarantees import (
     TreeLevel,
     participations,
 )
-from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 LEVELS = ("client", "tree", "distributed", "local", "example")
 _TAIL_OF_A_SUM = 3.8905918864131  # standard deviations: TFF lets a sum leave the integers' range once in 10^4
 
 
-def compute_noise_multiplier(
+@accept_old_names(clip="l2_norm_clip")
+def compute_federated_noise_multiplier(
     *,
     target_epsilon: float,
     delta: float,
@@ -34,7 +39,7 @@ def compute_noise_multiplier(
     accountant: str = "pld",
     restart_every: int | None = None,
     num_weights: int | None = None,
-    clip: float = 1.0,
+    l2_norm_clip: float = 1.0,
     bits: int = 20,
     num_examples: int | None = None,
     batch_size: int | None = None,
@@ -44,7 +49,7 @@ def compute_noise_multiplier(
     """Returns the smallest noise multiplier whose ε after ``num_rounds`` is at most ``target_epsilon``, to 0.1 %.
 
         sampler = PoissonClientSampler(clients.client_ids, 0.05)
-        z = compute_noise_multiplier(
+        z = compute_federated_noise_multiplier(
             target_epsilon=2.0, delta=1e-5, num_rounds=100, participation=sampler.participation
         )
         process = build_dp_fed_avg(make_model, noise_multiplier=z, clients_per_round=..., ...)
@@ -59,7 +64,8 @@ def compute_noise_multiplier(
         (`build_local_dp_fed_avg`) or ``"example"`` (`build_example_dp_fed_avg`).
       accountant: ``"pld"`` or ``"rdp"``.
       restart_every: of a tree, in rounds.
-      num_weights, clip, bits: of distributed noise: how many trainable weights the model has, and as in its builder.
+      num_weights, l2_norm_clip, bits: of distributed noise: how many trainable weights the model has, and as in its
+        builder.
       num_examples: of examples under Poisson steps: how many the smallest client holds.
       batch_size, local_steps: of examples under Poisson steps, as in the builder.
       local_epochs: of examples in batches, in place of those.
@@ -91,7 +97,7 @@ def compute_noise_multiplier(
     elif level == "example":
         epochs = _checks.whole("local_epochs", local_epochs, 1, "count the passes over the client's data")
 
-    def of(z: float) -> Any:
+    def of(z: float) -> Guarantee:
         if level == "client":
             return ClientLevel(noise_multiplier=z)
         if level == "tree":
@@ -99,7 +105,7 @@ def compute_noise_multiplier(
         if level == "local":
             return LocalLevel(noise_multiplier=z)
         if level == "distributed":
-            return skellam_level(z, clip, len(cohort), weights, bits)
+            return skellam_level(z, l2_norm_clip, len(cohort), weights, bits)
         if local_epochs is not None:
             return ExampleLevel(noise_multiplier=z, sampling="batches", batch_size=1, local_epochs=epochs)
         return ExampleLevel(noise_multiplier=z, sampling="poisson", batch_size=size, local_steps=steps)
@@ -107,13 +113,14 @@ def compute_noise_multiplier(
     return smallest_noise_multiplier(lambda z: of(z).price(run, delta, accountant).epsilon, target)
 
 
+@accept_old_names(clip="l2_norm_clip")
 def skellam_level(
-    noise_multiplier: float, clip: float, clients_per_round: int, num_weights: int, bits: int = 20
+    noise_multiplier: float, l2_norm_clip: float, clients_per_round: int, num_weights: int, bits: int = 20
 ) -> DistributedLevel:
     """What `build_distributed_dp_fed_avg` will promise for a model of so many trainable weights.
 
     Args:
-      noise_multiplier, clip, clients_per_round, bits: as in that builder.
+      noise_multiplier, l2_norm_clip, clients_per_round, bits: as in that builder.
       num_weights: how many trainable weights the model has.
 
     Raises:
@@ -121,14 +128,14 @@ def skellam_level(
 
     Source: Kairouz, Liu and Steinke 2021, arXiv:2102.06387, sections 4.1 and 4.2, as TFF computes it.
     """
-    n, local = clients_per_round, noise_multiplier * clip / math.sqrt(clients_per_round)
+    n, local = clients_per_round, noise_multiplier * l2_norm_clip / math.sqrt(clients_per_round)
     dimension = 1 << max(0, num_weights - 1).bit_length()
     room = 2.0 ** (2 * bits) - n * _TAIL_OF_A_SUM**2
     if room <= 0:
         raise ValueError(f"bits={bits} is too few for a sum over {n} clients: raise it")
-    scale = math.sqrt(room) / (2 * _TAIL_OF_A_SUM * math.sqrt((clip * n) ** 2 / dimension + n * local**2))
+    scale = math.sqrt(room) / (2 * _TAIL_OF_A_SUM * math.sqrt((l2_norm_clip * n) ** 2 / dimension + n * local**2))
     scale = min(scale, 1e6)
-    l2 = (clip + math.sqrt(dimension) / scale + 1e-5) * scale
+    l2 = (l2_norm_clip + math.sqrt(dimension) / scale + 1e-5) * scale
     l1 = math.ceil(l2 * min(math.sqrt(dimension), l2))
     return DistributedLevel(l1=float(l1), l2=l2, local_stddev=local * scale)
 
@@ -169,7 +176,7 @@ def total_price(trainings: Iterable[tuple[Any, RoundsRun]], delta: float, accoun
     return Price(sum(paid.epsilon for paid in each), each[0].accountant)
 
 
-def _composed(events: Sequence[Any], delta: float, accountant: str, adjacency: str) -> Price:
+def _composed(events: Sequence[DpEvent], delta: float, accountant: str, adjacency: str) -> Price:
     from dp_accounting import dp_event
 
     return price(dp_event.ComposedDpEvent(list(events)), delta, accountant, adjacency)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 
@@ -75,7 +76,7 @@ class ClientDatasets(Mapping):
         return len(self.client_ids)
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """Of the first client's data set; clients must agree."""
         return self[self.client_ids[0]].element_spec
 
@@ -114,7 +115,7 @@ class ClientDatasets(Mapping):
         return made
 
 
-def from_arrays(arrays: Any, client_ids: Any) -> ClientDatasets:
+def from_arrays(arrays: Arrays, client_ids: object) -> ClientDatasets:
     """Returns clients that hold the rows of ``arrays`` with their id.
 
     Args:
@@ -142,7 +143,9 @@ def from_arrays(arrays: Any, client_ids: Any) -> ClientDatasets:
     return from_partition(arrays, dict(zip(unique.tolist(), parts, strict=False)), _rows=len(ids))
 
 
-def from_partition(arrays: Any, parts: Mapping[str, Any] | Sequence[Any], _rows: int | None = None) -> ClientDatasets:
+def from_partition(
+    arrays: Arrays, parts: Mapping[str, Any] | Sequence[Any], _rows: int | None = None
+) -> ClientDatasets:
     """Returns clients that hold the given rows of ``arrays``, the i-th of a sequence being named "client_i".
 
     Args:
@@ -172,7 +175,7 @@ def from_partition(arrays: Any, parts: Mapping[str, Any] | Sequence[Any], _rows:
     return ClientDatasets(make, {client: len(rows) for client, rows in index.items()})
 
 
-def from_pandas(frame: Any, by: str, *, y: str | None = None, x: Sequence[str] | None = None) -> ClientDatasets:
+def from_pandas(frame: Arrays, by: str, *, y: str | None = None, x: Sequence[str] | None = None) -> ClientDatasets:
     """Returns a client for each value in a column of a `pandas.DataFrame`, as its group-by would have them.
 
     Args:
@@ -211,7 +214,7 @@ def from_datasets(datasets: Mapping[str, tf.data.Dataset]) -> ClientDatasets:
     return ClientDatasets(by_name.__getitem__, sizes)
 
 
-def from_client_data(client_data: Any) -> ClientDatasets:
+def from_client_data(client_data: Dataset) -> ClientDatasets:
     """Returns the clients of a `tff.simulation.datasets.ClientData`, counting their examples by one pass."""
     make = client_data.create_tf_dataset_for_client
     return ClientDatasets(make, {client: _size(client, make(client)) for client in client_data.client_ids})
@@ -236,7 +239,7 @@ def partition_iid(num_examples: int, num_clients: int, seed: int | None = None) 
 
 
 def partition_dirichlet(
-    labels: Any, num_clients: int, alpha: float, seed: int | None = None, min_examples: int = 1
+    labels: Arrays, num_clients: int, alpha: float, seed: int | None = None, min_examples: int = 1
 ) -> list[np.ndarray]:
     """Splits each class over clients in Dirichlet(alpha) proportions, drawn anew for each class: clients differ in
     size and in their mix of labels, the more the smaller ``alpha`` is.
@@ -275,7 +278,7 @@ def partition_dirichlet(
 
 
 def partition_by_shard(
-    labels: Any, num_clients: int, shards_per_client: int = 2, seed: int | None = None
+    labels: Arrays, num_clients: int, shards_per_client: int = 2, seed: int | None = None
 ) -> list[np.ndarray]:
     """Sorts the examples by label, cuts them into equal shards and deals each client as many: few classes a client.
 
@@ -303,21 +306,21 @@ def partition_by_shard(
     return [np.concatenate([shards[i] for i in hand]) for hand in dealt]
 
 
-def _clients(num_clients: Any, most: int) -> int:
+def _clients(num_clients: object, most: int) -> int:
     num_clients = _checks.whole("num_clients", num_clients, 1, "count the clients to split over")
     if num_clients > most:
         raise ValueError(f"num_clients must be at most {most} for this many examples, got {num_clients}: take fewer")
     return num_clients
 
 
-def _labels(labels: Any) -> np.ndarray:
+def _labels(labels: Arrays) -> np.ndarray:
     labels = np.asarray(labels)
     if labels.ndim != 1 or not len(labels):
         raise ValueError(f"labels must be one class for each example, got shape {list(labels.shape)}: flatten it")
     return labels
 
 
-def _array(values: Any) -> np.ndarray:
+def _array(values: Arrays) -> np.ndarray:
     import tensorflow as tf
 
     values = np.asarray(values)
@@ -326,26 +329,26 @@ def _array(values: Any) -> np.ndarray:
     return values.astype(tf.keras.backend.floatx()) if values.dtype == np.float64 else values
 
 
-def _size(client: Any, dataset: tf.data.Dataset) -> int:
+def _size(client: object, dataset: tf.data.Dataset) -> int:
     size = int(dataset.cardinality())
     if size == -1:  # infinite
         raise ValueError(f"the data set of client {client!r} is infinite: give it .take(n)")
     return size if size >= 0 else sum(1 for _ in dataset)
 
 
-def _rows(batches: Any) -> int:
+def _rows(batches: Arrays) -> int:
     import tensorflow as tf
 
     return sum(int(tf.nest.flatten(batch)[0].shape[0]) for batch in batches)
 
 
-def _ranks(spec: Any) -> list[int | None]:
+def _ranks(spec: Nest) -> list[int | None]:
     import tensorflow as tf
 
     return [leaf.shape.rank for leaf in tf.nest.flatten(spec)]
 
 
-def once(client: str, dataset: Any, most: int | None = None) -> tuple[Any, int]:
+def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays, int]:
     """A client's batches as they are now, in memory, and the number of their examples.
 
     What is counted is what is returned, whatever the data set would give at its next pass.
@@ -389,7 +392,7 @@ def once(client: str, dataset: Any, most: int | None = None) -> tuple[Any, int]:
     return kept, found
 
 
-def repeats(dataset: Any) -> bool:
+def repeats(dataset: Dataset) -> bool:
     """Whether a `tf.data.Dataset` is made with ``repeat``, as far as it shows."""
     if type(dataset).__name__ == "_RepeatDataset" and int(getattr(dataset, "_count", -1)) != 1:
         return True

@@ -10,17 +10,27 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl import noise
+from tfdpfl._types import Arrays, Dataset, Model, State
 from tfdpfl.accounting import _checks
 from tfdpfl.clipping import clipped_gradients
 from tfdpfl.federated import aggregators, processes, runtime
 from tfdpfl.federated._tff import client_work_of, compose, loss_of, tff
 from tfdpfl.federated.clip import AdaptiveClip
 from tfdpfl.federated.guarantees import ClientLevel, ExampleLevel
-from tfdpfl.federated.models import CLIENT_RATES, SERVER_RATES, optimizer, trainable_model_fn
+from tfdpfl.federated.models import (
+    CLIENT_RATES,
+    SERVER_RATES,
+    Loss,
+    ModelFn,
+    Optimizer,
+    Spec,
+    optimizer,
+    trainable_model_fn,
+)
 
 
 def build_example_dp_fed_avg(
-    model_fn: Any,
+    model_fn: ModelFn,
     *,
     l2_norm_clip: float,
     noise_multiplier: float,
@@ -28,15 +38,15 @@ def build_example_dp_fed_avg(
     sampling: str = "poisson",
     local_steps: int | None = None,
     local_epochs: int | None = None,
-    client_optimizer_fn: Any,
-    server_optimizer_fn: Any = "sgd",
+    client_optimizer_fn: Optimizer,
+    server_optimizer_fn: Optimizer = "sgd",
     client_clip: float | AdaptiveClip | None = None,
     client_noise_multiplier: float = 0.0,
     clients_per_round: float | None = None,
-    loss: Any = None,
-    input_spec: Any = None,
-    model_aggregator: Any = None,
-    model_distributor: Any = None,
+    loss: Loss | None = None,
+    input_spec: Spec | None = None,
+    model_aggregator: tff.aggregators.AggregationFactory | None = None,
+    model_distributor: tff.templates.MeasuredProcess | None = None,
 ) -> tff.learning.templates.LearningProcess:
     """Federated averaging of models that clients train by DP-SGD with this package's own engine, each by itself, so
     that neither the server nor anyone else learns of a single example.
@@ -56,8 +66,8 @@ def build_example_dp_fed_avg(
         or ``"batches"`` (the data set's batches in its order). Either puts the client's examples in memory.
       local_steps: steps of one participation, for ``"poisson"``.
       local_epochs: passes over the data in one participation, for ``"batches"``; 1 if left out.
-      client_clip, client_noise_multiplier: client-level DP on top, as ``clip`` and ``noise_multiplier`` of
-        `tfdpfl.federated.build_dp_fed_avg`; then give ``clients_per_round`` too.
+      client_clip, client_noise_multiplier: client-level DP on top, as ``l2_norm_clip`` and ``noise_multiplier``
+        of `tfdpfl.federated.build_dp_fed_avg`; then give ``clients_per_round`` too.
       clients_per_round: the denominator for client-level DP. Without it, the mean over the clients that came.
       model_aggregator: TFF's, weighted or not, instead of the mean: a client's update is private already, so nothing
         is lost by it. Not with client-level DP.
@@ -121,23 +131,25 @@ def _aggregator(
 class _Step:
     """One update of a client's model from one batch."""
 
-    def __init__(self, client_optimizer: Any, clip: float, noise_multiplier: float, batch_size: int):
+    def __init__(
+        self, client_optimizer: tff.learning.optimizers.Optimizer, clip: float, noise_multiplier: float, batch_size: int
+    ):
         self._optimizer, self._clip, self._batch_size = client_optimizer, clip, batch_size
         self._stddev = clip * noise_multiplier
         self._secret = aggregators.Secret()
 
-    def start(self, weights: list) -> tuple[Any, tf.Tensor]:
+    def start(self, weights: list) -> tuple[State, tf.Tensor]:
         """The optimizer's state, and the key for all of a participation's noise."""
         specs = tuple(tf.TensorSpec(w.shape, w.dtype) for w in weights)
         return self._optimizer.initialize(specs), self._secret.fresh_key()
 
-    def sums(self, model: Any, weights: list, batch: Any) -> list[tf.Tensor]:
+    def sums(self, model: Model, weights: list, batch: Arrays) -> list[tf.Tensor]:
         """Clipped gradients summed over the batch, and the regularizers' gradients."""
         found = clipped_gradients(loss_of(model, batch), weights, self._clip)
         parts = zip([*found.sum, *found.regularization], [*weights, *weights], strict=True)
         return [tf.zeros(w.shape, w.dtype) if part is None else part for part, w in parts]
 
-    def apply(self, weights: list, sums: list[tf.Tensor], state: Any, key: tf.Tensor, number: tf.Tensor) -> Any:
+    def apply(self, weights: list, sums: list[tf.Tensor], state: State, key: tf.Tensor, number: tf.Tensor) -> Any:
         """Adds the noise of step ``number``, assigns the new weights, and returns the optimizer's new state."""
         clipped, regularization = sums[: len(weights)], sums[len(weights) :]
         if self._stddev > 0:
@@ -150,8 +162,8 @@ class _Step:
         return state
 
 
-def _batches(step: _Step, epochs: int) -> Callable[[Any, Any, Any], None]:
-    def train(model: Any, initial: Any, dataset: tf.data.Dataset) -> None:
+def _batches(step: _Step, epochs: int) -> Callable[[Model, State, Dataset], None]:
+    def train(model: Model, initial: State, dataset: tf.data.Dataset) -> None:
         weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
         state, key = step.start(weights)
         sums_of = tf.function(lambda batch: step.sums(model, weights, batch))
@@ -169,10 +181,10 @@ def _batches(step: _Step, epochs: int) -> Callable[[Any, Any, Any], None]:
     return train
 
 
-def _poisson(step: _Step, batch_size: int, steps: int) -> Callable[[Any, Any, Any], None]:
+def _poisson(step: _Step, batch_size: int, steps: int) -> Callable[[Model, State, Dataset], None]:
     coins = aggregators.Secret()
 
-    def train(model: Any, initial: Any, dataset: tf.data.Dataset) -> None:
+    def train(model: Model, initial: State, dataset: tf.data.Dataset) -> None:
         weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
         state, key = step.start(weights)
         # The engine takes a batch for what comes in as an argument.
@@ -202,7 +214,7 @@ def _sizes(dataset: tf.data.Dataset) -> tf.Tensor:
     return dataset.reduce(tf.zeros([0], tf.int64), _with_size)
 
 
-def _with_size(sizes: tf.Tensor, batch: Any) -> tf.Tensor:
+def _with_size(sizes: tf.Tensor, batch: Arrays) -> tf.Tensor:
     return tf.concat([sizes, tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[:1]], 0)
 
 

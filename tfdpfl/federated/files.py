@@ -7,12 +7,12 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
-def lock(file: IO[Any], name: str, path: str | os.PathLike, wait: bool = False) -> None:
+def lock(file: IO, name: str, path: str | os.PathLike, wait: bool = False) -> None:
     """Locks an open file until this process closes it or ends, however that happens.
 
     Args:
@@ -54,7 +54,7 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
-def replace(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replaces a file, all or nothing, by what ``write`` writes; it is on the disk afterwards, for its owner alone."""
     new = path.with_name(path.name + ".new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

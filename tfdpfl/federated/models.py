@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated._tff import keras_model_inside, tff
 
+TffModel: TypeAlias = tff.learning.models.VariableModel | tff.learning.models.ReconstructionModel
+ModelFn: TypeAlias = Callable[[], tf.keras.Model | TffModel] | tff.learning.models.FunctionalModel
+Optimizer: TypeAlias = str | tff.learning.optimizers.Optimizer | Callable[[], tff.learning.optimizers.Optimizer]
+MetricsFn: TypeAlias = Callable[[], Sequence[tf.keras.metrics.Metric]]
+Loss: TypeAlias = tf.keras.losses.Loss
+Spec: TypeAlias = Mapping[str, object] | Sequence[object]  # nests of tf.TensorSpec: (x, y), or {"x": ..., "y": ...}
+
 
 def trainable_model_fn(
-    model_fn: Any, loss: Any = None, input_spec: Any = None, metrics_fn: Callable[[], Sequence[Any]] | None = None
-) -> Any:
+    model_fn: ModelFn, loss: Loss | None = None, input_spec: Spec | None = None, metrics_fn: MetricsFn | None = None
+) -> Callable[[], tff.learning.models.VariableModel] | tff.learning.models.FunctionalModel:
     """What TFF's builders take as ``model_fn``: a function that makes a `tff.learning.models.VariableModel`, or a
     functional model as it is.
 
@@ -48,14 +55,16 @@ def trainable_model_fn(
     if not isinstance(loss, tf.keras.losses.Loss | list):
         raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}: an object, not its name or a function")
 
-    def make() -> Any:
+    def make() -> TffModel:
         metrics = None if metrics_fn is None else list(metrics_fn())
         return tff.learning.models.from_keras_model(model_fn(), loss=loss, input_spec=input_spec, metrics=metrics)
 
     return make
 
 
-def reconstruction_model_fn(model_fn: Any, local_layers: Sequence[str], loss: Any, input_spec: Any = None) -> Any:
+def reconstruction_model_fn(
+    model_fn: ModelFn, local_layers: Sequence[str], loss: Loss, input_spec: Spec | None = None
+) -> Callable[[], tff.learning.models.ReconstructionModel]:
     """What `tff.learning.algorithms.build_fed_recon` takes as ``model_fn``: a function that makes a
     `tff.learning.models.ReconstructionModel`.
 
@@ -79,7 +88,7 @@ def reconstruction_model_fn(model_fn: Any, local_layers: Sequence[str], loss: An
         raise ValueError("model_fn returns a Keras model, so give its input_spec too: a client data set's element_spec")
     _check_batched(input_spec)
 
-    def make() -> Any:
+    def make() -> TffModel:
         model = model_fn()
         names = [layer.name for layer in model.layers]
         if isinstance(local_layers, str) or not local or not local <= set(names):
@@ -101,7 +110,7 @@ def reconstruction_model_fn(model_fn: Any, local_layers: Sequence[str], loss: An
     return make
 
 
-def _makes_keras(model_fn: Any, other: type) -> bool:
+def _makes_keras(model_fn: ModelFn, other: type) -> bool:
     """Whether ``model_fn`` makes Keras models, and not models of TFF's kind ``other``; either is checked."""
     if not callable(model_fn) or isinstance(model_fn, tf.keras.Model):
         raise TypeError(
@@ -126,7 +135,7 @@ def _makes_keras(model_fn: Any, other: type) -> bool:
     return not isinstance(model, other)
 
 
-def _check_batched(input_spec: Any) -> None:
+def _check_batched(input_spec: Spec) -> None:
     """Raises a `ValueError` where a spec is one of single examples: some of its tensors have no first axis to share."""
     specs = [leaf for leaf in tf.nest.flatten(input_spec) if isinstance(leaf, tf.TensorSpec)]
     if any(spec.shape.rank == 0 for spec in specs):
@@ -152,7 +161,7 @@ def _check_keras(model: tf.keras.Model) -> None:
             )
 
 
-def optimizer(name: str, given: Any, learning_rates: dict[str, float]) -> Any:
+def optimizer(name: str, given: Optimizer, learning_rates: dict[str, float]) -> tff.learning.optimizers.Optimizer:
     """A TFF optimizer from itself, from a function that makes one, or from a name with its usual learning rate.
 
     Raises:

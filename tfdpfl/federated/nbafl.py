@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tfdpfl._types import Arrays, Computation, Dataset, Keywords, Loss, Model, Nest, Optimizer, State
 from tfdpfl.accounting import _checks, compute_noise_multiplier
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.accounting.report import rounded_up
@@ -203,13 +204,13 @@ def noise_of(
         sigma_u = calculate_sigma_u(epsilon, delta, clip, exposures, m)
         sigma_d = calculate_sigma_d(epsilon, delta, clip, exposures, rounds, n, m, k)
     else:
-        target: dict[str, Any] = dict(target_epsilon=epsilon, delta=delta)
+        target: Keywords = dict(target_epsilon=epsilon, delta=delta)
         # Each upload is a Gaussian mechanism of sensitivity 2C, and so is each sum of a cohort.
-        whole: dict[str, Any] = dict(num_examples=1, batch_size=1, sampling="none", adjacency="replace_one")
+        whole: Keywords = dict(num_examples=1, batch_size=1, sampling="none", adjacency="replace_one")
         sigma_u = clip * compute_noise_multiplier(num_steps=exposures, **whole, **target)
         of_sum = compute_noise_multiplier(num_steps=rounds, **whole, **target)
         if k < n:
-            chosen: dict[str, Any] = dict(num_examples=n, batch_size=k, sampling="fixed_size", num_steps=rounds)
+            chosen: Keywords = dict(num_examples=n, batch_size=k, sampling="fixed_size", num_steps=rounds)
             of_sum = min(of_sum, compute_noise_multiplier(**chosen, **target))
         sigma_d = math.sqrt(max(0.0, (of_sum * clip) ** 2 - k * sigma_u**2)) / k
     participation = Participation(sampling="fixed_size" if k < n else "none", population=n, clients_per_round=k)
@@ -227,7 +228,7 @@ def noise_of(
 
 
 def build_nbafl(
-    model_fn: Any,
+    model_fn: Computation,
     *,
     epsilon: float,
     delta: float,
@@ -238,11 +239,11 @@ def build_nbafl(
     num_exposures: int | None = None,
     min_dataset_size: float | None = None,
     calibration: str = "sound",
-    client_optimizer_fn: Any = "sgd",
-    loss: Any = None,
-    input_spec: Any = None,
-    model_distributor: Any = None,
-) -> Any:
+    client_optimizer_fn: Optimizer = "sgd",
+    loss: Loss = None,
+    input_spec: Nest = None,
+    model_distributor: Computation = None,
+) -> Computation:
     """NbAFL as a `tff.learning.templates.LearningProcess`: each client trains, scales its weights to an L2 norm of at
     most C over all tensors, then adds Gaussian noise; the server takes the mean, and adds noise of its own.
 
@@ -287,11 +288,11 @@ def build_nbafl(
         raise TypeError("model_fn must make a Keras or a variable model here: give it instead of a functional model")
     secret = aggregators.Secret()
 
-    def at_client(model: Any, initial: Any, dataset: Any) -> None:
+    def at_client(model: Model, initial: State, dataset: Dataset) -> None:
         weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
         start = client_optimizer.initialize(tuple(tf.TensorSpec(w.shape, w.dtype) for w in weights))
 
-        def step(state: Any, batch: Any) -> Any:
+        def step(state: State, batch: Arrays) -> Any:
             with tf.GradientTape() as tape:
                 value = loss_of(model, batch)
             gradients = tuple(tape.gradient(value, weights, unconnected_gradients="zero"))
@@ -338,7 +339,7 @@ def _price(steps: dict[Any, int], delta: float, accountant: str) -> Price:
         return Price(math.inf, accountant)
 
 
-def _checked(epsilon: Any, clip: Any, exposures: Any, m: Any) -> tuple[float, float, int, float]:
+def _checked(epsilon: object, clip: object, exposures: object, m: object) -> tuple[float, float, int, float]:
     if m is None:
         raise ValueError(
             "min_dataset_size=None: the published formulas need the number of examples of the smallest client"
@@ -351,7 +352,7 @@ def _checked(epsilon: Any, clip: Any, exposures: Any, m: Any) -> tuple[float, fl
     )
 
 
-def _population(num_clients: Any, clients_per_round: Any) -> tuple[int, int]:
+def _population(num_clients: object, clients_per_round: object) -> tuple[int, int]:
     n = _checks.whole("num_clients", num_clients, 1, "count all clients")
     k = n if clients_per_round is None else clients_per_round
     k = _checks.whole("clients_per_round", k, 1, "count the clients of a round")

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import tensorflow as tf
 
+from tfdpfl._names import accept_old_names
+from tfdpfl._types import Arrays, Dataset
 from tfdpfl.accounting import _checks
 from tfdpfl.federated._tff import tff
-from tfdpfl.federated.models import CLIENT_RATES, optimizer, trainable_model_fn
+from tfdpfl.federated.models import (
+    CLIENT_RATES,
+    Loss,
+    MetricsFn,
+    ModelFn,
+    Optimizer,
+    Spec,
+    optimizer,
+    trainable_model_fn,
+)
 from tfdpfl.federated.training import clients_of
 
 
+@accept_old_names(epochs="num_epochs")
 def evaluate_personalized(
-    model_fn: Any,
+    model_fn: ModelFn,
     weights: tff.learning.models.ModelWeights,
-    client_data: Any,
-    test_data: Any,
+    client_data: Dataset,
+    test_data: Arrays,
     *,
-    client_optimizer_fn: Any,
-    epochs: int = 1,
-    loss: Any = None,
-    input_spec: Any = None,
-    metrics_fn: Callable[[], Sequence[Any]] | None = None,
+    client_optimizer_fn: Optimizer,
+    num_epochs: int = 1,
+    loss: Loss | None = None,
+    input_spec: Spec | None = None,
+    metrics_fn: MetricsFn | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Each client's metrics on its test data, before and after it has trained the model on its own data.
 
@@ -37,7 +46,7 @@ def evaluate_personalized(
       client_data: what clients train on, in batches: the same kinds as for `tfdpfl.federated.train`.
       test_data: what they are measured on, for each of those clients.
       client_optimizer_fn: as for `tfdpfl.federated.build_dp_fed_avg`.
-      epochs: passes over a client's training data.
+      num_epochs: passes over a client's training data.
 
     Returns:
       By client, the metrics ``"before"`` and ``"after"``, each a dict by name, ``"loss"`` among them.
@@ -45,7 +54,7 @@ def evaluate_personalized(
     Raises:
       ValueError: a client has no test data, ``weights`` are of another model; other bad arguments.
     """
-    epochs = _checks.whole("epochs", epochs, 1, "count the passes over a client's training data")
+    num_epochs = _checks.whole("num_epochs", num_epochs, 1, "count the passes over a client's training data")
     improve = optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES)
     make = trainable_model_fn(model_fn, loss, input_spec, metrics_fn)
     if not callable(make):
@@ -87,7 +96,7 @@ def evaluate_personalized(
         before = measured(client)
         specs = tuple(tf.TensorSpec(w.shape, w.dtype) for w in own.trainable)
         state = tf.nest.map_structure(tf.convert_to_tensor, improve.initialize(specs))
-        for _ in range(epochs):
+        for _ in range(num_epochs):
             for batch in dataset():
                 state = step(state, batch)
         found[client] = {"before": before, "after": measured(client)}

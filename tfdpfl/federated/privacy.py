@@ -70,8 +70,13 @@ class RoundsRun:
 class Guarantee(Protocol):
     """One level of protection that a process gives. Processes carry theirs as ``process.privacy``, a tuple."""
 
-    level: str  # "client", "example" or "local": the column of `History`
-    adjacency: str
+    @property
+    def level(self) -> str:
+        """ "client", "example" or "local": the column of `History`."""
+
+    @property
+    def adjacency(self) -> str:
+        """The neighbouring relation."""
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for what ran: for the worst client, where clients differ. Infinite where nothing is

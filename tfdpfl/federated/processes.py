@@ -14,35 +14,65 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
+from tfdpfl._names import accept_old_names
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import aggregators, runtime
 from tfdpfl.federated._tff import tff
 from tfdpfl.federated.clip import UPDATE_NORM, AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, LocalLevel, TreeLevel
-from tfdpfl.federated.models import CLIENT_RATES, SERVER_RATES, optimizer, reconstruction_model_fn, trainable_model_fn
+from tfdpfl.federated.models import (
+    CLIENT_RATES,
+    SERVER_RATES,
+    Loss,
+    MetricsFn,
+    ModelFn,
+    Optimizer,
+    Spec,
+    optimizer,
+    reconstruction_model_fn,
+    trainable_model_fn,
+)
+from tfdpfl.federated.privacy import Guarantee
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+class Averaging(TypedDict, total=False):
+    """The arguments of TFF's federated averaging, and those of a Keras model."""
+
+    loss: Loss | None
+    input_spec: Spec | None
+    client_weighting: tff.learning.ClientWeighting | None
+    model_aggregator: tff.aggregators.AggregationFactory | None
+    metrics_aggregator: Callable | None
+    model_distributor: tff.templates.MeasuredProcess | None
+    loop_implementation: tff.learning.LoopImplementation | None
+
+
+class MeasuredAveraging(Averaging, total=False):
+    """The same with metrics of a Keras model."""
+
+    metrics_fn: MetricsFn | None
+
+
+@accept_old_names(clip="l2_norm_clip")
+@shows_arguments(MeasuredAveraging)
 def build_dp_fed_avg(
-    model_fn: Any,
+    model_fn: ModelFn,
     *,
     clients_per_round: float,
     noise_multiplier: float,
-    clip: float | AdaptiveClip | None = None,
-    client_optimizer_fn: Any,
-    server_optimizer_fn: Any = "sgd",
+    l2_norm_clip: float | AdaptiveClip | None = None,
+    client_optimizer_fn: Optimizer,
+    server_optimizer_fn: Optimizer = "sgd",
     proximal_strength: float = 0.0,
     metrics: NoisedMetrics | None = None,
-    loss: Any = None,
-    input_spec: Any = None,
-    metrics_fn: Callable[[], Sequence[Any]] | None = None,
-    client_weighting: Any = None,
-    model_aggregator: Any = None,
-    metrics_aggregator: Any = None,
-    model_distributor: Any = None,
-    loop_implementation: Any = None,
+    **averaging: Unpack[MeasuredAveraging],
 ) -> tff.learning.templates.LearningProcess:
     """Federated averaging where each client's update is clipped and the server adds Gaussian noise (McMahan et al.
     2018, arXiv:1710.06963).
@@ -53,7 +83,7 @@ def build_dp_fed_avg(
       clients_per_round: the expected size of a cohort, and the denominator.
       noise_multiplier: of all that a round releases about clients' updates, the adaptive clip's count included; 0 for
         no noise and no privacy.
-      clip: C > 0, the largest L2 norm of a client's update; or `AdaptiveClip` (the default).
+      l2_norm_clip: C > 0, the largest L2 norm of a client's update; or `AdaptiveClip` (the default).
       client_optimizer_fn: a TFF optimizer, or "sgd", "momentum", "adam" or "yogi" at a usual learning rate.
       server_optimizer_fn: the same; "sgd" has a learning rate of 1, which is plain averaging.
       proximal_strength: above 0, FedProx: pulls each client's weights towards the server's (arXiv:1812.06127).
@@ -69,38 +99,34 @@ def build_dp_fed_avg(
       PrivacyError: weighting by examples, an aggregator of one's own, exact metrics, batch normalization.
       ValueError, TypeError: other bad arguments.
     """
-    clip = AdaptiveClip() if clip is None else clip
-    settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
-    aggregator = settings.clipped_mean()
+    settings = _Settings(clients_per_round, noise_multiplier, l2_norm_clip, metrics)
     process = _fed_avg(
-        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, metrics_fn,
-        proximal_strength=proximal_strength, client_weighting=client_weighting, model_aggregator=model_aggregator,
-        metrics_aggregator=metrics_aggregator, model_distributor=model_distributor,
-        loop_implementation=loop_implementation,
+        model_fn, settings.clipped_mean(), settings, client_optimizer_fn, server_optimizer_fn,
+        proximal_strength=proximal_strength, **averaging,
     )  # fmt: skip
     return promising(process, ClientLevel(noise_multiplier=settings.total), settings=settings)
 
 
+@accept_old_names(clip="l2_norm_clip")
 def build_dp_fed_sgd(
-    model_fn: Any,
+    model_fn: ModelFn,
     *,
     clients_per_round: float,
     noise_multiplier: float,
-    clip: float | AdaptiveClip | None = None,
-    server_optimizer_fn: Any = 0.1,
+    l2_norm_clip: float | AdaptiveClip | None = None,
+    server_optimizer_fn: Optimizer | float = 0.1,
     metrics: NoisedMetrics | None = None,
-    loss: Any = None,
-    input_spec: Any = None,
-    metrics_fn: Callable[[], Sequence[Any]] | None = None,
-    model_distributor: Any = None,
+    loss: Loss | None = None,
+    input_spec: Spec | None = None,
+    metrics_fn: MetricsFn | None = None,
+    model_distributor: tff.templates.MeasuredProcess | None = None,
 ) -> tff.learning.templates.LearningProcess:
     """Federated SGD: each client sends its mean gradient, clipped, and the server adds noise and takes the step.
 
     Arguments as for `build_dp_fed_avg`; ``server_optimizer_fn`` may be a learning rate. Clients count alike, whatever
     their number of examples.
     """
-    clip = AdaptiveClip() if clip is None else clip
-    settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
+    settings = _Settings(clients_per_round, noise_multiplier, l2_norm_clip, metrics)
     aggregator = settings.clipped_mean()
     if isinstance(server_optimizer_fn, numbers.Real):
         server_optimizer_fn = tff.learning.optimizers.build_sgdm(float(server_optimizer_fn))
@@ -115,25 +141,26 @@ def build_dp_fed_sgd(
     return promising(process, ClientLevel(noise_multiplier=settings.total), settings=settings)
 
 
+@accept_old_names(clip="l2_norm_clip")
 def build_dp_fed_recon(
-    model_fn: Any,
+    model_fn: ModelFn,
     *,
     local_layers: Sequence[str] = (),
     clients_per_round: float,
     noise_multiplier: float,
-    clip: float | AdaptiveClip | None = None,
-    client_optimizer_fn: Any,
-    reconstruction_optimizer_fn: Any = "sgd",
-    server_optimizer_fn: Any = "sgd",
-    dataset_split_fn: Any = None,
+    l2_norm_clip: float | AdaptiveClip | None = None,
+    client_optimizer_fn: Optimizer,
+    reconstruction_optimizer_fn: Optimizer = "sgd",
+    server_optimizer_fn: Optimizer = "sgd",
+    dataset_split_fn: Callable | None = None,
     metrics: NoisedMetrics | None = None,
-    loss: Any,
-    input_spec: Any = None,
-    metrics_fn: Callable[[], Sequence[Any]] | None = None,
-    client_weighting: Any = None,
-    model_aggregator: Any = None,
-    metrics_aggregator: Any = None,
-    model_distributor: Any = None,
+    loss: Loss,
+    input_spec: Spec | None = None,
+    metrics_fn: MetricsFn | None = None,
+    client_weighting: tff.learning.ClientWeighting | None = None,
+    model_aggregator: tff.aggregators.AggregationFactory | None = None,
+    metrics_aggregator: Callable | None = None,
+    model_distributor: tff.templates.MeasuredProcess | None = None,
 ) -> tff.learning.templates.LearningProcess:
     """Federated reconstruction, personalised learning with DP: some variables are local, trained by each client anew in
     every round and never sent; the others are global, and clients' updates of them are clipped, summed and given noise
@@ -161,8 +188,7 @@ def build_dp_fed_recon(
       PrivacyError: weighting by examples, an aggregator of one's own, exact metrics, batch normalization.
       ValueError, TypeError: other bad arguments.
     """
-    clip = AdaptiveClip() if clip is None else clip
-    settings = _Settings(clients_per_round, noise_multiplier, clip, metrics)
+    settings = _Settings(clients_per_round, noise_multiplier, l2_norm_clip, metrics)
     _refuse_leaks(client_weighting, model_aggregator, metrics_aggregator)
     runtime.ensure_default()
     process = tff.learning.algorithms.build_fed_recon(
@@ -181,24 +207,19 @@ def build_dp_fed_recon(
     return promising(process, ClientLevel(noise_multiplier=settings.total), settings=settings)
 
 
+@accept_old_names(clip="l2_norm_clip")
+@shows_arguments(MeasuredAveraging)
 def build_dp_ftrl(
-    model_fn: Any,
+    model_fn: ModelFn,
     *,
     clients_per_round: float,
     noise_multiplier: float,
-    clip: float,
+    l2_norm_clip: float,
     restart_every: int | None = None,
-    client_optimizer_fn: Any,
-    server_optimizer_fn: Any = "momentum",
+    client_optimizer_fn: Optimizer,
+    server_optimizer_fn: Optimizer = "momentum",
     metrics: NoisedMetrics | None = None,
-    loss: Any = None,
-    input_spec: Any = None,
-    metrics_fn: Callable[[], Sequence[Any]] | None = None,
-    client_weighting: Any = None,
-    model_aggregator: Any = None,
-    metrics_aggregator: Any = None,
-    model_distributor: Any = None,
-    loop_implementation: Any = None,
+    **averaging: Unpack[MeasuredAveraging],
 ) -> tff.learning.templates.LearningProcess:
     """DP-FTRL: noise is tree-aggregated, so that running sums of updates carry little of it, and no sampling is assumed
     (Kairouz et al. 2021, arXiv:2103.00039). The sampler must limit participation: `BoundedParticipationSampler`.
@@ -208,7 +229,7 @@ def build_dp_ftrl(
 
     Args:
       noise_multiplier: standard deviation of the noise of a node of the tree, over the clip.
-      clip: C > 0, the largest L2 norm of a client's update.
+      l2_norm_clip: C > 0, the largest L2 norm of a client's update.
       restart_every: rounds after which a new tree starts; None for 4096. A restart at the end of each epoch suits
         clients that take part once an epoch. After t rounds of a tree the state holds a copy of the model for each 1
         in t's binary digits, which takes the server about 5 ms a round and copy for 50,000 weights.
@@ -219,76 +240,64 @@ def build_dp_ftrl(
     """
     if restart_every is not None:
         restart_every = _checks.whole("restart_every", restart_every, 1, "count the rounds of a tree, or leave it out")
-    if isinstance(clip, AdaptiveClip):
-        raise ValueError("clip must be a number for DP-FTRL: the noise of a tree is set by one clip for all its rounds")
+    if isinstance(l2_norm_clip, AdaptiveClip):
+        raise ValueError(
+            "l2_norm_clip must be a number for DP-FTRL: the noise of a tree is set by one clip for all its rounds"
+        )
     if metrics is not None:
         raise ValueError("metrics are not priced together with tree noise: evaluate on data of the server's instead")
+    clip = _fixed(l2_norm_clip)
     settings = _Settings(clients_per_round, noise_multiplier, clip, None)
     aggregator = aggregators.TreeMean(
         clip, settings.noise_multiplier, settings.clients_per_round, restart_every or _LONGEST_TREE
     )
-    process = _fed_avg(
-        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, metrics_fn,
-        client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
-        model_distributor=model_distributor, loop_implementation=loop_implementation,
-    )  # fmt: skip
+    process = _fed_avg(model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, **averaging)
     level = TreeLevel(noise_multiplier=settings.noise_multiplier, restart_every=restart_every or _LONGEST_TREE)
     return promising(process, level, settings=settings)
 
 
+@accept_old_names(clip="l2_norm_clip")
+@shows_arguments(Averaging)
 def build_local_dp_fed_avg(
-    model_fn: Any,
+    model_fn: ModelFn,
     *,
     clients_per_round: float,
     noise_multiplier: float,
-    clip: float,
-    client_optimizer_fn: Any,
-    server_optimizer_fn: Any = "sgd",
-    loss: Any = None,
-    input_spec: Any = None,
-    client_weighting: Any = None,
-    model_aggregator: Any = None,
-    metrics_aggregator: Any = None,
-    model_distributor: Any = None,
-    loop_implementation: Any = None,
+    l2_norm_clip: float,
+    client_optimizer_fn: Optimizer,
+    server_optimizer_fn: Optimizer = "sgd",
+    **averaging: Unpack[Averaging],
 ) -> tff.learning.templates.LearningProcess:
     """Federated averaging where each client clips its update and adds Gaussian noise before it leaves: private against
     the server, too, at the price of the root of the number of clients in noise.
 
     Args:
       noise_multiplier: standard deviation of each client's noise, over the clip.
-      clip: C > 0, the largest L2 norm of a client's update before noise.
+      l2_norm_clip: C > 0, the largest L2 norm of a client's update before noise.
       The others: as for `build_dp_fed_avg`. There are no training metrics: a client would have to send them.
 
     Returns:
       A process whose ``privacy`` is one `LocalLevel`, for an update replaced by any other.
     """
-    settings = _Settings(clients_per_round, noise_multiplier, _fixed(clip), None)
+    clip = _fixed(l2_norm_clip)
+    settings = _Settings(clients_per_round, noise_multiplier, clip, None)
     aggregator = aggregators.locally_noised_mean(clip, settings.noise_multiplier, settings.clients_per_round)
-    process = _fed_avg(
-        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, None,
-        client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
-        model_distributor=model_distributor, loop_implementation=loop_implementation,
-    )  # fmt: skip
+    process = _fed_avg(model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, **averaging)
     return promising(process, LocalLevel(noise_multiplier=settings.noise_multiplier), settings=settings)
 
 
+@accept_old_names(clip="l2_norm_clip")
+@shows_arguments(Averaging)
 def build_distributed_dp_fed_avg(
-    model_fn: Any,
+    model_fn: ModelFn,
     *,
     clients_per_round: int,
     noise_multiplier: float,
-    clip: float,
+    l2_norm_clip: float,
     bits: int = 20,
-    client_optimizer_fn: Any,
-    server_optimizer_fn: Any = "sgd",
-    loss: Any = None,
-    input_spec: Any = None,
-    client_weighting: Any = None,
-    model_aggregator: Any = None,
-    metrics_aggregator: Any = None,
-    model_distributor: Any = None,
-    loop_implementation: Any = None,
+    client_optimizer_fn: Optimizer,
+    server_optimizer_fn: Optimizer = "sgd",
+    **averaging: Unpack[Averaging],
 ) -> tff.learning.templates.LearningProcess:
     """Federated averaging under secure aggregation: clients round their updates to integers and add shares of Skellam
     noise, so that the server sees only noisy sums modulo 2^bits (Agarwal et al. 2021, arXiv:2110.04995).
@@ -303,7 +312,7 @@ def build_distributed_dp_fed_avg(
       clients_per_round: whole number; the noise's shares are cut for this many. Fewer clients add less noise, which the
         price of the run accounts for.
       noise_multiplier: standard deviation of the cohort's noise together, over the clip.
-      clip: C > 0, the largest L2 norm of a client's update.
+      l2_norm_clip: C > 0, the largest L2 norm of a client's update.
       bits: of the modulus, 1 to 22.
       The others: as for `build_dp_fed_avg`.
 
@@ -311,19 +320,18 @@ def build_distributed_dp_fed_avg(
       A process whose ``privacy`` is one `DistributedLevel`.
     """
     clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count the clients of a cohort")
-    settings = _Settings(clients_per_round, noise_multiplier, _fixed(clip), None)
+    clip = _fixed(l2_norm_clip)
+    settings = _Settings(clients_per_round, noise_multiplier, clip, None)
     aggregator, parameters = aggregators.secure_mean(clip, settings.noise_multiplier, clients_per_round, bits)
-    process = _fed_avg(
-        model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, None,
-        client_weighting=client_weighting, model_aggregator=model_aggregator, metrics_aggregator=metrics_aggregator,
-        model_distributor=model_distributor, loop_implementation=loop_implementation,
-    )  # fmt: skip
+    process = _fed_avg(model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, **averaging)
     l1, l2, stddev = parameters.bounds
     level = DistributedLevel(l1=float(l1), l2=float(l2), local_stddev=float(stddev))
     return promising(process, level, settings=settings)
 
 
-def promising(process: Any, *guarantees: Any, settings: _Settings | None = None) -> Any:
+def promising(
+    process: tff.learning.templates.LearningProcess, *guarantees: Guarantee, settings: _Settings | None = None
+) -> tff.learning.templates.LearningProcess:
     """``process``, with what it promises, `tfdpfl.federated.privacy.Guarantee`s, as ``process.privacy``; and with what
     its noise is made for as ``process.noise_settings``, where its state holds the clip or noise of a tree. Noise of
     another clip would not be what the guarantees are stated for, so a saved state goes on with the same settings alone.
@@ -339,18 +347,21 @@ _LONGEST_TREE = 4096
 class _Settings:
     """The arguments that all processes share, checked."""
 
-    def __init__(self, clients_per_round, noise_multiplier, clip, metrics):
+    def __init__(
+        self, clients_per_round: float, noise_multiplier: float, l2_norm_clip: float | AdaptiveClip | None,
+        metrics: NoisedMetrics | None,
+    ):  # fmt: skip
         self.clients_per_round = _checks.real(
             "clients_per_round", clients_per_round, "give the expected size of a cohort", above=0
         )
         mend = "give the standard deviation of the noise divided by the clip (0 for none)"
         self.noise_multiplier = _checks.real("noise_multiplier", noise_multiplier, mend, at_least=0)
-        self.clip = clip
-        if isinstance(clip, AdaptiveClip):
-            clip.split(self.noise_multiplier, self.clients_per_round)
+        self.clip: float | AdaptiveClip = AdaptiveClip() if l2_norm_clip is None else l2_norm_clip
+        if isinstance(self.clip, AdaptiveClip):
+            self.clip.split(self.noise_multiplier, self.clients_per_round)
         else:
-            mend = "give the largest L2 norm of a client's update, or AdaptiveClip(...)"
-            self.clip = _checks.real("clip", clip, mend, above=0)
+            fix = "give the largest L2 norm of a client's update, or AdaptiveClip(...)"
+            self.clip = _checks.real("l2_norm_clip", self.clip, fix, above=0)
         if metrics is not None and not isinstance(metrics, NoisedMetrics):
             raise PrivacyError(
                 f"metrics must be NoisedMetrics(...) or None, got {metrics!r}: sums over clients without noise are not "
@@ -362,29 +373,41 @@ class _Settings:
             self.total = combined(self.noise_multiplier, metrics.noise_multiplier)
             self.metrics_aggregator = aggregators.noised_metrics(metrics, self.clients_per_round)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """By name, what the noise of a round is made for."""
         return {"clip": self.clip, "noise_multiplier": self.noise_multiplier, "metrics": self._metrics}
 
-    def clipped_mean(self) -> Any:
+    def clipped_mean(self) -> tff.aggregators.UnweightedAggregationFactory:
         made = aggregators.clipped_mean(self.clip, self.noise_multiplier, self.clients_per_round)
-        asked = self._metrics.bound if self._metrics is not None else {}
-        if isinstance(asked, Mapping) and UPDATE_NORM in asked:
+        metrics = self._metrics
+        if metrics is not None and isinstance(asked := metrics.bound, Mapping) and UPDATE_NORM in asked:
             # All metrics together have a sensitivity of the root of their number.
-            stddev = self._metrics.noise_multiplier * math.sqrt(len(asked))
+            stddev = metrics.noise_multiplier * math.sqrt(len(asked))
             made = aggregators.NormMeasured(made, float(asked[UPDATE_NORM]), stddev, self.clients_per_round)
         return made
 
 
 def _fed_avg(
-    model_fn, aggregator, settings, client_optimizer_fn, server_optimizer_fn, loss, input_spec, metrics_fn, *,
-    client_weighting, model_aggregator, metrics_aggregator, model_distributor, loop_implementation,
-    proximal_strength=0.0,
-):  # fmt: skip
+    model_fn: ModelFn,
+    aggregator: tff.aggregators.UnweightedAggregationFactory,
+    settings: _Settings,
+    client_optimizer_fn: Optimizer,
+    server_optimizer_fn: Optimizer,
+    *,
+    loss: Loss | None = None,
+    input_spec: Spec | None = None,
+    metrics_fn: MetricsFn | None = None,
+    client_weighting: tff.learning.ClientWeighting | None = None,
+    model_aggregator: tff.aggregators.AggregationFactory | None = None,
+    metrics_aggregator: Callable | None = None,
+    model_distributor: tff.templates.MeasuredProcess | None = None,
+    loop_implementation: tff.learning.LoopImplementation | None = None,
+    proximal_strength: float = 0.0,
+) -> tff.learning.templates.LearningProcess:
     _refuse_leaks(client_weighting, model_aggregator, metrics_aggregator)
     runtime.ensure_default()
     proximal_strength = _checks.real("proximal_strength", proximal_strength, "0 is FedAvg", at_least=0)
-    more = {} if loop_implementation is None else {"loop_implementation": loop_implementation}
+    more: dict[str, object] = {} if loop_implementation is None else {"loop_implementation": loop_implementation}
     build = tff.learning.algorithms.build_unweighted_fed_avg
     if proximal_strength > 0:
         build = tff.learning.algorithms.build_unweighted_fed_prox
@@ -400,7 +423,7 @@ def _fed_avg(
     )
 
 
-def _refuse_leaks(client_weighting: Any, model_aggregator: Any, metrics_aggregator: Any) -> None:
+def _refuse_leaks(client_weighting: object, model_aggregator: object, metrics_aggregator: object) -> None:
     if client_weighting not in (None, tff.learning.ClientWeighting.UNIFORM):
         raise PrivacyError(
             f"client_weighting={client_weighting!r}: with a weight of its own a client's contribution is not bounded "
@@ -415,7 +438,9 @@ def _refuse_leaks(client_weighting: Any, model_aggregator: Any, metrics_aggregat
         )
 
 
-def _fixed(clip: Any) -> float:
-    if isinstance(clip, AdaptiveClip) or not isinstance(clip, numbers.Real) or not math.isfinite(clip):
-        raise ValueError(f"clip must be a number, got {clip!r}: only build_dp_fed_avg has an adaptive clip")
-    return float(clip)
+def _fixed(l2_norm_clip: object) -> float:
+    if not isinstance(l2_norm_clip, numbers.Real) or not math.isfinite(l2_norm_clip):
+        raise ValueError(
+            f"l2_norm_clip must be a number, got {l2_norm_clip!r}: only build_dp_fed_avg has an adaptive clip"
+        )
+    return float(l2_norm_clip)

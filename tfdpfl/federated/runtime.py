@@ -15,10 +15,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import grpc
 
+from tfdpfl._types import Computation
 from tfdpfl.federated import _tff
 
 _START_SECONDS = 60.0
@@ -224,7 +224,7 @@ def remote_runtime(targets: Sequence[str | int], *, timeout: float = 10.0, heart
                 link.lose(f"worker {link.target} does not answer: look at it, and start it again")
                 return
 
-    def call(invocation: Callable[[], Any]) -> Any:
+    def call(invocation: Callable[[], Computation]) -> Computation:
         try:
             return invocation()
         except Exception as error:
@@ -267,7 +267,7 @@ def worker(port: int, max_concurrent_clients: int | None = None) -> None:
       WorkerLost: the port is taken, or the server ended by itself.
     """
 
-    def end(number: int, frame: Any) -> None:
+    def end(number: int, frame: object) -> None:
         raise SystemExit(0)
 
     served = LocalWorker(port, max_concurrent_clients)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 from tfdpfl.federated.privacy import Participation
 
@@ -52,11 +53,11 @@ class _Sampler(abc.ABC):
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=round_num << 192))
         return [self.client_ids[i] for i in self._draw(round_num, rng)]
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Json:
         """What `set_state` needs to go on in another process, JSON-ready. It is as secret as the cohorts are."""
         return {"kind": type(self).__name__, "key": f"{self._key:032x}", "population": len(self.client_ids)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Json) -> None:
         """Makes this the sampler that ``state`` was taken of, given the same clients in the same order.
 
         Raises:
@@ -189,7 +190,7 @@ class BoundedParticipationSampler(_Sampler):
         limits = {"max_participations": self.max_participations, "min_separation": self.min_separation}
         return {**super().get_state(), **limits, "rounds": {str(r): drawn for r, drawn in self._drawn.items()}}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Json) -> None:
         super().set_state(state)
         self._forget()
         for round_num, cohort in sorted((int(r), cohort) for r, cohort in state["rounds"].items()):
@@ -271,7 +272,7 @@ class AvailabilityClientSampler(BoundedParticipationSampler):
         return present
 
 
-def _cohort_size(clients_per_round: Any, population: int) -> int:
+def _cohort_size(clients_per_round: object, population: int) -> int:
     size = _checks.whole("clients_per_round", clients_per_round, 1, "count the clients of a round")
     if size > population:
         raise ValueError(

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tqdm.auto import tqdm
 
 from tfdpfl import _formats
+from tfdpfl._types import Computation, Dataset, Json, Keywords, Nest, State
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.accounting.promises import Promise
@@ -69,7 +70,7 @@ class History(Mapping):
         self.stopped_by: str | None = None
         self.left_at: dict[str, int] = {}
         self.trainings: dict[str, tuple[Guarantee, RoundsRun]] = {}
-        self.state: Any = None
+        self.state: State = None
 
     def __getitem__(self, column: str) -> list[float]:
         if column not in self._columns():
@@ -129,20 +130,20 @@ class History(Mapping):
 
 
 def train(
-    process: Any,
-    client_data: Any,
+    process: Computation,
+    client_data: Dataset,
     *,
     num_rounds: int,
-    sampler: Callable[[int], Sequence[Any]],
+    sampler: Callable[[int], Sequence[str]],
     delta: float | None,
     target_epsilon: float | None = None,
     client_epsilon: Mapping[str, float] | None = None,
-    eval_fn: Callable[[Any], Mapping[str, float]] | None = None,
+    eval_fn: Callable[[State], Mapping[str, float]] | None = None,
     rounds_per_evaluation: int = 1,
     checkpoint_dir: str | os.PathLike | None = None,
     csv_file: str | os.PathLike | None = None,
     tensorboard_dir: str | os.PathLike | None = None,
-    initial_state: Any = None,
+    initial_state: State = None,
     num_examples: Mapping[str, int] | None = None,
     bad_data: str = "raise",
     accountant: str = "pld",
@@ -240,42 +241,8 @@ def train(
 
         if history.rows:  # it may have died between its checkpoint and this
             release()
-        while len(history.rows) < num_rounds:
-            round_ = ledger.next_round(len(history.rows))
-            clients.check_known(round_.cohort)
-            ledger.check(round_.cohort)
-            datasets = ledger.without_spent(round_, clients.of(round_))
-            if target_epsilon is not None and not ledger.fits(target_epsilon, len(history.rows), round_):
-                if not history.rows:
-                    raise PrivacyError(
-                        f"target_epsilon={target_epsilon:g} at delta={delta:g} leaves no room for one round, which "
-                        f"costs {_highest(ledger.prices(0, round_)):.4g}: raise noise_multiplier, or the target"
-                    )
-                history.stopped_by = "target_epsilon"
-                break
-            number = len(history.rows) + 1
-            wanted = number % priced == 0 or number == num_rounds
-            prices = ledger.prices(len(history.rows), round_) if wanted else {}
-            ledger.begin(round_)
-            try:
-                result = process.next(history.state, datasets)
-            except runtime.WorkerLost:
-                raise
-            except Exception as error:
-                datasets = clients.without_unreadable(round_, datasets, error)
-                # Where clients add the noise, the round that failed is charged beside its repetition.
-                if target_epsilon is not None and not ledger.fits(target_epsilon, number - 1, round_):
-                    if not history.rows:
-                        raise
-                    history.stopped_by = "target_epsilon"
-                    break
-                ledger.begin(round_)
-                result = process.next(history.state, datasets)
-                prices = ledger.prices(number) if wanted else {}
-            history.state = result.state
-            # A plain process without clients reports zeros, which are no losses.
-            row = _scalars(result.metrics) if datasets or ledger.guarantees else {}
-            history.rows.append({**row, **{column: paid.epsilon for column, paid in prices.items()}})
+        rounds = _Rounds(process, ledger, clients, history, target_epsilon, num_rounds, priced)
+        while len(history.rows) < num_rounds and rounds.run_next():
             if checkpoints:
                 checkpoints.save(history.state, history.rows)
             bar.update()
@@ -296,7 +263,66 @@ def train(
     return history
 
 
-def _initial(process: Any, given: Any, private: bool) -> Any:
+@dataclasses.dataclass
+class _Rounds:
+    """The rounds of one call of `train`."""
+
+    process: tff.learning.templates.LearningProcess
+    ledger: _Ledger
+    clients: _Clients
+    history: History
+    target_epsilon: float | None
+    num_rounds: int
+    rounds_per_price: int
+
+    def run_next(self) -> bool:
+        """Runs the next round and returns True, or returns False where the target allows no other."""
+        done = len(self.history.rows)
+        round_ = self.ledger.next_round(done)
+        self.clients.check_known(round_.cohort)
+        self.ledger.check(round_.cohort)
+        datasets = self.ledger.without_spent(round_, self.clients.of(round_))
+        if not self._fits(round_):
+            if not done:
+                raise PrivacyError(
+                    f"target_epsilon={self.target_epsilon:g} at delta={self.ledger.delta:g} leaves no room for one "
+                    f"round, which costs {_highest(self.ledger.prices(0, round_)):.4g}: raise noise_multiplier, or the "
+                    "target"
+                )
+            return False
+        wanted = (done + 1) % self.rounds_per_price == 0 or done + 1 == self.num_rounds
+        prices = self.ledger.prices(done, round_) if wanted else {}
+        self.ledger.begin(round_)
+        try:
+            result = self.process.next(self.history.state, datasets)
+        except runtime.WorkerLost:
+            raise
+        except Exception as error:
+            datasets = self.clients.without_unreadable(round_, datasets, error)
+            # Where clients add the noise, the round that failed is charged beside its repetition.
+            if not self._fits(round_):
+                if not done:
+                    raise
+                return False
+            self.ledger.begin(round_)
+            result = self.process.next(self.history.state, datasets)
+            prices = self.ledger.prices(done + 1) if wanted else {}
+        self.history.state = result.state
+        # A plain process without clients reports zeros, which are no losses.
+        row = _scalars(result.metrics) if datasets or self.ledger.guarantees else {}
+        self.history.rows.append({**row, **{column: paid.epsilon for column, paid in prices.items()}})
+        return True
+
+    def _fits(self, round_: _Round) -> bool:
+        """Whether the target allows this round, after those that are done."""
+        if self.target_epsilon is None or self.ledger.fits(self.target_epsilon, len(self.history.rows), round_):
+            return True
+        if self.history.rows:
+            self.history.stopped_by = "target_epsilon"
+        return False
+
+
+def _initial(process: Computation, given: object, private: bool) -> State:
     """The state that a training starts from. A state of another process may hold another clip and other noise than
     ``process.privacy`` is stated for, and noise of a tree that is open: only the model of it may be taken."""
     if given is None or not private:
@@ -320,7 +346,7 @@ class _Ledger:
 
     def __init__(self, process, sampler, delta, target_epsilon, client_epsilon, accountant):
         self.guarantees: tuple[Guarantee, ...] = tuple(getattr(process, "privacy", ()))
-        self._settings: dict[str, Any] = getattr(process, "noise_settings", {})
+        self._settings: Keywords = getattr(process, "noise_settings", {})
         self.sampler = sampler
         self.participation: Participation | None = getattr(sampler, "participation", None)
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
@@ -385,7 +411,7 @@ class _Ledger:
         if self._check is not None:
             self._check.add(cohort, test)
 
-    def without_spent(self, round_: _Round, datasets: list[Any]) -> list[Any]:
+    def without_spent(self, round_: _Round, datasets: list[Dataset]) -> list[Dataset]:
         """The data sets of a round without those clients that have no budget left for it."""
         if not self.budgets:
             return datasets
@@ -402,7 +428,7 @@ class _Ledger:
                 kept.append(dataset)
         return kept
 
-    def _affords(self, event: Any, guarantee: ExampleLevel, budget: float) -> bool:
+    def _affords(self, event: object, guarantee: ExampleLevel, budget: float) -> bool:
         assert self.delta is not None
         return any(
             price(event, self.delta, accountant, guarantee.adjacency).epsilon <= budget
@@ -450,7 +476,7 @@ class _Ledger:
             found[guarantee.level] = guarantee, run
         return found
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> Json:
         """What may not change from one call of `train` to the next."""
         return {"privacy": list(self.guarantees), "participation": self.participation, **self._settings}
 
@@ -468,7 +494,7 @@ class _Checkpoints:
         )
         ledger.write = self._append
 
-    def restore(self, start: Any, rows: list[dict[str, float]]) -> Any:
+    def restore(self, start: State, rows: list[dict[str, float]]) -> State:
         """The last state, with the rows up to it; ``start`` for a new training."""
         self._file.seek(0)
         text = self._file.read()
@@ -502,7 +528,7 @@ class _Checkpoints:
         rows += json.loads(bytes(saved["rows"]).decode())
         return saved["state"]
 
-    def _check_header(self, saved: dict[str, Any]) -> None:
+    def _check_header(self, saved: Json) -> None:
         """Refuses a folder of a training with other settings."""
         now = self._ledger.header()
         others = saved.keys() - {"sampler", *_formats.stamp(_VERSION)}
@@ -516,7 +542,7 @@ class _Checkpoints:
                     "Continue with the same, or take another folder"
                 )
 
-    def _parsed(self, text: str) -> tuple[list[dict[str, Any]], list[_Round]]:
+    def _parsed(self, text: str) -> tuple[list[Json], list[_Round]]:
         """The ledger's lines, and the rounds that were begun."""
         try:
             lines = [dict(json.loads(line)) for line in text.splitlines()]
@@ -537,12 +563,12 @@ class _Checkpoints:
             ) from error
         return lines, [_Round(*row) for row in of_rounds]
 
-    def save(self, state: Any, rows: list[dict[str, float]]) -> None:
+    def save(self, state: State, rows: list[dict[str, float]]) -> None:
         """Saves a state, and waits until it is on the disk: the round is shown afterwards."""
         _wait(self._states.save({"state": state, "rows": json.dumps(rows)}, len(rows)))
         files.sync_tree(self._folder)
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: Json) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -604,7 +630,7 @@ class _Clients:
                 f"sampler draws client {unknown[0]!r}, of which client_data has nothing: give both the same"
             )
 
-    def of(self, round_: _Round) -> list[Any]:
+    def of(self, round_: _Round) -> list[Dataset]:
         """The data sets of a round's clients, less those that are left out. Notes in the round what it finds."""
         found = []
         for client in round_.cohort:
@@ -628,7 +654,7 @@ class _Clients:
                 raise ValueError(_bad(client, fault))
         return found
 
-    def without_unreadable(self, round_: _Round, datasets: list[Any], error: Exception) -> list[Any]:
+    def without_unreadable(self, round_: _Round, datasets: list[Dataset], error: Exception) -> list[Dataset]:
         """The data sets that can be read to their end, where a round failed; its error, if that is all of them."""
         there, readable = [client for client in round_.cohort if client not in round_.absent], []
         for client, dataset in zip(there, datasets, strict=True):
@@ -647,7 +673,9 @@ class _Clients:
         return readable
 
 
-def clients_of(client_data: Any, name: str = "client_data") -> tuple[dict[str, Callable[[], Any]], Mapping[str, int]]:
+def clients_of(
+    client_data: Dataset, name: str = "client_data"
+) -> tuple[dict[str, Callable[[], Dataset]], Mapping[str, int]]:
     """For each client, what makes its data set; and how many examples each is known to hold."""
     if hasattr(client_data, "create_tf_dataset_for_client"):
         make, ids = client_data.create_tf_dataset_for_client, client_data.client_ids
@@ -662,7 +690,7 @@ def clients_of(client_data: Any, name: str = "client_data") -> tuple[dict[str, C
     return {str(c): functools.partial(make, c) for c in ids}, known
 
 
-def _fault(dataset: Any, wanted: Any) -> str | None:
+def _fault(dataset: Dataset, wanted: object) -> str | None:
     """What is wrong with the data set's batches for a process that wants these specs."""
     given = getattr(dataset, "element_spec", None)
     if given is None:
@@ -687,7 +715,7 @@ def _fault(dataset: Any, wanted: Any) -> str | None:
     return f"are batches of {_spec(given)}, where the process takes {_spec(wanted)}"
 
 
-def _spec(spec: Any) -> str:
+def _spec(spec: Nest) -> str:
     return ", ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in tf.nest.flatten(spec))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tfdpfl import _tap
-from tfdpfl._names import accept_old_name
+from tfdpfl._names import accept_old_names
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
@@ -20,7 +20,7 @@ FAILURES = (Exception, SystemExit)  # of an app; Flower would send the text of t
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
-@accept_old_name("clip", "l2_norm_clip")
+@accept_old_names(clip="l2_norm_clip")
 def local_dp_mod(
     *,
     l2_norm_clip: float | str,

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from tfdpfl import _tap
-from tfdpfl._names import accept_old_name
+from tfdpfl._names import accept_old_names
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
@@ -61,7 +61,7 @@ class DifferentialPrivacy(Strategy):
 
     _limit = "target_epsilon"  # what ends a training
 
-    @accept_old_name("clip", "l2_norm_clip")
+    @accept_old_names(clip="l2_norm_clip")
     def __init__(
         self,
         strategy: Strategy,

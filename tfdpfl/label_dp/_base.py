@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from sklearn.base import BaseEstimator
 
 from tfdpfl import _tap
+from tfdpfl._types import Estimator, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
@@ -66,7 +67,7 @@ def noisy_counts(counts: np.ndarray, parameter: float, uniforms: Uniforms, repla
     return _tap.released([counts], [counts + noise], [noise], [1 / parameter], charge, replaced=charge, norm=1)[0]
 
 
-def label_promise(mechanism: Any, spent: PrivacyLedger, more: str = "") -> Promise:
+def label_promise(mechanism: Estimator, spent: PrivacyLedger, more: str = "") -> Promise:
     """Returns what a label mechanism guarantees that has spent so much, in whatever way it is used."""
     warnings = [] if len(spent) else [PLANNED]
     if mechanism.seed is not None:
@@ -165,7 +166,7 @@ class LabelMechanism(BaseEstimator):
         if self.seed is not None:
             _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
 
-    def _labels_alone(self, second: Any) -> None:
+    def _labels_alone(self, second: object) -> None:
         """Refuses (X, y) where only labels are due."""
         if second is not None:
             name = type(self).__name__
@@ -179,7 +180,7 @@ class LabelMechanism(BaseEstimator):
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    def __sklearn_clone__(self) -> Any:
+    def __sklearn_clone__(self) -> Estimator:
         twin = super().__sklearn_clone__()
         twin._family = self._relatives()
         if self.seed is not None:  # the same seed, another stream
@@ -187,7 +188,7 @@ class LabelMechanism(BaseEstimator):
             twin._stream = (*self.__dict__.get("_stream", ()), 1, self._clones)
         return twin
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Json) -> None:
         super().__setstate__(state)
         if self.seed is not None:
             # What is loaded twice would repeat itself under any stream that follows from the file.

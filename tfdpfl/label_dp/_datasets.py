@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from tfdpfl._types import Arrays
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -24,7 +26,7 @@ def arrays_of(dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
     return x, labels
 
 
-def with_labels(dataset: tf.data.Dataset, release: Callable[[Any, np.ndarray], np.ndarray]) -> tf.data.Dataset:
+def with_labels(dataset: tf.data.Dataset, release: Callable[[Arrays, np.ndarray], np.ndarray]) -> tf.data.Dataset:
     """The dataset, read once and kept in memory, with the labels that `release(x, labels)` returns."""
     import tensorflow as tf
 
@@ -34,7 +36,7 @@ def with_labels(dataset: tf.data.Dataset, release: Callable[[Any, np.ndarray], n
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     places = tf.data.Dataset.from_tensor_slices((starts.astype(np.int64), sizes.astype(np.int64)))
 
-    def replace(element: Any, place: Any) -> Any:
+    def replace(element: Arrays, place: Arrays) -> Arrays:
         old = element[1] if isinstance(element, tuple) else element
         new = tf.reshape(noisy[place[0] : place[0] + place[1]], tf.shape(old))
         new.set_shape(old.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 
-def check_epsilon(epsilon: Any, remedy: str, name: str = "epsilon") -> float:
+def check_epsilon(epsilon: object, remedy: str, name: str = "epsilon") -> float:
     """Returns ε as a float, or raises a `ValueError` unless it is above 0 and a sampler can deliver it."""
     epsilon = _checks.real(name, epsilon, remedy, above=0)
     if epsilon > LARGEST_PURE_EPSILON:

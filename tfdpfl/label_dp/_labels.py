@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays
+
 Rebuild = Callable[[np.ndarray], Any]
 
 
-def read(y: Any, name: str = "y") -> tuple[np.ndarray, Rebuild]:
+def read(y: Arrays, name: str = "y") -> tuple[np.ndarray, Rebuild]:
     """Returns labels as a flat array, and what puts such an array into the container (and shape) of `y`.
 
     Raises:
@@ -26,7 +28,7 @@ def read(y: Any, name: str = "y") -> tuple[np.ndarray, Rebuild]:
     return values, rebuild
 
 
-def _array(y: Any, name: str) -> tuple[np.ndarray, Rebuild]:
+def _array(y: Arrays, name: str) -> tuple[np.ndarray, Rebuild]:
     tf = sys.modules.get("tensorflow")
     if tf is not None and (tf.is_tensor(y) or isinstance(y, tf.Variable)):
         if not hasattr(y, "numpy"):
@@ -45,13 +47,13 @@ def _array(y: Any, name: str) -> tuple[np.ndarray, Rebuild]:
     return np.asarray(y), lambda flat: flat
 
 
-def is_dataset(y: Any) -> bool:
+def is_dataset(y: Arrays) -> bool:
     """Whether `y` is a tf.data.Dataset; imports nothing."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and isinstance(y, tf.data.Dataset)
 
 
-def is_missing(label: Any) -> bool:
+def is_missing(label: Arrays) -> bool:
     """Whether a label is None, NaN, NaT or pandas' NA, which is equal to nothing and no truth value itself."""
     try:
         return label is None or bool(label != label)
@@ -76,7 +78,7 @@ def check_values(values: np.ndarray, name: str = "y") -> None:
         raise ValueError(f"{name} must be numbers or strings that name classes, got dtype {values.dtype}")
 
 
-def find_classes(values: np.ndarray, num_classes: int | None, classes: Any) -> np.ndarray:
+def find_classes(values: np.ndarray, num_classes: int | None, classes: Arrays) -> np.ndarray:
     """The classes, sorted: those given, or 0..num_classes-1, or those that the labels name."""
     if classes is not None:
         given = np.asarray(classes)

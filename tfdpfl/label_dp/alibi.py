@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from scipy import special
 from sklearn.base import TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
+from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
@@ -50,10 +49,10 @@ class ALIBI(TransformerMixin, LabelMechanism):
         self,
         epsilon: float,
         num_classes: int | None = None,
-        prior: Any = None,
+        prior: Prior = None,
         seed: int | None = None,
         *,
-        classes: Any = None,
+        classes: Arrays = None,
     ):
         self.epsilon, self.num_classes, self.prior, self.seed, self.classes = epsilon, num_classes, prior, seed, classes
         self._check()
@@ -63,14 +62,14 @@ class ALIBI(TransformerMixin, LabelMechanism):
         if self.num_classes is not None:
             _checks.whole("num_classes", self.num_classes, 2, "count the classes")
 
-    def fit(self, y: Any, _second: None = None) -> ALIBI:
+    def fit(self, y: Arrays, _second: None = None) -> ALIBI:
         """Learns the classes, unless they were given. Costs nothing."""
         self._labels_alone(_second)
         self._check()
         self.classes_ = _labels.find_classes(_labels.read(y)[0], self.num_classes, self.classes)
         return self
 
-    def transform(self, y: Any) -> np.ndarray:
+    def transform(self, y: Arrays) -> np.ndarray:
         """Releases noisy labels and returns the posterior, float64 [n, K]; one release, whatever y holds."""
         check_is_fitted(self, "classes_")
         self._check()  # set_params may have been called since
@@ -83,7 +82,7 @@ class ALIBI(TransformerMixin, LabelMechanism):
         self.noisy_ = noisy / _STEPS
         return self.posterior(self.prior)
 
-    def posterior(self, prior: Any = None) -> np.ndarray:
+    def posterior(self, prior: Prior = None) -> np.ndarray:
         """P(label | noisy vector) of the last release, [n, K]; costs nothing more.
 
         Args:
@@ -100,13 +99,13 @@ class ALIBI(TransformerMixin, LabelMechanism):
         with np.errstate(divide="ignore"):
             return special.softmax(evidence + np.log(table), axis=1)
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Estimator:
         tags = super().__sklearn_tags__()
         tags.input_tags.two_d_array = False
         tags.target_tags.one_d_labels = True
         return tags
 
-    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+    def get_feature_names_out(self, input_features: Arrays = None) -> np.ndarray:
         """A column for each class, for `set_output`."""
         check_is_fitted(self, "classes_")
         return np.array([f"label_{label}" for label in self.classes_], dtype=object)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from sklearn.base import TransformerMixin
 from sklearn.base import clone as sklearn_clone
 from sklearn.utils.validation import check_is_fitted
 
 from tfdpfl import _tap
+from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
@@ -33,13 +32,13 @@ class _LabelTransformer(TransformerMixin, LabelMechanism):
         if self.num_classes is not None:
             _checks.whole("num_classes", self.num_classes, 2, "count the classes")
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Estimator:
         tags = super().__sklearn_tags__()
         tags.input_tags.two_d_array = False
         tags.target_tags.one_d_labels = True
         return tags
 
-    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+    def get_feature_names_out(self, input_features: Arrays = None) -> np.ndarray:
         """The one column's name, for `set_output`."""
         return np.array(["label"], dtype=object)
 
@@ -70,11 +69,13 @@ class RandomizedResponse(_LabelTransformer):
         ValueError: for arguments out of range; in `transform`, a label that is none of the classes.
     """
 
-    def __init__(self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Any = None):
+    def __init__(
+        self, epsilon: float, num_classes: int | None = None, seed: int | None = None, *, classes: Arrays = None
+    ):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self._check()
 
-    def fit(self, y: Any, _second: None = None) -> RandomizedResponse:
+    def fit(self, y: Arrays, _second: None = None) -> RandomizedResponse:
         """Learns the classes, unless they were given. Costs nothing.
 
         Args:
@@ -88,7 +89,7 @@ class RandomizedResponse(_LabelTransformer):
         self.classes_ = _labels.find_classes(_labels.read(y)[0], self.num_classes, self.classes)
         return self
 
-    def transform(self, y: Any) -> Any:
+    def transform(self, y: Arrays) -> Arrays:
         """Releases noisy labels, in the container of `y`; one release, whatever it holds.
 
         A `tf.data.Dataset` is read once, kept in memory, and returned with its labels replaced, the same in every
@@ -122,7 +123,7 @@ class RandomizedResponse(_LabelTransformer):
 
         return rebuild(_in_chunks(chunk, values))
 
-    def label_counts(self, noisy: Any) -> np.ndarray:
+    def label_counts(self, noisy: Arrays) -> np.ndarray:
         """Unbiased estimates of how many labels of each class there were, [K], from released ones.
 
         See `debiased_label_counts`.
@@ -151,7 +152,7 @@ class RandomizedResponse(_LabelTransformer):
 class _PriorTransformer(_LabelTransformer):
     """Randomized response on the k likeliest classes of each example's prior."""
 
-    def fit(self, X: Any, y: Any = None) -> Any:
+    def fit(self, X: Arrays, y: Arrays = None) -> Estimator:
         """Learns the classes, and releases the prior's noisy counts if it is one that is fitted on the labels.
 
         Args:
@@ -186,7 +187,7 @@ class _PriorTransformer(_LabelTransformer):
             self.prior_ = prior if isinstance(prior, PublicPrior) else PublicPrior(prior)
         return self
 
-    def transform(self, X: Any, y: Any = None) -> Any:
+    def transform(self, X: Arrays, y: Arrays = None) -> Arrays:
         """Releases noisy labels, in the container of `y`. Arguments as in `fit`; one release, whatever they hold."""
         check_is_fitted(self, "prior_")
         self._check()  # set_params may have been called since
@@ -222,7 +223,7 @@ class _PriorTransformer(_LabelTransformer):
 
         return rebuild(_in_chunks(chunk, values, positions=True))
 
-    def fit_transform(self, X: Any, y: Any = None) -> Any:
+    def fit_transform(self, X: Arrays, y: Arrays = None) -> Arrays:
         """`fit` and `transform` on the same data, for `epsilon` in all."""
         if _labels.is_dataset(X):
             return with_labels(X, self.fit_transform)
@@ -288,7 +289,7 @@ class _PriorTransformer(_LabelTransformer):
         prior = [(float(self.prior.epsilon), 2)] if isinstance(self.prior, LabelPrior) else []
         return [*prior, (self._response_epsilon, self._most_revealing())]
 
-    def _look_up(self, X: Any, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def _look_up(self, X: Arrays, n: int) -> tuple[np.ndarray, np.ndarray]:
         """The distinct priors [m, K], and which of them each example has [n]."""
         if isinstance(self.prior_, LabelPrior):
             # At fit the clusterer has named the groups already; predict gives the same ones.
@@ -316,7 +317,7 @@ class _PriorTransformer(_LabelTransformer):
     def _check_k(self, num_classes: int) -> None:
         pass
 
-    def __sklearn_clone__(self) -> Any:
+    def __sklearn_clone__(self) -> Estimator:
         twin = super().__sklearn_clone__()
         if not isinstance(self.prior, LabelPrior):
             twin.prior = self.prior  # a clone of a fitted model would be an unfitted one
@@ -343,11 +344,11 @@ class RandomizedResponseTopK(_PriorTransformer):
         self,
         epsilon: float,
         k: int,
-        prior: Any = None,
+        prior: Prior = None,
         num_classes: int | None = None,
         seed: int | None = None,
         *,
-        classes: Any = None,
+        classes: Arrays = None,
     ):
         self.epsilon, self.k, self.prior = epsilon, k, prior
         self.num_classes, self.seed, self.classes = num_classes, seed, classes
@@ -405,11 +406,11 @@ class RandomizedResponseWithPrior(_PriorTransformer):
     def __init__(
         self,
         epsilon: float,
-        prior: Any = None,
+        prior: Prior = None,
         num_classes: int | None = None,
         seed: int | None = None,
         *,
-        classes: Any = None,
+        classes: Arrays = None,
     ):
         self.epsilon, self.prior = epsilon, prior
         self.num_classes, self.seed, self.classes = num_classes, seed, classes
@@ -420,7 +421,7 @@ class RandomizedResponseWithPrior(_PriorTransformer):
         return order, rank, _top_k.best_k(table, order, epsilon)
 
 
-def randomized_response(y: Any, epsilon: float, num_classes: int | None = None, seed: int | None = None) -> Any:
+def randomized_response(y: Arrays, epsilon: float, num_classes: int | None = None, seed: int | None = None) -> Arrays:
     """Releases `y` by randomized response, once; see `RandomizedResponse`.
 
         y_noisy = randomized_response(y, epsilon=1.0, num_classes=10)
@@ -442,7 +443,7 @@ def randomized_response(y: Any, epsilon: float, num_classes: int | None = None, 
     return RandomizedResponse(epsilon, num_classes, seed).fit_transform(y)
 
 
-def _in_chunks(release: Any, values: np.ndarray, positions: bool = False) -> np.ndarray:
+def _in_chunks(release: Arrays, values: np.ndarray, positions: bool = False) -> np.ndarray:
     """`release` of each piece, put together; with `positions`, it is told where the piece starts."""
     starts = range(0, len(values), _CHUNK)
     result = None
@@ -456,7 +457,7 @@ def _in_chunks(release: Any, values: np.ndarray, positions: bool = False) -> np.
     return values.copy() if result is None else result
 
 
-def _pays(prior: Any) -> bool:
+def _pays(prior: Prior) -> bool:
     """Whether a mechanism that releases labels is, or is inside of, something that is given as a public prior."""
     if isinstance(prior, type):
         return False

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from tfdpfl._types import Arrays
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._top_k import keep_probability
 
 
 def debiased_label_counts(
-    noisy: Any, transition_matrix: Any, classes: Any = None, *, simplex: bool = False
+    noisy: Arrays, transition_matrix: Arrays, classes: Arrays = None, *, simplex: bool = False
 ) -> np.ndarray:
     """Estimates how many labels of each class there were, from the released ones. Costs nothing more.
 

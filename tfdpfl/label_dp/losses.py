@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._types import Arrays, Json
 from tfdpfl.accounting import _checks
 from tfdpfl.label_dp._events import check_epsilon
 from tfdpfl.label_dp._top_k import matrices
@@ -33,7 +32,7 @@ _DOC = """
 class _NoisyLabelLoss(tf.keras.losses.Loss):
     def __init__(
         self,
-        transition_matrix: Any = None,
+        transition_matrix: Arrays = None,
         *,
         epsilon: float | None = None,
         num_classes: int | None = None,
@@ -60,7 +59,7 @@ class _NoisyLabelLoss(tf.keras.losses.Loss):
             )
         self.transition_matrix, self.from_logits, self._inverse = matrix, from_logits, inverse_of(matrix)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Json:
         config = super().get_config()
         return {**config, "transition_matrix": self.transition_matrix.tolist(), "from_logits": self.from_logits}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from sklearn.utils.validation import check_is_fitted
 
+from tfdpfl._types import Arrays, Model, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._base import LabelMechanism
@@ -62,18 +62,18 @@ class MultiStageTraining(LabelMechanism):
 
     def __init__(
         self,
-        model_fn: Callable[[], Any],
+        model_fn: Callable[[], Model],
         epsilon: float,
         num_stages: int = 2,
         *,
-        prior: Any = None,
+        prior: Prior = None,
         temperature: float = 1.0,
         debias: bool = True,
-        fractions: Any = None,
+        fractions: Arrays = None,
         num_classes: int | None = None,
         one_hot: bool = False,
         seed: int | None = None,
-        classes: Any = None,
+        classes: Arrays = None,
     ):
         self.model_fn, self.epsilon, self.num_stages, self.prior = model_fn, epsilon, num_stages, prior
         self.temperature, self.debias, self.fractions, self.num_classes = temperature, debias, fractions, num_classes
@@ -95,7 +95,7 @@ class MultiStageTraining(LabelMechanism):
                 )
         self._mechanism(self.prior)  # refuses the prior that does not fit
 
-    def fit(self, X: Any, y: Any, **fit_arguments: Any) -> MultiStageTraining:
+    def fit(self, X: Arrays, y: Arrays, **fit_arguments: object) -> MultiStageTraining:
         """Releases the labels and trains.
 
         Args:
@@ -131,7 +131,7 @@ class MultiStageTraining(LabelMechanism):
         self.noisy_labels_ = _labels.decode(noisy, self.classes_, values)
         return self
 
-    def _prior_from(self, model: Any, first: RandomizedResponseWithPrior | None) -> PublicPrior:
+    def _prior_from(self, model: Model, first: RandomizedResponseWithPrior | None) -> PublicPrior:
         """The guess of a model that saw released labels only."""
         softmax = PublicPrior(model, temperature=self.temperature)
         if first is None or not self.debias:
@@ -161,20 +161,20 @@ class MultiStageTraining(LabelMechanism):
             return None
         return lambda table: table @ inverse
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: Arrays) -> np.ndarray:
         """The last model's probabilities, [n, K]."""
         check_is_fitted(self, "model_")
         return PublicPrior(self.model_).table(np.asarray(X), self.classes_, len(X))
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: Arrays) -> np.ndarray:
         """The likeliest class, [n]."""
         return self.classes_[self.predict_proba(X).argmax(axis=1)]
 
-    def score(self, X: Any, y: Any) -> float:
+    def score(self, X: Arrays, y: Arrays) -> float:
         """Accuracy."""
         return float(np.mean(self.predict(X) == _labels.read(y)[0]))
 
-    def _mechanism(self, prior: Any, seeded: int | None = None) -> RandomizedResponseWithPrior:
+    def _mechanism(self, prior: Prior, seeded: int | None = None) -> RandomizedResponseWithPrior:
         size = len(self.classes_) if seeded is not None else None
         seed = None
         if seeded is not None and self.seed is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._types import Arrays, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.label_dp._base import label_promise
@@ -52,7 +53,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
         tf.errors.InvalidArgumentError: when run, a label outside 0..K-1.
     """
 
-    def __init__(self, epsilon: float, num_classes: int, seed: int | None = None, **kwargs: Any):
+    def __init__(self, epsilon: float, num_classes: int, seed: int | None = None, **kwargs: object):
         super().__init__(**kwargs)
         self.epsilon = check_epsilon(epsilon, "give the ε of one release")
         self.num_classes = _checks.whole("num_classes", num_classes, 2, "count the classes")
@@ -60,7 +61,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
         self._cached, self._by_id = 0, False
         self._key = [int(word) for word in np.random.SeedSequence(seed).generate_state(2, np.uint64) >> np.uint64(1)]
 
-    def call(self, labels: Any, ids: Any = None) -> tf.Tensor:
+    def call(self, labels: Arrays, ids: Arrays = None) -> tf.Tensor:
         """The released labels, in the shape and dtype of `labels`."""
         if ids is None:
             raise ValueError(
@@ -134,8 +135,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
         return [label_promise(self, self.ledger)]
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Json:
         return {**super().get_config(), "epsilon": self.epsilon, "num_classes": self.num_classes, "seed": self.seed}
 
-    def compute_output_shape(self, input_shape: Any) -> Any:
+    def compute_output_shape(self, input_shape: Arrays) -> Arrays:
         return input_shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin
@@ -12,6 +11,7 @@ from sklearn.decomposition import PCA
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
@@ -23,7 +23,7 @@ _MOST_FOR_KMEANS = 200_000
 _SUM_TOLERANCE = 1e-3  # of float16 softmax outputs; a prior's sum is no matter of privacy
 
 
-def check_probabilities(prior: Any, num_classes: int, name: str = "prior") -> np.ndarray:
+def check_probabilities(prior: Prior, num_classes: int, name: str = "prior") -> np.ndarray:
     """Returns `prior` as float64 [m, K] with rows that sum to one. Zeros are allowed: such a class is never released
     where enough others are likely.
 
@@ -63,11 +63,11 @@ class PublicPrior:
         ValueError: for arguments out of range, or outputs that are no guess at K classes of n examples.
     """
 
-    def __init__(self, source: Any, from_logits: bool | None = None, temperature: float = 1.0):
+    def __init__(self, source: Prior, from_logits: bool | None = None, temperature: float = 1.0):
         self.source, self.from_logits = source, from_logits
         self.temperature = _checks.real("temperature", temperature, "1 leaves the probabilities as they are", above=0)
 
-    def table(self, X: Any, classes: np.ndarray, n: int) -> np.ndarray:
+    def table(self, X: Arrays, classes: np.ndarray, n: int) -> np.ndarray:
         """Probabilities [1, K], or [n, K] for the n examples X."""
         source, columns = self.source, None
         is_model = hasattr(source, "predict_proba") or hasattr(source, "predict") or callable(source)
@@ -174,7 +174,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
     def _is_auto(self) -> bool:
         return isinstance(self.epsilon, str) and self.epsilon == "auto"
 
-    def fit(self, X: Any, y: Any, classes: Any = None) -> LabelPrior:
+    def fit(self, X: Arrays, y: Arrays, classes: Arrays = None) -> LabelPrior:
         """Groups the examples by X, and releases the noisy histograms of y.
 
         Args:
@@ -192,7 +192,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
             )
         return self._fit(X, y, classes, lambda sizes, size: float(self.epsilon))
 
-    def _fit(self, X: Any, y: Any, classes: Any, share: Callable[[np.ndarray, int], float]) -> LabelPrior:
+    def _fit(self, X: Arrays, y: Arrays, classes: Arrays, share: Callable[[np.ndarray, int], float]) -> LabelPrior:
         """`fit` for the ε that `share` makes of the groups' sizes and the number of classes."""
         self._check()
         X = _features(self, X, reset=True)
@@ -231,17 +231,17 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         seen = np.bincount(groups * size + said, minlength=len(sizes) * size).reshape(len(sizes), size)
         return debiased_by_response(seen, self.epsilon_)
 
-    def groups(self, X: Any) -> np.ndarray:
+    def groups(self, X: Arrays) -> np.ndarray:
         """The group of each example, [n], from its features."""
         check_is_fitted(self)
         return self._groups(_features(self, X, reset=False))
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: Arrays) -> np.ndarray:
         """The guess at each example's label, [n, K]; costs nothing more."""
         groups = self.groups(X)
         return self.prior_[groups]
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: Arrays) -> np.ndarray:
         """The likeliest class of each example, [n]."""
         likeliest = self.predict_proba(X).argmax(axis=1)
         return self.classes_[likeliest]
@@ -272,7 +272,7 @@ class NoisyHistogram(LabelPrior):
         num_classes: int | None = None,
         seed: int | None = None,
         *,
-        classes: Any = None,
+        classes: Arrays = None,
         local: bool = False,
     ):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
@@ -318,8 +318,8 @@ class KMeansPrior(LabelPrior):
         num_classes: int | None = None,
         seed: int | None = None,
         *,
-        classes: Any = None,
-        clusterer: Any = None,
+        classes: Arrays = None,
+        clusterer: Estimator = None,
         local: bool = False,
     ):
         self.epsilon, self.n_clusters, self.n_components = epsilon, n_clusters, n_components
@@ -368,7 +368,7 @@ class KMeansPrior(LabelPrior):
         return groups
 
 
-def _features(estimator: LabelPrior, X: Any, reset: bool) -> np.ndarray:
+def _features(estimator: LabelPrior, X: Arrays, reset: bool) -> np.ndarray:
     """X as [n, features], checked; images and series are flattened."""
     if len(getattr(X, "shape", ())) > 2:
         X = np.asarray(X).reshape(len(X), -1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from scipy import optimize, sparse
@@ -12,6 +11,7 @@ from sklearn.base import TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from tfdpfl import _tap
+from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
@@ -43,7 +43,7 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
                     "histogram a part of it"
                 )
 
-    def fit(self, y: Any, _second: None = None) -> Any:
+    def fit(self, y: Arrays, _second: None = None) -> Estimator:
         """Releases the noisy histogram, unless the prior is public, and makes the mechanism that suits it.
 
         Args:
@@ -67,7 +67,7 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
         self._solve()
         return self
 
-    def transform(self, y: Any) -> Any:
+    def transform(self, y: Arrays) -> Arrays:
         """Releases noisy labels, float64 in the container of `y`; one release, whatever it holds."""
         check_is_fitted(self, "outputs_")
         if self._made_for != self._response_epsilon:
@@ -87,7 +87,7 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
             result[part] = self._release(numbers[part], uniforms)
         return rebuild(result)
 
-    def inverse_transform(self, y: Any) -> Any:
+    def inverse_transform(self, y: Arrays) -> Arrays:
         """`y` as it is, since released labels are in the units of the true ones; for `TransformedTargetRegressor`.
 
         Set `check_inverse=False` there: its check releases some labels once more, and that is paid.
@@ -95,11 +95,11 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
         check_is_fitted(self, "outputs_")
         return y
 
-    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+    def get_feature_names_out(self, input_features: Arrays = None) -> np.ndarray:
         """The one column's name, for `set_output`."""
         return np.array(["label"], dtype=object)
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Estimator:
         tags = super().__sklearn_tags__()
         tags.input_tags.two_d_array = False
         tags.target_tags.one_d_labels = True
@@ -188,9 +188,9 @@ class RROnBins(_RegressionMechanism):
         self,
         epsilon: float,
         prior_epsilon: float | None = None,
-        prior: Any = None,
+        prior: Prior = None,
         loss: str | Callable = "squared",
-        values: Any = None,
+        values: Arrays = None,
         seed: int | None = None,
     ):
         self.epsilon, self.prior_epsilon, self.prior = epsilon, prior_epsilon, prior
@@ -323,8 +323,8 @@ class UnbiasedRandomizer(_RegressionMechanism):
         self,
         epsilon: float,
         prior_epsilon: float | None = None,
-        prior: Any = None,
-        values: Any = None,
+        prior: Prior = None,
+        values: Arrays = None,
         num_outputs: int | None = None,
         seed: int | None = None,
     ):
@@ -425,7 +425,7 @@ def _unbiased_program(inputs: np.ndarray, p: np.ndarray, outputs: np.ndarray, ep
     return matrix
 
 
-def _numbers(y: Any) -> tuple[np.ndarray, Callable]:
+def _numbers(y: Arrays) -> tuple[np.ndarray, Callable]:
     values, rebuild = _labels.read(y)
     if len(values) == 0:
         raise ValueError("y must have at least one label, got none")

@@ -22,14 +22,13 @@ _WHERE = {
     "grid": "tfdpfl.noise.discrete",
     "Compared": "tfdpfl.accounting.correlated",
     "compare": "tfdpfl.accounting.correlated",
-    "compute_noise_multiplier": "tfdpfl.accounting.correlated",
+    "compute_correlated_noise_multiplier": "tfdpfl.accounting.correlated",
 }
 
 __all__ = [*strategies.__all__, *_WHERE]
 
 if TYPE_CHECKING:
-    from tfdpfl.accounting.correlated import Compared, compare
-    from tfdpfl.accounting.correlated import compute_noise_multiplier_of as compute_noise_multiplier
+    from tfdpfl.accounting.correlated import Compared, compare, compute_correlated_noise_multiplier
     from tfdpfl.noise.discrete import discrete_gaussian, grid
     from tfdpfl.noise.source import AES, PHILOX, Source, gaussian, new_key
 
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    inside = "compute_noise_multiplier_of" if name == "compute_noise_multiplier" else name
-    return getattr(importlib.import_module(_WHERE[name]), inside)
+    return getattr(importlib.import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

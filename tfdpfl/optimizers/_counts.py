@@ -307,7 +307,7 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, scheme: SamplingScheme, code:
     if code.unknown:
         # Rows that were shared may be of the same multiplier as steps of their origin, and are not the same steps.
         origin += "+" if data == SHARED else ""
-        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, discrete=bool(discrete))
+        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, secure_noise=bool(discrete))
         return
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
     truncated = int(row[TRUNCATED]) or None
@@ -320,7 +320,7 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, scheme: SamplingScheme, code:
         else:
             epochs = min(epochs, steps)
     ledger.count(
-        origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=scheme.name, epochs=epochs,
-        adjacency=code.adjacency, dataset=dataset, truncated_batch_size=truncated, unit=code.unit,
-        discrete=bool(discrete),
+        origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=scheme.name,
+        num_epochs=epochs, adjacency=code.adjacency, dataset=dataset, truncated_batch_size=truncated, unit=code.unit,
+        secure_noise=bool(discrete),
     )  # fmt: skip

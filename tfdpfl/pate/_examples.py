@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays
 
-def as_inputs(X: Any, inputs: int = 1) -> Any:
+
+def as_inputs(X: Arrays, inputs: int = 1) -> Arrays:
     """Returns examples as an array, or for a model of several inputs as a list or dict of arrays of one length.
 
     Args:
@@ -18,7 +20,7 @@ def as_inputs(X: Any, inputs: int = 1) -> Any:
         ValueError: the arrays differ in length.
     """
     if isinstance(X, dict):
-        made: Any = {name: np.asarray(each) for name, each in X.items()}
+        made: Arrays = {name: np.asarray(each) for name, each in X.items()}
     elif isinstance(X, tuple) or (isinstance(X, list) and inputs > 1):
         made = [np.asarray(each) for each in X]
     else:
@@ -29,24 +31,24 @@ def as_inputs(X: Any, inputs: int = 1) -> Any:
     return made
 
 
-def arrays(X: Any) -> list[np.ndarray]:
+def arrays(X: Arrays) -> list[np.ndarray]:
     """The arrays that examples are made of."""
     return list(X.values()) if isinstance(X, dict) else X if isinstance(X, list) else [X]
 
 
-def size(X: Any) -> int:
+def size(X: Arrays) -> int:
     """How many examples there are."""
     return len(arrays(X)[0])
 
 
-def rows(X: Any, which: Any) -> Any:
+def rows(X: Arrays, which: Arrays) -> Arrays:
     """Some of the examples: indices, a mask or a slice."""
     if isinstance(X, dict):
         return {name: each[which] for name, each in X.items()}
     return [each[which] for each in X] if isinstance(X, list) else X[which]
 
 
-def joined(parts: list[Any]) -> Any:
+def joined(parts: list[Any]) -> Arrays:
     """Parts of one form, one after the other."""
     if isinstance(parts[0], dict):
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -55,7 +57,7 @@ def joined(parts: list[Any]) -> Any:
     return np.concatenate(parts)
 
 
-def as_classes(y: Any, examples: int) -> tuple[np.ndarray, int | None]:
+def as_classes(y: Arrays, examples: int) -> tuple[np.ndarray, int | None]:
     """Returns labels as whole numbers from 0, int64 `[n]`, and how many columns they had where they were one-hot.
 
     Raises:

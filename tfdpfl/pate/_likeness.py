@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._types import Arrays, Model
 from tfdpfl.clipping.effects import effects
 from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import attributes, body_graphs, function_names
@@ -32,7 +33,7 @@ class Unlike(Exception):
     """The reason for which nothing can be said to be like a model."""
 
 
-def fingerprint(model: Any, x: Any, y: Any) -> str:
+def fingerprint(model: Model, x: Arrays, y: Arrays) -> str:
     """What two models of one architecture, and of one way to train, have in common: the same text in any process.
 
     Args:
@@ -53,14 +54,14 @@ def fingerprint(model: Any, x: Any, y: Any) -> str:
     return json.dumps(_anonymous(told), default=str, sort_keys=True)
 
 
-def own(thing: Any) -> bool:
+def own(thing: object) -> bool:
     """Whether a function, or the class of an object, is Keras's or TensorFlow's."""
     functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     home = (thing if isinstance(thing, functions) else type(thing)).__module__
     return home is None or home.split(".")[0] in ("keras", "tf_keras", "tensorflow", "numpy", "builtins")
 
 
-def foreign(thing: Any) -> bool:
+def foreign(thing: object) -> bool:
     """Whether an object is not Keras's own, or does what something does that is not."""
     if not own(thing) or isinstance(thing, functools.partial):
         return True
@@ -69,7 +70,7 @@ def foreign(thing: Any) -> bool:
     return any(callable(part) and (isinstance(part, functools.partial) or not own(part)) for part in parts)
 
 
-def _of_model(model: Any, x: Any) -> Any:
+def _of_model(model: Model, x: Arrays) -> Any:
     layers = model._flatten_layers(include_self=False)
     if type(model).__name__ in ("Sequential", "Functional") and own(model) and not any(map(foreign, layers)):
         return _renamed(model.get_config(), [layer.name for layer in model.layers])
@@ -77,7 +78,7 @@ def _of_model(model: Any, x: Any) -> Any:
     return [graph, [(w.shape, str(w.dtype), bool(w.trainable)) for w in model.weights]]
 
 
-def _of_loss(model: Any, x: Any, y: Any) -> Any:
+def _of_loss(model: Model, x: Arrays, y: Arrays) -> Any:
     loss = model.loss
     if isinstance(loss, str):
         return loss
@@ -89,7 +90,7 @@ def _of_loss(model: Any, x: Any, y: Any) -> Any:
     return _graph(lambda y, p: model.compute_loss(None, y, p, None), (tf.constant(y), outputs), model)
 
 
-def _graph(function: Callable[..., Any], arguments: tuple, model: Any) -> str:
+def _graph(function: Callable[..., Any], arguments: tuple, model: Model) -> str:
     """The hash of a function's graph, its variables by their place in the model, its arguments of any batch size."""
     specs = tf.nest.map_structure(lambda a: tf.TensorSpec([None, *a.shape[1:]], a.dtype), arguments)
     try:
@@ -129,13 +130,13 @@ def _ops(graph: tf.Graph) -> list:
     return told
 
 
-def _anonymous(value: Any) -> Any:
+def _anonymous(value: object) -> Arrays:
     if isinstance(value, dict):
         return {k: _anonymous(v) for k, v in value.items() if k not in ("name", "seed", "shared_object_id")}
     return [_anonymous(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _renamed(config: Any, names: list[str]) -> Any:
+def _renamed(config: object, names: list[str]) -> Arrays:
     """A configuration whose layers are called by their place."""
     text = json.dumps(config, default=str, sort_keys=True)
     for place, name in sorted(enumerate(names), key=lambda pair: len(pair[1]), reverse=True):

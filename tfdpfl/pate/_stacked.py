@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._types import Arrays, Layer, Loss, Model
 from tfdpfl.pate._likeness import foreign, own
 
 # They work number by number, so that a stacked variable is updated as its slices would be.
@@ -35,7 +36,7 @@ _ROW_WISE = frozenset(
 )
 
 
-def why_not(model: Any) -> str | None:
+def why_not(model: Model) -> str | None:
     """Returns why a compiled Keras model cannot be stacked; None if it can."""
     chain = _chain(model)
     if chain is None:
@@ -59,7 +60,7 @@ def why_not(model: Any) -> str | None:
     return None if len(model.output_shape) == 2 else "its output is no vector"
 
 
-def row_wise_loss(loss: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None:
+def row_wise_loss(loss: Loss) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None:
     """Returns a loss that gives `[examples]`, from what `compile` took; None if it is not known that examples keep
     apart in it, or that `fit` takes their mean."""
     try:
@@ -104,7 +105,7 @@ class Stack:
         limit: See `right`.
     """
 
-    def __init__(self, model: Any, weights: list[list[np.ndarray]], limit: float = 0.5) -> None:
+    def __init__(self, model: Model, weights: list[list[np.ndarray]], limit: float = 0.5) -> None:
         self._model, self._chain = model, _chain(model) or []
         self.teachers, self._limit = len(weights), limit
         trainable = [bool(w.trainable) for w in model.weights]
@@ -193,7 +194,7 @@ class Stack:
         hits = tf.cast(right(y, outputs, self._limit), tf.float32)
         return tf.stack([losses * tf.cast(tf.shape(hits)[1], losses.dtype), tf.reduce_sum(hits, axis=1)])
 
-    def outputs(self, x: Any) -> tf.Tensor:
+    def outputs(self, x: Arrays) -> tf.Tensor:
         """What each model says to the same batch `[batch, ...]`: `[teachers, batch, ...]`."""
         return self._classify(tf.convert_to_tensor(x))
 
@@ -228,7 +229,7 @@ class Stack:
         return x
 
 
-def _activated(layer: Any, x: tf.Tensor) -> tf.Tensor:
+def _activated(layer: Layer, x: tf.Tensor) -> tf.Tensor:
     """The layer's activation: Keras's own know no other example, anything else sees a teacher's batch at a time."""
     function = layer.activation
     home = getattr(function, "__module__", "").split(".")
@@ -250,7 +251,7 @@ def _plus(x: tf.Tensor, bias: list[tf.Variable]) -> tf.Tensor:
     return x + tf.reshape(bias[0], [-1, *[1] * (x.shape.rank - 2), bias[0].shape[-1]])
 
 
-def _convolution(layer: Any, x: tf.Tensor, kernels: tf.Variable, teachers: int) -> tf.Tensor:
+def _convolution(layer: Layer, x: tf.Tensor, kernels: tf.Variable, teachers: int) -> tf.Tensor:
     # One convolution a teacher, in one graph: TensorFlow has grouped ones, but their gradients are no faster on a CPU.
     shared = x.shape[0] == 1
     return tf.stack(
@@ -261,7 +262,7 @@ def _convolution(layer: Any, x: tf.Tensor, kernels: tf.Variable, teachers: int) 
     )
 
 
-def _batch_normalization(layer: Any, x: tf.Tensor, weights: list[tf.Variable], training: bool) -> tf.Tensor:
+def _batch_normalization(layer: Layer, x: tf.Tensor, weights: list[tf.Variable], training: bool) -> tf.Tensor:
     weights = list(weights)
     gamma = weights.pop(0) if layer.scale else None
     beta = weights.pop(0) if layer.center else None
@@ -286,7 +287,7 @@ def _merged(x: tf.Tensor) -> tf.Tensor:
     return tf.reshape(x, tf.concat([[-1], tf.shape(x)[2:]], 0))
 
 
-def _chain(model: Any) -> list[Any] | None:
+def _chain(model: Model) -> list[Any] | None:
     """The model's layers where each one's output is the next one's only input."""
     layers = getattr(model, "layers", None)
     if not layers or not getattr(model, "built", False):
@@ -303,8 +304,7 @@ def _chain(model: Any) -> list[Any] | None:
     return list(layers) if linked and ends else None
 
 
-def _layer_obstacle(layer: Any) -> str | None:
-    kind = type(layer).__name__
+def _layer_obstacle(layer: tf.keras.layers.Layer) -> str | None:
     if not own(layer):
         return "it is not Keras's own"
     config = layer.get_config()
@@ -314,15 +314,29 @@ def _layer_obstacle(layer: Any) -> str | None:
         return "it is frozen or has a loss of its own"
     if any(config.get(name) for name in config if name.endswith(("_regularizer", "_constraint"))):
         return "it has a regularizer or a constraint"
+    kind = type(layer).__name__
     if kind in _WEIGHTLESS:
         return "it repeats its noise" if kind == "Dropout" and layer.noise_shape else None
-    if kind == "Dense":
-        return None if len(layer.kernel.shape) == 2 and len(layer.input.shape) == 2 else "its input is no vector"
-    if kind == "Conv2D":
-        plain = layer.data_format == "channels_last" and layer.groups == 1 and math.prod(layer.dilation_rate) == 1
-        return None if plain else "it is dilated, grouped or has its channels first"
-    if kind == "BatchNormalization":
-        axis = layer.axis[0] if isinstance(layer.axis, (list, tuple)) else layer.axis
-        last = axis in (-1, len(layer.input.shape) - 1)
-        return None if last and not config.get("renorm") and not config.get("synchronized") else "its axis or mode"
-    return f"{kind} is not known"
+    obstacle = _OBSTACLES.get(kind)
+    return f"{kind} is not known" if obstacle is None else obstacle(layer)
+
+
+def _dense_obstacle(layer: tf.keras.layers.Dense) -> str | None:
+    return None if len(layer.kernel.shape) == 2 and len(layer.input.shape) == 2 else "its input is no vector"
+
+
+def _convolution_obstacle(layer: tf.keras.layers.Conv2D) -> str | None:
+    plain = layer.data_format == "channels_last" and layer.groups == 1 and math.prod(layer.dilation_rate) == 1
+    return None if plain else "it is dilated, grouped or has its channels first"
+
+
+def _normalization_obstacle(layer: tf.keras.layers.BatchNormalization) -> str | None:
+    axis = layer.axis[0] if isinstance(layer.axis, (list, tuple)) else layer.axis
+    config = layer.get_config()
+    last = axis in (-1, len(layer.input.shape) - 1)
+    return None if last and not config.get("renorm") and not config.get("synchronized") else "its axis or mode"
+
+
+_OBSTACLES = {
+    "Dense": _dense_obstacle, "Conv2D": _convolution_obstacle, "BatchNormalization": _normalization_obstacle,
+}  # fmt: skip

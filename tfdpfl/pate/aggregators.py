@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdpfl import _tap
+from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
 from tfdpfl.accounting.promises import Promise
@@ -171,7 +172,7 @@ class Answers:
             f"rho={float(self.cost.sum()):.6g})"
         )
 
-    def __getitem__(self, queries: Any) -> Answers:
+    def __getitem__(self, queries: Arrays) -> Answers:
         """The answers to some of the queries: a slice, a mask or indices.
 
         Their ε is that of putting these queries alone. Where the answers decided which ones (``answers[answers.
@@ -207,7 +208,7 @@ class Answers:
         """ε at `delta`; see `Aggregator.epsilon`."""
         return self.mechanism._epsilon(self.counts, self.scores, delta, data_dependent, self.by_teachers)
 
-    def rdp(self, orders: Any) -> np.ndarray:
+    def rdp(self, orders: Arrays) -> np.ndarray:
         """The data-dependent RDP `[queries, orders]`: private, like the votes."""
         return self.mechanism._rdp(self.counts, self.scores, pricing.check_orders(orders), self.by_teachers)
 
@@ -248,7 +249,7 @@ class Aggregator(abc.ABC):
     def _answer(self, counts: np.ndarray) -> Answers:
         """Draws the noise."""
 
-    def aggregate(self, votes: Any, num_classes: int | None = None, *, num_teachers: int | None = None) -> Answers:
+    def aggregate(self, votes: Arrays, num_classes: int | None = None, *, num_teachers: int | None = None) -> Answers:
         """Answers every query once. Asking again costs again.
 
         Args:
@@ -261,7 +262,7 @@ class Aggregator(abc.ABC):
         """
         return self._answer(as_counts(votes, num_classes, num_teachers))
 
-    def stream(self, batches: Iterable[Any], num_classes: int | None = None, **options: Any) -> Iterator[Answers]:
+    def stream(self, batches: Iterable[Arrays], num_classes: int | None = None, **options: Any) -> Iterator[Answers]:
         """Answers batches of votes one by one, for more queries than fit in memory. Arguments as `aggregate`."""
         for votes in batches:
             yield self.aggregate(votes, num_classes, **options)
@@ -305,14 +306,14 @@ class Aggregator(abc.ABC):
 
     def epsilon(
         self,
-        votes: Any,
+        votes: Arrays,
         delta: float,
         data_dependent: bool = True,
         *,
         num_classes: int | None = None,
         num_teachers: int | None = None,
-        answered: Any = None,
-        student: Any = None,
+        answered: Arrays = None,
+        student: Arrays = None,
     ) -> Epsilon:
         """Returns ε at `delta` of answering these queries, with its label.
 
@@ -336,14 +337,14 @@ class Aggregator(abc.ABC):
         counts = as_counts(votes, num_classes, num_teachers)
         return self._epsilon(counts, self._scores(counts, student), delta, data_dependent, answered)
 
-    def _scores(self, counts: np.ndarray, student: Any) -> np.ndarray | None:
+    def _scores(self, counts: np.ndarray, student: Arrays) -> np.ndarray | None:
         """What the threshold looks at, where that is not the counts."""
         if student is not None:
             raise ValueError(f"student is for InteractiveGNMax; leave it out for {type(self).__name__}.")
         return None
 
     def _epsilon(
-        self, counts: np.ndarray, scores: np.ndarray | None, delta: float, data_dependent: bool, answered: Any
+        self, counts: np.ndarray, scores: np.ndarray | None, delta: float, data_dependent: bool, answered: Arrays
     ) -> Epsilon:
         queries = len(counts)
         delta = pricing.check_delta(delta)
@@ -357,7 +358,7 @@ class Aggregator(abc.ABC):
         # Which of the two is less tells about the votes, so that the label stays.
         return epsilon if epsilon <= independent else Epsilon(independent, delta, data_dependent=True)
 
-    def _rdp(self, counts: np.ndarray, scores: np.ndarray | None, orders: np.ndarray, answered: Any) -> np.ndarray:
+    def _rdp(self, counts: np.ndarray, scores: np.ndarray | None, orders: np.ndarray, answered: Arrays) -> np.ndarray:
         mask = self._mask(answered, len(counts))
         out = np.zeros((len(counts), len(orders)))
         for part, seen, rows in self._seen(counts, scores, mask):
@@ -366,7 +367,7 @@ class Aggregator(abc.ABC):
 
     def _seen(
         self, counts: np.ndarray, scores: np.ndarray | None, mask: np.ndarray
-    ) -> Iterator[tuple[Any, np.ndarray, Any]]:
+    ) -> Iterator[tuple[Arrays, np.ndarray, Arrays]]:
         """Each part, what it looked at, and the queries it ran on."""
         for part in self.parts:
             if isinstance(part, Threshold):
@@ -374,7 +375,7 @@ class Aggregator(abc.ABC):
             elif mask.any():
                 yield part, counts[mask], mask
 
-    def _mask(self, answered: Any, queries: int) -> np.ndarray:
+    def _mask(self, answered: Arrays, queries: int) -> np.ndarray:
         if answered is None:
             return np.ones(queries, bool)
         mask = np.asarray(answered)
@@ -532,10 +533,10 @@ class InteractiveGNMax(ConfidentGNMax):
 
     def aggregate(
         self,
-        votes: Any,
+        votes: Arrays,
         num_classes: int | None = None,
         *,
-        student: Any = None,
+        student: Arrays = None,
         num_teachers: int | None = None,
     ) -> Answers:
         """Answers every query once.
@@ -554,11 +555,11 @@ class InteractiveGNMax(ConfidentGNMax):
         labels = np.where(keeps, probabilities.argmax(axis=1), answers.labels)
         return dataclasses.replace(answers, labels=labels, answered=answers.answered | keeps)
 
-    def _scores(self, counts: np.ndarray, student: Any) -> np.ndarray:
+    def _scores(self, counts: np.ndarray, student: Arrays) -> np.ndarray:
         return student_scores(counts, student)[0]
 
 
-def student_scores(counts: np.ndarray, student: Any) -> tuple[np.ndarray, np.ndarray]:
+def student_scores(counts: np.ndarray, student: Arrays) -> tuple[np.ndarray, np.ndarray]:
     """Interactive-GNMax's `counts - M·p`, and p, checked."""
     if student is None:
         raise ValueError("student must be the student's probabilities [queries, classes]; got None.")
@@ -571,7 +572,7 @@ def student_scores(counts: np.ndarray, student: Any) -> tuple[np.ndarray, np.nda
     return counts - counts[0].sum() * probabilities, probabilities
 
 
-def _check_sigma(name: str, value: Any) -> None:
+def _check_sigma(name: str, value: object) -> None:
     _checks.real(name, value, "the noise's standard deviation in votes, for instance 40", above=0)
 
 

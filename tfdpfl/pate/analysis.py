@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.pate.aggregators import Aggregator, LNMax
 from tfdpfl.pate.epsilon import Epsilon
@@ -14,7 +15,7 @@ from tfdpfl.pate.pricing import best_epsilon, check_delta, check_orders, compose
 from tfdpfl.pate.votes import as_counts
 
 
-def rdp_data_independent(mechanism: Aggregator, orders: Any, num_queries: int | None = None) -> np.ndarray:
+def rdp_data_independent(mechanism: Aggregator, orders: Arrays, num_queries: int | None = None) -> np.ndarray:
     """Returns the RDP of one query whatever its votes, `[orders]`; `[num_queries, orders]` where that is given.
 
     GNMax: λ/σ². LNMax: min(2γ, 2γ²λ). With a threshold: that of a query which is answered.
@@ -36,13 +37,13 @@ def rdp_data_independent(mechanism: Aggregator, orders: Any, num_queries: int | 
 
 def rdp_data_dependent(
     mechanism: Aggregator,
-    votes: Any,
-    orders: Any,
+    votes: Arrays,
+    orders: Arrays,
     *,
     num_classes: int | None = None,
     num_teachers: int | None = None,
-    answered: Any = None,
-    student: Any = None,
+    answered: Arrays = None,
+    student: Arrays = None,
 ) -> np.ndarray:
     """Returns the RDP `[queries, orders]` of each query given its votes. It is as private as the votes.
 
@@ -67,7 +68,7 @@ def rdp_data_dependent(
 
 
 def optimal_order(
-    mechanism: Aggregator, votes: Any, delta: float, *, data_dependent: bool = True, **options: Any
+    mechanism: Aggregator, votes: Arrays, delta: float, *, data_dependent: bool = True, **options: Any
 ) -> float:
     """Returns the order at which RDP gives the least ε.
 
@@ -117,8 +118,8 @@ class PySyftAnalysis:
 
 
 def pysyft_analysis(
-    teacher_preds: Any,
-    indices: Any = None,
+    teacher_preds: Arrays,
+    indices: Arrays = None,
     noise_eps: float = 0.1,
     delta: float = 1e-5,
     moments: int = 8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdpfl._types import Json
 from tfdpfl.accounting.promises import Promise, fixed
 
 _COVERED = (
@@ -64,12 +65,12 @@ class Epsilon(float):
     def __round__(self, digits: int | None = None) -> Epsilon:  # type: ignore[override]
         return Epsilon(float.__round__(self, digits or 0), self.delta, self.data_dependent, self.order)
 
-    def promises(self, delta: float, private: bool = False, **more: Any) -> list[Promise]:
+    def promises(self, delta: float, private: bool = False, **more: object) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
         price = fixed(self, self.delta, "pld" if self.order is None else "rdp")
         return [votes_promise(private or self.data_dependent, price=price, **more)]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The figure with its label, ready for JSON."""
         return {"epsilon": float(self), "delta": self.delta, "order": self.order, "warning": self.warning or None}
 

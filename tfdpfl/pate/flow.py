@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays, Axes, Json, Model
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import large
 from tfdpfl.accounting.promises import Promise
@@ -92,7 +93,7 @@ class PATEReport:
             lines.append(f"  student right: {self.student_accuracy:.2%}")
         return "\n".join([*lines, "  neighbours: data sets of the same size that differ in one teacher's example"])
 
-    def plot(self, path: str | os.PathLike | None = None, *, alone: float | None = None) -> Any:
+    def plot(self, path: str | os.PathLike | None = None, *, alone: float | None = None) -> Axes:
         """Draws how often labels and student are right, and what they cost, and returns the figure.
 
         Bars say which figures may be published and which are drawn from the votes: the picture as a whole is private.
@@ -136,7 +137,7 @@ class PATEReport:
         figure.suptitle(f"{self.num_teachers} teachers who share no data {taught}", fontsize=11)
         return _saved(figure, path)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The figures with their labels, ready for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         sanitized = {**vars(self.sanitized), "unpadded": self.sanitized.unpadded.to_dict()}
@@ -184,9 +185,9 @@ class PATE:
 
     def __init__(
         self,
-        teachers: Any,
+        teachers: object,
         aggregator: Aggregator,
-        student_fn: Callable[[], Any],
+        student_fn: Callable[[], Model],
         delta: float,
         *,
         budget: float | None = None,
@@ -209,15 +210,15 @@ class PATE:
 
     def fit(
         self,
-        X: Any,
-        y: Any = None,
+        X: Arrays,
+        y: Arrays = None,
         *,
         num_queries: int | None = None,
-        queries: Any = None,
+        queries: Arrays = None,
         semi_supervised: bool = False,
         confidence: float = 0.95,
         rounds: int = 3,
-        test_data: tuple[Any, Any] | None = None,
+        test_data: tuple[Arrays, Arrays] | None = None,
         seed: int | None = None,
     ) -> PATE:
         """Asks, answers, and trains the student; returns the object.
@@ -306,7 +307,7 @@ class PATE:
             student_accuracy=self._student_accuracy,
         )
 
-    def plot_margins(self, path: str | os.PathLike | None = None) -> Any:
+    def plot_margins(self, path: str | os.PathLike | None = None) -> Axes:
         """Draws by how many votes the plurality leads, and returns the figure. It is drawn from the votes: private.
 
         Args:
@@ -327,7 +328,7 @@ class PATE:
         axes.set_title(f"Vote margins ({WARNING})")
         return _saved(figure, path)
 
-    def plot_costs(self, path: str | os.PathLike | None = None) -> Any:
+    def plot_costs(self, path: str | os.PathLike | None = None) -> Axes:
         """Draws each query's data-dependent cost beside its data-independent one; as `plot_margins`."""
         self._check_fitted()
         epsilon = self.answers_.epsilon(self.delta, data_dependent=True)
@@ -345,7 +346,7 @@ class PATE:
 
     # Queries and answers
 
-    def _choose(self, examples: int, num_queries: int | None, queries: Any, seed: int | None) -> np.ndarray:
+    def _choose(self, examples: int, num_queries: int | None, queries: Arrays, seed: int | None) -> np.ndarray:
         if queries is not None:
             if num_queries is not None:
                 raise ValueError("give num_queries or queries, not both.")
@@ -362,7 +363,7 @@ class PATE:
             raise ValueError(f"num_queries must be at most the {examples} examples, got {num_queries}.")
         return np.random.default_rng(seed).permutation(examples)[:number]
 
-    def _votes(self, X: Any) -> np.ndarray:
+    def _votes(self, X: Arrays) -> np.ndarray:
         if hasattr(self.teachers, "votes"):
             return as_counts(self.teachers.votes(_examples.rows(X, self.queries_)))
         counts = as_counts(self.teachers)
@@ -370,7 +371,7 @@ class PATE:
             raise ValueError(f"teachers must have votes on each of the {examples} examples, got {len(counts)} rows.")
         return counts[self.queries_]
 
-    def _answer(self, counts: np.ndarray, X: Any) -> Answers:
+    def _answer(self, counts: np.ndarray, X: Arrays) -> Answers:
         mechanism = self.aggregator
         if not isinstance(mechanism, InteractiveGNMax):
             answers = mechanism.aggregate(counts)
@@ -427,19 +428,19 @@ class PATE:
 
     # The student
 
-    def _inputs(self, X: Any) -> Any:
+    def _inputs(self, X: Arrays) -> Arrays:
         return _examples.as_inputs(X, inputs_of(self.student_fn()) if isinstance(X, list) else 1)
 
-    def _taught(self, X: Any, labels: np.ndarray) -> Any:
+    def _taught(self, X: Arrays, labels: np.ndarray) -> Arrays:
         student = compiled(self.student_fn, "student_fn", like_zero(_examples.rows(X, slice(0, 1))))
         self._learn(student, X, labels, self.epochs, 2 * bool(self.verbose > 1))
         return student
 
-    def _learn(self, student: Any, X: Any, labels: np.ndarray, epochs: int, verbose: int = 0) -> None:
+    def _learn(self, student: Arrays, X: Arrays, labels: np.ndarray, epochs: int, verbose: int = 0) -> None:
         y = labels_for(student.loss, labels, self._num_classes)
         student.fit(X, y, epochs=epochs, batch_size=self.batch_size, verbose=verbose)
 
-    def _teach_itself(self, X: Any, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int) -> None:
+    def _teach_itself(self, X: Arrays, rows: np.ndarray, labels: np.ndarray, confidence: float, rounds: int) -> None:
         confidence = _checks.probability("confidence", confidence, "the student's probability, for instance 0.95")
         rest = np.setdiff1d(np.arange(_examples.size(X)), rows)
         for _ in range(_checks.whole("rounds", rounds, 1, "for instance 3")):
@@ -452,7 +453,7 @@ class PATE:
             epochs = math.ceil(self.epochs / 2 * len(rows) / len(taught))
             self._learn(self.student_, _examples.rows(X, np.concatenate([rows, rest[sure]])), taught, epochs)
 
-    def _probabilities(self, X: Any) -> np.ndarray:
+    def _probabilities(self, X: Arrays) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0), float)
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(f"student_fn must make a model with one output for each class, got {outputs.shape}.")
@@ -461,7 +462,7 @@ class PATE:
         outputs = np.exp(outputs - outputs.max(axis=1, keepdims=True))
         return outputs / outputs.sum(axis=1, keepdims=True)
 
-    def _classes(self, X: Any) -> np.ndarray:
+    def _classes(self, X: Arrays) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0))
         return outputs.argmax(axis=1)
 
@@ -488,7 +489,7 @@ def _figure(panels: int = 1, size: tuple[float, float] = (7, 4)) -> tuple[Any, A
     return figure, figure.subplots(panels)
 
 
-def _bars(axes: Any, values: dict[str, tuple[float, bool]], label: str, form: str, start: float) -> None:
+def _bars(axes: Axes, values: dict[str, tuple[float, bool]], label: str, form: str, start: float) -> None:
     """Bars from above to below, grey where a figure is private."""
     for name, (value, private) in values.items():
         bar = axes.barh(name, value - start, left=start, color="0.7" if private else "tab:blue", label=private)
@@ -497,7 +498,7 @@ def _bars(axes: Any, values: dict[str, tuple[float, bool]], label: str, form: st
     axes.invert_yaxis()
 
 
-def _saved(figure: Any, path: str | os.PathLike | None) -> Any:
+def _saved(figure: Axes, path: str | os.PathLike | None) -> Arrays:
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks, price
 from tfdpfl.pate.epsilon import Epsilon
 
@@ -23,12 +24,12 @@ _CHUNK = 20_000  # queries whose [queries, orders] arrays are held at once
 ORDERS = 1 + np.geomspace(0.02, 1e4, 100)
 
 
-def compose(rdp_of_batches: Iterable[Any]) -> np.ndarray:
+def compose(rdp_of_batches: Iterable[Arrays]) -> np.ndarray:
     """Returns the total RDP `[orders]`, of all `rdp_of_batches` of queries, each `[queries, orders]`: RDP adds up."""
     return np.sum([np.sum(batch, axis=0) for batch in rdp_of_batches], axis=0)
 
 
-def epsilon_of_rdp(orders: Any, rdp: Any, delta: float, conversion: str = "tight") -> tuple[float, float]:
+def epsilon_of_rdp(orders: Arrays, rdp: Arrays, delta: float, conversion: str = "tight") -> tuple[float, float]:
     """Returns the least ε over orders, and the order that gives it.
 
     Args:
@@ -105,7 +106,7 @@ def composed_rdp(steps: Iterable[tuple[Any, np.ndarray]], orders: np.ndarray) ->
     return total
 
 
-def check_orders(orders: Any) -> np.ndarray:
+def check_orders(orders: Arrays) -> np.ndarray:
     """Returns the orders as float64 `[orders]`, or raises a `ValueError` with the mend."""
     array = np.atleast_1d(np.asarray(orders, float))
     if array.ndim != 1 or not array.size or not (np.isfinite(array) & (array > 1)).all():

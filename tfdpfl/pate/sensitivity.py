@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy import special
 
+from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.pate import pricing
@@ -77,14 +77,14 @@ class SanitizedEpsilon:
 
 def smooth_sensitivity(
     mechanism: Aggregator,
-    votes: Any,
+    votes: Arrays,
     order: float,
     beta: float,
     *,
     num_classes: int | None = None,
     num_teachers: int | None = None,
-    answered: Any = None,
-    student: Any = None,
+    answered: Arrays = None,
+    student: Arrays = None,
 ) -> np.ndarray:
     """Returns each query's β-smooth sensitivity of its data-dependent RDP at one order, `[queries]`. It is private.
 
@@ -154,7 +154,7 @@ def _checked(order: float, beta: float, noise: float) -> tuple[float, float, flo
 
 def smooth_sensitivity_release(
     mechanism: Aggregator | Answers,
-    votes: Any = None,
+    votes: Arrays = None,
     delta: float = 1e-5,
     *,
     order: float | None = None,
@@ -163,8 +163,8 @@ def smooth_sensitivity_release(
     failure: float = 0.01,
     num_classes: int | None = None,
     num_teachers: int | None = None,
-    answered: Any = None,
-    student: Any = None,
+    answered: Arrays = None,
+    student: Arrays = None,
     seed: int | None = None,
 ) -> SanitizedEpsilon:
     """Returns a data-dependent ε that may be published: once. Each release costs; its own cost is in the figure.
@@ -246,7 +246,7 @@ def smooth_sensitivity_release(
 
 
 def _sensitivity(
-    mechanism: Aggregator, counts: np.ndarray, scores: np.ndarray | None, order: float, beta: float, answered: Any
+    mechanism: Aggregator, counts: np.ndarray, scores: np.ndarray | None, order: float, beta: float, answered: Arrays
 ) -> np.ndarray:
     order = float(pricing.check_orders(order)[0])
     beta = _checks.real("beta", beta, "for instance 0.3 / order", above=0)

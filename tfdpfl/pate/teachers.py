@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays, Loss, Model
 from tfdpfl.accounting import _checks
 from tfdpfl.pate import _examples
 
@@ -59,7 +60,7 @@ class TeacherEnsemble:
 
     def __init__(
         self,
-        model_fn: Callable[[], Any],
+        model_fn: Callable[[], Model],
         num_teachers: int,
         *,
         epochs: int = 10,
@@ -85,8 +86,8 @@ class TeacherEnsemble:
 
     def fit(
         self,
-        X: Any,
-        y: Any,
+        X: Arrays,
+        y: Arrays,
         *,
         shards: Sequence[Any] | None = None,
         validation_split: float = 0.0,
@@ -138,8 +139,8 @@ class TeacherEnsemble:
         self._limit = _limit(first)
         self._weights: list[list[np.ndarray] | None] = [None] * self.num_teachers
         self.history_: list[dict[str, list[float]]] = [{} for _ in range(self.num_teachers)]
-        self._models: dict[int, Any] = {}
-        self._stacks: dict[int, Any] = {}
+        self._models: dict[int, Model] = {}
+        self._stacks: dict[int, Model] = {}
         self._alone: list[int] = []
         self.__dict__.pop("_optimizer_start", None)
         self._labels_like = labels[:1] * 0
@@ -167,7 +168,7 @@ class TeacherEnsemble:
         X = _examples.joined([_examples.as_inputs(x, inputs) for x, _ in shards])
         return self.fit(X, np.concatenate([np.asarray(y) for _, y in shards]), shards=indices, **options)
 
-    def predict(self, X: Any, batch_size: int = 1024) -> np.ndarray:
+    def predict(self, X: Arrays, batch_size: int = 1024) -> np.ndarray:
         """Returns each teacher's class for each query, int64 `[teachers, queries]`.
 
         Raises:
@@ -181,7 +182,7 @@ class TeacherEnsemble:
                 predictions[teachers, batch] = self._classes(outputs(_examples.rows(X, batch)), teachers)
         return predictions
 
-    def votes(self, X: Any, batch_size: int = 1024) -> np.ndarray:
+    def votes(self, X: Arrays, batch_size: int = 1024) -> np.ndarray:
         """Returns vote counts, int64 `[queries, classes]`, computed `batch_size` queries at a time. Private.
 
         Raises:
@@ -196,7 +197,7 @@ class TeacherEnsemble:
                     counts[start + np.arange(len(classes)), classes] += 1
         return counts
 
-    def model(self, teacher: int) -> Any:
+    def model(self, teacher: int) -> Model:
         """Returns one teacher as a Keras model of its own."""
         self._check_fitted()
         if teacher in self._models:
@@ -241,7 +242,7 @@ class TeacherEnsemble:
                     raise ValueError(f"validation_split={part:g} {left}: lower it.")
                 self._measured_on[teacher], self._trained_on[teacher] = np.split(rng.permutation(shard), [aside])
 
-    def _weigh(self, weights: Any, classes: np.ndarray) -> np.ndarray | None:
+    def _weigh(self, weights: object, classes: np.ndarray) -> np.ndarray | None:
         """Weights of the classes for each teacher, `[teachers, K]`."""
         if weights is None:
             return None
@@ -259,10 +260,10 @@ class TeacherEnsemble:
             table[:, k] = _checks.real(f"class_weight[{k}]", weight, "a weight in the loss, for instance 1", at_least=0)
         return table
 
-    def _new_model(self) -> Any:
+    def _new_model(self) -> Model:
         return compiled(self.model_fn, "model_fn", self._zero)
 
-    def _told(self, model: Any) -> tuple[str | None, str | None]:
+    def _told(self, model: Model) -> tuple[str | None, str | None]:
         """What a model is known by; or None, and why."""
         import tensorflow as tf
 
@@ -274,11 +275,11 @@ class TeacherEnsemble:
         except _likeness.Unlike as error:
             return None, str(error)
 
-    def _alike(self, model: Any) -> bool:
+    def _alike(self, model: Model) -> bool:
         """Whether a model may stand in the template's graph: one that cannot be told is like no other."""
         return self._fingerprint is not None and self._told(model)[0] == self._fingerprint
 
-    def _why_not(self, model: Any, unlike: str | None) -> str | None:
+    def _why_not(self, model: Model, unlike: str | None) -> str | None:
         from tfdpfl.pate import _stacked
 
         if self.together is False:
@@ -302,7 +303,7 @@ class TeacherEnsemble:
         ]
         return f"of {self.num_teachers} teachers " + ", ".join(parts)
 
-    def _train(self, X: Any, y: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> None:
+    def _train(self, X: Arrays, y: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> None:
         from tqdm import tqdm
 
         missing = [t for t in range(self.num_teachers) if self._weights[t] is None]
@@ -339,7 +340,7 @@ class TeacherEnsemble:
         self,
         group: list[int],
         weights: list[list[np.ndarray]],
-        X: Any,
+        X: Arrays,
         y: np.ndarray,
         classes: np.ndarray,
         rng: np.random.Generator,
@@ -377,7 +378,7 @@ class TeacherEnsemble:
             self._stacks[len(weights)] = _stacked.Stack(self._template, weights, self._limit)
         return self._stacks[len(weights)]
 
-    def _train_one(self, teacher: int, model: Any, alike: bool, X: Any, y: np.ndarray, bar: Any) -> None:
+    def _train_one(self, teacher: int, model: Model, alike: bool, X: Arrays, y: np.ndarray, bar: Any) -> None:
         rows, aside = self._trained_on[teacher], self._measured_on[teacher]
         # A callback may leave something behind in the model that it is given.
         trained = self._reused(model) if alike and self._callbacks is None else model
@@ -398,7 +399,7 @@ class TeacherEnsemble:
         log = {name: [float(v) for v in values] for name, values in log.history.items()}
         self._keep(teacher, trained.get_weights(), log)
 
-    def _reused(self, model: Any) -> Any:
+    def _reused(self, model: Model) -> Model:
         """The template with the new model's weights and a fresh optimizer: its graph is traced once for all."""
         optimizer = self._template.optimizer
         if not hasattr(optimizer, "build"):  # Keras 2's legacy optimizers
@@ -413,7 +414,7 @@ class TeacherEnsemble:
 
     # Checkpoints
 
-    def _resume(self, X: Any, y: np.ndarray, shards: Any, validation_split: float, class_weight: Any) -> None:
+    def _resume(self, X: Arrays, y: np.ndarray, shards: object, validation_split: float, class_weight: Arrays) -> None:
         assert self.checkpoint_dir is not None
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         weights = sorted(class_weight.items()) if isinstance(class_weight, Mapping) else class_weight
@@ -469,7 +470,7 @@ class TeacherEnsemble:
         if not hasattr(self, "_weights"):
             raise ValueError("the teachers are not trained: call fit(X, y) first.")
 
-    def _queries(self, X: Any) -> Any:
+    def _queries(self, X: Arrays) -> Arrays:
         self._check_fitted()
         return _examples.as_inputs(X, len(_examples.arrays(self._zero)))
 
@@ -498,13 +499,13 @@ class TeacherEnsemble:
         return (outputs[..., 0] > self._limit).astype(np.int64)
 
 
-def _outputs_of(model: Any) -> Callable[[np.ndarray], np.ndarray]:
+def _outputs_of(model: Model) -> Callable[[np.ndarray], np.ndarray]:
     if hasattr(model, "predict_on_batch"):
         return lambda batch: np.asarray(model.predict_on_batch(batch))[None]
     return lambda batch: model.outputs(batch).numpy()
 
 
-def compiled(model_fn: Callable[[], Any], name: str, zero: Any) -> Any:
+def compiled(model_fn: Callable[[], Model], name: str, zero: Arrays) -> Model:
     """Returns a new model, built; compiled with Adam and cross-entropy if it came without.
 
     Args:
@@ -528,7 +529,7 @@ def compiled(model_fn: Callable[[], Any], name: str, zero: Any) -> Any:
     return model
 
 
-def _num_outputs(model: Any, zero: Any) -> int:
+def _num_outputs(model: Model, zero: Arrays) -> int:
     outputs = model(zero, training=False)
     shape = getattr(outputs, "shape", None)
     if shape is None or len(shape) != 2:
@@ -537,18 +538,18 @@ def _num_outputs(model: Any, zero: Any) -> int:
     return int(shape[-1])
 
 
-def _last_activation(model: Any) -> str:
+def _last_activation(model: Model) -> str:
     return getattr(getattr(model.layers[-1], "activation", None), "__name__", "linear")
 
 
-def _limit(model: Any) -> float:
+def _limit(model: Model) -> float:
     """From where a single output means the second of two classes."""
     config = model.loss.get_config() if hasattr(model.loss, "get_config") else {}
     chain = type(model).__name__ in ("Sequential", "Functional")
     return 0.0 if config.get("from_logits") or (chain and _last_activation(model) in ("linear", "tanh")) else 0.5
 
 
-def labels_for(loss: Any, classes: np.ndarray, outputs: int, one_hot: bool = False) -> np.ndarray:
+def labels_for(loss: Loss, classes: np.ndarray, outputs: int, one_hot: bool = False) -> np.ndarray:
     """Labels as Keras's own losses take them; for any other as they came."""
     import tensorflow as tf
 
@@ -564,12 +565,12 @@ def labels_for(loss: Any, classes: np.ndarray, outputs: int, one_hot: bool = Fal
     return np.eye(outputs, dtype=np.float32)[classes] if one_hot else classes
 
 
-def inputs_of(model: Any) -> int:
+def inputs_of(model: Model) -> int:
     """How many inputs a model has, as far as it says."""
     return len(getattr(model, "inputs", None) or [1])
 
 
-def like_zero(x: Any) -> Any:
+def like_zero(x: Arrays) -> Arrays:
     """Examples of zeros in the form of x."""
     if isinstance(x, dict):
         return {name: np.zeros_like(each) for name, each in x.items()}
@@ -583,7 +584,7 @@ def _digest(arrays: Sequence[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, write: Callable[[Any], Any]) -> None:
+def _write(path: Path, write: Callable[[Arrays], Arrays]) -> None:
     """Writes a file that is whole or not there."""
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+
+from tfdpfl._types import Arrays
 
 _FEW_CLASSES = 32
 
 
-def as_counts(votes: Any, num_classes: int | None = None, num_teachers: int | None = None) -> np.ndarray:
+def as_counts(votes: Arrays, num_classes: int | None = None, num_teachers: int | None = None) -> np.ndarray:
     """Returns vote counts, int64 `[queries, classes]`; every row sums to the number of teachers.
 
     Args:

@@ -1,0 +1,23 @@
+"""Names for the kinds of values that TensorFlow, TFF and scikit-learn have no types for: a checker takes them as they
+come, and a reader learns what they are."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+Arrays: TypeAlias = Any  # arrays, tensors or data frames, or nests of them, as Keras and scikit-learn take them
+Dataset: TypeAlias = Any  # a tf.data.Dataset, or another source of batches
+Model: TypeAlias = Any  # a Keras model, of Keras 2 or 3
+Layer: TypeAlias = Any  # a Keras layer
+Loss: TypeAlias = Any  # a Keras loss
+Optimizer: TypeAlias = Any  # a Keras optimizer
+Nest: TypeAlias = Any  # a nest of tensors, or of what stands for them
+State: TypeAlias = Any  # what a TFF process keeps from one round to the next
+Computation: TypeAlias = Any  # a computation, process, factory or type of TFF, or what executes it
+Estimator: TypeAlias = Any  # a scikit-learn estimator
+Prior: TypeAlias = Any  # probabilities of labels, or an estimator of them
+Promiser: TypeAlias = Any  # whatever spends privacy: an object with a method promises(delta)
+Report: TypeAlias = Any  # a tfdpfl.reports.ProjectReport, or a part or a total of one
+Axes: TypeAlias = Any  # axes of matplotlib
+Json: TypeAlias = dict[str, Any]  # values that JSON can hold, by name
+Keywords: TypeAlias = dict[str, Any]  # arguments by name
