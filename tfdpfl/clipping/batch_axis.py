@@ -69,6 +69,8 @@ class BatchAxis:
         self.customised: list[tf.Operation] = []
         self.within = False
         self.outer: BatchAxis | None = None
+        self.version = graph.version
+        self._bodies: dict[tuple, BatchAxis] = {}
         for name in graph_tools.RELEASED.get(graph, ()):
             self.ops[name] = graph.get_operation_by_name(name)
             self.states[(name, 0)] = Public()
@@ -235,14 +237,21 @@ class BatchAxis:
             return before
         return [s if isinstance(s, Handle) else self[t] for s, t in zip(before, op.outputs, strict=True)]
 
-    def body(self, op, attribute, inputs, states) -> tuple[BatchAxis, list[State], tf.Graph]:
-        graph = function_graph(op.graph, op.get_attr(attribute).name, inputs)
-        given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
-        inner = BatchAxis(graph, lambda t: given.get(t.op.name))
-        inner.within = True
-        inner.vouched, inner.tainted = self.vouched, self.tainted
-        inner.run([*graph.inputs, *graph.outputs])
-        self.reads += inner.reads
+    def body(
+        self, op: tf.Operation, attribute: str, inputs: list[tf.Tensor], states: list[State]
+    ) -> tuple[BatchAxis, list[State], tf.Graph]:
+        """Analyses what an op runs, given the states of its inputs; each body once for the same states."""
+        name = op.get_attr(attribute).name
+        inner = self._bodies.get((op.name, name, *states))
+        if inner is None or inner.version != inner.graph.version:
+            graph = function_graph(op.graph, name, inputs)
+            given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
+            inner = self._bodies[op.name, name, *states] = BatchAxis(graph, lambda t: given.get(t.op.name))
+            inner.within = True
+            inner.vouched, inner.tainted = self.vouched, self.tainted
+            inner.run([*graph.inputs, *graph.outputs])
+            self.reads += inner.reads
+        graph = inner.graph
         if inner.checks:  # a length inside a body cannot be checked from outside
             bad = inner.checks[0][0].op
             return inner, [mixed(op, f"has a {bad.type} that is not known to keep examples apart")] * len(

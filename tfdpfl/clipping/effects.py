@@ -77,25 +77,37 @@ def written_from(view: BatchAxis, handles: set[Handle]) -> tuple[set[Handle], bo
     """The variables with those that what is written to them is computed from, and whether anything else that enters
     the graph is among what it is computed from."""
     known, new, entries = set(), set(handles), False
-    released = graph_tools.RELEASED.get(view.graph, ())
     while new:
         known |= new
-        writing = [op for op, _ in writes(view, new)]
-        calls = [op for op in writing if op.type in CALLS]
-        entries = entries or any(op.type in BODIES and op.type not in CALLS for op in writing)  # may take something in
-        read = graph_tools.ancestors(
-            [t for op in writing for t in op.inputs if op.type not in CALLS or t.dtype != tf.resource],
-            follow=lambda t: t.op.name not in released,
-        )
-        using = [*(op for op in writing if op.type not in CALLS), *read.values()]
-        resources = {key(t): t for op in using for t in op.inputs if t.dtype == tf.resource}
-        found = {view.handle(t) for t in resources.values()}
-        for inner, _ in (body for op in calls for body in view.bodies(op)):
-            inside, more = written_from(inner, known)
-            found, entries = found | inside, entries or more
-        new = found - known
-        entries = entries or any(op.type in ENTRIES and op.outputs[0].dtype != tf.resource for op in read.values())
+        found, writing = set(), []
+        for op, _ in writes(view, new):
+            if op.type not in CALLS:
+                writing.append(op)
+                entries = entries or op.type in BODIES  # may take something in
+                continue
+            for inner, _ in view.bodies(op):
+                inside, more = written_from(inner, known)
+                found |= inside
+                entries = entries or more
+                writing += [op] if more else []  # else what is written follows from none of the call's inputs
+        handles_read, more = _computed_from(view, writing)
+        new = (found | handles_read) - known
+        entries = entries or more
     return known, entries
+
+
+def _computed_from(view: BatchAxis, ops: list[tf.Operation]) -> tuple[set[Handle], bool]:
+    """The variables that ops, and what they are computed from, take in; a call's own are its body's. And whether
+    anything else that enters the graph is among what they are computed from."""
+    released = graph_tools.RELEASED.get(view.graph, ())
+    read = graph_tools.ancestors(
+        [t for op in ops for t in op.inputs if op.type not in CALLS or t.dtype != tf.resource],
+        follow=lambda t: t.op.name not in released,
+    )
+    using = [*(op for op in ops if op.type not in CALLS), *read.values()]
+    resources = {key(t): t for op in using for t in op.inputs if t.dtype == tf.resource}
+    entries = any(op.type in ENTRIES and op.outputs[0].dtype != tf.resource for op in read.values())
+    return {view.handle(t) for t in resources.values()}, entries
 
 
 def writes(view: BatchAxis, handles: set[Handle]) -> Iterable[tuple[tf.Operation, set[Handle]]]:
