@@ -84,8 +84,9 @@ SEEN = tf.Variable(0.0, trainable=False)
 
 
 def by_way_of_another(self, x):
-    """Each in a function of its own, one of them within another; it gets there in the next step."""
-    tf.function(lambda: raw(self.dense.bias).assign_add([SEEN.read_value()]))()
+    """Each in a function of its own, within another; it gets there in the next step."""
+    add = tf.function(lambda seen: raw(self.dense.bias).assign_add([seen]))
+    tf.function(lambda: add(SEEN.read_value()))()
     tf.function(lambda: tf.function(lambda: SEEN.assign(of(x)))())()
 
 
