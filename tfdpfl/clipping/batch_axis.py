@@ -7,7 +7,7 @@ examples apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -42,20 +42,24 @@ class BatchAxis:
       graph: the graph to read.
       source: gives the state of a tensor that the graph takes from outside (a placeholder or an iterator's
         element), or None to have the default.
+      vouched: says of a loop or a branch that who chooses what it runs was looked at.
+      tainted: variables that are known to hold batch data.
+      within: it reads the body of a call, a branch or a loop, or a graph around that of the loss.
 
     Attributes:
       states, ops: what was found so far, by tensor and by name.
       sources: the tensors that examples come in by.
       checks: (tensor, axis): the axis' length must divide by the batch size.
       reads: the variables that were read, and by which op.
-      vouched: says of a loop or a branch that who chooses what it runs was looked at.
-      tainted: variables that are known to hold batch data.
       writers: what may write to a variable, once `effects` has looked.
       customised: ops with a gradient of their own that is still to be looked at (`own_gradients`).
-      within: it reads the body of a call, a branch or a loop, or a graph around that of the loss.
     """
 
-    def __init__(self, graph: tf.Graph, source: Callable[[tf.Tensor], State | None]):
+    def __init__(
+        self, graph: tf.Graph, source: Callable[[tf.Tensor], State | None], *,
+        vouched: Callable[[tf.Operation], bool] = lambda op: False, tainted: frozenset[Handle] = frozenset(),
+        within: bool = False,
+    ):  # fmt: skip
         self.graph = graph
         self.source = source
         self.states: dict[tuple[str, int], State] = {}
@@ -63,11 +67,9 @@ class BatchAxis:
         self.sources: list[tf.Tensor] = []
         self.checks: list[tuple[tf.Tensor, int]] = []
         self.reads: list[tuple[Handle, tf.Operation]] = []
-        self.vouched: Callable[[tf.Operation], bool] = lambda op: False
-        self.tainted: frozenset[Handle] = frozenset()
+        self.vouched, self.tainted, self.within = vouched, tainted, within
         self.writers: list[tuple[tf.Operation, list[tf.Tensor]]] | None = None
         self.customised: list[tf.Operation] = []
-        self.within = False
         self.outer: BatchAxis | None = None
         self.version = graph.version
         self._bodies: dict[tuple, BatchAxis] = {}
@@ -106,6 +108,22 @@ class BatchAxis:
             return tuple([(None, 0)] * (1 if n is None else n))
         n = t.shape.num_elements()
         return tuple([UNKNOWN] * (1 if n is None else n))
+
+    def declare_state(self, t: tf.Tensor, state: State) -> None:
+        """Sets the state of a tensor that was made, or is known, otherwise than by what the graph shows."""
+        self.ops[t.op.name] = t.op
+        self.states[key(t)] = state
+
+    def note_read(self, handle: Handle, op: tf.Operation) -> None:
+        self.reads.append((handle, op))
+
+    def require_divisible(self, t: tf.Tensor, axis: int) -> None:
+        """Has the running step check that the batch size divides the length of an axis."""
+        self.checks.append((t, axis))
+
+    def replace_sources(self, freed: Mapping[tuple[str, int], tf.Tensor]) -> None:
+        """Has these tensors, by the keys of sources, stand for them."""
+        self.sources = [freed.get(key(t), t) for t in self.sources]
 
     # -- one op ----------------------------------------------------------------------------------------------
 
@@ -181,8 +199,7 @@ class BatchAxis:
             if not hasattr(outer, "graph") or not isinstance(getattr(outer, "graph", None), tf.Graph):
                 return Public()  # an eager tensor: the same whatever the batch
             if self.outer is None:
-                self.outer = BatchAxis(outer.graph, self.source)
-                self.outer.within = True
+                self.outer = BatchAxis(outer.graph, self.source, within=True)
             state = self.outer[outer]
             if self.outer.checks:  # a length outside cannot be checked from here
                 return mixed(self.outer.checks[0][0].op, "is not known to keep examples apart")
@@ -215,7 +232,7 @@ class BatchAxis:
             return handle if isinstance(handle, Mixed) else mixed(op, "reads a variable that is not known")
         if handle in self.tainted:
             return mixed(op, TAINTED)
-        self.reads.append((handle, op))
+        self.note_read(handle, op)
         return Public(frozenset() if handle.index is None else frozenset([handle.index]))
 
     # -- what ops run ----------------------------------------------------------------------------------------
@@ -242,13 +259,15 @@ class BatchAxis:
     ) -> tuple[BatchAxis, list[State], tf.Graph]:
         """Analyses what an op runs, given the states of its inputs; each body once for the same states."""
         name = op.get_attr(attribute).name
-        inner = self._bodies.get((op.name, name, *states))
+        question = (op.name, name, *states)
+        inner = self._bodies.get(question)
         if inner is None or inner.version != inner.graph.version:
             graph = function_graph(op.graph, name, inputs)
             given = {t.op.name: s for t, s in zip(graph.inputs, states, strict=True)}
-            inner = self._bodies[op.name, name, *states] = BatchAxis(graph, lambda t: given.get(t.op.name))
-            inner.within = True
-            inner.vouched, inner.tainted = self.vouched, self.tainted
+            inner = BatchAxis(
+                graph, lambda t: given.get(t.op.name), vouched=self.vouched, tainted=self.tainted, within=True
+            )
+            self._bodies[question] = inner
             inner.run([*graph.inputs, *graph.outputs])
             self.reads += inner.reads
         graph = inner.graph

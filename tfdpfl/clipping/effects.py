@@ -68,8 +68,7 @@ def tainted(view: BatchAxis, handles: set[Handle]) -> set[Handle]:
         if more <= found:
             return found
         found |= more
-        look = BatchAxis(view.graph, view.source)
-        look.vouched, look.tainted = view.vouched, frozenset(found)
+        look = BatchAxis(view.graph, view.source, vouched=view.vouched, tainted=frozenset(found))
     return found
 
 

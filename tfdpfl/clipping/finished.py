@@ -38,7 +38,7 @@ def _ask(finished: tf.Graph) -> None:
     if not _ASKED:
         return
     for graph, path, own in list(_steps(finished)):
-        around = graph._tfdpfl_around
+        around = graph_tools.graphs_around(graph)
         around += [g for g in path if all(g is not other for other in around)]
         try:
             for ask in _ASKED[graph]:
@@ -71,7 +71,7 @@ def resource(t: tf.Tensor) -> Handle | None:
 
 def versions(graph: tf.Graph) -> tuple[int, ...]:
     """What changes when the step, or what is around it, is traced further."""
-    return tuple(g.version for g in (graph, *graph._tfdpfl_around))
+    return tuple(g.version for g in (graph, *graph_tools.graphs_around(graph)))
 
 
 def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
@@ -89,7 +89,7 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
     read = READ.get(graph)
     if read is None:
         return
-    inside = [graph, *graph._tfdpfl_around]
+    inside = [graph, *graph_tools.graphs_around(graph)]
     chosen: dict[Handle, tf.Operation] = {}
     for outermost in inside:
         if not isinstance(getattr(outermost, "outer_graph", None), tf.__internal__.FuncGraph):
@@ -118,18 +118,12 @@ def _written(graph: tf.Graph, handles: frozenset[Handle]) -> set[Handle]:
     that is called in the one that is traced now."""
     version, asked, found = _WRITTEN.get(graph, (-1, frozenset(), set()))
     if version != graph.version or asked != handles:
-        analysis = BatchAxis(graph, resource)
-        analysis.vouched = lambda op: op.type not in CALLS and _holds_a_step(op)  # by `_choices`
+        analysis = BatchAxis(
+            graph, resource, vouched=lambda op: op.type not in CALLS and _holds_a_step(op)
+        )  # `_choices`
         found = tainted(analysis, set(handles))
         _WRITTEN[graph] = graph.version, handles, found
     return found
-
-
-def around(graph: tf.Graph) -> Iterator[tf.Graph]:
-    """The graphs that a function's graph was traced in, the nearest first."""
-    while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
-        graph = graph.outer_graph
-        yield graph
 
 
 def _holds_a_step(op: tf.Operation) -> bool:
@@ -214,7 +208,7 @@ def check_arguments(graph: tf.Graph, arguments: dict[str, int]) -> None:
     while todo:
         inside, name, i = todo.pop()
         at = [t.op.name for t in inside.inputs].index(name)
-        for t in _handed_in(inside, at, graph._tfdpfl_around):
+        for t in _handed_in(inside, at, graph_tools.graphs_around(graph)):
             while t.op.type == "Identity" or isinstance(getattr(graph_tools.captured(t), "graph", None), tf.Graph):
                 t = t.op.inputs[0] if t.op.inputs else graph_tools.captured(t)
             if t.op.type != "Placeholder" or graph_tools.captured(t) is not None:

@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from tfdpfl.clipping.graph import record_of
 from tfdpfl.clipping.states import Batch
 
 # A length that is unknown while tracing counts as this one when costs are compared.
@@ -474,14 +475,12 @@ def products(x: tf.Tensor) -> tf.Tensor:
     graph, root = tf.compat.v1.get_default_graph(), x
     while root.graph is graph and root.op.type in ("Identity", "Reshape", "ExpandDims", "Squeeze"):
         root = root.op.inputs[0]
-    if not hasattr(graph, "_tfdpfl_products"):
-        graph._tfdpfl_products = {}
-    known = graph._tfdpfl_products
+    known = record_of(graph).products
     # All of a tensor's entries in the same order and shape are the same tensor.
     what = (id(root.graph), root.name, tuple(x.shape)) if tuple(x.shape).count(None) < 2 else (id(x.graph), x.name)
     if what not in known:
-        known[what] = tf.matmul(x, x, transpose_b=True)
-    return known[what]
+        known[what] = tf.matmul(x, x, transpose_b=True).name
+    return graph.get_tensor_by_name(known[what])
 
 
 def reshaped(x: tf.Tensor, dims: list) -> tf.Tensor:

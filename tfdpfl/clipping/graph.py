@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import heapq
 import inspect
 import itertools
@@ -20,6 +21,43 @@ from tensorflow.python.ops import control_flow_util_v2
 _numbers = itertools.count()
 # By graph the names of the ops that give out what is private: whatever follows from it alone is public.
 RELEASED: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass
+class Record:
+    """What the engine did to a graph, by names: ops would keep the graph alive.
+
+    ``rewired``: (an op, the number of its input, the tensor that it took in before); ``replaced``: loops and calls in
+    whose place others stand; ``drawn``: loops that draw random numbers and were built anew; ``products``: Gram
+    matrices, by what they are made of.
+    """
+
+    rewired: list[tuple[str, int, str]] = dataclasses.field(default_factory=list)
+    replaced: set[str] = dataclasses.field(default_factory=set)
+    drawn: set[str] = dataclasses.field(default_factory=set)
+    products: dict[tuple, str] = dataclasses.field(default_factory=dict)
+
+
+_RECORDS: weakref.WeakKeyDictionary[tf.Graph, Record] = weakref.WeakKeyDictionary()
+
+
+def record_of(graph: tf.Graph) -> Record:
+    return _RECORDS.setdefault(graph, Record())
+
+
+def graphs_around(graph: tf.Graph) -> list[tf.Graph]:
+    """The graphs that a function's graph was traced in, the nearest first, once `keep_graphs_around` has run."""
+    return graph.get_collection_ref("tfdpfl/graphs_around")
+
+
+def keep_graphs_around(graph: tf.Graph) -> None:
+    """Keeps these graphs alive with the function's graph: TensorFlow may drop some before the step is traced. (They
+    are in the graph itself, since it is they that keep it alive.)"""
+    found, outer = [], getattr(graph, "outer_graph", None)
+    while isinstance(outer, tf.__internal__.FuncGraph):
+        found.append(outer)
+        outer = getattr(outer, "outer_graph", None)
+    graphs_around(graph)[:] = found
 
 
 # Where TensorFlow's gradients look for what a loop or a branch runs.
@@ -90,14 +128,15 @@ def replace(old: tf.Tensor, new: tf.Tensor, for_good: bool = False) -> None:
             if key(t) == key(old):
                 consumer._update_input(i, new)
                 if not for_good:
-                    old.graph._tfdpfl_opened.append((consumer, i, old))
+                    record_of(old.graph).rewired.append((consumer.name, i, old.name))
 
 
 def restore(graph: tf.Graph) -> None:
     """Takes back what `replace` did, but for good."""
-    for consumer, i, old in reversed(getattr(graph, "_tfdpfl_opened", ())):
-        consumer._update_input(i, old)
-    graph._tfdpfl_opened = []
+    record = record_of(graph)
+    while record.rewired:
+        consumer, i, old = record.rewired.pop()
+        graph.get_operation_by_name(consumer)._update_input(i, graph.get_tensor_by_name(old))
 
 
 def function_names(attrs: dict) -> list[str]:

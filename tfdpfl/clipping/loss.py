@@ -65,10 +65,8 @@ class LossOfOne:
 
     def _declare(self, t: tf.Tensor) -> tf.Tensor:
         """Tells the analysis that this tensor, which the replay made, does not vary with the data."""
-        self.a.ops[t.op.name] = t.op
-        for i in range(len(t.op.outputs)):
-            n = t.shape.num_elements() or 1
-            self.a.states[(t.op.name, i)] = Size(((None, 0),) * n)
+        for each in t.op.outputs:
+            self.a.declare_state(each, Size(((None, 0),) * (t.shape.num_elements() or 1)))
         return t
 
     def __call__(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:

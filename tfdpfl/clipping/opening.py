@@ -65,8 +65,7 @@ class Turns:
         return made.op
 
     def _known(self, t: tf.Tensor, each: int, analysis: BatchAxis) -> None:
-        analysis.ops[t.op.name] = t.op
-        analysis.states[key(t)] = Batch(0, self.most and self.most * each)
+        analysis.declare_state(t, Batch(0, self.most and self.most * each))
 
     def _each(self) -> int:
         """Rows of an example at one turn."""
@@ -119,8 +118,7 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
     a loop is refused, since it would be opened, and draw, once more.
     """
     graph_tools.restore(graph)
-    drawn = getattr(graph, "_tfdpfl_drawn", set())
-    graph._tfdpfl_drawn = drawn
+    drawn = graph_tools.record_of(graph).drawn
     for op in graph_tools.ancestors([loss]).values() if drawn else ():
         if op.name in drawn:
             raise PrivacyError(
@@ -133,7 +131,7 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
 def _leave_out(graph: tf.Graph) -> None:
     """Has a function that was traced run the loops and calls that were replaced only for those that take in what they
     give out. They write nothing (`_path`), so nothing else is to wait for them."""
-    replaced = {op.name: op for op in getattr(graph, "_tfdpfl_replaced", ())}
+    replaced = {name: graph.get_operation_by_name(name) for name in graph_tools.record_of(graph).replaced}
     if replaced:
         graph.control_outputs[:] = [op for op in graph.control_outputs if op.name not in replaced]
     for op in replaced.values():
@@ -160,6 +158,7 @@ class Opened:
         self.now: dict[tuple[str, int], tf.Tensor] = {}
         self.turns: list[Turns] = []
         self.loops: set[str] = set()
+        record = graph_tools.record_of(analysis.graph)
         for op in graph_tools.ancestors(targets).values():
             if op.name not in analysis.ops or not self._to_open(op, analysis):
                 continue
@@ -172,12 +171,12 @@ class Opened:
                 continue
             draws = bool(effects([op]))
             if draws:
-                analysis.graph._tfdpfl_drawn |= self.loops - before
+                record.drawn |= self.loops - before
             for old, new in zip(op.outputs, made, strict=True):
                 graph_tools.replace(old, new, for_good=draws)
                 self.now[key(old)] = new
             # It is left whole: gradients may be taken of it yet, and another plan may find it used again.
-            analysis.graph._tfdpfl_replaced = [*getattr(analysis.graph, "_tfdpfl_replaced", ()), op]
+            record.replaced.add(op.name)
 
     @staticmethod
     def _to_open(op: tf.Operation, a: BatchAxis) -> bool:
@@ -305,8 +304,7 @@ class Opened:
         made = list(given)
         for i, v in zip(varies, values, strict=True):
             made[i] = v
-            self.a.states[key(v)] = states[i]
-            self.a.ops[v.op.name] = v.op
+            self.a.declare_state(v, states[i])
             self.loops.add(v.op.name)
         at = dict(zip(fed, lists, strict=True))
         for o, total in zip(uses, sums, strict=True):

@@ -57,7 +57,7 @@ def _met(view: BatchAxis, op: tf.Operation) -> Mixed | None:
     probes = []
     for t in results:
         probes.append(tf.identity(t))  # a gradient of the same shape, and with the examples along the same axis
-        view.ops[probes[-1].op.name], view.states[key(probes[-1])] = probes[-1].op, _alone(view[t])
+        view.declare_state(probes[-1], _alone(view[t]))
     # The gradient of a result without examples is a sum over all of them.
     summed = {p.op.name for p, t in zip(probes, results, strict=True) if not isinstance(view[t], Batch)}
     inputs = list(op.inputs)

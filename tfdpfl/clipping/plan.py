@@ -21,7 +21,6 @@ from tfdpfl.clipping.effects import tainted_read
 from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.finished import (
     READ,
-    around,
     before_it_runs,
     check_arguments,
     check_public,
@@ -129,7 +128,7 @@ class Plan:
             raise PrivacyError(mixing(origin))
         read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
         READ.setdefault(self.graph, {}).update(read)
-        self.graph._tfdpfl_around = list(around(self.graph))  # else TensorFlow drops some before `check_finished`
+        graph_tools.keep_graphs_around(self.graph)
         if arguments := self.arguments:
             graph = weakref.ref(self.graph)
             before_it_runs(self.graph, lambda: check_arguments(graph(), arguments))
@@ -164,14 +163,14 @@ class Plan:
                 check_public(i, v, analysis[v])
             else:
                 self.arguments[v.op.name] = i
-            analysis.ops[v.op.name] = v.op
-            analysis.states[key(v)] = Public(frozenset([i]))
+            analysis.declare_state(v, Public(frozenset([i])))
         analysis.run([loss])
         return analysis
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """How long the first input is, and the inputs that may be of another length."""
-        sources = self.analysis.sources = [as_freed(t) for t in self.analysis.sources]
+        sources = [as_freed(t) for t in self.analysis.sources]
+        self.analysis.replace_sources(dict(zip(map(key, self.analysis.sources), sources, strict=True)))
         signature = getattr(self.graph, "structured_input_signature", None)
         ragged = [s for s in tf.nest.flatten(signature) if isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec)]
         if ragged:
@@ -222,8 +221,7 @@ class Plan:
     def _known(self, size: tf.Tensor) -> tf.Tensor:
         """The batch size, as the analysis knows it."""
         size = tf.identity(size)
-        self.analysis.ops[size.op.name] = size.op
-        self.analysis.states[key(size)] = Size(((1, 1),))
+        self.analysis.declare_state(size, Size(((1, 1),)))
         return size
 
     def _grouped(self, losses: tf.Tensor, groups: int | None, rows: int | None) -> tuple[tf.Tensor, tf.Tensor | None]:

@@ -171,7 +171,7 @@ def ensure_shape(view, op, states):
 @moves("PlaceholderWithDefault")
 def freed(view, op, states):
     """A batch whose size is free, in place of the batch as it came in."""
-    view.sources = [op.outputs[0] if key(t) == key(op.inputs[0]) else t for t in view.sources]
+    view.replace_sources({key(op.inputs[0]): op.outputs[0]})
     return elementwise(view, op, states)
 
 

@@ -118,7 +118,7 @@ def find(view, op, states):
         return None
     if table in view.tainted:
         return mixed(op, TAINTED)
-    view.reads.append((table, op))
+    view.note_read(table, op)
     if isinstance(keys, Public) and isinstance(default, Public):
         return Public(default.deps)
     if not isinstance(keys, Batch):

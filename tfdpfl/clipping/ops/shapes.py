@@ -149,7 +149,7 @@ def reshape(view, op, states):
             return Batch(out_axis, total // each)
     if inner == outer and None not in inner:
         return Batch(out_axis, state.rows)
-    view.checks.append((y, out_axis))
+    view.require_divisible(y, out_axis)
     return Batch(out_axis, None)
 
 
