@@ -280,3 +280,12 @@ def test_every_snippet_prints_what_the_page_shows(page, tmp_path, monkeypatch):
                 {"console": run_command, "file": save_file}[kind](source)
         printed = on_screen(stream.getvalue())
         assert shows(output, printed), f"{page}:{line} prints\n{printed}\nand the page shows\n{output}"
+
+
+def test_the_changelog_describes_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    newest = re.search(r"(?ms)^## (\d+\.\d+\.\d+)[^\n]*\n(.*?)^## ", text)
+    version = re.search(r'"(.+)"', (ROOT / "tfdpfl/_version.py").read_text("utf-8"))[1]
+    assert newest[1] == version and f"version: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    parts = re.findall(r"^### (.+)$", newest[2], re.M)
+    assert {"New", "Fixed: ε that was too small"} <= {*parts} and any(part.startswith("Move from ") for part in parts)
