@@ -23,6 +23,7 @@ from tfdpfl.reports import read
 
 REFUSED = r"version 2, written by tfdpfl 9\.1\.0, but tfdpfl .* upgrade with pip install --upgrade tfdpfl"
 NEWER = {"version": 2, "written_by": "tfdpfl 9.1.0"}
+NEWER_JOURNAL, REFUSED_JOURNAL = {**NEWER, "version": 3}, REFUSED.replace("version 2", "version 3", 1)
 HOW = dict(num_examples=60, batch_size=20)
 
 
@@ -47,11 +48,13 @@ def test_a_ledger_of_a_newer_version_is_refused(tmp_path):
 
 def test_a_journal_of_a_newer_version_is_refused(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    path.write_text(json.dumps({**NEWER, "header": {}}) + "\n")
-    with pytest.raises(PrivacyError, match=rf"ledger_path='.*ledger\.jsonl' is of format {REFUSED}"):
+    path.write_text(json.dumps({**NEWER_JOURNAL, "header": {}}) + "\n")
+    with pytest.raises(PrivacyError, match=rf"ledger_path='.*ledger\.jsonl' is of format {REFUSED_JOURNAL}"):
         Journal(path, {})
-    path.write_text(json.dumps({"header": {}}) + "\n" + json.dumps(NEWER) + "\n" + json.dumps({"new": 1}) + "\n")
-    with pytest.raises(PrivacyError, match=REFUSED):  # a newer release went on in a file of this one
+    path.write_text(
+        json.dumps({"header": {}}) + "\n" + json.dumps(NEWER_JOURNAL) + "\n" + json.dumps({"new": 1}) + "\n"
+    )
+    with pytest.raises(PrivacyError, match=REFUSED_JOURNAL):  # a newer release went on in a file of this one
         Journal(path, {})
 
 

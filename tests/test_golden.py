@@ -99,7 +99,7 @@ def test_a_servers_journal_still_resumes(tmp_path, folder):
         assert (journal.evaluations, journal.begun) == (1, ["1", "3"])
         journal.close()
     stamps = [line for line in map(json.loads, path.read_text().splitlines()) if "version" in line]
-    assert [line["version"] for line in stamps] == [1]  # so that an older release sees what it cannot read
+    assert stamps[-1]["version"] == 2 and len(stamps) <= 2  # so that an older release sees what it cannot read
 
 
 @pytest.mark.skipif(not KERAS3, reason="Keras 2 imports the module that a file names by itself")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tfdpfl._types import Keywords
@@ -108,6 +108,36 @@ def agrees(saved: object, value: object) -> bool:
             return False
         return all(agrees(one, other) for one, other in zip(saved, value, strict=True))
     return bool(saved == value)
+
+
+def restore(saved: Any, classes: Iterable[type]) -> Any:
+    """Returns the value that `describe` or `repr` described.
+
+    Args:
+      saved: what `describe` gave, read from JSON; or the value's `repr`, as files without a version have it.
+      classes: the dataclasses that it may hold.
+
+    Raises:
+      ValueError: it holds another class.
+    """
+    known = {cls.__name__: cls for cls in classes}
+
+    def value_of(described: Any) -> Any:
+        if isinstance(described, str):
+            described = _parsed(described)
+        if isinstance(described, list | tuple):
+            return tuple(map(value_of, described))
+        if not isinstance(described, Mapping):
+            return described
+        fields = {name: value_of(item) for name, item in described.items()}
+        if "type" not in fields:
+            return fields
+        name = fields.pop("type")
+        if name not in known:
+            raise ValueError(f"{name} is no setting that this release knows")
+        return known[name](**fields)
+
+    return value_of(saved)
 
 
 def _fields(value: Any) -> list[dataclasses.Field]:

@@ -4,14 +4,13 @@ Only `demo` needs TensorFlow. Everything but click is imported by the command th
 comes at once.
 """
 
-import os
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from tfdpfl._cli_parts import DELTA, JSON, BadArgument, NewFile, clean_errors
+from tfdpfl._ledger_cli import ledger
 from tfdpfl._types import Keywords
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, ADJACENCIES, SAMPLINGS
@@ -20,13 +19,11 @@ from tfdpfl.accounting.sampling import POISSON
 _NUM_EXAMPLES = click.option("--num-examples", type=int, required=True, help="Number of training examples.")
 _BATCH_SIZE = click.option("--batch-size", type=int, required=True, help="Batch size; expected, if Poisson.")
 _NOISE = click.option("--noise-multiplier", type=float, required=True, help="Noise std divided by the clip.")
-_DELTA = click.option("--delta", type=float, required=True, help="Delta, below 1 / num-examples.")
 _LENGTH = (
     click.option("--num-epochs", type=float, help="Passes over the data. Either this or --num-steps."),
     click.option("--num-steps", type=int, help="Noisy updates."),
 )
 _TARGET = click.option("--target-epsilon", type=float, required=True, help="Epsilon that may not be passed.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 _HOW = (
     click.option(
         "--sampling",
@@ -55,29 +52,8 @@ _HOW = (
         default="pld",
         show_default=True,
     ),
-    _JSON,
+    JSON,
 )
-
-
-class BadArgument(click.ClickException):
-    """A refusal that is one line and the exit code of click's own usage errors."""
-
-    exit_code = 2
-
-
-class NewFile(click.Path):
-    """A file to be written when the work is done: its folder must be there before, or the work would be lost."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, writable=True)
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        folder = os.path.dirname(os.path.abspath(value))
-        if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-            self.fail(
-                f"{value!r} cannot be written: there is no writable folder {folder!r}. Make it first.", param, ctx
-            )
-        return super().convert(value, param, ctx)
 
 
 def _options(*options: Callable) -> Callable:
@@ -95,37 +71,40 @@ def main() -> None:
     """Differential privacy for Keras: what a training run promises, and a demo of one."""
 
 
+main.add_command(ledger)
+
+
 @main.command()
-@_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_LENGTH, *_HOW)
+@_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, DELTA, *_LENGTH, *_HOW)
 def epsilon(as_json: bool, **run: object) -> None:
     """The epsilon of a run."""
     _print(_report(run), as_json, lambda report: f"epsilon = {_up(report.epsilon)}")
 
 
 @main.command()
-@_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, _DELTA, *_LENGTH, *_HOW)
+@_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, DELTA, *_LENGTH, *_HOW)
 def noise(as_json: bool, target_epsilon: float, **run: Any) -> None:
     """The smallest noise multiplier that keeps a run within a target epsilon."""
     from tfdpfl.accounting import compute_noise_multiplier
 
-    with _clean_errors():
+    with clean_errors():
         run["noise_multiplier"] = compute_noise_multiplier(target_epsilon=target_epsilon, **run)
     _print(_report(run), as_json, lambda report: f"noise multiplier = {_up(report.noise_multiplier)}")
 
 
 @main.command()
-@_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_HOW)
+@_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, _NOISE, DELTA, *_HOW)
 def steps(as_json: bool, target_epsilon: float, **run: Any) -> None:
     """The largest number of steps within a target epsilon."""
     from tfdpfl.accounting import compute_num_steps
 
-    with _clean_errors():
+    with clean_errors():
         run["num_steps"] = compute_num_steps(target_epsilon=target_epsilon, **run)
     _print(_report(run), as_json, lambda report: f"steps = {report.steps}")
 
 
 @main.command()
-@_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, _DELTA, *_LENGTH, *_HOW)
+@_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, DELTA, *_LENGTH, *_HOW)
 def statement(as_json: bool, **run: object) -> None:
     """All that a run promises, and what it takes for granted, in English."""
     _print(_report(run), as_json, str)
@@ -133,11 +112,11 @@ def statement(as_json: bool, **run: object) -> None:
 
 @main.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@_options(_DELTA)
+@_options(DELTA)
 @click.option("--title", default="Privacy report", show_default=True, help="The project's name.")
 @click.option("--unit", "units", multiple=True, metavar="FILE=UNIT", help="What a ledger of events alone protects.")
 @click.option("--html", "page", type=NewFile(), help="A page to write as well.")
-@_JSON
+@JSON
 def report(
     files: tuple[str, ...], delta: float, title: str, units: tuple[str, ...], page: str | None, as_json: bool
 ) -> None:
@@ -148,7 +127,7 @@ def report(
     from tfdpfl.reports import read, report
 
     said = dict(map(_unit, units))
-    with _clean_errors():
+    with clean_errors():
         made = report(read(files), delta=delta, title=title, units=said)
         click.echo(made.to_json() if as_json else str(made))
         if page is not None:
@@ -163,7 +142,7 @@ def report(
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the bound.")
 @click.option("--gaussian", is_flag=True, help="Gaussian noise is all that touches the data: test by that bound.")
 @click.option("--one-training-each", is_flag=True, help="Each score is of a training of its own.")
-@_JSON
+@JSON
 def audit(scores: str, delta: float | None, claim: float | None, ledger: str | None, as_json: bool, **how: Any) -> None:
     """What an attack's SCORES show: a lower bound on epsilon, AUC, TPR at FPR 1 %.
 
@@ -173,7 +152,7 @@ def audit(scores: str, delta: float | None, claim: float | None, ledger: str | N
     """
     from tfdpfl.audit._scores import report_of_scores
 
-    with _clean_errors():
+    with clean_errors():
         if ledger is not None:
             from tfdpfl.accounting.pricing import check_delta
             from tfdpfl.reports import read
@@ -192,12 +171,12 @@ def audit(scores: str, delta: float | None, claim: float | None, ledger: str | N
 @click.option("--epochs", type=int, help="Passes over the data.")
 @click.option("--output", type=NewFile(), default="tfdpfl-demo.png", show_default=True, help="The picture to write.")
 @click.option("--seed", type=int, help="For a run that can be repeated; a known seed is no privacy.")
-@_JSON
+@JSON
 def demo(data_dir: str | None, epochs: int | None, output: str, seed: int | None, as_json: bool) -> None:
     """Train a private classifier beside a plain one. Needs TensorFlow."""
     from tfdpfl.demo import run
 
-    with _clean_errors():
+    with clean_errors():
         run(data_dir=data_dir, epochs=epochs, output=output, as_json=as_json, seed=seed)
 
 
@@ -230,7 +209,7 @@ def _unit(said: str) -> tuple[str, str]:
 def _report(run: Keywords) -> Any:
     from tfdpfl.accounting import privacy_report
 
-    with _clean_errors():
+    with clean_errors():
         return privacy_report(**run)
 
 
@@ -275,14 +254,3 @@ def _up(number: float) -> str:
     from tfdpfl.accounting.report import rounded_up
 
     return rounded_up(number)
-
-
-@contextmanager
-def _clean_errors() -> Iterator[None]:
-    """A refused argument names its mend; a traceback would say no more."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the report says it
-            yield
-    except (OSError, ValueError) as error:
-        raise BadArgument(str(error)) from error

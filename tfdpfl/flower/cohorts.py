@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation
 from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSampler
 from tfdpfl.flower._flwr import Grid, Message, RecordDict, log
+from tfdpfl.flower.spent import participation
 
 
 class Cohorts:
@@ -82,15 +82,7 @@ class Cohorts:
 
     @property
     def participation(self) -> Participation:
-        kind = "poisson" if self.sampling_rate is not None else "bounded" if self._bounded else "none"
-        clients = self.denominator or 1
-        return Participation(
-            sampling=kind,
-            population=max(self.population or 1, math.ceil(clients)),
-            clients_per_round=clients,
-            max_participations=self._most,
-            min_separation=self._apart,
-        )
+        return participation(self.sampling_rate, self._clients_per_round, self._most, self._apart, self.population)
 
     def messages(
         self, messages: list[Message], grid: Grid, charged: list[list[str]], begun: list[str] | None

@@ -3,13 +3,18 @@
 A journal is a file of lines of JSON. ``begin`` is written before a round's messages are sent, ``charge`` before its
 result is released. What was begun and never charged was never released. Beside it lies the last model, in a file that
 is replaced at once, and what correlated noise keeps of earlier rounds.
+
+Since version 2 a line ends with the hash of all that the file holds up to there, so that a line which is changed, lost
+or put in later is seen.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +23,111 @@ from typing import Any
 import numpy as np
 
 from tfdpfl import _formats
+from tfdpfl._formats import NewerFormatError
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import files
 
-_VERSION = 1  # of the lines; files of before lines had a version hold settings as their `repr`
+VERSION = 2  # of the lines; files of before lines had a version hold settings as their `repr`
+_HASH = b', "sha256": "'
 
 
-class Journal:
-    """The cohorts of the rounds that were charged, in order, and the number of charged evaluations.
+class DamagedError(ValueError):
+    """A journal holds a line that is none, or is not where it belongs. ``record`` has what stands before it."""
+
+    def __init__(self, said: str, record: Record, line: int):
+        super().__init__(said)
+        self.record, self.line = record, line
+
+
+class Record:
+    """What a journal says: the cohorts of the rounds that were charged, in order, and the number of evaluations.
+
+    Attributes:
+      header: the settings, described.
+      versions: of the file's lines, in order; a file without any is of before there were versions.
+      charged, replied: the clients of each charged round, and those whose update is in its sum.
+      begun: a cohort whose round was not charged.
+      hashed: how many lines carry a hash.
+    """
+
+    def __init__(self) -> None:
+        self.header: dict[str, Any] = {}
+        self.versions: list[dict[str, Any]] = []
+        self.charged: list[list[str]] = []
+        self.replied: list[list[str]] = []
+        self.evaluations = self.lines = self.hashed = 0
+        self.begun: list[str] | None = None
+        self.digest = hashlib.sha256()
+
+    def read(self, text: bytes, what: str) -> Record:
+        """Reads whole lines.
+
+        Args:
+          text: the file without what follows its last newline.
+          what: names the file, at the beginning of a sentence.
+
+        Raises:
+          DamagedError: a line is damaged.
+          NewerFormatError: a line is of a newer version.
+        """
+        for number, line in enumerate(text.splitlines(keepends=True), 1):
+            try:
+                self._line(line, what)
+            except NewerFormatError:
+                raise
+            except (ValueError, KeyError, TypeError) as error:
+                kind = "is no ledger of a strategy" if number == 1 else f"is damaged at line {number}"
+                raise DamagedError(
+                    f"{what} {kind} ({error}), so rounds that were released may be missing from epsilon: restore it "
+                    "from a backup. `tfdpfl ledger verify` shows what is left", self, number,
+                ) from error  # fmt: skip
+        return self
+
+    def _line(self, line: bytes, what: str) -> None:
+        held = json.loads(line)
+        before, mark, _ = line.rpartition(_HASH)
+        digest = self.digest.copy()
+        digest.update(before)
+        if mark and held.pop("sha256", None) != digest.hexdigest():
+            raise ValueError("its hash is not that of the lines up to it")
+        if not mark and self.hashed:
+            raise ValueError("it has no hash, though lines before it have")
+        if "version" in held:
+            _formats.refuse_newer(what, held, VERSION)
+        if not self.lines:
+            self.header = dict(held["header"])
+            if "version" not in held and "evaluations" in self.header:  # it was None for exact evaluations
+                self.header["evaluations"] = self.header["evaluations"] or "unprotected"
+        if "version" in held:
+            self.versions.append(held)
+        elif self.lines:
+            self._round(held)
+        self.digest.update(line)
+        self.lines += 1
+        self.hashed += bool(mark)
+
+    def _round(self, held: dict[str, Any]) -> None:
+        if held.get("begin") == len(self.charged):
+            self.begun = held["cohort"]
+        elif held.get("charge") == len(self.charged) and self.begun is not None:
+            self.charged.append(self.begun)
+            self.replied.append(held["replied"])
+            self.begun = None
+        elif held.get("evaluation") == self.evaluations:
+            self.evaluations += 1
+        else:
+            raise ValueError(f"{json.dumps(held)[:99]} cannot follow {len(self.charged)} charged rounds")
+
+    def whole(self, line: Mapping[str, Any]) -> bytes:
+        """Returns a line with its hash, as it is to follow."""
+        before = json.dumps(line).encode()[:-1]
+        digest = self.digest.copy()
+        digest.update(before)
+        return before + _HASH + digest.hexdigest().encode() + b'"}\n'
+
+
+class Journal(Record):
+    """A journal that goes on: each line is on the disk when it counts.
 
     Args:
       path: the file; None keeps all in memory.
@@ -39,10 +141,7 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike | None, header: Mapping[str, Any]):
-        self.charged: list[list[str]] = []
-        self.replied: list[list[str]] = []  # those of each cohort whose update is in the sum
-        self.evaluations = 0
-        self.begun: list[str] | None = None  # a cohort whose round was not charged
+        super().__init__()
         self._file: Any = None
         self._process = os.getpid()
         self._path = None if path is None else Path(path)
@@ -57,7 +156,7 @@ class Journal:
         self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
         try:
             files.lock(self._file, "ledger_path", self._path)
-            self._read(header, new)
+            self._resume(header, new)
         except BaseException:
             self.close()
             raise
@@ -137,7 +236,7 @@ class Journal:
     def _replace(self, path: Path, named: dict[str, Any]) -> None:
         files.replace(path, lambda file: np.savez(file, **named))
 
-    def _read(self, header: Mapping[str, Any], new: bool) -> None:
+    def _resume(self, header: Mapping[str, Any], new: bool) -> None:
         assert self._file is not None and self._path is not None
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]  # what follows was not written before anything was done
@@ -151,41 +250,19 @@ class Journal:
                     "its beginning, so rounds that were released may be missing. Restore the file from a backup, or "
                     "delete it if no round has run"
                 )
-            self._append({**_formats.stamp(_VERSION), "header": _formats.describe(header)})
+            self._append({**_formats.stamp(VERSION), "run": secrets.token_hex(8), "header": _formats.describe(header)})
             files.sync(self._path.parent)
             return
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-            versions = [line for line in lines if "version" in line]
-            saved = dict(lines[0]["header"])
-            if "version" not in lines[0] and "evaluations" in saved:  # it was None for exact evaluations
-                saved["evaluations"] = saved["evaluations"] or "unprotected"
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"ledger_path={str(self._path)!r} is no ledger of a strategy ({error})") from error
-        for line in versions:
-            _formats.refuse_newer(f"ledger_path={str(self._path)!r}", line, _VERSION)
-        for name in {**header, **saved}:
-            if not _formats.agrees(saved.get(name), header.get(name)):
+        self.read(whole, f"ledger_path={str(self._path)!r}")
+        for name in {**header, **self.header}:
+            if not _formats.agrees(self.header.get(name), header.get(name)):
                 raise PrivacyError(
-                    f"ledger_path={str(self._path)!r} is of a training with another {name}, {saved.get(name)}, not "
-                    f"{_formats.describe(header.get(name))}: its rounds would be priced wrongly. Continue with the "
+                    f"ledger_path={str(self._path)!r} is of a training with another {name}, {self.header.get(name)}, "
+                    f"not {_formats.describe(header.get(name))}: its rounds would be priced wrongly. Continue with the "
                     "same, or take another path"
                 )
-        for line in lines[1:]:
-            if line.keys() == _formats.stamp(_VERSION).keys():
-                continue
-            if line.get("begin") == len(self.charged):
-                self.begun = line["cohort"]
-            elif line.get("charge") == len(self.charged) and self.begun is not None:
-                self.charged.append(self.begun)
-                self.replied.append(line["replied"])
-                self.begun = None
-            elif line.get("evaluation") == self.evaluations:
-                self.evaluations += 1
-            else:
-                raise ValueError(f"ledger_path={str(self._path)!r} is damaged at {line}: restore it")
-        if max((line["version"] for line in versions), default=0) < _VERSION:
-            self._append(_formats.stamp(_VERSION))  # the lines that follow are of this version
+        if max((line["version"] for line in self.versions), default=0) < VERSION:
+            self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
 
     def _append(self, line: dict[str, Any]) -> None:
         """Raises `OSError` where it cannot be written; then it does not count, now or later."""
@@ -196,7 +273,7 @@ class Journal:
                 f"ledger_path={str(self._path)!r} is of the process that this one was forked from: both would write "
                 "over each other's rounds. Make the strategy in the process that trains"
             )
-        text = json.dumps(line).encode() + b"\n"
+        text = self.whole(line)
         self._file.truncate(self._end)  # what an append that failed has left
         self._file.seek(self._end)
         written = self._file.write(text)
@@ -204,3 +281,4 @@ class Journal:
             raise OSError(errno.ENOSPC, f"{written} of {len(text)} bytes written", str(self._path))
         os.fsync(self._file.fileno())
         self._end += len(text)
+        self.digest.update(text)

@@ -23,7 +23,7 @@ from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
-from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, participations
+from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun, covered_by
 from tfdpfl.flower._flwr import (
     COMPARE,
@@ -50,6 +50,7 @@ from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
 from tfdpfl.flower.reports import promises_of_clients
 from tfdpfl.flower.rounds import Round, open_round
+from tfdpfl.flower.spent import ledger_of
 from tfdpfl.flower.updates import ClippedSum
 from tfdpfl.noise.strategies import Noise, as_noise
 
@@ -229,24 +230,10 @@ class DifferentialPrivacy(Strategy):
         return "\n".join(lines)
 
     def _ledger_of(self, run: RoundsRun, evaluations: int) -> PrivacyLedger:
-        from dp_accounting import dp_event
-
-        def gaussian(z: float) -> Any:
-            return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()
-
-        most, ledger, own = participations(run), PrivacyLedger(), self.privacy[0]
-        if isinstance(own, CorrelatedLevel):
-            ledger.add(own.event(run), min(1, most), adjacency="zero_out")
-            if self._train_metrics:
-                ledger.add(gaussian(self._train_metrics.noise_multiplier), most, adjacency="zero_out")
-        else:
-            event = gaussian(own.noise_multiplier)
-            if self.participation.sampling == "poisson":
-                event = dp_event.PoissonSampledDpEvent(self._cohorts.sampling_rate, event)
-            ledger.add(event, most, adjacency="zero_out")
-        if evaluations and isinstance(self._evaluate_metrics, NoisedMetrics):
-            ledger.add(gaussian(self._evaluate_metrics.noise_multiplier), evaluations, adjacency="zero_out")
-        return ledger
+        return ledger_of(
+            self.privacy[0], run, sampling_rate=self._cohorts.sampling_rate, train_metrics=self._train_metrics,
+            evaluate_metrics=self._evaluate_metrics, evaluations=evaluations,
+        )  # fmt: skip
 
     def _rounds(self, rounds: int, cohorts: list[list[str]] | None = None) -> RoundsRun:
         return RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts or [])

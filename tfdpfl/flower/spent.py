@@ -1,0 +1,139 @@
+"""What the rounds of a server cost, from its settings alone: those of a strategy, or the first line of a journal.
+
+No Flower here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdpfl import _formats
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.clips import AdaptiveClip
+from tfdpfl.federated.clip import NoisedMetrics
+from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel, participations
+from tfdpfl.federated.nbafl import NbAFLLevel
+from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.noise.strategies import BLT, Banded, Tree
+
+_CLASSES = (AdaptiveClip, BLT, Banded, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics, Tree)
+
+
+def participation(
+    sampling_rate: float | None,
+    clients_per_round: int | None,
+    most: int | None = None,
+    apart: int = 1,
+    population: int | None = None,
+) -> Participation:
+    """Returns what a server's way to choose clients allows to be claimed."""
+    bounded = most is not None or apart > 1
+    clients: float = clients_per_round or 1
+    if sampling_rate is not None and population is not None:
+        clients = sampling_rate * population
+    return Participation(
+        sampling="poisson" if sampling_rate is not None else "bounded" if bounded else "none",
+        population=max(population or 1, math.ceil(clients)),
+        clients_per_round=clients,
+        max_participations=most,
+        min_separation=apart,
+    )
+
+
+def ledger_of(
+    own: Any,
+    run: RoundsRun,
+    *,
+    sampling_rate: float | None = None,
+    train_metrics: NoisedMetrics | None = None,
+    evaluate_metrics: Any = None,
+    evaluations: int = 0,
+) -> PrivacyLedger:
+    """Returns what a client's rounds and evaluations released, as events.
+
+    Args:
+      own: a `ClientLevel`, whose noise multiplier covers ``train_metrics``, or a `CorrelatedLevel`, whose does not.
+      run: the rounds.
+      sampling_rate: of Poisson cohorts.
+      train_metrics, evaluate_metrics: `NoisedMetrics` is charged.
+      evaluations: how many were released.
+    """
+    from dp_accounting import dp_event
+
+    def gaussian(z: float) -> Any:
+        return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()
+
+    most, ledger = participations(run), PrivacyLedger()
+    if isinstance(own, CorrelatedLevel):
+        ledger.add(own.event(run), min(1, most), adjacency="zero_out")
+        if train_metrics:
+            ledger.add(gaussian(train_metrics.noise_multiplier), most, adjacency="zero_out")
+    else:
+        event = gaussian(own.noise_multiplier)
+        if sampling_rate is not None:
+            event = dp_event.PoissonSampledDpEvent(sampling_rate, event)
+        ledger.add(event, most, adjacency="zero_out")
+    if evaluations and isinstance(evaluate_metrics, NoisedMetrics):
+        ledger.add(gaussian(evaluate_metrics.noise_multiplier), evaluations, adjacency="zero_out")
+    return ledger
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of a server, as the first line of its journal describes them."""
+
+    privacy: tuple[Any, ...]
+    sampling: Mapping[str, Any]
+    train_metrics: Any
+    evaluations: Any
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> Settings:
+        """Returns the settings that a header describes.
+
+        Raises:
+          ValueError: it lacks one, or describes what this release does not know.
+        """
+        try:
+            names = "privacy", "sampling", "train_metrics", "evaluations"
+            found = {name: _formats.restore(header.get(name), _CLASSES) for name in names}
+            sampling = dict(found["sampling"])
+            participation(sampling["sampling_rate"], sampling["clients_per_round"])
+            return cls(**{**found, "privacy": tuple(found["privacy"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the settings in the first line cannot be priced ({type(error).__name__}: {error}). Ask the running "
+                "strategy for epsilon, or upgrade tfdpfl"
+            ) from error
+
+    def prices(
+        self,
+        charged: Sequence[Sequence[str]],
+        replied: Sequence[Sequence[str]],
+        evaluations: int,
+        delta: float,
+        accountant: str,
+        more: int = 0,
+    ) -> dict[str, tuple[str, float]]:
+        """Returns {level: (adjacency, ε)} of rounds; ``more`` of them in addition, of unknown clients."""
+        s = {"most": None, "apart": 1, **self.sampling}
+        p = participation(s["sampling_rate"], s["clients_per_round"], s["most"], s["apart"], s.get("given"))
+        rounds = len(charged) + more
+        if any(isinstance(level, NbAFLLevel) for level in self.privacy):
+            p = dataclasses.replace(p, sampling="none", max_participations=None, min_separation=1)
+            run = RoundsRun(rounds=rounds, participation=p, cohorts=[] if more else replied)
+            priced = [(level, level.price(run, delta, accountant).epsilon) for level in self.privacy]
+            return {level.level: (level.adjacency, epsilon) for level, epsilon in priced}
+        run = RoundsRun(rounds=rounds, participation=p, cohorts=charged if p.sampling == "bounded" and not more else [])
+        ledger = self.ledger(run, evaluations)
+        return {"client": ("zero_out", ledger.epsilon(delta, accountant))}
+
+    def ledger(self, run: RoundsRun, evaluations: int) -> PrivacyLedger:
+        """Returns what these rounds released, as events."""
+        return ledger_of(
+            self.privacy[0], run, sampling_rate=self.sampling["sampling_rate"], train_metrics=self.train_metrics,
+            evaluate_metrics=self.evaluations, evaluations=evaluations,
+        )  # fmt: skip
