@@ -121,13 +121,12 @@ class Opened:
         if self.ledger is not None:
             return self.ledger
         from tfdpfl.federated.privacy import RoundsRun
-        from tfdpfl.flower.spent import Settings, participation
+        from tfdpfl.flower.spent import Settings
 
         j, settings = self._journal, Settings.of(self._journal.header)
         if len(settings.privacy) > 1:
             raise BadArgument(f"{self.path} is of NbAFL, which has no event of its own: see `tfdpfl ledger epsilon`")
-        s = {"most": None, "apart": 1, **settings.sampling}
-        p = participation(s["sampling_rate"], s["clients_per_round"], s["most"], s["apart"], s.get("given"))
+        p = settings.participation
         return settings.ledger(
             RoundsRun(rounds=len(j.charged), participation=p, cohorts=j.charged if p.sampling == "bounded" else []),
             j.evaluations,
@@ -235,6 +234,36 @@ def _show_prices(
         )
     if opened.unread:
         click.echo(_BROKEN)
+
+
+@ledger.command()
+@_FILE
+@DELTA
+@_ACCOUNTANT
+@click.option("--target-epsilon", type=float, help="What each client may spend. Exit with 1 if one has spent more.")
+@JSON
+def clients(file: Path, delta: float, accountant: str, target_epsilon: float | None, as_json: bool) -> None:
+    """What each client has spent over all runs, by the database FILE that a server's register_path= names."""
+    with clean_errors():
+        from tfdpfl._formats import strict
+        from tfdpfl.accounting.pricing import check_delta
+        from tfdpfl.accounting.report import rounded_up
+        from tfdpfl.flower.register import Register
+
+        found = Register(file, new=False).spent(check_delta(delta), accountant)
+    rows = [{**vars(spent)} for spent in found]
+    if target_epsilon is not None:
+        rows = [{**row, "left": max(0.0, target_epsilon - row["epsilon"])} for row in rows]
+    if as_json:
+        click.echo(json.dumps(strict(rows), indent=2))
+    for spent in [] if as_json else found:
+        left = "" if target_epsilon is None else f", {max(0.0, target_epsilon - spent.epsilon):.3g} left"
+        click.echo(
+            f"{spent.client}: epsilon = {rounded_up(spent.epsilon)}{left}; {spent.rounds} rounds of {spent.runs} runs, "
+            f"asked in {spent.asked}"
+        )
+    if target_epsilon is not None and any(spent.epsilon > target_epsilon for spent in found):
+        raise SystemExit(1)
 
 
 @ledger.command()

@@ -85,13 +85,27 @@ class Cohorts:
         return participation(self.sampling_rate, self._clients_per_round, self._most, self._apart, self.population)
 
     def messages(
-        self, messages: list[Message], grid: Grid, charged: list[list[str]], begun: list[str] | None
+        self,
+        messages: list[Message],
+        grid: Grid,
+        charged: list[list[str]],
+        begun: list[str] | None,
+        allow: Callable[[Iterable[str]], Iterable[str]] | None = None,
     ) -> list[Message]:
-        """The strategy's messages, or where it may not choose whom to ask, such to the clients that are drawn."""
+        """The strategy's messages, or where it may not choose whom to ask, such to the clients that are drawn.
+
+        Args:
+          messages: the strategy's.
+          grid: the nodes that are connected.
+          charged: the cohorts of the rounds so far.
+          begun: the cohort of a round that was lost.
+          allow: takes clients and returns those that may be drawn, or asked.
+        """
         if self.sampling_rate is None and not self._bounded:
-            if self._client_of is None:
+            if self._client_of is None and allow is None:
                 return messages
-            asked = {*self.clients(message.metadata.dst_node_id for message in messages).values()}
+            chosen = self.clients(message.metadata.dst_node_id for message in messages)
+            asked = {chosen[client] for client in (chosen if allow is None else allow(chosen))}
             return [message for message in messages if message.metadata.dst_node_id in asked]
         model = messages[0]
         if any(not _same(message.content, model.content) for message in messages[1:]):
@@ -100,6 +114,8 @@ class Cohorts:
                 "sampling_rate, max_participations and min_separation out"
             )
         connected = self.clients(grid.get_node_ids())
+        if allow is not None and (begun is None or self.sampling_rate is None):
+            connected = {client: connected[client] for client in allow(connected)}
         again = [client for client in connected if client in (begun or ())]
         if begun is not None and (again or not begun or self.sampling_rate is not None):
             # A round that was lost has the clients that it had: a second coin would raise their rate. It may have none.

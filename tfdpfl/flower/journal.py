@@ -57,6 +57,7 @@ class Record:
         self.replied: list[list[str]] = []
         self.evaluations = self.lines = self.hashed = 0
         self.begun: list[str] | None = None
+        self.run = ""  # its name; a file from before runs had names is named by its first line
         self.digest = hashlib.sha256()
 
     def read(self, text: bytes, what: str) -> Record:
@@ -96,6 +97,7 @@ class Record:
             _formats.refuse_newer(what, held, VERSION)
         if not self.lines:
             self.header = dict(held["header"])
+            self.run = str(held.get("run") or hashlib.sha256(line).hexdigest()[:16])
             if "version" not in held and "evaluations" in self.header:  # it was None for exact evaluations
                 self.header["evaluations"] = self.header["evaluations"] or "unprotected"
         if "version" in held:
@@ -250,7 +252,8 @@ class Journal(Record):
                     "its beginning, so rounds that were released may be missing. Restore the file from a backup, or "
                     "delete it if no round has run"
                 )
-            self._append({**_formats.stamp(VERSION), "run": secrets.token_hex(8), "header": _formats.describe(header)})
+            self.run, self.header = secrets.token_hex(8), _formats.describe(header)
+            self._append({**_formats.stamp(VERSION), "run": self.run, "header": self.header})
             files.sync(self._path.parent)
             return
         self.read(whole, f"ledger_path={str(self._path)!r}")

@@ -109,6 +109,12 @@ class Settings:
                 "strategy for epsilon, or upgrade tfdpfl"
             ) from error
 
+    @property
+    def participation(self) -> Participation:
+        """What the way to choose clients allows to be claimed."""
+        s = {"most": None, "apart": 1, **self.sampling}
+        return participation(s["sampling_rate"], s["clients_per_round"], s["most"], s["apart"], s.get("given"))
+
     def prices(
         self,
         charged: Sequence[Sequence[str]],
@@ -119,9 +125,7 @@ class Settings:
         more: int = 0,
     ) -> dict[str, tuple[str, float]]:
         """Returns {level: (adjacency, ε)} of rounds; ``more`` of them in addition, of unknown clients."""
-        s = {"most": None, "apart": 1, **self.sampling}
-        p = participation(s["sampling_rate"], s["clients_per_round"], s["most"], s["apart"], s.get("given"))
-        rounds = len(charged) + more
+        p, rounds = self.participation, len(charged) + more
         if any(isinstance(level, NbAFLLevel) for level in self.privacy):
             p = dataclasses.replace(p, sampling="none", max_participations=None, min_separation=1)
             run = RoundsRun(rounds=rounds, participation=p, cohorts=[] if more else replied)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -48,6 +49,7 @@ from tfdpfl.flower.cohorts import Cohorts, SteadyNodes
 from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
+from tfdpfl.flower.register import Register
 from tfdpfl.flower.reports import promises_of_clients
 from tfdpfl.flower.rounds import Round, open_round
 from tfdpfl.flower.spent import ledger_of
@@ -82,6 +84,8 @@ class DifferentialPrivacy(Strategy):
         accountant: str = "pld",
         noise: Noise | None = None,
         clients: Callable[[int], str | None] | None = None,
+        register_path: str | os.PathLike | None = None,
+        client_epsilon: float | None = None,
         seed: int | None = None,
     ):
         clip = self._checked_clip(l2_norm_clip)
@@ -148,6 +152,7 @@ class DifferentialPrivacy(Strategy):
                 f"seed={seed!r} with a ledger that has rounds: the noise of the first of them would be drawn again. "
                 "seed is for tests; leave it out"
             )
+        self._register = self._joined(register_path, client_epsilon, ledger_path)
         if ledger_path is not None:
             place = os.path.abspath(ledger_path)
             log.info("Ledger %s: %d rounds are charged", place, self.rounds_charged)
@@ -167,6 +172,29 @@ class DifferentialPrivacy(Strategy):
             return (CorrelatedLevel(noise=self._noise, noise_multiplier=z),)
         return (ClientLevel(noise_multiplier=combined(z, self._train_metrics.noise_multiplier)
                             if self._train_metrics else z),)  # fmt: skip
+
+    def _joined(self, path: Any, client_epsilon: float | None, ledger_path: Any) -> Register | None:
+        self._client_epsilon = client_epsilon
+        if client_epsilon is not None:
+            _checks.real("client_epsilon", client_epsilon, "give the ε that a client may spend, or None", above=0)
+        if path is None and client_epsilon is None:
+            return None
+        try:
+            if path is None or ledger_path is None:
+                raise ValueError(
+                    f"register_path={path!r}, client_epsilon={client_epsilon!r}, ledger_path={ledger_path!r}: what "
+                    "clients spend outlives a process only in files. Give register_path and ledger_path"
+                )
+            register, j = Register(path), self._journal
+            if register.join(j.run, os.path.abspath(ledger_path), j.header, j.charged):
+                log.warning(
+                    "The ledger has rounds that register_path=%r lacks. They count for each client that this training "
+                    "ever asked; clients that were connected and never asked are not known", str(path),
+                )  # fmt: skip
+        except BaseException:
+            self._journal.close()
+            raise
+        return register
 
     # What it promises.
 
@@ -404,16 +432,36 @@ class DifferentialPrivacy(Strategy):
             self.stopped_by = self._limit
             return []
         self._know_past()
-        messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun)
-        opened = open_round(base, messages, server_round)
         try:
+            allow = None if self._register is None else self._allow
+            messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun, allow)
+            opened = open_round(base, messages, server_round)
             opened.clients = {node: self._cohorts.name_of(node) or str(node) for node in opened.groups}
+            if self._register is not None:
+                self._register.settle(
+                    self._journal.run, self.rounds_charged, opened.clients.values(), self._cohorts.sampling_rate is None
+                )
             self._journal.begin([*opened.clients.values()])
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             log.error("The ledger cannot be written (%s): no messages are sent", error)
             return []
         self._open = opened
         return messages
+
+    def _allow(self, clients: Iterable[str]) -> list[str]:
+        """Those that may spend one more round; it is written down for them."""
+        assert self._register is not None
+        clients = [*clients]
+        allowed = self._register.reserve(
+            self._journal.run, self.rounds_charged, clients, self.delta, self._client_epsilon
+        )
+        if len(allowed) < len(clients):
+            log.info(
+                "%d of %d clients have spent client_epsilon and are not asked",
+                len(clients) - len(allowed),
+                len(clients),
+            )
+        return allowed
 
     def _tell_of_statistics(self, base: Mapping[str, np.ndarray]) -> None:
         found = [name for name in base if name.rpartition(".")[2] in ("running_mean", "running_var")]
@@ -564,8 +612,10 @@ class DifferentialPrivacy(Strategy):
             total += fractions(node, reply, names, self._evaluate_metrics)
         add_noise(total, self._normals([total.shape])[0], self._evaluate_metrics)
         try:
+            if self._register is not None:
+                self._register.evaluated(self._journal.run, self._journal.evaluations + 1)
             self._journal.charge_evaluation()
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             log.error("The evaluation is not released: the ledger cannot be written (%s)", error)
             return None
         return MetricRecord(dict(means_of(total / len(opened.groups), names, self._evaluate_metrics)))
@@ -665,6 +715,10 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
       clients: takes a node's id and returns the name of its client, as `Roster` does. A client then goes on under its
         name when its node gets another id, and one that has several nodes is asked through one of them. A node for
         which it returns None is not asked. None takes each node for a client.
+      register_path: a SQLite database, which several runs may share, of the rounds that each client could have been in.
+        It needs ``ledger_path``. `tfdpfl ledger clients` prints what each client has spent over all runs.
+      client_epsilon: with register_path, the ε at ``delta`` that no client passes over all runs. A client that has
+        spent it is not asked any more, and the training continues with the others.
       seed: for tests only. None takes the operating system's entropy, for noise and cohorts.
 
     Attributes:

@@ -1,0 +1,152 @@
+"""One database says what each client has spent over all runs, whatever runs at once and wherever a server stops."""
+
+import json
+import logging
+import sqlite3
+
+import pytest
+
+pytest.importorskip("flwr")
+from click.testing import CliRunner
+from dp_accounting import dp_event
+from flower_fakes import FakeGrid, arrays_in, model, reply
+from flwr.serverapp import strategy as flower
+
+from tfdpfl import PrivacyError
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.cli import main
+from tfdpfl.flower import DifferentialPrivacyFixedClipping
+from tfdpfl.flower.register import Register
+from tfdpfl.noise import Tree
+
+DELTA = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+
+
+def server(folder, name, **how):
+    how = {"sampling_rate": None if "clients_per_round" in how else 0.5, "noise_multiplier": 1.0, **how}
+    return DifferentialPrivacyFixedClipping(
+        flower.FedAvg(min_available_nodes=1, min_train_nodes=1, fraction_evaluate=0.0), l2_norm_clip=1.0, delta=DELTA,
+        accountant="rdp", ledger_path=folder / name, register_path=folder / "register.db", **how,
+    )  # fmt: skip
+
+
+def grid(*nodes):
+    made = FakeGrid(0, lambda message, number: reply(message, arrays_in(message)))
+    made.nodes = [*nodes]
+    return made
+
+
+def cost(*parts):
+    made = PrivacyLedger()
+    for rate, z, rounds in parts:
+        event = dp_event.GaussianDpEvent(z)
+        made.add(event if rate == 1 else dp_event.PoissonSampledDpEvent(rate, event), rounds, adjacency="zero_out")
+    return made.epsilon(DELTA, "rdp")
+
+
+def spent(folder):
+    return {one.client: one for one in Register(folder / "register.db").spent(DELTA, "rdp")}
+
+
+def test_a_client_pays_for_the_rounds_of_all_runs_in_which_it_could_be(tmp_path):
+    first = server(tmp_path, "first")
+    first.start(grid(101, 102), model(), num_rounds=3)
+    second = server(tmp_path, "second", clients_per_round=1, noise_multiplier=2.0)
+    second.start(grid(102), model(), num_rounds=2)  # at once with the first, which goes on
+    first.start(grid(101, 103), model(), num_rounds=4)
+    found = spent(tmp_path)
+    assert [found[c].rounds for c in ("101", "102", "103")] == [4, 5, 1]
+    assert found["101"].epsilon == cost((0.5, 1.0, 4)) and found["103"].epsilon == cost((0.5, 1.0, 1))
+    assert found["102"].epsilon == cost((0.5, 1.0, 3), (1, 2.0, 2))
+    assert found["102"].asked == sum("102" in cohort for cohort in [*first.cohorts, *second.cohorts])
+    command = ["ledger", "clients", str(tmp_path / "register.db"), "--delta", "1e-5", "--accountant", "rdp"]
+    rows = json.loads(CliRunner().invoke(main, [*command, "--json"]).output)
+    assert {row["client"]: row["epsilon"] for row in rows} == {c: one.epsilon for c, one in found.items()}
+    done = CliRunner().invoke(main, [*command, "--target-epsilon", "5"])
+    assert done.exit_code == 1 and "102: epsilon = " in done.output and ", 0 left; 5 rounds of 2 runs" in done.output
+
+
+def test_a_client_that_has_spent_its_epsilon_is_not_asked_in_any_run(tmp_path):
+    budget = cost((0.5, 1.0, 3)) + 1e-9
+    first = server(tmp_path, "first", client_epsilon=budget)
+    first.start(grid(101, 102), model(), num_rounds=2)
+    second = server(tmp_path, "second", client_epsilon=budget)
+    second.start(grid(101, 102, 103), model(), num_rounds=4)
+    assert {c: one.rounds for c, one in spent(tmp_path).items()} == {"101": 3, "102": 3, "103": 3}
+    assert max(one.epsilon for one in spent(tmp_path).values()) <= budget
+    assert second.rounds_charged == 4 and second.cohorts[3] == [] and second.stopped_by is None
+    assert all({*cohort} <= {"103"} for cohort in second.cohorts[1:])
+    more = cost((0.5, 1.0, 3), (1, 1.0, 1)) + 1e-9
+    server(tmp_path, "third", clients_per_round=2, client_epsilon=more).start(grid(101, 104), model(), num_rounds=3)
+    assert spent(tmp_path)["101"].rounds == 4 and max(one.epsilon for one in spent(tmp_path).values()) <= more
+
+
+@pytest.mark.parametrize("where", ["reserve", "settle", "begin", "charge"])
+def test_a_server_that_stops_at_any_write_leaves_no_round_out(tmp_path, monkeypatch, where):
+    class Killed(BaseException):
+        pass
+
+    strategy = server(tmp_path, "ledger", clients_per_round=2)
+    strategy.start(grid(101, 102), model(), num_rounds=1)
+    owner = strategy._register if hasattr(strategy._register, where) else strategy._journal
+    real = getattr(owner, where)
+
+    def killed(*args, **more):
+        real(*args, **more)
+        raise Killed
+
+    monkeypatch.setattr(owner, where, killed)
+    with pytest.raises(Killed):
+        strategy.start(grid(101, 102), model(), num_rounds=2)
+    strategy._journal.close()
+    again = server(tmp_path, "ledger", clients_per_round=2)
+    assert all(one.rounds >= again.rounds_charged for one in spent(tmp_path).values())
+    again.start(grid(101, 102), model(), num_rounds=3)
+    rounds = {c: one.rounds for c, one in spent(tmp_path).items()}
+    assert rounds == {"101": again.rounds_charged, "102": again.rounds_charged}  # none left out, none twice
+
+
+def test_correlated_noise_costs_a_client_what_its_own_rounds_cost(tmp_path):
+    noise = Tree(min_separation=1, max_participations=3)
+    strategy = server(tmp_path, "ledger", clients_per_round=2, noise=noise)
+    strategy.start(grid(101, 102), model(), num_rounds=1)
+    strategy.start(grid(101, 103), model(), num_rounds=3)
+    found = spent(tmp_path)
+    assert found["101"].rounds == 3 and found["101"].epsilon == pytest.approx(strategy.epsilon)
+    assert found["102"].epsilon < found["103"].epsilon < found["101"].epsilon
+
+
+def test_a_register_that_is_put_beside_an_old_ledger_counts_its_rounds(tmp_path, caplog):
+    strategy = server(tmp_path, "ledger", clients_per_round=2)
+    strategy.start(grid(101, 102), model(), num_rounds=2)
+    strategy._journal.close()
+    (tmp_path / "register.db").unlink()
+    for more in ("-wal", "-shm"):
+        (tmp_path / f"register.db{more}").unlink(missing_ok=True)
+    server(tmp_path, "ledger", clients_per_round=2)
+    assert "has rounds that register_path=" in caplog.text
+    assert {c: one.rounds for c, one in spent(tmp_path).items()} == {"101": 2, "102": 2}
+
+
+def test_what_is_no_register_is_refused_with_the_fix(tmp_path):
+    for how in (dict(register_path=None, client_epsilon=1.0), dict(ledger_path=None)):
+        given = dict(ledger_path=tmp_path / "a", register_path=tmp_path / "register.db") | how
+        with pytest.raises(ValueError, match="Give register_path and ledger_path"):
+            DifferentialPrivacyFixedClipping(
+                flower.FedAvg(), noise_multiplier=1.0, l2_norm_clip=1.0, sampling_rate=0.5, delta=DELTA, **given
+            )
+    (tmp_path / "register.db").write_text("no database, but text that is long enough to be taken for one" * 9)
+    with pytest.raises(ValueError, match="Restore it from a backup"):
+        server(tmp_path, "ledger")
+    server_free = tmp_path / "other"
+    server_free.mkdir()
+    server(server_free, "ledger")._journal.close()  # the ledger above was closed
+    with sqlite3.connect(server_free / "register.db") as db:
+        db.execute("PRAGMA user_version=2")
+    with pytest.raises(PrivacyError, match="of format version 2, but tfdpfl"):
+        server(server_free, "ledger")

@@ -1,0 +1,196 @@
+"""What each client has spent over all runs of a server: a SQLite database beside the ledgers. No Flower here.
+
+A row says that a client could have been in a round: it was connected while coins were tossed, or it was asked. The row
+is on the disk before a message leaves, and it counts whether or not the round is charged later. So the price of a
+client may include one round of each run that was lost, and never leaves out one that was released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdpfl import _formats
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.errors import PrivacyError
+from tfdpfl.federated.privacy import RoundsRun
+from tfdpfl.flower.spent import Settings
+
+_VERSION = 1
+_TABLES = """
+CREATE TABLE runs (run TEXT PRIMARY KEY, ledger TEXT NOT NULL, header TEXT NOT NULL, evaluations INTEGER NOT NULL);
+CREATE TABLE exposures (
+    client TEXT NOT NULL, run TEXT NOT NULL, round INTEGER NOT NULL, asked INTEGER NOT NULL,
+    PRIMARY KEY (client, run, round)
+) WITHOUT ROWID;
+CREATE INDEX of_rounds ON exposures (run, round);
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What a client has spent: in how many runs and rounds, in how many of them it was asked, and ε."""
+
+    client: str
+    runs: int
+    rounds: int
+    asked: int
+    epsilon: float
+
+
+class Register:
+    """The clients of all runs that share a database. Several servers may use it at once.
+
+    Args:
+      path: the database; it is made if it is not there.
+      new: whether it may be made.
+
+    Raises:
+      ValueError: it is no such database, or cannot be opened.
+      PrivacyError: a newer release made it.
+    """
+
+    def __init__(self, path: str | os.PathLike, new: bool = True):
+        self._path = Path(path)
+        if new:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+        self._prices: dict[Any, float] = {}
+        try:
+            self._db = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+            mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+            self._db.execute("PRAGMA synchronous=FULL")
+            with self._alone():
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if not version and not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                    for statement in _TABLES.split(";"):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version={_VERSION}")
+                    version = _VERSION
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"register_path={str(path)!r} cannot be used as a database ({error}). What clients spent in other runs "
+                "would be in no epsilon. Restore it from a backup, or give the path of a new file on a local disk"
+            ) from error
+        _formats.refuse_newer(f"register_path={str(path)!r}", {"version": version or None}, _VERSION)
+        if mode != "wal":
+            raise ValueError(
+                f"register_path={str(path)!r} is on a file system without shared memory, so that SQLite cannot keep "
+                "its log ahead of the data. Use a folder on a local disk"
+            )
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One transaction, on the disk when it ends, in which no other server writes."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def join(self, run: str, ledger: str, header: Mapping[str, Any], charged: Sequence[Sequence[str]]) -> bool:
+        """Adds a run, or goes on with it. Returns whether the ledger had rounds that were not here.
+
+        Such rounds are added for each client that the run ever asked.
+        """
+        described = json.dumps(header)
+        Settings.of(json.loads(described))  # refuses what cannot be priced
+        with self._alone():
+            self._db.execute("INSERT OR IGNORE INTO runs VALUES (?, ?, ?, 0)", (run, ledger, described))
+            known = {row[0] for row in self._db.execute("SELECT DISTINCT round FROM exposures WHERE run = ?", (run,))}
+            missing = [number for number, cohort in enumerate(charged) if cohort and number not in known]
+            everyone = sorted({client for cohort in charged for client in cohort})
+            self._db.executemany(
+                "INSERT OR IGNORE INTO exposures VALUES (?, ?, ?, ?)",
+                ((client, run, n, int(client in charged[n])) for n in missing for client in everyone),
+            )
+        return bool(missing)
+
+    def reserve(
+        self, run: str, number: int, clients: Iterable[str], delta: float, budget: float | None = None
+    ) -> list[str]:
+        """Writes down that clients could be in a round. Returns those whose ε over all runs then stays in the budget.
+
+        What an earlier attempt at this round wrote is replaced, since it released nothing.
+        """
+        clients, insert = [*clients], "INSERT INTO exposures VALUES (?, ?, ?, 0)"
+        with self._alone():
+            self._db.execute("DELETE FROM exposures WHERE run = ? AND round = ?", (run, number))
+            self._db.executemany(insert, ((client, run, number) for client in clients))
+            over = [] if budget is None else [c for c in clients if not self._within(self._counts(c), delta, budget)]
+            where = "client = ? AND run = ? AND round = ?"
+            self._db.executemany(f"DELETE FROM exposures WHERE {where}", ((client, run, number) for client in over))
+        return [client for client in clients if client not in over]
+
+    def settle(self, run: str, number: int, asked: Collection[str], only_asked: bool) -> None:
+        """Writes down who is asked; with ``only_asked`` the others were not in the round at all."""
+        with self._alone():
+            self._db.executemany(
+                "INSERT INTO exposures VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET asked = 1",
+                ((client, run, number) for client in asked),
+            )
+            if only_asked:
+                self._db.execute("DELETE FROM exposures WHERE run = ? AND round = ? AND NOT asked", (run, number))
+
+    def evaluated(self, run: str, evaluations: int) -> None:
+        """Writes down how many evaluations a run has released, or is about to."""
+        with self._alone():
+            self._db.execute("UPDATE runs SET evaluations = max(evaluations, ?) WHERE run = ?", (evaluations, run))
+
+    def spent(self, delta: float, accountant: str = "pld") -> list[Spent]:
+        """Returns what each client has spent over all runs, the largest ε first."""
+        clients = [row[0] for row in self._db.execute("SELECT DISTINCT client FROM exposures")]
+        asked = dict(self._db.execute("SELECT client, sum(asked) FROM exposures GROUP BY client"))
+        found = []
+        for client in clients:
+            counts = self._counts(client)
+            rounds = sum(counts.values())
+            found.append(Spent(client, len(counts), rounds, asked[client], self._price(counts, delta, accountant)))
+        return sorted(found, key=lambda spent: (-spent.epsilon, spent.client))
+
+    def _counts(self, client: str) -> dict[str, int]:
+        """How many rounds of each run a client could have been in."""
+        query = "SELECT run, count(*) FROM exposures WHERE client = ? GROUP BY run"
+        return dict(self._db.execute(query, (client,)))
+
+    def _within(self, counts: Mapping[str, int], delta: float, budget: float) -> bool:
+        """The quick accountant is asked first."""
+        return any(self._price(counts, delta, accountant) <= budget for accountant in ("rdp", "pld"))
+
+    def _price(self, counts: Mapping[str, int], delta: float, accountant: str) -> float:
+        parts = []
+        for run, count in sorted(counts.items()):
+            header, evaluations = self._db.execute(
+                "SELECT header, evaluations FROM runs WHERE run = ?", (run,)
+            ).fetchone()  # fmt: skip
+            query = "SELECT coalesce(max(round), 0) + 1 FROM exposures WHERE run = ?"
+            parts.append((header, count, self._db.execute(query, (run,)).fetchone()[0], evaluations))
+        key = tuple(parts), delta, accountant
+        if key not in self._prices:
+            total = PrivacyLedger()
+            for header, count, rounds, evaluations in parts:
+                total.merge(_ledger_of_client(Settings.of(json.loads(header)), count, rounds, evaluations))
+            self._prices[key] = total.epsilon(delta, accountant)
+        return self._prices[key]
+
+
+def _ledger_of_client(settings: Settings, count: int, rounds: int, evaluations: int) -> PrivacyLedger:
+    """What a client that could have been in ``count`` of ``rounds`` rounds has spent."""
+    if len(settings.privacy) > 1:
+        raise PrivacyError("NbAFL states epsilon for the replies of a round, so its runs cannot be in a register")
+    p = settings.participation
+    if p.sampling == "bounded":
+        p = dataclasses.replace(p, max_participations=min(count, p.max_participations or count))
+        return settings.ledger(RoundsRun(rounds=rounds, participation=p), evaluations)
+    return settings.ledger(RoundsRun(rounds=count, participation=p), evaluations)
