@@ -18,7 +18,6 @@ from typing import Any
 
 from tfdpfl import _formats
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import RoundsRun
 from tfdpfl.flower.spent import Settings
 
@@ -187,8 +186,6 @@ class Register:
 
 def _ledger_of_client(settings: Settings, count: int, rounds: int, evaluations: int) -> PrivacyLedger:
     """What a client that could have been in ``count`` of ``rounds`` rounds has spent."""
-    if len(settings.privacy) > 1:
-        raise PrivacyError("NbAFL states epsilon for the replies of a round, so its runs cannot be in a register")
     p = settings.participation
     if p.sampling == "bounded":
         p = dataclasses.replace(p, max_participations=min(count, p.max_participations or count))
