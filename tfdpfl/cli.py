@@ -238,9 +238,9 @@ def _of_a_user(report: Any) -> str:
 
 
 def _caveats(report: Any) -> Iterator[str]:
-    from tfdpfl.accounting.pricing import large
+    from tfdpfl.accounting.pricing import delta_warning
 
-    too_large = large(report.delta, report.num_examples)
+    too_large = delta_warning(report.delta, report.num_examples)
     if too_large:
         yield f"Note: {too_large}"
     if report.shuffled_epsilon is not None:

@@ -16,14 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfdpfl import _formats, _page
+from tfdpfl import _formats, _report_html
 from tfdpfl._formats import NewerFormatError
 from tfdpfl._types import Json, Promiser
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, Price, PrivacyLedger, _checks
-from tfdpfl.accounting.others import others
-from tfdpfl.accounting.pricing import check_delta, large
+from tfdpfl.accounting.pricing import check_delta, delta_warning
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
+from tfdpfl.accounting.zcdp_and_gdp import zcdp_and_gdp
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -157,14 +157,17 @@ class ProjectReport:
         for total in self.totals:
             if len(total.parts) > 1:
                 names = " + ".join(total.parts)
-                lines.append(f"  {names}: epsilon = {_page.upper(total.figures)} for {_page.whose(total)}")
+                lines.append(
+                    f"  {names}: epsilon = {_report_html.upper(total.figures)} for {_report_html.whose(total)}"
+                )
         lines += [f"  {sentence}" for sentence in self.not_added]
         for part in self.parts:
-            lines.append(f"  {part.name} ({part.kind}): epsilon = {_page.upper(part.figures)} for {_page.whose(part)}")
+            upper, whose = _report_html.upper(part.figures), _report_html.whose(part)
+            lines.append(f"  {part.name} ({part.kind}): epsilon = {upper} for {whose}")
             lines += [f"    {line}" for line in part.mechanisms]
             if part.sampling:
                 lines.append(f"    sampling: {part.sampling}")
-            lines += [f"    {line}" for line in _page.other_terms(part.figures)]
+            lines += [f"    {line}" for line in _report_html.other_terms(part.figures)]
             lines += [f"    - {note}" for note in part.notes]
         lines += [f"  measured, {found.name}: {found.text}" for found in self.measured]
         lines += [f"  {name}: {value}" for name, value in self.utility.items()]
@@ -191,7 +194,7 @@ class ProjectReport:
         Args:
             path: Where to write it as well.
         """
-        return _written(_page.html(self), path)
+        return _written(_report_html.html(self), path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,7 +307,7 @@ def _warnings(
     for part, source in zip(parts, sources, strict=True):
         if part.figures.epsilon == math.inf:
             yield f"{part.name}: epsilon is infinite, which is no privacy at all"
-        too_large = large(delta, source.promise.num_units)
+        too_large = delta_warning(delta, source.promise.num_units)
         if too_large:
             yield f"{part.name}: {too_large}"
     for found in measured:
@@ -396,7 +399,7 @@ def _figures(
     except PrivacyError as error:
         return Figures(epsilon=None, missing=str(error))
     known = {which: _try(cost, delta, which) for which in ACCOUNTANTS}
-    rho, mu, tpr = (None, None, None) if event is None else others(event, accountant, relation)
+    rho, mu, tpr = (None, None, None) if event is None else zcdp_and_gdp(event, accountant, relation)
     return Figures(
         epsilon=paid.epsilon,
         accountant=paid.accountant,
@@ -492,14 +495,14 @@ def _measured(name: str, what: Promiser, sources: Sequence[_Source], delta: floa
         most = None
         if source is not None and source.promise.event is not None and source.unit == "example" and what.fpr == 0.01:
             event, relation = source.promise.event, source.promise.priced_adjacency
-            most = others(event, accountant, relation).tpr_at_1_percent_fpr
+            most = zcdp_and_gdp(event, accountant, relation).tpr_at_1_percent_fpr
         return Measured(name=name, text=str(what), refuted=most is not None and what.tpr_interval[0] > most)
     if hasattr(what, "epsilon") and hasattr(what, "delta"):
         bound, at, text = float(what.epsilon), float(what.delta), str(what)
     else:
         mend = "give a bound on ε, or an audit's report"
         bound, at = _checks.real(f"audits[{name!r}]", what, mend, at_least=0), delta
-        text = f"epsilon is at least {_page.rounded_down(bound)} at delta = {delta:g}"
+        text = f"epsilon is at least {_report_html.rounded_down(bound)} at delta = {delta:g}"
     paid = None if source is None or not 0 < at < 1 else _try(source.promise.cost, at, accountant)
     claimed = None if paid is None else paid.epsilon
     refuted = claimed is not None and bound > claimed

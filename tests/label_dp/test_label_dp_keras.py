@@ -74,6 +74,23 @@ def test_the_backward_loss_of_randomized_response_is_the_closed_form():
         assert float(loss(np.array([released]), logits)) == pytest.approx(closed, rel=1e-4)
 
 
+@pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
+def test_randomized_response_is_corrected_without_its_matrix(cls):
+    logits = np.random.default_rng(1).normal(size=(4, 5)).astype(np.float32) * 3
+    matrix = (np.ones((5, 5)) + (math.e - 1) * np.eye(5)) / (math.e + 4)
+    closed = cls(epsilon=1.0, num_classes=5, from_logits=True, reduction="none")
+    full, loaded = cls(matrix, from_logits=True, reduction="none"), cls.from_config(closed.get_config())
+    assert closed.transition_matrix == pytest.approx(matrix) and "transition_matrix" not in closed.get_config()
+    for labels in (np.array([0, 4, 2, 2]), np.random.default_rng(2).dirichlet(np.ones(5), 4)):
+        for loss in (closed, loaded):
+            assert loss(labels, logits).numpy() == pytest.approx(full(labels, logits).numpy(), rel=1e-4, abs=1e-4)
+    many = cls(epsilon=8.0, num_classes=100_000, from_logits=True)  # whose matrix would take 80 GB
+    e, n = math.exp(8.0), 100_000
+    forward, backward = -math.log((e / n + (n - 1) / n) / (e + n - 1)), math.log(n)
+    expected = forward if cls is ForwardCorrectedLoss else backward * ((e + n - 1) - n) / (e - 1)
+    assert float(many(np.array([7]), np.zeros((1, n), np.float32))) == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("from_logits", [True, False])
 @pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])
 def test_one_sigmoid_is_two_classes(cls, from_logits):

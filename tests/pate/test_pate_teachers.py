@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdpfl.pate import TeacherEnsemble, _likeness, _stacked
+from tfdpfl.pate import TeacherEnsemble, _model_fingerprint, _stacked
 
 CLASSES, FEATURES = 3, 6
 
@@ -284,7 +284,7 @@ def renamed(k):
 
 def told(model):
     model(X40[:1])
-    return _likeness.fingerprint(model, tf.constant(X40[:2]), Y40[:2])
+    return _model_fingerprint.fingerprint(model, tf.constant(X40[:2]), Y40[:2])
 
 
 @pytest.mark.one_stack

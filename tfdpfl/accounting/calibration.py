@@ -15,7 +15,7 @@ from tfdpfl.accounting.arguments import (
     build_run,
     shows_arguments,
 )
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, large, price
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, delta_warning, price
 from tfdpfl.accounting.run import Run
 from tfdpfl.errors import PrivacyError
 
@@ -211,7 +211,7 @@ def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
     arguments at once.
     """
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
-    too_large = large(delta, run.num_examples)
+    too_large = delta_warning(delta, run.num_examples)
     if too_large:
         warnings.warn(too_large, stacklevel=4)  # at the caller of a function that `shows_arguments` wraps
     assert run.adjacency is not None

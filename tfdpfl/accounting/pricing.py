@@ -53,7 +53,7 @@ _NOISES_OF_A_TREE = 64
 _NUMERICAL = (ValueError, ArithmeticError, MemoryError, IndexError)
 
 
-def large(delta: float, num_examples: int | None) -> str | None:
+def delta_warning(delta: float, num_examples: int | None) -> str | None:
     """What is wrong with a δ that is too large for its promise to mean anything."""
     if num_examples is None or delta < 1 / num_examples:
         return None

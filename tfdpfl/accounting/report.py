@@ -11,11 +11,11 @@ from tfdpfl import _formats
 from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import RunArguments, build_run, shows_arguments
-from tfdpfl.accounting.others import Others, others
-from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, large, price
+from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, delta_warning, price
 from tfdpfl.accounting.promises import PLANNED, Promise, fixed, promises_of
 from tfdpfl.accounting.run import Run
 from tfdpfl.accounting.sampling import SCHEMES, SHUFFLED, shuffled_adjacency
+from tfdpfl.accounting.zcdp_and_gdp import Measures, zcdp_and_gdp
 from tfdpfl.errors import PrivacyError
 
 T = TypeVar("T")
@@ -104,12 +104,12 @@ class PrivacyReport:
     event: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
-    def others(self) -> Others:
+    def others(self) -> Measures:
         """ρ of zCDP and μ of GDP where there are such, and how many members a membership test can find at most. They
         are found when they are first asked for."""
         if self.event is None:
-            return Others(None, None, None)
-        return others(self.event, self.accountant, self.adjacency)
+            return Measures(None, None, None)
+        return zcdp_and_gdp(self.event, self.accountant, self.adjacency)
 
     def promise(self, kind: str = "training", ledger: Any = None) -> Promise:
         """Returns what is guaranteed at this cost; of a ledger, if that is what the report is of."""
@@ -293,7 +293,7 @@ def _notes_on(runs: list[Run], paid: Price, delta: float, accountant: str) -> It
         yield _USERS_ARE_UNITS
     if runs and runs[0].max_examples_per_user > 1:
         yield _USER.format(k=runs[0].max_examples_per_user)
-    too_large = large(delta, _only({run.num_examples for run in runs}))
+    too_large = delta_warning(delta, _only({run.num_examples for run in runs}))
     if too_large:
         yield too_large
 

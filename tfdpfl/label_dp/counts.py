@@ -68,9 +68,14 @@ def nearest_counts(counts: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 def inverse_of(matrix: np.ndarray) -> np.ndarray:
     """The inverse of a transition matrix, or a `ValueError` where there is none to rely on."""
-    if np.linalg.cond(matrix) > 1e8:
+    check_condition(np.linalg.cond(matrix))
+    return np.linalg.inv(matrix)
+
+
+def check_condition(number: float) -> None:
+    """Raises a `ValueError` if a matrix of this condition number has no inverse to rely on."""
+    if number > 1e8:
         raise ValueError(
             "transition_matrix cannot be inverted: some labels are never told apart, as under a prior or a tiny ε; "
             "there is no correction, and a model trains with the plain loss"
         )
-    return np.linalg.inv(matrix)

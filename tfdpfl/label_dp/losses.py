@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._types import Arrays, Json
 from tfdpfl.accounting import _checks
 from tfdpfl.label_dp._events import check_epsilon
-from tfdpfl.label_dp._top_k import matrices
-from tfdpfl.label_dp.counts import inverse_of
+from tfdpfl.label_dp._top_k import keep_probability, matrices
+from tfdpfl.label_dp.counts import check_condition, inverse_of
 
 _DOC = """
     Args:
@@ -29,6 +31,54 @@ _DOC = """
     """
 
 
+class _Response:
+    """Randomized response on K classes: T = lie·J + (keep - lie)·I, with J of ones. It needs no [K, K] numbers."""
+
+    def __init__(self, epsilon: float | None, num_classes: int | None):
+        epsilon = check_epsilon(epsilon, "give the ε of the randomized response")
+        self.size = _checks.whole("num_classes", num_classes, 2, "count the classes")
+        self.config: Json = {"epsilon": epsilon, "num_classes": self.size}
+        log_keep = math.log(keep_probability(epsilon, self.size))
+        self._log_lie, self._log_rest = log_keep - epsilon, log_keep + math.log(-math.expm1(-epsilon))
+        check_condition(math.exp(-self._log_rest))
+
+    @property
+    def matrix(self) -> np.ndarray:
+        return matrices(np.arange(self.size)[None], np.array([self.size]), self.config["epsilon"])[0]
+
+    def log_released(self, log_probabilities: tf.Tensor) -> tf.Tensor:
+        lies = self._log_lie + tf.reduce_logsumexp(log_probabilities, axis=-1, keepdims=True)
+        return lies + tf.math.softplus(self._log_rest + log_probabilities - lies)
+
+    def unbiased(self, released: tf.Tensor) -> tf.Tensor:
+        lies = math.exp(self._log_lie) * tf.reduce_sum(released, axis=-1, keepdims=True)
+        return (released - lies) * math.exp(-self._log_rest)
+
+
+class _Matrix:
+    """Any noise, by its matrix."""
+
+    def __init__(self, transition_matrix: Arrays):
+        self.matrix = matrix = np.asarray(transition_matrix, np.float64)
+        square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and len(matrix) > 1
+        if not square or (matrix < 0).any() or not np.allclose(matrix.sum(axis=1), 1, atol=1e-6):
+            raise ValueError(
+                f"transition_matrix must be [K, K] with rows that sum to one, got the shape {list(matrix.shape)}: with "
+                "several priors there is no one matrix; use the plain loss"
+            )
+        self.size, self._inverse = len(matrix), inverse_of(matrix)
+        self.config: Json = {"transition_matrix": matrix.tolist()}
+
+    def log_released(self, log_probabilities: tf.Tensor) -> tf.Tensor:
+        """Returns log Σ_i T_ij·p_i without leaving logarithms: float16 and certain models stay finite."""
+        log_matrix = tf.constant(np.log(np.maximum(self.matrix, 1e-30)), log_probabilities.dtype)
+        return tf.reduce_logsumexp(log_probabilities[:, :, None] + log_matrix, axis=1)
+
+    def unbiased(self, released: tf.Tensor) -> tf.Tensor:
+        """Returns the weights of the classes' losses: the rows of T⁻¹ for the released labels."""
+        return tf.matmul(released, tf.constant(self._inverse, released.dtype))
+
+
 class _NoisyLabelLoss(tf.keras.losses.Loss):
     def __init__(
         self,
@@ -46,26 +96,20 @@ class _NoisyLabelLoss(tf.keras.losses.Loss):
                 "give either transition_matrix or both epsilon and num_classes, got "
                 f"{'both' if transition_matrix is not None else 'neither'}: a transformer's transition_matrix_ will do"
             )
-        if transition_matrix is None:
-            epsilon = check_epsilon(epsilon, "give the ε of the randomized response")
-            classes = _checks.whole("num_classes", num_classes, 2, "count the classes")
-            transition_matrix = matrices(np.arange(classes)[None], np.array([classes]), epsilon)[0]
-        matrix = np.asarray(transition_matrix, np.float64)
-        square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and len(matrix) > 1
-        if not square or (matrix < 0).any() or not np.allclose(matrix.sum(axis=1), 1, atol=1e-6):
-            raise ValueError(
-                f"transition_matrix must be [K, K] with rows that sum to one, got the shape {list(matrix.shape)}: with "
-                "several priors there is no one matrix; use the plain loss"
-            )
-        self.transition_matrix, self.from_logits, self._inverse = matrix, from_logits, inverse_of(matrix)
+        self._noise = _Matrix(transition_matrix) if transition_matrix is not None else _Response(epsilon, num_classes)
+        self.from_logits = from_logits
+
+    @property
+    def transition_matrix(self) -> np.ndarray:
+        """[K, K], P(released = j | label = i)."""
+        return self._noise.matrix
 
     def get_config(self) -> Json:
-        config = super().get_config()
-        return {**config, "transition_matrix": self.transition_matrix.tolist(), "from_logits": self.from_logits}
+        return {**super().get_config(), **self._noise.config, "from_logits": self.from_logits}
 
     def _log_probabilities(self, y_pred: tf.Tensor) -> tf.Tensor:
         """[n, K]; one output for two classes is that of class 1."""
-        size, width = len(self.transition_matrix), y_pred.shape[-1] if y_pred.shape.rank == 2 else None
+        size, width = self._noise.size, y_pred.shape[-1] if y_pred.shape.rank == 2 else None
         if width != size and (width, size) != (1, 2):
             one = " or [n, 1]" if size == 2 else ""
             raise ValueError(
@@ -82,7 +126,7 @@ class _NoisyLabelLoss(tf.keras.losses.Loss):
     def _one_hot(self, y_true: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """[n, K]; Keras may hand classes over as [n] or [n, 1], and as floats."""
         y_true = tf.convert_to_tensor(y_true)
-        size, rank = len(self.transition_matrix), y_true.shape.rank
+        size, rank = self._noise.size, y_true.shape.rank
         if rank == 2 and y_true.shape[-1] == size:
             return tf.cast(y_true, dtype)
         if rank is not None and rank != 1 and not (rank == 2 and y_true.shape[-1] in (1, None)):
@@ -114,10 +158,8 @@ class ForwardCorrectedLoss(_NoisyLabelLoss):
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         y_pred = tf.convert_to_tensor(y_pred)
-        # log Σ_i T_ij·p_i without leaving logarithms: float16 and certain models stay finite.
-        log_matrix = tf.constant(np.log(np.maximum(self.transition_matrix, 1e-30)), y_pred.dtype)
-        log_noisy = tf.reduce_logsumexp(self._log_probabilities(y_pred)[:, :, None] + log_matrix, axis=1)
-        return -tf.reduce_sum(self._one_hot(y_true, y_pred.dtype) * log_noisy, axis=-1)
+        log_released = self._noise.log_released(self._log_probabilities(y_pred))
+        return -tf.reduce_sum(self._one_hot(y_true, y_pred.dtype) * log_released, axis=-1)
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")
@@ -136,5 +178,5 @@ class BackwardCorrectedLoss(_NoisyLabelLoss):
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         y_pred = tf.convert_to_tensor(y_pred)
-        weights = tf.matmul(self._one_hot(y_true, y_pred.dtype), tf.constant(self._inverse, y_pred.dtype))
+        weights = self._noise.unbiased(self._one_hot(y_true, y_pred.dtype))
         return -tf.reduce_sum(weights * self._log_probabilities(y_pred), axis=-1)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._types import Arrays, Layer, Loss, Model
-from tfdpfl.pate._likeness import foreign, own
+from tfdpfl.pate._model_fingerprint import foreign, own
 
 # They work number by number, so that a stacked variable is updated as its slices would be.
 _OPTIMIZERS = frozenset("SGD Adam AdamW Nadam Adamax Adagrad Adadelta RMSprop Lion".split())

@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdpfl._types import Arrays, Axes, Json, Model
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.pricing import large
+from tfdpfl.accounting.pricing import delta_warning
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.errors import PrivacyError
 from tfdpfl.pate import _examples, pricing
@@ -249,7 +249,7 @@ class PATE:
         X = self._inputs(X)
         self.queries_ = self._choose(_examples.size(X), num_queries, queries, seed)
         shards = getattr(self.teachers, "shards_", None)
-        too_large = large(self.delta, None if shards is None else sum(map(len, shards)))
+        too_large = delta_warning(self.delta, None if shards is None else sum(map(len, shards)))
         if too_large:
             warnings.warn(too_large, stacklevel=2)
         self._sanitized: SanitizedEpsilon | None = None

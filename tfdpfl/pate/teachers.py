@@ -267,12 +267,12 @@ class TeacherEnsemble:
         """What a model is known by; or None, and why."""
         import tensorflow as tf
 
-        from tfdpfl.pate import _likeness
+        from tfdpfl.pate import _model_fingerprint
 
         zero = tf.nest.map_structure(tf.constant, self._zero)
         try:
-            return _likeness.fingerprint(model, zero, self._labels_like), None
-        except _likeness.Unlike as error:
+            return _model_fingerprint.fingerprint(model, zero, self._labels_like), None
+        except _model_fingerprint.Unlike as error:
             return None, str(error)
 
     def _alike(self, model: Model) -> bool:

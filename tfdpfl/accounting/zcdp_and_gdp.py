@@ -14,7 +14,7 @@ _FPR = 0.01
 _DELTAS = (1e-6, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.4)
 
 
-class Others(NamedTuple):
+class Measures(NamedTuple):
     """Measures beside ε; the first two are of compositions of Gaussians alone, and None for all else.
 
     Attributes:
@@ -30,7 +30,7 @@ class Others(NamedTuple):
     tpr_at_1_percent_fpr: float | None
 
 
-def others(event: "DpEvent", accountant: str, adjacency: str) -> Others:
+def zcdp_and_gdp(event: "DpEvent", accountant: str, adjacency: str) -> Measures:
     """Returns these measures of an event, as `price` takes it. (ρ and μ are of exact normals: where noise ends costs a
     δ beside them.)"""
     from dp_accounting import dp_event
@@ -42,14 +42,14 @@ def others(event: "DpEvent", accountant: str, adjacency: str) -> Others:
         squared = sum(n / leaf.noise_multiplier**2 if leaf.noise_multiplier else math.inf for leaf, n in leaves)
         lost = sum(n * beyond_support(leaf) for leaf, n in leaves)
         mu = math.sqrt(squared)
-        return Others(squared / 2, mu, min(float(ndtr(ndtri(_FPR) + mu)) + lost, 1.0))
+        return Measures(squared / 2, mu, min(float(ndtr(ndtri(_FPR) + mu)) + lost, 1.0))
     best = 1.0
     for delta in _DELTAS:
         try:
             epsilon = price(event, delta, accountant, adjacency).epsilon
         except PrivacyError:
-            return Others(None, None, None)
+            return Measures(None, None, None)
         if epsilon < math.inf:
             grown = math.exp(epsilon) * _FPR + delta if epsilon < 50 else 1.0
             best = min(best, grown, 1 - math.exp(-epsilon) * (1 - _FPR - delta))
-    return Others(None, None, best)
+    return Measures(None, None, best)
