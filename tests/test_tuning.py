@@ -80,9 +80,9 @@ class HyperModel:
 
     def build(self, hp):
         asked = [hp.Float("rate", 1e-4, 1e-1, sampling="log"), hp.Int("units", 8, 11), hp.Choice("kind", ["a", "b"])]
-        with hp.conditional_scope("kind", ["a"]), hp.name_scope("of_a"):
-            asked += [hp.Boolean("bias"), hp.Fixed("depth", 3)]
-        return [*asked, hp.Float("momentum", 0, 1, parent_name="kind", parent_values=["b"]), hp.Int("units", 8, 11)]
+        if asked[-1] == "a":
+            return [*asked, hp.Boolean("bias"), hp.Fixed("depth", 3), None, hp.Int("units", 8, 11)]
+        return [*asked, None, None, hp.Float("momentum", 0, 1), hp.Int("units", 8, 11)]
 
 
 def test_a_model_that_asks_for_its_hyperparameters_is_searched():
@@ -90,7 +90,7 @@ def test_a_model_that_asks_for_its_hyperparameters_is_searched():
 
     def train(hp):
         built.append(HyperModel().build(hp))
-        return hp.get("rate"), len(built), RUN.dp_event
+        return hp.values["rate"], len(built), RUN.dp_event
 
     best = search(space=None, mean_runs=300, shape=5).run(train)
     for _, units, kind, bias, depth, momentum, again in built:

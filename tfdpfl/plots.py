@@ -16,7 +16,6 @@ __all__ = [
     "epsilon_by_delta",
     "epsilon_over_time",
     "membership",
-    "noise_errors",
     "panels",
     "privacy_utility",
 ]
@@ -191,34 +190,6 @@ def epsilon_by_delta(
         ax.plot(delta, bound, "^", markersize=10, markeredgecolor="k", color=color, label=label)
     ax.set(xlabel="δ", ylabel="ε", xscale="log", ylim=(0, None))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)  # over no curve
-    return ax
-
-
-def noise_errors(compared: Sequence[Any], *, ax: Axes | None = None) -> Axes:
-    """Draws what `tfdpfl.noise.compare` found as bars: the error of the running sums at equal privacy, least above.
-
-    Args:
-      compared: what it returned.
-      ax: as in `privacy_utility`.
-
-    Raises:
-      ImportError: as `privacy_utility`.
-      ValueError: there is nothing to draw.
-    """
-    if not compared:
-        raise ValueError("compared is empty: give what tfdpfl.noise.compare returned")
-    ax = ax or _axes()
-    names = []
-    for line in compared:
-        sizes = [(k, v) for k, v in vars(line.noise).items() if k in ("bands", "buffers", "restart_every") and v]
-        size = sizes[0] if sizes else None
-        name = type(line.noise).__name__ + (f", {size[1]} {size[0].replace('_', ' ')}" if size else "")
-        names.append("independent" if size == ("bands", 1) else name)
-    sampled = [getattr(line, "sampled", False) for line in compared]
-    places = np.arange(len(compared))[::-1]
-    ax.barh(places, [line.error for line in compared], color=["C1" if s else "C0" for s in sampled])
-    ax.set_yticks(places, [name + (", sampled" if s else "") for name, s in zip(names, sampled, strict=True)])
-    ax.set(xlabel="noise of the running sums, in clips (standard deviation)", xscale="log")
     return ax
 
 

@@ -7,12 +7,11 @@ Steinke 2022, arXiv:2110.03620).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl._types import Keywords, Promiser
@@ -45,8 +44,8 @@ class Selected:
 class HyperParameters:
     """The hyperparameters of one run, each drawn when first asked for: what a ``build(hp)`` for keras-tuner takes.
 
-    Its methods and their arguments are those of keras-tuner's class; ``default`` and ``ordered`` have no
-    part in a random search. What is asked for where a condition does not hold is None, and is not drawn.
+    Its methods are named as those of keras-tuner's class; ``default`` and ``ordered`` have no part in a random search.
+    It has no scopes: ask for a hyperparameter that depends on another inside of an ``if``.
 
     Attributes:
         values: {name: value} of what was drawn.
@@ -60,12 +59,10 @@ class HyperParameters:
 
         self.values: Keywords = {}
         self._random = None if seed is None else np.random.default_rng(seed)
-        self._scopes: list[str] = []
-        self._active = [True]
 
     def Float(
         self, name: str, min_value: float, max_value: float, step: float | None = None, sampling: str = "linear",
-        default: object = None, parent_name: str | None = None, parent_values: object = None,
+        default: object = None,
     ) -> Any:  # fmt: skip
         """A number from ``min_value`` to ``max_value``; with ``step`` one of those that are so far apart, by sums or,
         where ``sampling`` is ``"log"`` or ``"reverse_log"``, by factors.
@@ -74,20 +71,17 @@ class HyperParameters:
             ValueError: a range or a step that gives no numbers.
         """
         at = _scale(name, float(min_value), float(max_value), step, sampling)
-        return self._ask(name, at, parent_name, parent_values)
+        return self._ask(name, at)
 
     def Int(
         self, name: str, min_value: int, max_value: int, step: int | None = None, sampling: str = "linear",
-        default: object = None, parent_name: str | None = None, parent_values: object = None,
+        default: object = None,
     ) -> Any:  # fmt: skip
         """As `Float`, a whole number; both ends are among them."""
         at = _scale(name, min_value, max_value + (step is None), step, sampling)
-        return self._ask(name, lambda uniform: min(int(at(uniform) + 1e-9), max_value), parent_name, parent_values)
+        return self._ask(name, lambda uniform: min(int(at(uniform) + 1e-9), max_value))
 
-    def Choice(
-        self, name: str, values: Sequence, ordered: bool | None = None, default: object = None,
-        parent_name: str | None = None, parent_values: object = None,
-    ) -> Any:  # fmt: skip
+    def Choice(self, name: str, values: Sequence, ordered: bool | None = None, default: object = None) -> Any:
         """One of ``values``, each as likely.
 
         Raises:
@@ -95,56 +89,17 @@ class HyperParameters:
         """
         if not len(values):
             raise ValueError(f"values={values!r} of {name!r} must be what there is to choose from.")
-        return self._ask(name, lambda uniform: values[int(uniform * len(values))], parent_name, parent_values)
+        return self._ask(name, lambda uniform: values[int(uniform * len(values))])
 
-    def Boolean(
-        self, name: str, default: object = False, parent_name: str | None = None, parent_values: object = None
-    ) -> Any:
+    def Boolean(self, name: str, default: object = False) -> Any:
         """True or False."""
-        return self.Choice(name, [False, True], None, default, parent_name, parent_values)
+        return self.Choice(name, [False, True])
 
-    def Fixed(self, name: str, value: object, parent_name: str | None = None, parent_values: object = None) -> Any:
+    def Fixed(self, name: str, value: object) -> Any:
         """``value``."""
-        return self.Choice(name, [value], None, None, parent_name, parent_values)
+        return self.Choice(name, [value])
 
-    @contextlib.contextmanager
-    def name_scope(self, name: str) -> Iterator[None]:
-        """Has names begin with ``name/``."""
-        self._scopes.append(name)
-        try:
-            yield
-        finally:
-            self._scopes.pop()
-
-    @contextlib.contextmanager
-    def conditional_scope(self, parent_name: str, parent_values: object) -> Iterator[None]:
-        """Has what is asked for drawn only where ``parent_name`` is one of ``parent_values``."""
-        allowed = parent_values if isinstance(parent_values, list | tuple) else [parent_values]
-        self._active.append(self._active[-1] and self.values.get(self._full(parent_name)) in allowed)
-        try:
-            yield
-        finally:
-            self._active.pop()
-
-    def get(self, name: str) -> Any:
-        """What was drawn for a name; a KeyError if nothing was."""
-        return self.values[self._full(name)]
-
-    __getitem__ = get
-
-    def __contains__(self, name: str) -> bool:
-        return self._full(name) in self.values
-
-    def _full(self, name: str) -> str:
-        return "/".join([*self._scopes, name])
-
-    def _ask(self, name: str, at: Callable[[float], Any], parent_name: str | None, parent_values: object) -> Any:
-        if parent_name is not None:
-            with self.conditional_scope(parent_name, parent_values):
-                return self._ask(name, at, None, None)
-        if not self._active[-1]:
-            return None
-        name = self._full(name)
+    def _ask(self, name: str, at: Callable[[float], Any]) -> Any:
         if name not in self.values:
             self.values[name] = at(_uniform() if self._random is None else float(self._random.random()))
         return self.values[name]

@@ -175,51 +175,6 @@ def from_partition(
     return ClientDatasets(make, {client: len(rows) for client, rows in index.items()})
 
 
-def from_pandas(frame: Arrays, by: str, *, y: str | None = None, x: Sequence[str] | None = None) -> ClientDatasets:
-    """Returns a client for each value in a column of a `pandas.DataFrame`, as its group-by would have them.
-
-    Args:
-      frame: the data, one row an example.
-      by: the column that says whose row it is.
-      y: the label's column; None for no labels.
-      x: the columns of numbers that make up the features, float32 ``[n, len(x)]``; None for all others.
-
-    Raises:
-      ValueError: a column is missing or holds no numbers, or a row has no client.
-    """
-    columns = [c for c in frame.columns if c not in (by, y)] if x is None else list(x)
-    unknown = [c for c in (by, *([] if y is None else [y]), *columns) if c not in frame.columns]
-    if unknown:
-        raise ValueError(f"the frame has no column {unknown[0]!r}, but {list(frame.columns)}: name one of those")
-    try:
-        features = frame[columns].to_numpy(np.float32)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"columns {columns} must hold numbers ({error}): encode the others, or leave them out"
-        ) from None
-    ids = [None if absent else client for client, absent in zip(frame[by], frame[by].isna(), strict=True)]
-    return from_arrays(features if y is None else (features, frame[y].to_numpy()), np.array(ids, object))
-
-
-def from_datasets(datasets: Mapping[str, tf.data.Dataset]) -> ClientDatasets:
-    """Returns the clients of a dict of finite `tf.data.Dataset`, counting by one pass what has no known size.
-
-    Elements count as examples: give single examples, and batch the result.
-
-    Raises:
-      ValueError: a data set is infinite or empty.
-    """
-    sizes = {str(client): _size(client, dataset) for client, dataset in datasets.items()}
-    by_name = {str(client): dataset for client, dataset in datasets.items()}
-    return ClientDatasets(by_name.__getitem__, sizes)
-
-
-def from_client_data(client_data: Dataset) -> ClientDatasets:
-    """Returns the clients of a `tff.simulation.datasets.ClientData`, counting their examples by one pass."""
-    make = client_data.create_tf_dataset_for_client
-    return ClientDatasets(make, {client: _size(client, make(client)) for client in client_data.client_ids})
-
-
 def partition_iid(num_examples: int, num_clients: int, seed: int | None = None) -> list[np.ndarray]:
     """Splits examples over clients at random, as evenly as can be.
 
@@ -238,86 +193,11 @@ def partition_iid(num_examples: int, num_clients: int, seed: int | None = None) 
     return np.array_split(np.random.default_rng(seed).permutation(num_examples), num_clients)
 
 
-def partition_dirichlet(
-    labels: Arrays, num_clients: int, alpha: float, seed: int | None = None, min_examples: int = 1
-) -> list[np.ndarray]:
-    """Splits each class over clients in Dirichlet(alpha) proportions, drawn anew for each class: clients differ in
-    size and in their mix of labels, the more the smaller ``alpha`` is.
-
-    Args:
-      labels: ``[n]``, the classes.
-      num_clients: at least 1.
-      alpha: above 0; 100 is nearly even, 0.1 leaves a client one or two classes.
-      seed: None for a new split every time.
-      min_examples: clients left with fewer get examples of the largest ones, one by one.
-
-    Returns:
-      As `partition_iid`.
-
-    Raises:
-      ValueError: an argument is out of its range.
-
-    Source: Hsu, Qi and Brown 2019, arXiv:1909.06335 (by class in place of by client, so that all rows are used).
-    """
-    labels = _labels(labels)
-    alpha = _checks.real("alpha", alpha, "0.1 is uneven, 100 nearly even", above=0)
-    min_examples = _checks.whole("min_examples", min_examples, 1, "no client may be empty")
-    num_clients = _clients(num_clients, len(labels) // min_examples)
-    rng = np.random.default_rng(seed)
-    parts: list[list[int]] = [[] for _ in range(num_clients)]
-    for label in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == label))
-        ends = (np.cumsum(rng.dirichlet(np.full(num_clients, alpha)))[:-1] * len(rows)).round().astype(int)
-        for part, more in zip(parts, np.split(rows, ends), strict=True):
-            part.extend(more.tolist())
-    for part in parts:
-        while len(part) < min_examples:
-            largest = max(parts, key=len)
-            part.append(largest.pop(rng.integers(len(largest))))
-    return [np.array(part) for part in parts]
-
-
-def partition_by_shard(
-    labels: Arrays, num_clients: int, shards_per_client: int = 2, seed: int | None = None
-) -> list[np.ndarray]:
-    """Sorts the examples by label, cuts them into equal shards and deals each client as many: few classes a client.
-
-    Args:
-      labels: ``[n]``, the classes, at least ``num_clients * shards_per_client`` of them.
-      num_clients: at least 1.
-      shards_per_client: at least 1.
-      seed: None for a new split every time.
-
-    Returns:
-      As `partition_iid`.
-
-    Raises:
-      ValueError: an argument is out of its range.
-
-    Source: McMahan et al. 2017, arXiv:1602.05629, section 3.
-    """
-    labels = _labels(labels)
-    shards_per_client = _checks.whole("shards_per_client", shards_per_client, 1, "2 is usual")
-    num_clients = _clients(num_clients, len(labels) // shards_per_client)
-    rng = np.random.default_rng(seed)
-    rows = rng.permutation(len(labels))
-    shards = np.array_split(rows[np.argsort(labels[rows], kind="stable")], num_clients * shards_per_client)
-    dealt = rng.permutation(len(shards)).reshape(num_clients, shards_per_client)
-    return [np.concatenate([shards[i] for i in hand]) for hand in dealt]
-
-
 def _clients(num_clients: object, most: int) -> int:
     num_clients = _checks.whole("num_clients", num_clients, 1, "count the clients to split over")
     if num_clients > most:
         raise ValueError(f"num_clients must be at most {most} for this many examples, got {num_clients}: take fewer")
     return num_clients
-
-
-def _labels(labels: Arrays) -> np.ndarray:
-    labels = np.asarray(labels)
-    if labels.ndim != 1 or not len(labels):
-        raise ValueError(f"labels must be one class for each example, got shape {list(labels.shape)}: flatten it")
-    return labels
 
 
 def _array(values: Arrays) -> np.ndarray:
