@@ -56,6 +56,22 @@ def mnist_cnn(keras: Any) -> Any:
     )
 
 
+def cnn(keras: Any) -> Any:
+    """Two layers of 3x3 filters, as in Keras's example for MNIST, without dropout."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((28, 28, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
 def resnet(keras: Any) -> Any:
     """ResNet-14 for CIFAR: three stages of two blocks, 16, 32 and 64 channels, GroupNormalization of 8 groups."""
     layers = keras.layers
@@ -174,6 +190,7 @@ def random_text(vocabulary: int, tokens: int, classes: int | None) -> Callable[[
 MODELS = {
     "mlp": BenchmarkModel(mlp, random_batch((784,), 10)),
     "mnist_cnn": BenchmarkModel(mnist_cnn, random_batch((28, 28, 1), 10)),
+    "cnn": BenchmarkModel(cnn, random_batch((28, 28, 1), 10)),
     "resnet": BenchmarkModel(resnet, random_batch((32, 32, 3), 10)),
     "transformer": BenchmarkModel(transformer, random_text(TRANSFORMER["vocabulary"], TRANSFORMER["tokens"], 10)),
     "embedding": BenchmarkModel(embedding, random_text(WORDS, WORD_TOKENS, 10)),
@@ -182,44 +199,6 @@ MODELS = {
     "tied_decoder": BenchmarkModel(tied_decoder, random_text(DECODER["vocabulary"], DECODER["tokens"], None)),
 }
 DEFAULT = list(MODELS)
-
-
-def _block_norms(size: dict[str, int]) -> list[tuple[int, int]]:
-    t, width = size["tokens"], size["width"]
-    attention = [(t, width)] * 6  # what it takes in; gradients of queries, keys and values; the last product's two
-    return size["layers"] * [*attention, (t, width), (t, 4 * width), (t, 4 * width), (t, width)]
-
-
-# For `floor` in _worker.py, of weights whose gradients are not formed: what ops that use them take in, and their
-# outputs' gradients, an example's [rows, entries], each once. Biases and scales, which cost less, are left out.
-NORMS = {
-    "mnist_cnn": [(1, 512), (1, 32), (1, 32), (1, 10)],
-    "resnet": [(1, 64), (1, 10)],
-    "mlp": [(1, 784), (1, 1024), (1, 1024), (1, 1024), (1, 1024), (1, 10)],
-    "embedding": [(1, WORD_WIDTH), (1, 64), (1, 64), (1, 10)],
-    "lstm": (_lstm := [(LSTM_STEPS, LSTM_FEATURES), (LSTM_STEPS, LSTM_WIDTH), (LSTM_STEPS, 4 * LSTM_WIDTH)]),
-    "lstm_rolled": _lstm,
-    "transformer": [*_block_norms(TRANSFORMER), (1, TRANSFORMER["width"]), (1, 10)],
-    "tied_decoder": [
-        *_block_norms(DECODER), (DECODER["tokens"], DECODER["width"]), (DECODER["tokens"], DECODER["vocabulary"])
-    ],
-}  # fmt: skip
-# The same of tables: ids an example, rows, entries.
-LOOKUPS = {
-    "embedding": (WORD_TOKENS, WORDS, WORD_WIDTH),
-    "transformer": (TRANSFORMER["tokens"], TRANSFORMER["vocabulary"], TRANSFORMER["width"]),
-    "tied_decoder": (DECODER["tokens"], DECODER["vocabulary"], DECODER["width"]),
-}
-# Of convolutions, whose gradients are: an image's side with its padding, channels; the window's side, stride; the
-# output's side, channels.
-CONVOLUTIONS = {
-    "mnist_cnn": [(34, 1, 8, 2, 14, 16), (12, 16, 4, 2, 5, 32)],
-    "resnet": [
-        (34, 3, 3, 1, 32, 16), *4 * [(34, 16, 3, 1, 32, 16)],
-        (33, 16, 3, 2, 16, 32), (31, 16, 1, 2, 16, 32), *3 * [(18, 32, 3, 1, 16, 32)],
-        (17, 32, 3, 2, 8, 64), (15, 32, 1, 2, 8, 64), *3 * [(10, 64, 3, 1, 8, 64)],
-    ],
-}  # fmt: skip
 MODELS |= {  # for growth with the model's size
     f"mlp_{width}": BenchmarkModel(functools.partial(mlp, width=width), random_batch((784,), 10))
     for width in (256, 4096)

@@ -40,11 +40,13 @@ def keras_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | No
 
     built = MODELS[model].build(tf.keras)
     reduction, optimizer = "sum_over_batch_size", "adam"
-    if mode in ("tfdpfl", "noiseless"):
+    if mode in ("tfdpfl", "noiseless", "stock"):
+        if mode == "stock":  # without the kernels
+            os.environ["TFDPFL_NATIVE"] = "0"
         import tfdpfl
 
         # Without noise every other part of the step is there: the difference is the noise's share.
-        noise_multiplier = NOISE_MULTIPLIER if mode == "tfdpfl" else 0.0
+        noise_multiplier = 0.0 if mode == "noiseless" else NOISE_MULTIPLIER
         optimizer = tfdpfl.DPAdam(l2_norm_clip=CLIP, noise_multiplier=noise_multiplier)
     elif mode in ("DPKerasAdamOptimizer", "VectorizedDPKerasAdamOptimizer"):
         import tensorflow_privacy
@@ -59,51 +61,7 @@ def keras_step(mode: str, model: str, x: np.ndarray, y: np.ndarray) -> Step | No
         loss = lambda labels, logits: tf.reduce_mean(whole(labels, logits), 1)  # noqa: E731
     built.compile(optimizer=optimizer, loss=loss)
     first = iter([lambda: built.fit(data.take(1), verbose=0)])  # as a user sees it: with the optimizer's variables
-    step = lambda: next(first, lambda: built.train_function(batches))()  # noqa: E731
-    if mode != "floor":
-        return step
-    more = _floor(tf, x, built.count_params(), model)
-    return lambda: (step(), more())
-
-
-def _floor(tf: Any, x: np.ndarray, weights: int, model: str) -> Step:
-    """What a private step does beside a plain one at the least, with TensorFlow's ops: the noise, and what squared
-    norms are made of: sums of squares of single rows, Gram matrices of several, sums of a table's rows by id, products
-    of a convolution's patches."""
-    from _models import CONVOLUTIONS, LOOKUPS, NORMS
-
-    import tfdpfl
-
-    if model not in NORMS:
-        raise NotSupported("no floor is written for it")
-    source = tfdpfl.noise.Source()
-    rows = [tf.random.normal([len(x), *((t, d) if t > 1 else (d,))]) for t, d in NORMS[model]]
-    images, lookup = [], LOOKUPS.get(model)
-    for side, channels, window, stride, out, filters in CONVOLUTIONS.get(model, []):
-        at = stride * np.arange(out)[:, None] + np.arange(window)
-        met = (at[:, None, :, None] * side + at[None, :, None, :]).ravel()
-        random = [tf.random.normal([len(x), *shape]) for shape in ((side**2, channels), (out**2, filters))]
-        images.append((*random, met.astype(np.int32), [len(x), out**2, window**2 * channels]))
-    if lookup is not None:
-        of_words = tf.random.normal([x.size, lookup[2]])
-        keys = tf.constant((np.arange(len(x))[:, None] * lookup[1] + x).ravel())
-
-    @tf.function
-    def more() -> Any:
-        found = source.gaussian([[weights]], 1.0)
-        found += [tf.raw_ops.EuclideanNorm(input=r, axis=[1]) for r in rows if r.shape.rank == 2]
-        found += [tf.matmul(r, r, transpose_b=True) for r in rows if r.shape.rank == 3]
-        for image, gradient, met, shape in images:  # (tf.image.extract_patches is slower)
-            patches = tf.reshape(tf.gather(image, met, axis=1), shape)
-            formed = tf.matmul(gradient, patches, transpose_a=True)
-            found.append(tf.raw_ops.EuclideanNorm(input=formed, axis=[1, 2]))
-        if lookup is not None:
-            distinct, where = tf.unique(keys)
-            summed = tf.math.unsorted_segment_sum(of_words, where, tf.size(distinct))
-            found.append(tf.raw_ops.EuclideanNorm(input=summed, axis=[1]))
-        return found  # else TensorFlow leaves out what nobody asks for
-
-    return more
+    return lambda: next(first, lambda: built.train_function(batches))()
 
 
 def _tfp_model(tf: Any, plain: Any, fast: bool) -> Any:

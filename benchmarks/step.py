@@ -9,10 +9,9 @@ With --apart no two of them live at the same time. A step is one update of the w
 Time is the CPU time of the process, which other work on the machine moves less than wall time. A ratio is the median
 over rounds of the ratio to the plain step of the same framework within the round. Beside it stands the least wall time
 of a step in all rounds, and its ratio. The first step, which traces, is one sample of CPU time; of Keras it is a `fit`
-of one batch. A floor is the plain step, with as much noise, and as many sums of squares, Gram matrices and products of
-patches, of the same shapes, as a private step needs: TensorFlow's ops alone, and nothing of what puts them together.
-Growth is the peak beyond that of a process that has only the framework and the batch in it. A competitor that fails, or
-runs out of time or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
+of one batch. A stock step is a private one without the package's own kernels: TensorFlow's ops alone. Growth is
+the peak beyond that of a process that has only the framework and the batch in it. A competitor that fails, or runs out
+of time or memory, is shown so; with BENCHMARK_DEBUG set its traceback is printed.
 
 With --keep, what the output has of others stays. Rows that were measured before 24 November 2026 are of wall time (the
 median, and the first step) and are marked so. With --pages, the tables of README.md and docs/figures.md are made anew
@@ -60,11 +59,11 @@ COMPETITORS = {
     "keras3": Competitor("keras3", "keras", "plain", None),
     "tfdpfl3": Competitor("keras3", "keras", "tfdpfl", "keras3"),
     "tfdpfl3_noiseless": Competitor("keras3", "keras", "noiseless", "keras3"),
-    "floor3": Competitor("keras3", "keras", "floor", "keras3"),
+    "tfdpfl3_stock": Competitor("keras3", "keras", "stock", "keras3"),
     "keras2": Competitor("tff", "keras", "plain", None),
     "tfdpfl2": Competitor("tff", "keras", "tfdpfl", "keras2"),
     "tfdpfl2_noiseless": Competitor("tff", "keras", "noiseless", "keras2"),
-    "floor2": Competitor("tff", "keras", "floor", "keras2"),
+    "tfdpfl2_stock": Competitor("tff", "keras", "stock", "keras2"),
     "torch": Competitor("opacus", "torch", "plain", None),
     "opacus_hooks": Competitor("opacus", "torch", "hooks", "torch"),
     "opacus_ghost": Competitor("opacus", "torch", "ghost", "torch"),
@@ -295,7 +294,8 @@ def summary(results: list[Result]) -> str:
 
 
 LABELS = {
-    "mlp": "MLP 784-1024-1024-10", "mnist_cnn": "MNIST CNN", "resnet": "ResNet-14, GroupNormalization",
+    "mlp": "MLP 784-1024-1024-10", "mnist_cnn": "MNIST CNN", "cnn": "CNN of 3×3 filters",
+    "resnet": "ResNet-14, GroupNormalization",
     "transformer": "transformer encoder, 4 layers, 128 tokens", "embedding": "50,000 words, embedding",
     "lstm": "LSTM, unrolled, 32 steps", "lstm_rolled": "the same LSTM as a loop, Keras's default",
     "tied_decoder": "decoder, tied weights",
@@ -304,7 +304,8 @@ PEERS = {"opacus_ghost": "Opacus ghost", "jax_privacy": "jax-privacy", "tfp": "T
 DRAWN = {"tfdpfl3": "tfdpfl, Keras 3", "tfdpfl2": "tfdpfl, Keras 2", **PEERS}
 SHORT = {
     "mlp": "MLP", "mlp_256": "MLP, width 256", "mlp_4096": "MLP, width 4096", "mnist_cnn": "MNIST CNN",
-    "resnet": "ResNet-14", "transformer": "transformer", "embedding": "embedding", "lstm": "LSTM, unrolled",
+    "cnn": "CNN, 3×3", "resnet": "ResNet-14", "transformer": "transformer",
+    "embedding": "embedding", "lstm": "LSTM, unrolled",
     "lstm_rolled": "LSTM, loop", "tied_decoder": "decoder, tied",
 }  # fmt: skip
 
@@ -320,10 +321,11 @@ def page_table(results: list[Result], size: int, short: bool) -> str:
     # A star: of an earlier day, and of wall time. A column that has no other figures has it at its head.
     earlier = {name for _, name, _ in columns} - {name for (_, name), r in found.items() if r.clock == "CPU"}
     lines = [["model", *(head + "*" * (name in earlier) for head, name, _ in columns)], ["---"] * (1 + len(columns))]
-    rows = [[found.get((model, name)) for _, name, _ in columns] for model in LABELS]
-    for label, row in zip(LABELS.values(), rows, strict=True):
+    shown = [model for model in LABELS if any((model, name) in found for _, name, _ in columns)]
+    rows = [[found.get((model, name)) for _, name, _ in columns] for model in shown]
+    for model, row in zip(shown, rows, strict=True):
         cells = zip(row, columns, strict=True)
-        lines.append([label, *(_cell(result, name, field, earlier) for result, (_, name, field) in cells)])
+        lines.append([LABELS[model], *(_cell(result, name, field, earlier) for result, (_, name, field) in cells)])
     ratios = [
         [value for r in of if r and (value := getattr(r, field))]
         for of, (_, _, field) in zip(zip(*rows, strict=True), columns, strict=True)
@@ -508,6 +510,7 @@ def _kept(output: Path, combinations: list[tuple[str, int]], competitors: list[s
     if not path.exists():
         return []
     earlier = [Result(**found) for found in json.loads(path.read_text())["results"]]
+    earlier = [r for r in earlier if r.competitor in COMPETITORS]
     return [r for r in earlier if (r.model, r.batch_size) not in combinations or r.competitor not in competitors]
 
 

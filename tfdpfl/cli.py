@@ -181,6 +181,14 @@ def demo(data_dir: str | None, epochs: int | None, output: str, seed: int | None
 
 
 @main.command()
+def doctor() -> None:
+    """What this machine has for private training, and what it costs to lack it."""
+    from tfdpfl.doctor import examine
+
+    click.echo("\n".join(map(str, examine())))
+
+
+@main.command()
 @click.option("--port", type=click.IntRange(1, 65535), required=True, help="Where remote_runtime will find it.")
 @click.option("--max-concurrent-clients", type=click.IntRange(1), help="Clients at a time; default: one a processor.")
 def worker(port: int, max_concurrent_clients: int | None) -> None:
