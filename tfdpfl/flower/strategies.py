@@ -49,6 +49,7 @@ from tfdpfl.flower.cohorts import Cohorts, SteadyNodes
 from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
+from tfdpfl.flower.monitor import Monitor
 from tfdpfl.flower.register import Register
 from tfdpfl.flower.reports import promises_of_clients
 from tfdpfl.flower.rounds import Round, open_round
@@ -86,6 +87,7 @@ class DifferentialPrivacy(Strategy):
         clients: Callable[[int], str | None] | None = None,
         register_path: str | os.PathLike | None = None,
         client_epsilon: float | None = None,
+        monitor_folder: str | os.PathLike | None = None,
         seed: int | None = None,
     ):
         clip = self._checked_clip(l2_norm_clip)
@@ -152,6 +154,7 @@ class DifferentialPrivacy(Strategy):
                 f"seed={seed!r} with a ledger that has rounds: the noise of the first of them would be drawn again. "
                 "seed is for tests; leave it out"
             )
+        self._monitor = None if monitor_folder is None else Monitor(monitor_folder, sampling_rate is None)
         self._register = self._joined(register_path, client_epsilon, ledger_path)
         if ledger_path is not None:
             place = os.path.abspath(ledger_path)
@@ -446,6 +449,8 @@ class DifferentialPrivacy(Strategy):
             log.error("The ledger cannot be written (%s): no messages are sent", error)
             return []
         self._open = opened
+        if self._monitor is not None:
+            self._monitor.begin()
         return messages
 
     def _allow(self, clients: Iterable[str]) -> list[str]:
@@ -549,7 +554,17 @@ class DifferentialPrivacy(Strategy):
                 {name: as_before(value, opened.base.get(name)) for name, value in arrays_of(result).items()}
             )
             self._save(self._done + server_round, result)
-        about = MetricRecord({**(about or {}), "clip": clip, "epsilon": self.epsilon})
+        epsilon = self.epsilon
+        about = MetricRecord({**(about or {}), "clip": clip, "epsilon": epsilon})
+        if self._monitor is not None:
+            target = self.target_epsilon
+            self._monitor.round(self._done + server_round, {
+                "epsilon": epsilon, "target_epsilon": target, "delta": self.delta,
+                "rounds_charged": self.rounds_charged,
+                "epsilon_left": None if target is None else max(0.0, target - epsilon), "clip": clip,
+                "noise_multiplier": self.privacy[0].noise_multiplier, "clients_asked": len(opened.groups),
+                "clients_replied": len(replied), "dropouts": len(opened.groups) - len(replied),
+            })  # fmt: skip
         if names:
             about.update(means_of(metrics / clients, names, self._train_metrics))
         return result, about
@@ -719,6 +734,9 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
         It needs ``ledger_path``. `tfdpfl ledger clients` prints what each client has spent over all runs.
       client_epsilon: with register_path, the ε at ``delta`` that no client passes over all runs. A client that has
         spent it is not asked any more, and the training continues with the others.
+      monitor_folder: a folder for what an operator may see of each round: ``metrics.prom`` for Prometheus,
+        ``rounds.jsonl``, and a page, ``index.html``, that reads the latter. With sampling_rate it holds no sizes of
+        cohorts and no times, which would reveal who took part.
       seed: for tests only. None takes the operating system's entropy, for noise and cohorts.
 
     Attributes:

@@ -1,0 +1,70 @@
+"""What an operator sees of a training is what it spent, and nothing that tells who took part."""
+
+import json
+import logging
+import re
+
+import pytest
+
+pytest.importorskip("flwr")
+from flower_fakes import FakeGrid, arrays_in, model, reply
+from flwr.serverapp import strategy as flower
+
+from tfdpfl.flower import DifferentialPrivacyFixedClipping
+from tfdpfl.flower.monitor import METRICS, PUBLIC_COHORTS_ONLY, prometheus
+
+SAMPLE = re.compile(r"tfdpfl_(\w+) (\S+)$", re.M)
+
+
+def watched(folder, nodes=4, **how):
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    strategy = DifferentialPrivacyFixedClipping(
+        flower.FedAvg(fraction_evaluate=0.0), noise_multiplier=1.0, l2_norm_clip=0.5, delta=1e-5, accountant="rdp",
+        target_epsilon=50.0, monitor_folder=folder, **how,
+    )  # fmt: skip
+    answers = FakeGrid(nodes, lambda message, n: reply(message, arrays_in(message)) if n else None)  # one drops out
+    strategy.start(answers, model(), num_rounds=3)
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return strategy, lines, dict(SAMPLE.findall((folder / "metrics.prom").read_text()))
+
+
+def test_each_round_is_shown_with_what_it_spent(tmp_path):
+    strategy, lines, now = watched(tmp_path, clients_per_round=4)
+    assert [line["round"] for line in lines] == [1, 2, 3] and lines[-1]["epsilon"] == strategy.epsilon
+    last = lines[-1]
+    assert (last["clip"], last["rounds_charged"], last["delta"], last["target_epsilon"]) == (0.5, 3, 1e-5, 50.0)
+    assert last["epsilon_left"] == 50.0 - strategy.epsilon
+    assert (last["clients_asked"], last["clients_replied"], last["dropouts"]) == (4, 3, 1) and last["round_seconds"] > 0
+    assert float(now["epsilon"]) == strategy.epsilon and float(now["rounds_charged_total"]) == 3
+    assert {name.removesuffix("_total") for name in now} == METRICS.keys()
+    page = (tmp_path / "index.html").read_text("utf-8")
+    assert "rounds.jsonl" in page and "http://" not in page and "https://" not in page
+    read = re.findall(r"^  (\w+): \"|, (\w+): \"", page.split("const SHOWN")[1].split("};")[0], re.M)
+    assert {"".join(name) for name in read} <= last.keys()
+
+
+def test_with_sampling_nothing_that_depends_on_the_cohort_is_shown(tmp_path):
+    _, few, _ = watched(tmp_path / "few", nodes=4, sampling_rate=1.0)
+    _, many, now = watched(tmp_path / "many", nodes=9, sampling_rate=1.0)
+    assert few == many and not {*PUBLIC_COHORTS_ONLY, "time"} & {*few[0]}
+    assert not {*PUBLIC_COHORTS_ONLY} & {*now}
+
+
+def test_a_folder_that_is_lost_stops_no_training(tmp_path):
+    _, lines, _ = watched(tmp_path / "a", clients_per_round=4)
+    folder = tmp_path / "b"
+    folder.mkdir()
+    (folder / "rounds.jsonl").mkdir()  # cannot be opened
+    with pytest.raises(IsADirectoryError):
+        watched(folder, clients_per_round=4)  # raised by this test, after the training has ended
+    assert len(lines) == 3 and not (folder / "metrics.prom").exists()
+
+
+def test_the_text_of_prometheus_has_a_help_and_a_type_for_each_sample():
+    text = prometheus({"epsilon": float("inf"), "dropouts": None, "rounds_charged": 2})
+    assert text == (
+        "# HELP tfdpfl_epsilon Upper bound on epsilon of all that was released, at delta.\n"
+        "# TYPE tfdpfl_epsilon gauge\ntfdpfl_epsilon +Inf\n"
+        "# HELP tfdpfl_rounds_charged_total Rounds whose result was released, or may have been.\n"
+        "# TYPE tfdpfl_rounds_charged_total counter\ntfdpfl_rounds_charged_total 2.0\n"
+    )
