@@ -8,6 +8,7 @@ import functools
 import math
 import warnings
 import weakref
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -62,6 +63,14 @@ _KNOWN_DRAWS = (
 _START = "The weights that training began with are taken to be public."
 
 
+class Releasing(Protocol):
+    """What releases something of the training data beside the steps."""
+
+    def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
+        """Adds what it released to a ledger, for the neighbours that the ledger is of."""
+        ...
+
+
 class _Spent:
     """What a budget and its copies know of the trainings that they have seen together.
 
@@ -70,6 +79,7 @@ class _Spent:
       models: those that are still there.
       open: calls of `fit` that have begun and of which no end was seen.
       notes: what is to be said of the trainings so far, each once.
+      others: what else spends on the same data, by `add_to(ledger)`.
     """
 
     def __init__(self) -> None:
@@ -77,6 +87,7 @@ class _Spent:
         self.models: weakref.WeakSet[Model] = weakref.WeakSet()
         self.open: list[Fit] = []
         self.notes: dict[str, None] = {}
+        self.others: list[Releasing] = []
 
     def cut_off(self) -> None:
         """Ends the calls of `fit` that were interrupted."""
@@ -418,7 +429,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         ledger = PrivacyLedger().merge(self._given)
         for dp in self._seen():
             ledger.merge(dp.ledger())
+        for other in self._spent.others:
+            other.add_to(ledger)
         return ledger.of_dataset(self._dataset)
+
+    def include(self, other: Releasing) -> None:
+        """Adds what ``other`` releases on the same data to the ledger, by its method ``add_to(ledger)``."""
+        if other not in self._spent.others:
+            self._spent.others.append(other)
 
     def _seen(self) -> list[Optimizer]:
         """The mechanisms of the optimizers that were watched, and of others that stepped on the same weights before or
@@ -519,6 +537,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 if other is not dp:
                     ledger.merge(other.ledger())
             ledger.merge(dp.chain.ledger(dp.rows(), steps, passes, fit.batches))
+            for other in self._spent.others:
+                other.add_to(ledger)
             return ledger.of_dataset(self._dataset).epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:

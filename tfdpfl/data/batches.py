@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdpfl import _blanks
-from tfdpfl.data.declared import SamplingDeclaration, declare
+from tfdpfl.data.declared import SamplingDeclaration, declare, keep_source
 from tfdpfl.data.draws import Passes, Words
 from tfdpfl.data.sources import Examples, examples_of
 from tfdpfl.data.users import Users, users_of
@@ -262,7 +262,9 @@ def _of_units(
         of_users = [] if units.users is None else [units.users.rows, units.users.starts]
         order = _order_of(units.examples) + sum(zlib.crc32(part.tobytes()) for part in of_users)
         return _of_workers(strategy, pipeline, cut, steps, least, dataclasses.replace(declaration, order=order))
-    return declare(pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size), declaration)
+    batches = pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size)
+    pipeline.keep_source(batches, units.users)
+    return declare(batches, declaration)
 
 
 def _of_workers(
@@ -534,7 +536,12 @@ class _Pipeline:
             lambda numbers: self._batch(self._examples.take(numbers), least, size),
             num_parallel_calls=self._parallel if slow else None,
         )
-        return dataset.with_options(options).prefetch(2)
+        dataset = dataset.with_options(options).prefetch(2)
+        self.keep_source(dataset)
+        return dataset
+
+    def keep_source(self, dataset: Any, users: Users | None = None) -> None:
+        keep_source(dataset, self._examples, self._functions[0], users)
 
     def _batch(self, rows: Any, least: int, size: int | None) -> Any:
         import tensorflow as tf

@@ -8,6 +8,7 @@ from typing import Any
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 
 _ATTRIBUTE = "tfdpfl_sampling"
+_SOURCE = "tfdpfl_source"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,16 @@ def declared_sampling(dataset: Any) -> SamplingDeclaration | None:
     `.map`, `.batch`, `.take` and the like declares nothing, since such a step may change what was promised.
     """
     return getattr(dataset, _ATTRIBUTE, None)
+
+
+def keep_source(dataset: Any, examples: Any, map_fn: Any, users: Any = None) -> None:
+    """Lets a data set know what it draws from: its examples, what is made of each, and whose they are."""
+    setattr(dataset, _SOURCE, (examples, map_fn, users))
+
+
+def source_of(dataset: Any) -> tuple[Any, Any, Any] | None:
+    """Returns what `keep_source` was told of a data set, or None."""
+    return getattr(dataset, _SOURCE, None)
 
 
 def made_from(dataset: Any) -> SamplingDeclaration | None:

@@ -1,0 +1,163 @@
+"""Tests of `callbacks.PrivateMetrics`: what is shown has noise and a price, and what Keras measures is hidden."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+from scipy.stats import chi2
+
+import tfdpfl
+from tfdpfl.accounting import Run, price
+from tfdpfl.callbacks import PrivacyBudget, PrivateMetrics
+from tfdpfl.data import poisson_batches
+from tfdpfl.errors import PrivacyError
+
+N, DELTA = 120, 1e-4
+X, Y = np.random.default_rng(0).normal(size=(N, 4)).astype("float32"), np.arange(N) % 3
+
+
+def compiled(**kwargs):
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(3)])
+    optimizer = tfdpfl.DPSGD(1.0, 2.0, learning_rate=0.1, **kwargs)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss=loss, metrics=["accuracy"])
+    return model
+
+
+class Spy(tf.keras.callbacks.Callback):
+    """Keeps the names of all logs that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+        for hook in ("train_batch_end", "test_batch_end", "test_end", "epoch_end", "train_end"):
+            setattr(self, f"on_{hook}", self._see)
+
+    def _see(self, *args, logs=None):
+        self.seen.update(logs or next((given for given in args if isinstance(given, dict)), ()))
+
+
+class Fixed:
+    """A model that predicts its inputs, on the data of `metrics`."""
+
+    loss = "sparse_categorical_crossentropy"
+
+    def __call__(self, x, training=None):
+        return x
+
+
+def begun(metrics, model):
+    metrics._batches, metrics._weights, metrics._units = metrics._to_evaluate({})
+    metrics.set_model(model)
+    metrics._event, metrics._values = metrics.event(metrics._units), metrics._values_of
+    metrics._releases[metrics._event] = 0
+    return metrics
+
+
+@pytest.mark.slow
+def test_a_fit_shows_noisy_figures_alone_and_the_ledger_holds_them(tmp_path, capsys):
+    metrics, budget, spy = PrivateMetrics(noise_std=0.05), PrivacyBudget(delta=DELTA, target_epsilon=30.0), Spy()
+    model = compiled(expected_batch_size=30)
+    stop = tf.keras.callbacks.EarlyStopping("loss", patience=9)
+    log = model.fit(
+        poisson_batches((X, Y), expected_batch_size=30, steps=4), epochs=2, validation_data=(X[:9], Y[:9]),
+        callbacks=[metrics, budget, stop, spy, tf.keras.callbacks.CSVLogger(tmp_path / "log.csv")],
+    )  # fmt: skip
+    assert set(log.history) == spy.seen == {"loss", "accuracy", "epsilon"}
+    assert "val_" not in capsys.readouterr().out
+    columns, *rows = (line.split(",") for line in (tmp_path / "log.csv").read_text().split())
+    blank = {column for i, column in enumerate(columns) if all(row[i] == "NA" for row in rows)}
+    assert set(columns) - blank == {"accuracy", "epoch", "epsilon", "loss"}
+    step = dp_accounting.PoissonSampledDpEvent(0.25, dp_accounting.GaussianDpEvent(2.0))
+    release = dp_accounting.GaussianDpEvent(0.05 * N / math.sqrt(2))
+    whole = dp_accounting.ComposedDpEvent(
+        [dp_accounting.SelfComposedDpEvent(step, 8), dp_accounting.SelfComposedDpEvent(release, 2)]
+    )
+    assert log.history["epsilon"][-1] == budget.report.epsilon == pytest.approx(price(whole, DELTA).epsilon, rel=1e-9)
+    # The first epoch's ε has the release that was still to come: the target had to leave room for it.
+    early = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(step, 4), *[release] * 2])
+    assert log.history["epsilon"][0] == pytest.approx(price(early, DELTA).epsilon, rel=1e-9)
+    loss, accuracy = model.evaluate(X, Y, verbose=0)  # which is the user's own look at the data
+    assert abs(log.history["accuracy"][-1] - accuracy) < 0.25 and abs(log.history["loss"][-1] - loss) < 1.25
+
+
+@pytest.mark.slow
+def test_validation_on_private_data_costs_its_own_ledger_and_public_figures_may_stay():
+    ours = PrivateMetrics((X[:60], Y[:60]), validation=True, noise_std=0.1, every=2, keep=["val_loss"])
+    model, spy = compiled(), Spy()
+    log = model.fit(X[60:], Y[60:], batch_size=20, epochs=3, validation_data=(X[:9], Y[:9]), verbose=0,
+                    callbacks=[ours, spy])  # fmt: skip
+    assert set(log.history) == {"val_loss", "val_accuracy"} and spy.seen == {"val_loss", "val_accuracy", "loss"}
+    assert len(log.history["val_accuracy"]) == 2 and len(set(log.history["val_accuracy"])) == 1  # released once
+    assert ours.ledger.steps == 1 and ours.ledger.epsilon(DELTA) == price(ours.event(60), DELTA).epsilon
+    with pytest.raises(PrivacyError, match="EarlyStopping stands before PrivateMetrics"):
+        model.fit(X, Y, callbacks=[tf.keras.callbacks.EarlyStopping("loss"), PrivateMetrics()], verbose=0)
+    with pytest.raises(PrivacyError, match="depends on the examples beside it"):
+        coupled = lambda y, p: tf.nn.softmax(tf.reduce_sum(p, 1))
+        model.fit(X, Y, callbacks=[PrivateMetrics(metrics={"coupled": coupled})], verbose=0)
+    with pytest.raises(PrivacyError, match="Which data PrivateMetrics is to evaluate"):
+        model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(9), callbacks=[PrivateMetrics()], verbose=0)
+
+
+def test_the_noise_in_each_metric_has_the_deviation_that_was_asked_for():
+    x = np.tile([[0.9, 0.1], [0.1, 0.9]], (30, 1)).astype("float32")
+    metrics = begun(PrivateMetrics((x, np.zeros(60, int)), noise_std=0.02, loss_bound=4.0), Fixed())
+    metrics._batches = [(tf.constant(x), tf.zeros(60, tf.int64))]
+    shown = np.array([list(metrics._release().values()) for _ in range(200)])
+    assert metrics.ledger.steps == 200
+    exact = np.array([(-math.log(0.9) - math.log(0.1)) / 2, 0.5])
+    scale = np.array([4 * 0.02, 0.02])
+    assert (np.abs(shown.mean(0) - exact) < 5 * scale / math.sqrt(200)).all()
+    z = ((shown - exact) / scale) ** 2
+    for wrong, accepted in ((1.0, True), (2 / 3, False), (1.5, False)):
+        statistic = z.sum(0) / wrong**2
+        p = 2 * np.minimum(chi2.cdf(statistic, 200), chi2.sf(statistic, 200))
+        assert (p > 1e-5).all() if accepted else (p < 1e-5).all()
+
+
+def test_an_example_moves_the_sums_by_no_more_than_the_event_says():
+    worst = [[0.0, 1.0], [1.0, 0.0], [np.nan, 1.0], [1e30, -1e30], [-5.0, 3.0], [0.5, 0.5]]
+    x, y = np.array(worst, "float32"), np.array([0, 0, 1, 1, 0, 1])
+    metrics = begun(PrivateMetrics((x, y), noise_std=0.1), Fixed())
+    values = metrics._values_of(tf.constant(x), tf.constant(y)).numpy()
+    assert ((values >= 0) & (values <= 1)).all()  # so that it is √2 at most, for two metrics
+    assert metrics.event(6).noise_multiplier == pytest.approx(0.1 * 6 / math.sqrt(2))
+    differences = np.linalg.norm(values[:, None] - values[None], axis=-1)
+    assert max(differences.max(), np.linalg.norm(values, axis=1).max()) <= math.sqrt(2)
+
+
+def test_a_user_counts_once_however_many_examples_are_theirs():
+    users = np.array([0, 0, 0, 1, 2, 2])
+    x = np.array([[1.0, 0], [1, 0], [0, 1], [1, 0], [0, 1], [0, 1]], "float32")
+    metrics = begun(
+        PrivateMetrics((x, np.zeros(6, int)), metrics=["accuracy"], user_ids=users, noise_std=1e-6), Fixed()
+    )
+    assert metrics.event(3).noise_multiplier == pytest.approx(3e-6) and metrics._units == 3
+    assert metrics._release()["accuracy"] == pytest.approx((2 / 3 + 1 + 0) / 3, abs=1e-4)
+
+
+def test_accuracy_to_three_thousandths_costs_less_than_one_percent_of_the_noise():
+    n, epochs, sigma = 60_000, 10, 0.792  # the noise of about ε = 2 at δ = 1e-5
+    release = PrivateMetrics(noise_std=0.003).event(n)
+    assert release.noise_multiplier == pytest.approx(127.3, abs=0.1)
+    run = lambda z: Run(num_examples=n, batch_size=256, noise_multiplier=z, num_epochs=epochs).dp_event
+    alone = price(run(sigma), 1e-5).epsilon
+    assert alone == pytest.approx(2, abs=0.1)
+    shown = lambda z: dp_accounting.ComposedDpEvent([run(z), dp_accounting.SelfComposedDpEvent(release, epochs)])
+    assert price(shown(1.01 * sigma), 1e-5).epsilon < alone < price(shown(sigma), 1e-5).epsilon
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metrics": ["auc"]}, "only 'loss' and 'accuracy' are known by name"),
+        ({"metrics": []}, "nothing would be shown"),
+        ({"noise_std": 0}, "noise_std"),
+        ({"validation": True}, "validation=True needs data"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PrivateMetrics(**arguments)

@@ -1,0 +1,292 @@
+"""A Keras callback that puts noisy figures, which ε covers, in the place of those that Keras measures on the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl._sums import noisy_sum
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.promises import Promise
+from tfdpfl.callbacks._fits import fit_arguments, length
+from tfdpfl.callbacks.budget import PrivacyBudget
+from tfdpfl.data import declared_sampling, examples_of, fixed_order, source_of, users_of
+from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import Source
+
+_NO_DATA = frozenset(("epsilon", "lr", "learning_rate"))  # logs that no example is in
+
+
+class PrivateMetrics(tf.keras.callbacks.Callback):
+    """Shows loss and accuracy with noise, at a price, and hides what Keras measures on private data.
+
+        metrics = tfdpfl.callbacks.PrivateMetrics(noise_std=0.003)
+        model.fit(batches, epochs=10, callbacks=[metrics, budget])
+
+    At the end of an epoch the model is evaluated on all training data, once. The sums of the metrics get normal noise
+    before anyone sees them. Progress bar, History, TensorBoard and CSVLogger show them, and `EarlyStopping` or
+    `ReduceLROnPlateau` decide by them, at no further price. All that Keras measures itself is removed from the logs, of
+    batches and of validation data, too.
+
+    Guarantee:
+        A unit (an example; a user, of data that were drawn by ``user_ids``) moves the sums by at most √(number of
+        metrics), if it is added, removed, blanked or replaced, since each metric is clipped to its bound. A release is
+        one Gaussian mechanism of noise multiplier noise_std · units / √(number of metrics). The `PrivacyBudget` of the
+        same fit adds it to its ledger. If it has a ``target_epsilon``, all releases that are planned count from the
+        beginning, and those that were not made are given back at the end. The number of units is public.
+
+    Args:
+        data: What to evaluate: None takes the data of `fit`, if these are arrays or batches of `tfdpfl.data`. Else
+            what `tfdpfl.data.poisson_batches` takes.
+        metrics: Names among "loss" and "accuracy"; or {name: function of (y_true, y_pred)}, which gives a number in
+            [0, 1] for each example. In the dict these two names may have None.
+        noise_std: The noise's standard deviation in each metric, as a fraction of its bound.
+        loss_bound: An example's loss is clipped to [0, loss_bound].
+        every: Release after so many epochs; between releases the last one is shown again.
+        validation: Whether ``data`` are other people's than the training data. Their metrics are named "val_…", and
+            cost nothing of the training's ε: `ledger` has what they cost.
+        keep: Names of logs that stay as Keras measures them, such as "val_loss" of public validation data.
+        batch_size: Examples that are evaluated at once.
+        user_ids: Of ``data``, if a user is the unit: see `tfdpfl.data.poisson_batches`. Each user counts once.
+        seed: For tests alone: anyone who knows it can subtract the noise.
+
+    Attributes:
+        ledger: What the releases cost by themselves, as a `PrivacyLedger`.
+
+    Raises:
+        PrivacyError: when training begins, if another callback stands before it, which would see what is hidden; the
+            data are not known; or a metric of one example depends on others.
+
+    Example:
+        >>> metrics = tfdpfl.callbacks.PrivateMetrics(noise_std=0.003, loss_bound=4.0)
+    """
+
+    _supports_tf_logs = True  # Keras 2 shows other callbacks the same logs then, and no copy of them
+
+    def __init__(
+        self,
+        data: Any = None,
+        *,
+        metrics: Sequence[str] | Mapping[str, Callable | None] = ("loss", "accuracy"),
+        noise_std: float = 0.01,
+        loss_bound: float = 5.0,
+        every: int = 1,
+        validation: bool = False,
+        keep: Sequence[str] = (),
+        batch_size: int = 1024,
+        user_ids: Any = None,
+        seed: int | None = None,
+    ):
+        super().__init__()
+        functions = dict(metrics) if isinstance(metrics, Mapping) else dict.fromkeys(metrics)
+        for name, function in functions.items():
+            if function is None and name not in ("loss", "accuracy"):
+                raise ValueError(
+                    f"metrics has {name!r}, and only 'loss' and 'accuracy' are known by name. Give it as "
+                    f"{{{name!r}: function}}, which gives a number in [0, 1] for each example."
+                )
+        if not functions:
+            raise ValueError("metrics is empty, so nothing would be shown: give 'loss', 'accuracy' or functions.")
+        if validation and data is None:
+            raise ValueError("validation=True needs data, the validation data: PrivateMetrics((x_val, y_val), ...).")
+        self._functions, self._data, self._user_ids = functions, data, user_ids
+        fix = "give the noise in a metric as a fraction of its bound, such as 0.003"
+        self.noise_std = _checks.real("noise_std", noise_std, fix, above=0)
+        self.loss_bound = _checks.real("loss_bound", loss_bound, "give the largest loss that counts", above=0)
+        self.every = _checks.whole("every", every, 1, "release after so many epochs")
+        self.batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples that are evaluated at once")
+        self.validation, self.keep = validation, frozenset(keep)
+        self._prefix = "val_" if validation else ""
+        self._source = Source(seed)
+        self._releases: dict[Any, int] = {}  # by event, how many were made
+        self._planned = 0  # of this fit, still to come
+        self._shown: dict[str, float] = {}
+        self._hides = True  # the first of several does, before the others add what they release
+
+    # -- what it costs ---------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the metrics in the logs."""
+        return tuple(self._prefix + name for name in self._functions)
+
+    def event(self, units: int) -> Any:
+        """Returns one release on so many units, as a dp-accounting event."""
+        import dp_accounting
+
+        return dp_accounting.GaussianDpEvent(self.noise_std * units / math.sqrt(len(self._functions)))
+
+    def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
+        """Adds the releases to a ledger, for the neighbours that it is of."""
+        adjacency = ledger.adjacency
+        for event, count in self._releases.items():
+            planned = self._planned if event == self._event else 0
+            ledger.add(event, count + planned, adjacency=adjacency)
+        return ledger
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """The releases by themselves."""
+        return self.add_to(PrivacyLedger())
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        return self.ledger.promises(delta)
+
+    # -- Keras's hooks ---------------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        call = fit_arguments(self.model)
+        given = call.get("callbacks")
+        others = list(getattr(given, "callbacks", given) or ())
+        others = others if self in others else [self]
+        before = [c for c in others[: others.index(self)] if not isinstance(c, PrivateMetrics)]
+        if before:
+            raise PrivacyError(
+                f"{type(before[0]).__name__} stands before PrivateMetrics among the callbacks, so it would see the "
+                "figures that are to be hidden. Put PrivateMetrics first: callbacks=[metrics, ...]."
+            )
+        budgets = [c for c in others if isinstance(c, PrivacyBudget)]
+        self._hides = not any(isinstance(c, PrivateMetrics) for c in others[: others.index(self)])
+        self._batches, self._weights, self._units = self._to_evaluate(call)
+        self._event = self.event(self._units)
+        self._releases.setdefault(self._event, 0)
+        self._values = tf.function(self._values_of, reduce_retracing=True, autograph=False)
+        self._check_examples_apart()
+        epochs = range(call.get("initial_epoch") or 0, self.params.get("epochs") or 0)
+        limited = any(budget.target_epsilon is not None for budget in budgets)
+        self._planned = sum((epoch + 1) % self.every == 0 for epoch in epochs) if limited else 0
+        for budget in [] if self.validation else budgets:
+            budget.include(self)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if (epoch + 1) % self.every == 0:
+            self._shown = self._release()
+        self._hide(logs)
+        if logs is not None:
+            logs.update(self._shown)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        self._planned = 0
+        self._hide(logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self._hide(logs)
+
+    def on_test_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self._hide(logs, "val_")
+
+    def on_test_end(self, logs: dict | None = None) -> None:
+        self._hide(logs, "val_")
+
+    def _hide(self, logs: dict | None, prefix: str = "") -> None:
+        """Removes what Keras measured, which it names without ``prefix`` while it evaluates validation data."""
+        shown = self.keep if prefix else _NO_DATA | self.keep
+        for name in list(logs or {}) if self._hides else []:
+            if logs is not None and prefix + name not in shown:
+                del logs[name]
+
+    # -- what is released ------------------------------------------------------------------------------------
+
+    def _to_evaluate(self, call: Mapping[str, Any]) -> tuple[Any, np.ndarray, int]:
+        """The data in batches, each example's weight, and the number of units."""
+        data, users, x = self._data, self._user_ids, call.get("x")
+        map_fn, unit = None, getattr(declared_sampling(x), "unit", "example")
+        if data is None and source_of(x) is not None:
+            data, map_fn, users = source_of(x) or (None, None, None)
+        elif data is None and length(x) is not None and not call.get("validation_split"):
+            data = (x, call.get("y"))
+        elif data is None:
+            raise PrivacyError(
+                f"Which data PrivateMetrics is to evaluate cannot be seen in a {type(x).__name__}, of which each pass "
+                "may be another. Give it the training data: PrivateMetrics((x, y), ...)."
+            )
+        examples = examples_of(data)
+        if users is None:
+            if unit == "user" and not self.validation:
+                raise PrivacyError(
+                    "The batches protect users, and PrivateMetrics would count each of their examples. Give it "
+                    "user_ids, too."
+                )
+            weights, units = np.ones(examples.number), examples.number
+        else:
+            users = users_of(users, examples.number)
+            units, weights = users.number, np.empty(examples.number)
+            weights[users.rows] = np.repeat(1 / np.diff(users.starts), np.diff(users.starts))
+        return fixed_order(examples, min(self.batch_size, examples.number), map_fn=map_fn), weights, units
+
+    def _release(self) -> dict[str, float]:
+        sums, at = np.zeros(len(self._functions)), 0
+        for batch in self._batches:
+            values = self._values(*batch[:2]).numpy().astype(np.float64)
+            sums += self._weights[at : at + len(values)] @ values
+            at += len(values)
+        self._releases[self._event] += 1
+        self._planned = max(self._planned - 1, 0)
+        noisy = noisy_sum(sums, math.sqrt(len(sums)), self._event.noise_multiplier, self._source) / self._units
+        bounds = [self.loss_bound if name == "loss" else 1.0 for name in self._functions]
+        return {
+            name: float(min(max(value, 0), 1) * bound)
+            for name, value, bound in zip(self.names, noisy, bounds, strict=True)
+        }
+
+    def _values_of(self, x: Any, y: Any) -> tf.Tensor:
+        """[examples, metrics] in [0, 1]."""
+        predicted = self.model(x, training=False)
+        columns = []
+        for name, function in self._functions.items():
+            function = function or {"loss": self._loss, "accuracy": _right}[name]
+            value = tf.cast(function(y, predicted), tf.float64)
+            value = tf.reshape(value, [tf.shape(tf.nest.flatten(x)[0])[0], -1])
+            value = tf.reduce_mean(value, 1) / (self.loss_bound if name == "loss" else 1.0)
+            # A number that is none counts as the worst: 1 of a loss, 0 of all else.
+            value = tf.where(tf.math.is_nan(value), tf.constant(float(name == "loss"), tf.float64), value)
+            columns.append(tf.clip_by_value(value, 0.0, 1.0))
+        return tf.stack(columns, 1)
+
+    def _loss(self, y: Any, predicted: Any) -> Any:
+        loss = self.model.loss
+        loss = tf.keras.losses.get(loss) if isinstance(loss, str) else loss
+        if not callable(loss) or tf.nest.is_nested(y) or tf.nest.is_nested(predicted):
+            raise PrivacyError(
+                f"The model has the loss {loss!r:.99} on several outputs or none of its own, of which PrivateMetrics "
+                "knows no loss of one example. Give it metrics={name: function} that computes it."
+            )
+        if y.shape.rank == predicted.shape.rank - 1 and predicted.shape[-1] == 1:
+            y = y[..., None]  # Keras 2 would compare each label with each prediction
+        return loss.call(y, predicted) if isinstance(loss, tf.keras.losses.Loss) else loss(y, predicted)
+
+    def _check_examples_apart(self) -> None:
+        """That a metric of one example is the same whatever stands beside it. (Of two made-up ones.)"""
+        if not isinstance(self._batches.element_spec, tuple) or len(self._batches.element_spec) < 2:
+            raise PrivacyError("PrivateMetrics needs labels: its data must be (x, y).")
+
+        def rows(first: bool, second: bool) -> Any:
+            def made(spec: tf.TensorSpec) -> tf.Tensor:
+                blank = tf.zeros([1, *spec.shape[1:]], spec.dtype)
+                other = tf.fill(blank.shape, "a") if spec.dtype == tf.string else tf.ones_like(blank)
+                return tf.concat([blank] * first + [other] * second, 0)
+
+            return tf.nest.map_structure(made, self._batches.element_spec[:2])
+
+        together = self._values_of(*rows(True, True))
+        alone = tf.concat([self._values_of(*rows(True, False)), self._values_of(*rows(False, True))], 0)
+        if not np.allclose(together, alone, atol=1e-4):
+            raise PrivacyError(
+                f"A metric of one example ({', '.join(self._functions)}) depends on the examples beside it, so one "
+                "example could move the whole sum. Give a function of one example at a time."
+            )
+
+
+def _right(y: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+    """Whether each prediction is right: of one number whether it is on the label's side of 0.5, else the largest's."""
+    if predicted.shape.rank == 1 or predicted.shape[-1] == 1:
+        return tf.reshape(predicted > 0.5, tf.shape(y)) == (tf.cast(y, tf.float32) > 0.5)
+    chosen = tf.argmax(predicted, -1, tf.int64)
+    if y.shape.rank == predicted.shape.rank and y.shape[-1] == predicted.shape[-1]:
+        return chosen == tf.argmax(y, -1, tf.int64)
+    return chosen == tf.cast(tf.reshape(y, tf.shape(chosen)), tf.int64)
