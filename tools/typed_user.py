@@ -22,7 +22,9 @@ noise: float = tfdpfl.compute_noise_multiplier(
 steps: int = tfdpfl.compute_num_steps(
     target_epsilon=1.0, num_examples=60_000, batch_size=256, noise_multiplier=1.1, delta=1e-5
 )
-ledger: PrivacyLedger = PrivacyLedger().record(1.1, num_steps=240, num_examples=60_000, batch_size=250, sampling="shuffle")
+ledger: PrivacyLedger = PrivacyLedger().record(
+    1.1, num_steps=240, num_examples=60_000, batch_size=250, sampling="shuffle"
+)
 report: PrivacyReport = ledger.report(1e-5)
 statement: str = report.statement()
 mechanism = RandomizedResponse(epsilon=1.0, num_classes=3)
