@@ -197,3 +197,18 @@ def test_a_plan_of_secure_noise_ends_where_it_was_planned_to():
         model_with(tfdpfl.DPSGD(1.0, made.noise_multiplier, expected_batch_size=20)).fit(
             made.batches, callbacks=[made.callback], verbose=0
         )
+
+
+@pytest.mark.slow
+def test_a_plan_of_random_allocation_with_private_metrics_ends_where_it_was_planned_to():
+    metrics = tfdpfl.callbacks.PrivateMetrics(noise_std=0.2)
+    made = plan(sampling="random_allocation", num_selected=2, num_epochs=2, metrics=metrics)
+    assert made.steps_per_epoch == 2 * -(-N // 20) and 1.99 < made.epsilon <= 2.0
+    alone = plan(sampling="random_allocation", num_selected=2, num_epochs=2)
+    assert alone.noise_multiplier < made.noise_multiplier and alone.callbacks == [alone.callback]
+    model = model_with(made.optimizer("sgd"))
+    log = model.fit(made.batches, epochs=made.epochs, callbacks=made.callbacks, verbose=0)
+    assert set(log.history) == {"loss", "accuracy", "epsilon"} and len(log.history["loss"]) == 2
+    assert made.callback.report.epsilon == pytest.approx(made.epsilon) and metrics.ledger.steps == 2
+    with pytest.raises(ValueError, match="num_epochs cannot be found beside metrics"):
+        plan(num_epochs=None, noise_multiplier=1.0, metrics=["loss"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfdpfl import clips
@@ -13,21 +13,28 @@ from tfdpfl._frames import PLAN
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import Arrays, Estimator, Keywords, Optimizer
 from tfdpfl.accounting import (
+    PrivacyLedger,
     PrivacyReport,
     _checks,
     compute_batch_size,
     compute_epsilon,
     compute_noise_multiplier,
     compute_num_steps,
+    price,
     privacy_report,
 )
+from tfdpfl.accounting.arguments import build_run
+from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.promises import PLANNED, Promise
-from tfdpfl.accounting.sampling import POISSON, SCHEMES, SHUFFLED
-from tfdpfl.data import declared_sampling, examples_of, poisson_batches, shuffled_batches, users_of
+from tfdpfl.accounting.sampling import POISSON, SCHEMES
+from tfdpfl.data import declared_sampling, examples_of, users_of
+from tfdpfl.data.batches import PLANNED as BATCHES
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
-    from tfdpfl.callbacks import PrivacyBudget
+    from dp_accounting import DpEvent
+
+    from tfdpfl.callbacks import PrivacyBudget, PrivateMetrics
 
 __all__ = ["PrivacyPlan", "plan"]
 
@@ -56,6 +63,7 @@ class PrivacyPlan:
         epochs, steps_per_epoch: how long to train.
         num_examples: size of the data.
         l2_norm_clip, sampling, accountant, secure_noise: as they were given.
+        metrics: the `PrivateMetrics` whose releases ε covers, too, or None.
         batches: the data set for `fit`.
     """
 
@@ -70,6 +78,7 @@ class PrivacyPlan:
     sampling: str
     accountant: str
     secure_noise: bool = False
+    metrics: PrivateMetrics | None = None
     batches: Arrays = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +93,11 @@ class PrivacyPlan:
         budget = PrivacyBudget(self.num_examples, self.delta, self.target_epsilon, accountant=self.accountant)
         setattr(budget, PLAN, self)
         return budget
+
+    @property
+    def callbacks(self) -> list[PrivateMetrics | PrivacyBudget]:
+        """The callbacks for `fit`: `metrics`, if there are such, and `callback`."""
+        return [self.callback] if self.metrics is None else [self.metrics, self.callback]
 
     def optimizer(self, optimizer: str | type = "adam", **kwargs: object) -> Optimizer:
         """A DP optimizer for `compile`, with this plan's clip, noise and denominator.
@@ -146,19 +160,18 @@ class PrivacyPlan:
         declared = declared_sampling(self.batches)
         assert declared is not None
         counts_passes = SCHEMES[self.sampling].counts_passes
-        return privacy_report(
-            num_examples=self.num_examples,
-            batch_size=self.batch_size,
-            noise_multiplier=self.noise_multiplier,
-            num_steps=None if counts_passes else self.epochs * self.steps_per_epoch,
-            num_epochs=self.epochs if counts_passes else None,
-            delta=self.delta,
-            sampling=self.sampling,
-            accountant=self.accountant,
-            truncated_batch_size=declared.truncated_batch_size,
-            unit=declared.unit,
-            secure_noise=self.secure_noise,
-        )
+        run: Keywords = {
+            "num_examples": self.num_examples, "batch_size": self.batch_size, "noise_multiplier": self.noise_multiplier,
+            "num_steps": None if counts_passes else self.epochs * self.steps_per_epoch,
+            "num_epochs": self.epochs * declared.num_selected if counts_passes else None,
+            "sampling": self.sampling, "truncated_batch_size": declared.truncated_batch_size, "unit": declared.unit,
+            "secure_noise": self.secure_noise,
+        }  # fmt: skip
+        if self.metrics is None:
+            return privacy_report(delta=self.delta, accountant=self.accountant, **run)
+        ledger = PrivacyLedger().record(**run)
+        ledger.add(self.metrics.event(self.num_examples), self.epochs // self.metrics.every, adjacency=ledger.adjacency)
+        return ledger.report(self.delta, self.accountant)
 
     @property
     def epsilon(self) -> float:
@@ -214,6 +227,7 @@ def plan(
     sampling: str = POISSON.name,
     accountant: str = "pld",
     secure_noise: bool = False,
+    metrics: PrivateMetrics | Sequence[str] | None = None,
     **batches: Arrays,
 ) -> PrivacyPlan:
     """Plans a private training: everything that must fit together, from one place.
@@ -237,12 +251,14 @@ def plan(
       steps_per_epoch: updates in an epoch; None takes ``num_examples // batch_size``, so that an example takes part
         about once.
       l2_norm_clip: the optimizer's; ε does not depend on it.
-      sampling: "poisson"; or "shuffle": each example once an epoch, at a much larger ε, and for data sets of which one
-        has a blank in place of an example.
+      sampling: "poisson"; "random_allocation": each example once an epoch, at about the same ε or less; or "shuffle":
+        as `fit` does, at a much larger ε, and for data sets of which one has a blank in place of an example.
       accountant: "pld" (tight) or "rdp".
       secure_noise: the optimizer's: True draws discrete noise from the cryptographic generator, which costs a little
         more.
-      **batches: what else `tfdpfl.data.poisson_batches` takes.
+      metrics: a `tfdpfl.callbacks.PrivateMetrics`, or names of its metrics, which the same ε pays for. Give `fit`
+        ``callbacks=plan.callbacks`` then. The plan can find ``noise_multiplier`` or ``target_epsilon``.
+      **batches: what else `tfdpfl.data.poisson_batches`, `random_allocation` or `shuffled_batches` takes.
 
     Raises:
       ValueError: an argument is out of its range, or not three of the four are given.
@@ -260,13 +276,14 @@ def plan(
         "num_examples": num_examples, "delta": delta, "sampling": sampling, "accountant": accountant,
         "truncated_batch_size": batches.get("truncated_batch_size"), "secure_noise": secure_noise,
     }  # fmt: skip
-    made = _Numbers(target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, run, counts_passes)
+    shown = _checked_metrics(metrics)
+    made = _Numbers(
+        target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, run, counts_passes,
+        batches.get("num_selected", 1), shown,
+    )  # fmt: skip
     clip = _checked_clip(l2_norm_clip)
     made.solve()
-    if counts_passes:
-        drawn = shuffled_batches(examples, made.batch_size, **batches)
-    else:
-        drawn = poisson_batches(examples, expected_batch_size=made.batch_size, steps=made.steps_per_epoch, **batches)
+    drawn = BATCHES[sampling](examples, made.batch_size, made.steps_per_epoch, **batches)
     return PrivacyPlan(
         target_epsilon=made.target_epsilon,
         delta=delta,
@@ -279,17 +296,31 @@ def plan(
         sampling=sampling,
         accountant=accountant,
         secure_noise=secure_noise,
+        metrics=shown,
         batches=drawn,
     )
 
 
+def _checked_metrics(metrics: PrivateMetrics | Sequence[str] | None) -> PrivateMetrics | None:
+    from tfdpfl.callbacks import PrivateMetrics
+
+    made = metrics if metrics is None or isinstance(metrics, PrivateMetrics) else PrivateMetrics(metrics=metrics)
+    if made is not None and made.validation:
+        raise ValueError(
+            "metrics are of validation data, whose cost is no part of a plan. Give them to fit beside plan.callbacks."
+        )
+    return made
+
+
 def _check_sampling(sampling: str, steps_per_epoch: int | None) -> bool:
     """Returns whether ε counts the passes over the data, and not the steps."""
-    if sampling not in (POISSON.name, SHUFFLED.name):
-        raise ValueError(f"sampling={sampling!r} has no plan: take 'poisson', for which ε is smallest, or 'shuffle'.")
+    if sampling not in BATCHES:
+        raise ValueError(f"sampling={sampling!r} has no plan: take {' or '.join(map(repr, BATCHES))}.")
     counts_passes = SCHEMES[sampling].counts_passes
     if counts_passes and steps_per_epoch is not None:
-        raise ValueError(f"steps_per_epoch={steps_per_epoch}: a shuffled epoch has all examples; leave it out.")
+        raise ValueError(
+            f"steps_per_epoch={steps_per_epoch}: an epoch of sampling={sampling!r} has all examples. Leave it out."
+        )
     return counts_passes
 
 
@@ -314,6 +345,8 @@ class _Numbers:
     steps_per_epoch: Number
     run: Keywords
     counts_passes: bool
+    uses: int  # of an example in an epoch, where that is fixed
+    metrics: PrivateMetrics | None
 
     def __post_init__(self) -> None:
         four = ("target_epsilon", "noise_multiplier", "batch_size", "num_epochs")
@@ -331,6 +364,12 @@ class _Numbers:
             value = getattr(self, name)
             setattr(self, name, None if value is None else _checks.whole(name, value, 1, text))
 
+        if self.metrics is not None and None in (self.batch_size, self.num_epochs):
+            raise ValueError(
+                f"{unknown[0]} cannot be found beside metrics, whose releases it changes. Give it, and leave out "
+                "noise_multiplier or target_epsilon."
+            )
+
     def solve(self) -> None:
         if self.batch_size is None:
             self.batch_size = self._largest_batch()
@@ -340,23 +379,45 @@ class _Numbers:
         if self.num_epochs is None:
             self.num_epochs = self._most_epochs(sized)
         steps = self.num_epochs * self.steps_per_epoch
-        whole = {**sized, **({"num_epochs": self.num_epochs} if self.counts_passes else {"num_steps": steps})}
+        whole = {
+            **sized,
+            **({"num_epochs": self.num_epochs * self.uses} if self.counts_passes else {"num_steps": steps}),
+        }
+        if self.metrics is not None:
+            spent = self._spent(self.metrics.event(self.run["num_examples"]), self.num_epochs // self.metrics.every)
+            if self.noise_multiplier is None:
+                self.noise_multiplier = smallest_noise_multiplier(lambda z: spent(z, **whole), self.target_epsilon)
+            self.target_epsilon = self.target_epsilon or spent(self.noise_multiplier, **whole)
         if self.noise_multiplier is None:
             self.noise_multiplier = compute_noise_multiplier(target_epsilon=self.target_epsilon, **whole)
         if self.target_epsilon is None:
             self.target_epsilon = compute_epsilon(noise_multiplier=self.noise_multiplier, **whole)
 
+    @staticmethod
+    def _spent(release: DpEvent, times: int) -> Callable[..., float]:
+        """The ε of a training by its noise, with so many releases beside it."""
+        from dp_accounting import dp_event
+
+        def epsilon(noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
+            made = build_run(noise_multiplier=noise_multiplier, **run)
+            whole = dp_event.ComposedDpEvent([made.dp_event, dp_event.SelfComposedDpEvent(release, times)])
+            return price(whole, delta, accountant, str(made.adjacency)).epsilon
+
+        return epsilon
+
     def _steps_in(self, batch_size: int) -> int:
         """Returns how many updates an epoch has."""
         n = self.run["num_examples"]
-        return -(-n // batch_size) if self.counts_passes else max(n // batch_size, 1)
+        return -(-n // batch_size) * self.uses if self.counts_passes else max(n // batch_size, 1)
 
     def _largest_batch(self) -> int:
         given, n, noise = self.steps_per_epoch, self.run["num_examples"], self.noise_multiplier
-        length = {"num_epochs": self.num_epochs} if given is None else {"num_steps": self.num_epochs * given}
+        length = (
+            {"num_epochs": self.num_epochs * self.uses} if given is None else {"num_steps": self.num_epochs * given}
+        )
         size = compute_batch_size(target_epsilon=self.target_epsilon, noise_multiplier=noise, **length, **self.run)
         # fit takes whole steps an epoch, which may be fewer than epochs * num_examples / batch_size.
-        while given is None and size < n and self.target_epsilon >= compute_epsilon(
+        while given is None and not self.counts_passes and size < n and self.target_epsilon >= compute_epsilon(
             noise_multiplier=noise, batch_size=size + 1, num_steps=self.num_epochs * (n // (size + 1)), **self.run
         ):  # fmt: skip
             size += 1
