@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tfdpfl import native
 
-LIBRARY = ctypes.CDLL(str(native.LIBRARY))
+LIBRARY = ctypes.CDLL(os.environ.get("TFDPFL_LIBRARY", str(native.LIBRARY)))  # that of sanitize.sh
 LIBRARY.tfdpfl_filters.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int] * 2
 SETS = range(LIBRARY.tfdpfl_instructions() + 1)
 GUARD = 64  # numbers around each array, that no kernel may write, or use

@@ -33,6 +33,9 @@ TYPICAL_LENGTH = 64
 FORMED_MEMORY = 1
 # A number that is written to memory and read again takes about as long as so many multiplications.
 MOVED = 16
+# Gram matrices of pixels, which are small and then summed along patches, take so many times as long as their products
+# would in a large matrix: 4.5, 4.3 and 4.7 for 5x5, 8x8 and 11x11 places.
+GRAM = 4.5
 # Of more rows than these an embedding's norms are found by adding up the rows of each id: 64 rows of 64 entries take
 # half of what their Gram matrix does. (XLA, which knows no table of what it has seen, multiplies up to 256.)
 FEW_ROWS = 32
@@ -204,8 +207,15 @@ class Costs:
 
     @property
     def native(self) -> bool:
-        """Whether to use a kernel that forms the gradients, once or twice."""
-        return self.length > 1 and min(self.stored, 2 * self.formed) < self.ghost + 3 * MOVED * self.ghost_numbers
+        """Whether to use a kernel that forms the gradients, once or twice, and not Gram matrices."""
+        gram = self.formed + (GRAM if self.pixels else 1) * (self.ghost - self.formed)
+        return self.length > 1 and min(self.stored, 2 * self.formed) < gram
+
+    @property
+    def stores(self) -> bool:
+        """Whether a kernel's gradients are stored, since that takes less time than to compute them again, and there is
+        room."""
+        return MOVED * self.formed_numbers <= self.formed and self.stored < math.inf
 
 
 class Outer:

@@ -168,7 +168,7 @@ def convolution(use: Use, units: Units) -> Contribution | None:
         costs = Costs(g_flat.shape[1] or TYPICAL_LENGTH, taps * cin, cout, repeats, gram is not None)
         if alone and costs.native and not find_obstacle(x, g):
             filters = Filters(x, g, taps * cin, plan.settings())
-            return filters.contribution(layout, stored=costs.stored <= 2 * costs.formed)
+            return filters.contribution(layout, stored=costs.stores)
         if costs.forms and taps > 1:
             large = (x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
             quarters = quartered(x, g_flat) if alone and large and not compiled() else [(x, g_flat)]
