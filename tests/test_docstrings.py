@@ -12,7 +12,7 @@ SECTIONS = ("Args", "Call arguments", "Attributes")
 # In place of the parameters: what says where they are explained.
 ELSEWHERE = re.compile(
     r"As (all )?(those )?that (follow|are not below)\b|Arguments (and errors )?(are those of|as)\b|"
-    r"of the same arguments|^ *The others: as for",
+    r"of the same arguments|^ *The others: as for|Arguments that are not listed here: see `",
     re.I | re.M,
 )
 HOOKS = re.compile(r"on_\w+|build|call|get_config|compute_output_shape|from_config")  # Keras's, which explains them

@@ -17,35 +17,41 @@ from tfdpfl.accounting import ACCOUNTANTS, ADJACENCIES, SAMPLINGS
 from tfdpfl.accounting.sampling import POISSON
 
 _NUM_EXAMPLES = click.option("--num-examples", type=int, required=True, help="Number of training examples.")
-_BATCH_SIZE = click.option("--batch-size", type=int, required=True, help="Batch size; expected, if Poisson.")
-_NOISE = click.option("--noise-multiplier", type=float, required=True, help="Noise std divided by the clip.")
-_LENGTH = (
-    click.option("--num-epochs", type=float, help="Passes over the data. Either this or --num-steps."),
-    click.option("--num-steps", type=int, help="Noisy updates."),
+_BATCH_SIZE = click.option(
+    "--batch-size", type=int, required=True, help="Batch size. With Poisson sampling, the expected one."
 )
-_TARGET = click.option("--target-epsilon", type=float, required=True, help="Epsilon that may not be passed.")
+_NOISE = click.option(
+    "--noise-multiplier", type=float, required=True, help="Standard deviation of the noise, divided by the clip."
+)
+_LENGTH = (
+    click.option("--num-epochs", type=float, help="Passes over the data. Pass this or --num-steps."),
+    click.option("--num-steps", type=int, help="Number of noisy updates."),
+)
+_TARGET = click.option("--target-epsilon", type=float, required=True, help="The largest epsilon that you accept.")
 _HOW = (
     click.option(
         "--sampling",
         type=click.Choice(SAMPLINGS, case_sensitive=False),
         default=POISSON.name,
         show_default=True,
-        help="How batches are drawn; fit does shuffle.",
+        help="How batches are drawn. fit shuffles arrays.",
     ),
-    click.option("--num-microbatches", type=int, help="Groups whose mean gradient is clipped."),
+    click.option("--num-microbatches", type=int, help="Number of groups whose mean gradient is clipped."),
     click.option(
         "--adjacency",
         type=click.Choice(ADJACENCIES, case_sensitive=False),
-        help="Which data sets are neighbours; the sampling's own if left out.",
+        help="Which data sets are neighbours. Default: depends on the sampling.",
     ),
     click.option(
         "--max-examples-per-user",
         type=int,
         default=1,
         show_default=True,
-        help="How many examples neighbours may differ in: a user's.",
+        help="The largest number of examples of one user.",
     ),
-    click.option("--secure-noise", is_flag=True, help="The optimizer draws discrete noise: secure_noise=True."),
+    click.option(
+        "--secure-noise", is_flag=True, help="The optimizer has secure_noise=True, which draws discrete noise."
+    ),
     click.option(
         "--accountant",
         type=click.Choice(ACCOUNTANTS, case_sensitive=False),
@@ -68,7 +74,7 @@ def _options(*options: Callable) -> Callable:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tfdpfl")
 def main() -> None:
-    """Differential privacy for Keras: what a training run promises, and a demo of one."""
+    """Compute the privacy of a training, audit claims, and combine reports."""
 
 
 main.add_command(ledger)
@@ -77,14 +83,14 @@ main.add_command(ledger)
 @main.command()
 @_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, DELTA, *_LENGTH, *_HOW)
 def epsilon(as_json: bool, **run: object) -> None:
-    """The epsilon of a run."""
+    """Compute the epsilon of a run."""
     _print(_report(run), as_json, lambda report: f"epsilon = {_up(report.epsilon)}")
 
 
 @main.command()
 @_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, DELTA, *_LENGTH, *_HOW)
 def noise(as_json: bool, target_epsilon: float, **run: Any) -> None:
-    """The smallest noise multiplier that keeps a run within a target epsilon."""
+    """Find the smallest noise multiplier that keeps a run within a target epsilon."""
     from tfdpfl.accounting import compute_noise_multiplier
 
     with clean_errors():
@@ -95,7 +101,7 @@ def noise(as_json: bool, target_epsilon: float, **run: Any) -> None:
 @main.command()
 @_options(_TARGET, _NUM_EXAMPLES, _BATCH_SIZE, _NOISE, DELTA, *_HOW)
 def steps(as_json: bool, target_epsilon: float, **run: Any) -> None:
-    """The largest number of steps within a target epsilon."""
+    """Find the largest number of steps within a target epsilon."""
     from tfdpfl.accounting import compute_num_steps
 
     with clean_errors():
@@ -106,23 +112,26 @@ def steps(as_json: bool, target_epsilon: float, **run: Any) -> None:
 @main.command()
 @_options(_NUM_EXAMPLES, _BATCH_SIZE, _NOISE, DELTA, *_LENGTH, *_HOW)
 def statement(as_json: bool, **run: object) -> None:
-    """All that a run promises, and what it takes for granted, in English."""
+    """Print what a run guarantees, and what it assumes, in English."""
     _print(_report(run), as_json, str)
 
 
 @main.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @_options(DELTA)
-@click.option("--title", default="Privacy report", show_default=True, help="The project's name.")
-@click.option("--unit", "units", multiple=True, metavar="FILE=UNIT", help="What a ledger of events alone protects.")
-@click.option("--html", "page", type=NewFile(), help="A page to write as well.")
+@click.option("--title", default="Privacy report", show_default=True, help="Name of the project.")
+@click.option(
+    "--unit", "units", multiple=True, metavar="FILE=UNIT", help="What a ledger that contains only events protects."
+)
+@click.option("--html", "page", type=NewFile(), help="HTML page to write.")
 @JSON
 def report(
     files: tuple[str, ...], delta: float, title: str, units: tuple[str, ...], page: str | None, as_json: bool
 ) -> None:
-    """What ledgers promise together, each a FILE of what PrivacyLedger.to_dict gave, as JSON.
+    """Combine ledgers into one report.
 
-    All are taken to be about the same data. A part is called by its file's name without the ending.
+    Each FILE is JSON from PrivacyLedger.to_dict. All ledgers are assumed to use the same data. Each part has the name
+    of its file without the ending.
     """
     from tfdpfl.reports import read, report
 
@@ -137,18 +146,18 @@ def report(
 @main.command()
 @click.argument("scores", type=click.Path(exists=True, dir_okay=False))
 @click.option("--delta", type=float, help="Delta of the bound and of the claim.")
-@click.option("--epsilon", "claim", type=float, help="A claim to be tested.")
-@click.option("--ledger", type=click.Path(exists=True, dir_okay=False), help="The claim: a ledger's epsilon at delta.")
-@click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the bound.")
-@click.option("--gaussian", is_flag=True, help="Gaussian noise is all that touches the data: test by that bound.")
-@click.option("--one-training-each", is_flag=True, help="Each score is of a training of its own.")
+@click.option("--epsilon", "claim", type=float, help="Claimed epsilon, to be tested.")
+@click.option("--ledger", type=click.Path(exists=True, dir_okay=False), help="Ledger whose epsilon is the claim.")
+@click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of the bound.")
+@click.option("--gaussian", is_flag=True, help="The mechanism only adds Gaussian noise. Test with its larger bound.")
+@click.option("--one-training-each", is_flag=True, help="Each score comes from a training of its own.")
 @JSON
 def audit(scores: str, delta: float | None, claim: float | None, ledger: str | None, as_json: bool, **how: Any) -> None:
-    """What an attack's SCORES show: a lower bound on epsilon, AUC, TPR at FPR 1 %.
+    """Bound epsilon from below by the SCORES of an attack.
 
-    SCORES is an .npz with the arrays scores and inserted (canaries, each put in by a coin or left out), or members and
-    non_members; or a .csv whose first line is score,inserted or score,member. Higher scores are taken for members. The
-    bound is for one example more or less. Exits with 1 where it refutes the claim.
+    SCORES is an .npz with the arrays scores and inserted (canaries that a coin put in or left out), or members and
+    non_members; or a .csv whose first line is score,inserted or score,member. A higher score means that the example is
+    more likely a member. The bound is for one example more or less. The exit code is 1 if the bound refutes the claim.
     """
     from tfdpfl.audit._scores import report_of_scores
 
@@ -167,13 +176,13 @@ def audit(scores: str, delta: float | None, claim: float | None, ledger: str | N
 
 
 @main.command()
-@click.option("--data-dir", envvar="TFDPFL_DATA_DIR", help="Folder with MNIST; default: small digits.")
+@click.option("--data-dir", envvar="TFDPFL_DATA_DIR", help="Folder with MNIST. Default: small digits.")
 @click.option("--epochs", type=int, help="Passes over the data.")
-@click.option("--output", type=NewFile(), default="tfdpfl-demo.png", show_default=True, help="The picture to write.")
-@click.option("--seed", type=int, help="For a run that can be repeated; a known seed is no privacy.")
+@click.option("--output", type=NewFile(), default="tfdpfl-demo.png", show_default=True, help="Picture to write.")
+@click.option("--seed", type=int, help="Seed for a run that can be repeated. A known seed gives no privacy.")
 @JSON
 def demo(data_dir: str | None, epochs: int | None, output: str, seed: int | None, as_json: bool) -> None:
-    """Train a private classifier beside a plain one. Needs TensorFlow."""
+    """Train a private and a plain classifier. Needs TensorFlow."""
     from tfdpfl.demo import run
 
     with clean_errors():
@@ -182,19 +191,24 @@ def demo(data_dir: str | None, epochs: int | None, output: str, seed: int | None
 
 @main.command()
 def doctor() -> None:
-    """What this machine has for private training, and what it costs to lack it."""
+    """Check this machine for private training, and state the cost of what is missing."""
     from tfdpfl.doctor import examine
 
     click.echo("\n".join(map(str, examine())))
 
 
 @main.command()
-@click.option("--port", type=click.IntRange(1, 65535), required=True, help="Where remote_runtime will find it.")
-@click.option("--max-concurrent-clients", type=click.IntRange(1), help="Clients at a time; default: one a processor.")
+@click.option("--port", type=click.IntRange(1, 65535), required=True, help="Port for remote_runtime.")
+@click.option(
+    "--max-concurrent-clients",
+    type=click.IntRange(1),
+    help="Clients that run at once. Default: one for each processor.",
+)
 def worker(port: int, max_concurrent_clients: int | None) -> None:
     """Serve federated computations to remote_runtime. Needs TensorFlow Federated.
 
-    It listens on all interfaces, without encryption, and trusts whoever connects: keep the port behind a firewall.
+    The worker listens on all interfaces, without encryption, and trusts everyone who connects. Keep the port behind a
+    firewall.
     """
     try:
         from tfdpfl.federated import runtime

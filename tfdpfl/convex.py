@@ -1,5 +1,7 @@
-"""Logistic regression with differential privacy, as a scikit-learn estimator: where the loss is convex, better and
-simpler mechanisms than DP-SGD are known."""
+"""Logistic regression with differential privacy, as a scikit-learn estimator.
+
+The loss is convex, so better and simpler mechanisms than DP-SGD are known.
+"""
 
 from __future__ import annotations
 
@@ -47,52 +49,52 @@ _COVERED = (
 
 
 class DPLogisticRegression(ClassifierMixin, BaseEstimator):
-    """Logistic regression whose weights are (ε, δ)-differentially private.
+    """Fits a logistic regression whose weights are (ε, δ)-differentially private.
 
         model = DPLogisticRegression(epsilon=1.0, delta=1e-6, data_norm=10.0).fit(x, y)
 
-    What is minimised is ``C * sum_i loss_i + ||w||^2 / 2``, as in scikit-learn. Rows longer than ``data_norm`` are
-    scaled down to it, in `predict` too. An intercept is the weight of one more feature, which is ``data_norm``, and is
-    regularised.
+    The objective is ``C * sum_i loss_i + ||w||^2 / 2``, as in scikit-learn. Rows longer than ``data_norm`` are scaled
+    down to it, in `predict` too. The intercept is the weight of one more feature, whose value is ``data_norm``, and it
+    is regularized.
 
-    Neighbours (`adjacency`, "zero_out") are data sets of which one has one row's loss blanked; the number of rows is
-    public. ``fit`` releases once: each call costs (ε, δ) anew, and so does each fit of a grid search. `price` adds up
+    Two data sets are neighbours (`adjacency`, "zero_out") if the loss of one row is zero in one of them. So the number
+    of rows is public. Each call of ``fit`` costs (ε, δ) again, and so does each fit of a grid search. `price` adds up
     the fits of this object, and `tfdpfl.reports.report` accepts the object as a part.
 
-    A row's weight is `sample_weight` times `class_weight`, and multiplies its loss. The noise is for the largest weight
-    that a row may have, so weights above 1 do not make a row count more against the noise.
+    The weight of a row is `sample_weight` times `class_weight`, and multiplies its loss. The noise is for the largest
+    possible weight, so weights above 1 do not make a row count more against the noise.
 
     Args:
-      epsilon, delta: what one `fit` may cost, in all.
-      data_norm: the largest L2 norm of a row, chosen without a look at the data.
-      C: the inverse strength of regularisation. `solver="objective"` takes a smaller one where a row's curvature would
-        cost more than a quarter of ε (`regularization_` tells).
-      fit_intercept: whether there is one.
+      epsilon, delta: the whole cost of one `fit`.
+      data_norm: the largest L2 norm of a row. Choose it without looking at the data.
+      C: the inverse strength of regularization. `solver="objective"` uses a smaller C if the curvature of a row would
+        cost more than a quarter of ε (see `regularization_`).
+      fit_intercept: whether the model has an intercept.
       solver: "objective" adds a random linear term to what is minimised (objective perturbation: Kifer et al. 2012;
         approximate minima: Iyengar et al. 2019); two classes. "gradient" takes ``num_steps`` noisy steps of gradient
         descent on all rows. "output" adds noise to the minimum (Chaudhuri et al. 2011, and what "bolt-on" does).
-        "auto" takes "objective" for two classes, but where rows * ε < 200 sqrt(features), and "gradient" else.
-      num_steps: the steps of "gradient".
-      classes: the classes, where the labels that occur are themselves private; None takes those that occur.
-      class_weight: {class: weight}, chosen without a look at the data; a class that is left out has the weight 1.
-      max_sample_weight: the largest `sample_weight` that a row may have, chosen without a look at the data.
-      random_state: for tests alone, because anyone who knows it can subtract the noise; None takes the operating
-        system's entropy.
+        "auto" uses "objective" for two classes if rows * ε >= 200 sqrt(features), and "gradient" otherwise.
+      num_steps: the number of steps of "gradient".
+      classes: all possible classes, if the classes that occur are private. None uses the classes that occur.
+      class_weight: {class: weight}. Choose it without looking at the data. A class that is left out has the weight 1.
+      max_sample_weight: the largest `sample_weight` that a row may have. Choose it without looking at the data.
+      random_state: for tests only, because anyone who knows it can subtract the noise. None uses the entropy of the
+        operating system.
 
     Attributes:
       coef_, intercept_, classes_, n_features_in_, feature_names_in_: as in scikit-learn, and private, given public
         classes.
       solver_: the solver that ran.
-      regularization_: the factor of ``||w||^2 / 2`` beside ``sum_i loss_i``; 1 / C or more.
-      noise_multiplier_: the noise's standard deviation over the sensitivity.
-      dp_event_: what ran, for `PrivacyLedger.add(dp_event_, adjacency="zero_out")`; None for "objective", of which
-        (ε, δ) is all that is known.
+      regularization_: the factor of ``||w||^2 / 2`` next to ``sum_i loss_i``; at least 1 / C.
+      noise_multiplier_: the standard deviation of the noise, divided by the sensitivity.
+      dp_event_: the event of the fit, for `PrivacyLedger.add(dp_event_, adjacency="zero_out")`. It is None for
+        "objective", because only its (ε, δ) is known.
 
     Raises:
-      ValueError: an argument out of its range, a weight above `max_sample_weight`, or data that scikit-learn would
-        refuse: other columns in `predict` than in `fit`, for example.
-      PrivacyError: "objective" for more than two classes; ``class_weight="balanced"``, which counts private labels; a
-        minimum that was not found well enough. No weights are kept.
+      ValueError: an argument is out of its range, a weight is above `max_sample_weight`, or scikit-learn refuses the
+        data, for example because `predict` gets other columns than `fit`.
+      PrivacyError: the solver is "objective" and there are more than two classes; ``class_weight="balanced"``, which
+        counts private labels; or the minimum was not found well enough. No weights are kept.
     """
 
     adjacency = "zero_out"
@@ -115,12 +117,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Arrays, y: Arrays, sample_weight: Arrays = None) -> DPLogisticRegression:
-        """Releases weights for ``X`` [rows, features], dense or sparse, and labels ``y`` [rows].
+        """Fits the weights, and releases them once.
 
         Args:
-          X: features.
-          y: labels.
-          sample_weight: [rows], from 0 to `max_sample_weight`; None: 1 for each row.
+          X: features [rows, features], dense or sparse.
+          y: labels [rows].
+          sample_weight: [rows], from 0 to `max_sample_weight`. None gives each row the weight 1.
         """
         solver = self._check()
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)

@@ -1,4 +1,4 @@
-"""`plan`: data and a target in; noise, batches, optimizer, callback and statement out, which fit each other."""
+"""`plan` computes noise, batches, optimizer, callback and statement that fit each other, from data and a target."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PrivacyPlan:
-    """A private training, planned; made by `tfdpfl.plan`.
+    """Holds a planned private training; `tfdpfl.plan` makes it.
 
     Its pieces know each other. Where one is used without the others, or with those of another plan, training is refused
     before the first update. (An optimizer of a loaded model counts as the plan's if its settings are.)
@@ -86,8 +86,10 @@ class PrivacyPlan:
 
     @functools.cached_property
     def callback(self) -> PrivacyBudget:
-        """The `PrivacyBudget` for `fit`: it writes ε into the logs and stops before ``target_epsilon`` is passed. Its
-        ``report`` says what really ran."""
+        """Returns the `PrivacyBudget` for `fit`, which writes ε into the logs and stops before ``target_epsilon``.
+
+        Its ``report`` states what really ran.
+        """
         from tfdpfl.callbacks import PrivacyBudget
 
         budget = PrivacyBudget(self.num_examples, self.delta, self.target_epsilon, accountant=self.accountant)
@@ -96,11 +98,11 @@ class PrivacyPlan:
 
     @property
     def callbacks(self) -> list[PrivateMetrics | PrivacyBudget]:
-        """The callbacks for `fit`: `metrics`, if there are such, and `callback`."""
+        """Returns the callbacks for `fit`: `metrics`, if there are any, and `callback`."""
         return [self.callback] if self.metrics is None else [self.metrics, self.callback]
 
     def optimizer(self, optimizer: str | type = "adam", **kwargs: object) -> Optimizer:
-        """A DP optimizer for `compile`, with this plan's clip, noise and denominator.
+        """Returns a DP optimizer for `compile`, with the clip, the noise and the denominator of this plan.
 
         Args:
           optimizer: a Keras optimizer's name ("adam", "sgd", ...) or class, or one of tfdpfl's.
@@ -156,7 +158,7 @@ class PrivacyPlan:
 
     @functools.cached_property
     def report(self) -> PrivacyReport:
-        """What the whole plan costs. (``callback.report`` is of what ran.)"""
+        """Returns the report of the whole plan. (``callback.report`` is the report of what ran.)"""
         declared = declared_sampling(self.batches)
         assert declared is not None
         counts_passes = SCHEMES[self.sampling].counts_passes
@@ -175,11 +177,11 @@ class PrivacyPlan:
 
     @property
     def epsilon(self) -> float:
-        """The ε of the whole plan, at most ``target_epsilon``."""
+        """Returns the ε of the whole plan, at most ``target_epsilon``."""
         return self.report.epsilon
 
     def statement(self) -> str:
-        """What the whole plan promises, in English."""
+        """Returns the guarantee of the whole plan, in English."""
         return self.report.statement()
 
     def check(self, optimizer: Optimizer, fit: Mapping[str, Estimator]) -> None:
@@ -230,35 +232,36 @@ def plan(
     metrics: PrivateMetrics | Sequence[str] | None = None,
     **batches: Arrays,
 ) -> PrivacyPlan:
-    """Plans a private training: everything that must fit together, from one place.
+    """Plans a private training, so that noise, batches, optimizer and callback fit together.
 
         plan = tfdpfl.plan(x, y, target_epsilon=1.0, delta=1e-5, batch_size=256, num_epochs=10)
         model.compile(plan.optimizer("adam", learning_rate=1e-3), loss=..., metrics=["accuracy"])
         model.fit(plan.batches, epochs=plan.epochs, callbacks=[plan.callback])
         print(plan.statement())
 
-    Of ``target_epsilon``, ``noise_multiplier``, ``batch_size`` and ``num_epochs`` give three, and the plan finds
-    the fourth: the ε, the least noise, the largest batch, or the most whole epochs.
+    Pass three of ``target_epsilon``, ``noise_multiplier``, ``batch_size`` and ``num_epochs``. The plan finds the
+    fourth: the ε, the least noise, the largest batch, or the most whole epochs.
 
     Args:
-      x, y, sample_weight: the data, as `fit` takes them; or all that `tfdpfl.data.poisson_batches` takes, as x alone.
-        With ``user_ids`` users are what is sampled, counted and protected, in place of examples.
-      delta: δ, below 1 / num_examples to mean anything.
-      target_epsilon: the ε not to pass, for data sets that differ in the presence of one example.
-      noise_multiplier: σ, the noise's standard deviation over the clip.
+      x, y, sample_weight: the data, as for `fit`. Or x alone, which may be anything that `tfdpfl.data.poisson_batches`
+        accepts. With ``user_ids`` the plan samples, counts and protects users in place of examples.
+      delta: δ. Keep it below 1 / num_examples, because a larger δ means nothing.
+      target_epsilon: the largest ε, for data sets that differ in the presence of one example.
+      noise_multiplier: σ, the standard deviation of the noise, divided by the clip.
       batch_size: the expected number of examples in a batch.
       num_epochs: how often `fit` goes through ``batches``.
-      steps_per_epoch: updates in an epoch; None takes ``num_examples // batch_size``, so that an example takes part
-        about once.
-      l2_norm_clip: the optimizer's; ε does not depend on it.
-      sampling: "poisson"; "random_allocation": each example once an epoch, at about the same ε or less; or "shuffle":
-        as `fit` does, at a much larger ε, and for data sets of which one has a blank in place of an example.
+      steps_per_epoch: updates in an epoch. None uses ``num_examples // batch_size``, so an example takes part about
+        once.
+      l2_norm_clip: the clip of the optimizer. ε does not depend on it.
+      sampling: "poisson", "random_allocation" or "shuffle". With "random_allocation" each example is in one batch of an
+        epoch, at about the same ε or less. With "shuffle" the batches are those of `fit`. ε is then much larger, and
+        its neighbours are data sets of which one has a blank in place of an example.
       accountant: "pld" (tight) or "rdp".
-      secure_noise: the optimizer's: True draws discrete noise from the cryptographic generator, which costs a little
-        more.
-      metrics: a `tfdpfl.callbacks.PrivateMetrics`, or names of its metrics, which the same ε pays for. Give `fit`
-        ``callbacks=plan.callbacks`` then. The plan can find ``noise_multiplier`` or ``target_epsilon``.
-      **batches: what else `tfdpfl.data.poisson_batches`, `random_allocation` or `shuffled_batches` takes.
+      secure_noise: True makes the optimizer draw discrete noise from the cryptographic generator, which needs a little
+        more noise.
+      metrics: a `tfdpfl.callbacks.PrivateMetrics`, or names of its metrics, whose cost the same ε includes. Then pass
+        ``callbacks=plan.callbacks`` to `fit`. The plan can find ``noise_multiplier`` or ``target_epsilon``.
+      **batches: other arguments of `tfdpfl.data.poisson_batches`, `random_allocation` or `shuffled_batches`.
 
     Raises:
       ValueError: an argument is out of its range, or not three of the four are given.

@@ -45,7 +45,7 @@ def try_on(python: str, wheel: Path, folder: Path) -> str:
     version = run(bin_ / "tfdpfl", "--version", where=folder).strip()
     epsilon = run(bin_ / "tfdpfl", *EPSILON.split(), where=folder).splitlines()[0]
     demo = run(bin_ / "tfdpfl", "demo", "--epochs", "1", "--output", folder / "demo.png", where=folder)
-    return f"{version}; {epsilon}; demo: {demo.strip().splitlines()[-1]}"
+    return "\n  ".join([version, epsilon, *demo.strip().splitlines()])
 
 
 def main() -> None:

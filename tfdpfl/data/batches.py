@@ -1,4 +1,4 @@
-"""The data sets for `fit`: which examples come into a batch is drawn as the accountant assumes."""
+"""Data sets for `fit`, whose batches are drawn as the accountant assumes."""
 
 from __future__ import annotations
 
@@ -49,74 +49,72 @@ def poisson_batches(
 
         model.fit(poisson_batches((x, y), expected_batch_size=256, steps=200), epochs=10)
 
-    What it promises:
+    It guarantees:
 
     * Every batch holds each unit (an example; a user, with ``user_ids``) with probability `sampling_rate`,
       independently of every other unit and batch. The batch size varies and can be 0.
-    * The draws come from the generator that noise comes from, keyed by the operating system's entropy for each pass.
+    * The generator of the noise draws the batches, with a new key from the operating system for each pass.
     * Every pass over the dataset (every epoch of `fit`) draws `steps` new batches. Ten epochs of 200 are 2000 steps of
-      the subsampled Gaussian mechanism; none repeats the batches of an earlier epoch.
-    * The batch dimension of `element_spec` is None, so a `tf.function` is traced once for all batch sizes; with
+      the subsampled Gaussian mechanism. No epoch repeats the batches of an earlier one.
+    * The batch dimension of `element_spec` is None, so a `tf.function` is traced once for all batch sizes. With
       ``truncated_batch_size`` all batches have one size.
-    * `declared_sampling(dataset)` gives the `SamplingDeclaration`. Anything chained behind (`.map`, `.prefetch`, …)
-      drops it: transform the data before, by ``map_fn``, or inside the model.
-    * Of data on disk only the rows of the batches that are being made are in memory.
+    * `declared_sampling(dataset)` returns the `SamplingDeclaration`. A method such as `.map` or `.prefetch` drops it,
+      so transform the data before, by ``map_fn``, or inside the model.
+    * If the data are on disk, only the rows of the current batches are in memory.
 
-    Give the DP optimizer `expected_batch_size=sampling_rate * num_examples` too (of users: times their number), so that
-    its update is not divided by the size of the batch that was drawn, which tells how many examples there are.
+    Pass `expected_batch_size=sampling_rate * num_examples` (or the number of users) to the DP optimizer, too. Otherwise
+    it would divide the update by the size of the batch, which reveals how many examples there are.
 
     Args:
-        arrays_or_dataset: The data, in the structure that `fit` takes from a dataset: `x`, `(x, y)` or `(x, y,
-            sample_weight)`, where each may be an array, a tuple, a list of arrays (it becomes a tuple) or a dict.
-            Leaves are arrays `[num_examples, ...]`: numpy, tensors, pandas, lists of numbers, which are kept in memory;
-            or `np.memmap`, h5py's and other arrays on disk, which are read row by row. float64 arrays become Keras's
-            `floatx`, as in `fit`. Or an object with `__len__` and `__getitem__(i)` that gives single examples (of
-            grain, Hugging Face, your own), called from several threads at once. Or a finite `tf.data.Dataset` of
-            *single* examples of equal shapes (`.unbatch()` a batched one: each element is what privacy protects), read
-            once into memory.
-        sampling_rate: Probability in (0, 1]. Exactly one of this and `expected_batch_size`.
+        arrays_or_dataset: The data: `x`, `(x, y)` or `(x, y, sample_weight)`, where each may be an array, a tuple, a
+            list of arrays (it becomes a tuple) or a dict. Arrays `[num_examples, ...]` may be numpy, tensors, pandas or
+            lists of numbers, which stay in memory; or `np.memmap`, h5py's and other arrays on disk, which are read row
+            by row. float64 arrays become Keras's `floatx`, as in `fit`. Or an object with `__len__` and
+            `__getitem__(i)` that returns single examples (of grain, Hugging Face, your own); several threads call it.
+            Or a finite `tf.data.Dataset` of *single* examples of equal shapes, which is read once into memory. Call
+            `.unbatch()` on a batched one, because privacy protects each element.
+        sampling_rate: Probability in (0, 1]. Pass exactly one of this and `expected_batch_size`.
         steps: Logical batches per pass, at least 1. Required.
-        seed: None draws from the operating system's entropy, as privacy needs: who can guess the batches voids the
-            amplification. A seed makes pass k of the dataset reproducible; it is for tests only.
+        seed: None uses the entropy of the operating system. Privacy needs this, because there is no amplification
+            against someone who can guess the batches. A seed repeats pass k of the dataset; it is for tests only.
         expected_batch_size: Mean batch size in (0, num_examples]; the rate is `expected_batch_size / num_examples`.
-        physical_batch_size: How many rows the memory has room for, about. A batch is drawn once and cut into a fixed
-            number k of physical ones, `k = ceil(expected rows / physical_batch_size)`, each with its share of the units
-            to the nearest whole number. A pass has steps * k of them. Give the optimizer
-            `gradient_accumulation_steps=k` (`declared_sampling(dataset).physical_batches`).
-        truncated_batch_size: Batches all of this size, filled up with blank rows (see ``empty_batches``); of a larger
-            draw a random subset stays. Elements are `(x, y, sample_weight)`. It has a price of its own (dp-accounting
-            0.6), hardly higher than Poisson sampling's if it is six √expected above the expected size.
-        user_ids: An id for each example, or {user: numbers of their examples}. Then users are sampled, and they are
-            what privacy protects.
-        examples_per_user: With ``user_ids``: how many rows a user has in a batch, one after the other: random ones of
-            their examples. Who has fewer comes with all of them, repeated. Give the optimizer `rows_per_unit` of as
-            many.
-        map_fn: What makes an example of what is stored (decoding, a random crop), as for `tf.data.Dataset.map`, of one
-            example at a time.
-        augment: The same, behind ``map_fn``, for every copy of an example apart.
-        copies: How many rows each example becomes, one after the other, to be augmented each by itself. Give the
-            optimizer `rows_per_unit` of as many: their mean gradient is clipped once (De et al. 2022,
+        physical_batch_size: About how many rows fit in memory. A batch is drawn once and cut into k physical batches,
+            `k = ceil(expected rows / physical_batch_size)`, each with its share of the units to the nearest whole
+            number. A pass has steps * k physical batches. Pass `gradient_accumulation_steps=k` to the optimizer
+            (`declared_sampling(dataset).physical_batches`).
+        truncated_batch_size: The size of all batches. Blank rows fill up a smaller draw (see ``empty_batches``), and a
+            random subset stays of a larger one. Elements are `(x, y, sample_weight)`. Its ε needs dp-accounting 0.6. It
+            is hardly larger than for Poisson sampling if this size is six √expected above the expected size.
+        user_ids: An id for each example, or {user: numbers of their examples}. Users are then sampled and protected.
+        examples_per_user: With ``user_ids``, the number of rows of a user in a batch. They are random examples of the
+            user, one after the other. If a user has fewer examples, they are repeated. Pass the same number as
+            `rows_per_unit` to the optimizer.
+        map_fn: A function that makes one example from one stored element (decoding, a random crop), as for
+            `tf.data.Dataset.map`.
+        augment: The same after ``map_fn``, called for each copy of an example separately.
+        copies: The number of rows that each example becomes, one after the other, each augmented by itself. Pass the
+            same number as `rows_per_unit` to the optimizer, which clips their mean gradient once (De et al. 2022,
             arXiv:2204.13650).
-        num_parallel_calls: For reading and mapping; None lets tf.data choose.
-        empty_batches: What stands for a draw of no example. With oneDNN (the default on CPUs) TensorFlow's
+        num_parallel_calls: For reading and mapping. None lets tf.data choose.
+        empty_batches: The replacement for a draw without examples. With oneDNN (the default on CPUs) TensorFlow's
             convolutions fail on a batch of size 0, and its max pooling aborts the process.
             `"keep"`: a batch of size 0.
             `"zero_weight"`: elements are `(x, y, sample_weight)`, weights of 1 where the data have none, and an empty
-            draw is replaced by blank rows: zeros of weight -0.0. The private optimizers recognize the weight, and leave
-            the rows out whatever the loss makes of them: ε and the mean update stay as they are. In a step of your own,
-            pass the weights to the tf.function that computes the loss. Keras refuses `class_weight` beside it: give
+            draw is replaced by blank rows: zeros of weight -0.0. The private optimizers recognize this weight and leave
+            the rows out, so ε and the mean update stay the same. In a step of your own, pass the weights to the
+            tf.function that computes the loss. Keras refuses `class_weight` together with it: pass
             `(x, y, weight_of_class[y])`.
-            `"auto"`: `"zero_weight"` where there is a `y`, some `x` has three dimensions or more (images, series) and a
-            pass has an empty batch with probability over 1e-9; else `"keep"`.
-        strategy: The `tf.distribute.MultiWorkerMirroredStrategy` that trains. Each of its workers gives the same data
-            in the same order. Worker i of n then draws from every n-th example, the i-th being its first, at the same
-            rate, so that all of them together draw a Poisson sample of all examples and no example is on two workers.
-            What comes back is a `tf.distribute.DistributedDataset` without end: give `fit` a ``steps_per_epoch``.
+            `"auto"`: `"zero_weight"` if there is a `y`, some `x` has three dimensions or more (images, series) and a
+            pass has an empty batch with probability over 1e-9; otherwise `"keep"`.
+        strategy: The `tf.distribute.MultiWorkerMirroredStrategy` that trains. Pass the same data in the same order on
+            each worker. Worker i of n then draws from every n-th example, beginning with the i-th, at the same rate. So
+            all workers together draw a Poisson sample of all examples, and no example is on two workers. The result is
+            an endless `tf.distribute.DistributedDataset`, so pass ``steps_per_epoch`` to `fit`.
 
     Raises:
         ValueError: an argument is out of its range, the arrays differ in length or hold nothing, a user has no
             examples, or the dataset is infinite, batched or of unequal shapes.
-        PrivacyError: the sampling asked for has no price: examples with rates of their own, or truncation with an older
+        PrivacyError: no ε is known for this sampling: examples with rates of their own, or truncation with an older
             dp-accounting.
 
     Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", section 3.1; Mironov et al. 2019, "Rényi
@@ -293,11 +291,12 @@ def shuffled_batches(
     map_fn: Callable | None = None,
     num_parallel_calls: int | None = None,
 ) -> tf.data.Dataset:
-    """Returns a `tf.data.Dataset` that goes through the data in another random order in every pass, as `fit` does with
-    arrays; of data that `fit` could not shuffle, too. It is priced without amplification.
+    """Returns a `tf.data.Dataset` that shuffles the data in every pass, as `fit` does with arrays.
+
+    It also shuffles data that `fit` could not shuffle. ε is computed without amplification.
 
     Args:
-        arrays_or_dataset: As those that follow, see `poisson_batches`.
+        arrays_or_dataset: The data. Arguments that are not listed here: see `poisson_batches`.
         batch_size: Examples in a batch; the last of a pass may have fewer.
 
     Raises:
@@ -325,15 +324,15 @@ def fixed_order(
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of the data in their own order, the same in every pass, for correlated noise.
 
-    What it promises: each example is in one batch of a pass, and in the same one, so that from one participation to its
-    next there are as many steps as a pass has batches (`min_separation`), as long as passes are whole. Shuffle the data
-    once, before, if their order means something.
+    It guarantees that each example is in one batch of a pass, and always in the same one. So two participations are as
+    many steps apart as a pass has batches (`min_separation`), if passes are whole. If the order of the data has a
+    meaning, shuffle them once before.
 
     Args:
-        arrays_or_dataset: As those that follow, see `poisson_batches`.
-        batch_size: Examples in a batch; the last of a pass may have fewer.
-        max_participations: How many passes will be made at most, with one optimizer: more are refused. None leaves
-            it to the training's length.
+        arrays_or_dataset: The data. Arguments that are not listed here: see `poisson_batches`.
+        batch_size: Examples in a batch; the last batch of a pass may have fewer.
+        max_participations: The largest number of passes with one optimizer. More passes are refused. None leaves the
+            number to the length of the training.
 
     Raises:
         ValueError: as `poisson_batches`.
@@ -381,21 +380,22 @@ def cyclic_poisson(
     num_parallel_calls: int | None = None,
     empty_batches: str = "auto",
 ) -> tf.data.Dataset:
-    """Returns a `tf.data.Dataset` of Poisson samples from one group of examples after the other, for correlated noise
-    of as many bands as there are groups (Choquette-Choo et al. 2023, arXiv:2306.08153).
+    """Returns a `tf.data.Dataset` of Poisson samples from one group of examples after the other.
 
-    What it promises: each example is assigned to one of the groups at random, independently of all others, once. (Equal
-    groups would tell of one example more.) At step t, group ``t mod groups`` is sampled, each of it by an independent
-    coin. So from one participation to its next there are ``groups`` steps or more, as long as passes are whole.
+    Use it for correlated noise with as many bands as there are groups (Choquette-Choo et al. 2023, arXiv:2306.08153).
+
+    It guarantees that each example joins one group at random, once, and independently of all others. (Groups of equal
+    size would reveal one example more.) At step t an independent coin decides for each example of group
+    ``t mod groups``. So two participations are ``groups`` steps or more apart, if passes are whole.
 
     Args:
-        arrays_or_dataset: As those that follow, see `poisson_batches`.
+        arrays_or_dataset: The data. Arguments that are not listed here: see `poisson_batches`.
         steps: Batches in a pass, a multiple of ``groups``.
-        groups: How many groups.
-        expected_batch_size: Mean batch size, at most num_examples / groups; the coin's bias is
+        groups: The number of groups.
+        expected_batch_size: Mean batch size, at most num_examples / groups. The probability of the coin is
             ``expected_batch_size * groups / num_examples``.
-        max_participations: How often an example takes part at most, with one optimizer: more is refused. None leaves
-            it to the training's length.
+        max_participations: How often an example may take part with one optimizer. More is refused. None leaves it to
+            the length of the training.
 
     Raises:
         ValueError: as `poisson_batches`; or passes would not be whole rounds.

@@ -39,66 +39,67 @@ if TYPE_CHECKING:
 _CONFIG_VERSION = 1  # of what `get_config` gives
 _SAVED_BY = "saved_by"  # its entry with the version
 
-_DOC = """{base} with differential privacy: every example's gradient is clipped, and Gaussian noise is added.
+_DOC = """Trains with {base} and differential privacy: clips the gradient of every example, and adds Gaussian noise.
 
-    The update that {base} sees is ``(sum_i clip(g_i, l2_norm_clip) + noise) / denominator``, where the noise is normal
-    with standard deviation ``noise_multiplier * l2_norm_clip`` in every coordinate (Abadi et al. 2016,
-    arXiv:1607.00133). The gradient of regularisers, which depend on no example, is added unclipped.
+    {base} receives ``(sum_i clip(g_i, l2_norm_clip) + noise) / denominator``. The noise is normal with standard
+    deviation ``noise_multiplier * l2_norm_clip`` in every coordinate (Abadi et al. 2016, arXiv:1607.00133). The
+    gradient of regularizers is added without a clip, because it depends on no example.
 
         model.compile(optimizer={name}(l2_norm_clip=1.0, noise_multiplier=1.1), loss=..., metrics=...)
 
-    What is private: the weights and the optimizer's state, in whatever way they are saved, and all that is computed
-    from them. What is not: the loss and metrics that Keras shows for training batches, and ``num_nonfinite``.
+    Private are the weights, the state of the optimizer, and everything that is computed from them. Not private are the
+    loss and the metrics that Keras shows for training batches, and ``num_nonfinite``.
 
-    The noise's key is drawn from the operating system for each optimizer object in each process, and is in no file: a
-    copy, a loaded model or a restarted process draws other noise. What ran is counted in a variable that is saved with
-    the optimizer, with the sampling of the batches where `PrivacyBudget` knows it.
+    Each optimizer object in each process draws a key from the operating system, and no file contains it. So a copy, a
+    loaded model or a restarted process draws other noise. A variable that is saved with the optimizer counts the steps,
+    with the sampling of their batches if `PrivacyBudget` knows it.
 
     Args:
-      l2_norm_clip: C > 0, the largest L2 norm of one example's gradient, over all trainable weights together; or a
-        `tfdpfl.AdaptiveClip`, `PerLayerClip` or `AutomaticClip`; or Keras's `PiecewiseConstantDecay` of updates.
-        ``current_clip`` tells what the next step clips to.
-      noise_multiplier: the noise's standard deviation over C; 0 trains without privacy. With an `AdaptiveClip` it is
-        the total: the count that moves the clip is paid out of it. Or a `PiecewiseConstantDecay` of updates: each step
-        is drawn and priced at its own, in shuffled data each pass at the least of all.
-      num_microbatches: None to clip every example by itself (best). With M, the mean gradient of each of M groups is
-        clipped, as in TensorFlow Privacy; the sensitivity to one example is then 2 C and the ledger says so.
-      gradient_accumulation_steps: k, how many batches make one logical batch, of which the update, the noise, the
-        ledger, the schedule and the moments are those of one batch k times as large. A logical batch may go on in the
-        next epoch and the next `fit`; what there is of it is in memory alone, so a restart begins it anew. Where
-        nobody says how the parts were drawn (`PrivacyBudget` does), an example is taken to be in all of them.
-      expected_batch_size: the denominator. Give it with Poisson sampling, where the actual size is private; None
-        divides by the number of examples (or microbatches) in the batch. It is about the logical batch.
-      rows_per_unit: m, where m rows in a row are one unit of privacy (copies of one augmented example, rows of one
-        user): their mean gradient is clipped once, and the sensitivity to a unit is C. Batches must be of whole units.
-      noise: None for fresh noise in every step; or `tfdpfl.noise.Tree`, `Banded` or `BLT`, whose steps take back some
-        of what earlier ones added (DP-FTRL, matrix factorisation). `PrivacyBudget` then asks for data that bound how
-        often an example takes part. What later steps need of earlier noise is saved with the optimizer, and is a
-        secret: who has it can take off some of the noise.
-      secure_noise: True rounds the clipped sum to a grid and adds discrete Gaussian noise from the cryptographic
-        generator, exactly drawn: nothing is lost to floating point's holes (Mironov 2012). A draw takes about ten times
-        as long. Priced by Rényi DP. On the host's CPU alone.
-      sparse: `tfdpfl.AdaFEST` for models with large embedding tables: a step trains, and puts noise on, those rows
-        alone whose noisy count is high enough. The counts are paid for out of ``noise_multiplier``.
-      seed: None takes the operating system's entropy, also for what the model draws for each example (dropout),
-        whatever `keras.utils.set_random_seed` says. A seed is for tests: anyone who knows the seed can subtract the
-        noise, and every process that begins with it draws the same noise. With a seed the model keeps its own random
-        numbers.
+      l2_norm_clip: C > 0, the largest L2 norm of the gradient of one example, over all trainable weights together. Or a
+        `tfdpfl.AdaptiveClip`, `PerLayerClip` or `AutomaticClip`, or Keras's `PiecewiseConstantDecay` of updates.
+        ``current_clip`` is the clip of the next step.
+      noise_multiplier: the standard deviation of the noise, divided by C. 0 trains without privacy. With an
+        `AdaptiveClip` it is the total, and includes the cost of the count that moves the clip. With a
+        `PiecewiseConstantDecay` of updates ε counts each step at its own noise, and each pass over shuffled data at
+        the least noise in it.
+      num_microbatches: None clips every example by itself, which is best. With M, the mean gradient of each of M groups
+        is clipped, as in TensorFlow Privacy. The sensitivity to one example is then 2 C, and the ledger counts this.
+      gradient_accumulation_steps: k, the number of batches in one logical batch. Update, noise, ledger, schedule and
+        moments are those of one batch that is k times as large. A logical batch may continue in the next epoch and the
+        next `fit`. Its sum is only in memory, so a restart begins it again. If nothing states the sampling of the
+        parts (`PrivacyBudget` does), ε assumes that an example is in all of them.
+      expected_batch_size: the denominator, for the logical batch. Pass it with Poisson sampling, because the actual
+        size is private. None divides by the number of examples (or microbatches) in the batch.
+      rows_per_unit: m, if m consecutive rows are one unit of privacy: copies of one augmented example, or examples of
+        one user. Their mean gradient is clipped once, and the sensitivity to a unit is C. Batches must hold whole
+        units.
+      noise: None draws fresh noise in every step. `tfdpfl.noise.Tree`, `Banded` and `BLT` subtract some of the noise
+        of earlier steps (DP-FTRL, matrix factorization). `PrivacyBudget` then needs data that bound how often an
+        example takes part. The state that later steps need is saved with the optimizer, and is a secret: anyone who
+        has it can subtract some of the noise.
+      secure_noise: True rounds the clipped sum to a grid and adds discrete Gaussian noise, drawn exactly from the
+        cryptographic generator. This avoids the gaps of floating-point noise (Mironov 2012). A draw takes about ten
+        times as long, ε is computed by Rényi DP, and the step must run on the CPU of the host.
+      sparse: `tfdpfl.AdaFEST` for models with large embedding tables. A step then trains only the rows whose noisy
+        count is high enough. ``noise_multiplier`` includes the cost of the counts.
+      seed: None uses the entropy of the operating system, also for the random numbers of the model (dropout), whatever
+        `keras.utils.set_random_seed` sets. A seed is for tests: anyone who knows it can subtract the noise, and every
+        process with this seed draws the same noise. With a seed the model keeps its own random numbers.
       **kwargs: every argument of {base}.
 
     Raises:
-      PrivacyError: before the first update, where the model or the call cannot be made private; it names the op or
-        layer and the mend. What is written beside the loss is looked at when TensorFlow has traced the function that
-        is called, and every function around it; what Python does between two calls is not seen.
+      PrivacyError: before the first update, if the model or the call cannot be made private. The message names the op
+        or the layer, and the fix. The check covers the function that TensorFlow traces, and every function around it.
+        It does not see what Python does between two calls.
       ValueError: for arguments out of range.
     """
 
 
-_DOC_FTRL = """SGD with differential privacy and noise that is correlated over the steps (Kairouz et al. 2021,
+_DOC_FTRL = """Trains with SGD and noise that is correlated over the steps (DP-FTRL: Kairouz et al. 2021,
     arXiv:2103.00039).
 
-    The same as `DPSGD`, but that ``noise`` is `tfdpfl.noise.Tree` where it is not given. Its price rests on how often
-    the data let an example take part, and not on sampling: plain ``fit`` on arrays lets it once an epoch.
+    This is `DPSGD` with `tfdpfl.noise.Tree` as the default ``noise``. Its ε depends on how often an example takes part,
+    and not on sampling. Plain ``fit`` on arrays uses each example once an epoch.
 
         model.compile(optimizer=DPFTRL(l2_norm_clip=1.0, noise_multiplier=4.0, learning_rate=0.1), loss=...)
     """
@@ -117,7 +118,7 @@ def _setting(name: str) -> property:
 
 
 class DPOptimizer:
-    """What all DP optimizers have in common; see `DPSGD`. Not to be used by itself."""
+    """Holds what all DP optimizers have in common; see `DPSGD`. Do not use it by itself."""
 
     _dp: Mechanism
     _dp_ledger: tf.Variable  # Keras 3: keras.Variable; the saved table of what ran
@@ -259,33 +260,35 @@ class DPOptimizer:
 
     @property
     def current_clip(self) -> float | list[float]:
-        """The clip of the next step: a number, or one for each group."""
+        """Returns the clip of the next step: a number, or one number for each group."""
         return self._dp.clipping.current
 
     @property
     def unit(self) -> str:
-        """Whose part in a step is bounded, and what ε is about."""
+        """Returns the unit whose part in a step is bounded, and that ε protects."""
         return "example" if self.rows_per_unit == 1 else f"{self.rows_per_unit} consecutive rows"
 
     @property
     def noise(self) -> Noise | None:
-        """The correlated noise, or None for fresh noise in every step."""
+        """Returns the correlated noise, or None for fresh noise in every step."""
         return None if self._dp.chain is None else self._dp.chain.noise
 
     @property
     def num_dp_steps(self) -> int:
-        """How many noisy updates have been computed, restarts included."""
+        """Returns the number of noisy updates so far, restarts included."""
         return sum(n for _, n in self._executed())
 
     @property
     def num_nonfinite(self) -> int:
-        """How many per-example gradients were NaN or infinite in this process, and so contributed nothing. It is a
-        count of examples without noise: not private, and not saved."""
+        """Returns how many per-example gradients were NaN or infinite in this process, and so contributed nothing.
+
+        This is a count of examples without noise. It is not private, and it is not saved.
+        """
         return int(self._dp.counter.nonfinite.numpy())
 
     @property
     def executed(self) -> list[tuple[float, int]]:
-        """(noise multiplier over the sensitivity to one example, steps) for all that ran.
+        """Returns pairs of (noise multiplier for the sensitivity to one example, number of steps) for all that ran.
 
         Raises:
           PrivacyError: a step that was traced here writes batch data to a variable that its loss reads the next time.
@@ -301,8 +304,11 @@ class DPOptimizer:
 
     @property
     def ledger(self) -> PrivacyLedger:
-        """What ran: each step as its batch was drawn, where `PrivacyBudget` (or what else knew) said so before it; else
-        as if every example took part."""
+        """Returns the ledger of all steps that ran.
+
+        Each step has the sampling of its batch, if `PrivacyBudget` or the data stated it before the step. Otherwise the
+        ledger counts the step as if every example took part.
+        """
         self._dp.check_finished()
         return self._dp.ledger()
 
