@@ -52,7 +52,8 @@ def exported():
             for below in trees():
                 if below.startswith(f"{module}.") and (node := found(below, name, through=False)) is not None:
                     yield f"{module}.{name}", node
-        for name in names[0] if names else own if public and module.count(".") == 1 else ():
+        listed = names[0] if names else own if module.count(".") == 1 else ()
+        for name in listed if public else ():
             node = found(module, name)
             if node is not None:
                 yield f"{module}.{name}", node

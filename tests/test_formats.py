@@ -18,7 +18,7 @@ from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, TreeLevel
 from tfdpfl.federated.privacy import Participation
 from tfdpfl.flower.journal import Journal
 from tfdpfl.noise import Tree
-from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers import _step_table
 from tfdpfl.reports import read
 
 REFUSED = r"version 2, written by tfdpfl 9\.1\.0, but tfdpfl .* upgrade with pip install --upgrade tfdpfl"
@@ -77,7 +77,7 @@ def stored(optimizer):
 
 
 def place_of_the_table(store):
-    return next(name for name, value in store.items() if value.shape == (_counts.ROWS, len(_counts.COLUMNS)))
+    return next(name for name, value in store.items() if value.shape == (_step_table.ROWS, len(_step_table.COLUMNS)))
 
 
 def test_a_table_of_steps_of_a_newer_version_is_refused():
@@ -86,14 +86,14 @@ def test_a_table_of_steps_of_a_newer_version_is_refused():
     place = place_of_the_table(store)
     newer = np.pad(store[place], ((0, 0), (0, 2)))
     newer[-1, :4] = [newer[-1, 0] - 1, 9, 1, 0]
-    for table in (newer, newer[:, : len(_counts.COLUMNS)]):
+    for table in (newer, newer[:, : len(_step_table.COLUMNS)]):
         with pytest.raises(PrivacyError, match=f"saved table of steps is of format {REFUSED}"):
             tfdpfl.DPSGD(1.0, 1.0).load_own_variables({**store, place: table})
-    optimizer._dp_ledger.assign(newer[:, : len(_counts.COLUMNS)])  # as a checkpoint of TensorFlow does
+    optimizer._dp_ledger.assign(newer[:, : len(_step_table.COLUMNS)])  # as a checkpoint of TensorFlow does
     with pytest.raises(PrivacyError, match=REFUSED):
         optimizer.ledger  # noqa: B018
     strange = store[place].copy()
-    strange[0, _counts.SAMPLING] = 1 + max(_counts.BY_CODE)
+    strange[0, _step_table.SAMPLING] = 1 + max(_step_table.BY_CODE)
     with pytest.raises(PrivacyError, match=r"drawn in a way of number \d+, .* upgrade with pip"):
         tfdpfl.DPSGD(1.0, 1.0).load_own_variables({**store, place: strange})
 
@@ -101,22 +101,22 @@ def test_a_table_of_steps_of_a_newer_version_is_refused():
 def test_a_table_that_lacks_a_new_column_is_read_with_zeros(monkeypatch):
     store = stored(trained())
     place = place_of_the_table(store)
-    monkeypatch.setattr(_counts, "COLUMNS", (*_counts.COLUMNS, "new"))
-    wider = _counts.with_all_columns(store[place])
-    assert wider.shape == (_counts.ROWS, 10) and wider[:, -1].sum() == 0
+    monkeypatch.setattr(_step_table, "COLUMNS", (*_step_table.COLUMNS, "new"))
+    wider = _step_table.with_all_columns(store[place])
+    assert wider.shape == (_step_table.ROWS, 10) and wider[:, -1].sum() == 0
     np.testing.assert_array_equal(wider[:, :-1], store[place])
-    other = np.full([_counts.ROWS, 5], -np.inf)  # of another optimizer
-    assert _counts.with_all_columns(other) is other
+    other = np.full([_step_table.ROWS, 5], -np.inf)  # of another optimizer
+    assert _step_table.with_all_columns(other) is other
 
 
 def test_a_table_keeps_its_version_until_it_is_full():
-    table, counter = tf.Variable(_counts.empty_table()), _counts.Counter()
-    row = np.zeros(len(_counts.COLUMNS))
-    row[[_counts.ORIGIN, _counts.MULTIPLIER, _counts.STEPS]] = 7.0, 1.0, 2.0
-    counter.meet(row[None], table)
-    assert len(_counts._marks(table.numpy())) == 1
-    counter.meet(np.stack([row * [1, 1, 1, 1, 1, 1, 1 + i, 1, 1] for i in range(_counts.ROWS)]), table)
-    assert len(_counts._marks(table.numpy())) == 0 and (table.numpy()[:, _counts.STEPS] > 0).all()
+    table, counter = tf.Variable(_step_table.empty_table()), _step_table.Counter()
+    row = np.zeros(len(_step_table.COLUMNS))
+    row[[_step_table.ORIGIN, _step_table.MULTIPLIER, _step_table.STEPS]] = 7.0, 1.0, 2.0
+    counter.merge(row[None], table)
+    assert len(_step_table._marks(table.numpy())) == 1
+    counter.merge(np.stack([row * [1, 1, 1, 1, 1, 1, 1 + i, 1, 1] for i in range(_step_table.ROWS)]), table)
+    assert len(_step_table._marks(table.numpy())) == 0 and (table.numpy()[:, _step_table.STEPS] > 0).all()
 
 
 # -- fields that are new -------------------------------------------------------------------------------------

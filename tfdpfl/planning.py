@@ -332,9 +332,9 @@ def _checked_clip(l2_norm_clip: Clip) -> Clip:
         return _checks.real("l2_norm_clip", l2_norm_clip, "it bounds a gradient's norm; 1.0 is usual", above=0)
     if isinstance(l2_norm_clip, clips.Clip):
         return l2_norm_clip
-    from tfdpfl.optimizers._schedules import pieces_of
+    from tfdpfl.optimizers._schedules import schedule_of
 
-    return pieces_of("l2_norm_clip", l2_norm_clip) or l2_norm_clip
+    return schedule_of("l2_norm_clip", l2_norm_clip) or l2_norm_clip
 
 
 @dataclasses.dataclass

@@ -153,10 +153,11 @@ def lazily(module: str, name: str = "") -> Callable[[], Any]:
 
 _plan = lazily("clipping.plan", "Plan")
 _source = lazily("noise", "Source")
-_mechanism = lazily("optimizers._mechanism")
+_privatizer = lazily("optimizers._privatizer")
+_noise = lazily("optimizers._fresh_noise")
 _adaptive, _clipping = lazily("optimizers._clips", "Adaptive"), lazily("optimizers._clips", "Clipping")
 _clips, _embeddings = lazily("clips", "AdaptiveClip"), lazily("embeddings", "AdaFEST")
-_counter = lazily("optimizers._counts", "Counter")
+_counter = lazily("optimizers._step_table", "Counter")
 _words = lazily("data.draws", "Words")
 _aggregators = lazily("pate.aggregators")
 _top = lazily("label_dp.classification", "_PriorTransformer")
@@ -405,9 +406,9 @@ def _twice_compiled(training: Training) -> None:
 
 
 def _saved_alone(rows: Any) -> Any:
-    from tfdpfl.optimizers._counts import united
+    from tfdpfl.optimizers._step_table import merge_tables
 
-    return lambda self, saved: united(np.asarray(saved))
+    return lambda self, saved: merge_tables(np.asarray(saved))
 
 
 @contextlib.contextmanager
@@ -421,7 +422,7 @@ def _forgets() -> Iterator[None]:
         if hasattr(optimizer, "_dp_ledger"):
             optimizer._dp_ledger.assign(tf.zeros_like(optimizer._dp_ledger))
             optimizer._dp.counter.table.assign(tf.zeros_like(optimizer._dp.counter.table))
-            optimizer._dp.counter.met = optimizer._dp.counter.met[:0]
+            optimizer._dp.counter.loaded = optimizer._dp.counter.loaded[:0]
         return compiled(self, optimizer, *args, **kwargs)
 
     with mock.patch.object(tf.keras.Model, "compile", broken):
@@ -460,7 +461,7 @@ def _replicas(there: bool) -> None:
     """Two replicas, each of which would draw noise of its own, and clip each group by itself."""
     training = Training(optimizer(num_microbatches=4))
     two = types.SimpleNamespace(num_replicas_in_sync=2)
-    strategy = mock.patch.object(_mechanism().tf.distribute, "get_strategy", lambda: two)
+    strategy = mock.patch.object(_privatizer().tf.distribute, "get_strategy", lambda: two)
     model = training.model
     with strategy if there else contextlib.nullcontext():
         model.optimizer._dp.check_replicas()
@@ -487,9 +488,9 @@ def _unclipped(clip: Any) -> Any:
 
 FAULTS = [
     # Clips.
-    Fault("clip dropped", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py", PLAINLY,
+    Fault("clip dropped", REPLAY, "sensitivity: tfdpfl/optimizers/_fresh_noise.py", PLAINLY,
           patched(_plan, "finish", _no_clip)),
-    Fault("the mean gradient clipped in place of each", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py",
+    Fault("the mean gradient clipped in place of each", REPLAY, "sensitivity: tfdpfl/optimizers/_fresh_noise.py",
           PLAINLY, patched(_plan, "finish", _clip_of_the_mean)),
     Fault("division by the norm of an update of zero", REPLAY, "moves by nan", _unmoved,
           patched(_updates, "add", _divides)),
@@ -502,18 +503,18 @@ FAULTS = [
           lambda there: told((PLAIN() if there else cases.trained("DPSGD")).replayed(10)),
           patched(_source, "gaussian", _every_second)),
     Fault("noise on some of the variables alone", REPLAY, "is not the values with their noise", PLAINLY,
-          patched(_mechanism, "added", _noise_of_kernels)),
+          patched(_noise, "added", _noise_of_kernels)),
     Fault("key used again", REPLAY, "is that of release 0", PLAINLY, patched(_source, "_opened", _same_key)),
     Fault("seed in the source", REPLAY, "its seed is no secret", _seeded_votes),
     Fault("correlated noise begun anew with the same nodes", BOUND, "is claimed",
           bounded("DPFTRL (tree noise)"), patched(_source, "fresh_key", _same_node)),
-    Fault("noise multiplier charged at twice its size", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py",
+    Fault("noise multiplier charged at twice its size", REPLAY, "sensitivity: tfdpfl/optimizers/_fresh_noise.py",
           PLAINLY, patched(_clipping, "split",
                                    lambda split: lambda self, z, units: (z / 2, None))),
     # Clips that adapt.
     Fault("fraction within the clip without noise", REPLAY, "noise or denominator of release 1",
           ADAPTING, _fraction_without_noise),
-    Fault("split of the noise with the wrong sign", REPLAY, "sensitivity: tfdpfl/optimizers/_mechanism.py",
+    Fault("split of the noise with the wrong sign", REPLAY, "sensitivity: tfdpfl/optimizers/_fresh_noise.py",
           ADAPTING,
           patched(_clips, "split", _wrong_sign)),
     # Sampling and denominators.
@@ -524,7 +525,7 @@ FAULTS = [
     # What goes round the noise.
     Fault("BatchNormalization", REFUSAL, "GroupNormalization", refused(_normalised)),
     Fault("moving statistics smuggled in past the check", REPLAY, "(moving_mean)", _smuggled,
-          patched(_mechanism, "check_finished", lambda check: lambda *args: None)),
+          patched(_privatizer, "check_finished", lambda check: lambda *args: None)),
     Fault("metric of the training data released", REPLAY, "result: result[1]", _with_metrics),
     Fault("gradients scaled after the clip", REFUSAL, "did not come through the clip", refused(_scaled_gradients)),
     Fault("noise of each replica's own", REFUSAL, "runs 2 replicas", refused(_replicas)),

@@ -273,7 +273,7 @@ def test_no_optimizer_moves_by_more_than_it_is_charged_for(name):
     assert report.ok, report
     assert (0.2 if name == "microbatches" else 0.4) < report.moved <= 1.0001
     assert report.releases == (2 if name == "parts" else 4)
-    assert all("optimizers/_mechanism.py:" in place for place in report.places)
+    assert all("optimizers/_fresh_noise.py:" in place for place in report.places)
 
 
 def no_clip(monkeypatch):
@@ -285,9 +285,9 @@ def no_clip(monkeypatch):
 
 
 def no_check(monkeypatch):
-    from tfdpfl.optimizers import _mechanism
+    from tfdpfl.optimizers import _privatizer
 
-    monkeypatch.setattr(_mechanism, "check_finished", lambda *args: None)
+    monkeypatch.setattr(_privatizer, "check_finished", lambda *args: None)
 
 
 def half_the_noise(monkeypatch):
@@ -307,12 +307,12 @@ def half_the_multiplier(monkeypatch):
 @pytest.mark.parametrize(
     "fault, options, neighbour, kind, where",
     [
-        pytest.param(no_clip, {}, FAR, "sensitivity", "optimizers/_mechanism.py:", marks=pytest.mark.both_stacks),
-        pytest.param(half_the_noise, {}, FAR, "noise", "optimizers/_mechanism.py:", marks=pytest.mark.both_stacks),
-        (half_the_multiplier, {}, FAR, "sensitivity", "optimizers/_mechanism.py:"),
+        pytest.param(no_clip, {}, FAR, "sensitivity", "optimizers/_fresh_noise.py:", marks=pytest.mark.both_stacks),
+        pytest.param(half_the_noise, {}, FAR, "noise", "optimizers/_fresh_noise.py:", marks=pytest.mark.both_stacks),
+        (half_the_multiplier, {}, FAR, "sensitivity", "optimizers/_fresh_noise.py:"),
         (no_check, {"batch_norm": True}, FAR, "result", "(moving_mean)"),
         (None, {"metric": True}, FAR, "result", "result[1]"),
-        (None, {"of_size": True}, BLANK, "public", "optimizers/_mechanism.py:"),
+        (None, {"of_size": True}, BLANK, "public", "optimizers/_fresh_noise.py:"),
     ],
     ids=["clip dropped", "noise halved", "charged for twice the noise", "BatchNorm smuggled in", "metric leak",
          "denominator by data-set size"],

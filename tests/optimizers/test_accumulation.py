@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfdpfl
 from tfdpfl import PrivacyError, callbacks
 from tfdpfl.data import SamplingDeclaration
-from tfdpfl.optimizers import _counts, _partial
+from tfdpfl.optimizers import _accumulator, _step_table
 
 keras = tf.keras
 CLIP, N = 0.6, 24
@@ -117,7 +117,7 @@ def test_no_file_holds_a_sum_without_noise(tmp_path):
     assert repr(model.optimizer.get_config()) == repr(config)
     saved = tf.train.load_checkpoint(tf.train.Checkpoint(model).save(tmp_path / "b"))
     assert len(saved.get_variable_to_shape_map()) == files
-    (partial,) = model.optimizer._dp._partials.values()
+    (partial,) = model.optimizer._dp._accumulators.values()
     kept = {v.numpy().tobytes() for v in partial.sums}
     names = [n for n in saved.get_variable_to_shape_map() if "OBJECT_GRAPH" not in n]
     assert not kept & {np.asarray(saved.get_tensor(n)).tobytes() for n in names}
@@ -237,11 +237,11 @@ def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
 
 @pytest.mark.one_stack
 def test_a_part_out_of_place_makes_its_batch_unknown():
-    counter = _counts.Counter()
-    part_of = lambda value: _partial.Part(
+    counter = _step_table.Counter()
+    part_of = lambda value: _accumulator.Part(
         [value * tf.ones([2])], tf.ones([]), counter.drawn(tf.zeros([])), tf.constant(6.0, tf.float64), tf.ones([])
     )
-    partial, found = _partial.Partial(3, part_of(0.0)), []
+    partial, found = _accumulator.GradientAccumulator(3, part_of(0.0)), []
 
     def done(whole):
         found.append((whole.drawn.known.numpy().tolist(), float(whole.multiplier), whole.sums[0].numpy().tolist()))

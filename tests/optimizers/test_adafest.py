@@ -208,7 +208,7 @@ def test_counts_and_kept_rows_have_their_noise_whether_looked_up_or_not():
     {"noise": tfdpfl.noise.Tree()}, {"l2_norm_clip": tfdpfl.AdaptiveClip()},
 ], ids=lambda d: next(iter(d)))  # fmt: skip
 def test_what_has_no_common_form_with_it_is_refused(beside):
-    with pytest.raises(ValueError, match="beside sparse=AdaFEST"):
+    with pytest.raises(ValueError, match="together with sparse=AdaFEST"):
         tfdpfl.DPSGD(**{"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "sparse": AdaFEST(threshold=1.0), **beside})
 
 

@@ -398,7 +398,7 @@ def test_steps_of_which_the_segments_are_lost_are_priced_as_steps():
         model.train_on_batch(X[:12], Y[:12])
     alone = model.optimizer.ledger.epsilon(1e-5)
     other = c.compiled(tfdpfl.DPSGD(1.0, 2.0, noise=Tree()))
-    other.optimizer._dp.counter.meet(model.optimizer._dp.rows(), other.optimizer._dp_ledger)
+    other.optimizer._dp.counter.merge(model.optimizer._dp.rows(), other.optimizer._dp_ledger)
     other.train_on_batch(X[:12], Y[:12])
     assert sorted(of_rows(other.optimizer.ledger)) == [(3, 1, None), (4, 1, None)]
     assert other.optimizer.ledger.epsilon(1e-5) > 1.2 * alone

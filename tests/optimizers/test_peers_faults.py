@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl import PrivacyError
-from tfdpfl.optimizers import _mechanism
+from tfdpfl.optimizers import _privatizer
 
 keras = tf.keras
 KERAS3 = c.keras3()
@@ -46,9 +46,9 @@ def test_fault_1_dropout_does_not_take_an_update_past_the_clip():
 def test_fault_2_replicas_do_not_add_noise_of_their_own(monkeypatch):
     model = c.compiled(sgd(multiplier=1.0))
     two = types.SimpleNamespace(num_replicas_in_sync=2)
-    monkeypatch.setattr(_mechanism.tf.distribute, "get_strategy", lambda: two)
+    monkeypatch.setattr(_privatizer.tf.distribute, "get_strategy", lambda: two)
     with pytest.raises(PrivacyError, match="runs 2 replicas"):
-        _mechanism.Mechanism(1.0, 1.0, None, 1, None, 0).update(tf.zeros([]), model.trainable_variables, {})
+        model.optimizer._dp.update(tf.zeros([]), model.trainable_variables, {})
 
 
 def test_fault_3_a_loss_scale_of_1024_leaves_the_norm_at_the_clip():

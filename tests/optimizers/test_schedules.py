@@ -132,10 +132,10 @@ def test_a_plan_takes_a_clip_that_changes():
         (1.0, decay([3], [float("inf"), 1.0]), {}, "each above 0"),
         (decay([5, 3], [1.0, 2.0, 1.0]), 1.0, {}, "boundaries=.*rising"),
         (1.0, decay(list(range(32)), [1.0] * 33), {}, "32 at most"),
-        (tfdpfl.AdaptiveClip(), SIGMAS, {}, "noise_multiplier that changes beside l2_norm_clip=AdaptiveClip"),
-        (CLIPS, 1.0, {"secure_noise": True}, "l2_norm_clip that changes beside secure_noise"),
-        (1.0, SIGMAS, {"noise": tfdpfl.noise.Tree()}, "noise_multiplier that changes beside noise=Tree"),
-        (CLIPS, 1.0, {"sparse": tfdpfl.AdaFEST(threshold=4.0)}, "l2_norm_clip that changes beside sparse="),
+        (tfdpfl.AdaptiveClip(), SIGMAS, {}, "noise_multiplier that changes together with l2_norm_clip=AdaptiveClip"),
+        (CLIPS, 1.0, {"secure_noise": True}, "l2_norm_clip that changes together with secure_noise"),
+        (1.0, SIGMAS, {"noise": tfdpfl.noise.Tree()}, "noise_multiplier that changes together with noise=Tree"),
+        (CLIPS, 1.0, {"sparse": tfdpfl.AdaFEST(threshold=4.0)}, "l2_norm_clip that changes together with sparse="),
     ],
 )
 def test_what_has_no_form_is_refused_by_name(clip, sigma, more, message):

@@ -113,7 +113,7 @@ def test_it_is_priced_by_renyi_dp_of_whole_orders():
 
 
 def test_what_cannot_draw_on_the_host_or_is_correlated_is_refused():
-    with pytest.raises(ValueError, match="secure_noise=True draws fresh"):
+    with pytest.raises(ValueError, match="noise=Tree together with secure_noise=True"):
         tfdpfl.DPFTRL(1.0, 1.0, secure_noise=True)
     with pytest.raises(ValueError, match="secure_noise=1"):
         tfdpfl.DPSGD(1.0, 1.0, secure_noise=1)

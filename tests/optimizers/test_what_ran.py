@@ -21,7 +21,7 @@ from tfdpfl import callbacks
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers import _step_table
 
 keras = tf.keras
 KERAS3 = c.keras3()
@@ -63,7 +63,10 @@ class Steps:
     """An optimizer's counter and its saved table, without a model."""
 
     def __init__(self):
-        self.counter, self.saved = _counts.Counter(), tf.Variable(np.zeros([_counts.ROWS, len(_counts.COLUMNS)]))
+        self.counter, self.saved = (
+            _step_table.Counter(),
+            tf.Variable(np.zeros([_step_table.ROWS, len(_step_table.COLUMNS)])),
+        )
         count = tf.function(lambda z: self.counter.count(self.counter.drawn(tf.zeros([])), z, self.saved))
         self.take = lambda z=1.0: count(tf.constant(z, tf.float64))
 
@@ -73,7 +76,7 @@ class Steps:
 
     @property
     def ledger(self):
-        return _counts.ledger_of(self.counter.rows(self.saved))
+        return _step_table.ledger_of(self.counter.rows(self.saved))
 
     @property
     def rows(self):
@@ -120,7 +123,7 @@ def test_a_pass_with_two_noises_is_one_use_at_the_lesser():
 
 def test_a_full_table_merges_at_the_least_noise_and_loses_no_step():
     steps = Steps()
-    noises = [1.0 + i / 10 for i in range(_counts.ROWS + 4)]
+    noises = [1.0 + i / 10 for i in range(_step_table.ROWS + 4)]
     noises += [0.5, 3.0, 0.5]
     for z in noises:
         steps.take(z)
@@ -139,12 +142,12 @@ def test_a_table_that_is_taken_back_takes_back_no_step():
     steps.saved.assign(early)
     assert steps.counter.taken_back(steps.saved) == 2 and steps.rows == [(1.0, 4)]
     steps.take()
-    assert steps.rows == [(1.0, 5)] and steps.saved.numpy()[:, _counts.STEPS].sum() == 5
+    assert steps.rows == [(1.0, 5)] and steps.saved.numpy()[:, _step_table.STEPS].sum() == 5
     steps.take(2.0)
     steps.saved.assign(0 * early)
     assert steps.rows == [(1.0, 5), (2.0, 1)]
     steps.take(2.0)
-    assert steps.saved.numpy()[:, _counts.STEPS].sum() == 7  # whatever saves it next
+    assert steps.saved.numpy()[:, _step_table.STEPS].sum() == 7  # whatever saves it next
 
 
 HOW = st.sampled_from([(0.0, 0.0), (1.0, 0.0), (1.0, 20.0), (2.0, 0.0)])  # Poisson samples alone are cut to a size
@@ -154,8 +157,8 @@ TABLES = st.lists(
         st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([0.0, 7.0]), HOW, st.sampled_from([10.0, 20.0]),
         st.sampled_from([0.5, 1.0]), st.integers(1, 9).map(float), st.integers(1, 9).map(float),
     ),
-    max_size=8, unique_by=lambda row: row[: _counts.STEPS],
-).map(lambda rows: np.array(rows, float).reshape(-1, len(_counts.COLUMNS)))  # fmt: skip
+    max_size=8, unique_by=lambda row: row[: _step_table.STEPS],
+).map(lambda rows: np.array(rows, float).reshape(-1, len(_step_table.COLUMNS)))  # fmt: skip
 
 
 @hypothesis.given(TABLES, TABLES, TABLES)
@@ -163,40 +166,42 @@ TABLES = st.lists(
 @pytest.mark.slow
 def test_tables_unite_in_any_order_and_none_counts_twice(a, b, d):
     as_set = lambda rows: {tuple(row) for row in rows}
-    assert as_set(_counts.united(a, a)) == as_set(a)
-    assert as_set(_counts.united(a, b)) == as_set(_counts.united(b, a))
-    assert as_set(_counts.united(_counts.united(a, b), d)) == as_set(_counts.united(a, _counts.united(b, d)))
-    both = _counts.united(a, b)
+    assert as_set(_step_table.merge_tables(a, a)) == as_set(a)
+    assert as_set(_step_table.merge_tables(a, b)) == as_set(_step_table.merge_tables(b, a))
+    assert as_set(_step_table.merge_tables(_step_table.merge_tables(a, b), d)) == as_set(
+        _step_table.merge_tables(a, _step_table.merge_tables(b, d))
+    )
+    both = _step_table.merge_tables(a, b)
     for rows in (a, b):
         for row in rows:
-            same = both[(both[:, _counts.KEY] == row[_counts.KEY]).all(1)]
+            same = both[(both[:, _step_table.KEY] == row[_step_table.KEY]).all(1)]
             assert len(same) == 1 and (same[0] >= row).all()
 
 
 @hypothesis.given(TABLES)
 def test_folding_keeps_every_step_and_the_rows_of_its_own(rows):
-    folded = _counts.folded(rows, 1.0)
-    for column in (_counts.STEPS, _counts.PASSES):
+    folded = _step_table.compact(rows, 1.0)
+    for column in (_step_table.STEPS, _step_table.PASSES):
         assert folded[:, column].sum() == rows[:, column].sum()
-    own = lambda rows: {tuple(row) for row in rows if row[_counts.ORIGIN] == 1.0}
+    own = lambda rows: {tuple(row) for row in rows if row[_step_table.ORIGIN] == 1.0}
     assert own(folded) == own(rows)
-    assert len({tuple(row[_counts.DATA : _counts.STEPS]) for row in folded if row[0] != 1.0}) == len(
+    assert len({tuple(row[_step_table.DATA : _step_table.STEPS]) for row in folded if row[0] != 1.0}) == len(
         [row for row in folded if row[0] != 1.0]
     )
 
 
 @hypothesis.given(TABLES, TABLES)
 def test_folded_rows_beside_those_that_went_into_them_count_no_less(a, b):
-    steps = lambda rows: rows[:, _counts.STEPS].sum()
-    assert steps(_counts.united(_counts.folded(a, 1.0), b)) >= steps(_counts.united(a, b))
+    steps = lambda rows: rows[:, _step_table.STEPS].sum()
+    assert steps(_step_table.merge_tables(_step_table.compact(a, 1.0), b)) >= steps(_step_table.merge_tables(a, b))
 
 
 @hypothesis.given(TABLES, TABLES)
 @pytest.mark.slow
 def test_ledgers_of_tables_merge_as_the_tables_do(a, b):
-    of = _counts.ledger_of
+    of = _step_table.ledger_of
     merged = of(a).merge(of(b))
-    assert merged.steps >= of(_counts.united(a, b)).steps
+    assert merged.steps >= of(_step_table.merge_tables(a, b)).steps
     again = PrivacyLedger.from_dict(json.loads(json.dumps(merged.to_dict())))
     assert again == merged and again.merge(of(a)) == merged
 
@@ -487,7 +492,7 @@ def test_an_example_is_used_no_more_often_than_there_were_steps():
     fit(model, watched, batch_size=N, epochs=2)
     assert watched.report.participations == 2
     rows = np.array([[1.0, 0, 2, N, 50, 0, Z, 3, 9]])
-    assert _counts.ledger_of(rows).report(DELTA, "rdp").participations == 3
+    assert _step_table.ledger_of(rows).report(DELTA, "rdp").participations == 3
 
 
 @pytest.mark.slow
@@ -601,18 +606,18 @@ def test_a_state_that_is_loaded_in_mid_run_is_said_and_takes_nothing_back():
 @pytest.mark.one_stack
 @pytest.mark.slow
 def test_a_run_of_many_restarts_folds_into_few_rows_and_loses_no_step():
-    restarts, table = 3 * _counts.ROWS, None
+    restarts, table = 3 * _step_table.ROWS, None
     for _ in range(restarts):
         steps = Steps()
         if table is not None:
             steps.saved.assign(table)
-        steps.counter.settle(steps.saved)
+        steps.counter.write_back(steps.saved)
         steps.announce(1, passes=1, sampling=2)
         steps.counter.count(steps.counter.drawn(tf.zeros([])), tf.constant(1.0, tf.float64), steps.saved)
         table = steps.saved.numpy()
     assert steps.ledger.steps == restarts and steps.ledger.unknown_steps == 0
     assert steps.ledger.report(DELTA, "rdp").participations == restarts
-    assert (table[:, _counts.STEPS] > 0).sum() < _counts.ROWS // 2 + 2
+    assert (table[:, _step_table.STEPS] > 0).sum() < _step_table.ROWS // 2 + 2
 
 
 # -- weights that come from elsewhere ----------------------------------------------------------------------------

@@ -89,6 +89,11 @@ def build_run(**arguments: Unpack[RunArguments]) -> Run:
     return Run(**arguments)
 
 
+def options_of(discrete: bool) -> dict[str, Any]:
+    """Returns the arguments that describe a run whose noise is `discrete`, or not."""
+    return {"secure_noise": discrete}
+
+
 def shows_arguments(shared: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function that ends in `**run` refuse all arguments but those of `shared`, and show them.
 

@@ -13,7 +13,7 @@ from tfdpfl.accounting.participation import most_participations
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER
 from tfdpfl.errors import PrivacyError
-from tfdpfl.noise.strategies import ERRORS, INDEPENDENT, KINDS, Noise, as_noise
+from tfdpfl.noise.strategies import ERRORS, INDEPENDENT, KINDS, Noise, Uses, as_noise
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -82,16 +82,18 @@ class CorrelatedRun:
     @property
     def participations(self) -> int:
         """How many noisy updates one example can touch."""
-        return most_participations(self.num_steps, self.min_separation, self._most)
+        return most_participations(*self._uses)
 
     @property
-    def _most(self) -> int | None:
-        return None if self.sampling_rate is not None else self.max_participations
+    def _uses(self) -> Uses:
+        return Uses(
+            self.num_steps, self.min_separation, None if self.sampling_rate is not None else self.max_participations
+        )
 
     @property
     def amplified(self) -> bool:
         """Whether the sampling is in the price: no two uses of an example meet in the noise."""
-        uses_meet = self.noise.event_of_a_use(self.num_steps, self.min_separation, 1.0) is None
+        uses_meet = self.noise.event_of_a_use(self._uses, 1.0) is None
         return self.sampling_rate is not None and not uses_meet
 
     @property
@@ -105,9 +107,9 @@ class CorrelatedRun:
             return dp_event.NonPrivateDpEvent()
         # Of the base normals, in what one example can add to a step.
         stddev = self.noise_multiplier * self.noise.unit / (2 if self.adjacency == "replace_one" else 1)
-        use = self.noise.event_of_a_use(self.num_steps, self.min_separation, stddev)
+        use = self.noise.event_of_a_use(self._uses, stddev)
         if use is None or self.sampling_rate is None:
-            return self.noise.event(self.num_steps, self.min_separation, self._most, stddev)
+            return self.noise.event(self._uses, stddev)
         # The rounds of the groups see one of an example's uses each.
         if self.sampling_rate < 1:
             use = dp_event.PoissonSampledDpEvent(self.sampling_rate, use)
@@ -228,8 +230,9 @@ def compare(
     kind = _checks.choice("kind", kind, ERRORS)
     num_steps = _checks.whole("num_steps", num_steps, 1, "count the noisy updates")
     base = Noise(min_separation=min_separation, max_participations=max_participations)
-    apart, uses = base.min_separation, most_participations(num_steps, base.min_separation, base.max_participations)
-    noises = [n for noise_class in KINDS.values() for n in noise_class.candidates(num_steps, apart, uses, kind)]
+    uses = Uses(num_steps, base.min_separation, base.max_participations)
+    uses = uses._replace(max_participations=most_participations(*uses))
+    noises = [noise for each in KINDS.values() for noise in each.candidates(uses, kind)]
     sigma = 1.0
     if target_epsilon is not None and delta is not None:
         sigma = compute_correlated_noise_multiplier(
@@ -237,8 +240,7 @@ def compare(
         )
     found = []
     for noise in noises:
-        sensitivity = noise.sensitivity(num_steps, apart, uses)
-        multiplier = sigma * sensitivity / noise.unit
+        multiplier = sigma * noise.sensitivity(*uses) / noise.unit
         found.append(Compared(noise, sigma * noise.error(num_steps, kind), multiplier, False))
     if sampling_rate is not None and target_epsilon is not None and delta is not None:
         sampled = [n for each in KINDS.values() for n in each.sampled_candidates(num_steps, sampling_rate, kind)]

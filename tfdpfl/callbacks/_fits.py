@@ -17,7 +17,7 @@ from tfdpfl._types import Arrays, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import DPOptimizer, _counts, stepped_on
+from tfdpfl.optimizers import DPOptimizer, _step_table, stepped_on
 
 Call: TypeAlias = dict[str, Any]  # the arguments of a call of fit
 Data: TypeAlias = dict[str, Any]  # what of the arguments of a run describes its data
@@ -212,10 +212,10 @@ class Fit:
         return 1 + math.ceil((self.parts - 1) / pass_)
 
     def begin(self) -> None:
-        chain = self.optimizer._dp.chain
-        if chain is not None:
-            chain.begin_data(self.batches[1], self._order)
-        self._counter.settle(self.optimizer._dp_ledger)
+        segments = self.optimizer._dp.noise.segments
+        if segments is not None:
+            segments.begin_data(self.batches[1], self._order)
+        self._counter.write_back(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
         # A logical batch goes on where it may lie in several passes, all of it was drawn as what comes, and they were
         # whole.
@@ -253,9 +253,9 @@ class Fit:
         if number <= 0:
             return
         self.passes += number
-        chain = self.optimizer._dp.chain
-        if chain is not None:
-            chain.begin_pass(self.batches[1])
+        segments = self.optimizer._dp.noise.segments
+        if segments is not None:
+            segments.begin_pass(self.batches[1])
         if self.counts_passes:
             self._counter.passes[self.batches] = self._counter.passes.get(self.batches, 0) + number * self.uses
 
@@ -350,10 +350,10 @@ class Fit:
     def _count_unknown(self, steps: int, held: int) -> None:
         """Counts so many steps once more, as steps of which each may have held every example so often."""
         dp, halved = self.optimizer._dp, self.optimizer.num_microbatches is not None
-        kind = _counts.UNKNOWN + (_counts.DISCRETE if self._counter.discrete else 0)
+        kind = _step_table.UNKNOWN + (_step_table.DISCRETE if self._counter.discrete else 0)
         multiplier = dp.least_noise / held / (2 if halved else 1)
-        row = [_counts.new_origin(), 0, kind, 0, 0, 0, multiplier, steps, 0]
-        self._counter.meet(np.array([row]), self.optimizer._dp_ledger)
+        row = [_step_table.new_origin(), 0, kind, 0, 0, 0, multiplier, steps, 0]
+        self._counter.merge(np.array([row]), self.optimizer._dp_ledger)
 
     @property
     def steps(self) -> int:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdpfl._frames import PLAN
 from tfdpfl._types import Keywords, Model, Optimizer
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
+from tfdpfl.accounting.arguments import options_of
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
@@ -37,8 +38,8 @@ from tfdpfl.callbacks._sampling import Sampling
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.data import declared_sampling
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _counts, stepped_on
-from tfdpfl.optimizers._schedules import Pieces
+from tfdpfl.optimizers import _step_table, stepped_on
+from tfdpfl.optimizers._schedules import PiecewiseConstant
 
 _GENERATOR = (
     "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
@@ -173,7 +174,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if dataset_name is not None and (not isinstance(dataset_name, str) or not dataset_name):
             raise ValueError(f"dataset_name={dataset_name!r} must be a name, or None.")
         self.dataset_name = dataset_name
-        self._data_number = _counts.number_of(dataset_name)
+        self._data_number = _step_table.number_of(dataset_name)
         self._given = PrivacyLedger() if ledger is None else ledger
         if len(self._given) and not len(self._given.of_dataset(self._dataset)):
             raise ValueError(
@@ -250,12 +251,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._passes_per_epoch = fit.passes_in_epoch(steps) if steps else None
             self._limit = self._allowed()
             fit.share(self._limit)
+            secure = ", secure_noise=True" if fit.optimizer._dp.noise.discrete else ""
             if self._is_full(0):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
                     f"{'epoch' if fit.shuffled else 'step'}. Raise noise_multiplier "
                     f"(tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}"
-                    f"{', secure_noise=True' if fit.optimizer.secure_noise else ''}) finds the smallest one that does) "
+                    f"{secure}) finds the smallest one that does) "
                     "or the target."
                 )
         self._epoch = epoch
@@ -395,8 +397,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"The Poisson batches come from seed={declared.seed}: who knows it knows the batches, and the same "
                 "seed gives the same ones again. For a model to publish draw them with seed=None."
             ] = None
-        chain = optimizer._dp.chain
-        if chain is not None and fit.scheme.same_order and chain.order_is_not_known:
+        segments = optimizer._dp.noise.segments
+        if segments is not None and fit.scheme.same_order and segments.order_is_not_known:
             self._spent.notes[
                 "The training goes on from a saved state. That an example's uses lie as far apart as is priced holds "
                 "if the data come in the same order as before it: not shuffled, or with a fixed seed."
@@ -464,7 +466,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
                     "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
                 )
-        generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.secure_noise)
+        generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.noise.discrete)
         notes = [
             *self._spent.notes,
             *(_GENERATOR.format(generator) for generator in generators if generator is not None),
@@ -476,12 +478,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def _allowed(self) -> int | None:
         """How many steps (passes, if shuffled) of this fit the target allows."""
         fit, past = self._running(), self.ledger
-        dp = fit.optimizer
+        dp, discrete = fit.optimizer, fit.optimizer._dp.noise.discrete
         if dp.noise is not None:
             return self._allowed_of_correlated()
         halved = dp.num_microbatches not in (None, fit.physical)
         over = 2 if halved else 1
-        changes = dp.noise_multiplier if isinstance(dp.noise_multiplier, Pieces) else None
+        changes = dp.noise_multiplier if isinstance(dp.noise_multiplier, PiecewiseConstant) else None
         if changes and fit.shuffled and self.target_epsilon is not None:
             raise PrivacyError(
                 "target_epsilon with a noise_multiplier that changes: an example of shuffled data is in one step of a "
@@ -498,7 +500,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 pieces = [(dp._dp.least_noise, number)]
             for value, times in pieces:
                 more: Keywords = {"num_epochs" if fit.shuffled else "num_steps": times * fit.uses}
-                ledger.record(value / over, secure_noise=dp.secure_noise, **more, **fit.data)
+                ledger.record(value / over, **options_of(discrete), **more, **fit.data)
             return ledger.epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:
@@ -512,7 +514,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         try:
             most = compute_num_steps(
                 target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
-                accountant=self.accountant, secure_noise=dp.secure_noise, **fit.data,
+                accountant=self.accountant, **options_of(discrete), **fit.data,
             )  # fmt: skip
         except PrivacyError:
             raise
@@ -536,7 +538,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             for other in self._seen():
                 if other is not dp:
                     ledger.merge(other.ledger())
-            ledger.merge(dp.chain.ledger(dp.rows(), steps, passes, fit.batches))
+            ledger.merge(dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches))
             for other in self._spent.others:
                 other.add_to(ledger)
             return ledger.of_dataset(self._dataset).epsilon(self.delta, self.accountant)

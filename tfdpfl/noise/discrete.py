@@ -108,8 +108,9 @@ def _candidates(words: Words, count: int, sigma: int) -> np.ndarray:
 
 @functools.cache
 def _cells() -> np.ndarray:
-    """Where, among words of 64 bits, the next number of whole standard deviations begins. A word is of k with a chance
-    near exp(-k²/2) over the sum of these. What it lacks of that, the coin has. From the last on it is drawn apart."""
+    """Returns where, among words of 64 bits, the next number of whole standard deviations begins. A word is of k with a
+    chance near exp(-k²/2) over the sum of these. What it lacks of that, the coin has. From the last on it is drawn
+    apart."""
     with localcontext() as context:
         context.prec = _DIGITS
         weights, total = _weights(0), sum(_weights(0))
@@ -122,7 +123,7 @@ def _weights(least: int) -> list[Decimal]:
 
 @functools.cache
 def _corrections() -> list[Decimal]:
-    """What the coin's bias is to be multiplied by for each k, 1 to within 2^-46."""
+    """Returns what the coin's bias is to be multiplied by for each k, 1 to within 2^-46."""
     edges = [0, *(int(c) for c in _cells()), 1 << 64]
     with localcontext() as context:
         context.prec = _DIGITS
@@ -132,7 +133,8 @@ def _corrections() -> list[Decimal]:
 
 
 def _below(words: Words, start: Fraction, bits: int, k: int, j: int, sigma: int) -> bool:
-    """Whether a uniform number whose first bits are known is below the coin's bias: more are drawn till it is plain."""
+    """Returns whether a uniform number whose first bits are known is below the coin's bias: more are drawn till it is
+    plain."""
     corrections = _corrections()
     with localcontext() as context:
         context.prec = 2 * _DIGITS
@@ -152,7 +154,7 @@ def _below(words: Words, start: Fraction, bits: int, k: int, j: int, sigma: int)
 
 
 def _beyond(words: Words) -> int:
-    """k from ``_USUAL`` up, by the weights exp(-k²/2): two of a million draws need it."""
+    """Draws k from ``_USUAL`` up, by the weights exp(-k²/2): two of a million draws need it."""
     with localcontext() as context:
         context.prec = _DIGITS
         weights = _weights(_USUAL)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tfdpfl.accounting.participation import moved_by_toeplitz
 
-__all__ = ["best_bands", "best_buffers", "inverse_square_root", "square_root"]
+__all__ = ["best_bands", "best_buffers", "square_root"]
 
 
 def square_root(num_steps: int) -> np.ndarray:
@@ -23,16 +23,6 @@ def square_root(num_steps: int) -> np.ndarray:
     """
     i = np.arange(1, num_steps)
     return np.concatenate([[1.0], np.cumprod((2 * i - 1) / (2 * i))])[:num_steps]
-
-
-def inverse_square_root(num_steps: int) -> np.ndarray:
-    """Returns the column of the inverse of `square_root`'s C: 1, -1/2, -1/8, -1/16, …
-
-    Args:
-      num_steps: its length.
-    """
-    i = np.arange(1, num_steps)
-    return np.concatenate([[1.0], np.cumprod((2 * i - 3) / (2 * i))])[:num_steps]
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,7 +44,7 @@ _ALIGNED = 64
 
 
 def new_key(seed: int | None = None) -> np.ndarray:
-    """A key of 128 bits as two int64: from the operating system's entropy, or from `seed` (for tests only).
+    """Returns a key of 128 bits as two int64: from the operating system's entropy, or from `seed` (for tests only).
 
     Raises `PrivacyError` where the system has no entropy to give.
     """
@@ -64,7 +64,7 @@ def _entropy(count: int, seed: int | None) -> np.ndarray:
 
 
 class Source:
-    """Noise for one object in one process, from keys that are in this process's memory alone.
+    """Draws noise for one object in one process, from keys that are in this process's memory alone.
 
     Every run of an op that `gaussian` traced draws fresh numbers, from any thread. A copy, a deepcopy, an unpickled
     one and the one in a forked process have keys of their own, and nothing that is loaded takes a stream back.
@@ -101,7 +101,7 @@ class Source:
 
     @tf.autograph.experimental.do_not_convert
     def gaussian(self, shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """Independent float32 normals of mean 0 for every shape, fresh ones in every run.
+        """Draws independent float32 normals of mean 0 for every shape, fresh ones in every run.
 
         Args:
           shapes: static shapes of the tensors.
@@ -118,7 +118,7 @@ class Source:
         return gaussian(shapes, stddev, self._philox_key() if key is None else key, tf.zeros([], tf.int64))
 
     def normals(self, shape: Sequence[int]) -> np.ndarray:
-        """float64 [shape]: independent normals of mean 0 and deviation 1, for what runs outside of TensorFlow.
+        """Draws float64 [shape]: independent normals of mean 0 and deviation 1, for what runs outside of TensorFlow.
 
         Each is a normal of `gaussian` and 2^-24 of another one, which fills the gaps that float32 leaves.
         """
@@ -126,15 +126,15 @@ class Source:
         return coarse + 2.0**-24 * fine
 
     def _opened(self) -> KeyStream:
-        """The host's stream, for whoever holds the lock; its key is drawn when it is first asked for."""
+        """Returns the host's stream, for whoever holds the lock; its key is drawn when it is first asked for."""
         if self._stream is None:
             self._stream = KeyStream(new_key(self._seed))
         return self._stream
 
     @tf.autograph.experimental.do_not_convert
     def of_length(self, length: tf.Tensor, stddev: float | tf.Tensor) -> tf.Tensor:
-        """As `gaussian`, float32 [length], where the length (a scalar) is known only while the step runs. It must be
-        no secret."""
+        """Draws as `gaussian`, float32 [length], where the length (a scalar) is known only while the step runs. It
+        must be no secret."""
         stddev = tf.cast(stddev, tf.float32)
         if not _on_host():
             self.generator = PHILOX
@@ -151,7 +151,7 @@ class Source:
 
     @tf.autograph.experimental.do_not_convert
     def fresh_key(self) -> tf.Tensor:
-        """int64 [2]: a key for noise that is to be drawn again, another one in every run."""
+        """Draws int64 [2]: a key for noise that is to be drawn again, another one in every run."""
         if not _on_host():
             return self._philox_key()
 
@@ -163,8 +163,8 @@ class Source:
 
     @tf.autograph.experimental.do_not_convert
     def discrete(self, size: int, sigma: int, key: tf.Tensor | None = None) -> tf.Tensor:
-        """int64 [size]: independent discrete Gaussians of this many whole steps; see `tfdpfl.noise.discrete`. ``key``
-        is as for `gaussian`.
+        """Draws int64 [size]: independent discrete Gaussians of this many whole steps; see `tfdpfl.noise.discrete`.
+        ``key`` is as for `gaussian`.
 
         Raises `PrivacyError` where a step is compiled or runs on an accelerator, which Python cannot draw for.
         """
@@ -184,18 +184,18 @@ class Source:
         return tf.ensure_shape(tf.numpy_function(draw, [] if key is None else [key], tf.int64), [size])
 
     def unique(self) -> tf.Tensor:
-        """An int64 that no other run, object or process gets: a name, no secret."""
+        """Returns an int64 that no other run, object or process gets: a name, no secret."""
         return self._philox_key()[0]
 
     @tf.autograph.experimental.do_not_convert
     def philox_key(self) -> tf.Tensor:
-        """int64 [2]: a key for Philox, another one in every run. It is a secret only of an object whose `unique` nobody
-        asks."""
+        """Draws int64 [2]: a key for Philox, another one in every run. It is a secret only of an object whose `unique`
+        nobody asks."""
         return self._philox_key()
 
     @tf.autograph.experimental.do_not_convert
     def of_keys(self, size: int, keys: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        """float32 [size]: the standard normals of the first key, less those of the next ``count`` of the others.
+        """Draws float32 [size]: the standard normals of the first key, less those of the next ``count`` of the others.
 
         Args:
           keys: int64 [any, 2], secret. A key gives the same normals whenever it is asked, by the same generator.
@@ -237,7 +237,7 @@ class Source:
         return normals
 
     def _philox_key(self) -> tf.Tensor:
-        """int64 [2]: another one whenever the op runs."""
+        """Draws int64 [2]: another one whenever the op runs."""
         with self._lock:
             if self._philox is None:
                 self._philox = in_memory(_entropy(3, self._seed))
@@ -250,7 +250,7 @@ class Source:
 
 
 def _on_host() -> bool:
-    """Whether what is traced here runs op by op on this machine's CPU, and so can call Python."""
+    """Returns whether what is traced here runs op by op on this machine's CPU, and so can call Python."""
     if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         return False
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
@@ -350,7 +350,7 @@ def _normals_in_numpy(
 
 
 def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: tf.Tensor) -> list[tf.Tensor]:
-    """Independent float32 normals of mean 0 for every shape, a fresh set for every ``step``, by Philox.
+    """Draws independent float32 normals of mean 0 for every shape, a fresh set for every ``step``, by Philox.
 
     A function of the key and a counter, so that it needs no state, is the same in every replica, and compiles.
 
@@ -389,7 +389,7 @@ def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: 
     autograph=False,
 )  # fmt: skip
 def _pairs(half: tf.Tensor, stddev: tf.Tensor, key: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:
-    """2 half normals. Traced once for all draws: there may be hundreds in a model."""
+    """Makes 2 half normals. Traced once for all draws: there may be hundreds in a model."""
     words = tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=[3 * half], key=key, counter=counter, alg=_PHILOX, dtype=tf.uint32
     )
@@ -397,7 +397,7 @@ def _pairs(half: tf.Tensor, stddev: tf.Tensor, key: tf.Tensor, counter: tf.Tenso
 
 
 def _normals_in_graph(high: tf.Tensor, low: tf.Tensor, angle: tf.Tensor, stddev: tf.Tensor) -> tf.Tensor:
-    """Twice as many normals as each of the uint32 [h]. Radii have 64 bits, so that the support is 9.49 standard
+    """Makes twice as many normals as each of the uint32 [h]. Radii have 64 bits, so that the support is 9.49 standard
     deviations, in words that XLA can count before it runs."""
     high = tf.bitcast(high, tf.int32)
     below = high >= 0

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -36,6 +34,25 @@ ERRORS = ("rms", "max")
 _MOST_LEVELS = 48  # of one tree that is never restarted: more steps than any training takes
 KINDS: dict[str, type[Noise]] = {}  # by name, as `to_dict` saves it
 _WIDTHS = [1 << i for i in range(7)]  # of the bands that `compare` looks at
+
+
+class Uses(NamedTuple):
+    """A training as far as correlated noise depends on it.
+
+    Attributes:
+      num_steps: noisy updates.
+      min_separation: fewest steps from one use of an example to its next.
+      max_participations: most uses of an example; None for as many as there is room for.
+    """
+
+    num_steps: int
+    min_separation: int = 1
+    max_participations: int | None = None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The last two, as arguments of a noise."""
+        return {"min_separation": self.min_separation, "max_participations": self.max_participations}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +85,7 @@ class Noise:
         object.__setattr__(self, name, value)  # the way to set a frozen dataclass's fields
 
     def sensitivity(self, num_steps: int, min_separation: int = 1, max_participations: int | None = None) -> float:
-        """How far one example moves all noises together, in clips: the largest L2 norm of ``C u``.
+        """Returns how far one example moves all noises together, in clips: the largest L2 norm of ``C u``.
 
         Args:
           num_steps: rows of the matrix.
@@ -83,15 +100,15 @@ class Noise:
         raise NotImplementedError
 
     def matrix(self, num_steps: int) -> np.ndarray:
-        """C, whole: for looking at it, and for tests."""
+        """Returns C, whole: for looking at it, and for tests."""
         raise NotImplementedError
 
     def variances(self, num_steps: int) -> np.ndarray:
-        """Of the running sums after 1, 2, … steps: the noise's variance where the base normals have 1."""
+        """Returns the noise's variance in the running sums after 1, 2, … steps, where the base normals have 1."""
         raise NotImplementedError
 
     def error(self, num_steps: int, kind: str = "rms") -> float:
-        """The noise of the running sums at the privacy of one Gaussian mechanism of σ = 1 and clip 1.
+        """Returns the noise of the running sums at the privacy of one Gaussian mechanism of σ = 1 and clip 1.
 
         Standard deviations: the root mean square over the steps, or the largest (``kind="max"``). What an example can
         do is what the noise was made for. The same noise at another σ and clip has this times both.
@@ -120,30 +137,28 @@ class Noise:
         """
         raise NotImplementedError
 
-    def event(self, num_steps: int, min_separation: int, max_participations: int | None, stddev: float) -> DpEvent:
+    def event(self, uses: Uses, stddev: float) -> DpEvent:
         """Returns all steps of a training as one event.
 
         Args:
-          num_steps, min_separation, max_participations: as for `sensitivity`.
+          uses: the training.
           stddev: of the base normals, in what one example can add to a step.
         """
         raise NotImplementedError
 
-    def event_of_a_use(self, num_steps: int, min_separation: int, stddev: float) -> DpEvent | None:
+    def event_of_a_use(self, uses: Uses, stddev: float) -> DpEvent | None:
         """Returns one use of an example as an event, if two uses never meet in a base normal; else None."""
         return None
 
     @classmethod
-    def candidates(
-        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
-    ) -> Iterable[Noise]:
-        """Yields those of this kind that `compare` looks at for such a training."""
-        return ()
+    def candidates(cls, uses: Uses, objective: str) -> list[Noise]:
+        """Returns those of this kind that `compare` looks at for a training."""
+        return []
 
     @classmethod
-    def sampled_candidates(cls, num_steps: int, sampling_rate: float, objective: str) -> Iterable[Noise]:
-        """Yields those that `compare` looks at with groups that are sampled in turns."""
-        return ()
+    def sampled_candidates(cls, num_steps: int, sampling_rate: float, objective: str) -> list[Noise]:
+        """Returns those that `compare` looks at with groups that are sampled in turns."""
+        return []
 
     def text(self) -> str:
         """Returns the kind with its `sizes`, for a sentence."""
@@ -151,14 +166,8 @@ class Noise:
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in given.items() if v is not None)})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The noise as values that JSON can hold; `noise_from_dict` is the inverse."""
+        """Returns the noise as values that JSON can hold; `noise_from_dict` is the inverse."""
         return {"noise": type(self).__name__, **dataclasses.asdict(self)}
-
-    @property
-    def fingerprint(self) -> int:
-        """A number that tells kinds of noise apart."""
-        text = json.dumps(self.to_dict(), sort_keys=True)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,27 +203,21 @@ class Tree(Noise):
         most = most_participations(num_steps, min_separation, max_participations)
         return math.sqrt(tree_sensitivity(num_steps, most, min_separation, self.restart_every, prefixes_only=True))
 
-    def event(self, num_steps: int, min_separation: int, max_participations: int | None, stddev: float) -> DpEvent:
-        sensitivity = self.sensitivity(num_steps, min_separation, max_participations)
-        most = most_participations(num_steps, min_separation, max_participations)
-        levels = min(num_steps, self.restart_every or num_steps).bit_length()
+    def event(self, uses: Uses, stddev: float) -> DpEvent:
+        most = most_participations(*uses)
+        levels = min(uses.num_steps, self.restart_every or uses.num_steps).bit_length()
         # Of nodes that hold u uses together the likeliest to pass the end of the normals are u of one use, or as
         # few as can be: the chance over the uses is largest at either end, as long as it is small.
         shifts = [(float(most * levels), 1 / stddev)]
         for level in range(levels):
-            uses = min(most, -(-(1 << level) // min_separation))
-            shifts.append((most / uses, uses / stddev))
-        return moved_normals(sensitivity / stddev, shifts)
+            held = min(most, -(-(1 << level) // uses.min_separation))
+            shifts.append((most / held, held / stddev))
+        return moved_normals(self.sensitivity(*uses) / stddev, shifts)
 
     @classmethod
-    def candidates(
-        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
-    ) -> Iterable[Noise]:
-        yield cls(min_separation=min_separation, max_participations=max_participations)
-        if 1 < min_separation < num_steps:
-            yield cls(
-                restart_every=min_separation, min_separation=min_separation, max_participations=max_participations
-            )
+    def candidates(cls, uses: Uses, objective: str) -> list[Noise]:
+        restarts = [None, uses.min_separation] if 1 < uses.min_separation < uses.num_steps else [None]
+        return [cls(restart_every=steps, **uses.limits) for steps in restarts]
 
     def initial_state(self, size: int) -> dict[str, np.ndarray]:
         levels = _MOST_LEVELS if self.restart_every is None else self.restart_every.bit_length()
@@ -234,19 +237,11 @@ class Tree(Noise):
         state[0].assign(tf.where(tf.range(keys.shape[0], dtype=tf.int64)[:, None] == level, key, keys))
         return row
 
-    def level(self, step: int) -> int:
-        """How often 2 divides the place of a step (from 0) in its tree: its node is the sum over 2^level steps."""
-        place = self.place(step)
-        return (place & -place).bit_length() - 1
-
-    def place(self, step: int) -> int:
-        """The place of a step (from 0) in its tree, from 1."""
-        return (step if self.restart_every is None else step % self.restart_every) + 1
-
     def matrix(self, num_steps: int) -> np.ndarray:
         c = np.zeros([num_steps, num_steps])
         for t in range(num_steps):
-            c[t, t + 1 - (1 << self.level(t)) : t + 1] = 1
+            place = (t if self.restart_every is None else t % self.restart_every) + 1  # in its tree
+            c[t, t + 1 - (place & -place) : t + 1] = 1
         return c
 
     def variances(self, num_steps: int) -> np.ndarray:
@@ -260,23 +255,37 @@ class Tree(Noise):
         return whole + bits
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Toeplitz(Noise):
     """C has one column, shifted down."""
 
+    num_steps: Any = None  # an int once it is made
+    objective: str = "rms"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_participations is None:
+            raise ValueError("max_participations=None: count the uses of an example (the epochs), or 1 if sampled.")
+        if self.num_steps is None:
+            self._put("num_steps", self.min_separation * self.max_participations)
+        self._put("num_steps", _checks.whole("num_steps", self.num_steps, 1, "count the steps of the training"))
+        self._put("objective", _checks.choice("objective", self.objective, ERRORS))
+
     def column(self, num_steps: int) -> np.ndarray:
-        """The first column of C, as long as it is not zero."""
+        """Returns the first column of C, as long as it is not zero."""
         raise NotImplementedError
 
     def sensitivity(self, num_steps: int, min_separation: int = 1, max_participations: int | None = None) -> float:
-        column = self.column(num_steps)
-        return float(np.linalg.norm(moved_by_toeplitz(column, num_steps, min_separation, max_participations)))
+        return float(np.linalg.norm(self._moved(Uses(num_steps, min_separation, max_participations))))
 
-    def event(self, num_steps: int, min_separation: int, max_participations: int | None, stddev: float) -> DpEvent:
-        moved = moved_by_toeplitz(self.column(num_steps), num_steps, min_separation, max_participations)
-        return moved_each(moved / stddev)
+    def _moved(self, uses: Uses) -> np.ndarray:
+        return moved_by_toeplitz(self.column(uses.num_steps), *uses)
+
+    def event(self, uses: Uses, stddev: float) -> DpEvent:
+        return moved_each(self._moved(uses) / stddev)
 
     def inverse(self, num_steps: int) -> np.ndarray:
-        """The first column of C⁻¹."""
+        """Returns the first column of C⁻¹."""
         from scipy.signal import lfilter
 
         return lfilter([1.0], self.column(num_steps), np.eye(1, num_steps)[0])
@@ -327,26 +336,18 @@ class Banded(_Toeplitz):
     """
 
     bands: int
-    num_steps: Any = None  # an int once it is made
     coefficients: Any = None  # a tuple of floats once it is made
-    objective: str = "rms"
 
     sizes = ("bands",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._put("bands", _checks.whole("bands", self.bands, 1, "count the diagonals of C; 1 is independent noise"))
-        if self.max_participations is None:
-            raise ValueError("max_participations=None: count the uses of an example (the epochs), or 1 if sampled.")
         if self.bands > self.min_separation:
             raise ValueError(
                 f"bands={self.bands} is more than min_separation={self.min_separation}: an example would meet its own "
                 "last use. Take fewer bands, or data that keep uses further apart."
             )
-        if self.num_steps is None:
-            self._put("num_steps", self.min_separation * self.max_participations)
-        self._put("num_steps", _checks.whole("num_steps", self.num_steps, 1, "count the steps of the training"))
-        self._put("objective", _checks.choice("objective", self.objective, ERRORS))
         mend = f"give {self.bands} numbers, the first of them above 0, or leave it out"
         if self.coefficients is None:
             self._put("coefficients", best_bands(self.bands, self.num_steps, self.objective))
@@ -362,25 +363,21 @@ class Banded(_Toeplitz):
     def column(self, num_steps: int) -> np.ndarray:
         return np.array(self.coefficients)[:num_steps]
 
-    def event_of_a_use(self, num_steps: int, min_separation: int, stddev: float) -> DpEvent | None:
+    def event_of_a_use(self, uses: Uses, stddev: float) -> DpEvent | None:
         """As `Noise.event_of_a_use`: each use moves other noises than the last (Choquette-Choo et al. 2023,
         arXiv:2306.08153, Theorem 4) if the bands fit between the two."""
-        return moved_each(np.abs(self.column(num_steps)) / stddev) if self.bands <= min_separation else None
+        fits = self.bands <= uses.min_separation
+        return moved_each(np.abs(self.column(uses.num_steps)) / stddev) if fits else None
 
     @classmethod
-    def candidates(
-        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
-    ) -> Iterable[Noise]:
-        for bands in (b for b in _WIDTHS if b <= min(min_separation, num_steps)):
-            yield cls(
-                bands=bands, num_steps=num_steps, objective=objective,
-                min_separation=min_separation, max_participations=max_participations,
-            )  # fmt: skip
+    def candidates(cls, uses: Uses, objective: str) -> list[Noise]:
+        made = functools.partial(cls, num_steps=uses.num_steps, objective=objective, **uses.limits)
+        return [made(bands=b) for b in _WIDTHS if b <= min(uses.min_separation, uses.num_steps)]
 
     @classmethod
-    def sampled_candidates(cls, num_steps: int, sampling_rate: float, objective: str) -> Iterable[Noise]:
-        for b in (b for b in _WIDTHS if b * sampling_rate <= 1):
-            yield cls(bands=b, min_separation=b, max_participations=1, num_steps=num_steps, objective=objective)
+    def sampled_candidates(cls, num_steps: int, sampling_rate: float, objective: str) -> list[Noise]:
+        made = functools.partial(cls, max_participations=1, num_steps=num_steps, objective=objective)
+        return [made(bands=b, min_separation=b) for b in _WIDTHS if b * sampling_rate <= 1]
 
     def initial_state(self, size: int) -> dict[str, np.ndarray]:
         # A variable for each row: what is assigned to a whole variable is not copied.
@@ -417,10 +414,8 @@ class BLT(_Toeplitz):
     """
 
     buffers: int = 2
-    num_steps: Any = None  # an int, and tuples of floats, once it is made
-    decay: Any = None
+    decay: Any = None  # tuples of floats once it is made
     scale: Any = None
-    objective: str = "rms"
 
     sizes = ("buffers",)
     _MOST: ClassVar[int] = 10
@@ -430,12 +425,6 @@ class BLT(_Toeplitz):
         self._put("buffers", _checks.whole("buffers", self.buffers, 1, "2 to 5 are usual"))
         if self.buffers > self._MOST:
             raise ValueError(f"buffers={self.buffers} is more than {self._MOST}: 5 come near the best.")
-        if self.max_participations is None:
-            raise ValueError("max_participations=None: count the uses of an example (the epochs).")
-        if self.num_steps is None:
-            self._put("num_steps", self.min_separation * self.max_participations)
-        self._put("num_steps", _checks.whole("num_steps", self.num_steps, 1, "count the steps of the training"))
-        self._put("objective", _checks.choice("objective", self.objective, ERRORS))
         if (self.decay is None) != (self.scale is None):
             raise ValueError("Give both of decay and scale, or neither.")
         if self.decay is None:
@@ -470,14 +459,9 @@ class BLT(_Toeplitz):
         return inverse
 
     @classmethod
-    def candidates(
-        cls, num_steps: int, min_separation: int, max_participations: int, objective: str
-    ) -> Iterable[Noise]:
-        for buffers in (2, 3) if num_steps > 2 else ():
-            yield cls(
-                buffers=buffers, num_steps=num_steps, objective=objective,
-                min_separation=min_separation, max_participations=max_participations,
-            )  # fmt: skip
+    def candidates(cls, uses: Uses, objective: str) -> list[Noise]:
+        made = functools.partial(cls, num_steps=uses.num_steps, objective=objective, **uses.limits)
+        return [made(buffers=m) for m in (2, 3) if uses.num_steps > 2]
 
     def initial_state(self, size: int) -> dict[str, np.ndarray]:
         return {f"dp_noise_{i}": np.zeros(size, np.float32) for i in range(self.buffers)}

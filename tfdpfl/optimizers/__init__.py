@@ -11,6 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,15 +27,16 @@ from tfdpfl.clipping.models import saved_weights
 from tfdpfl.clipping.refusals import EAGER
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import Noise, Tree
-from tfdpfl.optimizers import _counts, _fit_hook, _replicas
+from tfdpfl.optimizers import _fit_hook, _replicas, _step_table
 from tfdpfl.optimizers._bias_corrected import AdamBC
-from tfdpfl.optimizers._mechanism import NO_LOSS, Mechanism
+from tfdpfl.optimizers._noises import noise_of
+from tfdpfl.optimizers._privatizer import NO_LOSS, GradientPrivatizer
+from tfdpfl.optimizers._settings import Settings
 
 if TYPE_CHECKING:
     from tfdpfl.clips import Clip
     from tfdpfl.embeddings import AdaFEST
-
-    PiecewiseConstantDecay = tf.keras.optimizers.schedules.PiecewiseConstantDecay
+    from tfdpfl.optimizers._schedules import PiecewiseConstantDecay
 
 _CONFIG_VERSION = 1  # of what `get_config` gives
 _SAVED_BY = "saved_by"  # its entry with the version
@@ -105,8 +107,13 @@ _DOC_FTRL = """Trains with SGD and noise that is correlated over the steps (DP-F
     """
 
 
-def _setting(name: str) -> property:
-    """What the optimizer was made with. Steps that are traced hold it, so it cannot be changed."""
+def _setting(name: str, of_noise: str | None = None) -> property:
+    """Makes a property of what the optimizer was made with. Steps that are traced hold it, so it cannot be changed.
+
+    Args:
+      name: of the argument, an attribute of the settings.
+      of_noise: the attribute of the noise that it is, if it is one.
+    """
 
     def change(self, value):
         raise AttributeError(
@@ -114,14 +121,19 @@ def _setting(name: str) -> property:
             f"{type(self).__name__}({name}={value!r}, ...); set_weights and a ledger carry on what ran."
         )
 
-    return property(lambda self: getattr(self._dp, name), change)
+    def read(self):
+        return getattr(self._dp.settings, name) if of_noise is None else getattr(self._dp.noise, of_noise)
+
+    return property(read, change)
 
 
 class DPOptimizer:
     """Holds what all DP optimizers have in common; see `DPSGD`. Do not use it by itself."""
 
-    _dp: Mechanism
+    _dp: GradientPrivatizer
     _dp_ledger: tf.Variable  # Keras 3: keras.Variable; the saved table of what ran
+    _add_state: Callable[[str, np.ndarray | np.floating], tf.Variable]  # the adapter's
+    iterations: tf.Variable  # the base's
     _dp_base: type
     _dp_model: type  # of the Keras that the base belongs to
     _dp_takes_workers: bool  # whether that Keras trains on several
@@ -150,25 +162,26 @@ class DPOptimizer:
                 f"{type(self).__name__}(l2_norm_clip, noise_multiplier, learning_rate=...), and num_microbatches=... "
                 "by its name."
             )
-        dp = Mechanism(
-            l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size, seed,
-            rows_per_unit, noise, secure_noise, sparse,
+        settings = Settings(
+            l2_norm_clip, noise_multiplier, num_microbatches, gradient_accumulation_steps, expected_batch_size,
+            rows_per_unit, seed,
         )  # fmt: skip
+        dp = GradientPrivatizer(settings, noise_of(settings, noise, secure_noise, sparse))
         super().__init__(**kwargs)
         tapes.watch()
         self._dp = dp
-        self._dp_ledger = dp.table = self._add_state("dp_ledger", _counts.empty_table())
+        self._dp_ledger = dp.table = self._add_state("dp_ledger", _step_table.empty_table())
         dp.iterations = dp.clipping.iterations = self.iterations
         if dp.clipping.start is not None:
             dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
 
     def build(self, variables):
         super().build(variables)
-        chain = self._dp.chain
-        if chain is not None and chain.table is None:
+        segments = self._dp.noise.segments
+        if segments is not None and segments.table is None:
             with tf.init_scope():
                 raw = [raw_variable(v) for v in variables]
-                chain.build([v.shape for v in raw], [id(v) for v in raw], self._add_state)
+                segments.build([v.shape for v in raw], [id(v) for v in raw], self._add_state)
 
     @staticmethod
     def _check_graph(loss) -> None:
@@ -176,7 +189,8 @@ class DPOptimizer:
             raise PrivacyError(EAGER)
 
     def _update(self, loss, variables: list, table) -> list[tf.Tensor | None]:
-        """The private gradients, for a step that is looked at again when all of it is traced, before it runs."""
+        """Returns the private gradients, for a step that is looked at again when all of it is traced, before it
+        runs."""
         if not self._dp_takes_workers and _replicas.workers() > 1:
             raise PrivacyError(
                 "Keras 3 does not train under MultiWorkerMirroredStrategy: its fit stops as it sets up the model. "
@@ -188,7 +202,8 @@ class DPOptimizer:
                 if planned is not None:
                     planned.check(self, fit)
                 self._warn_of_class_weights(fit.get("class_weight"))
-        if self._dp.chain is not None and self._dp.chain.table is None:
+        segments = self._dp.noise.segments
+        if segments is not None and segments.table is None:
             self.build(variables)
         try:
             private = self._dp.update(loss, variables, table)
@@ -221,7 +236,7 @@ class DPOptimizer:
             )
 
     def _of_a_tape(self, gradients: list, variables: list, table) -> list[tf.Tensor | None]:
-        """The private gradients of the loss that a tape gave these gradients of, which are not used.
+        """Returns the private gradients of the loss that a tape gave these gradients of, which are not used.
 
         Raises:
           PrivacyError: they are anything else.
@@ -235,7 +250,8 @@ class DPOptimizer:
         return [None if g is None else next(found) for g in gradients]
 
     def _check_tape(self, tape, loss, variables: list) -> None:
-        """That the loss is of a graph, and a tape which is handed in would give the gradients of the whole loss."""
+        """Checks that the loss is of a graph, and a tape which is handed in would give the gradients of the whole
+        loss."""
         self._check_graph(loss)
         if isinstance(tape, tf.GradientTape) and tape._tape is not None:
             tapes.check_seen(tapes.unseen(tape, [loss]), variables)
@@ -255,8 +271,9 @@ class DPOptimizer:
     num_microbatches = _setting("num_microbatches")
     expected_batch_size = _setting("expected_batch_size")
     rows_per_unit = _setting("rows_per_unit")
-    secure_noise = _setting("secure_noise")
-    sparse = _setting("sparse")
+    secure_noise = _setting("secure_noise", of_noise="discrete")
+    sparse = _setting("sparse", of_noise="sparse")
+    noise = _setting("noise", of_noise="correlated")
 
     @property
     def current_clip(self) -> float | list[float]:
@@ -267,11 +284,6 @@ class DPOptimizer:
     def unit(self) -> str:
         """Returns the unit whose part in a step is bounded, and that ε protects."""
         return "example" if self.rows_per_unit == 1 else f"{self.rows_per_unit} consecutive rows"
-
-    @property
-    def noise(self) -> Noise | None:
-        """Returns the correlated noise, or None for fresh noise in every step."""
-        return None if self._dp.chain is None else self._dp.chain.noise
 
     @property
     def num_dp_steps(self) -> int:
@@ -299,7 +311,7 @@ class DPOptimizer:
     def _executed(self) -> list[tuple[float, int]]:
         steps: Counter[float] = Counter()
         for row in self._dp.rows():
-            steps[float(row[_counts.MULTIPLIER])] += int(row[_counts.STEPS])
+            steps[float(row[_step_table.MULTIPLIER])] += int(row[_step_table.STEPS])
         return list(steps.items())
 
     @property
@@ -322,7 +334,9 @@ class DPOptimizer:
     def get_config(self):
         config = super().get_config()
         config.pop("is_legacy_optimizer", None)
-        return {**config, **self._dp.config(), _SAVED_BY: _formats.stamp(_CONFIG_VERSION)}
+        dp = self._dp
+        given = {**dp.settings.to_dict(), **dp.noise.to_dict(), "secure_noise": dp.noise.discrete}
+        return {**config, **given, _SAVED_BY: _formats.stamp(_CONFIG_VERSION)}
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
@@ -345,14 +359,15 @@ class DPOptimizer:
         """
         saved = _stored(self, store, self._dp_ledger)
         if saved is not None:
-            _counts.refuse_newer(np.asarray(saved))
-            saved = _counts.with_all_columns(np.asarray(saved))
+            _step_table.refuse_newer(np.asarray(saved))
+            saved = _step_table.with_all_columns(np.asarray(saved))
             if saved.shape[-1:] != store[_place(self, self._dp_ledger)].shape[-1:]:
                 store = {name: store[name] for name in store.keys()}  # noqa: SIM118
                 store[_place(self, self._dp_ledger)] = saved
-        if self._dp.chain is not None:
-            self._dp.chain.check(_stored(self, store, self._dp.chain.table))
-        super().load_own_variables(store)
+        segments = self._dp.noise.segments
+        if segments is not None:
+            segments.check(_stored(self, store, segments.table))
+        super().load_own_variables(store)  # type: ignore[misc]  # of the base
         if saved is None or tuple(saved.shape) != tuple(self._dp_ledger.shape):
             warnings.warn(
                 "The file holds no ledger of a DP optimizer. What was spent on the weights in it is not known, and in "
@@ -362,53 +377,57 @@ class DPOptimizer:
         else:
             self._dp_ledger.assign(saved)
         self._dp.drop_partial()  # its gradients are those of other weights
-        self._dp.counter.settle(self._dp_ledger)
+        self._dp.counter.write_back(self._dp_ledger)
 
     def save_own_variables(self, store: Any) -> None:
-        self._dp.counter.settle(self._dp_ledger)
-        if self._dp.chain is not None:
-            self._dp.chain.settle()
-        super().save_own_variables(store)
+        self._dp.counter.write_back(self._dp_ledger)
+        if self._dp.noise.segments is not None:
+            self._dp.noise.segments.write_back()
+        super().save_own_variables(store)  # type: ignore[misc]  # of the base
 
     def __reduce__(self):
-        segments = None if self._dp.chain is None else self._dp.chain.rows()
+        segments = None if self._dp.noise.segments is None else self._dp.noise.segments.rows()
         return _rebuild, (self._dp_base, self.get_config(), self._dp.rows(), segments)
 
 
 def _place(optimizer, variable) -> str:
-    """The name under which Keras keeps one of the optimizer's variables in a file."""
+    """Returns the name under which Keras keeps one of the optimizer's variables in a file."""
     return str(next((i for i, v in enumerate(optimizer.variables) if v is variable), -1))
 
 
 def _stored(optimizer, store, variable):
-    """What a file holds for one of the optimizer's variables, or None."""
+    """Returns what a file holds for one of the optimizer's variables, or None."""
     place = _place(optimizer, variable)
     return store[place] if place in store.keys() else None  # noqa: SIM118
 
 
-def stepped_on(variable: Any) -> dict[int, Mechanism]:
-    """The mechanisms of the DP optimizers whose steps on a variable were traced in this process, by id: other models
-    may share it, and its own may have been compiled anew. Kept with the variable; later ones come into the same
+_STEPPED_ON: dict[int, dict[int, GradientPrivatizer]] = {}  # by the id of a variable, which has no hash
+
+
+def stepped_on(variable: Any) -> dict[int, GradientPrivatizer]:
+    """Returns the privatizers of the DP optimizers whose steps on a variable were traced in this process, by id: other
+    models may share it, and its own may have been compiled anew. Kept with the variable; later ones come into the same
     dictionary. (Not the optimizers, which are as large as the model.)"""
     variable = raw_variable(variable)
-    if not hasattr(variable, "_tfdpfl_stepped"):
-        variable._tfdpfl_stepped = {}
-    return variable._tfdpfl_stepped
+    if id(variable) not in _STEPPED_ON:
+        _STEPPED_ON[id(variable)] = {}
+        weakref.finalize(variable, _STEPPED_ON.pop, id(variable), None)
+    return _STEPPED_ON[id(variable)]
 
 
 def _rebuild(base, config, rows, segments=None):
-    """A pickled or copied optimizer: the same settings and ledger, and a key of its own, so that no noise is used
-    twice."""
+    """Returns a pickled or copied optimizer: the same settings and ledger, and a key of its own, so that no noise is
+    used twice."""
     optimizer = make_dp_optimizer_class(base).from_config(config)
-    optimizer._dp.counter.meet(rows, optimizer._dp_ledger)
+    optimizer._dp.counter.merge(rows, optimizer._dp_ledger)
     if segments is not None:
-        optimizer._dp.chain.meet(segments)
+        optimizer._dp.noise.segments.merge(segments)
     return optimizer
 
 
 def _variables_of(optimizer) -> list:
-    """The optimizer's own, the learning rate first: what follows from it is not what an error is to name. On Keras 2
-    it is an attribute."""
+    """Returns the optimizer's own, the learning rate first: what follows from it is not what an error is to name. On
+    Keras 2 it is an attribute."""
     found = optimizer.variables
     rate = getattr(optimizer, "_learning_rate", None)
     return [*([rate] if hasattr(rate, "assign") else []), *(found() if callable(found) else found)]
@@ -426,7 +445,7 @@ def _check_backend() -> None:
 
 
 def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
-    """A DP version of any Keras optimizer class, Keras 2 or Keras 3.
+    """Returns a DP version of any Keras optimizer class, Keras 2 or Keras 3.
 
     Args:
       keras_optimizer_class: a subclass of `tf.keras.optimizers.Optimizer`, your own ones included.
@@ -480,7 +499,7 @@ def _make(base: type, name: str) -> type:
 
 
 def _registration(base: type):
-    """What registers an optimizer class with the Keras that it belongs to."""
+    """Returns what registers an optimizer class with the Keras that it belongs to."""
     if hasattr(base, "scale_loss"):
         import keras
 
@@ -489,7 +508,7 @@ def _registration(base: type):
 
 
 def _keras2_of(base: type):
-    """The Keras 2 that an optimizer class belongs to."""
+    """Returns the Keras 2 that an optimizer class belongs to."""
     if any(c.__module__.startswith("tf_keras") for c in base.__mro__):
         import tf_keras
 
@@ -498,13 +517,13 @@ def _keras2_of(base: type):
 
 
 def _make_ftrl() -> type:
-    """DPSGD with another default."""
+    """Makes DPSGD with another default."""
 
     def __init__(self, l2_norm_clip, noise_multiplier, *args, noise=None, **kwargs):
         noise = Tree() if noise is None else noise
         super(made, self).__init__(l2_norm_clip, noise_multiplier, *args, noise=noise, **kwargs)
 
-    made = type("DPFTRL", (DPSGD,), {"__doc__": _DOC_FTRL, "__module__": __name__, "__init__": __init__})
+    made: Any = type("DPFTRL", (DPSGD,), {"__doc__": _DOC_FTRL, "__module__": __name__, "__init__": __init__})
     made._dp_base = made
     return _registration(tf.keras.optimizers.SGD)(package="tfdpfl", name="DPFTRL")(made)
 

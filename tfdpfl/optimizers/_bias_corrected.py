@@ -6,8 +6,9 @@ import tensorflow as tf
 
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers._mechanism import Mechanism
-from tfdpfl.optimizers._schedules import Pieces
+from tfdpfl.optimizers._privatizer import GradientPrivatizer
+
+__all__ = ["AdamBC"]
 
 
 class AdamBC(tf.keras.optimizers.Adam):
@@ -22,7 +23,7 @@ class AdamBC(tf.keras.optimizers.Adam):
       others: those of Adam, without ``amsgrad``.
     """
 
-    _dp: Mechanism
+    _dp: GradientPrivatizer
 
     def __init__(self, learning_rate=0.001, beta_1=0.9, beta_2=0.999, epsilon=1e-7, variance_floor=None, **kwargs):
         if kwargs.get("amsgrad"):
@@ -53,23 +54,23 @@ class AdamBC(tf.keras.optimizers.Adam):
         variable.assign_sub(tf.cast(rate, dtype) * mean / whole(self.beta_1) / scale)
 
 
-def _noise_variance(mechanism: Mechanism) -> float:
-    """φ.
+def _noise_variance(privatizer: GradientPrivatizer) -> float:
+    """Returns φ.
 
     Raises:
       PrivacyError: it is another in every step.
     """
-    settings = (mechanism.l2_norm_clip, mechanism.noise_multiplier)
-    changes = any(isinstance(setting, AdaptiveClip | Pieces) for setting in settings)
-    if mechanism.expected_batch_size is None or changes:
-        give = "expected_batch_size" if mechanism.expected_batch_size is None else "a clip and noise that do not change"
+    settings, size = privatizer.settings, privatizer.settings.expected_batch_size
+    changes = settings.changing is not None or isinstance(settings.l2_norm_clip, AdaptiveClip)
+    if size is None or changes:
+        give = "expected_batch_size" if size is None else "a clip and noise that do not change"
         raise PrivacyError(
             f"DPAdamBC takes off the noise's variance, which must be the same in every step: give it {give}, or take "
             "DPAdam."
         )
-    if mechanism.sparse is not None:
+    if privatizer.noise.sparse is not None:
         raise PrivacyError(
             "DPAdamBC takes off the noise's variance, which sparse=AdaFEST puts on some rows alone. Take DPAdam."
         )
-    stddev = mechanism.least_noise * mechanism.clipping.first(mechanism.l2_norm_clip)
-    return (stddev / mechanism.expected_batch_size) ** 2
+    stddev = settings.least_noise * privatizer.clipping.first(settings.l2_norm_clip)
+    return (stddev / size) ** 2

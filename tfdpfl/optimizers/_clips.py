@@ -15,7 +15,9 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import LEAST_CLIP, check_clip
 from tfdpfl.clipping.finished import name_of, raw_variable
 from tfdpfl.clipping.plan import ClippedGradients, Plan
-from tfdpfl.optimizers._schedules import Pieces
+from tfdpfl.optimizers._schedules import PiecewiseConstant
+
+__all__ = ["Clipping", "clipping_of"]
 
 # Between these a clip that adapts moves; beyond them float32 loses what it is to measure.
 LEAST_ADAPTED, MOST_ADAPTED = 100 * LEAST_CLIP, 1e10
@@ -40,7 +42,7 @@ class Clipping:
 
     @staticmethod
     def first(clip: Any) -> float:
-        """C at the beginning."""
+        """Returns C at the beginning."""
         return clip
 
     @property
@@ -54,12 +56,15 @@ class Clipping:
         return float(self.norm)
 
     def clipped(self, plan: Plan, variables: Sequence, denominator: Any) -> tuple[ClippedGradients, tf.Tensor | None]:
-        """The clipped sums, and what else is released with them and has noise of its own."""
+        """Returns the clipped sums, and what else is released with them and has noise of its own."""
         del variables
         return plan.finish(plan.squared_norms(), self.norm, denominator), None
 
+    def adapt(self, count: tf.Tensor, units: tf.Tensor) -> None:
+        """Moves the clip, given the noisy count that was released with the sums."""
+
     def split(self, noise_multiplier: float, units: tf.Tensor) -> tuple[Any, Any]:
-        """(noise multiplier of the sums, standard deviation of what is released with them)."""
+        """Returns the (noise multiplier of the sums, standard deviation of what is released with them)."""
         del units
         return noise_multiplier, None
 
@@ -68,7 +73,7 @@ class Scheduled(Clipping):
     """A clip for every example that changes at given updates."""
 
     @staticmethod
-    def first(clip: Pieces) -> float:
+    def first(clip: PiecewiseConstant) -> float:
         return clip.least
 
     @property
@@ -156,7 +161,7 @@ class Adaptive(Clipping):
 
 
 def clipping_of(clip: Any) -> Clipping:
-    """The way of a clip, as the optimizer was given it."""
-    kinds = ((clips.AutomaticClip, Automatic), (clips.PerLayerClip, PerLayer), (clips.AdaptiveClip, Adaptive),
-             (Pieces, Scheduled))  # fmt: skip
+    """Returns the way of a clip, as the optimizer was given it."""
+    kinds: tuple = ((clips.AutomaticClip, Automatic), (clips.PerLayerClip, PerLayer), (clips.AdaptiveClip, Adaptive),
+             (PiecewiseConstant, Scheduled))  # fmt: skip
     return next((way(clip) for kind, way in kinds if isinstance(clip, kind)), None) or Clipping(clip)

@@ -33,9 +33,13 @@ from tfdpfl.clipping.states import Batch, Items
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.source import Source
 
+__all__ = ["draws_by_example", "make_secret"]
+
 # By graph and name: the ops that an earlier loss of the same step is made of, whose keys are secret by now. Where
 # another op draws instead, its name.
 _SECRET: weakref.WeakKeyDictionary[tf.Graph, dict[str, str | None]] = weakref.WeakKeyDictionary()
+# Variables that loops and branches draw from, for as long as their graph lives.
+_STATES: weakref.WeakKeyDictionary[tf.Graph, list[tf.Variable]] = weakref.WeakKeyDictionary()
 # What draws from TensorFlow's own state, and what draws the same from a key. Both have the shape first.
 _FROM_KEYS = {
     "RandomUniform": tf.raw_ops.StatelessRandomUniformV2,
@@ -79,7 +83,7 @@ def _mix(op: tf.Operation, bits: Callable[[], tf.Tensor]) -> None:
 
 
 def _new_seed() -> int:
-    """A secret seed, and notes that it is one."""
+    """Returns a secret seed, and notes that it is one."""
     seed = 1 + secrets.randbits(62)
     _NEW_SEEDS.add(seed)
     return seed
@@ -94,7 +98,8 @@ def _reseed(node: Any) -> bool:
 
 
 def _from_key(op: tf.Operation, bits: tf.Tensor, number: int) -> tf.Tensor:
-    """The same distribution as the op draws from, from a key; ops of one step are told apart by their number."""
+    """Returns the same distribution as the op draws from, from a key; ops of one step are told apart by their
+    number."""
     key, start = tf.unstack(tf.bitcast(bits, tf.uint64))
     counter = tf.stack([tf.zeros([], tf.uint64), start + tf.constant(number, tf.uint64)])
     how = {"shape": op.inputs[0], "key": key[None], "counter": counter, "alg": _PHILOX}
@@ -114,7 +119,7 @@ def _hand_on(op: tf.Operation, other: tf.Operation) -> None:
 
 
 def draws_by_example(loss: tf.Tensor, analysis: BatchAxis, secret: bool) -> bool:
-    """Whether the loss draws anything for each example.
+    """Returns whether the loss draws anything for each example.
 
     Raises:
       PrivacyError: it is to be ``secret``, and is drawn from a seed that is known, or may be.
@@ -163,12 +168,12 @@ def _check_seed(op: tf.Operation, outermost: bool) -> None:
 
 
 def _is_seeded(op: tf.Operation) -> bool:
-    """Whether TensorFlow seeds an op when it is traced."""
+    """Returns whether TensorFlow seeds an op when it is traced."""
     return set(_SEEDS) <= set(op.node_def.attr)
 
 
 def _key_input(op: tf.Operation) -> int | None:
-    """Which input of an op that draws says what it draws."""
+    """Returns which input of an op that draws says what it draws."""
     if not op.type.startswith("Stateless") or op.type in BODIES or op.type == "StatelessRandomGetKeyCounter":
         return None
     names = [each.name for each in op.op_def.input_arg]
@@ -176,7 +181,7 @@ def _key_input(op: tf.Operation) -> int | None:
 
 
 def _is_constant(t: tf.Tensor) -> bool:
-    """Whether a value is the same in every step: nothing goes into it that a program may change."""
+    """Returns whether a value is the same in every step: nothing goes into it that a program may change."""
     for op in graph_tools.ancestors([t]).values():
         if op.type in ENTRIES:
             outer = graph_tools.origin(op.outputs[0])
@@ -188,7 +193,7 @@ def _is_constant(t: tf.Tensor) -> bool:
 
 
 def _mixed(t: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
-    """A key or a seed, mixed with secret bits, int64 [2]."""
+    """Returns a key or a seed, mixed with secret bits, int64 [2]."""
     with tf.control_dependencies(None):
         bits = bits[: t.shape[0]] if t.shape[0] is not None else bits[:1]
         mask = tf.cast(bits, t.dtype) if t.dtype.size == 4 else tf.bitcast(bits, t.dtype)
@@ -199,7 +204,7 @@ def _mixed(t: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
 
 
 def _seed_inputs(op: tf.Operation) -> set[int]:
-    """Which inputs of a call, a loop or a branch are variables that it draws from."""
+    """Returns which inputs of a call, a loop or a branch are variables that it draws from."""
     skip = 1 if op.type.endswith("If") else 0
     return {i + skip for body in body_graphs(op) for i in _states(body)}
 
@@ -230,5 +235,5 @@ def _replace_state(op: tf.Operation, at: int) -> None:
     ((shape, dtype),) = kinds
     size = int(shape[0])
     own = in_memory(np.frombuffer(secrets.token_bytes(size * dtype.size), dtype.as_numpy_dtype))
-    op._tfdpfl_state = [*getattr(op, "_tfdpfl_state", []), own]
+    _STATES.setdefault(op.graph, []).append(own)
     op._update_input(at, op.graph.capture(own.handle))

@@ -16,6 +16,8 @@ from tfdpfl.data.declared import made_from, transformed_by
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
 
+__all__ = ["check_kept", "leave_out_blanks"]
+
 # What hands on each batch with all of its rows and their weights.
 _KEEPS = ("prefetch", "options", "take", "skip", "repeat", "cache", "snapshot", "shuffle", "assertcardinality")
 
@@ -45,9 +47,9 @@ def leave_out_blanks(plan: Plan) -> None:
 
 
 def _sample_weights(plan: Plan) -> list[tf.Tensor]:
-    """The sample weights of the train_step that runs, for batches that were filled up by hand: an activity regularizer,
-    `add_loss` or a train_step of one's own does not see that a weight is 0. If Keras did not write the train_step and
-    the loss depends on the third part of its data, that may be something else, such as a target."""
+    """Returns the sample weights of the train_step that runs, for batches that were filled up by hand: an activity
+    regularizer, `add_loss` or a train_step of one's own does not see that a weight is 0. If Keras did not write the
+    train_step and the loss depends on the third part of its data, that may be something else, such as a target."""
     for frame in callers():
         code = frame.f_code
         if code.co_name.removeprefix("tf__") == "train_step" and code.co_argcount > 1:
@@ -74,7 +76,8 @@ def check_kept(data: Any) -> None:
 
 
 def _entering(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
-    """The tensors that come into a step with the batch that its loss is made of, for the replica that takes it."""
+    """Returns the tensors that come into a step with the batch that its loss is made of, for the replica that takes
+    it."""
     makers = {op.name: op for op in (original(t).op for t in sources)}
     arguments = [op for op in makers.values() if op.type.startswith("Placeholder") or op.type == "Arg"]
     for op in makers.values():
@@ -85,7 +88,8 @@ def _entering(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> Iterator[tf.Tens
 
 
 def _arguments(graph: tf.Graph) -> Iterator[tf.Tensor]:
-    """What a function was given, and takes from functions around it; of what each replica has one, this one's."""
+    """Returns what a function was given, and takes from functions around it; of what each replica has one, this
+    one's."""
     inputs, at = list(getattr(graph, "inputs", [])), 0
     signature = getattr(graph, "structured_input_signature", None) if _replicas.number() > 1 else None
     replica = tf.distribute.get_replica_context()

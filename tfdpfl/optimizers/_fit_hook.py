@@ -6,6 +6,8 @@ import functools
 import importlib
 from typing import Any
 
+__all__ = ["watch"]
+
 
 @functools.cache
 def watch(callback_list: type) -> None:

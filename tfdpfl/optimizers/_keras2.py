@@ -13,6 +13,9 @@ from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import function_graph
+from tfdpfl.optimizers._privatizer import GradientPrivatizer
+
+__all__ = ["Keras2Adapter"]
 
 _ROWS = "tfdpfl_rows"
 _FROM_PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
@@ -26,6 +29,8 @@ class Keras2Adapter:
     """
 
     _dp_takes_workers = True
+    _dp: GradientPrivatizer
+    _variables: list[tf.Variable]  # the base class's
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -52,7 +57,7 @@ class Keras2Adapter:
         rows = config.pop(_ROWS, [])
         optimizer = super().from_config(config, custom_objects)
         if rows:
-            optimizer._dp.counter.meet(np.array(rows), optimizer._dp_ledger)
+            optimizer._dp.counter.merge(np.array(rows), optimizer._dp_ledger)
         return optimizer
 
     def build(self, var_list):
@@ -80,8 +85,8 @@ class Keras2Adapter:
         return list(zip(private, variables, strict=True))
 
     def _without_scale(self, loss):
-        """The loss as it was before the LossScaleOptimizer that calls multiplied it, and its scale or None. No other
-        factor is one, whatever it is made of."""
+        """Returns the loss as it was before the LossScaleOptimizer that calls multiplied it, and its scale or None. No
+        other factor is one, whatever it is made of."""
         wrapped = any(getattr(frame.f_locals.get("self"), "inner_optimizer", None) is self for frame in callers())
         if wrapped and loss.op.type == "Mul":
             unscaled, scale = loss.op.inputs
@@ -106,11 +111,11 @@ class Keras2Adapter:
         return self.iterations
 
     def aggregate_gradients(self, grads_and_vars):
-        """Nothing: they are summed over the replicas, and all have the same noise."""
+        """Changes nothing: they are summed over the replicas, and all have the same noise."""
         return list(grads_and_vars)
 
     def _is_private(self, g, public: set[int]) -> bool:
-        """Whether a gradient follows from released ones and from nothing else that could hold data.
+        """Returns whether a gradient follows from released ones and from nothing else that could hold data.
 
         What else it may follow from: the variables in ``public`` (ids of handles), scalars that are no argument of
         the function, shapes, and noise.
@@ -140,7 +145,7 @@ class Keras2Adapter:
 
 
 def _tensors(gradients: Iterable) -> list:
-    """What the gradients are made of: of rows their values and their numbers."""
+    """Returns what the gradients are made of: of rows their values and their numbers."""
     slices = lambda g: isinstance(g, tf.IndexedSlices)  # noqa: E731
     return [t for g in gradients if g is not None for t in ([g.values, g.indices] if slices(g) else [g])]
 
@@ -152,7 +157,7 @@ def _times(g: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf
 
 
 def _is_data_free(op: tf.Operation) -> bool:
-    """Whether an op without inputs is one number (repeated) or a shape: data would be baked in as more."""
+    """Returns whether an op without inputs is one number (repeated) or a shape: data would be baked in as more."""
     if op.type != "Const":
         return op.type == "NoOp"
     value = tf.get_static_value(op.outputs[0])
@@ -162,7 +167,7 @@ def _is_data_free(op: tf.Operation) -> bool:
 
 
 def _calls_are_data_free(op: tf.Operation) -> bool:
-    """Whether the functions that an op with inputs runs bring in nothing but the op's inputs."""
+    """Returns whether the functions that an op with inputs runs bring in nothing but the op's inputs."""
     if op.type in _FROM_PYTHON:
         return False
     for name in graph_tools.function_names(op.node_def.attr):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -11,6 +13,8 @@ from tfdpfl._frames import callers
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
+
+__all__ = ["Keras3Adapter"]
 
 
 class Keras3Adapter:
@@ -22,6 +26,7 @@ class Keras3Adapter:
     """
 
     _dp_takes_workers = False
+    _track_variable: Callable  # the base class's
     _pending: tf.Tensor | None = None
     _handed: tf.Tensor | None = None  # to the trainer, in place of it
 
@@ -35,7 +40,7 @@ class Keras3Adapter:
         """
         super().__setattr__(name, value)
         for frame in callers() if name == "loss_scale_factor" else ():
-            wrapper = frame.f_locals.get("self")
+            wrapper: Any = frame.f_locals.get("self")
             if wrapper is not self and getattr(wrapper, "inner_optimizer", None) is self:
                 wrapper.scale_loss, wrapper.apply = self.scale_loss, _apply_of(weakref.ref(wrapper))
                 return
@@ -100,7 +105,8 @@ class Keras3Adapter:
 
 
 def _apply_of(wrapper: weakref.ref):
-    """The ``apply`` of a LossScaleOptimizer around a private one: its variables are made, and nothing is scaled."""
+    """Returns the ``apply`` of a LossScaleOptimizer around a private one: its variables are made, and nothing is
+    scaled."""
 
     def apply(grads, trainable_variables=None):
         outer = wrapper()

@@ -12,9 +12,11 @@ import tensorflow as tf
 from tfdpfl.clipping.sizes import is_average, original
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["among_replicas", "check_apart", "each_where", "number", "once", "undivided", "workers"]
+
 
 def number() -> int:
-    """How many replicas take the step.
+    """Returns how many replicas take the step.
 
     Raises:
       PrivacyError: by a strategy under which that is not known to be one step.
@@ -35,7 +37,7 @@ def number() -> int:
 
 
 def workers() -> int:
-    """How many processes take the step together (MultiWorkerMirroredStrategy), each with as many replicas."""
+    """Returns how many processes take the step together (MultiWorkerMirroredStrategy), each with as many replicas."""
     strategy = tf.distribute.get_strategy()
     if "CollectiveAllReduce" not in type(strategy).__name__:  # TensorFlow's older name of that strategy
         return 1
@@ -43,15 +45,15 @@ def workers() -> int:
 
 
 def among_replicas() -> bool:
-    """Whether what is traced is one replica's part of a step."""
+    """Returns whether what is traced is one replica's part of a step."""
     return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
 
 
 @tf.autograph.experimental.do_not_convert
 def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
-    """What ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so that the
-    noise it draws is one and the state it changes changes once; they all get what it gives back. Of several workers
-    each does the same."""
+    """Returns what ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so
+    that the noise it draws is one and the state it changes changes once; they all get what it gives back. Of several
+    workers each does the same."""
     if not among_replicas():
         return do(list(tensors))
 
@@ -66,7 +68,7 @@ def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> 
 
 
 def _over_workers(strategy: tf.distribute.Strategy, each: Sequence[Any]) -> list[tf.Tensor]:
-    """Each value's sum over the replicas of all workers, with the same bits on every worker."""
+    """Returns each value's sum over the replicas of all workers, with the same bits on every worker."""
     sums: dict[int, tf.Tensor] = {}
     kinds = [strategy.experimental_local_results(value)[0].dtype for value in each]
     for kind in dict.fromkeys(kinds):  # TensorFlow sends several tensors as one, which is of one type
@@ -118,14 +120,14 @@ def check_apart(batch: Sequence[tf.Tensor]) -> None:
 
 
 def undivided(loss: tf.Tensor) -> tf.Tensor:
-    """The loss as one device would have it: Keras divides by the number of replicas, and so each example's gradient,
-    before it is clipped. (A loss that is taken for one of those, and is not, costs no privacy.)"""
+    """Returns the loss as one device would have it: Keras divides by the number of replicas, and so each example's
+    gradient, before it is clipped. (A loss that is taken for one of those, and is not, costs no privacy.)"""
     count = number()
     return loss * tf.cast(count, loss.dtype) if count > 1 and _is_divided(loss, count) else loss
 
 
 def _is_divided(t: tf.Tensor, count: int) -> bool:
-    """Whether all that is added up in it was multiplied by 1 / count."""
+    """Returns whether all that is added up in it was multiplied by 1 / count."""
     kind, inputs = t.op.type, list(t.op.inputs)
     if kind in ("Identity", "Cast", "Squeeze", "Reshape"):
         return _is_divided(inputs[0], count)
@@ -143,7 +145,7 @@ def _is_divided(t: tf.Tensor, count: int) -> bool:
 
 
 def _is_of_all(size: tf.Tensor, count: int) -> bool:
-    """Whether a size is count times one replica's."""
+    """Returns whether a size is count times one replica's."""
     while size.op.type == "Cast":
         size = size.op.inputs[0]
     return _constant(size) == count or (size.op.type == "Mul" and count in map(_constant, size.op.inputs))

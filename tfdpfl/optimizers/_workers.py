@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdpfl.clipping.finished import raw_variable
 from tfdpfl.clipping.graph import require
-from tfdpfl.noise.source import bits_of_normals
+from tfdpfl.noise.source import Source, bits_of_normals
 from tfdpfl.optimizers import _replicas
+from tfdpfl.optimizers._step_table import Counter
+
+__all__ = ["WorkerAgreement", "agree"]
 
 _SETTINGS = (
     "tfdpfl: the workers' optimizers differ in what privacy hangs on (l2_norm_clip, noise_multiplier, "
@@ -36,7 +39,7 @@ _STATE = (
 
 
 @dataclasses.dataclass
-class Together:
+class WorkerAgreement:
     """What all that take a step have in common.
 
     Attributes:
@@ -52,42 +55,53 @@ class Together:
     agreed: list[tf.Operation] = dataclasses.field(default_factory=list)
 
 
-def meet(dp: Any, units: tf.Tensor, variables: Sequence) -> Together:
+def agree(
+    units: tf.Tensor, variables: Sequence, made_with: dict[str, Any], counter: Counter, source: Source,
+    state: Callable[[], list[tf.Tensor]],
+) -> WorkerAgreement:  # fmt: skip
     """Adds up the replicas' units. Among several workers, it also hands the first one's key and origin to all, and
-    stops the step on all of them where they do not agree."""
+    stops the step on all of them where they do not agree.
+
+    Args:
+      units: of this replica.
+      variables: that the step trains.
+      made_with: all of the optimizer's arguments.
+      counter: of its steps.
+      source: of its noise.
+      state: returns what must be the same on all workers as the step begins.
+    """
     if _replicas.workers() == 1:
         (units,) = _replicas.once(lambda counts: counts, [units])
-        return Together(units)
+        return WorkerAgreement(units)
     number = _replicas.number()
     replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
-    settings = [_number_of(dp, variables)]
-    data = [*tf.unstack(tf.convert_to_tensor(dp.counter.batches)), *tf.unstack(tf.convert_to_tensor(dp.counter.share))]
-    state = [raw_variable(dp.iterations), dp.pending, dp.clipping.norm]
-    own = [units, dp.counter.origin, *tf.unstack(_words(dp.source.fresh_key()))]
-    row = tf.stack([tf.cast(tf.convert_to_tensor(value), tf.float64) for value in [*settings, *data, *state, *own]])
+    data = [*tf.unstack(tf.convert_to_tensor(counter.batches)), *tf.unstack(tf.convert_to_tensor(counter.share))]
+    own = [units, counter.origin, *tf.unstack(_words(source.fresh_key()))]
+    kinds: list[list] = [[_number_of(made_with, variables)], data, state(), own]
+    row = tf.stack([tf.cast(tf.convert_to_tensor(value), tf.float64) for values in kinds for value in values])
     # Each replica's row beside those of all others: a sum to which only it adds.
     mine = tf.scatter_nd([[replica]], [row], [number, row.shape[0]])
     (rows,) = _replicas.once(lambda summed: summed, [mine])
     rows = tf.ensure_shape(rows, mine.shape)
-    of_settings, of_data, of_state, of_own = tf.split(rows, [len(part) for part in (settings, data, state, own)], 1)
+    of_settings, of_data, of_state, of_own = tf.split(rows, [len(values) for values in kinds], 1)
     agreed: list[tf.Operation] = []
     for part, message in ((of_settings, _SETTINGS), (of_data, _DATA), (of_state, _STATE)):
         with tf.control_dependencies(agreed):
             agreed = [*agreed, require(tf.reduce_all(tf.equal(part, part[:1])), message)]
     with tf.control_dependencies(agreed):
         total = tf.cast(tf.reduce_sum(of_own[:, 0]), units.dtype)
-    return Together(total, of_own[0, 1], _key(of_own[0, 2:]), agreed)
+    return WorkerAgreement(total, of_own[0, 1], _key(of_own[0, 2:]), agreed)
 
 
-def _number_of(dp: Any, variables: Sequence) -> float:
-    """A number that tells optimizers apart, by what privacy hangs on, and by the noise that a key gives."""
+def _number_of(made_with: dict[str, Any], variables: Sequence) -> float:
+    """Returns a number that tells optimizers apart, by what privacy hangs on, and by the noise that a key gives."""
     shapes = [(v.shape.as_list(), raw_variable(v).dtype.name) for v in map(raw_variable, variables)]
-    text = json.dumps([dp.config(), shapes, bits_of_normals()], sort_keys=True, default=str)
+    text = json.dumps([made_with, shapes, bits_of_normals()], sort_keys=True, default=str)
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
 def _words(key: tf.Tensor) -> tf.Tensor:
-    """A key as float64 [4], each of which is a whole number: in a sum with zeros no bit is lost."""
+    """Returns a key as float64 [4], each of which is a whole number: in a sum with zeros no bit is lost."""
     return tf.cast(tf.reshape(tf.bitcast(key, tf.int32), [4]), tf.float64)
 
 

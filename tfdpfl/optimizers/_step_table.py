@@ -24,7 +24,13 @@ from tfdpfl._process import renew_after_fork
 from tfdpfl._variables import in_memory
 from tfdpfl._version import __version__
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.arguments import options_of
 from tfdpfl.accounting.sampling import BY_CODE, Code, SamplingScheme
+
+__all__ = [
+    "BatchSampling", "Counter", "compact", "empty_table", "ledger_of", "merge_tables", "new_origin", "number_of",
+    "refuse_newer", "with_all_columns",
+]  # fmt: skip
 
 ROWS = 64
 COLUMNS = ("origin", "data", "sampling", "num_examples", "batch_size", "truncated", "multiplier", "steps", "passes")
@@ -47,7 +53,7 @@ def new_origin() -> float:
 
 
 def number_of(name: str | None) -> float:
-    """A data set's name as it stands in the table; 0 for none."""
+    """Returns a data set's name as it stands in the table; 0 for none."""
     if name is None:
         return 0.0
     return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (_EXACT - 1))
@@ -62,7 +68,7 @@ def empty_table() -> np.ndarray:
 
 
 def _marks(table: np.ndarray) -> np.ndarray:
-    """The rows that hold a version; none where an array is no table."""
+    """Returns the rows that hold a version; none where an array is no table."""
     if table.ndim != 2 or table.shape[1] < 4:
         return np.zeros([0, 4])
     return table[(table[:, ORIGIN] < _MARK) & (table[:, ORIGIN] > _MARK - 1000)]
@@ -97,7 +103,7 @@ def with_all_columns(table: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class BatchSampling:
     """How the batch of a step was drawn: data set, sampling, examples, batch size, cut, passes, zeros if that is not
     known; and which part of a logical batch it is, -1 if any."""
 
@@ -123,7 +129,7 @@ class Counter:
         self.nonfinite = in_memory(np.int64(0))
         self.seen = in_memory(np.float64(0))  # units in the batches of which it was known how they were drawn
         self.discrete = False
-        self.met = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
+        self.loaded = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
         self.watches: list[Callable] = []  # each ends a fit, if it was interrupted
         self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
@@ -147,22 +153,22 @@ class Counter:
         return int(self.table.numpy()[:, STEPS].sum())
 
     def taken_back(self, saved: tf.Variable) -> int:
-        """How many of this object's steps the saved table does not know of: it was loaded since."""
+        """Returns how many of this object's steps the saved table does not know of: it was loaded since."""
         rows, own = np.asarray(saved), self.table.numpy()
         known = np.isin(rows[:, ORIGIN], [*own[own[:, STEPS] > 0, ORIGIN], self.origin.numpy()])
         return max(self.steps - int(rows[known, STEPS].sum()), 0)
 
-    def drawn(self, nonfinite: tf.Tensor, units: tf.Tensor | float = 0.0) -> Drawn:
-        """How the batch of the step that is traced was drawn, of which so many units were not finite, and which has so
-        many; the next one is another."""
+    def drawn(self, nonfinite: tf.Tensor, units: tf.Tensor | float = 0.0) -> BatchSampling:
+        """Returns how the batch of the step that is traced was drawn, of which so many units were not finite, and which
+        has so many; the next one is another."""
         self.nonfinite.assign_add(tf.cast(nonfinite, tf.int64))
         before = tf.convert_to_tensor(self.batches)
         self.seen.assign_add(tf.where(before[-1] > 0, tf.cast(units, tf.float64), 0))
         after, known, place = _next_batch()(before)
         self.batches.assign(after)
-        return Drawn(known, place)
+        return BatchSampling(known, place)
 
-    def count(self, drawn: Drawn, multiplier: tf.Tensor, saved: tf.Variable, origin: Any = None) -> None:
+    def count(self, drawn: BatchSampling, multiplier: tf.Tensor, saved: tf.Variable, origin: Any = None) -> None:
         """Counts a step that is traced, here and in the table that is saved. Several workers all count the first one's,
         by its ``origin``, so that they say the same."""
         shift = tf.constant(DISCRETE if self.discrete else 0, tf.float64)
@@ -172,23 +178,23 @@ class Counter:
         saved.assign(kept)
 
     def rows(self, saved: tf.Variable) -> np.ndarray:
-        """All that is known to have run: counted here, or in a table that was loaded."""
+        """Returns all that is known to have run: counted here, or in a table that was loaded."""
         for watch in list(self.watches):
             watch()
         refuse_newer(np.asarray(saved))
-        self.met = united(self.met, np.asarray(saved), self.table.numpy())
-        return self.met
+        self.loaded = merge_tables(self.loaded, np.asarray(saved), self.table.numpy())
+        return self.loaded
 
-    def meet(self, rows: np.ndarray, saved: tf.Variable) -> None:
+    def merge(self, rows: np.ndarray, saved: tf.Variable) -> None:
         """Takes in rows that came another way than in the saved table."""
-        self.met = united(self.met, rows)
-        self.settle(saved)
+        self.loaded = merge_tables(self.loaded, rows)
+        self.write_back(saved)
 
-    def settle(self, saved: tf.Variable) -> None:
+    def write_back(self, saved: tf.Variable) -> None:
         """Writes all that is known to have run into the table that is saved, in fewer rows where it is half full."""
         rows = self.rows(saved)
         if len(rows) > ROWS // 2:
-            rows = self.met = folded(rows, float(self.origin))
+            rows = self.loaded = compact(rows, float(self.origin))
         if len(rows) > ROWS:
             return  # more kinds of steps than a table has room for: it goes on as it is
         table = empty_table()
@@ -215,7 +221,7 @@ def _traced_once(*shapes: tuple[int, ...]) -> Callable[[Callable], Callable[[], 
 
 @_traced_once((9,))
 def _next_batch(batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """What `Counter.batches` is after the step, and what is drawn for it (`Drawn`)."""
+    """Returns what `Counter.batches` is after the step, and what is drawn for it (`BatchSampling`)."""
     known, (part, parts, more) = batches[:-3], tf.unstack(batches[-3:])
     after = tf.stack([tf.math.floormod(part + 1, tf.maximum(parts, 1)), parts, tf.maximum(more - 1, 0)])
     place = tf.where((more > 0) & (parts > 0), part, -1)
@@ -227,7 +233,8 @@ def _next_batch(batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
 def _counted(
     own: tf.Tensor, kept: tf.Tensor, origin: tf.Tensor, known: tf.Tensor, shift: tf.Tensor, multiplier: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The table of what ran here, and the one that is saved, each with one step more that was drawn as is known."""
+    """Returns the table of what ran here, and the one that is saved, each with one step more that was drawn as is
+    known."""
     passes = known[-1]
     key = tf.concat([[origin], (known + np.eye(STEPS - 1)[SAMPLING - DATA] * shift)[:-1], [multiplier]], 0)
     # A table that was emptied (an optimizer's variables are set to zero) begins anew with all that ran here.
@@ -252,8 +259,8 @@ def _counted(
     return own, kept
 
 
-def united(*tables: np.ndarray) -> np.ndarray:
-    """The rows of all tables: of the same key the one with the most steps. None is lost, none counts twice."""
+def merge_tables(*tables: np.ndarray) -> np.ndarray:
+    """Returns the rows of all tables: of the same key the one with the most steps. None is lost, none counts twice."""
     found: dict[bytes, np.ndarray] = {}
     for row in np.concatenate(tables):
         if row[STEPS] > 0:
@@ -262,9 +269,9 @@ def united(*tables: np.ndarray) -> np.ndarray:
     return np.array(list(found.values())).reshape(-1, len(COLUMNS))
 
 
-def folded(rows: np.ndarray, origin: float) -> np.ndarray:
-    """The rows with those of other origins added up where all else is the same. They have an origin of their own then,
-    so that with the rows that went into it they count twice: more than what ran, never less."""
+def compact(rows: np.ndarray, origin: float) -> np.ndarray:
+    """Returns the rows with those of other origins added up where all else is the same. They have an origin of their
+    own then, so that with the rows that went into it they count twice: more than what ran, never less."""
     sums: dict[bytes, np.ndarray] = {}
     for row in rows[rows[:, ORIGIN] != origin]:
         key = row[DATA:STEPS].tobytes()
@@ -277,7 +284,7 @@ def folded(rows: np.ndarray, origin: float) -> np.ndarray:
 
 
 def ledger_of(rows: np.ndarray) -> PrivacyLedger:
-    """A table's rows as a `PrivacyLedger`."""
+    """Returns a table's rows as a `PrivacyLedger`."""
     ledger = PrivacyLedger()
     passes: dict[bytes, np.ndarray] = {}
     for row in rows:
@@ -307,7 +314,7 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, scheme: SamplingScheme, code:
     if code.unknown:
         # Rows that were shared may be of the same multiplier as steps of their origin, and are not the same steps.
         origin += "+" if data == SHARED else ""
-        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, secure_noise=bool(discrete))
+        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, **options_of(bool(discrete)))
         return
     n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
     truncated = int(row[TRUNCATED]) or None
@@ -322,5 +329,5 @@ def _count(ledger: PrivacyLedger, row: np.ndarray, scheme: SamplingScheme, code:
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=scheme.name,
         num_epochs=epochs, adjacency=code.adjacency, dataset=dataset, truncated_batch_size=truncated, unit=code.unit,
-        secure_noise=bool(discrete),
+        **options_of(bool(discrete)),
     )  # fmt: skip

@@ -3,8 +3,8 @@
 With correlated noise the steps of a training are one mechanism. They may be taken by several processes, each of which
 goes on from a state that an earlier one saved; and a state may be taken up twice, from when on there are two trainings
 with a common past. So a table of segments is kept beside the noise: a segment is what one optimizer object in one
-process took in a row. Its row says which segment it goes on from, and after how many steps. `_counts` counts the steps
-of each.
+process took in a row. Its row says which segment it goes on from, and after how many steps. `_step_table` counts the
+steps of each.
 
 Each end of such a tree is priced as a whole training. That is an upper bound for all of them together: what an example
 moves in the common past counts once for each.
@@ -12,7 +12,9 @@ moves in the common past counts once for each.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,9 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.correlated import Stream
 from tfdpfl.noise.source import Source
 from tfdpfl.noise.strategies import Noise
-from tfdpfl.optimizers import _counts
+from tfdpfl.optimizers import _step_table
+
+__all__ = ["NoiseSegments"]
 
 ROWS = 128
 COLUMNS = ("id", "parent", "since", "pass_begun", "separation")
@@ -40,20 +44,22 @@ ORDER = 4
 # How data may be drawn that bound how often an example takes part.
 SHUFFLE, ORDERED, CYCLIC = SHUFFLED.code(), FIXED_ORDER.code(), CYCLIC_POISSON.code()
 
+_Segments = dict[float, np.ndarray]  # rows of the table, by id
 
-class Chain:
-    """Correlated noise of one optimizer object in one process: draws it, and knows where it goes on."""
+
+class NoiseSegments:
+    """Draws the correlated noise of one optimizer object in one process, and keeps account of its segments."""
 
     def __init__(self, noise: Noise, noise_multiplier: float):
         self.noise, self.noise_multiplier = noise, noise_multiplier
         # What the state of one training is of no use for another: for other noise, or noise of another size.
-        self.kind = _counts.number_of(json.dumps([noise.to_dict(), noise_multiplier], sort_keys=True))
+        self.kind = _step_table.number_of(json.dumps([noise.to_dict(), noise_multiplier], sort_keys=True))
         self.stream: Stream | None = None
         self._places: dict[int, int] = {}
         self.table: Any = None  # the optimizer's variable
         # In no file: the segment that this object is in and the step that it expects; all its segments.
         self._own = in_memory(np.zeros([1 + ROWS, len(COLUMNS)]))
-        self.met = np.zeros([0, len(COLUMNS)])
+        self.loaded = np.zeros([0, len(COLUMNS)])
         renew_after_fork(self)
 
     def _renew(self) -> None:
@@ -72,12 +78,18 @@ class Chain:
         """What is saved."""
         return [] if self.stream is None else [self.table, *self.stream.state]
 
-    def next(self, source: Source, counter: _counts.Counter, known: tf.Tensor, ids: list[int]) -> list[tf.Tensor]:
-        """The next row of noise for the weights of these ids, of unit base normals. Traced before the step is counted,
-        so that it counts for the right segment; ``known`` is how its batch was drawn (`_counts.Drawn`)."""
+    def next(self, source: Source, counter: _step_table.Counter, known: tf.Tensor, ids: list[int]) -> list[tf.Tensor]:
+        """Draws the next row of noise for the weights of these ids, of unit base normals. It is traced before the step
+        is counted, so that the step counts for the right segment.
+
+        Args:
+          source: of the fresh normals.
+          counter: of the steps.
+          known: how the batch was drawn (`BatchSampling.known`).
+          ids: of the variables of the weights.
+        """
         assert self.stream is not None
-        unknown = [i for i in ids if i not in self._places]
-        if unknown:
+        if not self._places.keys() >= set(ids):
             raise PrivacyError(
                 "The optimizer's correlated noise was made for other weights than this step trains. Compile the model "
                 "again with a new optimizer, or freeze and thaw layers before its first step."
@@ -86,8 +98,8 @@ class Chain:
         rows = self.stream.next(source, tf.cast(step, tf.int64))
         return [rows[self._places[i]] for i in ids]
 
-    def _go_on(self, source: Source, counter: _counts.Counter, known: tf.Tensor) -> tf.Tensor:
-        """The step's number, from 0. Begins a segment where the state is not what this object left."""
+    def _go_on(self, source: Source, counter: _step_table.Counter, known: tf.Tensor) -> tf.Tensor:
+        """Returns the step's number, from 0. Begins a segment where the state is not what this object left."""
         own, saved = tf.convert_to_tensor(self._own), tf.convert_to_tensor(self.table)
         goes_on = (own[0, ID] > 0) & tf.reduce_all(tf.equal(own[0, : STEP + 1], saved[0, : STEP + 1]))
         # Of new groups nothing goes on: an example may be in another one.
@@ -118,7 +130,7 @@ class Chain:
     # -- what Python says between steps ------------------------------------------------------------------------------
 
     def begin_pass(self, sampling: int) -> None:
-        """A pass over the data begins with the next step: notes how long the last one was."""
+        """Notes that a pass over the data begins with the next step, and how long the last one was."""
         if self.table is None:
             return
         own, saved = self._own.numpy(), np.array(self.table)
@@ -138,8 +150,8 @@ class Chain:
         self.table.assign(saved)
 
     def begin_data(self, sampling: int, order: float) -> None:
-        """A fit begins. Its groups may be others; its data may come in another order (a number for each) than those
-        before, so that an example may be used again at once."""
+        """Notes that a fit begins. Its groups may be others; its data may come in another order (a number for each)
+        than those before, so that an example may be used again at once."""
         own = self._own.numpy()
         if sampling == CYCLIC:
             own[0] = 0
@@ -169,22 +181,22 @@ class Chain:
                 "load the file before compile and give PrivacyBudget that training's ledger=."
             )
 
-    def meet(self, rows: np.ndarray) -> None:
+    def merge(self, rows: np.ndarray) -> None:
         """Takes in segments that came another way than in the saved table."""
-        self.met = united(self.met, rows)
+        self.loaded = merge_tables(self.loaded, rows)
 
     def rows(self) -> np.ndarray:
-        """All segments that are known."""
+        """Returns all segments that are known."""
         saved = np.zeros([1, len(COLUMNS)]) if self.table is None else np.array(self.table)
         own = self._own.numpy()
         if max(saved[0, LOST], own[0, LOST]) > 0:
             raise PrivacyError(
                 f"This training was taken up more than {ROWS} times from saved states: its ε is not known any more."
             )
-        self.met = united(self.met, saved[1:], own[1:])
-        return self.met
+        self.loaded = merge_tables(self.loaded, saved[1:], own[1:])
+        return self.loaded
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Writes all segments that are known into the table that is saved."""
         if self.table is None:
             return
@@ -200,69 +212,128 @@ class Chain:
     def ledger(
         self, counted: np.ndarray, more_steps: int = 0, more_passes: int = 0, batches: tuple = ()
     ) -> PrivacyLedger:
-        """What ran, from the rows of `_counts`; and, with ``more_steps``, what would have run after so many more from
-        the state as it is, on data drawn as ``batches`` says."""
+        """Returns what ran, and what would have run after more steps from the state as it is.
+
+        Args:
+          counted: entries of the step table.
+          more_steps: how many more; 0 for what ran.
+          more_passes: how many passes over the data they begin.
+          batches: how their batches would be drawn (see `Counter.announce`).
+        """
         segments = {row[ID]: row for row in self.rows()}
-        current = 0.0 if self.table is None else float(np.array(self.table)[0, ID])
-        step = 0 if self.table is None else int(np.array(self.table)[0, STEP])
-        drawn: dict[float, list[np.ndarray]] = {}
+        steps: dict[float, list[np.ndarray]] = {}
         for row in counted:
-            drawn.setdefault(row[_counts.ORIGIN], []).append(row)
+            steps.setdefault(row[_step_table.ORIGIN], []).append(row)
         # Steps of which it is not known where they belong may have come at any place.
-        strays = sum(int(row[_counts.STEPS]) for i in drawn if i not in segments for row in drawn[i])
-        ends = {i: int(s[SINCE] + sum(r[_counts.STEPS] for r in drawn.get(i, []))) for i, s in segments.items()}
-        covered = {p for p, end in ends.items() if any(s[PARENT] == p and s[SINCE] >= end for s in segments.values())}
+        strays = sum(int(row[_step_table.STEPS]) for i in steps if i not in segments for row in steps[i])
+        trainings = self._trainings(segments, steps)
+        if more_steps:
+            trainings = self._continued(trainings, segments, more_steps, more_passes, batches)
         ledger = PrivacyLedger()
-        last = [(i, end) for i, end in ends.items() if i not in covered and end > 0]
-        foreseen = current if more_steps else None
-        if foreseen is not None:
-            anew = batches[1] == CYCLIC and float(self._own[0, ID]) != current
-            last = [(i, end) for i, end in last if anew or (i, end) != (current, step)]
-            last.append((0.0 if anew else current, (0 if anew else step) + more_steps))
-        for number, (i, end) in enumerate(last):
-            ahead = foreseen is not None and number == len(last) - 1
-            path = [i] if i else []
-            while path and segments[path[-1]][PARENT] in segments:
-                path.append(segments[path[-1]][PARENT])
-            rows = [row for p in path for row in drawn.get(p, [])]
-            known = {tuple(row[_counts.DATA : _counts.MULTIPLIER]) for row in rows}
-            passes = sum(row[_counts.PASSES] for row in rows)
-            if ahead:
-                known.add(tuple(float(b) for b in batches))
-                passes += more_passes
-            apart = segments[i][SEPARATION] if i else 0.0
-            if ahead and i and step > segments[i][PASS_BEGUN]:
-                length = step - segments[i][PASS_BEGUN]  # of the last pass, which ends here
-                apart = min(apart or length, length)
-            run = self._run(end + strays, known, int(passes), int(apart), strays, ahead and more_passes > 1)
-            names = {k[0] for k in known}
-            name = names.pop() if len(names) == 1 else 0.0
-            origins = tuple((f"{int(p):x}", int(segments[p][SINCE])) for p in reversed(path))
-            ledger.count_correlated(origins, run, dataset=f"{int(name):x}" if name > 0 else None)
+        for training in trainings:
+            path = _path(segments, training.last)
+            training.add([row for i in path for row in steps.get(i, [])])
+            origins = tuple((f"{int(i):x}", int(segments[i][SINCE])) for i in reversed(path))
+            ledger.count_correlated(origins, self._run(training, strays), dataset=training.dataset)
         if strays:  # or of a training by itself, as what a file told without its segments
-            ledger.count_correlated((), self._run(strays, set(), 0, 0, 0, False))
+            ledger.count_correlated((), self._run(_Training(), strays))
         return ledger
 
-    def _run(self, steps: int, known: set, passes: int, apart: int, strays: int, whole_passes: bool) -> CorrelatedRun:
-        how: dict[str, Any] = {}
-        _, sampling, n, batch, _ = next(iter(known)) if len(known) == 1 else (0.0,) * 5
-        if sampling == ORDERED:
-            # A pass that another follows: as long as was seen, and if none was, as the data are.
-            of_data = int(n // batch)
-            apart = min(apart or of_data, of_data) if whole_passes or passes > 1 else steps
-            how = {"min_separation": max(apart, 1), "max_participations": passes}
-        elif sampling == SHUFFLE:
-            how = {"max_participations": passes}
-        elif sampling == CYCLIC:
-            groups = self.noise.min_separation
-            how = {"min_separation": groups, "sampling_rate": min(batch * groups / n, 1.0)}
+    @staticmethod
+    def _trainings(segments: _Segments, steps: dict[float, list[np.ndarray]]) -> list[_Training]:
+        """Returns the ends of the tree that the segments make: those that no other goes on from where they end."""
+        ends = {i: int(row[SINCE] + sum(r[_step_table.STEPS] for r in steps.get(i, []))) for i, row in segments.items()}
+        continued = {row[PARENT] for row in segments.values() if row[SINCE] >= ends.get(row[PARENT], math.inf)}
+        return [_Training(i, end, segments[i][SEPARATION]) for i, end in ends.items() if i not in continued and end > 0]
+
+    def _continued(
+        self, trainings: list[_Training], segments: _Segments, more_steps: int, more_passes: int, batches: tuple
+    ) -> list[_Training]:
+        """Returns the trainings with the one that the state is of taken so many steps further."""
+        head = np.zeros(len(COLUMNS)) if self.table is None else np.array(self.table)[0]
+        current, step = float(head[ID]), int(head[STEP])
+        if batches[1] == CYCLIC and float(self._own[0, ID]) != current:  # the groups are others: a training of its own
+            next_ = _Training(steps=more_steps)
+        else:
+            trainings = [t for t in trainings if (t.last, t.steps) != (current, step)]
+            next_ = _Training(current, step + more_steps)
+            if current:
+                next_.separation, length = segments[current][SEPARATION], step - segments[current][PASS_BEGUN]
+                if length > 0:  # the last pass ends here
+                    next_.separation = min(next_.separation or length, length)
+        next_.sampled, next_.passes = {tuple(float(b) for b in batches)}, more_passes
+        next_.whole_passes = more_passes > 1
+        return [*trainings, next_]
+
+    def _run(self, training: _Training, strays: int) -> CorrelatedRun:
+        how = training.limits(self.noise.min_separation)
         if strays:
             how = {"max_participations": how["max_participations"] + strays} if "max_participations" in how else {}
-        return CorrelatedRun(noise=self.noise, noise_multiplier=self.noise_multiplier, num_steps=steps, **how)
+        return CorrelatedRun(
+            noise=self.noise, noise_multiplier=self.noise_multiplier, num_steps=training.steps + strays, **how
+        )
 
 
-def united(*tables: np.ndarray) -> np.ndarray:
-    """The segments of all tables. What is known of one twice is the same, but for passes that ended since."""
+@dataclasses.dataclass
+class _Training:
+    """One training: the segment that it ended in, and all before that one.
+
+    Attributes:
+      last: that segment; 0 for none.
+      steps: in all.
+      separation: fewest steps of a pass that another followed; 0 if none did.
+      sampled: all ways in which its batches were drawn (data set, sampling, examples, batch size, cut).
+      passes: over the data.
+      whole_passes: whether it is taken to go on by whole passes.
+    """
+
+    last: float = 0.0
+    steps: int = 0
+    separation: float = 0.0
+    sampled: set[tuple] = dataclasses.field(default_factory=set)
+    passes: int = 0
+    whole_passes: bool = False
+
+    def add(self, rows: list[np.ndarray]) -> None:
+        """Adds what the step table tells of the segments."""
+        self.sampled |= {tuple(row[_step_table.DATA : _step_table.MULTIPLIER]) for row in rows}
+        self.passes += int(sum(row[_step_table.PASSES] for row in rows))
+
+    @property
+    def dataset(self) -> str | None:
+        names = {data for data, *_ in self.sampled}
+        name = names.pop() if len(names) == 1 else 0.0
+        return f"{int(name):x}" if name > 0 else None
+
+    def limits(self, groups: int) -> dict[str, Any]:
+        """Returns how often an example can take part, as `CorrelatedRun` accepts it; nothing if that is not known.
+
+        Args:
+          groups: that take turns, if the sampling is cyclic.
+        """
+        if len(self.sampled) != 1:
+            return {}
+        ((_, sampling, n, batch, _),) = self.sampled
+        if sampling == ORDERED:
+            # A pass that another follows: as long as was seen, and if none was, as the data are.
+            of_data, seen = int(n // batch), int(self.separation)
+            apart = min(seen or of_data, of_data) if self.whole_passes or self.passes > 1 else self.steps
+            return {"min_separation": max(apart, 1), "max_participations": self.passes}
+        if sampling == CYCLIC:
+            return {"min_separation": groups, "sampling_rate": min(batch * groups / n, 1.0)}
+        return {"max_participations": self.passes} if sampling == SHUFFLE else {}
+
+
+def _path(segments: _Segments, last: float) -> list[float]:
+    """Returns a segment and all that it goes on from, itself first."""
+    path = [last] if last else []
+    while path and segments[path[-1]][PARENT] in segments:
+        path.append(segments[path[-1]][PARENT])
+    return path
+
+
+def merge_tables(*tables: np.ndarray) -> np.ndarray:
+    """Returns the segments of all tables. What is known of one twice is the same, but for passes that ended since."""
     found: dict[float, np.ndarray] = {}
     for row in np.concatenate(tables):
         if row[ID] > 0:

@@ -9,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._variables import in_memory
-from tfdpfl.optimizers._counts import DATA, SAMPLING, UNKNOWN, Drawn
+from tfdpfl.optimizers._step_table import DATA, SAMPLING, UNKNOWN, BatchSampling
+
+__all__ = ["GradientAccumulator", "Part"]
 
 
 @dataclasses.dataclass
@@ -26,12 +28,12 @@ class Part:
 
     sums: list[tf.Tensor]
     units: tf.Tensor
-    drawn: Drawn
+    drawn: BatchSampling
     multiplier: tf.Tensor
     bound: tf.Tensor
 
 
-class Partial:
+class GradientAccumulator:
     """The parts of one logical batch that have come so far, for steps on the same variables.
 
     Two states without noise, or with the same noise, tell the examples between them. So these variables are in no
@@ -41,7 +43,7 @@ class Partial:
     def __init__(self, parts: int, part: Part):
         self.parts = parts
         make = lambda like: in_memory(np.zeros(like.shape, like.dtype.as_numpy_dtype))  # noqa: E731
-        self.at, self.odd = in_memory(np.int64(0)), in_memory(np.int64(0))
+        self.at, self.mismatched = in_memory(np.int64(0)), in_memory(np.int64(0))
         self.sums = [make(s) for s in part.sums]
         self.units, self.multiplier, self.known = make(part.units), make(part.multiplier), make(part.drawn.known)
         self.bound = make(part.bound)
@@ -59,22 +61,22 @@ class Partial:
         same = first | tf.reduce_all(tf.equal(here[:-1], drawn.known[:-1]))
         same &= tf.not_equal(drawn.known[SAMPLING - DATA], UNKNOWN)
         same &= (drawn.place < 0) | tf.equal(drawn.place, at)
-        odd = so_far(tf.convert_to_tensor(self.odd)) + tf.cast(~same, tf.int64)
+        mismatched = so_far(tf.convert_to_tensor(self.mismatched)) + tf.cast(~same, tf.int64)
         known = tf.concat([drawn.known[:-1], tf.maximum(drawn.known[-1:], here[-1:])], 0)
-        known = tf.where(odd > 0, tf.zeros_like(known), known)
+        known = tf.where(mismatched > 0, tf.zeros_like(known), known)
         units = part.units + so_far(tf.convert_to_tensor(self.units))
         multiplier = tf.where(first, part.multiplier, tf.minimum(part.multiplier, self.multiplier))
         bound = tf.maximum(part.bound, so_far(tf.convert_to_tensor(self.bound)))
         now = (at + 1) % self.parts
         for variable, value in (
-            (self.at, now), (self.odd, odd), (self.known, known), (self.units, units), (self.multiplier, multiplier),
-            (self.bound, bound),
+            (self.at, now), (self.mismatched, mismatched), (self.known, known), (self.units, units),
+            (self.multiplier, multiplier), (self.bound, bound),
         ):  # fmt: skip
             variable.assign(value)
 
         def whole() -> list[tf.Tensor]:
             sums = [kept + s for kept, s in zip(self.sums, part.sums, strict=True)]
-            price = tf.where(odd > 0, multiplier / self.parts, multiplier)
+            price = tf.where(mismatched > 0, multiplier / self.parts, multiplier)
             # The noise is of the last part's clip. An adaptive one that was loaded since is another.
             price *= tf.cast(part.bound / bound, tf.float64)
             return done(Part(sums, units, dataclasses.replace(drawn, known=known), price, bound))
@@ -96,8 +98,8 @@ class Partial:
         return tf.cond(tf.equal(now, 0), whole, keep), now
 
     def belongs_to(self, batches: Sequence[float] | None) -> bool:
-        """Whether all parts were drawn in this way."""
-        return batches is not None and not int(self.odd) and self.known.numpy()[:-1].tolist() == list(batches)
+        """Returns whether all parts were drawn in this way."""
+        return batches is not None and not int(self.mismatched) and self.known.numpy()[:-1].tolist() == list(batches)
 
     def drop(self) -> None:
         self.at.assign(0)

@@ -1,0 +1,73 @@
+"""Noise that is correlated over the steps, as an optimizer uses it."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.errors import PrivacyError
+from tfdpfl.noise.strategies import Noise, as_noise
+from tfdpfl.optimizers import _step_table
+from tfdpfl.optimizers._fresh_noise import FreshNoise, NoiselessMean, noisy_sums, shown
+from tfdpfl.optimizers._noise_segments import NoiseSegments
+from tfdpfl.optimizers._settings import Settings
+
+__all__ = ["CorrelatedNoise"]
+
+_PRICED_FOR = (
+    "correlated noise is priced for one example a row and one batch a step. Leave {} at {}, or use noise=None."
+)
+
+
+class CorrelatedNoise(FreshNoise):
+    """Adds rows of ``C⁻¹ Z``, and knows which steps share base normals."""
+
+    excludes = MappingProxyType({
+        "num_microbatches": _PRICED_FOR.format("num_microbatches", None),
+        "gradient_accumulation_steps": _PRICED_FOR.format("gradient_accumulation_steps", 1),
+        "rows_per_unit": _PRICED_FOR.format("rows_per_unit", 1),
+        "adaptive clip": "steps of correlated noise are one mechanism, of one clip. Give a number, or use noise=None.",
+    })  # fmt: skip
+    correlated: Noise
+    segments: NoiseSegments
+
+    def __init__(self, settings: Settings, given: Noise):
+        super().__init__(settings)
+        self.correlated = given
+        self.segments = NoiseSegments(given, settings.least_noise)
+
+    @classmethod
+    def parse(cls, given: Any) -> Noise | None:
+        return as_noise(given, or_none=True)
+
+    @property
+    def label(self) -> str:
+        return f"noise={type(self.correlated).__name__}"
+
+    def check_replicas(self, replicas: int, workers: int) -> None:
+        if workers > 1:
+            raise PrivacyError(
+                f"{self.label} on {workers} workers: correlated noise is drawn again from keys that one process has. "
+                "Use noise=None, or train under MirroredStrategy."
+            )
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        return self.segments.variables
+
+    def draw(self, mean: NoiselessMean, counter: _step_table.Counter) -> list[tf.Tensor]:
+        rows = self.segments.next(self.source, counter, mean.known, mean.ids)
+        return [row * (self.correlated.unit * mean.stddev) for row in rows]
+
+    def add(self, mean: NoiselessMean, drawn: list[tf.Tensor]) -> list[tf.Tensor]:
+        # A unit moves each step's sum by the clip; no step's noise by itself hides that.
+        scales = [mean.clip / mean.denominator] * len(mean.sums)
+        bound = tf.ones([], tf.float64)
+        return shown(mean.sums, noisy_sums(mean.sums, drawn), drawn, scales, bound, independent=False)
+
+    def ledger(self, counted: np.ndarray) -> PrivacyLedger:
+        return self.segments.ledger(counted)

@@ -1,0 +1,178 @@
+"""The noise of a private step as one object: independent Gaussian noise, and what other kinds override.
+
+A `GradientPrivatizer` asks this object for everything that depends on the noise. To add a kind that has
+an argument of its own, derive a class and append it to `KINDS` in `_noises.py`. A correlated noise needs neither: see
+`tfdpfl.noise.strategies`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl import _tap
+from tfdpfl.clipping.gradients import added
+from tfdpfl.noise.source import Source
+from tfdpfl.optimizers import _replicas, _step_table
+from tfdpfl.optimizers._settings import Settings
+
+if TYPE_CHECKING:
+    from tfdpfl.accounting import PrivacyLedger
+    from tfdpfl.clipping.plan import ClippedGradients, Plan
+    from tfdpfl.embeddings import AdaFEST
+    from tfdpfl.noise.strategies import Noise
+    from tfdpfl.optimizers._noise_segments import NoiseSegments
+
+__all__ = ["FreshNoise", "NoiselessMean"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiselessMean:
+    """What is known of a batch when its noise is drawn.
+
+    Attributes:
+      sums: clipped sums over the denominator (undivided for a noise that `divides`), and last a count, if the clip
+        releases one.
+      stddevs: of the Gaussian noise on each of them, float32.
+      stddev: of that on the weights' sums.
+      denominator: of the mean, float32.
+      clip: the largest norm of one unit's part in the undivided sums.
+      multiplier: the noise's standard deviation over the sensitivity to one example, float64.
+      known: how the batch was drawn (`BatchSampling.known`).
+      ids: of the variables that the sums are for.
+      key: int64 [2], where several workers draw the same noise; else None.
+    """
+
+    sums: list[tf.Tensor]
+    stddevs: list[tf.Tensor]
+    stddev: tf.Tensor
+    denominator: tf.Tensor
+    clip: tf.Tensor
+    multiplier: tf.Tensor
+    known: tf.Tensor
+    ids: list[int]
+    key: tf.Tensor | None
+
+
+class FreshNoise:
+    """Adds independent Gaussian noise in every step.
+
+    Attributes:
+      excludes: features of `Settings.unusual` that this noise cannot be used with, and why.
+      discrete: whether steps are priced as those of discrete noise.
+      correlated: the argument ``noise``, or None.
+      sparse: the argument ``sparse``, or None.
+      segments: which of the steps share correlated noise, or None.
+      source: of all random numbers.
+    """
+
+    excludes: ClassVar[Mapping[str, str]] = {}
+    discrete: ClassVar[bool] = False
+    correlated: Noise | None = None
+    sparse: AdaFEST | None = None
+    segments: NoiseSegments | None = None
+    source: Source
+
+    def __init__(self, settings: Settings, given: Any = None):
+        """Makes the noise from the optimizer's other arguments, and from its own as its class has parsed it."""
+        self.settings = settings
+
+    @property
+    def label(self) -> str:
+        """The argument that asks for it, as the user typed it."""
+        return "noise=None"
+
+    def check(self) -> None:
+        """Raises a `ValueError` if the settings exclude this noise."""
+        given = self.settings.unusual()
+        for feature in (feature for feature in self.excludes if feature in given):
+            raise ValueError(f"{given[feature]} together with {self.label}: {self.excludes[feature]}")
+        if self.excludes and self.settings.changing is not None:
+            raise ValueError(self.settings.excluded_by(self.label))
+
+    def check_replicas(self, replicas: int, workers: int) -> None:
+        """Raises a `PrivacyError` if so many replicas of so many workers cannot draw this noise."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether this noise goes on undivided sums, and divides them."""
+        return False
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables that are saved with the optimizer."""
+        return []
+
+    def multiplier_of_sums(self, noise_multiplier: Any) -> Any:
+        """Returns the noise multiplier of the weights' sums, given that of all that a step releases."""
+        return noise_multiplier
+
+    def draw(self, mean: NoiselessMean, counter: _step_table.Counter) -> list[tf.Tensor]:
+        """Draws what goes on each of the sums. It is traced before ``counter`` counts the step."""
+        normals = self.source.gaussian([s.shape for s in mean.sums], mean.stddev, mean.key)
+        return [
+            n if std is mean.stddev else n * (std / mean.stddev) for n, std in zip(normals, mean.stddevs, strict=True)
+        ]
+
+    def add(self, mean: NoiselessMean, drawn: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the noisy means: the sums with what was drawn for them."""
+        return shown(mean.sums, noisy_sums(mean.sums, drawn), drawn, mean.stddevs, 1 / mean.multiplier)
+
+    # -- large tables of which only some rows are trained ----------------------------------------------------
+
+    def tables_of(self, plan: Plan, variables: Sequence) -> list[int]:
+        """Returns the places of the variables whose sums are left in rows, and prepares the plan for that."""
+        return []
+
+    def rows(
+        self, stddev: tf.Tensor, plan: Plan, clipped: ClippedGradients, tables: list[int], variables: Sequence
+    ) -> list[tf.IndexedSlices]:
+        """Returns the rows of each table that a step trains, with their noisy means; ``stddev`` is of that noise."""
+        return []
+
+    # -- what ran, and what is saved -------------------------------------------------------------------------
+
+    def ledger(self, counted: np.ndarray) -> PrivacyLedger:
+        """Returns what ran, given the entries of the step table."""
+        return _step_table.ledger_of(counted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the arguments that ask for this noise, as JSON can hold them."""
+        return {
+            "noise": None if self.correlated is None else self.correlated.to_dict(),
+            "sparse": None if self.sparse is None else self.sparse.to_dict(),
+        }
+
+
+def noisy_sums(sums: list[tf.Tensor], drawn: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Adds in the noise's type: a sum of float64 weights would keep digits that no noise covers."""
+    return [tf.cast(added(s, n), s.dtype) for s, n in zip(sums, drawn, strict=True)]
+
+
+def shown(
+    sums: list[tf.Tensor], noisy: list[tf.Tensor], drawn: list[tf.Tensor], scales: Sequence, bound: tf.Tensor,
+    *, independent: bool = True,
+) -> list[tf.Tensor]:  # fmt: skip
+    """Returns ``noisy``; while `tfdpfl.audit.replay` runs, what the replay releases in its place.
+
+    Args:
+      scales: the standard deviation of the noise on each of the sums.
+      bound: how far one unit may move the sums over their scales.
+      independent: whether the noise is independent over the steps, with these scales.
+    """
+    if _tap.tape is None or _replicas.number() > 1:
+        return noisy
+    count, where = len(sums), _tap.caller()
+
+    def take(scales: np.ndarray, bound: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        before, after, noise = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
+        return _tap.released(before, after, noise, list(scales), float(bound), where=where, moments=independent)
+
+    stacked = tf.stack([tf.cast(scale, tf.float64) for scale in scales])
+    inputs = [stacked, bound, *sums, *noisy, *drawn]
+    released = tf.nest.flatten(tf.numpy_function(take, inputs, [s.dtype for s in noisy]))
+    return [tf.ensure_shape(t, s.shape) for t, s in zip(released, noisy, strict=True)]

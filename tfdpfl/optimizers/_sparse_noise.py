@@ -1,0 +1,140 @@
+"""Noise on those rows alone of large tables that noisy counts choose (`tfdpfl.AdaFEST`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.engine import LEAST_CLIP
+from tfdpfl.clipping.finished import name_of, raw_variable
+from tfdpfl.clipping.gradients import compiled
+from tfdpfl.clipping.plan import ClippedGradients, Plan
+from tfdpfl.embeddings import AdaFEST
+from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers._fresh_noise import FreshNoise
+from tfdpfl.optimizers._settings import Settings
+
+__all__ = ["SparseNoise"]
+
+_OTHERS = "or give AdaFEST(tables=...) the layers of the others"
+
+
+class SparseNoise(FreshNoise):
+    """Trains those rows alone of large tables that many examples look up, so that only these rows need noise.
+
+    What is released is a function of the counts with their noise, and of the sums with theirs: noise on rows that are
+    left out need not be drawn, since nothing depends on it. A row is kept or not whether or not anyone looked it up.
+    """
+
+    excludes = dict.fromkeys(
+        ("num_microbatches", "gradient_accumulation_steps", "rows_per_unit", "adaptive clip"),
+        "rows are chosen by the examples of one batch, with fresh noise and one clip. Leave one of the two out.",
+    )
+    sparse: AdaFEST
+
+    def __init__(self, settings: Settings, given: AdaFEST):
+        super().__init__(settings)
+        self.sparse = given
+
+    @classmethod
+    def parse(cls, given: Any) -> AdaFEST | None:
+        if isinstance(given, dict):
+            return AdaFEST(**given)
+        if given is not None and not isinstance(given, AdaFEST):
+            raise ValueError(f"sparse={given!r} must be None, or tfdpfl.AdaFEST.")
+        return given
+
+    @property
+    def label(self) -> str:
+        return f"sparse={self.sparse!r}"
+
+    def check(self) -> None:
+        super().check()
+        self.sparse.split(self.settings.least_noise)
+
+    def check_replicas(self, replicas: int, workers: int) -> None:
+        raise PrivacyError(
+            f"sparse=AdaFEST on {replicas} replicas, which each look up rows of their own: those that are kept are "
+            "chosen in the middle of the step, from the counts of all. Leave it out, or train on one device."
+        )
+
+    def multiplier_of_sums(self, noise_multiplier: float) -> float:
+        return self.sparse.split(noise_multiplier)[0]
+
+    def tables_of(self, plan: Plan, variables: Sequence) -> list[int]:
+        if compiled():
+            raise PrivacyError(
+                "sparse=AdaFEST in a step that XLA compiles: how many rows are kept is known only while it runs. "
+                "Compile the model with jit_compile=False."
+            )
+        found, names = plan.looked_up(), self.sparse.tables
+        layers = {i: f"/{name_of(variables[i]).rpartition('/')[0]}/" for i in found}
+        fits = {name: [i for i in found if f"/{name}/" in layers[i]] for name in names or ()}
+        if names is not None:
+            found = sorted({i for places in fits.values() for i in places}) if all(fits.values()) else []
+        if not found:
+            have = ", ".join(layer.strip("/") for layer in layers.values()) or "none"
+            raise PrivacyError(
+                f"{self.label} finds no table that it is for: rows are looked up in the weights of {have}. Leave "
+                "sparse out, or name these layers."
+            )
+        plan.leave_in_rows(found)
+        return found
+
+    def rows(
+        self, stddev: tf.Tensor, plan: Plan, clipped: ClippedGradients, tables: list[int], variables: Sequence
+    ) -> list[tf.IndexedSlices]:
+        _check_tables(clipped, tables, variables)
+        chosen = self._chosen(plan, clipped, tables)
+        shapes = [raw_variable(variables[i]).shape for i in tables]
+        slices = [clipped.sum[i] for i in tables]
+        totals = [_total(s, rows, shape[0]) for s, rows, shape in zip(slices, chosen, shapes, strict=True)]
+        if self.settings.least_noise > 0:
+            sizes = [tf.size(total) for total in totals]
+            drawn = tf.split(self.source.of_length(tf.add_n(sizes), stddev), sizes)
+            # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
+            totals = [
+                tf.cast(tf.cast(t, n.dtype) + tf.reshape(n, tf.shape(t)), t.dtype)
+                for t, n in zip(totals, drawn, strict=True)
+            ]
+        return [
+            tf.IndexedSlices(tf.reshape(total, [-1, *shape[1:]]), rows, tf.constant(shape.as_list(), tf.int64))
+            for total, rows, shape in zip(totals, chosen, shapes, strict=True)
+        ]
+
+    def _chosen(self, plan: Plan, clipped: ClippedGradients, tables: list[int]) -> list[tf.Tensor]:
+        """Returns the numbers of the rows of each table whose noisy count is high enough."""
+        # One without a finite gradient, or without any, is as if it was not there.
+        absent = clipped.absent | ~tf.math.is_finite(clipped.norms) | (clipped.norms <= LEAST_CLIP)
+        counts = plan.clipped_counts(tables, self.sparse.clip, absent)
+        stddev = self.sparse.split(self.settings.least_noise)[1] * self.sparse.clip
+        if stddev > 0:
+            normals = self.source.gaussian([c.shape for c in counts], stddev)
+            counts = [tf.cast(c, n.dtype) + n for c, n in zip(counts, normals, strict=True)]
+        return [graph_tools.released(tf.where(c >= self.sparse.threshold)[:, 0]) for c in counts]
+
+
+def _total(slices: tf.IndexedSlices, rows: tf.Tensor, size: int) -> tf.Tensor:
+    """Returns the sum of the slices for each row of a table of ``size`` rows that is kept."""
+    # Each row's place among those kept; what is in none falls out of the sum.
+    number = tf.size(rows)
+    place = tf.scatter_nd(rows[:, None], tf.range(1, number + 1), [size])
+    return tf.math.unsorted_segment_sum(slices.values, tf.gather(place, slices.indices) - 1, number)
+
+
+def _check_tables(clipped: ClippedGradients, tables: list[int], variables: Sequence) -> None:
+    """Raises a `PrivacyError` for a table whose gradient is of more rows than were looked up."""
+    for i in tables:
+        if not isinstance(clipped.sum[i], tf.IndexedSlices):
+            raise PrivacyError(
+                f"The table {name_of(variables[i])!r} is used in another way than by looking up its rows (tied "
+                f"weights, a product with all of it), so sparse=AdaFEST cannot leave rows out. Untie it, {_OTHERS}."
+            )
+        if clipped.regularization[i] is not None:
+            raise PrivacyError(
+                f"The table {name_of(variables[i])!r} has a regularizer, whose gradient is of all rows, so "
+                f"sparse=AdaFEST cannot leave rows out. Leave it out, {_OTHERS}."
+            )
