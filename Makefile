@@ -18,7 +18,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Where this is set, each of the tests' processes compiles TensorFlow's Python anew: 12 s of CPU time instead of 4.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast lint measure docs bench hospitals lock clean
+.PHONY: demo test test-fast lint kernels measure docs bench hospitals lock clean
 
 demo: $(VENV)/keras3.installed
 	$(KERAS3) -m tfdpfl demo $(ARGS)
@@ -38,6 +38,11 @@ lint: $(VENV)/keras3.installed
 	$(VENV)/keras3/bin/ruff check .
 	$(VENV)/keras3/bin/ruff format --check .
 	$(VENV)/keras3/bin/mypy
+
+# The kernels in C anew, after their sources changed; `make test` runs the tests of the kernels only where they are built.
+kernels: $(VENV)/keras3.installed
+	$(KERAS3) setup.py -q build_ext --inplace
+	sh tests/native/sanitize.sh $(KERAS3)
 
 # Size and complexity of the package, and in how many files one fact stands.
 measure: $(VENV)/keras3.installed
