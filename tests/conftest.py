@@ -27,16 +27,24 @@ if metadata.version("keras") < "3":
 collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "native/test_native_ops.py"]
 
 
-# What hangs on the version neither of Keras and TensorFlow nor of dp-accounting, and models of which test_ecosystem.py
-# has the like on both stacks. Its slow tests run on the newer stack alone. Its quick ones run on both, since NumPy's
-# and scikit-learn's versions differ too, and so does what is marked `both_stacks`. What is marked `one_stack` stands
-# beside a test of the same line that runs on both.
+# Files whose slow tests run on the newer stack alone, because what they test depends on the version neither of Keras nor
+# of TensorFlow nor of dp-accounting, or because test_clipping_layers.py, test_sizes.py and test_ecosystem.py run such
+# models on both stacks. Their quick tests run on both, because NumPy's and scikit-learn's versions differ, too, and so
+# do tests with the mark `both_stacks`. A test with the mark `one_stack` stands beside one of the same line that runs on
+# both.
 ONE_STACK = (
     "audit/",
     "clipping/test_architectures.py",
     "clipping/test_batch_shapes.py",
+    "clipping/test_beside_the_loss.py",
+    "clipping/test_clipping_loops.py",
+    "clipping/test_clipping_losses.py",
+    "clipping/test_clipping_refusals.py",
+    "clipping/test_custom_gradients.py",
+    "clipping/test_real_code.py",
     "federated/test_federated_samplers.py",
     "label_dp/test_label_dp.py",
+    "optimizers/test_neighbours.py",
     "pate/test_pate.py",
     "pate/test_pate_sensitivity.py",
     "test_cli.py",

@@ -125,7 +125,7 @@ def whole(x, y, *weights, **how):
 
 @pytest.mark.parametrize("kind", [
     "activity regularizer", pytest.param("add_loss", marks=pytest.mark.slow),
-    pytest.param("own train_step", marks=pytest.mark.slow)])  # fmt: skip
+    pytest.param("own train_step", marks=[pytest.mark.slow, pytest.mark.both_stacks])])  # fmt: skip
 def test_blank_rows_contribute_nothing_whatever_the_loss_makes_of_them(kind):
     sums = Sums(MODELS[kind]())
     more, fewer = (sums(whole(X[:n], Y[:n], truncated_batch_size=16)) for n in (6, 5))
@@ -450,7 +450,8 @@ def neighbours(parts, in_place, seed, n, size, scale, weighted, gone):
 def params(models):
     """Where seeds are known, Keras 2 has to begin each step with TensorFlow's state set back, which takes a second."""
     for model in models:
-        yield pytest.param(model, marks=[pytest.mark.slow, *([pytest.mark.one_stack] if model[-1] is not None else [])])
+        alone = pytest.mark.both_stacks if model[-1] is None else pytest.mark.one_stack
+        yield pytest.param(model, marks=[pytest.mark.slow, alone])
 
 
 @pytest.mark.parametrize("model", [*FEW, *params(MORE)], ids=str)
