@@ -27,11 +27,11 @@ if metadata.version("keras") < "3":
 collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "native/test_native_ops.py"]
 
 
-# Files whose slow tests run on the newer stack alone, because what they test depends on the version neither of Keras nor
-# of TensorFlow nor of dp-accounting, or because test_clipping_layers.py, test_sizes.py and test_ecosystem.py run such
-# models on both stacks. Their quick tests run on both, because NumPy's and scikit-learn's versions differ, too, and so
-# do tests with the mark `both_stacks`. A test with the mark `one_stack` stands beside one of the same line that runs on
-# both.
+# Files whose slow tests run on the newer stack alone, because what they test depends on the version neither of Keras
+# nor of TensorFlow nor of dp-accounting, or because test_clipping_layers.py, test_sizes.py and test_ecosystem.py run
+# such models on both stacks. Their quick tests run on both, because NumPy's and scikit-learn's versions differ, too,
+# and so do tests with the mark `both_stacks`. A test with the mark `one_stack` stands beside one of the same line that
+# runs on both.
 ONE_STACK = (
     "audit/",
     "clipping/test_architectures.py",
