@@ -30,7 +30,7 @@ _WHERE = {
 }  # fmt: skip
 _MODULES = (
     "accounting", "audit", "callbacks", "clipping", "convex", "data", "datasets", "errors", "federated", "flower",
-    "label_dp", "noise", "optimizers", "pate", "planning", "plots", "tuning",
+    "label_dp", "noise", "optimizers", "pate", "planning", "plots", "preprocessing", "tuning",
 )  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         pate,
         planning,
         plots,
+        preprocessing,
         tuning,
     )
     from tfdpfl.accounting import (

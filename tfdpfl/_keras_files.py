@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 # What registers classes with Keras.
-_MODULES = ("optimizers", "label_dp.losses", "label_dp.pipeline")
+_MODULES = ("optimizers", "label_dp.losses", "label_dp.pipeline", "preprocessing")
 
 
 def register() -> None:

@@ -63,7 +63,8 @@ NO_CASE = {
     "sampling, whose amplification the case of poisson_batches tests": "data SamplingDeclaration cyclic_poisson "
     "random_allocation declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
     "AvailabilityClientSampler BoundedParticipationSampler samplers",
-    "sums whose noise and sensitivity tests of their own check, by NumPy": "PrivateMetrics",
+    "sums whose noise and sensitivity tests of their own check, by NumPy": "PrivateMetrics preprocessing "
+    "Discretization Normalization StringLookup TextVectorization class_weights",
     "made of what is private already": "AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",
     "public, or taken for it": "datasets LabelPrior PublicPrior",

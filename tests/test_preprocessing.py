@@ -1,0 +1,178 @@
+"""Tests of `tfdpfl.preprocessing`: what layers learn has noise and a price, and one example moves it by no more than
+that is for."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+from scipy.stats import chi2, norm
+
+from tfdpfl import preprocessing
+from tfdpfl.accounting import PrivacyLedger, price
+from tfdpfl.accounting.thresholds import thresholded
+from tfdpfl.callbacks import PrivacyBudget
+from tfdpfl.errors import PrivacyError
+
+COST = {"epsilon": 1.0, "delta": 1e-6}
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """The sums before noise, with their sensitivity, in the order in which they are released; and no noise."""
+    seen = []
+
+    def of(self, sums, sensitivity):
+        seen.append((np.array(sums, float), sensitivity))
+        return seen[-1][0]
+
+    monkeypatch.setattr(preprocessing._Release, "of", of)
+    return seen
+
+
+def test_normalization_learns_about_the_means_and_variances_and_is_saved_as_keras_saves_it(tmp_path):
+    x = RNG.normal([1.0, -2.0, 30.0], [0.5, 2.0, 10.0], size=(20_000, 3)).astype("float32")
+    ledger, layer = PrivacyLedger(), preprocessing.Normalization()
+    layer.adapt(x, bounds=([-1, -10, -30], [3, 6, 90]), ledger=ledger, **COST)
+    assert 0.99 < ledger.epsilon(1e-6) <= 1.0 and layer.promises(1e-6)[0].ledger is ledger
+    shown = np.asarray(layer(x))
+    assert np.abs(shown.mean(0)).max() < 0.05 and np.abs(shown.std(0) - 1).max() < 0.05
+    model = tf.keras.Sequential([tf.keras.Input((3,)), layer])
+    model.save(tmp_path / "model.keras")
+    loaded = tf.keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.layers[-1], preprocessing.Normalization)
+    np.testing.assert_allclose(loaded(x[:9]), shown[:9], rtol=1e-5, atol=1e-5)
+    # The ledger pays for a training, too.
+    assert PrivacyBudget(delta=1e-5, ledger=ledger).ledger.epsilon(1e-6) == ledger.epsilon(1e-6)
+
+
+def test_normalization_of_images_learns_one_figure_a_channel():
+    images = RNG.uniform(0, 255, size=(400, 4, 4, 2)) * [1.0, 0.5]
+    layer = preprocessing.Normalization()
+    layer.adapt(images, bounds=(0, 255), epsilon=5.0, delta=1e-6, seed=1)
+    shown = np.asarray(layer(images.astype("float32")))
+    assert shown.shape == images.shape and np.abs(shown.mean((0, 1, 2))).max() < 0.2
+
+
+@pytest.mark.parametrize("features", [1, 3])
+def test_an_example_moves_the_sums_by_no_more_than_the_noise_is_for(exact, features):
+    corners = np.array([[9.0] * features, [-9.0] * features, [np.nan] * features, [1e30] * features])
+    rows = np.concatenate([RNG.normal(size=(40, features)), corners])
+    words = [["a", "b", "c", "d"], ["a", "a", "a", "e"]] * 60
+    adapts = {
+        "Normalization": lambda x: preprocessing.Normalization().adapt(x, bounds=(-2, 2), **COST),
+        "Discretization": lambda x: preprocessing.Discretization(num_bins=3).adapt(x, bounds=(-2, 2), **COST),
+        "class_weights": lambda x: preprocessing.class_weights(np.arange(len(x)) % 3, num_classes=3, **COST),
+    }
+    for name, adapt in adapts.items():
+        adapt(rows)
+        (whole, sensitivity), moved = exact.pop(), []
+        for i in (0, len(rows) - 4, len(rows) - 2, len(rows) - 1):
+            adapt(np.delete(rows, i, 0) if name != "class_weights" else rows[:-1])
+            moved.append(np.linalg.norm(whole - exact.pop()[0]))
+        assert 0.99 * sensitivity < max(moved) <= sensitivity + 1e-9, name
+    layer = preprocessing.StringLookup()
+    layer.adapt(words, max_tokens_per_example=2, **COST)
+    (whole, sensitivity), _ = exact.pop(), exact.clear()
+    layer.adapt(words[1:], max_tokens_per_example=2, **COST)
+    assert np.linalg.norm(whole - exact.pop()[0]) == sensitivity == math.sqrt(2)
+
+
+def test_the_noise_has_the_deviation_of_the_event_in_the_ledger():
+    ledger = PrivacyLedger()
+    release = preprocessing._Release(1.0, 1e-6, ledger, None, None)
+    drawn = release.of(np.full(4000, 5.0), 3.0)
+    (event,) = [row.event for row in ledger._rows]
+    assert event == dp_accounting.GaussianDpEvent(release.noise_multiplier)
+    assert price(event, 1e-6).epsilon == pytest.approx(1.0, rel=1e-3)
+    statistic = (((drawn - 5) / (3 * release.noise_multiplier)) ** 2).sum()
+    for wrong, accepted in ((1.0, True), (2 / 3, False), (1.5, False)):
+        p = 2 * min(chi2.cdf(statistic / wrong**2, 4000), chi2.sf(statistic / wrong**2, 4000))
+        assert (p > 1e-5) == accepted
+    assert abs(drawn.mean() - 5) < 5 * 3 * release.noise_multiplier / math.sqrt(4000)
+
+
+def test_discretization_learns_about_the_quantiles():
+    x = RNG.exponential(size=(20_000, 1))
+    layer = preprocessing.Discretization(num_bins=4)
+    layer.adapt(x, bounds=(0, 8), **COST)
+    assert np.abs(np.array(layer.bin_boundaries) - np.quantile(x, [0.25, 0.5, 0.75])).max() < 0.1
+    again = preprocessing.Discretization.from_config(layer.get_config())
+    assert np.array_equal(np.asarray(again(x[:50])), np.asarray(layer(x[:50])))
+
+
+def test_a_vocabulary_has_what_many_examples_have_and_nothing_of_one_example_alone():
+    texts = ["The cat sat", "the dog!", "a cat"] * 300 + [f"secret{i}" for i in range(50)]
+    layer, ledger = preprocessing.TextVectorization(), PrivacyLedger()
+    layer.adapt(texts, max_tokens_per_example=3, ledger=ledger, **COST)
+    assert layer.get_vocabulary()[:2] == ["", "[UNK]"]
+    assert set(layer.get_vocabulary()[2:4]) == {"the", "cat"} and set(layer.get_vocabulary()[2:]) == {
+        "the", "cat", "sat", "dog", "a"
+    }  # fmt: skip
+    assert np.asarray(layer(["the dog secret1"])).min() == 1  # unknown
+    assert 0.9 < ledger.epsilon(1e-6) <= 1.0
+    lookup = preprocessing.StringLookup(max_tokens=2, num_oov_indices=1)
+    lookup.adapt(np.array(["x"] * 300 + ["y"] * 90 + ["z"]), max_tokens_per_example=1, **COST)
+    assert lookup.get_vocabulary() == ["[UNK]", "x"]
+    with pytest.raises(PrivacyError, match="No token is in clearly more than"):
+        lookup.adapt(np.array(["x", "y"]), max_tokens_per_example=1, **COST)
+
+
+def test_a_token_of_one_example_passes_with_the_chance_that_delta_has_for_it(exact):
+    for most in (1, 4):
+        release = preprocessing._Release(1.0, 1e-2, None, None, None, thresholded=True)
+        sigma = release.noise_multiplier * math.sqrt(most)
+        threshold = 1 + sigma * norm.isf(release.chance / most)
+        assert most * norm.sf((threshold - 1) / sigma) == pytest.approx(5e-3)
+        exact.clear()
+        below, above = ("a" if count < threshold else "b" for count in (threshold - 1, threshold + 1))
+        assert (below, above) == ("a", "b")
+        examples = [["many"]] * math.ceil(threshold + 1) + [["few"]] * math.floor(threshold - 1)
+        assert preprocessing._vocabulary(examples, most, release, None, set()) == ["many"]
+
+
+def test_a_threshold_costs_its_chance_next_to_the_noise():
+    chance, z = 1e-5, 3.0
+    event = thresholded(dp_accounting.GaussianDpEvent(z), chance)
+    for epsilon in (0.5, 1.0):
+        of_noise = norm.cdf(0.5 / z - epsilon * z) - math.exp(epsilon) * norm.cdf(-0.5 / z - epsilon * z)
+        found = price(event, chance + (1 - chance) * of_noise).epsilon
+        assert epsilon - 1e-6 <= found < epsilon + 2e-3
+    ledger = PrivacyLedger().add(event, 2)
+    assert PrivacyLedger.from_dict(ledger.to_dict()) == ledger
+    assert ledger.epsilon(2e-5) > ledger.epsilon(1e-4) and ledger.epsilon(1.9e-5) == math.inf
+
+
+def test_class_weights_are_inverse_to_noisy_frequencies():
+    y = np.repeat([0, 1, 2], [8000, 1000, 1000])
+    weights = preprocessing.class_weights(y, num_classes=3, **COST)
+    assert weights == pytest.approx({0: 10 / 24, 1: 10 / 3, 2: 10 / 3}, rel=0.05)
+    with pytest.raises(ValueError, match=r"y\.argmax"):
+        preprocessing.class_weights(np.eye(3), num_classes=3, **COST)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "kind", "message"),
+    [
+        (lambda x: preprocessing.Normalization().adapt(x, **COST), ValueError, "bounds=None must be .low, high"),
+        (lambda x: preprocessing.Normalization().adapt(x, bounds=(2, 1), **COST), ValueError, "low below high"),
+        (lambda x: preprocessing.Normalization(axis=0).adapt(x, bounds=(0, 1), **COST), ValueError, "of the examples"),
+        (lambda x: preprocessing.Normalization().adapt(x, bounds=(0, 1), epsilon=0, delta=1e-6), ValueError, "epsilon"),
+        (lambda x: preprocessing.StringLookup().adapt(["a"], **COST), ValueError, "max_tokens_per_example is missing"),
+        (lambda x: preprocessing.Discretization([1.0]).adapt(x, bounds=(0, 1), **COST), ValueError, "nothing to learn"),
+        (lambda x: preprocessing.Normalization().adapt(x, bounds=(0, 1), adjacency="replace_one", **COST), PrivacyError,
+         "has no price for these sums"),
+        (lambda x: preprocessing.Normalization().promises(1e-5), PrivacyError, "was not adapted"),
+    ],
+)  # fmt: skip
+def test_what_has_no_bound_or_no_price_is_refused(adapt, kind, message):
+    with pytest.raises(kind, match=message):
+        adapt(np.ones((5, 2)))
+
+
+def test_a_ledger_of_users_does_not_pay_for_sums_of_examples():
+    ledger = PrivacyLedger().record(1.0, num_examples=10, batch_size=2, unit="user")
+    with pytest.raises(PrivacyError, match="The ledger is of users"):
+        preprocessing.class_weights([0, 1], num_classes=2, ledger=ledger, **COST)

@@ -1,0 +1,387 @@
+"""Keras's preprocessing layers, adapted to private data by mechanisms that have an ε.
+
+`adapt` of each layer takes bounds, ε, δ and the ledger that pays. Everything else is Keras's: the layer is called,
+saved and loaded as Keras's layer of the same name. The unit is one example, along the first axis of the data, and the
+number of examples is public.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdpfl._sums import noisy_sum
+from tfdpfl.accounting import PrivacyLedger, _checks, price
+from tfdpfl.accounting.calibration import smallest_noise_multiplier
+from tfdpfl.accounting.pricing import check_delta
+from tfdpfl.accounting.promises import Promise
+from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import Source
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+__all__ = ["Discretization", "Normalization", "StringLookup", "TextVectorization", "class_weights"]
+
+_ADJACENCIES = ("add_or_remove_one", "zero_out")
+
+
+class _Release:
+    """Noisy sums at one (ε, δ), paid by a ledger.
+
+    Args:
+        epsilon, delta: What they may cost.
+        ledger: What pays; None for one of its own.
+        adjacency: The neighbours that it is recorded for; None takes the ledger's.
+        thresholded: Whether half of δ is for counts that pass a threshold though they should not.
+        seed: For tests alone.
+    """
+
+    def __init__(
+        self, epsilon: float, delta: float, ledger: PrivacyLedger | None, adjacency: str | None, seed: int | None,
+        thresholded: bool = False,
+    ):  # fmt: skip
+        epsilon = _checks.real("epsilon", epsilon, "give what adapting may cost, such as 0.5", above=0)
+        self.chance = check_delta(delta) / 2 if thresholded else 0.0
+        self.ledger = PrivacyLedger() if ledger is None else ledger
+        if self.ledger.unit == "user":
+            raise PrivacyError(
+                "The ledger is of users, and these sums protect one example each. A user with several examples would "
+                "be protected less. Adapt on one example of each user, and give a ledger of its own."
+            )
+        self.adjacency = self.ledger.adjacency if adjacency is None else adjacency
+        if self.adjacency not in _ADJACENCIES:
+            raise PrivacyError(
+                f"adjacency={self.adjacency!r} has no price for these sums, which an example that is replaced moves "
+                f"further. Take {' or '.join(map(repr, _ADJACENCIES))}."
+            )
+        self.noise_multiplier = _noise_multiplier(epsilon, delta - self.chance)
+        self._source = Source(seed)
+
+    def of(self, sums: np.ndarray, sensitivity: float) -> np.ndarray:
+        """Returns noisy sums, after the ledger has paid for them."""
+        from dp_accounting import GaussianDpEvent
+
+        from tfdpfl.accounting.thresholds import thresholded
+
+        event = GaussianDpEvent(self.noise_multiplier)
+        if self.chance:
+            event = thresholded(event, self.chance)
+        self.ledger.add(event, adjacency=self.adjacency)
+        return noisy_sum(np.asarray(sums, np.float64), sensitivity, self.noise_multiplier, self._source)
+
+
+@functools.lru_cache(maxsize=64)
+def _noise_multiplier(epsilon: float, delta: float) -> float:
+    """The smallest noise of one Gaussian mechanism."""
+    from dp_accounting import GaussianDpEvent
+
+    return smallest_noise_multiplier(lambda z: price(GaussianDpEvent(z), delta).epsilon, epsilon)
+
+
+class _Adapted:
+    """What the layers have beside Keras's: the ledger that their `adapt` wrote into."""
+
+    ledger: PrivacyLedger | None = None
+
+    def promises(self, delta: float) -> list[Promise]:
+        """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        if self.ledger is None:
+            raise PrivacyError(f"{type(self).__name__} was not adapted, so it has no price. Call adapt first.")
+        return self.ledger.promises(delta)
+
+
+def _rows(data: ArrayLike | tf.data.Dataset) -> np.ndarray:
+    """The examples of arrays, or of a data set of batches."""
+    if isinstance(data, tf.data.Dataset):
+        data = np.concatenate(list(data.as_numpy_iterator()))
+    rows = np.asarray(data)
+    if rows.ndim == 0 or not len(rows):
+        raise ValueError(f"data must have examples along its first axis, got the shape {list(rows.shape)}.")
+    return rows
+
+
+def _bounded(rows: np.ndarray, bounds: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The examples clipped to the bounds (what is no number to their middle), and the bounds."""
+    if bounds is None or len(bounds) != 2:
+        raise ValueError(
+            f"bounds={bounds!r} must be (low, high), which no example sets: what you know of the values beforehand, "
+            "such as (0, 255). Values beyond are clipped."
+        )
+    low, high = (np.broadcast_to(np.asarray(bound, np.float64), shape) for bound in bounds)
+    if not (np.isfinite(low) & np.isfinite(high) & (low < high)).all():
+        raise ValueError(f"bounds={bounds!r} must be finite, and low below high.")
+    rows = rows.astype(np.float64)
+    return np.clip(np.where(np.isnan(rows), (low + high) / 2, rows), low, high), low, high
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class Normalization(_Adapted, tf.keras.layers.Normalization):
+    """Shifts and scales features to mean 0 and variance 1, which it learns privately.
+
+    Arguments are those of `tf.keras.layers.Normalization`.
+
+    Guarantee:
+        Each feature is clipped to its bounds. The sums of all features and of their squares, scaled to [-1, 1], get
+        Gaussian noise. One example that is added, removed or blanked moves them by √(2 · features) at most.
+
+    Example:
+        >>> layer = tfdpfl.preprocessing.Normalization()
+        >>> layer.adapt(x, bounds=(-4, 4), epsilon=0.5, delta=1e-6)
+    """
+
+    def adapt(
+        self, data: ArrayLike | tf.data.Dataset, *, bounds: tuple[ArrayLike, ArrayLike] | None = None,
+        epsilon: float, delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Learns means and variances with noise.
+
+        Args:
+            data: Examples along the first axis: an array, or a finite data set of batches.
+            bounds: (low, high), numbers or one for each feature, that are known without the data.
+            epsilon, delta: What it may cost.
+            ledger: The `PrivacyLedger` that pays, for `PrivacyBudget(ledger=...)`; None makes one: `ledger`.
+            adjacency: "add_or_remove_one" or "zero_out"; None takes that of the ledger.
+            seed: For tests alone: anyone who knows it can subtract the noise.
+
+        Raises:
+            ValueError: An argument is out of its range.
+            PrivacyError: The ledger protects users, or is for neighbours of which one example is replaced.
+        """
+        rows = _rows(data)
+        axes = () if self.axis is None else self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,)
+        kept = sorted(axis % rows.ndim for axis in axes)
+        if 0 in kept:
+            raise ValueError(f"axis={self.axis!r} is that of the examples, each of which would be published.")
+        others = tuple(axis for axis in range(1, rows.ndim) if axis not in kept)
+        shape = tuple(rows.shape[axis] for axis in kept)
+        whole = tuple(n if axis in kept else 1 for axis, n in enumerate(rows.shape) if axis)
+        clipped, low, high = _bounded(rows, _reshaped(bounds, whole), whole)
+        middle, half = (low + high) / 2, (high - low) / 2
+        scaled = (clipped - middle) / half
+        each = np.stack([scaled.mean(axis=others), (scaled**2).mean(axis=others)], axis=1)  # in [-1, 1]
+        release = _Release(epsilon, delta, ledger, adjacency, seed)
+        self.ledger = release.ledger
+        sensitivity = math.sqrt(each[0].size)
+        mean, square = release.of(each.sum(axis=0), sensitivity) / len(rows)
+        # A variance below what the noise may hide is not known, and would blow the feature up.
+        least = min(release.noise_multiplier * sensitivity / len(rows), 1.0)
+        mean = np.clip(mean, -1, 1)
+        deviation = np.sqrt(np.clip(square - mean**2, least, 1)).reshape(whole)
+        mean = mean.reshape(whole)
+        assert deviation.size == math.prod(shape)
+        # Keras's own adapt computes exactly these figures from two examples.
+        two = np.stack([middle + half * (mean + side * deviation) for side in (-1, 1)])
+        super().adapt(np.broadcast_to(two, (2, *rows.shape[1:])).astype(np.float32))
+
+
+def _reshaped(bounds: Any, whole: tuple[int, ...]) -> Any:
+    if bounds is None or len(bounds) != 2:
+        return bounds
+    return [b if np.ndim(b) == 0 else np.asarray(b, np.float64).reshape(whole) for b in bounds]
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class Discretization(_Adapted, tf.keras.layers.Discretization):
+    """Puts numbers into bins of about equal frequency, whose boundaries it learns privately.
+
+    Arguments are those of `tf.keras.layers.Discretization`; give `num_bins`.
+
+    Guarantee:
+        The range between the bounds is cut into equal cells. An example counts 1 in all, shared out among its values,
+        so it moves the counts of the cells by at most 1. They get Gaussian noise, and the boundaries are quantiles of
+        the noisy counts.
+
+    Example:
+        >>> layer = tfdpfl.preprocessing.Discretization(num_bins=4)
+        >>> layer.adapt(x[:, :1], bounds=(-4, 4), epsilon=0.5, delta=1e-6)
+    """
+
+    num_bins: int | None
+
+    def adapt(
+        self, data: ArrayLike | tf.data.Dataset, *, bounds: tuple[float, float] | None = None, cells: int = 128,
+        epsilon: float, delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Learns the boundaries of the bins with noise.
+
+        Args:
+            data: As all that follow, see `Normalization.adapt`.
+            bounds: (low, high), known without the data.
+            cells: How many cells the range is cut into. A boundary is no more exact than a cell.
+        """
+        if self.num_bins is None:
+            raise ValueError("Discretization with bin_boundaries has nothing to learn: give it num_bins.")
+        rows = _rows(data)
+        cells = _checks.whole("cells", cells, 2, "cut the range into at least two cells")
+        clipped, low, high = _bounded(rows.reshape(len(rows), -1), bounds, ())
+        edges = np.linspace(float(low), float(high), cells + 1)
+        counts = np.histogram(clipped, edges)[0] / clipped.shape[1]
+        release = _Release(epsilon, delta, ledger, adjacency, seed)
+        self.ledger = release.ledger
+        noisy = np.cumsum(release.of(counts, 1.0))
+        shares = np.clip(np.maximum.accumulate(noisy) / len(rows), 0, 1)
+        shares = np.concatenate([[0.0], shares / max(shares[-1], 1e-12)])
+        wanted = np.arange(1, self.num_bins) / self.num_bins
+        boundaries = np.maximum.accumulate(np.interp(wanted, shares, edges)).tolist()
+        # As if they had been given, so that Keras saves them with the layer's config.
+        self.bin_boundaries = self.input_bin_boundaries = boundaries
+        self.num_bins = None
+
+
+def _vocabulary(
+    examples: list[list[str]], most: int, release: _Release, max_tokens: int | None, reserved: set[str]
+) -> list[str]:
+    """The tokens whose noisy count of examples passes the threshold, the most frequent first."""
+    from scipy.special import ndtri
+
+    counts = Counter(token for tokens in examples for token in list(dict.fromkeys(tokens))[:most])
+    for token in reserved:
+        counts.pop(token, None)
+    tokens, sensitivity = list(counts), math.sqrt(most)
+    noisy = release.of(np.array([counts[token] for token in tokens]), sensitivity)
+    # A token of one example alone passes with a chance of at most chance / most.
+    threshold = 1 - release.noise_multiplier * sensitivity * float(ndtri(release.chance / most))
+    order = np.argsort(-noisy)
+    kept = [tokens[i] for i in order if noisy[i] > threshold][:max_tokens]
+    if not kept:
+        raise PrivacyError(
+            f"No token is in clearly more than {threshold:.0f} examples, below which the noise hides it. Raise epsilon "
+            "or delta, lower max_tokens_per_example, or give a vocabulary that is public."
+        )
+    return kept
+
+
+def _checked_most(most: int | None) -> int:
+    if most is None:
+        raise ValueError(
+            "max_tokens_per_example is missing: say how many different tokens of an example may count. The noise "
+            "grows with its root."
+        )
+    return _checks.whole("max_tokens_per_example", most, 1, "count the tokens of an example that may count")
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class StringLookup(_Adapted, tf.keras.layers.StringLookup):
+    """Maps strings to numbers by a vocabulary that it learns privately.
+
+    Arguments are those of `tf.keras.layers.StringLookup`.
+
+    Guarantee:
+        Each string's count is of examples, each of which counts for at most `max_tokens_per_example` different strings.
+        Counts get Gaussian noise. Strings whose noisy count does not pass a threshold are left out; δ covers that a
+        string of one example alone passes it.
+
+    Example:
+        >>> layer = tfdpfl.preprocessing.StringLookup()
+        >>> layer.adapt(["a", "b"] * 200, max_tokens_per_example=1, epsilon=1.0, delta=1e-6)
+    """
+
+    def adapt(
+        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, epsilon: float,
+        delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Learns the vocabulary with noise.
+
+        Args:
+            data: As all that follow, see `Normalization.adapt`.
+            max_tokens_per_example: How many different strings of one example count; the others are ignored.
+        """
+        most = _checked_most(max_tokens_per_example)
+        rows = _rows(data)
+        examples = [[_text(token) for token in row] for row in rows.reshape(len(rows), -1)]
+        release = _Release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
+        self.ledger = release.ledger
+        reserved = {self.mask_token, self.oov_token} - {None}
+        room = None if self.max_tokens is None else self.max_tokens - self.num_oov_indices - (
+            self.mask_token is not None
+        )  # fmt: skip
+        self.set_vocabulary(_vocabulary(examples, most, release, room, reserved))
+
+
+def _text(token: Any) -> str:
+    return token.decode("utf-8", "replace") if isinstance(token, bytes) else str(token)
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
+    """Splits texts into tokens, and maps them to numbers by a vocabulary that it learns privately.
+
+    Arguments are those of `tf.keras.layers.TextVectorization`, without "tf_idf".
+
+    Guarantee:
+        As `StringLookup`, with the tokens of a text.
+
+    Example:
+        >>> layer = tfdpfl.preprocessing.TextVectorization()
+        >>> layer.adapt(["good", "bad film"] * 300, max_tokens_per_example=5, epsilon=1.0, delta=1e-6)
+    """
+
+    def adapt(
+        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, epsilon: float,
+        delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Learns the vocabulary with noise.
+
+        Args:
+            data: As all that follow, see `Normalization.adapt`.
+            max_tokens_per_example: How many different tokens of one text count; the others are ignored.
+        """
+        most = _checked_most(max_tokens_per_example)
+        if getattr(self, "_output_mode", None) == "tf_idf":
+            raise PrivacyError(
+                "output_mode='tf_idf' needs document frequencies, which adapt does not publish. Take 'count' or 'int'."
+            )
+        texts = _rows(data).reshape(-1, 1) if np.ndim(data) < 2 else _rows(data)
+        tokens = self._preprocess(tf.constant(texts.astype(object)))
+        tokens = tokens if isinstance(tokens, tf.RaggedTensor) else tf.RaggedTensor.from_tensor(tokens)
+        flat = tokens.to_list()
+        examples = [[_text(token) for token in _flattened(row) if len(token)] for row in flat]
+        release = _Release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
+        self.ledger = release.ledger
+        room = None if self._max_tokens is None else self._max_tokens - 2
+        self.set_vocabulary(_vocabulary(examples, most, release, room, {"", "[UNK]"}))
+
+
+def _flattened(row: Any) -> list[Any]:
+    return [token for part in row for token in _flattened(part)] if isinstance(row, list) else [row]
+
+
+def class_weights(
+    y: ArrayLike, *, num_classes: int, epsilon: float, delta: float, ledger: PrivacyLedger | None = None,
+    adjacency: str | None = None, seed: int | None = None,
+) -> dict[int, float]:  # fmt: skip
+    """Returns a weight for each class, inverse to its noisy frequency, for `fit(class_weight=...)`.
+
+    Guarantee:
+        The counts of the classes get Gaussian noise of sensitivity 1, since an example has one class.
+
+    Args:
+        y: Whole-number labels from 0 on, one for each example.
+        num_classes: How many classes there are; labels beyond are ignored.
+        epsilon, delta: What it may cost.
+        ledger: The `PrivacyLedger` that pays; None if you keep no account.
+        adjacency: "add_or_remove_one" or "zero_out"; None takes that of the ledger.
+        seed: For tests alone.
+
+    Example:
+        >>> weights = tfdpfl.preprocessing.class_weights(y, num_classes=3, epsilon=0.2, delta=1e-6)
+    """
+    labels = _rows(y)
+    if labels.size != len(labels):
+        raise ValueError(
+            f"y has the shape {list(labels.shape)}, and class_weights counts one whole-number label of each example. "
+            "Give y.argmax(-1) of one-hot labels."
+        )
+    labels = labels.reshape(-1)
+    counts = np.array([(labels == k).sum() for k in range(_checks.whole("num_classes", num_classes, 1, "count them"))])
+    release = _Release(epsilon, delta, ledger, adjacency, seed)
+    noisy = np.maximum(release.of(counts, 1.0), max(release.noise_multiplier, 1.0))
+    return {k: float(len(labels) / (num_classes * count)) for k, count in enumerate(noisy)}
