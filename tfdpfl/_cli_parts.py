@@ -35,7 +35,7 @@ class NewFile(click.Path):
 
 @contextmanager
 def clean_errors() -> Iterator[None]:
-    """A refused argument names its mend; a traceback would say no more."""
+    """A refused argument names its remedy; a traceback would say no more."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the report says it

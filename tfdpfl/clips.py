@@ -40,8 +40,8 @@ class AdaptiveClip:
 
     def __post_init__(self) -> None:
         _checks.real("initial", self.initial, "give the first clip, for instance 0.1", above=0)
-        mend = "give the fraction to leave unclipped; 0.5 is the median"
-        _checks.probability("target_quantile", self.target_quantile, mend)
+        remedy = "give the fraction to leave unclipped; 0.5 is the median"
+        _checks.probability("target_quantile", self.target_quantile, remedy)
         _checks.real("learning_rate", self.learning_rate, "0.2 is usual", above=0)
         if self.clipped_count_stddev is not None:
             _checks.real("clipped_count_stddev", self.clipped_count_stddev, "leave it out for a safe value", at_least=0)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from typing import TYPE_CHECKING
 
-from tfdpfl._types import Keywords
+from tfdpfl._types import Keywords, Model, Optimizer
+
+if TYPE_CHECKING:
+    from tfdpfl.datasets import ImageData
 
 DELTA = 1e-5
 
@@ -40,63 +44,40 @@ def run(
     n = len(data.x_train)
     # A small data set is best served by few, large batches.
     batch, default_epochs, learning_rate = (2000, 10, 4e-3) if n > 10_000 else (n // 2, 40, 2e-2)
-    epochs = epochs or default_epochs
-    steps = n // batch
     if seed is not None:
         tf.keras.utils.set_random_seed(seed)
-    show = 0 if as_json else 1
-    target = 3.0
-    noise_multiplier = tfdpfl.compute_noise_multiplier(
-        target_epsilon=target, num_examples=n, batch_size=batch, delta=DELTA, num_steps=steps * epochs
-    )
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    plan = tfdpfl.plan(
+        data.x_train, data.y_train, target_epsilon=3.0, delta=DELTA, batch_size=batch,
+        num_epochs=epochs or default_epochs, l2_norm_clip=0.5, seed=seed,
+    )  # fmt: skip
     say = (lambda *a: None) if as_json else print
     say(f"{data.name}: {n} examples to train on, {len(data.x_test)} to test on, {data.num_classes} classes\n")
 
     say("Without privacy:")
-    plain = _model(data)
-    plain.compile(optimizer=tf.keras.optimizers.Adam(4e-3), loss=loss, metrics=["accuracy"])
-    began = time.perf_counter()
-    test = (data.x_test, data.y_test)
-    plain_log = plain.fit(
-        data.x_train, data.y_train, batch_size=128, epochs=epochs, validation_data=test, verbose=2 * show
-    )
-    plain_seconds = time.perf_counter() - began
-
-    say(f"\nWith privacy, (ε, δ) = ({target:g}, {DELTA:g}), so noise_multiplier = {noise_multiplier:.3f}:")
-    private = _model(data)
-    optimizer = tfdpfl.DPAdam(
-        l2_norm_clip=0.5,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=batch,
-        seed=seed,
-        learning_rate=learning_rate,
-    )
-    private.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
-    budget = tfdpfl.callbacks.PrivacyBudget(num_examples=n, delta=DELTA, target_epsilon=target)
-    batches = tfdpfl.data.poisson_batches(
-        (data.x_train, data.y_train), expected_batch_size=batch, steps=steps, seed=seed
-    )
-    began = time.perf_counter()
-    private_log = private.fit(batches, epochs=epochs, validation_data=test, callbacks=[budget], verbose=show)
-    private_seconds = time.perf_counter() - began
-
-    report = budget.report
+    plain, plain_seconds = _trained(
+        data, tf.keras.optimizers.Adam(4e-3), x=data.x_train, y=data.y_train, batch_size=128, epochs=plan.epochs,
+        verbose=0 if as_json else 2,
+    )  # fmt: skip
+    say(f"\nWith privacy, (ε, δ) = (3, {DELTA:g}), so noise_multiplier = {plan.noise_multiplier:.3f}:")
+    private, private_seconds = _trained(
+        data, plan.optimizer("adam", learning_rate=learning_rate, seed=seed), x=plan.batches, epochs=plan.epochs,
+        callbacks=[plan.callback], verbose=0 if as_json else 1,
+    )  # fmt: skip
     result = {
         "data": data.name,
-        "plain_accuracy": float(plain_log.history["val_accuracy"][-1]),
-        "private_accuracy": float(private_log.history["val_accuracy"][-1]),
+        "plain_accuracy": float(plain["val_accuracy"][-1]),
+        "private_accuracy": float(private["val_accuracy"][-1]),
         "plain_seconds": plain_seconds,
         "private_seconds": private_seconds,
-        "privacy": report.to_dict(),
-        "picture": _draw(plain_log.history, private_log.history, data.name, output),
+        "privacy": plan.callback.report.to_dict(),
+        "picture": _draw(plain, private, data.name, output),
     }
     if as_json:
         print(json.dumps(result))
         return result
     print(f"\nTest accuracy  without privacy {result['plain_accuracy']:.1%}   with {result['private_accuracy']:.1%}")
     print(f"Time           without privacy {plain_seconds:.1f} s   with {private_seconds:.1f} s\n")
-    print(report.statement())
+    print(plan.callback.report.statement())
     if result["picture"]:
         print(f"\nAccuracy and ε over the epochs: {result['picture']}")
     else:
@@ -104,7 +85,19 @@ def run(
     return result
 
 
-def _model(data):
+def _trained(data: ImageData, optimizer: Optimizer, **fit: object) -> tuple[dict[str, list[float]], float]:
+    """Trains a new model; returns its history, and the seconds that it took."""
+    import tensorflow as tf
+
+    model = _model(data)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    began = time.perf_counter()
+    log = model.fit(validation_data=(data.x_test, data.y_test), **fit)
+    return log.history, time.perf_counter() - began
+
+
+def _model(data: ImageData) -> Model:
     """A small network; tanh bounds the activations, which suits clipped gradients (Papernot et al. 2021,
     arXiv:2007.14191)."""
     import tensorflow as tf

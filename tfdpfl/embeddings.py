@@ -45,8 +45,8 @@ class AdaFEST:
         _checks.real("threshold", self.threshold, "at 0 half of all rows pass; 4 times the noise is usual", above=0)
         _checks.real("clip", self.clip, "1.0 is usual", above=0)
         if self.noise_multiplier is not None:
-            mend = "it must be above the optimizer's; leave it out for twice that"
-            _checks.real("noise_multiplier", self.noise_multiplier, mend, above=0)
+            remedy = "it must be above the optimizer's; leave it out for twice that"
+            _checks.real("noise_multiplier", self.noise_multiplier, remedy, above=0)
         tables = self.tables
         if tables is not None:
             named = not isinstance(tables, str) and isinstance(tables, Sequence) and len(tables) > 0

@@ -6,7 +6,7 @@ __all__ = ["PrivacyError"]
 class PrivacyError(ValueError):
     """What was asked cannot be made private, or its privacy cannot be priced.
 
-    The message names the cause and the mend. Ordinary bad arguments (a negative noise multiplier, δ ≥ 1)
+    The message names the cause and the remedy. Ordinary bad arguments (a negative noise multiplier, δ ≥ 1)
     raise a plain `ValueError`.
     """
 

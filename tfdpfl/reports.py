@@ -500,8 +500,8 @@ def _measured(name: str, what: Promiser, sources: Sequence[_Source], delta: floa
     if hasattr(what, "epsilon") and hasattr(what, "delta"):
         bound, at, text = float(what.epsilon), float(what.delta), str(what)
     else:
-        mend = "give a bound on ε, or an audit's report"
-        bound, at = _checks.real(f"audits[{name!r}]", what, mend, at_least=0), delta
+        remedy = "give a bound on ε, or an audit's report"
+        bound, at = _checks.real(f"audits[{name!r}]", what, remedy, at_least=0), delta
         text = f"epsilon is at least {_report_html.rounded_down(bound)} at delta = {delta:g}"
     paid = None if source is None or not 0 < at < 1 else _try(source.promise.cost, at, accountant)
     claimed = None if paid is None else paid.epsilon

@@ -178,8 +178,8 @@ class RandomSearch:
                 "random."
             )
         self.mean_runs = _checks.real("mean_runs", mean_runs, "give the mean number of runs", at_least=1)
-        mend = "1 is geometric, 0 logarithmic"
-        self.shape = _checks.real("shape", shape, mend, at_least=0)
+        remedy = "1 is geometric, 0 logarithmic"
+        self.shape = _checks.real("shape", shape, remedy, at_least=0)
         if space is not None and (not isinstance(space, dict) or not space):
             raise ValueError(
                 f"space={space!r:.99} must be a dict of names and what to draw from, as scikit-learn's, or None."

@@ -1,4 +1,4 @@
-"""Checks of arguments: each failure is one sentence with the argument, its value and the mend."""
+"""Checks of arguments: each failure is one sentence with the argument, its value and the remedy."""
 
 import math
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from numbers import Real
 from typing import Any
 
 
-def whole(name: str, value: Any, minimum: int, mend: str) -> int:
+def whole(name: str, value: Any, minimum: int, remedy: str) -> int:
     """Returns `value` as an int, or raises a `ValueError` when it is no whole number from `minimum` up."""
     number = _real(value)
     if not math.isfinite(number) or number != int(number) or number < minimum:
-        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}: {mend}")
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}: {remedy}")
     return int(value)
 
 
-def real(name: str, value: object, mend: str, *, at_least: float | None = None, above: float | None = None) -> float:
+def real(name: str, value: object, remedy: str, *, at_least: float | None = None, above: float | None = None) -> float:
     """Returns `value` as a float, or raises a `ValueError` when it is not finite or not over the bound that
     is given.
     """
@@ -22,15 +22,15 @@ def real(name: str, value: object, mend: str, *, at_least: float | None = None, 
     fits = (at_least is None or number >= at_least) and (above is None or number > above)
     if not (math.isfinite(number) and fits):
         bound = f" of at least {at_least:g}" if at_least is not None else f" above {above:g}"
-        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}: {mend}")
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}: {remedy}")
     return number
 
 
-def probability(name: str, value: object, mend: str) -> float:
+def probability(name: str, value: object, remedy: str) -> float:
     """Returns `value` as a float, or raises a `ValueError` when it is not strictly between 0 and 1."""
     number = _real(value)
     if not 0 < number < 1:
-        raise ValueError(f"{name} must be strictly between 0 and 1, got {value!r}: {mend}")
+        raise ValueError(f"{name} must be strictly between 0 and 1, got {value!r}: {remedy}")
     return number
 
 

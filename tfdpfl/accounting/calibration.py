@@ -58,7 +58,7 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
             Rényi DP prices it.
 
     Raises:
-        ValueError: An argument is out of its range; the message has the mend.
+        ValueError: An argument is out of its range; the message has the remedy.
         PrivacyError: The adjacency has no price under this sampling.
     """
     made = build_run(**run)

@@ -57,19 +57,19 @@ class CorrelatedRun:
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
         put("noise", as_noise(self.noise))
-        mend = "give the optimizer's noise_multiplier (0 for none)"
-        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, mend, at_least=0))
+        remedy = "give the optimizer's noise_multiplier (0 for none)"
+        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, remedy, at_least=0))
         put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
-        mend = "count the steps from one use of an example to its next"
-        put("min_separation", _checks.whole("min_separation", self.min_separation, 1, mend))
+        remedy = "count the steps from one use of an example to its next"
+        put("min_separation", _checks.whole("min_separation", self.min_separation, 1, remedy))
         if self.max_participations is not None:
-            mend = "count the uses of an example, or leave it out"
-            put("max_participations", _checks.whole("max_participations", self.max_participations, 0, mend))
+            remedy = "count the uses of an example, or leave it out"
+            put("max_participations", _checks.whole("max_participations", self.max_participations, 0, remedy))
         if self.sampling_rate is not None:
-            mend = "give the probability with which a group's example is taken, or None"
-            put("sampling_rate", _checks.real("sampling_rate", self.sampling_rate, mend, above=0))
+            remedy = "give the probability with which a group's example is taken, or None"
+            put("sampling_rate", _checks.real("sampling_rate", self.sampling_rate, remedy, above=0))
             if self.sampling_rate > 1:
-                raise ValueError(f"sampling_rate={self.sampling_rate!r} is above 1: {mend}")
+                raise ValueError(f"sampling_rate={self.sampling_rate!r} is above 1: {remedy}")
         offered = ADJACENCIES_OF_BOUNDED if self.sampling_rate is None else ADJACENCIES_OF_CYCLIC
         put("adjacency", offered[0] if self.adjacency is None else self.adjacency)
         if self.adjacency not in offered:

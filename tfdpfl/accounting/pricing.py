@@ -64,7 +64,7 @@ def delta_warning(delta: float, num_examples: int | None) -> str | None:
 
 
 def check_delta(delta: float) -> float:
-    """Returns `delta` as a float, or raises a `ValueError` with the mend."""
+    """Returns `delta` as a float, or raises a `ValueError` with the remedy."""
     return _checks.probability("delta", delta, "take a value well below 1 / num_examples, for instance 1e-5")
 
 

@@ -66,7 +66,7 @@ class Run:
             what a Gaussian's is, sampled or not (Canonne, Kamath & Steinke 2020, arXiv:2004.00010).
 
     Raises:
-        ValueError: An argument is out of its range; the message has the mend.
+        ValueError: An argument is out of its range; the message has the remedy.
         PrivacyError: The adjacency is not one that the sampling can be priced for.
     """
 
@@ -94,8 +94,8 @@ class Run:
                 f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}: "
                 "take a smaller batch, or check that the two were not swapped"
             )
-        mend = "give the standard deviation of the noise divided by the clip (0 for none)"
-        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, mend, at_least=0))
+        remedy = "give the standard deviation of the noise divided by the clip (0 for none)"
+        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, remedy, at_least=0))
         put("sampling", _checks.choice("sampling", self.sampling, SAMPLINGS))
         missing = [self.num_epochs, self.num_steps].count(None)
         if missing == 2 or (missing == 0 and not self.scheme.counts_passes):
@@ -106,8 +106,8 @@ class Run:
         if self.num_steps is not None:
             put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
         if self.num_epochs is not None:
-            mend = "count the passes over the data, a fraction if need be"
-            put("num_epochs", _checks.real("num_epochs", self.num_epochs, mend, at_least=0))
+            remedy = "count the passes over the data, a fraction if need be"
+            put("num_epochs", _checks.real("num_epochs", self.num_epochs, remedy, at_least=0))
         if self.num_epochs is not None and not self.uneven_batches and self.steps > self._steps_of_epochs:
             raise ValueError(
                 f"num_steps={self.num_steps} is more than the {self._steps_of_epochs} steps that "
@@ -139,8 +139,8 @@ class Run:
     def _check_truncation(self, put: Put) -> None:
         if self.truncated_batch_size is None:
             return
-        mend = "give the size of all batches, or leave it out"
-        put("truncated_batch_size", _checks.whole("truncated_batch_size", self.truncated_batch_size, 1, mend))
+        remedy = "give the size of all batches, or leave it out"
+        put("truncated_batch_size", _checks.whole("truncated_batch_size", self.truncated_batch_size, 1, remedy))
         if not self.scheme.prices_truncation(str(self.adjacency)):
             raise PrivacyError(
                 f"truncated_batch_size={self.truncated_batch_size} has a price for sampling='poisson' with "
@@ -153,8 +153,8 @@ class Run:
     def _check_microbatches(self, put: Put) -> None:
         if self.num_microbatches is None:
             return
-        mend = "count the groups whose mean gradient is clipped, or leave it out"
-        put("num_microbatches", _checks.whole("num_microbatches", self.num_microbatches, 1, mend))
+        remedy = "count the groups whose mean gradient is clipped, or leave it out"
+        put("num_microbatches", _checks.whole("num_microbatches", self.num_microbatches, 1, remedy))
         if self.batch_size % self.num_microbatches:
             raise ValueError(
                 f"num_microbatches must divide batch_size={self.batch_size}, got {self.num_microbatches}: "
@@ -173,15 +173,15 @@ class Run:
             )
 
     def _check_group(self, put: Put) -> None:
-        mend = "count the examples of the user who has most, or leave it out"
+        remedy = "count the examples of the user who has most, or leave it out"
         put(
             "max_examples_per_user",
-            _checks.whole("max_examples_per_user", self.max_examples_per_user, 1, mend),
+            _checks.whole("max_examples_per_user", self.max_examples_per_user, 1, remedy),
         )
         if self.max_examples_per_user > self.num_examples:
             raise ValueError(
                 f"max_examples_per_user must be at most num_examples={self.num_examples}, "
-                f"got {self.max_examples_per_user}: {mend}"
+                f"got {self.max_examples_per_user}: {remedy}"
             )
         if self.max_examples_per_user > 1 and not self.scheme.prices_groups(str(self.adjacency)):
             raise PrivacyError(

@@ -157,8 +157,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         self.num_examples = num_examples
         self.delta = check_delta(delta)
         if target_epsilon is not None:
-            mend = "give the ε to stop at, or None to train without a limit"
-            target_epsilon = _checks.real("target_epsilon", target_epsilon, mend, above=0)
+            remedy = "give the ε to stop at, or None to train without a limit"
+            target_epsilon = _checks.real("target_epsilon", target_epsilon, remedy, above=0)
         self.target_epsilon = target_epsilon
         self.sampling = (
             None if sampling is None else _checks.choice("sampling", sampling, (*SAMPLINGS, FIXED_ORDER.name))

@@ -89,8 +89,8 @@ def compute_federated_noise_multiplier(
         unclaimed = Participation(sampling="none", population=len(cohort), clients_per_round=len(cohort))
         run = RoundsRun(rounds=most, participation=unclaimed, cohorts=[cohort] * most)
     elif level == "example" and local_epochs is None:
-        mend = "give it, or local_epochs where the data set's own batches are taken"
-        steps = _checks.whole("local_steps", local_steps, 1, f"count the steps of one participation: {mend}")
+        remedy = "give it, or local_epochs where the data set's own batches are taken"
+        steps = _checks.whole("local_steps", local_steps, 1, f"count the steps of one participation: {remedy}")
         size = _checks.whole("batch_size", batch_size, 1, "count the examples of a step")
         examples = _checks.whole("num_examples", num_examples, 1, "count the examples of the smallest client")
         run = RoundsRun(rounds=rounds, participation=participation, num_examples={"": examples})

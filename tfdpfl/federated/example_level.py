@@ -81,8 +81,8 @@ def build_example_dp_fed_avg(
       ValueError, TypeError: other bad arguments.
     """
     clip = _checks.real("l2_norm_clip", l2_norm_clip, "it bounds one example's gradient; 1.0 is usual", above=0)
-    mend = "give the standard deviation of the noise divided by l2_norm_clip (0 for none)"
-    z = _checks.real("noise_multiplier", noise_multiplier, mend, at_least=0)
+    remedy = "give the standard deviation of the noise divided by l2_norm_clip (0 for none)"
+    z = _checks.real("noise_multiplier", noise_multiplier, remedy, at_least=0)
     size = _checks.whole("batch_size", batch_size, 1, "count the examples of a step")
     sampling = _checks.choice("sampling", sampling, ("poisson", "batches"))
     if sampling == "poisson":

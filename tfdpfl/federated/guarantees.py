@@ -454,7 +454,7 @@ class CohortCheck:
         p, rate = self.participation, self.participation.clients_per_round / self.participation.population
         if p.sampling not in ("poisson", "fixed_size") or rate >= 1:
             return
-        mend = (
+        remedy = (
             "Draw every cohort anew as declared, as tfdpfl.federated.samplers do, or declare sampling='none', or "
             "'bounded' with the limits that are kept"
         )
@@ -467,11 +467,11 @@ class CohortCheck:
         there = self.counts if clients is None else clients
         client, most = max(((c, self.counts[c]) for c in there), key=lambda row: row[1], default=("", 0))
         if _odds(most, self._rounds, rate, more_only=True) > math.log(_NEVER * p.population):
-            raise PrivacyError(f"client {client!r} was in {most} of {self._rounds} rounds, which {never}. {mend}")
+            raise PrivacyError(f"client {client!r} was in {most} of {self._rounds} rounds, which {never}. {remedy}")
         if _odds(self._seen_again, self._chances, rate) > math.log(_NEVER):
             raise PrivacyError(
                 f"in {self._rounds} rounds clients that had been there before came {self._seen_again} times, where "
-                f"{self._chances * rate:.0f} are usual, which {never}. {mend}"
+                f"{self._chances * rate:.0f} are usual, which {never}. {remedy}"
             )
 
 

@@ -354,8 +354,8 @@ class _Settings:
         self.clients_per_round = _checks.real(
             "clients_per_round", clients_per_round, "give the expected size of a cohort", above=0
         )
-        mend = "give the standard deviation of the noise divided by the clip (0 for none)"
-        self.noise_multiplier = _checks.real("noise_multiplier", noise_multiplier, mend, at_least=0)
+        remedy = "give the standard deviation of the noise divided by the clip (0 for none)"
+        self.noise_multiplier = _checks.real("noise_multiplier", noise_multiplier, remedy, at_least=0)
         self.clip: float | AdaptiveClip = AdaptiveClip() if l2_norm_clip is None else l2_norm_clip
         if isinstance(self.clip, AdaptiveClip):
             self.clip.split(self.noise_multiplier, self.clients_per_round)

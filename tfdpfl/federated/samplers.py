@@ -98,10 +98,10 @@ class PoissonClientSampler(_Sampler):
 
     def __init__(self, client_ids: Iterable[Hashable], sampling_rate: float, seed: int | None = None):
         super().__init__(client_ids, seed)
-        mend = "give the probability, in (0, 1], that a client is in a round"
-        self.sampling_rate = _checks.real("sampling_rate", sampling_rate, mend, above=0)
+        remedy = "give the probability, in (0, 1], that a client is in a round"
+        self.sampling_rate = _checks.real("sampling_rate", sampling_rate, remedy, above=0)
         if self.sampling_rate > 1:
-            raise ValueError(f"sampling_rate must be at most 1, got {sampling_rate!r}: {mend}")
+            raise ValueError(f"sampling_rate must be at most 1, got {sampling_rate!r}: {remedy}")
 
     @property
     def participation(self) -> Participation:
@@ -170,8 +170,8 @@ class BoundedParticipationSampler(_Sampler):
         super().__init__(client_ids, seed)
         self.clients_per_round = _cohort_size(clients_per_round, len(self.client_ids))
         if max_participations is not None:
-            mend = "give the most rounds that a client may be in, or None"
-            max_participations = _checks.whole("max_participations", max_participations, 1, mend)
+            remedy = "give the most rounds that a client may be in, or None"
+            max_participations = _checks.whole("max_participations", max_participations, 1, remedy)
         self.max_participations = max_participations
         self.min_separation = _checks.whole("min_separation", min_separation, 1, "1 lets participations be adjacent")
         self._forget()

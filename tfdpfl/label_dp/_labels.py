@@ -23,8 +23,10 @@ def read(y: Arrays, name: str = "y") -> tuple[np.ndarray, Rebuild]:
     if values.ndim == 2 and values.shape[1] == 1:  # as keras.datasets.cifar10 has them
         return values[:, 0], lambda flat: rebuild(flat.reshape(-1, 1))
     if values.ndim != 1:
-        mend = "one-hot labels become classes with argmax(axis=-1)" if values.ndim == 2 else "give one label an example"
-        raise ValueError(f"{name} must have the shape [n], got {list(values.shape)}: {mend}")
+        remedy = (
+            "one-hot labels become classes with argmax(axis=-1)" if values.ndim == 2 else "give one label an example"
+        )
+        raise ValueError(f"{name} must have the shape [n], got {list(values.shape)}: {remedy}")
     return values, rebuild
 
 

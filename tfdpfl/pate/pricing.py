@@ -107,7 +107,7 @@ def composed_rdp(steps: Iterable[tuple[Any, np.ndarray]], orders: np.ndarray) ->
 
 
 def check_orders(orders: Arrays) -> np.ndarray:
-    """Returns the orders as float64 `[orders]`, or raises a `ValueError` with the mend."""
+    """Returns the orders as float64 `[orders]`, or raises a `ValueError` with the remedy."""
     array = np.atleast_1d(np.asarray(orders, float))
     if array.ndim != 1 or not array.size or not (np.isfinite(array) & (array > 1)).all():
         raise ValueError(f"orders must be finite numbers above 1, got {orders!r}: for moments l take 1 + l.")
