@@ -31,9 +31,20 @@ class _OneEvent:
     """A guarantee whose rounds are one event for an accountant."""
 
     adjacency: str
+    noise_multiplier: float
+    _recorded = False  # whether recorded cohorts bound how often a client took part
 
     def event(self, run: RoundsRun) -> DpEvent:
         """What ran, for an accountant."""
+        from dp_accounting import dp_event
+
+        most = participations(run, recorded=self._recorded)
+        if most == 0:
+            return dp_event.NoOpDpEvent()
+        return self._noisy_event(run, most) if self.noise_multiplier > 0 else dp_event.NonPrivateDpEvent()
+
+    def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
+        """Returns the event of rounds in which a client took part at most so often."""
         raise NotImplementedError
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
@@ -66,17 +77,11 @@ class ClientLevel(_OneEvent):
     level: str = "client"
     adjacency: str = "zero_out"
 
-    def event(self, run: RoundsRun) -> DpEvent:
-        """What ran, for an accountant."""
+    def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
         from dp_accounting import dp_event
 
-        most = participations(run)
-        if most == 0:
-            return dp_event.NoOpDpEvent()
-        z, p = self.noise_multiplier, run.participation
-        if z == 0:
-            return dp_event.NonPrivateDpEvent()
-        event: DpEvent = dp_event.GaussianDpEvent(z)
+        p = run.participation
+        event: DpEvent = dp_event.GaussianDpEvent(self.noise_multiplier)
         if p.sampling == "poisson" and p.clients_per_round < p.population:
             event = dp_event.PoissonSampledDpEvent(p.clients_per_round / p.population, event)
         elif p.sampling == "fixed_size" and p.clients_per_round < p.population:
@@ -101,15 +106,9 @@ class TreeLevel(_OneEvent):
     level: str = "client"
     adjacency: str = "zero_out"
 
-    def event(self, run: RoundsRun) -> DpEvent:
-        """What ran, for an accountant."""
+    def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
         from dp_accounting import dp_event
 
-        most = participations(run)
-        if most == 0:
-            return dp_event.NoOpDpEvent()
-        if self.noise_multiplier == 0:
-            return dp_event.NonPrivateDpEvent()
         squared = tree_sensitivity(run.rounds, most, _separation(run), self.restart_every)
         # The nodes together are one Gaussian mechanism, for clients that adapt to what was released, too (Denisov et
         # al. 2022, arXiv:2202.08312).
@@ -163,15 +162,12 @@ class LocalLevel(_OneEvent):
     level: str = "local"
     adjacency: str = "replace_one"
 
-    def event(self, run: RoundsRun) -> DpEvent:
-        """What ran, for an accountant."""
+    _recorded = True
+
+    def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
         from dp_accounting import dp_event
 
-        most = participations(run, recorded=True)
-        event: DpEvent = dp_event.NonPrivateDpEvent()
-        if self.noise_multiplier > 0:
-            event = dp_event.GaussianDpEvent(self.noise_multiplier / 2)
-        return dp_event.SelfComposedDpEvent(event, most)
+        return dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(self.noise_multiplier / 2), most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ import secrets
 from typing import TYPE_CHECKING
 
 import numpy as np
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, TransformerMixin
 
 from tfdpfl import _tap
-from tfdpfl._types import Estimator, Json
+from tfdpfl._types import Arrays, Estimator, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
@@ -193,3 +193,28 @@ class LabelMechanism(BaseEstimator):
         if self.seed is not None:
             # What is loaded twice would repeat itself under any stream that follows from the file.
             self._stream = (*self.__dict__.get("_stream", ()), 2, secrets.randbits(64))
+
+
+class LabelTransformer(TransformerMixin, LabelMechanism):
+    """A mechanism that takes labels alone, and returns a column of them."""
+
+    def __sklearn_tags__(self) -> Estimator:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array = False
+        tags.target_tags.one_d_labels = True
+        return tags
+
+    def get_feature_names_out(self, input_features: Arrays = None) -> np.ndarray:
+        """The one column's name, for `set_output`."""
+        return np.array(["label"], dtype=object)
+
+
+class ClassTransformer(LabelTransformer):
+    """A mechanism of labels that are classes."""
+
+    num_classes: int | None
+
+    def _check(self) -> None:
+        super()._check()
+        if self.num_classes is not None:
+            _checks.whole("num_classes", self.num_classes, 2, "count the classes")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from scipy import special
-from sklearn.base import TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from tfdpfl._types import Arrays, Estimator, Prior
-from tfdpfl.accounting import _checks
+from tfdpfl._types import Arrays, Prior
 from tfdpfl.label_dp import _labels
-from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
+from tfdpfl.label_dp._base import ClassTransformer, noisy_counts
 from tfdpfl.label_dp.priors import check_probabilities
 
 # Noisy vectors are whole multiples of 1/1024. The low bits of floating-point Laplace noise tell the label (Mironov
@@ -18,7 +16,7 @@ from tfdpfl.label_dp.priors import check_probabilities
 _STEPS = 1024
 
 
-class ALIBI(TransformerMixin, LabelMechanism):
+class ALIBI(ClassTransformer):
     """Soft labels: one-hot labels with Laplace noise, turned into the probability of each class given the noisy vector.
 
         alibi = ALIBI(epsilon=1.0, num_classes=10)
@@ -49,18 +47,13 @@ class ALIBI(TransformerMixin, LabelMechanism):
         self,
         epsilon: float,
         num_classes: int | None = None,
+        *,
         prior: Prior = None,
         seed: int | None = None,
-        *,
         classes: Arrays = None,
     ):
         self.epsilon, self.num_classes, self.prior, self.seed, self.classes = epsilon, num_classes, prior, seed, classes
         self._check()
-
-    def _check(self) -> None:
-        super()._check()
-        if self.num_classes is not None:
-            _checks.whole("num_classes", self.num_classes, 2, "count the classes")
 
     def fit(self, y: Arrays, _second: None = None) -> ALIBI:
         """Learns the classes, unless they were given. Costs nothing."""
@@ -98,12 +91,6 @@ class ALIBI(TransformerMixin, LabelMechanism):
         evidence = (abs(self.noisy_) - abs(self.noisy_ - 1)) * (self.epsilon / 2)
         with np.errstate(divide="ignore"):
             return special.softmax(evidence + np.log(table), axis=1)
-
-    def __sklearn_tags__(self) -> Estimator:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.two_d_array = False
-        tags.target_tags.one_d_labels = True
-        return tags
 
     def get_feature_names_out(self, input_features: Arrays = None) -> np.ndarray:
         """A column for each class, for `set_output`."""

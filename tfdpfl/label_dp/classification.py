@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from sklearn.base import TransformerMixin
 from sklearn.base import clone as sklearn_clone
 from sklearn.utils.validation import check_is_fitted
 
@@ -12,7 +11,7 @@ from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
-from tfdpfl.label_dp._base import LabelMechanism
+from tfdpfl.label_dp._base import ClassTransformer, LabelMechanism
 from tfdpfl.label_dp._datasets import arrays_of, labels_of, with_labels
 from tfdpfl.label_dp.counts import debiased_by_response
 from tfdpfl.label_dp.priors import LabelPrior, PublicPrior, from_counts
@@ -24,26 +23,7 @@ _PURITY = (0.1, 1.0)
 _CHUNK = 1 << 18  # labels at a time, so that 10⁷ of them need little memory besides the result
 
 
-class _LabelTransformer(TransformerMixin, LabelMechanism):
-    """Classes in, classes out."""
-
-    def _check(self) -> None:
-        super()._check()
-        if self.num_classes is not None:
-            _checks.whole("num_classes", self.num_classes, 2, "count the classes")
-
-    def __sklearn_tags__(self) -> Estimator:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.two_d_array = False
-        tags.target_tags.one_d_labels = True
-        return tags
-
-    def get_feature_names_out(self, input_features: Arrays = None) -> np.ndarray:
-        """The one column's name, for `set_output`."""
-        return np.array(["label"], dtype=object)
-
-
-class RandomizedResponse(_LabelTransformer):
+class RandomizedResponse(ClassTransformer):
     """Tells each label's truth with probability e^ε / (e^ε + K - 1), and else a uniform one of the other classes.
 
         noisy = RandomizedResponse(epsilon=1.0, num_classes=10).fit_transform(y)
@@ -149,7 +129,7 @@ class RandomizedResponse(_LabelTransformer):
         return [(float(self.epsilon), len(self.classes_) if hasattr(self, "classes_") else given or 2)]
 
 
-class _PriorTransformer(_LabelTransformer):
+class _PriorTransformer(ClassTransformer):
     """Randomized response on the k likeliest classes of each example's prior."""
 
     def fit(self, X: Arrays, y: Arrays = None) -> Estimator:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 from scipy import optimize, sparse
-from sklearn.base import TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from tfdpfl import _tap
@@ -15,7 +14,7 @@ from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
-from tfdpfl.label_dp._base import LabelMechanism, Uniforms, noisy_counts
+from tfdpfl.label_dp._base import LabelTransformer, Uniforms, noisy_counts
 from tfdpfl.label_dp._datasets import labels_of, with_labels
 from tfdpfl.label_dp.priors import check_probabilities
 
@@ -23,7 +22,7 @@ _LOSSES = ("squared", "absolute", "poisson")
 _CHUNK = 1 << 18
 
 
-class _RegressionMechanism(TransformerMixin, LabelMechanism):
+class _RegressionMechanism(LabelTransformer):
     """A grid of values, how likely each is, and a mechanism made for them."""
 
     _largest_grid = 256
@@ -94,16 +93,6 @@ class _RegressionMechanism(TransformerMixin, LabelMechanism):
         """
         check_is_fitted(self, "outputs_")
         return y
-
-    def get_feature_names_out(self, input_features: Arrays = None) -> np.ndarray:
-        """The one column's name, for `set_output`."""
-        return np.array(["label"], dtype=object)
-
-    def __sklearn_tags__(self) -> Estimator:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.two_d_array = False
-        tags.target_tags.one_d_labels = True
-        return tags
 
     @property
     def _response_epsilon(self) -> float:
@@ -188,6 +177,7 @@ class RROnBins(_RegressionMechanism):
         self,
         epsilon: float,
         prior_epsilon: float | None = None,
+        *,
         prior: Prior = None,
         loss: str | Callable = "squared",
         values: Arrays = None,
@@ -323,6 +313,7 @@ class UnbiasedRandomizer(_RegressionMechanism):
         self,
         epsilon: float,
         prior_epsilon: float | None = None,
+        *,
         prior: Prior = None,
         values: Arrays = None,
         num_outputs: int | None = None,
