@@ -3,10 +3,11 @@
     python examples/federated_hospitals.py                    # the balanced preset
     python examples/federated_hospitals.py --preset strong    # or high_utility, or all
 
-Patients are synthetic. Prints each hospital's sampling rate and noise, then a line for each hospital and round (loss,
-steps, ε so far), then a table: ε, what is left of a budget, and how well a membership attack tells patients from
-strangers, beside a model without privacy. Two experiments show accuracy against ε for several noise multipliers and
-several sampling rates. The picture has accuracy beside what a constant answer scores, and ε over the rounds.
+The patients are synthetic. The program prints the sampling rate and the noise of each hospital, then one line for
+each hospital and round (loss, steps, ε so far). A table shows ε, the rest of the budget, and how well a membership
+attack tells patients from others, compared with a model without privacy. Two experiments show accuracy against ε for
+several noise multipliers and several sampling rates. The picture shows accuracy, compared with a constant answer, and
+ε over the rounds.
 """
 
 from __future__ import annotations

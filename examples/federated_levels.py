@@ -1,12 +1,17 @@
-"""One federated task, five ways to protect it at the same ε: what each costs in accuracy, and what its ε is about.
+"""Protects one federated task in five ways at the same ε, and shows what each costs in accuracy.
 
     python examples/federated_levels.py
 
-A hundred clients with 50 to 150 synthetic examples each. Trains federated averaging without privacy, with DP-SGD
-inside the clients (example level), with noise by the server on sums of clipped updates (client, or user, level), with
-DP-FTRL (client level without relying on sampling), and with noise by each client (local level), each with the least
-noise that meets --epsilon. Then varies the noise of the client level, with its loss and average clipped norm, and
-prices it by a wrong but popular square root, by RDP and by PLD.
+A hundred clients have 50 to 150 synthetic examples each. The program trains federated averaging
+
+- without privacy,
+- with DP-SGD inside the clients (example level),
+- with noise by the server on sums of clipped updates (client level, also called user level),
+- with DP-FTRL (client level without relying on sampling),
+- with noise by each client (local level).
+
+Each uses the least noise that meets --epsilon. Then the program varies the noise of the client level. It shows the
+loss and the average clipped norm, and computes ε by a wrong but popular square root, by RDP and by PLD.
 """
 
 from __future__ import annotations

@@ -1,13 +1,18 @@
-"""NbAFL on images: N clients, K of them a round, noise at clients and server; what is claimed and what holds.
+"""Trains NbAFL on images, and compares the ε that its paper claims with the ε that is proven.
 
     python examples/federated_nbafl.py --data-dir FOLDER_WITH_MNIST
 
-Without --data-dir (or TFDPFL_DATA_DIR) MNIST is downloaded by Keras; without a network the digits of scikit-learn take
-its place. Images are reduced to 7 x 7. Trains with the noise that the paper's formulas ask for, with noise calibrated
-by an accountant to the same ε, and without; then where sound NbAFL does learn, which takes some thousand clients of
-which each is seen once; and with noise in every step, as DP-SGD inside the clients has it. Each row has the ε that the
-paper's formula claims beside those that are proven, the noise of clients and of the server, and the accuracy on the
-server's test data and as the clients find it on data of their own.
+If you pass neither --data-dir nor TFDPFL_DATA_DIR, Keras downloads MNIST. Without a network the program uses the
+digits of scikit-learn. Images are reduced to 7 x 7. There are N clients, K of them in each round.
+
+- First the program trains with the noise of the paper's formulas, with noise that an accountant calibrates to the
+  same ε, and without noise.
+- Then it trains in a setting in which NbAFL with the correct noise does learn. It needs some thousand clients, each
+  of which takes part once.
+- At last it trains with noise in every step, as DP-SGD inside the clients does.
+
+Each row shows the claimed ε and the proven ones, the noise of clients and server, and the accuracy on the test data
+of the server and of the clients.
 """
 
 from __future__ import annotations

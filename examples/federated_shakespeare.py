@@ -1,10 +1,10 @@
-"""A keyboard that learns to spell from hundreds of writers and remembers none: next characters, client-level DP.
+"""Trains a keyboard that predicts the next character, with privacy for each writer.
 
     python examples/federated_shakespeare.py --data-dir FOLDER_WITH_SHAKESPEARE
 
-Every speaker of Shakespeare's plays is a client. Without --data-dir (or TFDPFL_DATA_DIR) the clients are the modules
-of Python's standard library, and their texts its docstrings. The clip adapts to the median norm of the clients'
-updates, and training stops when the budget is spent.
+Every speaker of Shakespeare's plays is a client. If you pass neither --data-dir nor TFDPFL_DATA_DIR, the clients are
+the modules of Python's standard library, and their texts are its docstrings. The clip adapts to the median norm of
+the clients' updates, and training stops when the budget is spent.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Census incomes as private labels: what a survey can learn when nobody tells it the truth for certain.
+"""Learns from a survey in which nobody reports the true income for certain.
 
     python examples/label_dp_census.py --data-dir path/to/data     # UCI's Adult: adult.data and adult.test
 
-Features (age, education, work, …) are public, whether someone earns over 50K is private. Compares logistic regression
-on labels released in several ways, and estimates how many earn over 50K from the released labels alone. Without the
-Adult data it takes scikit-learn's breast cancer data.
+The features (age, education, work, …) are public. The label, whether someone earns over 50K, is private. The program
+compares logistic regression on labels that were released in several ways. It also estimates from the released labels
+how many people earn over 50K. Without the Adult data it uses the breast cancer data of scikit-learn.
 """
 
 from __future__ import annotations

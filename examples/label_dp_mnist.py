@@ -1,11 +1,12 @@
-"""Label privacy on MNIST: randomized response, with a KMeans prior, in stages, beside DP-SGD.
+"""Compares private labels on MNIST: randomized response, with a KMeans prior, in stages; and DP-SGD.
 
-The comparison of the "How to DP-fy ML" notebook with budgets that add up:
+This is the comparison of the "How to DP-fy ML" notebook with budgets that add up:
 
     python examples/label_dp_mnist.py --data-dir path/to/data      # MNIST's four idx files, in mnist/ or directly
     python examples/label_dp_mnist.py --quick                      # scikit-learn's digits, a minute
 
-Label DP protects the labels alone; DP-SGD, in the last row, images and labels. The two ε are not the same promise.
+Label DP protects only the labels. DP-SGD, in the last row, protects images and labels. So the two ε do not mean the
+same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Private numbers as labels: disease progression, released by bins, without bias, or by plain Laplace noise.
+"""Releases private numbers as labels: by bins, without bias, or with plain Laplace noise.
 
     python examples/label_dp_regression.py                          # scikit-learn's diabetes data
     python examples/label_dp_regression.py --data-dir path/to/data  # the age column of UCI's Adult, from the others
 
-Prints the error of the released labels themselves and of ridge regression trained on them, and draws both.
+The program prints the error of the released labels and of ridge regression that is trained on them, and draws both.
 """
 
 from __future__ import annotations

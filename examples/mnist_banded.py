@@ -1,15 +1,14 @@
-"""Banded noise beside DP-SGD on MNIST at the same ε: the same model, batches and steps, noise that takes itself back.
+"""Compares banded noise with DP-SGD on MNIST at the same ε, with the same model, batches and steps.
 
     python examples/mnist_banded.py --data-dir FOLDER_WITH_MNIST --seeds 3
 
-Both train on Poisson samples. DP-SGD draws each from all examples, and its noise is fresh in every step. Banded noise
-(Choquette-Choo et al. 2023, arXiv:2306.08153) bounds participation: the examples are assigned to as many groups as
-there are bands, batches come from one group after the other, and a step takes back some of the noise of the steps
-before, so that the weights, which follow the sum of all steps, have less of it. Both are priced for one example more or
-less.
+Both train on Poisson samples. DP-SGD draws each sample from all examples, and its noise is fresh in every step.
+Banded noise (Choquette-Choo et al. 2023, arXiv:2306.08153) bounds participation: there are as many groups of examples
+as bands, and batches come from one group after the other. Each step subtracts some of the noise of the steps before.
+So the weights, which follow the sum of all steps, have less noise. Both ε are for one example more or less.
 
-Without --data-dir (or TFDPFL_DATA_DIR) MNIST is downloaded by Keras; without a network the digits of scikit-learn take
-its place. Prints the test accuracy of every run and the privacy statements; writes a picture.
+If you pass neither --data-dir nor TFDPFL_DATA_DIR, Keras downloads MNIST. Without a network the program uses the
+digits of scikit-learn. It prints the test accuracy of every run and the privacy statements, and draws a picture.
 """
 
 from __future__ import annotations

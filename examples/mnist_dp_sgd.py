@@ -1,9 +1,9 @@
-"""DP-SGD on MNIST at (ε, δ) = (1, 1e-5): Poisson batches really drawn, the noise calibrated to the budget.
+"""Trains MNIST with DP-SGD at ε = 1 and δ = 1e-5, with Poisson batches and noise that fits the budget.
 
     python examples/mnist_dp_sgd.py --data-dir FOLDER_WITH_MNIST --seeds 3
 
-Without --data-dir (or TFDPFL_DATA_DIR) MNIST is downloaded by Keras; without a network the digits of scikit-learn take
-its place. Prints test accuracy and time for every seed, their mean, and the privacy statement.
+If you pass neither --data-dir nor TFDPFL_DATA_DIR, Keras downloads MNIST. Without a network the program uses the
+digits of scikit-learn. It prints test accuracy and time for every seed, their mean, and the privacy statement.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""MNIST at ε = 1 and 3: features that look at no data, and a linear model on them, trained with DP-SGD.
+"""Trains a linear model on fixed features of MNIST with DP-SGD, at ε = 1 and 3.
 
     python examples/mnist_scattering.py --data-dir FOLDER_WITH_MNIST --epsilon 1 --seeds 3
 
-A scattering network (Mallat 2012) is two layers of wavelets with moduli between them: convolutions whose kernels are
-formulas, so that they cost no privacy. Its features are normalised within each image, which costs none either. What is
-left to learn is linear (Tramèr and Boneh 2021, arXiv:2011.11660). Data: as `mnist_dp_sgd.py`.
+A scattering network (Mallat 2012) has two layers of wavelets with moduli between them. Its convolutions have formulas
+for kernels, so the features cost no ε. They are normalized within each image, which costs none either. The model on
+top is linear (Tramèr and Boneh 2021, arXiv:2011.11660). For the data see `mnist_dp_sgd.py`.
 """
 
 import os

@@ -3,9 +3,9 @@
     python examples/pate_hospitals.py                       # scikit-learn's breast cancer data, 8 hospitals
     python examples/pate_hospitals.py --data-dir DIR        # the census data "Adult" in DIR, 200 offices
 
-Each hospital trains on its own patients alone; hospitals differ in size. What leaves them is a noisy vote on each
-question, and one patient is in one hospital, hence in one vote. It ends in a table of the hospitals, the report and a
-picture (`--output`).
+Each hospital trains on its own patients. Hospitals differ in size. Each question gets a noisy vote, which is all that
+leaves the hospitals. One patient is in one hospital, so one patient changes one vote. At the end the program prints a
+table of the hospitals and the report, and draws a picture (`--output`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""PATE on handwritten digits: teachers who share no data, and a student that learns from their noisy votes.
+"""Trains PATE on handwritten digits: teachers who share no data, and a student that learns from their noisy votes.
 
     python examples/pate_mnist.py --data-dir DIR      # MNIST from its four files; or by Keras; or small digits
     python examples/pate_mnist.py --better            # 250 teachers, Confident-GNMax, 3 students, at most epsilon 2
 
-The first is the well-known notebook: the training images are split among 100 teachers, Laplace noise of scale 1/0.1 on
-the votes for 2000 test images, a student trained on these and tested on the rest. Its privacy figure, 91.5, is printed
-beside what the same answers really cost. Both end in a table and a picture (`--output`); `--logs` prints what the
-notebook does, each teacher's training, and `--validate` measures each on a tenth of its images that it did not see.
+The first command is the well-known notebook. It splits the training images among 100 teachers, and adds Laplace noise
+of scale 1/0.1 to the votes for 2000 test images. A student trains on these, and is tested on the rest. The program
+prints the notebook's ε of 91.5 and the ε that the same answers really cost.
+
+Both commands print a table and draw a picture (`--output`). `--logs` prints the training of each teacher, as the
+notebook does. `--validate` measures each teacher on a tenth of its images that it did not see.
 """
 
 from __future__ import annotations

@@ -11,4 +11,7 @@ document.addEventListener("DOMContentLoaded", () => {
       });
     }
   }
+  for (const image of document.querySelectorAll(".bd-article p > img")) {
+    image.parentElement.tabIndex = matchMedia("(max-width: 640px)").matches ? 0 : -1; // the keys scroll it
+  }
 });

@@ -1,9 +1,9 @@
-"""The app as it is deployed, on one machine: a SuperLink and three SuperNodes as processes that talk over loopback,
-with TLS and with a key of each node's own. Nothing is left behind.
+"""Runs the app as it is deployed, on one machine: a SuperLink and three SuperNodes as processes.
 
     python examples/flower_hospitals/cluster.py
 
-On three machines the same commands run with other addresses: see docs/flower.md.
+The processes talk over loopback with TLS, and each node has a key of its own. Nothing is left behind. On three
+machines the same commands run with other addresses: see docs/flower.md.
 """
 
 from __future__ import annotations

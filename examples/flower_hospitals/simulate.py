@@ -1,4 +1,4 @@
-"""The app on one machine, simulated by Ray: python examples/flower_hospitals/simulate.py"""
+"""Simulates the app on one machine with Ray: python examples/flower_hospitals/simulate.py"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         noise_std: The noise's standard deviation in each metric, as a fraction of its bound.
         loss_bound: An example's loss is clipped to [0, loss_bound].
         every: Release after so many epochs; between releases the last one is shown again.
-        validation: Whether ``data`` are other people's than the training data. Their metrics are named "val_…", and
+        validation: Whether ``data`` are other people's than the training data. Their metrics are named ``val_…``, and
             cost nothing of the training's ε: `ledger` has what they cost.
         keep: Names of logs that stay as Keras measures them, such as "val_loss" of public validation data.
         batch_size: Examples that are evaluated at once.

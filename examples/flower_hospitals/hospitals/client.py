@@ -1,4 +1,4 @@
-"""What runs at a hospital. Its records stay here; what leaves protects each of its patients."""
+"""Runs at a hospital. The records stay here, and every message that leaves protects each patient."""
 
 from __future__ import annotations
 

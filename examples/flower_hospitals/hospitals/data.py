@@ -1,4 +1,4 @@
-"""Synthetic patients: a hospital's own for training, and others of its kind that it tests on."""
+"""Makes synthetic patients: those of a hospital for training, and others of the same kind for tests."""
 
 from __future__ import annotations
 

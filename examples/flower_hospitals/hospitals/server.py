@@ -1,4 +1,4 @@
-"""What runs between the hospitals: federated averaging of what they send, and the table at the end."""
+"""Runs between the hospitals: averages what they send, and prints the table at the end."""
 
 from __future__ import annotations
 
