@@ -69,14 +69,14 @@ def explain(model: Any, batch: Any) -> Explanation:
     def read(plan: Plan, variables: list) -> tf.Tensor:
         norms = plan.squared_norms()
         for i, parts in enumerate(plan.merged):
-            uses = [id(c) for v, c, _, _ in plan.contributions if v == i]
+            uses = [part for part in plan.parts if part.variable == i]
             if not uses:
                 continue
-            counted = collections.Counter(plan.op_of[u] for u in uses)
+            counted = collections.Counter(part.op for part in uses)
             ops = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in counted.items())
             way, cost = "fallback", None
-            if not plan.replayed.intersection(uses):
-                ways = [_way(c, w.shape) for c, w, _ in parts or ()]
+            if not any(part.replayed for part in uses):
+                ways = [_way(part.made, part.weight.shape) for part in parts or ()]
                 way, cost = ways[0][0], sum(c for _, c in ways)
             name = getattr(variables[i], "path", None) or variables[i].name
             rows.append(Row(name, tuple(variables[i].shape), ops, way, cost))

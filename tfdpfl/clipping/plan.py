@@ -18,7 +18,6 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping import ops as _ops  # noqa: F401 (fills the registry)
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.effects import tainted_read
-from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.finished import (
     READ,
     before_it_runs,
@@ -28,8 +27,8 @@ from tfdpfl.clipping.finished import (
     raw_variable,
     resource,
 )
-from tfdpfl.clipping.gradients import Contribution, Formed, Lookup, Units, Use
-from tfdpfl.clipping.graph import CALLS, inner_call, key
+from tfdpfl.clipping.gradients import Formed, Lookup, Units
+from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import Opened, close
 from tfdpfl.clipping.own_gradients import check_own_gradients
@@ -44,9 +43,9 @@ from tfdpfl.clipping.pulling import (
     vocabulary_side,
 )
 from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
-from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.sizes import as_freed, original, read_free
-from tfdpfl.clipping.states import TAINTED, Batch, Handle, Items, Mixed, Public, Size, weighs
+from tfdpfl.clipping.states import TAINTED, Batch, Handle, Mixed, Public, Size
+from tfdpfl.clipping.weight_uses import WeightUses
 from tfdpfl.errors import PrivacyError
 
 # Else TensorFlow traces a branch in which a replica has no examples.
@@ -81,6 +80,18 @@ class ClippedGradients:
     absent: tf.Tensor
 
 
+def _distinct(variables: Sequence) -> list:
+    """The raw variables, each of them once."""
+    if not variables:
+        raise PrivacyError("variables is empty: there is no weight to find gradients for.")
+    raw = [raw_variable(v) for v in variables]
+    for i, v in enumerate(raw):
+        for j, other in enumerate(raw[:i]):
+            if v is other:
+                raise ValueError(f"variables[{i}] is variables[{j}] again. Give each variable once.")
+    return raw
+
+
 class Plan:
     """Everything between a loss and its clipped sum."""
 
@@ -92,51 +103,25 @@ class Plan:
             loss = loss[0]
         if not tf.is_tensor(loss) or hasattr(loss, "numpy"):
             raise PrivacyError(EAGER)
-        if not variables:
-            raise PrivacyError("variables is empty: there is no weight to find gradients for.")
         self.graph: tf.Graph = loss.graph
         self.replicas = replicas
-        self.variables = [raw_variable(v) for v in variables]
-        for i, v in enumerate(self.variables):
-            for j, other in enumerate(self.variables[:i]):
-                if v is other:
-                    raise ValueError(f"variables[{i}] is variables[{j}] again. Give each variable once.")
-        self.reads: dict[int, tf.Tensor] = {}
-        self.op_of: dict[int, str] = {}  # by identity of the contribution, for `explain`
-        self.replayed: set[int] = set()
+        self.variables = _distinct(variables)
         self.arguments: dict[str, int] = {}  # of the graph's function, that are given as weights
         close(self.graph, loss)
         self.analysis = self._analyse(loss)
         size, unsure = self._batch_size()
         check_own_gradients(self.analysis)
-        self.opened = Opened(self.analysis, [loss], size)
+        opened = Opened(self.analysis, [loss], size)
         self.batch_size = self._checked(size, unsure)
-        loss = self.opened.now.get(key(loss), loss)
-        while graph_tools.recomputes(loss.op):
-            loss = loss.op.inputs[loss.value_index]
-        tainted = tainted_read(self.analysis)
-        if tainted is not None:
-            origin, handle = tainted
-            name = handle.index is not None and name_of(variables[handle.index])
-            raise PrivacyError(mixing(dataclasses.replace(origin, why=f"{TAINTED} ({name})") if name else origin))
-        split = LossOfOne(self.analysis, self.batch_size, replicas, self.known_size)
-        self.sizes = split
-        losses, self.public_loss = split(loss)
-        check = self.analysis[losses]
-        if check != Batch(0, 1) and not (isinstance(check, Batch) and check.axis == 0):
-            origin = check if isinstance(check, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
-            raise PrivacyError(mixing(origin))
-        read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
-        READ.setdefault(self.graph, {}).update(read)
-        graph_tools.keep_graphs_around(self.graph)
-        if arguments := self.arguments:
-            graph = weakref.ref(self.graph)
-            before_it_runs(self.graph, lambda: check_arguments(graph(), arguments))
+        self._check_reads(variables)
+        self.sizes = LossOfOne(self.analysis, self.batch_size, replicas, self.known_size)
+        self.losses, self.public_loss = self._split(opened.now.get(key(loss), loss))
+        self._look_again()
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
-        self.losses = losses
-        losses, count = self._grouped(losses, num_microbatches, rows_per_unit)
+        losses, count = self._grouped(self.losses, num_microbatches, rows_per_unit)
         self.units = Units(self.batch_size, count, self.dtype)
-        self.contributions = self._contributions(losses)
+        self.uses = WeightUses(self.analysis, self.variables, opened)
+        self.parts = self.uses.parts(losses, self.units, self.sizes)
         self.in_rows: frozenset[int] = frozenset()
         self.absent: tf.Tensor | None = None
 
@@ -166,6 +151,33 @@ class Plan:
             analysis.declare_state(v, Public(frozenset([i])))
         analysis.run([loss])
         return analysis
+
+    def _check_reads(self, variables: Sequence) -> None:
+        tainted = tainted_read(self.analysis)
+        if tainted is not None:
+            origin, handle = tainted
+            name = handle.index is not None and name_of(variables[handle.index])
+            raise PrivacyError(mixing(dataclasses.replace(origin, why=f"{TAINTED} ({name})") if name else origin))
+
+    def _split(self, loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """The losses of the examples, [batch], and what depends on no example."""
+        while graph_tools.recomputes(loss.op):
+            loss = loss.op.inputs[loss.value_index]
+        losses, public = self.sizes(loss)
+        state = self.analysis[losses]
+        if state != Batch(0, 1) and not (isinstance(state, Batch) and state.axis == 0):
+            origin = state if isinstance(state, Mixed) else Mixed("loss", loss.op.name, "has no batch axis")
+            raise PrivacyError(mixing(origin))
+        return losses, public
+
+    def _look_again(self) -> None:
+        """Has the step checked once all of it is traced (`finished`)."""
+        read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
+        READ.setdefault(self.graph, {}).update(read)
+        graph_tools.keep_graphs_around(self.graph)
+        if arguments := self.arguments:
+            graph = weakref.ref(self.graph)
+            before_it_runs(self.graph, lambda: check_arguments(graph(), arguments))
 
     def _batch_size(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """How long the first input is, and the inputs that may be of another length."""
@@ -252,144 +264,6 @@ class Plan:
         per = m if groups is None else self.batch_size // m
         return tf.reduce_mean(tf.reshape(losses, tf.stack([count, per])), 1), count
 
-    def _contributions(self, losses: tf.Tensor) -> list[tuple[int, Contribution, tf.Tensor, tf.Tensor]]:
-        """(variable number, contribution, weight tensor, root tensor) for all uses of all variables."""
-        a = self.analysis
-        ops = list(graph_tools.ancestors([losses]).values())
-        single: list[tuple[tf.Operation, list[int]]] = []
-        listed: list[tf.Operation] = []
-        for op in ops:
-            if op.name in self.opened.loops:
-                continue
-            a.run(op.outputs)
-            outs = [a.states.get((op.name, i)) for i in range(len(op.outputs))]
-            if not any(isinstance(s, Batch | Items) for s in outs):
-                continue
-            at = [i for i, t in enumerate(op.inputs) if weighs(a[t]) and _has_gradient(t)]
-            if any(t.dtype == tf.variant for t in [*op.inputs, *op.outputs]):
-                listed.append(op)
-            elif at:
-                single.append((op, at))
-        gs_of: dict[tuple[str, int], tf.Tensor] = {}
-        replays: list[Replay] = []
-        ruled: list[tuple[tf.Operation, int, tf.Operation, list[int]]] = []
-        for op, at in single:
-            inner = inner_call(op)
-            kind, feeds = (inner[0], inner[1]) if inner else (op, list(range(len(op.inputs))))
-            batch_outputs = [t for t in op.outputs if isinstance(a[t], Batch) and t.dtype.is_floating]
-            if kind.type in RULES and len(batch_outputs) == 1 and all(feeds.count(i) == 1 for i in at):
-                ruled += [(op, i, kind, feeds) for i in at]
-            elif batch_outputs:
-                replays.append(self._replay([op]))
-            elif any(isinstance(a[t], Batch) and t.dtype.is_complex for t in op.outputs):
-                raise PrivacyError(
-                    f"{op.type} ({op.name!r}) uses weights in complex numbers, for which there is no rule. Write it "
-                    "with real and imaginary parts: (a + bi)(c + di) = (ac - bd) + (ad + bc)i."
-                )
-        replays += [self._replay(cluster) for cluster in clusters(listed) if any(
-            weighs(a[t]) for op in cluster for t in op.inputs)]  # fmt: skip
-        wanted = {key(turns.probe): turns.probe for turns in self.opened.turns}
-        for op, *_ in ruled:
-            for t in op.outputs:
-                if isinstance(a[t], Batch) and t.dtype.is_floating:
-                    wanted[key(t)] = t
-        for replay in replays:
-            wanted.update({key(t): t for t in replay.outputs})
-        ends = list(wanted.values())
-        grads = tf.gradients([losses], ends) if ends else []
-        for t, g in zip(ends, grads, strict=True):
-            if g is not None:
-                gs_of[key(t)] = tf.convert_to_tensor(g)
-        of_probe: dict[tuple[str, int], tf.Tensor] = {}
-        for turns in self.opened.turns:
-            at = key(turns.probe)
-            if at in gs_of:
-                op = turns.as_one(a)
-                if at not in of_probe:
-                    of_probe[at] = turns.gradient(gs_of[at])
-                gs_of[key(op.outputs[0])] = of_probe[at]
-                feeds = list(range(len(op.inputs)))
-                ruled += [(op, i, op, feeds) for i in feeds if weighs(a[op.inputs[i]])]
-
-        found: list[tuple[int, Contribution, tf.Tensor, tf.Tensor]] = []
-        for op, i, kind, feeds in reversed(ruled):  # as the backward pass comes to them (those of loops come first)
-            out = next(t for t in op.outputs if isinstance(a[t], Batch) and t.dtype.is_floating)
-            if key(out) not in gs_of:
-                continue
-            weight, state = self._weight(op.inputs[i])
-            inputs = [op.inputs[j] for j in feeds]
-            use = Use(kind, feeds.index(i), inputs, [a[t] for t in inputs], weight, gs_of[key(out)], a[out], out)
-            # Not before its gradient is there: else patches of every layer's input wait for the backward pass.
-            with tf.control_dependencies([use.g]):
-                made = RULES[kind.type](use, self.units)
-            if made is None:
-                made = self._replay([op], [i]).gradients([out], [gs_of[key(out)]], self.units, self.sizes)[0]
-                self.replayed.add(id(made))
-            self.op_of[id(made)] = kind.type
-            found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
-        for replay in replays:
-            ys = [t for t in replay.outputs if key(t) in gs_of]
-            if ys:
-                made_all = replay.gradients(ys, [gs_of[key(t)] for t in ys], self.units, self.sizes)
-                for t, made in zip(replay.weights, made_all, strict=True):
-                    weight, state = self._weight(t)
-                    self.replayed.add(id(made))
-                    self.op_of[id(made)] = max((op.type for op in replay.ops), key=lambda k: k.endswith("While"))
-                    found += [(v, made, weight, root) for v, root in self._roots(weight, state)]
-        return found
-
-    def _weight(self, t: tf.Tensor) -> tuple[tf.Tensor, Public]:
-        state = self.analysis[t]
-        if isinstance(state, Handle):
-            if state.index not in self.reads:
-                self.reads[state.index] = tf.convert_to_tensor(self.variables[state.index])
-                self.analysis.run([self.reads[state.index]])
-            return self.reads[state.index], Public(frozenset([state.index]))
-        return t, state
-
-    def _replay(self, ops: list[tf.Operation], at: list[int] | None = None) -> Replay:
-        a = self.analysis
-        weights = {
-            key(t): t
-            for op in ops
-            for i, t in enumerate(op.inputs)
-            if weighs(a[t]) and _has_gradient(t) and (at is None or i in at)
-        }
-        shapes = [self._weight(t)[0].shape for t in weights.values()]
-        return Replay(ops, list(weights.values()), shapes, a)
-
-    def _roots(self, weight: tf.Tensor, state: Public) -> list[tuple[int, tf.Tensor]]:
-        """The reads (or given tensors) that a weight tensor is computed from, with their variables' numbers."""
-        a, roots = self.analysis, []
-        given = {key(v): i for i, v in enumerate(self.variables) if not hasattr(v, "handle")}
-        stop = [v for v in self.variables if not hasattr(v, "handle")]
-        if key(weight) in given:
-            return [(given[key(weight)], weight)]
-        # Not through shapes: those of a later layer's activations lead back to every weight before it.
-        for op in graph_tools.ancestors([weight], stop, lambda t: weighs(a[t])).values():
-            if op.type == "ReadVariableOp":
-                s = a[op.outputs[0]]
-                if isinstance(s, Public) and s.deps:
-                    roots.append((next(iter(s.deps)), op.outputs[0]))
-            elif op.type in CALLS or op.type == "ResourceGather":  # what reads by itself
-                handles = {key(t): t for t in op.inputs if isinstance(a[t], Handle) and a[t].index is not None}
-                for t in handles.values():
-                    if all(root is not t for _, root in roots):
-                        roots.append((a[t].index, t))
-            roots += [(given[key(t)], t) for t in op.inputs if key(t) in given and (given[key(t)], t) not in roots]
-        missing = state.deps - {i for i, _ in roots}
-        if missing:
-            raise PrivacyError(
-                f"{weight.op.type} ({weight.op.name!r}) holds trainable weights that were read in another graph or "
-                "inside a loop or a branch. Read them, and compute the loss, in one and the same tf.function."
-            )
-        return roots
-
-    def _shape(self, root: tf.Tensor) -> tf.TensorShape:
-        if root.dtype != tf.resource:
-            return root.shape
-        return self.variables[self.analysis[root].index].shape
-
     # -- norms and sums --------------------------------------------------------------------------------------
 
     def squared_norms(self) -> tf.Tensor:
@@ -401,8 +275,8 @@ class Plan:
         """As `squared_norms`, for each of several groups of variables; ``group_of`` has the number of each one's."""
         self.group_of = list(group_of)
         parts_of: list[list[Part]] = [[] for _ in group_of]
-        for v, *part in self.contributions:
-            parts_of[v].append(tuple(part))
+        for part in self.parts:
+            parts_of[part.variable].append(part)
         merged = {i: self._merged(parts) for i, parts in enumerate(parts_of)}
         merged |= self._pulled_back({i: parts_of[i] for i, parts in merged.items() if parts is None})
         self.merged = [merged[i] for i in range(len(merged))]
@@ -410,8 +284,8 @@ class Plan:
         terms = [[tf.zeros([self.units.count], self.dtype)] for _ in groups]
         doubts: list[list[tf.Tensor]] = [[] for _ in groups]
         for group, parts in zip(group_of, self.merged, strict=True):
-            terms[group] += [c.squared_norms() for c, _, _ in parts]
-            own = [c.doubt for c, _, _ in parts if c.doubt is not None]
+            terms[group] += [part.made.squared_norms() for part in parts]
+            own = [part.made.doubt for part in parts if part.made.doubt is not None]
             if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
                 terms[group].append(2 * inner_product(*parts))
                 own *= 2  # its error is at most both of theirs
@@ -424,28 +298,28 @@ class Plan:
         have to be carried back to the variable first."""
         if not parts:
             return []
-        if not all(isometric(w, r) for _, w, r in parts):
+        if not all(isometric(part.weight, part.root) for part in parts):
             return None
         if len(parts) == 1:
             return parts
-        alike: dict[tuple, list] = {}
-        for c, w, r in parts:
-            alike.setdefault((type(c), c.same, chain(w, r), tuple(w.shape)), []).append((c, w, r))
-        merged = [(type(same[0][0]).merged([c for c, _, _ in same]), *same[0][1:]) for same in alike.values()]
-        merged.sort(key=lambda part: not isinstance(part[0], Lookup))
+        alike: dict[tuple, list[Part]] = {}
+        for part in parts:
+            what = type(part.made), part.made.same, chain(part.weight, part.root), tuple(part.weight.shape)
+            alike.setdefault(what, []).append(part)
+        merged = [p[0]._replace(made=type(p[0].made).merged([part.made for part in p])) for p in alike.values()]
+        merged.sort(key=lambda part: not isinstance(part.made, Lookup))
         if len(merged) == 1 or (len(merged) == 2 and vocabulary_side(*merged) is not None):
             return merged
         return None
 
     def _pulled_back(self, apart: dict[int, list[Part]]) -> dict[int, list[Part]]:
         """All uses of these variables formed and carried back to the variables themselves."""
-        formed = formed_at_roots([part for parts in apart.values() for part in parts], self._shape)
+        formed = formed_at_roots([part for parts in apart.values() for part in parts], self.uses.shape_of)
         made: dict[int, list[Part]] = {}
         for i, parts in apart.items():
-            roots = {key(r): r for _, _, r in parts}
-            found = [formed[at] for at in roots if at in formed]
-            root = parts[0][2]
-            made[i] = [(Formed([tf.add_n(found)]), root, root)] if found else []
+            found = [formed[at] for at in dict.fromkeys(key(part.root) for part in parts) if at in formed]
+            root = parts[0].root
+            made[i] = [parts[0]._replace(made=Formed([tf.add_n(found)]), weight=root)] if found else []
         return made
 
     def finish(
@@ -462,50 +336,61 @@ class Plan:
         denominator: tf.Tensor | None = None,
     ) -> ClippedGradients:  # fmt: skip
         """As `finish`, where ``factors`` says by how much the gradients of each group are scaled, given their norms."""
-        units = self.units
+        nonfinite, absent = self._mark(norms2)
+        each = [tf.sqrt(n) for n in norms2]
+        norms = each[0] if len(each) == 1 else tf.sqrt(tf.add_n(list(norms2)))
+        cs = [tf.where(self.units.good, c, tf.zeros_like(norms)) for c in factors(each)]
+        if denominator is not None:
+            cs = [c / tf.cast(denominator, self.dtype) for c in cs]
+        self.units.mend([t for parts in self.merged for part in parts for t in part.made.to_mend()])
+        sums: list[tf.Tensor | tf.IndexedSlices | None] = []
+        before: list[tf.Tensor] = []
+        for i, (group, parts) in enumerate(zip(self.group_of, self.merged, strict=True)):
+            if i in self.in_rows and len(parts) == 1 and isinstance(parts[0].made, Lookup) and unmoved(*parts[0][1:3]):
+                with tf.control_dependencies(before):
+                    rows = parts[0].made.weighted_rows(cs[group], self.units)
+                before = [rows.values]
+                sums.append(rows)
+            else:
+                sums.append(self._weighted_sum(parts, cs[group], before))
+        return ClippedGradients(
+            sum=sums,
+            norms=norms if self.absent is None else tf.where(absent, tf.zeros_like(norms), norms),
+            regularization=self._regularization(),
+            num_units=self.units.count,
+            batch_size=self.batch_size,
+            num_nonfinite=tf.reduce_sum(tf.cast(nonfinite & tf.logical_not(absent), tf.int32)),
+            absent=absent,
+        )
+
+    def _mark(self, norms2: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Tells the units which of them contribute. Returns those that are not finite, and those that are absent."""
         good = tf.reduce_all(tf.math.is_finite(tf.stack(norms2)), 0)
         for holds in self.holds:  # XLA leaves the op out that would stop the step
             good = tf.logical_and(good, holds)
         nonfinite = tf.logical_not(good)
         absent = tf.zeros_like(good) if self.absent is None else self.absent
         good = tf.logical_and(good, tf.logical_not(absent))
-        units.good, units.any_bad = good, tf.logical_not(tf.reduce_all(good))
-        each = [tf.sqrt(n) for n in norms2]
-        norms = each[0] if len(each) == 1 else tf.sqrt(tf.add_n(list(norms2)))
-        cs = [tf.where(good, c, tf.zeros_like(norms)) for c in factors(each)]
-        if denominator is not None:
-            cs = [c / tf.cast(denominator, self.dtype) for c in cs]
-        units.mend([t for parts in self.merged for contribution, _, _ in parts for t in contribution.to_mend()])
-        sums: list[tf.Tensor | tf.IndexedSlices | None] = []
-        before: list[tf.Tensor] = []
-        for i, (group, parts) in enumerate(zip(self.group_of, self.merged, strict=True)):
-            total, c = None, cs[group]
-            if i in self.in_rows and len(parts) == 1 and isinstance(parts[0][0], Lookup) and unmoved(*parts[0][1:]):
-                with tf.control_dependencies(before):
-                    sums.append(parts[0][0].weighted_rows(c, units))
-                before = [sums[-1].values]
-                continue
-            for contribution, weight, root in parts:
-                # One after the other: else the scaled copies for all of them are in memory at once.
-                with tf.control_dependencies(before):
-                    s = contribution.weighted_sum(c, units)
-                before = [s]
-                if weight is not root:
-                    moved = carried_back(s, weight, root, units=False)
-                    s = moved if moved is not None else tf.gradients([weight], [root], [tf.cast(s, weight.dtype)])[0]
-                if s is not None:
-                    s = tf.cast(tf.convert_to_tensor(s), self.dtype)
-                    total = s if total is None else total + s
-            sums.append(total)
-        return ClippedGradients(
-            sum=sums,
-            norms=norms if self.absent is None else tf.where(absent, tf.zeros_like(norms), norms),
-            regularization=self._regularization(),
-            num_units=units.count,
-            batch_size=self.batch_size,
-            num_nonfinite=tf.reduce_sum(tf.cast(nonfinite & tf.logical_not(absent), tf.int32)),
-            absent=absent,
-        )
+        self.units.good, self.units.any_bad = good, tf.logical_not(tf.reduce_all(good))
+        return nonfinite, absent
+
+    def _weighted_sum(self, parts: list[Part], c: tf.Tensor, before: list[tf.Tensor]) -> tf.Tensor | None:
+        """One variable's sum. ``before`` holds what it waits for: one after the other, since the scaled copies for all
+        of them would else be in memory at once."""
+        total = None
+        for part in parts:
+            with tf.control_dependencies(before):
+                s = part.made.weighted_sum(c, self.units)
+            before[:] = [s]
+            if part.weight is not part.root:
+                moved = carried_back(s, part.weight, part.root, units=False)
+                if moved is None:
+                    (moved,) = tf.gradients([part.weight], [part.root], [tf.cast(s, part.weight.dtype)])
+                s = moved
+            if s is not None:
+                s = tf.cast(tf.convert_to_tensor(s), self.dtype)
+                total = s if total is None else total + s
+        return total
 
     def leave_out(self, blank: tf.Tensor, sure: tf.Tensor) -> None:
         """Has units contribute nothing whose rows are all blank (bool [batch]), whatever the loss makes of them; and
@@ -523,7 +408,7 @@ class Plan:
 
     def looked_up(self) -> list[int]:
         """The places of the variables of which rows are looked up."""
-        return sorted({v for v, made, _, _ in self.contributions if isinstance(made, Lookup)})
+        return sorted({part.variable for part in self.parts if isinstance(part.made, Lookup)})
 
     def leave_in_rows(self, tables: Sequence[int]) -> None:
         """Has the clipped sums of these variables given as `tf.IndexedSlices`, a row for each lookup, which are still
@@ -534,12 +419,12 @@ class Plan:
         """For each of these variables, which are in rows, how many units look up each of its rows, [rows]: a unit's
         part, over all of them together, is scaled to an L2 norm of at most ``clip``. Those that are ``absent``
         ([units]) have none."""
-        pairs = [self.merged[i][0][0].looked_up() for i in tables]
+        pairs = [self.merged[i][0].made.looked_up() for i in tables]
         ones = [tf.cast(rows >= 0, self.dtype) for _, rows in pairs]
         number = tf.add_n([tf.math.unsorted_segment_sum(one, unit, self.units.count)
                            for one, (unit, _) in zip(ones, pairs, strict=True)])  # fmt: skip
         factor = tf.where(absent, tf.zeros_like(number), clip / tf.maximum(tf.sqrt(number), clip))
-        return [tf.math.unsorted_segment_sum(tf.gather(factor, unit), rows, self.merged[i][0][0].vocabulary)
+        return [tf.math.unsorted_segment_sum(tf.gather(factor, unit), rows, self.merged[i][0].made.vocabulary)
                 for i, (unit, rows) in zip(tables, pairs, strict=True)]  # fmt: skip
 
     def _regularization(self) -> list[tf.Tensor | None]:
@@ -547,7 +432,7 @@ class Plan:
         state = None if self.public_loss is None else self.analysis[self.public_loss]
         if not isinstance(state, Public):  # none, or a number made of lengths
             return result
-        roots = self._roots(self.public_loss, state)
+        roots = self.uses.roots(self.public_loss, state)
         if not roots:
             return result
         grads = tf.gradients([self.public_loss], [r for _, r in roots])
@@ -563,25 +448,3 @@ def _with_doubt(total: tf.Tensor, doubts: list[tf.Tensor]) -> tf.Tensor:
         return total
     doubt = tf.add_n(doubts)
     return tf.where(total > 1000 * doubt, total, tf.maximum(total, 0) + doubt)
-
-
-def _has_gradient(t: tf.Tensor) -> bool:
-    return t.dtype.is_floating or t.dtype.is_complex or t.dtype == tf.resource  # not what weights are compared to
-
-
-def clusters(ops: list[tf.Operation]) -> list[list[tf.Operation]]:
-    """Groups of ops that hand TensorLists to one another, in order."""
-    group: dict[str, list[tf.Operation]] = {}
-    names = {op.name for op in ops}
-    for op in ops:
-        mine = group.setdefault(op.name, [op])
-        for t in op.inputs:
-            if t.dtype == tf.variant and t.op.name in names and group[t.op.name] is not mine:
-                theirs = group[t.op.name]
-                theirs.extend(mine)
-                for member in mine:
-                    group[member.name] = theirs
-                mine = theirs
-    place = {op.name: i for i, op in enumerate(ops)}
-    distinct = {id(members): members for members in group.values()}
-    return [sorted(members, key=lambda o: place[o.name]) for members in distinct.values()]

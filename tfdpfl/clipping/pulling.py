@@ -4,12 +4,29 @@ that is used in two places."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, Lookup, Outer
 from tfdpfl.clipping.graph import constant, key
+
+
+class Part(NamedTuple):
+    """What one use of a variable, or several as one, adds to each unit's gradient.
+
+    ``made``: the units' gradients of ``weight``, which follows from ``root``, a read of the variable or the tensor that
+    stands for it; ``variable``: its number; ``op``: what uses it; ``replayed``: whether there was no rule for that.
+    """
+
+    made: Contribution
+    weight: tf.Tensor
+    root: tf.Tensor
+    variable: int
+    op: str
+    replayed: bool
+
 
 _UNMOVED = frozenset("Identity Cast Snapshot".split())
 _ISOMETRIC = _UNMOVED | frozenset("Reshape ExpandDims Squeeze Transpose Neg".split())
@@ -47,18 +64,15 @@ def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
     return tuple(links)
 
 
-Part = tuple[Contribution, tf.Tensor, tf.Tensor]
-
-
 def vocabulary_side(first: Part, second: Part) -> tuple[tf.Tensor, tf.Tensor] | None:
     """Of a table [V, D] that is looked up and multiplied: the sides [U, S, V] and [U, S, D] of the product's `Outer`;
     None if the two uses are something else."""
-    (lookup, table, _), (outer, weight, root) = first, second
+    lookup, outer = first.made, second.made
     if not isinstance(lookup, Lookup) or not isinstance(outer, Outer) or outer.same[:2] != ("product", ()):
         return None
-    if table.shape.rank != 2 or weight.shape.rank != 2 or root.shape.rank != 2:
+    if any(t.shape.rank != 2 for t in (first.weight, second.weight, second.root)):
         return None
-    turns, moved = turned_over(weight, root), turned_over(table, first[2])
+    turns, moved = turned_over(second.weight, second.root), turned_over(first.weight, first.root)
     if turns is None or moved is not False:
         return None
     if outer.same[2] == (1, 0):
@@ -85,10 +99,10 @@ def inner_product(first: Part, second: Part) -> tf.Tensor:
     """<gradient of the lookups, gradient of the products>, [U], of a table used in both ways: the rows looked up, t,
     against the product's positions, s."""
     sides = vocabulary_side(first, second)
-    assert sides is not None and isinstance(first[0], Lookup)
+    assert sides is not None and isinstance(first.made, Lookup)
     wide, narrow = sides
-    entries = tf.gather(wide, first[0].ids, axis=2, batch_dims=1)  # [U, S, T]
-    return tf.reduce_sum(entries * tf.matmul(narrow, first[0].g, transpose_b=True), [1, 2])
+    entries = tf.gather(wide, first.made.ids, axis=2, batch_dims=1)  # [U, S, T]
+    return tf.reduce_sum(entries * tf.matmul(narrow, first.made.g, transpose_b=True), [1, 2])
 
 
 def carried_back(x: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, units: bool) -> tf.Tensor | None:
@@ -122,9 +136,9 @@ def formed_at_roots(
     """Each unit's gradient of each root, [U, *its variable's shape], by the root's key; nothing for roots that have
     none. A weight that is made of several roots is in a part for each of them."""
     uses: dict[tuple[str, int], tuple[tf.Tensor, dict[int, Contribution], dict]] = {}
-    for c, w, r in parts:
-        _, made, roots = uses.setdefault(key(w), (w, {}, {}))
-        made[id(c)], roots[key(r)] = c, r
+    for part in parts:
+        _, made, roots = uses.setdefault(key(part.weight), (part.weight, {}, {}))
+        made[id(part.made)], roots[key(part.root)] = part.made, part.root
     terms: dict[tuple[str, int], list[tf.Tensor]] = {}
     left = []
     for w, made, roots in uses.values():
