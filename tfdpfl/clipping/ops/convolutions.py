@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -123,85 +125,134 @@ def projected(view, op, states):
 # -- the rule ----------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """What a convolution's filter gradient is a product of: what each window of ``x`` meets, and ``g``; channels last.
+    A transposed convolution swaps the two."""
+
+    use: Use
+    units: Units
+    window: Window
+    x: tf.Tensor
+    g: tf.Tensor
+    of_x: Batch
+    of_g: Batch
+
+    @classmethod
+    def of(cls, use: Use, units: Units) -> Sides | None:
+        swapped = use.op.type in TRANSPOSED
+        x, g = (use.g, use.inputs[2]) if swapped else (use.inputs[0], use.g)
+        of_x, of_g = (use.out, use.states[2]) if swapped else (use.states[0], use.out)
+        if not all(isinstance(s, Batch) and s.axis == 0 for s in (of_x, of_g)):
+            return None
+        window = Window.of(use.op, use.shape.as_list())
+        if x.shape[1 if window.channels_first else -1] is None:
+            return None
+        x, g = (tf.cast(t, units.dtype) for t in (x, g))
+        if window.channels_first:
+            move = [0, *range(2, x.shape.rank), 1]
+            x, g = tf.transpose(x, move), tf.transpose(g, move)
+        return cls(use, units, window, x, g, of_x, of_g)
+
+    @functools.cached_property
+    def places(self) -> list:
+        return places_of(self.g)
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.window.size)
+
+    @property
+    def channels(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def filters(self) -> int:
+        return self.g.shape[-1] or self.use.shape[-1]
+
+    @property
+    def groups(self) -> int:
+        return self.channels if self.use.op.type.startswith("Depthwise") else self.channels // self.use.shape[-2]
+
+    @property
+    def alone(self) -> bool:
+        """Whether each example is a unit, and a row of both."""
+        return self.units.single and self.of_x.rows == self.of_g.rows == self.of_x.blocks == self.of_g.blocks == 1
+
+    def flat(self, t: tf.Tensor, state: Batch, *tail: int) -> tf.Tensor:
+        """[B, *places, C] to [U, places of the unit, *tail]."""
+        t = self.units.group(t, state)
+        dims = dims_of(t)
+        return reshaped(t, [dims[0], volume(dims[1:-1]), *tail])
+
+    def layout(self, f: tf.Tensor) -> tf.Tensor:
+        lead = f.shape.rank - (3 if self.groups > 1 else 2)
+        if self.groups > 1:  # [..., n, taps x c, p] to [..., taps x c, n, p]
+            f = tf.transpose(f, [*range(lead), lead + 1, lead, lead + 2])
+        return tf.reshape(f, [*([f.shape[0] or -1] if lead else []), *self.use.shape])
+
+
 @rule(*CONVOLUTIONS, *TRANSPOSED)
 def convolution(use: Use, units: Units) -> Contribution | None:
-    """Patches of the input against the output's gradient; a transposed convolution swaps the two."""
+    """Patches of the input against the output's gradient."""
     if use.at != 1 or None in use.shape.as_list():
         return None
-    kind = use.op.type
-    swapped = kind in TRANSPOSED
-    x, g = (use.g, use.inputs[2]) if swapped else (use.inputs[0], use.g)
-    state = use.out if swapped else use.states[0]
-    other = use.states[2] if swapped else use.out
-    if not isinstance(state, Batch) or state.axis or not isinstance(other, Batch) or other.axis:
+    sides = Sides.of(use, units)
+    if sides is None:
         return None
-    plan = Window.of(use.op, use.shape.as_list())
-    if x.shape[-1 if not plan.channels_first else 1] is None:
-        return None
-    x, g = (tf.cast(t, units.dtype) for t in (x, g))
-    if plan.channels_first:
-        move = [0, *range(2, x.shape.rank), 1]
-        x, g = tf.transpose(x, move), tf.transpose(g, move)
-    out = places_of(g)
-    final, cin, cout = use.shape.as_list(), x.shape[-1], g.shape[-1] or use.shape[-1]
-    groups = cin if kind.startswith("Depthwise") else cin // use.shape[-2]
-    taps = math.prod(plan.size)
+    return _by_group(sides) if sides.groups > 1 else _whole(sides)
 
-    def flat(t: tf.Tensor, s: Batch, *tail: int) -> tf.Tensor:
-        """[B, *places, C] to [U, places of the unit, *tail]."""
-        t = units.group(t, s)
-        dims = dims_of(t)
-        shape = [dims[0], volume(dims[1:-1]), *tail]
-        return reshaped(t, shape)
 
-    def layout(f: tf.Tensor) -> tf.Tensor:
-        lead = f.shape.rank - (3 if groups > 1 else 2)
-        if groups > 1:  # [..., n, taps x c, p] to [..., taps x c, n, p]
-            f = tf.transpose(f, [*range(lead), lead + 1, lead, lead + 2])
-        return tf.reshape(f, [*([f.shape[0] or -1] if lead else []), *final])
+def _whole(sides: Sides) -> Contribution:
+    window, taps, use = sides.window, sides.taps, sides.use
+    repeats = max(1.0, taps / math.prod(window.strides))
+    g = sides.flat(sides.g, sides.of_g, sides.filters)
+    gram = window.gram(sides.x, sides.places) if sides.alone and taps > 1 else None
+    entries = taps * sides.channels
+    costs = Costs(g.shape[1] or TYPICAL_LENGTH, entries, sides.filters, repeats, gram is not None)
+    if sides.alone and costs.native and not find_obstacle(sides.x, sides.g):
+        filters = Filters(sides.x, sides.g, entries, window.settings())
+        return filters.contribution(sides.layout, stored=costs.stores)
+    if costs.forms and taps > 1:
+        return _formed(sides, g)
+    (whole,) = window.pieces(sides.x, sides.places, taps)
+    a = sides.flat(whole(), sides.of_x, entries)
+    needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
+    # Not for one tap: the product is as fast, and oneDNN's gradient of a strided one writes outside its memory on
+    # a batch of one (TensorFlow 2.14 and 2.21, [1, 12, 12, 8] to 16 channels by strides of 2).
+    total = (lambda c: filter_gradient(use, c, sides.units)) if taps > 1 else None
+    return Outer(a, g, sides.layout, ("conv", tuple(use.shape), taps), total, needs, repeats, gram)
 
-    if groups == 1:
-        repeats = max(1.0, taps / math.prod(plan.strides))
-        g_flat = flat(g, other, cout)
-        alone = units.single and state.rows == other.rows == state.blocks == other.blocks == 1
-        gram = plan.gram(x, out) if alone and taps > 1 else None
-        costs = Costs(g_flat.shape[1] or TYPICAL_LENGTH, taps * cin, cout, repeats, gram is not None)
-        if alone and costs.native and not find_obstacle(x, g):
-            filters = Filters(x, g, taps * cin, plan.settings())
-            return filters.contribution(layout, stored=costs.stores)
-        if costs.forms and taps > 1:
-            large = (x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
-            quarters = quartered(x, g_flat) if alone and large and not compiled() else [(x, g_flat)]
-            found: list[list[tf.Tensor]] = []
-            for x_part, g_part in quarters:
-                made = []
-                for piece in plan.pieces(x_part, out, parts=len(quarters)):
-                    with tf.control_dependencies(units.last_product):
-                        a = piece()
-                    made.append(tf.matmul(g_part, flat(a, state, a.shape[-1]), transpose_a=True))
-                    units.last_product = made[-1:]
-                found.append(made)
-            parts = [tf.concat(same, 0) if len(same) > 1 else same[0] for same in zip(*found, strict=True)]
-            return Formed(parts, lambda pieces: layout(turned(tf.concat(pieces, -1))))
-        (whole,) = plan.pieces(x, out, taps)
-        a_flat = flat(whole(), state, taps * cin)
-        mark = ("conv", tuple(final), taps)
-        needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
-        # Not for one tap: the product is as fast, and oneDNN's gradient of a strided one writes outside its memory on
-        # a batch of one (TensorFlow 2.14 and 2.21, [1, 12, 12, 8] to 16 channels by strides of 2).
-        total = (lambda c: filter_gradient(use, c, units)) if taps > 1 else None
-        return Outer(a_flat, g_flat, layout, mark, total, needs, repeats, gram)
-    # Groups (of one channel each, in a depthwise convolution): one small product a group.
-    width, per_group = cout // groups, cin // groups
-    g_flat = flat(g, other, groups, width)
+
+def _formed(sides: Sides, g: tf.Tensor) -> Formed:
+    """Each unit's gradient, piece by piece of the window, so that few patches are in memory."""
+    large = (sides.x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
+    quarters = quartered(sides.x, g) if sides.alone and large and not compiled() else [(sides.x, g)]
+    found: list[list[tf.Tensor]] = []
+    for x_part, g_part in quarters:
+        made = []
+        for piece in sides.window.pieces(x_part, sides.places, parts=len(quarters)):
+            with tf.control_dependencies(sides.units.last_product):
+                a = piece()
+            made.append(tf.matmul(g_part, sides.flat(a, sides.of_x, a.shape[-1]), transpose_a=True))
+            sides.units.last_product = made[-1:]
+        found.append(made)
+    parts = [tf.concat(same, 0) if len(same) > 1 else same[0] for same in zip(*found, strict=True)]
+    return Formed(parts, lambda pieces: sides.layout(turned(tf.concat(pieces, -1))))
+
+
+def _by_group(sides: Sides) -> Formed:
+    """Groups (of one channel each, in a depthwise convolution): one small product a group."""
+    width, per_group = sides.filters // sides.groups, sides.channels // sides.groups
+    g = sides.flat(sides.g, sides.of_g, sides.groups, width)
     parts = []
-    for view in plan.views(x, out):
-        v = flat(view, state, groups, per_group)
+    for view in sides.window.views(sides.x, sides.places):
+        v = sides.flat(view, sides.of_x, sides.groups, per_group)
         if per_group == 1 and width == 1:
-            parts.append(tf.reduce_sum(v * g_flat, 1)[..., None])  # [U, n, 1, 1]
+            parts.append(tf.reduce_sum(v * g, 1)[..., None])  # [U, n, 1, 1]
         else:
-            parts.append(tf.einsum("utna,utnp->unap", v, g_flat))
-    return Formed([layout(tf.concat(parts, 2))])
+            parts.append(tf.einsum("utna,utnp->unap", v, g))
+    return Formed([sides.layout(tf.concat(parts, 2))])
 
 
 def quartered(*tensors: tf.Tensor) -> list[tuple[tf.Tensor, ...]]:

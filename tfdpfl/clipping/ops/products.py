@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -74,72 +76,101 @@ def product(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | N
     return Batch(lo.index(mark), rows.pop() if rows else None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A tensor whose axes have names; ``state`` says along which the examples are."""
+
+    x: tf.Tensor
+    names: list[str]
+    state: Batch
+
+    @property
+    def mark(self) -> str:
+        return self.names[self.state.axis]
+
+    @property
+    def narrow(self) -> list[str]:
+        """The axes of length one."""
+        return [n for n, d in zip(self.names, self.x.shape, strict=True) if d == 1]
+
+    def without(self, gone: list[str], remove: Callable) -> Named:
+        """Takes axes off, by `tf.squeeze` or `tf.reduce_sum`."""
+        if not gone:
+            return self
+        names = [n for n in self.names if n not in gone]
+        axes = [self.names.index(n) for n in gone]
+        return Named(remove(self.x, axes), names, Batch(names.index(self.mark), self.state.rows))
+
+    def arranged(self, groups: list[list[str]], units: Units) -> tf.Tensor:
+        """[U, rows x first group, (second group,) last group], each group of axes flattened."""
+        rest = [n for n in self.names if n != self.mark]
+        x = units.group(self.x, self.state)  # [U, m, rest...]
+        order = [n for group in groups for n in group]
+        if order != rest:
+            x = tf.transpose(x, [0, 1, *[2 + rest.index(n) for n in order]])
+        dims = dims_of(x)
+        t, n, _ = (len(group) for group in groups)
+        parts = [volume(dims[1 : 2 + t]), volume(dims[2 + t : 2 + t + n]), volume(dims[2 + t + n :])]
+        return reshaped(x, [dims[0], *(parts if n else parts[::2])])
+
+
+def _pick(names: list[str], within: list[str] | None = None, apart: Sequence[str] = ()) -> list[str]:
+    """Those of the names that are ``within`` others, and not in ``apart``."""
+    return [n for n in names if (within is None or n in within) and n not in apart]
+
+
+def _operand(use: Use) -> tuple[Named, list[str], list[str]] | None:
+    """What the weight is multiplied by, and the names of the weight's and of the output's axes."""
+    if len(use.inputs) != 2 or None in use.shape.as_list():
+        return None
+    other = 1 - use.at
+    labels = labels_of(use.op)
+    names, of_weight, of_output = labels[other], labels[use.at], labels[2]
+    if any(len(set(each)) < len(each) for each in (names, of_weight, of_output)):
+        return None
+    state = use.states[other]
+    if isinstance(state, Public) and of_output[use.out.axis] in names:  # equal rows, as of a first recurrent state
+        state = Batch(names.index(of_output[use.out.axis]), use.out.rows)
+    return (Named(use.inputs[other], names, state), of_weight, of_output) if isinstance(state, Batch) else None
+
+
 @rule(*PRODUCTS)
 def outer(use: Use, units: Units) -> Contribution | None:
     """MatMul, BatchMatMul and Einsum: by the labels of their axes."""
-    if len(use.inputs) != 2 or use.shape.as_list().count(None):
+    operand = _operand(use)
+    if operand is None:
         return None
-    labels = list(labels_of(use.op))
-    other = 1 - use.at
-    x, state = use.inputs[other], use.states[other]
-    lx, lw, lo = labels[other], labels[use.at], labels[2]
-    if isinstance(state, Public) and lo[use.out.axis] in lx:  # rows of equal values, as of a first recurrent state
-        state = Batch(lx.index(lo[use.out.axis]), use.out.rows)
-    if not isinstance(state, Batch):
-        return None
-    if any(len(set(names)) < len(names) for names in (lx, lw, lo)):
-        return None
-    mark = lx[state.axis]
+    x, of_weight, of_output = operand
+    lengths = dict(zip(of_weight, use.shape.as_list(), strict=True))
     # An axis of length one in one operand and not in the other is absent there: it broadcasts.
-    wide = {n: d for n, d in zip(lw, use.shape.as_list(), strict=True)}
-    narrow_x = [n for n, d in zip(lx, x.shape.as_list(), strict=True) if d == 1 and wide.get(n, 1) != 1]
-    if narrow_x:
-        x = tf.squeeze(x, [lx.index(n) for n in narrow_x])
-        lx = [n for n in lx if n not in narrow_x]
-        state = Batch(lx.index(mark), state.rows)
-    kept = [n for n in lw if not (wide[n] == 1 and n in lo and n in lx)]
-    if mark in kept or any(n not in lo and n not in lx for n in kept):
+    wide = [n for n, d in lengths.items() if d != 1]
+    x = x.without(_pick(x.narrow, wide, [x.mark]), tf.squeeze)
+    kept = _pick(of_weight, apart=_pick(of_output, x.names, wide))
+    if x.mark in kept or not {*kept} <= {*of_output, *x.names}:
         return None
-    if any(n not in lo and n not in kept and n != mark for n in lx):  # summed over x alone
-        gone = [n for n in lx if n not in lo and n not in kept]
-        x = tf.reduce_sum(x, [lx.index(n) for n in gone])
-        lx = [n for n in lx if n not in gone]
-        state = Batch(lx.index(mark), state.rows)
-    t = [n for n in lo if n in lx and n not in kept and n != mark]
-    n_ = [n for n in lo if n in lx and n in kept]
-    a_ = [n for n in lx if n in kept and n not in lo]
-    p_ = [n for n in lo if n in kept and n not in lx]
-    a = arranged(x, lx, state, [t, n_, a_], units)
-    g = arranged(use.g, lo, use.out, [t, n_, p_], units)
-    for side, own in ((a, a_), (g, p_)):  # the input's own shape may be less known than the weight's
-        side.set_shape([None] * (side.shape.rank - 1) + [math.prod(wide[n] for n in own)])
-    order = [*n_, *a_, *p_]
-    sizes = [wide[n] for n in order]
-    final = use.shape.as_list()
-    grouped = bool(n_)
+    x = x.without(_pick(x.names, apart=[*of_output, *kept, x.mark]), tf.reduce_sum)  # summed over x alone
+    shared = _pick(of_output, x.names, [x.mark])
+    positions, groups = _pick(shared, apart=kept), _pick(shared, kept)
+    of_x, of_g = _pick(x.names, kept, of_output), _pick(of_output, kept, x.names)
+    a = x.arranged([positions, groups, of_x], units)
+    g = Named(use.g, of_output, use.out).arranged([positions, groups, of_g], units)
+    for side, own in ((a, of_x), (g, of_g)):  # the input's own shape may be less known than the weight's
+        side.set_shape([None] * (side.shape.rank - 1) + [math.prod(lengths[n] for n in own)])
+    order = [*groups, *of_x, *of_g]
+    layout = _layout([order.index(n) for n in kept], [lengths[n] for n in order], use.shape.as_list(), bool(groups))
+    alike = ("product", tuple(groups), tuple(of_weight.index(n) for n in order), tuple(use.shape.as_list()))
+    return Outer(a, g, layout, alike)
+
+
+def _layout(order: list[int], sizes: list[int], final: list[int], grouped: bool) -> Callable:
+    """Puts the axes of a gradient, of these sizes, in the weight's order."""
 
     def layout(f: tf.Tensor) -> tf.Tensor:
         lead = f.shape.rank - (3 if grouped else 2)
         head = [f.shape[0] or -1] if lead else []
         f = reshaped(f, [*head, *sizes])
-        if order != kept:
-            f = tf.transpose(f, [*range(lead), *[lead + order.index(n) for n in kept]])
+        if order != sorted(order):
+            f = tf.transpose(f, [*range(lead), *[lead + i for i in order]])
         return reshaped(f, [*head, *final])
 
-    return Outer(a, g, layout, ("product", tuple(n_), tuple(lw.index(n) for n in order), tuple(final)))
-
-
-def arranged(x: tf.Tensor, labels: list[str], state: Batch, groups: list[list[str]], units: Units) -> tf.Tensor:
-    """[U, rows x first group, (second group,) last group], each group of axes flattened."""
-    rest = [n for i, n in enumerate(labels) if i != state.axis]
-    x = units.group(x, state)  # [U, m, rest...]
-    order = [n for group in groups for n in group]
-    if order != rest:
-        x = tf.transpose(x, [0, 1, *[2 + rest.index(n) for n in order]])
-    dims = dims_of(x)
-    t, n, last = (len(group) for group in groups)
-    parts = [volume(dims[1 : 2 + t]), volume(dims[2 + t : 2 + t + n]), volume(dims[2 + t + n :])]
-    if not n:
-        parts.pop(1)
-    shape = [dims[0], *parts]
-    return reshaped(x, shape)
+    return layout
