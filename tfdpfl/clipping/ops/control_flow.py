@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tfdpfl.clipping.graph import CALLS, constant
@@ -77,32 +79,50 @@ def join(op, t, a: State, b: State) -> State:
             return s
     if a == b:
         return a
-    if isinstance(a, Public) and isinstance(b, Public):
-        return Public(a.deps | b.deps, a.alike and b.alike)
-    pair = {type(a), type(b)}
-    if pair == {Size, Public}:
-        size = a if isinstance(a, Size) else b
-        return Public(deps((a, b))) if size.batch_free else mixed(op, "makes the result depend on the batch size")
-    if pair == {Size}:
-        if a.batch_free and b.batch_free:
-            return Size(tuple((None, 0) for _ in a.entries)) if len(a.entries) == len(b.entries) else Public()
+    # In the order Batch, Items, Public, Size.
+    first, second = sorted((a, b), key=lambda s: type(s).__name__)
+    join_two = _JOINS.get((type(first), type(second)))
+    joined = join_two(op, t, first, second) if join_two else None
+    return joined or mixed(op, "holds now one, now another kind of value")
+
+
+def _two_public(op, t, a: Public, b: Public) -> State:
+    return Public(a.deps | b.deps, a.alike and b.alike)
+
+
+def _public_or_size(op, t, a: Public, b: Size) -> State:
+    return Public(deps((a, b))) if b.batch_free else mixed(op, "makes the result depend on the batch size")
+
+
+def _two_sizes(op, t, a: Size, b: Size) -> State:
+    if not (a.batch_free and b.batch_free):
         return mixed(op, "makes the result depend on the batch size")
-    if pair == {Batch, Public}:
-        batch, public = (a, b) if isinstance(a, Batch) else (b, a)
-        rank = t.shape.rank
-        if rank is not None and not public.deps and (public.alike or t.shape[batch.axis] == 1):
-            return batch
-        return mixed(op, BY_POSITION)
-    if pair == {Batch} and a.axis == b.axis and a.blocks == b.blocks:
-        return Batch(a.axis, a.rows if a.rows == b.rows else None, a.blocks)
-    if pair == {Items}:
-        if blank(a.element) and isinstance(b.element, Batch):
-            return b
-        if blank(b.element) and isinstance(a.element, Batch):
-            return a
-        if isinstance(a.element, Public) and isinstance(b.element, Public):
-            return Items(Public(a.element.deps | b.element.deps, a.element.alike and b.element.alike))
-    return mixed(op, "holds now one, now another kind of value")
+    return Size(tuple((None, 0) for _ in a.entries)) if len(a.entries) == len(b.entries) else Public()
+
+
+def _batch_or_public(op, t, a: Batch, b: Public) -> State:
+    fits = t.shape.rank is not None and not b.deps and (b.alike or t.shape[a.axis] == 1)
+    return a if fits else mixed(op, BY_POSITION)
+
+
+def _two_batches(op, t, a: Batch, b: Batch) -> State | None:
+    same = a.axis == b.axis and a.blocks == b.blocks
+    return Batch(a.axis, a.rows if a.rows == b.rows else None, a.blocks) if same else None
+
+
+def _two_lists(op, t, a: Items, b: Items) -> State | None:
+    for one, other in ((a, b), (b, a)):
+        if blank(one.element) and isinstance(other.element, Batch):
+            return other
+    if isinstance(a.element, Public) and isinstance(b.element, Public):
+        return Items(Public(a.element.deps | b.element.deps, a.element.alike and b.element.alike))
+    return None
+
+
+_JOINS: dict[tuple[type, type], Callable[..., State | None]] = {
+    (Public, Public): _two_public, (Public, Size): _public_or_size, (Size, Size): _two_sizes,
+    (Batch, Public): _batch_or_public, (Batch, Batch): _two_batches, (Items, Items): _two_lists,
+}  # fmt: skip
 
 
 def blank(element: State) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import tensorflow as tf
 
@@ -105,52 +108,54 @@ def filled(view, op, states):
 
 @moves("Reshape", data=0, sizes=(1,), mixed=True)
 def reshape(view, op, states):
-    x, y, state = op.inputs[0], op.outputs[0], states[0]
+    state = states[0]
     if met := next((s for s in states if isinstance(s, Mixed)), None):
         return summed_back(view, op) or met
     entries = view.entries(op.inputs[1])
     if isinstance(state, Size):
         return state
     if isinstance(state, Public):
-        return Public(state.deps, state.alike) if all(p == 0 for _, p in entries) else mixed(
-            op, "gives public values a batch axis")  # fmt: skip
+        free = all(p == 0 for _, p in entries)
+        return Public(state.deps, state.alike) if free else mixed(op, "gives public values a batch axis")
     if not isinstance(state, Batch):
         return None
-    if not y.shape.rank:
-        return mixed(op, "has a shape of unknown rank" if y.shape.rank is None else "drops the batch axis")
-    if len(entries) != y.shape.rank:
-        entries = tuple([UNKNOWN] * y.shape.rank)
-    a = state.axis
-    before = [d for d in x.shape[:a]]
-    if any(d != 1 for d in before):
-        # The axes before the batch must stay as they are.
-        if None in before or [d for d in y.shape[:a]] != before or y.shape.rank <= a:
-            return mixed(op, "moves examples across axes")
-        out_axis = a
-    else:
-        marked = [i for i, (c, p) in enumerate(entries) if p == 1]
-        free = [i for i in range(y.shape.rank) if y.shape[i] != 1]
-        out_axis = next(iter(marked + free), 0)
-        if any(d != 1 for d in y.shape[:out_axis]):
-            return mixed(op, "moves examples across axes")
-    coefficient, power = entries[out_axis]
+    rank = op.outputs[0].shape.rank
+    if not rank:
+        return mixed(op, "has a shape of unknown rank" if rank is None else "drops the batch axis")
+    if len(entries) != rank:
+        entries = tuple([UNKNOWN] * rank)
+    axis = reshaped_axis(op, state, entries)
+    return mixed(op, "moves examples across axes") if axis is None else reshaped_rows(view, op, state, axis, entries)
+
+
+def reshaped_axis(op, state: Batch, entries: Sequence[Entry]) -> int | None:
+    """Where the batch axis is in the new shape."""
+    old, new = op.inputs[0].shape.as_list(), op.outputs[0].shape.as_list()
+    before = old[: state.axis]
+    if any(d != 1 for d in before):  # the axes before the batch must stay as they are
+        same = None not in before and new[: state.axis] == before and len(new) > state.axis
+        return state.axis if same else None
+    marked = [i for i, (_, power) in enumerate(entries) if power == 1]
+    axis = next(iter(marked + [i for i, d in enumerate(new) if d != 1]), 0)
+    return axis if all(d == 1 for d in new[:axis]) else None
+
+
+def reshaped_rows(view, op, state: Batch, axis: int, entries: Sequence[Entry]) -> State:
+    """The examples along an axis of the new shape, and how many rows each has."""
+    coefficient, power = entries[axis]
     if power == 1:
-        return Batch(out_axis, coefficient)
-    inner = [d for d in x.shape[a + 1 :]]
-    outer = [d for d in y.shape[out_axis + 1 :]]
-    if None not in outer:
-        each = int(np.prod(outer))
-        if each in (0, 1) and None in inner:
-            return Batch(out_axis, None)
-        if None not in inner and state.rows is not None:
-            total = state.rows * int(np.prod(inner))
-            if each == 0 or total % each:
-                return mixed(op, "cuts across examples")
-            return Batch(out_axis, total // each)
+        return Batch(axis, coefficient)
+    inner, outer = op.inputs[0].shape[state.axis + 1 :].as_list(), op.outputs[0].shape[axis + 1 :].as_list()
+    each = None if None in outer else int(np.prod(outer))
+    if each in (0, 1) and None in inner:
+        return Batch(axis, None)
+    if each is not None and None not in inner and state.rows is not None:
+        total = state.rows * int(np.prod(inner))
+        return mixed(op, "cuts across examples") if each == 0 or total % each else Batch(axis, total // each)
     if inner == outer and None not in inner:
-        return Batch(out_axis, state.rows)
-    view.require_divisible(y, out_axis)
-    return Batch(out_axis, None)
+        return Batch(axis, state.rows)
+    view.require_divisible(op.outputs[0], axis)
+    return Batch(axis, None)
 
 
 def summed_back(view, op) -> State | None:
@@ -293,71 +298,86 @@ def split_by_lengths(view, op, states):
     return taken_apart(op, 0, 2, states)
 
 
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+    """The entries of a strided slice: what each does to an axis, or to none."""
+
+    op: tf.Operation
+    rank: int
+    length: int
+
+    def has(self, mask: str, i: int) -> bool:
+        return bool(self.op.get_attr(f"{mask}_mask") >> i & 1)
+
+    def axes(self) -> Iterator[tuple[int | None, int, int | None]]:
+        """For each axis of what is sliced: the entry about it (None for those that are left whole), the axis, and the
+        axis of the slice (None where one number of it is taken)."""
+        axis = place = 0
+        about = [i for i in range(self.length) if not (self.has("ellipsis", i) or self.has("new_axis", i))]
+        for i in range(self.length):
+            if self.has("ellipsis", i):
+                for _ in range(self.rank - len(about)):
+                    yield None, axis, place
+                    axis, place = axis + 1, place + 1
+            elif self.has("new_axis", i):
+                place += 1
+            else:
+                dropped = self.has("shrink_axis", i)
+                yield i, axis, None if dropped else place
+                axis, place = axis + 1, place + (not dropped)
+        for rest in range(self.rank - axis):
+            yield None, axis + rest, place + rest
+
+
 @moves("StridedSlice", data=0, sizes=(2,))
 def strided_slice(view, op, states):
-    state, x = states[0], op.inputs[0]
-    begin, end, strides = (constant(t) for t in op.inputs[1:4])
-    masks = {m: op.get_attr(m) for m in (
-        "begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")}  # fmt: skip
+    state = states[0]
     if isinstance(state, Size):
-        if any(not isinstance(s, Public | Size) for s in states[1:]):
-            return mixed(op, "has settings that depend on examples")
-        plain = x.shape.rank == 1 and len(state.entries) == x.shape[0] and not (
-            masks["new_axis_mask"] or masks["ellipsis_mask"])  # fmt: skip
-        if begin is None or end is None or strides is None or not plain:
-            return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
-        if masks["shrink_axis_mask"] & 1:
-            return Size((state.entries[int(begin[0])],))
-        lo = None if masks["begin_mask"] & 1 else int(begin[0])
-        hi = None if masks["end_mask"] & 1 else int(end[0])
-        return Size(state.entries[lo : hi : int(strides[0])])
+        return sliced_size(op, states)
     if isinstance(state, Public):
-        if all(map(is_batch_free, states[1:])):
-            return Public(deps(states), state.alike)
-        return mixed(op, "slices by the batch size")
+        free = all(map(is_batch_free, states[1:]))
+        return Public(deps(states), state.alike) if free else mixed(op, "slices by the batch size")
     if not isinstance(state, Batch):
         return None
-    n = op.inputs[1].shape.num_elements()
-    if n is None:
+    n, ends = op.inputs[1].shape.num_elements(), view.entries(op.inputs[2])
+    if n is None or len(ends) != n:
         return mixed(op, "slices in a way that is not known beforehand")
-    ends = view.entries(op.inputs[2])
-    if len(ends) != n:
-        return mixed(op, "slices in a way that is not known beforehand")
-    in_axis = out_axis = 0
-    consumed = sum(1 for i in range(n) if not (masks["new_axis_mask"] >> i) & 1
-                   and not (masks["ellipsis_mask"] >> i) & 1)  # fmt: skip
-    found = None
-    for i in range(n):
-        bit = 1 << i
-        if masks["ellipsis_mask"] & bit:
-            span = x.shape.rank - consumed
-            if in_axis <= state.axis < in_axis + span:
-                found = out_axis + state.axis - in_axis
-            in_axis, out_axis = in_axis + span, out_axis + span
-        elif masks["new_axis_mask"] & bit:
-            out_axis += 1
-        else:
-            if in_axis != state.axis and ends[i][1] != 0 and not masks["end_mask"] & bit:
-                return mixed(op, "makes an example's result depend on the batch size")
-            if in_axis == state.axis:
-                whole = is_whole(i, x, state, masks, begin, ends[i], strides)
-                if masks["shrink_axis_mask"] & bit or not whole:
-                    return mixed(op, "takes some examples of the batch, not all")
-                found = out_axis
-            out_axis += 0 if masks["shrink_axis_mask"] & bit else 1
-            in_axis += 1
-    if found is None:
-        found = out_axis + state.axis - in_axis
+    slicing, found = Slicing(op, op.inputs[0].shape.rank, n), None
+    for i, axis, place in slicing.axes():
+        if axis == state.axis:
+            if i is not None and (place is None or not is_whole(slicing, i, state, ends[i])):
+                return mixed(op, "takes some examples of the batch, not all")
+            found = place
+        elif i is not None and ends[i][1] != 0 and not slicing.has("end", i):
+            return mixed(op, "makes an example's result depend on the batch size")
     return Batch(found, state.rows)
 
 
-def is_whole(i, x, state, masks, begin, end, strides) -> bool:
-    bit = 1 << i
+def sliced_size(op, states) -> State:
+    state, slicing = states[0], Slicing(op, 1, 1)
+    if any(not isinstance(s, Public | Size) for s in states[1:]):
+        return mixed(op, "has settings that depend on examples")
+    begin, end, strides = (constant(t) for t in op.inputs[1:4])
+    vector = op.inputs[0].shape.rank == 1 and len(state.entries) == op.inputs[0].shape[0]
+    if not vector or any(v is None for v in (begin, end, strides)) or any(
+        op.get_attr(f"{mask}_mask") for mask in ("new_axis", "ellipsis")
+    ):  # fmt: skip
+        return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
+    if slicing.has("shrink_axis", 0):
+        return Size((state.entries[int(begin[0])],))
+    first = None if slicing.has("begin", 0) else int(begin[0])
+    last = None if slicing.has("end", 0) else int(end[0])
+    return Size(state.entries[first : last : int(strides[0])])
+
+
+def is_whole(slicing: Slicing, i: int, state: Batch, end: Entry) -> bool:
+    """Whether entry i of a slice takes all examples, one by one."""
+    begin, _, strides = (constant(t) for t in slicing.op.inputs[1:4])
     if strides is None or strides[i] != 1:
         return False
-    starts = bool(masks["begin_mask"] & bit) or (begin is not None and begin[i] == 0)
-    length, (number, power) = x.shape[state.axis], end
-    ends = bool(masks["end_mask"] & bit) or (state.rows is not None and end == (state.rows, 1)) or (
+    starts = slicing.has("begin", i) or (begin is not None and begin[i] == 0)
+    length, (number, power) = slicing.op.inputs[0].shape[state.axis], end
+    ends = slicing.has("end", i) or (state.rows is not None and end == (state.rows, 1)) or (
         power == 0 and None not in (length, number) and number >= length)  # fmt: skip
     return starts and ends
 
@@ -368,28 +388,12 @@ def strided_slice_gradient(view, op, states):
     state, entries, strides = states[4], view.entries(op.inputs[0]), constant(op.inputs[3])
     if not isinstance(state, Batch) or strides is None:
         return None
-    begins, ends, spans, added, dropped = (
-        op.get_attr(f"{m}_mask") for m in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    )
-    at = out = 0  # axes of what was sliced, and of the slice
-    found = None
-    for i, stride in enumerate(strides):
-        bit = 1 << i
-        if spans & bit:
-            span = len(entries) - sum(not (spans | added) >> k & 1 for k in range(len(strides)))
-            if out <= state.axis < out + span:
-                found = at + state.axis - out
-            at, out = at + span, out + span
-        elif added & bit:
-            out += 1
-        else:
-            if out == state.axis and not dropped & bit:
-                if stride != 1 or not begins & ends & bit:
-                    return mixed(op, "takes some examples of the batch, not all")
-                found = at
-            at, out = at + 1, out + (not dropped & bit)
-    if state.axis >= out:
-        found = at + state.axis - out
+    slicing, found = Slicing(op, len(entries), len(strides)), None
+    for i, axis, place in slicing.axes():
+        if place == state.axis:
+            if i is not None and not (strides[i] == 1 and slicing.has("begin", i) and slicing.has("end", i)):
+                return mixed(op, "takes some examples of the batch, not all")
+            found = axis
     length = op.inputs[4].shape[state.axis]
     own = (state.rows, 1) if length is None else (length, 0)
     if found is None or entries[found] != own or any(p != 0 for k, (_, p) in enumerate(entries) if k != found):
