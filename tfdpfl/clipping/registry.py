@@ -9,16 +9,49 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from tfdpfl.clipping.gradients import Contribution, Units, Use
-from tfdpfl.clipping.states import Batch, State, mixed
+from tfdpfl.clipping.states import Batch, Entry, Handle, Mixed, Public, State, mixed
 
-# (the `BatchAxis` that asks, the op, its inputs' states) -> the state of all outputs, or a list of each one's; None to
+
+class View(Protocol):
+    """All that an op's move sees of the analysis."""
+
+    @property
+    def tainted(self) -> frozenset[Handle]:
+        """The variables that are known to hold batch data."""
+
+    def __getitem__(self, t: tf.Tensor) -> State: ...
+
+    def entries(self, t: tf.Tensor) -> tuple[Entry, ...]:
+        """A tensor as a vector of (coefficient, power of the batch size)."""
+
+    def handle(self, t: tf.Tensor) -> State:
+        """The state of a resource: a `Handle`, also of one made in the graph."""
+
+    def held(self, op: tf.Operation) -> Public | Mixed:
+        """What the variable holds that an op reads, its first input."""
+
+    def body(
+        self, op: tf.Operation, attribute: str, inputs: list[tf.Tensor], states: list[State]
+    ) -> tuple[Any, list[State], tf.Graph]:
+        """Analyses what an op runs: the analysis, the states of the results, and the graph."""
+
+    def note_read(self, handle: Handle, op: tf.Operation) -> None: ...
+
+    def require_divisible(self, t: tf.Tensor, axis: int) -> None:
+        """Has the running step check that the batch size divides the length of an axis."""
+
+    def replace_sources(self, freed: Mapping[tuple[str, int], tf.Tensor]) -> None:
+        """Has these tensors, by the keys of sources, stand for them."""
+
+
+# (the `View` that asks, the op, its inputs' states) -> the state of all outputs, or a list of each one's; None to
 # leave the op to what holds for any: public if all that it takes in is, else mixed.
 Transfer = Callable[[Any, tf.Operation, list[State]], "State | list[State] | None"]
 # (use, units) -> the units' gradients; None leaves the use to the exact fallback.

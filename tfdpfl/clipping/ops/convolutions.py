@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import (
     TYPICAL_LENGTH,
     Contribution,
@@ -28,7 +27,7 @@ from tfdpfl.clipping.gradients import (
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.native import Filters, find_obstacle
 from tfdpfl.clipping.ops.windows import Window, places_of
-from tfdpfl.clipping.registry import moves, rule
+from tfdpfl.clipping.registry import View, moves, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
 
@@ -47,21 +46,21 @@ WHOLE_ENTRIES = 4096
 
 
 @moves(*CONVOLUTIONS, blocks=True)
-def convolved(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def convolved(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 0)
 
 
 @moves(*TRANSPOSED)
-def transposed(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def transposed(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 2)
 
 
 @moves(*SPATIAL, data=0)
-def spatial(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def spatial(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 0)
 
 
-def first_axis(view: BatchAxis, op: tf.Operation, states: list[State], data: int) -> State | None:
+def first_axis(view: View, op: tf.Operation, states: list[State], data: int) -> State | None:
     others, state = [s for i, s in enumerate(states) if i != data], states[data]
     if not isinstance(state, Batch):
         return mixed(op, "has weights that depend on examples") if any(
@@ -81,7 +80,7 @@ def first_axis(view: BatchAxis, op: tf.Operation, states: list[State], data: int
 
 
 @moves("MaxPoolGrad")
-def pool_gradient(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def pool_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the input, the output and the output's gradient."""
     if op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1:
         return mixed(op, "pools over the batch")

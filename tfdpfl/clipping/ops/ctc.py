@@ -7,14 +7,13 @@ import dataclasses
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.registry import ends_gradient, moves
+from tfdpfl.clipping.registry import View, ends_gradient, moves
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import Batch, Entries, Public, State
 
 
 @ends_gradient("ctc_loss_dense.")
-def dense(view: BatchAxis, op: tf.Operation, states: list[State]) -> list[State] | None:
+def dense(view: View, op: tf.Operation, states: list[State]) -> list[State] | None:
     """tf.nn.ctc_loss with dense labels: [batch] losses, from frames [time, batch, classes], labels and two lengths.
 
     The sum over alignments is computed time step by time step in an order that is not followed. TensorFlow keeps the
@@ -27,7 +26,7 @@ def dense(view: BatchAxis, op: tf.Operation, states: list[State]) -> list[State]
 
 
 @moves("CTCLoss", "CTCLossV2", mixed=True, entries=True)
-def sparse(view: BatchAxis, op: tf.Operation, states: list[State]) -> list[State] | None:
+def sparse(view: View, op: tf.Operation, states: list[State]) -> list[State] | None:
     """With sparse labels: frames [time, batch, classes], where labels are ([example, place] of each), the labels, and
     how many frames are an example's."""
     frames, places, values, lengths = states
@@ -38,12 +37,12 @@ def sparse(view: BatchAxis, op: tf.Operation, states: list[State]) -> list[State
     return [Batch(0), frames] if _as_keras_does(view, *op.inputs[1:3]) else None
 
 
-def _own(view: BatchAxis, t: tf.Tensor, state: State) -> bool:
+def _own(view: View, t: tf.Tensor, state: State) -> bool:
     """Whether each example has a row of its own, or all have the same."""
     return state == Batch(0) or (isinstance(state, Public) and row_free(t, state, -t.shape.rank))
 
 
-def _as_keras_does(view: BatchAxis, places: tf.Tensor, values: tf.Tensor) -> bool:
+def _as_keras_does(view: View, places: tf.Tensor, values: tf.Tensor) -> bool:
     """Whether this is what Keras 2's ctc_batch_cost makes of labels and their numbers. It asks example by example which
     labels are within the length, in a loop. Nothing else that loops over examples is followed, so this one is known by
     being the same graph, op by op."""

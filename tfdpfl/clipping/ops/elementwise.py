@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Formed, Units, Use, summed_to
 from tfdpfl.clipping.graph import constant, copy_op, gradient_function, key, passes_gradients_through
-from tfdpfl.clipping.registry import ENDS, moves, rule
+from tfdpfl.clipping.registry import ENDS, View, moves, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
     UNKNOWN,
     Batch,
     Entries,
+    Entry,
     Handle,
     Items,
     Mixed,
@@ -43,25 +43,25 @@ ELEMENTWISE = frozenset(
 
 
 @moves(*ELEMENTWISE - {"IdentityN", "PlaceholderWithDefault"}, entries=True)
-def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
         return states[0]
     if any(isinstance(s, Mixed) for s in states):
         return of_entries(op, states)
-    batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
-    if not batches:
+    if not any(isinstance(s, Batch) for s in states):
         return public_arithmetic(view, op, states)
     rank = max(t.shape.rank for t in op.inputs if t.shape.rank is not None)
-    if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:  # the condition chooses rows
-        free = all(isinstance(s, Batch) or (isinstance(s, Public) and row_free(t, s, -t.shape.rank))
-                   for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
-        if free and all(s == Batch(0, s.rows) for _, s in batches) and len({s.rows for _, s in batches}) == 1:
-            return batches[0][1]
-        return mixed(op, "chooses between rows")
-    axes = {s.axis - t.shape.rank for t, s in batches}
-    if len(axes) > 1:
+    if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:
+        return chosen_rows(op, states)
+    return broadcast(op, states, rank)
+
+
+def broadcast(op: tf.Operation, states: list[State], rank: int) -> State:
+    """Operands aligned at their last axes, of which at least one has examples."""
+    batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
+    axis, *other_axes = {s.axis - t.shape.rank for t, s in batches}
+    if other_axes:
         return mixed(op, "combines the examples along one axis with the examples along another")
-    axis = axes.pop()
     rows = {s.rows for _, s in batches} - {None}
     if len(rows) > 1:
         return mixed(op, "combines rows of different examples")
@@ -74,6 +74,15 @@ def elementwise(view: BatchAxis, op: tf.Operation, states: list[State]) -> State
         if isinstance(s, Public | Size) and not row_free(t, s, axis):
             return mixed(op, BY_POSITION)
     return Batch(axis + rank, rows.pop() if rows else None)
+
+
+def chosen_rows(op: tf.Operation, states: list[State]) -> State:
+    """Of a Select whose condition has one axis: it chooses rows."""
+    batches = {s for s in states if isinstance(s, Batch)}
+    free = all(s in batches or (isinstance(s, Public) and row_free(t, s, -t.shape.rank))
+               for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
+    (state, *others) = batches
+    return state if free and not others and state == Batch(0, state.rows) else mixed(op, "chooses between rows")
 
 
 moves("Identity", blocks=True, entries=True)(elementwise)
@@ -89,7 +98,7 @@ def of_entries(op: tf.Operation, states: list[State]) -> State | None:
 
 
 @moves("IdentityN", mixed=True, any_rank=True)
-def identities(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State]:
+def identities(view: View, op: tf.Operation, states: list[State]) -> State | list[State]:
     """Also what ends a tf.custom_gradient."""
     if "_gradient_op_type" in op.node_def.attr:
         name = getattr(gradient_function(op), "__qualname__", "")
@@ -104,63 +113,79 @@ def identities(view: BatchAxis, op: tf.Operation, states: list[State]) -> State 
 
 
 @moves("Minimum", mixed=True)
-def minimum(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+def minimum(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     """A constant, where the other side cannot be below it, whatever it holds."""
     if constant(op.outputs[0]) is not None:
         return Public()
     return next((s for s in states if isinstance(s, Mixed)), None) or elementwise(view, op, states)
 
 
-def public_arithmetic(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
-    if any(isinstance(s, Items | Handle) for s in states):
+def public_arithmetic(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    if not all(isinstance(s, Public | Size) for s in states):
         return None
     sizes = [s for s in states if isinstance(s, Size)]
     if not sizes:
-        alike = all(isinstance(s, Public) and (s.alike or t.shape.rank == 0)
-                    for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
-        return Public(deps(states), alike)
+        return Public(deps(states), all(s.alike or t.shape.rank == 0 for t, s in zip(op.inputs, states, strict=True)))
+    free = all(s.batch_free for s in sizes)
     if deps(states):
-        if all(s.batch_free for s in sizes):
-            return Public(deps(states))
-        return mixed(op, "scales weights by the batch size")
+        return Public(deps(states)) if free else mixed(op, "scales weights by the batch size")
     if any(t.shape.rank is None or t.shape.rank > 1 for t in op.inputs):
-        return Public() if all(s.batch_free for s in sizes) else mixed(op, "spreads the batch size")
+        return Public() if free else mixed(op, "spreads the batch size")
     columns = [view.entries(t) for t in op.inputs]
     width = max(len(c) for c in columns)
     columns = [c * width if len(c) == 1 else c for c in columns]
     return Size(tuple(monomial(op, row) for row in zip(*columns, strict=True)))
 
 
-def monomial(op: tf.Operation, row: Sequence[tuple[int | None, int | None]]) -> tuple[int | None, int | None]:
-    kind = op.type
-    coefficients, powers = [c for c, _ in row], [p for _, p in row]
-    if any(p is None for p in powers):
+def monomial(op: tf.Operation, row: Sequence[Entry]) -> Entry:
+    """What an op makes of coefficients times powers of the batch size."""
+    if any(power is None for _, power in row):
         return UNKNOWN
-    known = None not in coefficients
-    if kind == "Cast" and op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_integer and powers[0]:
-        return row[0] if isinstance(coefficients[0], int) else UNKNOWN  # the rest would be cut off
-    if kind == "Cast" and powers[0] and op.outputs[0].dtype.is_integer and op.outputs[0].dtype.size < 4:
+    found = _MONOMIALS[op.type](op, *row) if op.type in _MONOMIALS else None
+    if found is not None:
+        return found
+    return (None, 0) if all(power == 0 for _, power in row) else UNKNOWN
+
+
+def _cast(op: tf.Operation, x: Entry) -> Entry:
+    source, to = op.inputs[0].dtype, op.outputs[0].dtype
+    if x[1] and to.is_integer and source.is_floating and not isinstance(x[0], int):
+        return UNKNOWN  # the rest would be cut off
+    if x[1] and to.is_integer and not source.is_floating and to.size < 4:
         return UNKNOWN  # it may wrap
-    if kind in ("Cast", "Identity", "StopGradient", "PreventGradient", "Snapshot"):
-        return row[0]
-    if kind == "Mul":
-        product = coefficients[0] * coefficients[1] if known else None
-        return (int(product) if known and product == int(product) else product, sum(powers))
-    if kind in ("FloorDiv", "RealDiv", "TruncateDiv", "DivNoNan", "Div"):
-        exact = known and coefficients[1] and coefficients[0] % coefficients[1] == 0
-        rounds = kind == "FloorDiv" or op.outputs[0].dtype.is_integer
-        if rounds and (powers[0] < powers[1] or (not exact and powers[0] != powers[1])):
-            return UNKNOWN
-        return (int(coefficients[0] // coefficients[1]) if exact else None, powers[0] - powers[1])
-    if kind == "Neg":
-        return (-coefficients[0] if known else None, powers[0])
-    if all(p == 0 for p in powers):
-        return (None, 0)
-    if kind in ("AddV2", "Add", "Sub") and known and len(set(powers)) == 1:
-        return (coefficients[0] + (-1 if kind == "Sub" else 1) * coefficients[1], powers[0])
-    if kind in ("Maximum", "Minimum") and row[0] == row[1]:
-        return row[0]
-    return UNKNOWN
+    return x
+
+
+def _product(op: tf.Operation, x: Entry, y: Entry) -> Entry:
+    (c, p), (d, q) = x, y
+    product = None if c is None or d is None else c * d
+    return (int(product) if product is not None and product == int(product) else product, p + q)
+
+
+def _quotient(op: tf.Operation, x: Entry, y: Entry) -> Entry:
+    (c, p), (d, q) = x, y
+    exact = c is not None and bool(d) and c % d == 0
+    rounds = op.type == "FloorDiv" or op.outputs[0].dtype.is_integer
+    if rounds and (p < q or (not exact and p != q)):
+        return UNKNOWN
+    return (int(c // d) if exact else None, p - q)
+
+
+def _sum(op: tf.Operation, x: Entry, y: Entry) -> Entry | None:
+    (c, p), (d, q) = x, y
+    if c is None or d is None or p != q or p == 0:
+        return None
+    return (c - d if op.type == "Sub" else c + d, p)
+
+
+_MONOMIALS: dict[str, Callable[..., Entry | None]] = {
+    "Cast": _cast, "Mul": _product,
+    **dict.fromkeys(("Identity", "StopGradient", "PreventGradient", "Snapshot"), lambda op, x: x),
+    **dict.fromkeys(("FloorDiv", "RealDiv", "TruncateDiv", "DivNoNan", "Div"), _quotient),
+    "Neg": lambda op, x: (None if x[0] is None else -x[0], x[1]),
+    **dict.fromkeys(("AddV2", "Add", "Sub"), _sum),
+    **dict.fromkeys(("Maximum", "Minimum"), lambda op, x, y: x if x == y and x[1] else None),
+}  # fmt: skip
 
 
 @moves("EnsureShape", any_rank=True)

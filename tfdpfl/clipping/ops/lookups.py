@@ -8,10 +8,9 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Lookup, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import moves, rule
+from tfdpfl.clipping.registry import View, moves, rule
 from tfdpfl.clipping.states import (
     BY_POSITION,
     TAINTED,
@@ -29,12 +28,12 @@ from tfdpfl.clipping.states import (
 
 
 @moves("ReadVariableOp")
-def read(view: BatchAxis, op: tf.Operation, states: list[State]) -> State:
+def read(view: View, op: tf.Operation, states: list[State]) -> State:
     return view.held(op)
 
 
 @moves("ResourceGather")
-def read_rows(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def read_rows(view: View, op: tf.Operation, states: list[State]) -> State | None:
     value = view.held(op)
     if isinstance(value, Mixed):
         return value
@@ -55,45 +54,55 @@ def gather(view, op, states):
 
 
 def gathered(view, op, params, indices, axis, batch_dims):
-    p, i = op.inputs[0], op.inputs[1]
     if isinstance(params, Size):
-        value = constant(i)
-        if not isinstance(indices, Public | Size):
-            return mixed(op, "has settings that depend on examples")
-        if value is None or p.shape.rank != 1 or len(params.entries) != p.shape[0]:
-            return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
-        return Size(tuple(params.entries[int(v)] for v in np.ravel(value)))
+        return gathered_sizes(op, params, indices)
     if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
         return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
     if isinstance(params, Public) and isinstance(indices, Public):
         return Public(params.deps | indices.deps)
     if isinstance(indices, Size) and not indices.batch_free:
         return mixed(op, "makes an example's result depend on the batch size")
-    if i.shape.rank is None:
+    rank, of_indices = op.inputs[0].shape.rank, op.inputs[1].shape.rank
+    if of_indices is None:
         return mixed(op, "has a shape of unknown rank")
-    batch_dims = batch_dims % (i.shape.rank + 1) if batch_dims < 0 else batch_dims
+    batch_dims = batch_dims % (of_indices + 1) if batch_dims < 0 else batch_dims
     if isinstance(params, Batch):
-        axis = axis % p.shape.rank
-        if params.axis == axis:
+        return picked(op, params, indices, axis % rank, batch_dims)
+    return chosen_by_examples(op, indices, axis, batch_dims) if isinstance(indices, Batch) else None
+
+
+def chosen_by_examples(op, indices: Batch, axis: int, batch_dims: int) -> State:
+    """Of a public table, the rows that each example's indices choose."""
+    rank = op.inputs[0].shape.rank
+    if axis < 0 and rank is None:
+        return mixed(op, "has a shape of unknown rank")
+    axis = axis % rank if axis < 0 else axis
+    return (
+        mixed(op, BY_POSITION) if indices.axis < batch_dims else Batch(axis + indices.axis - batch_dims, indices.rows)
+    )
+
+
+def gathered_sizes(op, params: Size, indices: State) -> State:
+    value = constant(op.inputs[1])
+    if not isinstance(indices, Public | Size):
+        return mixed(op, "has settings that depend on examples")
+    if value is None or op.inputs[0].shape.rank != 1 or len(params.entries) != op.inputs[0].shape[0]:
+        return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
+    return Size(tuple(params.entries[int(v)] for v in np.ravel(value)))
+
+
+def picked(op, params: Batch, indices: State, axis: int, batch_dims: int) -> State:
+    """Of each example's own entries, those with some indices."""
+    if params.axis == axis:
+        return mixed(op, "picks examples of the batch")
+    if params.axis < batch_dims:
+        if isinstance(indices, Batch) and indices.axis != params.axis:
             return mixed(op, "picks examples of the batch")
-        if params.axis < batch_dims:
-            if isinstance(indices, Batch) and indices.axis != params.axis:
-                return mixed(op, "picks examples of the batch")
-            if isinstance(indices, Public):
-                return mixed(op, BY_POSITION)
-            return Batch(params.axis, params.rows)
-        if isinstance(indices, Batch):
-            return mixed(op, "lets examples pick from one another")
-        shift = i.shape.rank - batch_dims - 1 if params.axis > axis else 0
-        return Batch(params.axis + shift, params.rows)
-    if isinstance(indices, Batch) and isinstance(params, Public):
-        if axis < 0 and p.shape.rank is None:
-            return mixed(op, "has a shape of unknown rank")
-        axis = axis if axis >= 0 else axis % p.shape.rank
-        if indices.axis < batch_dims:
-            return mixed(op, BY_POSITION)
-        return Batch(axis + indices.axis - batch_dims, indices.rows)
-    return None
+        return mixed(op, BY_POSITION) if isinstance(indices, Public) else Batch(params.axis, params.rows)
+    if isinstance(indices, Batch):
+        return mixed(op, "lets examples pick from one another")
+    shift = op.inputs[1].shape.rank - batch_dims - 1 if params.axis > axis else 0
+    return Batch(params.axis + shift, params.rows)
 
 
 @moves("Where", entries=True)

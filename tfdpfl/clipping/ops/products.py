@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Outer, Units, Use, dims_of, reshaped, volume
-from tfdpfl.clipping.registry import moves, rule
+from tfdpfl.clipping.registry import View, moves, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
 
@@ -48,7 +47,7 @@ def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
 
 
 @moves(*PRODUCTS)
-def product(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
     batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
     if not batches:
         return None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.registry import View, moves
 from tfdpfl.clipping.rows import shaped
 from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
 
@@ -20,7 +19,7 @@ RANDOM = DRAWS | frozenset(
 
 
 @moves(*RANDOM)
-def drawn(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
     for t, s in zip(op.inputs, states, strict=True):
         if t is not shape and (isinstance(s, Batch | Items) or (isinstance(s, Size) and not s.batch_free)):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.registry import View, moves
 from tfdpfl.clipping.rows import row_free, rowwise
 from tfdpfl.clipping.states import UNKNOWN, Batch, Public, Size, State, deps, is_batch_free, mixed
 
@@ -26,7 +25,7 @@ ALONG_THE_LAST = {
 
 
 @moves(*REDUCTIONS, data=0)
-def reduced(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def reduced(view: View, op: tf.Operation, states: list[State]) -> State | None:
     x, state = op.inputs[0], states[0]
     if isinstance(state, Size):
         powers = [p for _, p in state.entries]
@@ -57,7 +56,7 @@ def summed_axes(op: tf.Operation) -> set[int] | None:
 
 
 @moves(*ALONG_AN_AXIS, *ALONG_THE_LAST, data=0)
-def along(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def along(view: View, op: tf.Operation, states: list[State]) -> State | None:
     x, state = op.inputs[0], states[0]
     if not isinstance(state, Batch):
         return None

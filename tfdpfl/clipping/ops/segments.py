@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.registry import View, moves
 from tfdpfl.clipping.states import Batch, State, mixed
 
 SEGMENTS = frozenset(
@@ -15,7 +14,7 @@ SEGMENTS = frozenset(
 
 
 @moves(*SEGMENTS, data=0)
-def segments(view: BatchAxis, op: tf.Operation, states: list[State]) -> State | None:
+def segments(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """As of the edges of a public graph: the numbers are public, and of axes before the batch's."""
     state, numbered = states[0], op.inputs[1].shape.rank
     if not isinstance(state, Batch):
