@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -23,10 +24,7 @@ from tfdpfl.clipping.sizes import is_average
 from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
 from tfdpfl.errors import PrivacyError
 
-_SAME = frozenset("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split())
 _ADD = frozenset("Add AddV2 AddN Sub".split())
-_DIVIDE = frozenset("RealDiv Div DivNoNan".split())
-_COMPARE = frozenset("Equal NotEqual Greater GreaterEqual Less LessEqual".split())
 
 
 @dataclasses.dataclass
@@ -97,44 +95,22 @@ class LossOfOne:
             return Term("public", t, rank)
         if isinstance(state, Size):
             return Term("size", self.size_of_one(t), rank)
-        adds_weights = t.op.type in _ADD and any(
-            isinstance(s, Public) and s.deps for s in map(self.a.__getitem__, t.op.inputs)
-        )
         if isinstance(state, Batch) and rank is None:
             raise self._refusal(Mixed(t.op.type, t.op.name, "has a shape of unknown rank"), t.op)
-        if isinstance(state, Batch) and not adds_weights:
+        if isinstance(state, Batch) and not self._adds_weights(t.op):
             return Term("batch", self._by_example(t, state), rank)
-        op = t.op
-        if op.type in ("Sum", "Mean"):
-            return self._reduced(op, rank)
-        if op.type == "L2Loss":
-            x = self._absorb(self._term(op.inputs[0]))
-            if x.kind == "batch":
-                value = tf.reduce_sum(x.value * x.value, list(range(1, x.value.shape.rank))) / 2
-                return Term("total", value, 0)
-        if op.type in _SAME:
-            (x,) = [self._term(i) for i in op.inputs]
-            apply = lambda v: None if v is None else graph_tools.copy_op(op, [v])[0]  # noqa: E731
-            return dataclasses.replace(x, value=apply(x.value), public=apply(x.public))
-        if op.type in _ADD:
-            return self._sum([self._term(i) for i in op.inputs], op)
-        if op.type == "Mul":
-            return self._times(*[self._term(i) for i in op.inputs], op)
-        if op.type in _DIVIDE:
-            return self._over(*[self._term(i) for i in op.inputs], op)
-        if op.type in ("Maximum", "Minimum") or op.type in _COMPARE:
-            terms = [self._term(i) for i in op.inputs]
-            if all(x.kind in ("count", "ratio", "size", "public") for x in terms):
-                return Term("ratio", self._apply(op, terms), rank)
-        if op.type in ("Select", "SelectV2"):
-            terms = [self._term(i) for i in op.inputs]
-            kinds = {x.kind for x in terms}
-            if terms[0].kind != "total" and not ("total" in kinds and "batch" in kinds):
-                kind = "total" if "total" in kinds else "batch" if "batch" in kinds else "ratio"
-                return Term(kind, self._apply(op, [self._absorb(x) for x in terms]), rank)
-        if op.type in ("Reshape", "ExpandDims", "Squeeze", "Pack"):
-            return self._reshaped(op, rank)
-        raise self._refusal(state, op)
+        make = _TAIL.get(t.op.type)
+        term = make(self, t.op) if make else None
+        if term is None:
+            raise self._refusal(state, t.op)
+        return term
+
+    def _adds_weights(self, op: tf.Operation) -> bool:
+        states = [self.a[t] for t in op.inputs] if op.type in _ADD else []
+        return any(isinstance(s, Public) and bool(s.deps) for s in states)
+
+    def _inputs(self, op: tf.Operation) -> list[Term]:
+        return [self._term(t) for t in op.inputs]
 
     def _refusal(self, state, op: tf.Operation) -> PrivacyError:
         origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
@@ -173,18 +149,40 @@ class LossOfOne:
         """Puts an addend that was set apart back (it is then clipped with the rest)."""
         return x if x.public is None else dataclasses.replace(x, value=x.value + x.public, public=None)
 
-    def _reduced(self, op: tf.Operation, rank: int) -> Term:
-        x = self._term(op.inputs[0])
-        if x.kind == "size":
-            raise self._refusal(self.a[op.outputs[0]], op)
-        axes = constant(op.inputs[1])
-        if axes is None and op.inputs[0].shape.rank != 1:
-            axes = np.arange(op.inputs[0].shape.rank) if self._all_axes(op.inputs[1]) else None
-        elif axes is None:
-            axes = np.array([0])
-        if axes is None:
-            raise self._refusal(self.a[op.outputs[0]], op)
-        axes = [int(i) % op.inputs[0].shape.rank for i in np.atleast_1d(axes)]
+    # Of one op each; None if the op combines examples.
+
+    def _squared(self, op: tf.Operation) -> Term | None:
+        x = self._absorb(self._term(op.inputs[0]))
+        if x.kind != "batch":
+            return None
+        return Term("total", tf.reduce_sum(x.value * x.value, list(range(1, x.value.shape.rank))) / 2, 0)
+
+    def _same(self, op: tf.Operation) -> Term:
+        (x,) = self._inputs(op)
+        apply = lambda v: None if v is None else graph_tools.copy_op(op, [v])[0]  # noqa: E731
+        return dataclasses.replace(x, value=apply(x.value), public=apply(x.public))
+
+    def _compared(self, op: tf.Operation) -> Term | None:
+        terms = self._inputs(op)
+        known = all(x.kind in ("count", "ratio", "size", "public") for x in terms)
+        return Term("ratio", self._apply(op, terms), op.outputs[0].shape.rank) if known else None
+
+    def _chosen(self, op: tf.Operation) -> Term | None:
+        terms = self._inputs(op)
+        kinds = {x.kind for x in terms}
+        if terms[0].kind == "total" or kinds >= {"total", "batch"}:
+            return None
+        kind = "total" if "total" in kinds else "batch" if "batch" in kinds else "ratio"
+        return Term(kind, self._apply(op, [self._absorb(x) for x in terms]), op.outputs[0].shape.rank)
+
+    def _reduced(self, op: tf.Operation) -> Term | None:
+        x, rank = self._term(op.inputs[0]), op.inputs[0].shape.rank
+        given = constant(op.inputs[1])
+        if given is None and (rank == 1 or self._all_axes(op.inputs[1])):
+            given = np.arange(rank)
+        if x.kind == "size" or given is None:
+            return None
+        axes = [int(i) % rank for i in np.atleast_1d(given)]
         reduce = tf.reduce_sum if op.type == "Sum" else tf.reduce_mean
         keep = op.get_attr("keep_dims")
         public = None if x.public is None else reduce(self._spread(x), axes, keep)
@@ -192,7 +190,7 @@ class LossOfOne:
         kind = x.kind
         if kind == "batch":
             kind = "count" if op.type == "Sum" and is_mask(op.inputs[0]) else "total"
-        return Term(kind, value, rank, public)
+        return Term(kind, value, op.outputs[0].shape.rank, public)
 
     @staticmethod
     def _spread(x: Term) -> tf.Tensor:
@@ -203,7 +201,8 @@ class LossOfOne:
     def _all_axes(t: tf.Tensor) -> bool:
         return t.op.type == "Range"  # range(rank), where the rank is not constant
 
-    def _sum(self, terms: list[Term], op: tf.Operation) -> Term:
+    def _sum(self, op: tf.Operation) -> Term | None:
+        terms = self._inputs(op)
         rank = max(x.rank for x in terms)
         signs = [1, -1] if op.type == "Sub" else [1] * len(terms)
         data, public = None, None
@@ -211,7 +210,7 @@ class LossOfOne:
         if not kinds & {"total", "batch"}:
             return Term("ratio", self._apply(op, terms), rank)
         if "total" in kinds and "batch" in kinds:  # a batch's total added to every example's own row
-            raise self._refusal(self.a[op.outputs[0]], op)
+            return None
         for x, sign in zip(terms, signs, strict=True):
             apart = x.value if x.kind in ("public", "size") else x.public
             if x.kind not in ("public", "size"):
@@ -226,13 +225,14 @@ class LossOfOne:
                 data += tf.cast(tf.zeros_like(public), data.dtype)
         return Term("total" if "total" in kinds else "batch", data, rank, public)
 
-    def _times(self, x: Term, y: Term, op: tf.Operation) -> Term:
+    def _times(self, op: tf.Operation) -> Term | None:
+        x, y = self._inputs(op)
         kinds = {x.kind, y.kind}
         rank = max(x.rank, y.rank)
         if kinds <= {"count", "ratio", "size", "public"}:
             return Term("ratio", self._apply(op, [x, y]), rank)
         if "total" in kinds and (kinds == {"total"} or "batch" in kinds):
-            raise self._refusal(self.a[op.outputs[0]], op)
+            return None
         kind = "total" if "total" in kinds else "batch"
         if x.kind != kind:
             x, y = y, x
@@ -243,7 +243,8 @@ class LossOfOne:
         x, y = self._absorb(x), self._absorb(y)
         return Term(kind, self._apply(op, [x, y]), rank)
 
-    def _over(self, x: Term, y: Term, op: tf.Operation) -> Term:
+    def _over(self, op: tf.Operation) -> Term:
+        x, y = self._inputs(op)
         rank = max(x.rank, y.rank)
         if y.kind == "total" or (y.kind == "batch" and x.kind == "total"):
             overlap = re.search("dice|tversky", op.name)
@@ -281,50 +282,56 @@ class LossOfOne:
                 stacklevel=2,
             )
 
-    def _reshaped(self, op: tf.Operation, rank: int) -> Term:
-        if op.type == "Pack":
-            terms = [self._term(i) for i in op.inputs]
-            kinds = {x.kind for x in terms}
-            if kinds & {"batch"} or not kinds & {"total"}:
-                raise self._refusal(self.a[op.outputs[0]], op)
-            axis = op.get_attr("axis") % rank
-            zero = next(x for x in terms if x.kind == "total").value
-            data = [x.value if x.kind == "total" else tf.zeros_like(zero) for x in terms]
-            parts = [x.value if x.kind == "public" else x.public for x in terms]
-            if any(x.kind not in ("total", "public") for x in terms):
-                raise self._refusal(self.a[op.outputs[0]], op)
-            shape = op.inputs[0]
-            public = None
-            if any(p is not None for p in parts):
-                public = tf.stack([tf.zeros_like(shape) if p is None else p for p in parts], axis)
-            return Term("total", tf.stack(data, axis + 1), rank, public)
+    def _stacked(self, op: tf.Operation) -> Term | None:
+        terms, rank = self._inputs(op), op.outputs[0].shape.rank
+        kinds = {x.kind for x in terms}
+        if "total" not in kinds or not kinds <= {"total", "public"}:
+            return None
+        axis = op.get_attr("axis") % rank
+        zero = next(x for x in terms if x.kind == "total").value
+        data = [x.value if x.kind == "total" else tf.zeros_like(zero) for x in terms]
+        parts = [x.value if x.kind == "public" else x.public for x in terms]
+        public = None
+        if any(p is not None for p in parts):
+            public = tf.stack([tf.zeros_like(op.inputs[0]) if p is None else p for p in parts], axis)
+        return Term("total", tf.stack(data, axis + 1), rank, public)
+
+    def _arranged(self, op: tf.Operation, change: Callable[[tf.Tensor], tf.Tensor]) -> Term | None:
+        """Entries in other places; ``change`` moves them, behind an axis in front."""
         x = self._term(op.inputs[0])
         if x.kind in ("public", "size"):
-            raise self._refusal(self.a[op.outputs[0]], op)
-        parts = [x.value] if x.public is None else [x.value, self._spread(x)[None]]  # both with an axis in front
-        if op.type == "Squeeze":
-            dims = [d % x.rank + 1 for d in op.get_attr("squeeze_dims")]
-            if not dims:
-                raise self._refusal(self.a[op.outputs[0]], op)
-            parts = [tf.squeeze(p, dims) for p in parts]
-        elif op.type == "ExpandDims":
-            axis = int(np.ravel(constant(op.inputs[1]))[0]) % rank + 1
-            parts = [tf.expand_dims(p, axis) for p in parts]
-        else:
-            if not isinstance(self.a[op.inputs[1]], Public | Size):
-                raise self._refusal(self.a[op.inputs[1]], op)
-            fixed, own = constant(op.inputs[1]), x.value.shape[1:].num_elements()
-            if fixed is not None and own and (own % np.abs(np.prod(fixed)) if -1 in fixed else own != np.prod(fixed)):
-                raise self._refusal(self.a[op.outputs[0]], op)  # it holds the batch's static size
-            shape = tf.reshape(self.size_of_one(op.inputs[1]), [-1])
-            each = tf.reduce_prod(tf.shape(x.value)[1:])
-            known = tf.reduce_prod(tf.where(shape < 0, tf.ones_like(shape), shape))
-            shape = tf.where(shape < 0, tf.cast(each, shape.dtype) // tf.maximum(known, 1), shape)
-            shape = self._declare(tf.cast(shape, tf.int32))
-            parts = [tf.reshape(p, tf.concat([tf.shape(p)[:1], shape], 0)) for p in parts]
-            parts = [tf.ensure_shape(p, [p.shape[0], *[None] * rank]) for p in parts]
-        value, public = parts[0], None if x.public is None else parts[1][0]
-        return Term(x.kind, value, rank, public)
+            return None
+        public = None if x.public is None else change(self._spread(x)[None])[0]
+        return Term(x.kind, change(x.value), op.outputs[0].shape.rank, public)
+
+    def _squeezed(self, op: tf.Operation) -> Term | None:
+        dims = [d % op.inputs[0].shape.rank + 1 for d in op.get_attr("squeeze_dims")]
+        return self._arranged(op, lambda t: tf.squeeze(t, dims)) if dims else None
+
+    def _expanded(self, op: tf.Operation) -> Term | None:
+        axis = int(np.ravel(constant(op.inputs[1]))[0]) % op.outputs[0].shape.rank + 1
+        return self._arranged(op, lambda t: tf.expand_dims(t, axis))
+
+    def _reshaped(self, op: tf.Operation) -> Term | None:
+        x, rank, of_shape = self._term(op.inputs[0]), op.outputs[0].shape.rank, self.a[op.inputs[1]]
+        if x.kind in ("public", "size"):
+            return None
+        if not isinstance(of_shape, Public | Size):
+            raise self._refusal(of_shape, op)
+        fixed, own = constant(op.inputs[1]), x.value.shape[1:].num_elements()
+        if fixed is not None and own and (own % np.abs(np.prod(fixed)) if -1 in fixed else own != np.prod(fixed)):
+            return None  # it holds the batch's static size
+        shape = tf.reshape(self.size_of_one(op.inputs[1]), [-1])
+        each = tf.reduce_prod(tf.shape(x.value)[1:])
+        known = tf.reduce_prod(tf.where(shape < 0, tf.ones_like(shape), shape))
+        shape = tf.where(shape < 0, tf.cast(each, shape.dtype) // tf.maximum(known, 1), shape)
+        shape = self._declare(tf.cast(shape, tf.int32))
+
+        def change(t: tf.Tensor) -> tf.Tensor:
+            t = tf.reshape(t, tf.concat([tf.shape(t)[:1], shape], 0))
+            return tf.ensure_shape(t, [t.shape[0], *[None] * rank])
+
+        return self._arranged(op, change)
 
     # -- sizes -----------------------------------------------------------------------------------------------
 
@@ -366,3 +373,18 @@ def is_mask(t: tf.Tensor) -> bool:
             return True
         t = t.op.inputs[0]
     return False
+
+
+# What the tail of a loss may be made of, and what becomes of each op on a batch of one.
+_TAIL: dict[str, Callable[[LossOfOne, tf.Operation], Term | None]] = {
+    "Sum": LossOfOne._reduced, "Mean": LossOfOne._reduced, "L2Loss": LossOfOne._squared, "Mul": LossOfOne._times,
+    **dict.fromkeys("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split(), LossOfOne._same),
+    **dict.fromkeys(_ADD, LossOfOne._sum),
+    **dict.fromkeys("RealDiv Div DivNoNan".split(), LossOfOne._over),
+    **dict.fromkeys(
+        "Maximum Minimum Equal NotEqual Greater GreaterEqual Less LessEqual".split(), LossOfOne._compared
+    ),
+    **dict.fromkeys(("Select", "SelectV2"), LossOfOne._chosen),
+    "Pack": LossOfOne._stacked, "Squeeze": LossOfOne._squeezed, "ExpandDims": LossOfOne._expanded,
+    "Reshape": LossOfOne._reshaped,
+}  # fmt: skip
