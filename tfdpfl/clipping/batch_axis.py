@@ -154,10 +154,7 @@ class BatchAxis:
 
     def _refused(self, op: tf.Operation, states: list[State]) -> Mixed | None:
         """What no op is taken with, unless its move says so."""
-        of_weights = op.type == "IdentityN" and any(map(weighs, states))
-        public = all(isinstance(s, Public) and not s.deps for s in states)
-        if (of_weights or not own_gradient_is_known(op)) and not public:
-            # Its gradient may mix what its value keeps apart, or add weights' gradients up.
+        if self._may_mix_gradients(op, states):
             if self.within or graph_tools.number_of_results(op) is None:
                 return mixed(op, "has a gradient of its own (tf.custom_gradient), which is not known")
             self.customised.append(op)
@@ -165,14 +162,21 @@ class BatchAxis:
         for state in states:
             if isinstance(state, Mixed) and not (move.mixed or (move.entries and isinstance(state, Entries))):
                 return state
-        if not move.blocks and any(isinstance(s, Batch) and s.blocks > 1 for s in states):
+        batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
+        if not move.blocks and any(s.blocks > 1 for _, s in batches):
             return mixed(op, "is not known to keep examples apart in a dilated window")
-        if not move.any_rank and any(
-            isinstance(s, Batch) and t.shape.rank is None for t, s in zip(op.inputs, states, strict=True)
-        ):
+        if not move.any_rank and any(t.shape.rank is None for t, _ in batches):
             return mixed(op, "has a shape of unknown rank")
         met = any(isinstance(s, Mixed) for s in states)
         return None if met or move.data is None else _misled(op, states, move)
+
+    @staticmethod
+    def _may_mix_gradients(op: tf.Operation, states: list[State]) -> bool:
+        """Whether its gradient may mix what its value keeps apart, or add weights' gradients up."""
+        of_weights = op.type == "IdentityN" and any(map(weighs, states))
+        if not of_weights and own_gradient_is_known(op):
+            return False
+        return not all(isinstance(s, Public) and not s.deps for s in states)
 
     def _moved(self, op: tf.Operation, states: list[State]) -> State | list[State]:
         result = MOVES[op.type].transfer(self, op, states) if op.type in MOVES else None

@@ -336,21 +336,32 @@ def inner_call(op: tf.Operation) -> tuple[tf.Operation, list[int]] | None:
 def constant(t: tf.Tensor) -> np.ndarray | None:
     """The tensor's value where it follows from constants alone (TensorFlow's own folding stops at products)."""
     value = tensor_util.constant_value(t)
-    if value is None and t.op.type == "StridedSlice" and t.shape.rank == 0:  # one entry of a vector
-        vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
-        if vector is not None and at is not None and vector.ndim == 1 and t.op.get_attr("shrink_axis_mask") == 1:
-            value = vector[at[0]]
-    if value is None and t.op.type == "Minimum" and t.dtype.is_integer:  # min(c, max(c, x)), as bincount writes it
-        for limit, clipped in (t.op.inputs, t.op.inputs[::-1]):
-            if clipped.op.type == "Maximum" and t.shape.rank == limit.shape.rank == 0:
-                top, floors = constant(limit), [constant(i) for i in clipped.op.inputs]
-                if top is not None and any(f is not None and f >= top for f in floors):
-                    return top
-    if value is None and t.op.type in _FOLDED:
+    if value is not None:
+        return value
+    if t.op.type in _FOLDED:
         values = [constant(i) for i in t.op.inputs]
         if all(v is not None for v in values) and t.shape.rank == _FOLDED_RANK.get(t.op.type, t.shape.rank):
-            value = np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
-    return value
+            return np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
+    look = {"StridedSlice": _one_entry, "Minimum": _limit}.get(t.op.type) if t.shape.rank == 0 else None
+    return look(t) if look else None
+
+
+def _one_entry(t: tf.Tensor) -> np.ndarray | None:
+    """One entry of a vector."""
+    vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
+    if vector is None or at is None or vector.ndim != 1 or t.op.get_attr("shrink_axis_mask") != 1:
+        return None
+    return vector[at[0]]
+
+
+def _limit(t: tf.Tensor) -> np.ndarray | None:
+    """min(c, max(c, x)) of integers, as bincount writes it."""
+    for limit, clipped in (t.op.inputs, t.op.inputs[::-1]):
+        if t.dtype.is_integer and clipped.op.type == "Maximum" and limit.shape.rank == 0:
+            top, floors = constant(limit), [constant(i) for i in clipped.op.inputs]
+            if top is not None and any(f is not None and f >= top for f in floors):
+                return top
+    return None
 
 
 _FOLDED: dict[str, Callable] = {

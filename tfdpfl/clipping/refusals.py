@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tfdpfl.clipping.states import BY_POSITION, TAINTED, Mixed
 
 EAGER = (
@@ -80,53 +82,9 @@ def mixing(origin: Mixed, through: str | None = None) -> str:
 
 def _mend(origin: Mixed, through: str) -> str:
     name = origin.name.lower()
-    if "batch_norm" in name or "batchnorm" in name or "moments" in name:
-        return _NORMALISED
-    if origin.op.startswith(("String", "Unicode", "SparseCross")):
-        return "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y))."
-    if "sampled_softmax_loss" in name or "nce_loss" in name:
-        return (
-            "TensorFlow looks up the examples' classes and the sampled ones in one go. Look them up by two: "
-            "true = tf.reduce_sum(x * tf.gather(w, y), 1) and sampled = tf.matmul(x, tf.gather(w, ids), "
-            "transpose_b=True); the logits are tf.concat([true[:, None], sampled], 1), and the first one is right."
-        )
-    if through.startswith("CTCLoss") or "dense_to_sparse" in name:
-        return (
-            "If this is a CTC loss: sparse labels can be followed if tf.sparse.from_dense(labels) makes them of dense "
-            "ones [batch, length]. Or give tf.nn.ctc_loss dense labels with label_length, logit_length and "
-            "blank_index; in Keras 3, keras.losses.CTC does."
-        )
-    if origin.op.endswith("Case"):
-        return "Choose the branch in Python, where the index is known beforehand; or use tf.cond."
-    if "hinge" in name:
-        return (
-            "Keras looks at all of the batch's labels to tell 0 and 1 from -1 and 1. With labels of -1 and 1: "
-            "loss=lambda t, p: tf.reduce_mean(tf.maximum(1 - t * p, 0), -1) (squared: tf.square of the maximum)."
-        )
-    if "pfor" in name and "gradient_tape" in name:
-        return (
-            "If this is tape.batch_jacobian(y, x): take the derivatives one output at a time, with "
-            "GradientTape(persistent=True): y, parts = ..., [y[:, i] for i in range(n)] under the tape, and "
-            "tf.stack([tape.gradient(part, x) for part in parts], 1)."
-        )
-    if "pfor" in name:
-        return _APART
-    if origin.op == "Where" and "sparse_categorical" in name:
-        return (
-            "If this is ignore_class=c: loss='sparse_categorical_crossentropy' with sample_weight=(y != c), as floats, "
-            "leaves the class out as well."
-        )
-    if origin.op.endswith("GatherNd"):
-        return "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows."
-    if "tf.recompute_grad" in origin.why:
-        return "Give tf.recompute_grad's function all that depends on weights as an argument."
-    if "tf.custom_gradient" in origin.why:
-        return (
-            "Let its function for the gradient treat each example by itself and give weights none: apply "
-            "tf.custom_gradient to the examples' values, or to weights alone, directly in the step."
-        )
-    if origin.why.startswith(TAINTED):
-        return "Train weights by the private optimizer alone, and write to others what is public, or nothing."
+    for holds, mend in _SPECIAL:
+        if holds(origin, name, through):
+            return mend
     if "gradient_tape" in name and _MENDS.get(origin.why) is _SIZED:
         return (
             "If this is the gradient of a mean over the batch with respect to inputs: take that of the sum of losses, "
@@ -137,3 +95,63 @@ def _mend(origin: Mixed, through: str) -> str:
     if "not known" in origin.why:
         return "Rewrite it with operations whose batch axis can be followed."
     return "Change the layer or the loss so that each example is treated by itself."
+
+
+# By the op where examples meet, its name in small letters, and what it reaches the loss through: the first that holds.
+_SPECIAL: tuple[tuple[Callable[[Mixed, str, str], bool], str], ...] = (
+    (lambda op, name, through: any(word in name for word in ("batch_norm", "batchnorm", "moments")), _NORMALISED),
+    (
+        lambda op, name, through: op.op.startswith(("String", "Unicode", "SparseCross")),
+        "Take the layer out of the model and map it over the data set: dataset.map(lambda x, y: (layer(x), y)).",
+    ),
+    (
+        lambda op, name, through: "sampled_softmax_loss" in name or "nce_loss" in name,
+        "TensorFlow looks up the examples' classes and the sampled ones in one go. Look them up by two: "
+        "true = tf.reduce_sum(x * tf.gather(w, y), 1) and sampled = tf.matmul(x, tf.gather(w, ids), "
+        "transpose_b=True); the logits are tf.concat([true[:, None], sampled], 1), and the first one is right.",
+    ),
+    (
+        lambda op, name, through: through.startswith("CTCLoss") or "dense_to_sparse" in name,
+        "If this is a CTC loss: sparse labels can be followed if tf.sparse.from_dense(labels) makes them of dense "
+        "ones [batch, length]. Or give tf.nn.ctc_loss dense labels with label_length, logit_length and "
+        "blank_index; in Keras 3, keras.losses.CTC does.",
+    ),
+    (
+        lambda op, name, through: op.op.endswith("Case"),
+        "Choose the branch in Python, where the index is known beforehand; or use tf.cond.",
+    ),
+    (
+        lambda op, name, through: "hinge" in name,
+        "Keras looks at all of the batch's labels to tell 0 and 1 from -1 and 1. With labels of -1 and 1: "
+        "loss=lambda t, p: tf.reduce_mean(tf.maximum(1 - t * p, 0), -1) (squared: tf.square of the maximum).",
+    ),
+    (
+        lambda op, name, through: "pfor" in name and "gradient_tape" in name,
+        "If this is tape.batch_jacobian(y, x): take the derivatives one output at a time, with "
+        "GradientTape(persistent=True): y, parts = ..., [y[:, i] for i in range(n)] under the tape, and "
+        "tf.stack([tape.gradient(part, x) for part in parts], 1).",
+    ),
+    (lambda op, name, through: "pfor" in name, _APART),
+    (
+        lambda op, name, through: op.op == "Where" and "sparse_categorical" in name,
+        "If this is ignore_class=c: loss='sparse_categorical_crossentropy' with sample_weight=(y != c), as floats, "
+        "leaves the class out as well.",
+    ),
+    (
+        lambda op, name, through: op.op.endswith("GatherNd"),
+        "Use tf.gather(table, ids), or tf.gather(x, indices, batch_dims=1) to pick from each example's own rows.",
+    ),
+    (
+        lambda op, name, through: "tf.recompute_grad" in op.why,
+        "Give tf.recompute_grad's function all that depends on weights as an argument.",
+    ),
+    (
+        lambda op, name, through: "tf.custom_gradient" in op.why,
+        "Let its function for the gradient treat each example by itself and give weights none: apply "
+        "tf.custom_gradient to the examples' values, or to weights alone, directly in the step.",
+    ),
+    (
+        lambda op, name, through: op.why.startswith(TAINTED),
+        "Train weights by the private optimizer alone, and write to others what is public, or nothing.",
+    ),
+)
