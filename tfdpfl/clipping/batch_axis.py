@@ -57,7 +57,7 @@ class BatchAxis:
 
     def __init__(
         self, graph: tf.Graph, source: Callable[[tf.Tensor], State | None], *,
-        vouched: Callable[[tf.Operation], bool] = lambda op: False, tainted: frozenset[Handle] = frozenset(),
+        vouched: Callable[[tf.Operation], bool] = lambda op: False, tainted: frozenset[State] = frozenset(),
         within: bool = False,
     ):  # fmt: skip
         self.graph = graph

@@ -52,16 +52,18 @@ def tainted_read(view: BatchAxis) -> tuple[Mixed, Handle] | None:
         if found is not None:
             return found
     read = {handle: op for handle, op in view.reads}
-    for handle in tainted(view, set(read)) & set(read):
-        return mixed(read[handle], TAINTED), handle
+    found = tainted(view, set(read))
+    for handle, op in read.items():
+        if handle in found:
+            return mixed(op, TAINTED), handle
     return None
 
 
-def tainted(view: BatchAxis, handles: set[Handle]) -> set[Handle]:
+def tainted(view: BatchAxis, handles: set[State]) -> set[State]:
     """Those of the variables, and of all that are written to them, that the graph writes batch data to: at once,
     or by way of another variable and a later step."""
     handles, entries = written_from(view, handles)
-    found: set[Handle] = set()
+    found: set[State] = set()
     look = view
     while entries:
         more = set(written(look, handles))
@@ -72,7 +74,7 @@ def tainted(view: BatchAxis, handles: set[Handle]) -> set[Handle]:
     return found
 
 
-def written_from(view: BatchAxis, handles: set[Handle]) -> tuple[set[Handle], bool]:
+def written_from(view: BatchAxis, handles: set[State]) -> tuple[set[State], bool]:
     """The variables with those that what is written to them is computed from, and whether anything else that enters
     the graph is among what it is computed from."""
     known, new, entries = set(), set(handles), False
@@ -95,7 +97,7 @@ def written_from(view: BatchAxis, handles: set[Handle]) -> tuple[set[Handle], bo
     return known, entries
 
 
-def _computed_from(view: BatchAxis, ops: list[tf.Operation]) -> tuple[set[Handle], bool]:
+def _computed_from(view: BatchAxis, ops: list[tf.Operation]) -> tuple[set[State], bool]:
     """The variables that ops, and what they are computed from, take in; a call's own are its body's. And whether
     anything else that enters the graph is among what they are computed from."""
     released = graph_tools.RELEASED.get(view.graph, ())
@@ -109,7 +111,7 @@ def _computed_from(view: BatchAxis, ops: list[tf.Operation]) -> tuple[set[Handle
     return {view.handle(t) for t in resources.values()}, entries
 
 
-def writes(view: BatchAxis, handles: set[Handle]) -> Iterable[tuple[tf.Operation, set[Handle]]]:
+def writes(view: BatchAxis, handles: set[State]) -> Iterable[tuple[tf.Operation, set[State]]]:
     """The ops of the graph that may write to some of the variables, and to which."""
     if not handles:
         return
@@ -127,7 +129,7 @@ def writes(view: BatchAxis, handles: set[Handle]) -> Iterable[tuple[tf.Operation
             yield op, mine
 
 
-def written(view: BatchAxis, handles: set[Handle]) -> Iterable[Handle]:
+def written(view: BatchAxis, handles: set[State]) -> Iterable[State]:
     """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""
     for op, mine in writes(view, handles):
         states = [view[t] for t in op.inputs]

@@ -14,7 +14,7 @@ from tfdpfl.clipping.effects import tainted
 from tfdpfl.clipping.graph import BODIES, CALLS, body_graphs
 from tfdpfl.clipping.ops.control_flow import join
 from tfdpfl.clipping.refusals import mixing
-from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, is_batch_free
+from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, State, is_batch_free
 from tfdpfl.errors import PrivacyError
 
 # By graph: the variables that its losses read, with the reading op's type and name.
@@ -24,7 +24,7 @@ READ: weakref.WeakKeyDictionary[tf.Graph, dict[Handle, tuple[str, str]]] = weakr
 _ASKED: weakref.WeakKeyDictionary[tf.Graph, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 # By graph: at what version it was looked at, for which variables, and which of them it writes batch data to.
-_WRITTEN: weakref.WeakKeyDictionary[tf.Graph, tuple[int, frozenset[Handle], set[Handle]]] = weakref.WeakKeyDictionary()
+_WRITTEN: weakref.WeakKeyDictionary[tf.Graph, tuple[int, frozenset[Handle], set[State]]] = weakref.WeakKeyDictionary()
 
 
 def before_it_runs(graph: tf.Graph, ask: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
         if not isinstance(getattr(outermost, "outer_graph", None), tf.__internal__.FuncGraph):
             _choices(BatchAxis(outermost, _numbered), chosen)
     handles = {Handle(None, id(handle)): v for v in kept for handle in handles_of(v)}
-    found: set[Handle] = set()
+    found: set[State] = set()
     for each in inside:
         found |= _written(each, frozenset([*read, *handles, *chosen]))
     for handle, v in handles.items():
@@ -113,7 +113,7 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
             raise _chosen_by_examples(op)
 
 
-def _written(graph: tf.Graph, handles: frozenset[Handle]) -> set[Handle]:
+def _written(graph: tf.Graph, handles: frozenset[Handle]) -> set[State]:
     """Those of the variables that a graph of a step writes batch data to. It was the same when a function was traced
     that is called in the one that is traced now."""
     version, asked, found = _WRITTEN.get(graph, (-1, frozenset(), set()))
@@ -135,8 +135,7 @@ def _holds_a_step(op: tf.Operation) -> bool:
 
 def _numbered(t: tf.Tensor) -> Handle | None:
     """As `resource`, so that what is public says which variables it was read from."""
-    known = resource(t)
-    return known and Handle(known.name, known.name)
+    return Handle(id(graph_tools.origin(t)), id(graph_tools.origin(t))) if t.dtype == tf.resource else None
 
 
 def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -437,6 +438,11 @@ class Formed:
 
 
 Contribution = Outer | Lookup | Formed
+
+
+def merge(parts: list[Any]) -> Contribution:
+    """Returns contributions of one kind to one weight as one: that of the longer sum."""
+    return type(parts[0]).merged(parts)
 
 
 # -- shapes and sums ---------------------------------------------------------------------------------------------

@@ -309,7 +309,10 @@ class LossOfOne:
         return self._arranged(op, lambda t: tf.squeeze(t, dims)) if dims else None
 
     def _expanded(self, op: tf.Operation) -> Term | None:
-        axis = int(np.ravel(constant(op.inputs[1]))[0]) % op.outputs[0].shape.rank + 1
+        given = constant(op.inputs[1])
+        if given is None:
+            return None
+        axis = int(np.ravel(given)[0]) % op.outputs[0].shape.rank + 1
         return self._arranged(op, lambda t: tf.expand_dims(t, axis))
 
     def _reshaped(self, op: tf.Operation) -> Term | None:

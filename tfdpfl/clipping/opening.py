@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -30,6 +30,9 @@ from tfdpfl.errors import PrivacyError
 
 # A loop's turns are put side by side one by one up to so many, else (and by XLA) stacked and turned over: two passes.
 MOST_APART = 64
+
+
+Made = dict[tuple[str, int], tf.Tensor]  # what stands for the tensors with these keys
 
 
 class Closed(Exception):
@@ -56,7 +59,7 @@ class Turns:
         """The op on the rows of all turns at once, an example's together, in the current graph."""
         inputs = []
         for t, s, inside in zip(self.inputs, self.states, self.op.inputs, strict=True):
-            if isinstance(s, Batch):
+            if isinstance(s, Batch) and s.rows:
                 t = self._rows(t, s.rows, inside)
                 self._known(t, s.rows, analysis)
             inputs.append(t)
@@ -69,7 +72,7 @@ class Turns:
 
     def _each(self) -> int:
         """Rows of an example at one turn."""
-        return next(s.rows for s in self.states if isinstance(s, Batch))
+        return next(s.rows for s in self.states if isinstance(s, Batch) and s.rows)
 
     def gradient(self, items: tf.Tensor) -> tf.Tensor:
         """With respect to the output of that op, from the one with respect to the probe."""
@@ -80,8 +83,7 @@ class Turns:
         shape = _element(like, each, self.batch_size)
         fixed = None not in like.shape[1:].as_list()  # then the list itself checks the number of rows
         whole = each == 1 and fixed
-        apart = self.most is not None and self.most <= MOST_APART and not compiled()
-        if apart:  # put where they belong in one pass
+        if self.most is not None and self.most <= MOST_APART and not compiled():  # put where they belong in one pass
             parts = [
                 tf.raw_ops.TensorListGetItem(input_handle=items, index=i, element_shape=shape, element_dtype=like.dtype)
                 for i in range(self.most)
@@ -247,41 +249,28 @@ class Opened:
         path, test = _path(body, body.outputs), _path(cond, cond.outputs)
         uses = [o for o in path if _uses(o, inner)]
         count = self._most_turns(cond, body, varies, given)
+        most = None if (known := constant(count)) is None else int(known)
+        fed, outside = _taken_in(uses, inner, body, {i: g for i, g in enumerate(given) if i not in varies})
 
-        # Weights inside follow from what is the same at each turn: they are made outside.
-        outside = {key(x): g for i, (x, g) in enumerate(zip(body.inputs, given, strict=True)) if i not in varies}
-        fed = {key(t): t for o in uses for t in o.inputs if isinstance(inner[t], Batch)}
-        for o in uses:
-            for t in o.inputs:
-                if key(t) not in fed:
-                    _outside(t, outside, body)
-        reserved = lambda t: tf.raw_ops.TensorListReserve(  # noqa: E731
-            element_shape=_element(t, inner[t].rows, self.batch_size), num_elements=count, element_dtype=t.dtype
-        )
+        def reserved(t: tf.Tensor) -> tf.Tensor:
+            shape = _element(t, getattr(inner[t], "rows", None) or 1, self.batch_size)
+            return tf.raw_ops.TensorListReserve(element_shape=shape, num_elements=count, element_dtype=t.dtype)
+
         sums = [_sum_of(o.outputs[0], path, body, inner) for o in uses]
         probes = {key(t): reserved(t) for t in sums}
         kept = [reserved(t) for t in fed.values()]
 
-        def known(graph: tf.Graph, values: list[tf.Tensor]) -> dict:
+        def begin(graph: tf.Graph, values: list[tf.Tensor]) -> Made:
             now = {key(x): g for x, g in zip(graph.inputs, given, strict=True)}
             now.update({key(graph.inputs[i]): v for i, v in zip(varies, values, strict=True)})
             return now
 
         def goes_on(turn, values, lists):
-            now = known(cond, values)
-            for o in test:
-                now.update({key(t): m for t, m in zip(o.outputs, _copied(o, now, cond), strict=True)})
-            return now[key(cond.outputs[0])]
+            return _run(test, begin(cond, values), cond)[key(cond.outputs[0])]
 
         def one_turn(turn, values, lists):
-            now = {**outside, **known(body, values)}
-            for o in path:
-                if all(key(t) in now for t in o.outputs):
-                    continue
-                made = _copied(o, now, body)
-                if key(o.outputs[0]) in probes:
-                    made = [_probed(made[0], probes[key(o.outputs[0])], turn)]
-                now.update({key(t): m for t, m in zip(o.outputs, made, strict=True)})
+            now = _run(path, {**outside, **begin(body, values)}, body, lambda t, made: (
+                _probed(made, probes[key(t)], turn) if key(t) in probes else made))  # fmt: skip
             lists = [
                 tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=tf.stop_gradient(now[k]))
                 for items, k in zip(lists, fed, strict=True)
@@ -299,19 +288,42 @@ class Opened:
                 [tf.TensorShape([])] * len(kept),
             ),
             parallel_iterations=op.get_attr("parallel_iterations"),
-            maximum_iterations=constant(count),  # XLA wants to know
+            maximum_iterations=most,  # XLA wants to know
         )
         made = list(given)
         for i, v in zip(varies, values, strict=True):
             made[i] = v
             self.a.declare_state(v, states[i])
             self.loops.add(v.op.name)
-        at = dict(zip(fed, lists, strict=True))
+        at = {**outside, **dict(zip(fed, lists, strict=True))}
         for o, total in zip(uses, sums, strict=True):
-            inputs = [at[key(t)] if key(t) in at else outside[key(t)] for t in o.inputs]
-            states = [inner[t] for t in o.inputs]
-            self.turns.append(Turns(o, inputs, states, probes[key(total)], constant(count), self.batch_size))
+            inputs, states = [at[key(t)] for t in o.inputs], [inner[t] for t in o.inputs]
+            self.turns.append(Turns(o, inputs, states, probes[key(total)], most, self.batch_size))
         return made
+
+
+def _taken_in(
+    uses: list[tf.Operation], inner: BatchAxis, body: tf.Graph, given: dict[int, tf.Tensor]
+) -> tuple[Made, Made]:
+    """What the uses of weights in a loop take in: tensors of examples, and, outside of the loop, what is the same at
+    each turn (``given``, and the weights, which follow from that alone)."""
+    outside = {key(body.inputs[i]): g for i, g in given.items()}
+    fed = {key(t): t for o in uses for t in o.inputs if isinstance(inner[t], Batch)}
+    for t in (t for o in uses for t in o.inputs if key(t) not in fed):
+        _outside(t, outside, body)
+    return fed, outside
+
+
+def _run(
+    ops: list[tf.Operation], now: Made, source: tf.Graph,
+    change: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = lambda t, made: made,
+) -> Made:  # fmt: skip
+    """Copies ops of a function; ``change`` may put another tensor in the place of one that was made."""
+    for op in ops:
+        if not all(key(t) in now for t in op.outputs):
+            made = _copied(op, now, source)
+            now.update({key(t): change(t, m) for t, m in zip(op.outputs, made, strict=True)})
+    return now
 
 
 @tf.custom_gradient

@@ -11,6 +11,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -27,7 +28,7 @@ from tfdpfl.clipping.finished import (
     raw_variable,
     resource,
 )
-from tfdpfl.clipping.gradients import Formed, Lookup, Units
+from tfdpfl.clipping.gradients import Formed, Lookup, Units, merge
 from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.loss import LossOfOne
 from tfdpfl.clipping.opening import Opened, close
@@ -128,7 +129,7 @@ class Plan:
     # -- reading the graph -----------------------------------------------------------------------------------
 
     def _analyse(self, loss: tf.Tensor) -> BatchAxis:
-        handles = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
+        handles: dict[Any, int] = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
 
         def source(t: tf.Tensor):
             known = resource(t)
@@ -277,9 +278,9 @@ class Plan:
         parts_of: list[list[Part]] = [[] for _ in group_of]
         for part in self.parts:
             parts_of[part.variable].append(part)
-        merged = {i: self._merged(parts) for i, parts in enumerate(parts_of)}
-        merged |= self._pulled_back({i: parts_of[i] for i, parts in merged.items() if parts is None})
-        self.merged = [merged[i] for i in range(len(merged))]
+        merged = [self._merged(parts) for parts in parts_of]
+        pulled_back = self._pulled_back({i: parts_of[i] for i, parts in enumerate(merged) if parts is None})
+        self.merged = [pulled_back[i] if parts is None else parts for i, parts in enumerate(merged)]
         groups = range(max(group_of) + 1)
         terms = [[tf.zeros([self.units.count], self.dtype)] for _ in groups]
         doubts: list[list[tf.Tensor]] = [[] for _ in groups]
@@ -306,7 +307,7 @@ class Plan:
         for part in parts:
             what = type(part.made), part.made.same, chain(part.weight, part.root), tuple(part.weight.shape)
             alike.setdefault(what, []).append(part)
-        merged = [p[0]._replace(made=type(p[0].made).merged([part.made for part in p])) for p in alike.values()]
+        merged = [same[0]._replace(made=merge([part.made for part in same])) for same in alike.values()]
         merged.sort(key=lambda part: not isinstance(part.made, Lookup))
         if len(merged) == 1 or (len(merged) == 2 and vocabulary_side(*merged) is not None):
             return merged
@@ -419,13 +420,14 @@ class Plan:
         """For each of these variables, which are in rows, how many units look up each of its rows, [rows]: a unit's
         part, over all of them together, is scaled to an L2 norm of at most ``clip``. Those that are ``absent``
         ([units]) have none."""
-        pairs = [self.merged[i][0].made.looked_up() for i in tables]
+        lookups = [made for i in tables if isinstance(made := self.merged[i][0].made, Lookup)]
+        pairs = [lookup.looked_up() for lookup in lookups]
         ones = [tf.cast(rows >= 0, self.dtype) for _, rows in pairs]
         number = tf.add_n([tf.math.unsorted_segment_sum(one, unit, self.units.count)
                            for one, (unit, _) in zip(ones, pairs, strict=True)])  # fmt: skip
         factor = tf.where(absent, tf.zeros_like(number), clip / tf.maximum(tf.sqrt(number), clip))
-        return [tf.math.unsorted_segment_sum(tf.gather(factor, unit), rows, self.merged[i][0].made.vocabulary)
-                for i, (unit, rows) in zip(tables, pairs, strict=True)]  # fmt: skip
+        return [tf.math.unsorted_segment_sum(tf.gather(factor, unit), rows, lookup.vocabulary)
+                for lookup, (unit, rows) in zip(lookups, pairs, strict=True)]  # fmt: skip
 
     def _regularization(self) -> list[tf.Tensor | None]:
         result: list[tf.Tensor | None] = [None] * len(self.variables)

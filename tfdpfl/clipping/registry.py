@@ -23,7 +23,7 @@ class View(Protocol):
     """All that an op's move sees of the analysis."""
 
     @property
-    def tainted(self) -> frozenset[Handle]:
+    def tainted(self) -> frozenset[State]:
         """The variables that are known to hold batch data."""
 
     def __getitem__(self, t: tf.Tensor) -> State: ...

@@ -56,10 +56,10 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """A resource: ``index`` of the trainable variable behind it (or its name, where all variables are alike), or None.
+    """A resource: ``index`` of the trainable variable behind it (or its id, where all variables are alike), or None.
     ``name`` tells resources apart."""
 
-    index: int | str | None
+    index: int | None
     name: int | str | tuple[str, bytes] | None = None
 
 

@@ -50,7 +50,7 @@ class WeightUses:
 
     def __init__(self, analysis: BatchAxis, variables: Sequence, opened: Opened):
         self._a, self._variables, self._opened = analysis, variables, opened
-        self._reads: dict[int | str | None, tf.Tensor] = {}
+        self._reads: dict[int, tf.Tensor] = {}
         self._given = {key(v): i for i, v in enumerate(variables) if not hasattr(v, "handle")}
 
     def parts(self, losses: tf.Tensor, units: Units, sizes: LossOfOne) -> list[Part]:
@@ -116,12 +116,13 @@ class WeightUses:
     def _apply_rule(self, use: _RuledUse, gradients: Gradients, units: Units, sizes: LossOfOne) -> list[Part]:
         a, op = self._a, use.op
         (out,) = self._outputs(op)
-        g = gradients.get(key(out))
+        g, of_out = gradients.get(key(out)), a[out]
         if g is None:
             return []
+        assert isinstance(of_out, Batch)
         weight, state = self._weight(op.inputs[use.at])
         inputs = [op.inputs[j] for j in use.feeds]
-        given = Use(use.kind, use.feeds.index(use.at), inputs, [a[t] for t in inputs], weight, g, a[out], out)
+        given = Use(use.kind, use.feeds.index(use.at), inputs, [a[t] for t in inputs], weight, g, of_out, out)
         # Not before its gradient is there: else patches of every layer's input wait for the backward pass.
         with tf.control_dependencies([g]):
             made = RULES[use.kind.type](given, units)
@@ -175,12 +176,19 @@ class WeightUses:
     def _weight(self, t: tf.Tensor) -> tuple[tf.Tensor, Public]:
         """The tensor of a weight, and its state, also where the op takes in the variable itself."""
         state = self._a[t]
-        if not isinstance(state, Handle):
+        if isinstance(state, Public):
             return t, state
-        if state.index not in self._reads:
-            self._reads[state.index] = tf.convert_to_tensor(self._variables[state.index])
-            self._a.run([self._reads[state.index]])
-        return self._reads[state.index], Public(frozenset([state.index]))
+        i = self._number(t)
+        assert i is not None
+        if i not in self._reads:
+            self._reads[i] = tf.convert_to_tensor(self._variables[i])
+            self._a.run([self._reads[i]])
+        return self._reads[i], Public(frozenset([i]))
+
+    def _number(self, t: tf.Tensor) -> int | None:
+        """Of a handle the number of its variable, if it is one of those."""
+        state = self._a[t]
+        return state.index if isinstance(state, Handle) and isinstance(state.index, int) else None
 
     def roots(self, weight: tf.Tensor, state: Public) -> list[tuple[int, tf.Tensor]]:
         """The reads (or given tensors) that a weight tensor is computed from, with their variables' numbers."""
@@ -205,12 +213,12 @@ class WeightUses:
             if isinstance(state, Public) and state.deps:
                 yield next(iter(state.deps)), op.outputs[0]
         elif op.type in CALLS or op.type == "ResourceGather":  # what reads by itself
-            states = ((self._a[t], t) for t in op.inputs)
-            yield from ((s.index, t) for s, t in states if isinstance(s, Handle) and s.index is not None)
+            yield from ((i, t) for t in op.inputs if (i := self._number(t)) is not None)
         yield from ((self._given[key(t)], t) for t in op.inputs if key(t) in self._given)
 
     def shape_of(self, root: tf.Tensor) -> tf.TensorShape:
-        return root.shape if root.dtype != tf.resource else self._variables[self._a[root].index].shape
+        i = self._number(root)
+        return root.shape if i is None else self._variables[i].shape
 
 
 def _has_gradient(t: tf.Tensor) -> bool:

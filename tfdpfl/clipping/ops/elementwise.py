@@ -125,7 +125,8 @@ def public_arithmetic(view: View, op: tf.Operation, states: list[State]) -> Stat
         return None
     sizes = [s for s in states if isinstance(s, Size)]
     if not sizes:
-        return Public(deps(states), all(s.alike or t.shape.rank == 0 for t, s in zip(op.inputs, states, strict=True)))
+        alike = (getattr(s, "alike", False) or t.shape.rank == 0 for t, s in zip(op.inputs, states, strict=True))
+        return Public(deps(states), all(alike))
     free = all(s.batch_free for s in sizes)
     if deps(states):
         return Public(deps(states)) if free else mixed(op, "scales weights by the batch size")
@@ -156,22 +157,25 @@ def _cast(op: tf.Operation, x: Entry) -> Entry:
     return x
 
 
-def _product(op: tf.Operation, x: Entry, y: Entry) -> Entry:
+Power = tuple[int | None, int]  # an entry whose power is known
+
+
+def _product(op: tf.Operation, x: Power, y: Power) -> Entry:
     (c, p), (d, q) = x, y
     product = None if c is None or d is None else c * d
     return (int(product) if product is not None and product == int(product) else product, p + q)
 
 
-def _quotient(op: tf.Operation, x: Entry, y: Entry) -> Entry:
+def _quotient(op: tf.Operation, x: Power, y: Power) -> Entry:
     (c, p), (d, q) = x, y
-    exact = c is not None and bool(d) and c % d == 0
+    quotient = int(c // d) if c is not None and d and c % d == 0 else None
     rounds = op.type == "FloorDiv" or op.outputs[0].dtype.is_integer
-    if rounds and (p < q or (not exact and p != q)):
+    if rounds and (p < q or (quotient is None and p != q)):
         return UNKNOWN
-    return (int(c // d) if exact else None, p - q)
+    return (quotient, p - q)
 
 
-def _sum(op: tf.Operation, x: Entry, y: Entry) -> Entry | None:
+def _sum(op: tf.Operation, x: Power, y: Power) -> Entry | None:
     (c, p), (d, q) = x, y
     if c is None or d is None or p != q or p == 0:
         return None

@@ -353,15 +353,15 @@ def strided_slice(view, op, states):
     return Batch(found, state.rows)
 
 
-def sliced_size(op, states) -> State:
+def sliced_size(op: tf.Operation, states: list[State]) -> State:
     state, slicing = states[0], Slicing(op, 1, 1)
+    assert isinstance(state, Size)
     if any(not isinstance(s, Public | Size) for s in states[1:]):
         return mixed(op, "has settings that depend on examples")
     begin, end, strides = (constant(t) for t in op.inputs[1:4])
     vector = op.inputs[0].shape.rank == 1 and len(state.entries) == op.inputs[0].shape[0]
-    if not vector or any(v is None for v in (begin, end, strides)) or any(
-        op.get_attr(f"{mask}_mask") for mask in ("new_axis", "ellipsis")
-    ):  # fmt: skip
+    plain = vector and not (op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"))
+    if not plain or begin is None or end is None or strides is None:
         return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
     if slicing.has("shrink_axis", 0):
         return Size((state.entries[int(begin[0])],))
