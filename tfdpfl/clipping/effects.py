@@ -52,9 +52,9 @@ def tainted_read(view: BatchAxis) -> tuple[Mixed, Handle] | None:
         if found is not None:
             return found
     read = {handle: op for handle, op in view.reads}
-    found = tainted(view, set(read))
+    with_data = tainted(view, set(read))
     for handle, op in read.items():
-        if handle in found:
+        if handle in with_data:
             return mixed(op, TAINTED), handle
     return None
 

@@ -181,10 +181,15 @@ class Costs:
         return self.length * self.a * self.p
 
     @property
-    def ghost(self) -> int:
-        """Multiplications of two Gram matrices, and of the clipped sum, which is a product of its own."""
+    def grams(self) -> int:
+        """Multiplications of two Gram matrices."""
         width = self.a / self.repeats if self.pixels else self.a
-        return int(self.length**2 * (width + self.p)) + self.formed
+        return int(self.length**2 * (width + self.p))
+
+    @property
+    def ghost(self) -> int:
+        """As `grams`, and of the clipped sum, which is a product of its own."""
+        return self.grams + self.formed
 
     @property
     def formed_numbers(self) -> int:
@@ -247,8 +252,11 @@ class Outer:
         t, a, p = (TYPICAL_LENGTH if size is None else size for size in sizes)
         return Costs(t, a, p, self._repeats, self._gram is not None)
 
-    def forms(self) -> bool:
-        return self.costs.forms
+    def way(self) -> tuple[str, int]:
+        """How its norm is found, and by how many multiplications an example."""
+        each = self.a.shape[2] if self.a.shape.rank == 4 else 1
+        costs = self.costs
+        return ("formed", each * costs.formed) if costs.forms else ("ghost", each * costs.grams)
 
     def raw(self) -> Formed:
         if self._formed is None:
@@ -270,7 +278,7 @@ class Outer:
             a, g = squares(self.a), squares(self.g)
             self.doubt = lost_squares(self.a) * g + lost_squares(self.g) * a
             return a * g
-        if self.forms():
+        if self.costs.forms:
             return self.raw().squared_norms()
         if self.a.shape.rank == 4:
             a, g = (tf.transpose(x, [0, 2, 1, 3]) for x in (self.a, self.g))
@@ -325,6 +333,10 @@ class Lookup:
         self.same = ("lookup", tuple(shape))
         self.doubt: tf.Tensor | None = None
         self._distinct: tuple[tf.Tensor, tf.Tensor] | None = None
+
+    def way(self) -> tuple[str, int]:
+        length = self.g.shape[1] or TYPICAL_LENGTH
+        return "ghost", (length if length <= FEW_ROWS else 1) * length * self.g.shape[-1]
 
     @property
     def vocabulary(self) -> int:
@@ -406,12 +418,20 @@ class Formed:
     """The gradients themselves, or pieces of them: [U, ...] each, which ``layout`` puts together as [U, *shape], and
     likewise without the first axis."""
 
-    def __init__(self, parts: list[tf.Tensor], layout: Callable | None = None, norms2: tf.Tensor | None = None):
+    def __init__(
+        self, parts: list[tf.Tensor], layout: Callable | None = None, norms2: tf.Tensor | None = None,
+        costs: Costs | None = None,
+    ):  # fmt: skip
+        self._costs = costs
         self.parts = parts
         self.layout = layout
         self._norms2 = norms2  # of what made the parts
         self.same = ("formed",)
         self.doubt = None
+
+    def way(self) -> tuple[str, int]:
+        entries = sum(part.shape[1:].num_elements() or 0 for part in self.parts)
+        return "formed", entries if self._costs is None else self._costs.formed
 
     def formed(self) -> tf.Tensor:
         return self._laid(self.parts)

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdpfl.clipping.engine import LEAST_CLIP
 from tfdpfl.clipping.finished import check_finished, raw_variable
-from tfdpfl.clipping.gradients import FEW_ROWS, TYPICAL_LENGTH, Formed, Lookup, Outer
 from tfdpfl.clipping.plan import Plan
 from tfdpfl.clipping.registry import user_rules
 from tfdpfl.errors import PrivacyError
@@ -70,13 +69,13 @@ def explain(model: Any, batch: Any) -> Explanation:
         norms = plan.squared_norms()
         for i, parts in enumerate(plan.merged):
             uses = [part for part in plan.parts if part.variable == i]
-            if not uses:
+            if not parts:
                 continue
             counted = collections.Counter(part.op for part in uses)
             ops = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in counted.items())
             way, cost = "fallback", None
             if not any(part.replayed for part in uses):
-                ways = [_way(part.made, part.weight.shape) for part in parts or ()]
+                ways = [part.made.way() for part in parts]
                 way, cost = ways[0][0], sum(c for _, c in ways)
             name = getattr(variables[i], "path", None) or variables[i].name
             rows.append(Row(name, tuple(variables[i].shape), ops, way, cost))
@@ -84,19 +83,6 @@ def explain(model: Any, batch: Any) -> Explanation:
 
     _traced(model, _parts(batch), read, training=True)
     return Explanation(tuple(rows))
-
-
-def _way(contribution: Any, shape: tf.TensorShape) -> tuple[str, int]:
-    if isinstance(contribution, Outer):
-        t = contribution.g.shape[1] or TYPICAL_LENGTH
-        a, p = contribution.a.shape[-1], contribution.g.shape[-1]
-        n = contribution.a.shape[2] if contribution.a.shape.rank == 4 else 1
-        return ("formed", n * t * a * p) if contribution.forms() else ("ghost", n * t * t * (a + p))
-    if isinstance(contribution, Lookup):
-        t = contribution.g.shape[1] or TYPICAL_LENGTH
-        return "ghost", (t if t <= FEW_ROWS else 1) * t * contribution.g.shape[-1]
-    assert isinstance(contribution, Formed)
-    return "formed", int(np.prod(shape.as_list()))
 
 
 def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_library
 
 from tfdpfl import native
-from tfdpfl.clipping.gradients import Formed, Units, compiled
+from tfdpfl.clipping.gradients import Costs, Formed, Units, compiled
 
 OPS = ("TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum")
 
@@ -67,12 +67,12 @@ class Filters:
         total.set_shape([self.entries, self.gradients.shape[-1]])
         return total
 
-    def contribution(self, layout: Callable, stored: bool) -> Formed:
-        """Returns the gradients as the engine wants them: ``stored``, or computed twice."""
-        if not stored:
-            return Recomputed(self, layout)
+    def contribution(self, layout: Callable, costs: Costs) -> Formed:
+        """Returns the gradients as the engine wants them: stored, or computed twice."""
+        if not costs.stores:
+            return Recomputed(self, layout, costs)
         each, norms = self.form()
-        return Formed([each], layout, norms)
+        return Formed([each], layout, norms, costs)
 
     def _make(self, op: str, **inputs: tf.Tensor) -> Any:
         instructions = native.INSTRUCTIONS.index(native.kernels().instructions)
@@ -84,8 +84,8 @@ class Recomputed(Formed):
     """Gradients that are computed once for their norms, and again for their clipped sum, and never stored. The same
     code in the same order makes both, so that the norms are those of the very gradients that are added up."""
 
-    def __init__(self, filters: Filters, layout: Callable):
-        super().__init__([], layout)
+    def __init__(self, filters: Filters, layout: Callable, costs: Costs):
+        super().__init__([], layout, costs=costs)
         self._filters = filters
 
     def formed(self) -> tf.Tensor:

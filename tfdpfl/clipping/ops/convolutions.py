@@ -211,9 +211,9 @@ def _whole(sides: Sides) -> Contribution:
     costs = Costs(g.shape[1] or TYPICAL_LENGTH, entries, sides.filters, repeats, gram is not None)
     if sides.alone and costs.native and not find_obstacle(sides.x, sides.g):
         filters = Filters(sides.x, sides.g, entries, window.settings())
-        return filters.contribution(sides.layout, stored=costs.stores)
+        return filters.contribution(sides.layout, costs)
     if costs.forms and taps > 1:
-        return _formed(sides, g)
+        return _formed(sides, g, costs)
     (whole,) = window.pieces(sides.x, sides.places, taps)
     a = sides.flat(whole(), sides.of_x, entries)
     needs = tuple((use.inputs[i], use.states[i]) for i in batch_inputs(use))
@@ -223,7 +223,7 @@ def _whole(sides: Sides) -> Contribution:
     return Outer(a, g, sides.layout, ("conv", tuple(use.shape), taps), total, needs, repeats, gram)
 
 
-def _formed(sides: Sides, g: tf.Tensor) -> Formed:
+def _formed(sides: Sides, g: tf.Tensor, costs: Costs) -> Formed:
     """Each unit's gradient, piece by piece of the window, so that few patches are in memory."""
     large = (sides.x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
     quarters = quartered(sides.x, g) if sides.alone and large and not compiled() else [(sides.x, g)]
@@ -237,7 +237,7 @@ def _formed(sides: Sides, g: tf.Tensor) -> Formed:
             sides.units.last_product = made[-1:]
         found.append(made)
     parts = [tf.concat(same, 0) if len(same) > 1 else same[0] for same in zip(*found, strict=True)]
-    return Formed(parts, lambda pieces: sides.layout(turned(tf.concat(pieces, -1))))
+    return Formed(parts, lambda pieces: sides.layout(turned(tf.concat(pieces, -1))), costs=costs)
 
 
 def _by_group(sides: Sides) -> Formed:
