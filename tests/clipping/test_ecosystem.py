@@ -1049,11 +1049,11 @@ def nodes_of_one_graph():
 class QLearner(K.Model):
     def __init__(self, mended):
         super().__init__()
-        self.net, self.mended = K.Sequential([K.Input((4,)), L.Dense(5, activation="relu"), L.Dense(2)]), mended
+        self.net, self.masked = K.Sequential([K.Input((4,)), L.Dense(5, activation="relu"), L.Dense(2)]), mended
 
     def target(self, reward, after):
         best = reward + 0.9 * tf.reduce_max(self.net(after), 1)
-        return tf.stop_gradient(best) if self.mended else best
+        return tf.stop_gradient(best) if self.masked else best
 
     def loss_of(self, data, target=None):
         before, action, reward, after = data

@@ -7,7 +7,7 @@ import tensorflow as tf
 import tfdpfl
 from tfdpfl import PrivacyError
 from tfdpfl.clipping import explain, fix, fixing, register_rule, registry, validate
-from tfdpfl.clipping.gradients import Formed, summed_to
+from tfdpfl.clipping.gradients import MaterializedGradient, summed_to
 
 RNG = np.random.default_rng(0)
 L = tf.keras.layers
@@ -92,7 +92,7 @@ def test_what_is_no_model_cannot_be_fixed():
 @pytest.fixture
 def rules():
     """The tables of moves and rules, which are as they were when a test ends."""
-    known = {name: dict(getattr(registry, name)) for name in ("MOVES", "RULES")}
+    known = {name: dict(getattr(registry, name)) for name in ("BATCHING_RULES", "RULES")}
     yield registry
     for name, table in known.items():
         getattr(registry, name).clear()
@@ -133,7 +133,7 @@ WRONG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG)
 def test_validate_compares_rules_with_exact_gradients(kind, rules):
-    register_rule("MatMul")(lambda use, units: Formed([WRONG[kind](use)]))
+    register_rule("MatMul")(lambda use, units: MaterializedGradient([WRONG[kind](use)]))
     model, batch = flat()
     with pytest.raises(PrivacyError, match="Rules of yours are in force for MatMul"):
         validate(model, batch)
@@ -141,7 +141,7 @@ def test_validate_compares_rules_with_exact_gradients(kind, rules):
 
 @pytest.mark.slow
 def test_validate_accepts_a_rule_that_is_right(rules):
-    register_rule("MatMul")(lambda use, units: Formed([products(use)]))
+    register_rule("MatMul")(lambda use, units: MaterializedGradient([products(use)]))
     validate(*flat(L.Dense(3, activation="tanh")))
 
 
@@ -158,7 +158,7 @@ def test_validate_says_where_numbers_cannot_be_compared():
 @pytest.mark.slow
 def test_reports_and_ledgers_name_the_rules_of_users(rules):
     model, (x, y) = flat()
-    register_rule("MatMul")(lambda use, units: Formed([products(use)]))
+    register_rule("MatMul")(lambda use, units: MaterializedGradient([products(use)]))
     model.compile(optimizer=tfdpfl.DPSGD(1.0, 1.0), loss=LOSS)
     budget = tfdpfl.callbacks.PrivacyBudget(delta=1e-3, accountant="rdp")
     model.fit(x, y, verbose=0, callbacks=[budget])
@@ -175,7 +175,7 @@ def test_validate_needs_two_examples():
 
 
 def test_a_registered_rule_is_used_and_exact(rules):
-    known = rules.MOVES["Mul"]
+    known = rules.BATCHING_RULES["Mul"]
     calls = []
 
     @register_rule("Mul")
@@ -191,7 +191,7 @@ def test_a_registered_rule_is_used_and_exact(rules):
         return tfdpfl.clipping.per_example_norms(tf.reduce_sum(x * w), [w])
 
     np.testing.assert_allclose(norms(x), np.linalg.norm(x, axis=1), rtol=1e-6)
-    assert calls and rules.MOVES["Mul"] is known
+    assert calls and rules.BATCHING_RULES["Mul"] is known
 
 
 @pytest.mark.one_stack

@@ -1,8 +1,8 @@
 """Which axis of each tensor holds the examples, and where the examples get mixed.
 
 `BatchAxis` reads a graph from what it takes in to a target, and asks for each op what it does with the examples
-(`registry.moves`). Ops that are not known mix, by default: a model is trained only if each of its ops is shown to keep
-examples apart.
+(`registry.batching_rule`). Ops that are not known mix, by default: a model is trained only if each of its ops is shown
+to keep examples apart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.graph import BODIES, ENTRIES, constant, function_graph, key, own_gradient_is_known
-from tfdpfl.clipping.registry import MOVES, Move
+from tfdpfl.clipping.registry import BATCHING_RULES, BatchingRule
 from tfdpfl.clipping.states import (
     TAINTED,
     UNKNOWN,
@@ -51,7 +51,7 @@ class BatchAxis:
       sources: the tensors that examples come in by.
       checks: (tensor, axis): the axis' length must divide by the batch size.
       reads: the variables that were read, and by which op.
-      writers: what may write to a variable, once `effects` has looked.
+      writers: what may write to a variable, once `variable_writes` has looked.
       customised: ops with a gradient of their own that is still to be looked at (`own_gradients`).
     """
 
@@ -135,7 +135,7 @@ class BatchAxis:
         if isinstance(found, Mixed) and found.name == op.name:
             found = self._met_before(op, states) or found
         given = found if isinstance(found, list) else [found] * len(op.outputs)
-        if not MOVES.get(op.type, _UNKNOWN).entries:
+        if not BATCHING_RULES.get(op.type, _UNKNOWN).entries:
             given = [plain(s) for s in given]
         if op.type in BODIES and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
             # A function whose gradient was taken has more results than the op gives out.
@@ -143,7 +143,7 @@ class BatchAxis:
         return given
 
     def _met_before(self, op: tf.Operation, states: list[State]) -> Mixed | None:
-        """Where examples met earlier, if that is why an op's shape is not known: that is what is to be mended."""
+        """Where examples met earlier, if that is why an op's shape is not known: that is what is to be fixed."""
         for t, s in zip(op.inputs, states, strict=True):
             if isinstance(s, Size) and any(power is None for _, power in s.entries):
                 for before in graph_tools.ancestors([t]).values():
@@ -158,7 +158,7 @@ class BatchAxis:
             if self.within or graph_tools.number_of_results(op) is None:
                 return mixed(op, "has a gradient of its own (tf.custom_gradient), which is not known")
             self.customised.append(op)
-        move = MOVES.get(op.type, _UNKNOWN)
+        move = BATCHING_RULES.get(op.type, _UNKNOWN)
         for state in states:
             if isinstance(state, Mixed) and not (move.mixed or (move.entries and isinstance(state, Entries))):
                 return state
@@ -179,7 +179,7 @@ class BatchAxis:
         return not all(isinstance(s, Public) and not s.deps for s in states)
 
     def _moved(self, op: tf.Operation, states: list[State]) -> State | list[State]:
-        result = MOVES[op.type].transfer(self, op, states) if op.type in MOVES else None
+        result = BATCHING_RULES[op.type].transfer(self, op, states) if op.type in BATCHING_RULES else None
         if result is not None:
             return result
         if met := next((s for s in states if isinstance(s, Mixed)), None):
@@ -254,7 +254,8 @@ class BatchAxis:
     def over_turns(self, op: tf.Operation) -> list[State]:
         """What a loop hands from turn to turn."""
         before = [self[t] for t in op.inputs]
-        if op.name in self.ops and any(key(t) not in self.states for t in op.outputs):  # one that `Opened` made
+        # Of one that `InlinedControlFlow` made, only what varies has a state.
+        if op.name in self.ops and any(key(t) not in self.states for t in op.outputs):
             return before
         return [s if isinstance(s, Handle) else self[t] for s, t in zip(before, op.outputs, strict=True)]
 
@@ -283,10 +284,10 @@ class BatchAxis:
 
 
 # What is asked of an op that is not known.
-_UNKNOWN = Move(lambda view, op, states: None)
+_UNKNOWN = BatchingRule(lambda view, op, states: None)
 
 
-def _misled(op: tf.Operation, states: list[State], move: Move) -> Mixed | None:
+def _misled(op: tf.Operation, states: list[State], move: BatchingRule) -> Mixed | None:
     """An op whose axes, lengths or other settings depend on examples or on how many there are."""
     assert move.data is not None
     data = states[move.data]

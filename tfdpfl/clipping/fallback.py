@@ -11,15 +11,15 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.effects import check_unwritten, effects
-from tfdpfl.clipping.gradients import Formed, Units
+from tfdpfl.clipping.gradients import MaterializedGradient, Units
 from tfdpfl.clipping.graph import BODIES, CALLS, key, within
-from tfdpfl.clipping.loss import LossOfOne
+from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.ops.random import RANDOM
 from tfdpfl.clipping.states import Batch, Size, weighs
+from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
 
-_MEND = "Write the layer with operations that have a rule, or outside of loops and branches."
+_REMEDY = "Write the layer with operations that have a rule, or outside of loops and branches."
 # Stateful ops that may be run as often as one likes.
 _REPEATABLE = frozenset("Assert LookupTableFindV2 Print PrintV2 ResourceGatherNd VariableShape".split())
 
@@ -40,7 +40,7 @@ class Replay:
         if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
             raise self._refusal("it holds a loop or a branch that uses weights, too")
         # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
-        if again := effects(ops) - _REPEATABLE | RANDOM.intersection(op.type for op in within(ops)):
+        if again := side_effects(ops) - _REPEATABLE | RANDOM.intersection(op.type for op in within(ops)):
             raise self._refusal(
                 f"it would draw or write ({', '.join(sorted(again))}) otherwise than it did for the loss",
                 "Do that outside of it; layers that do (Keras 3's random layers write to their seeds) are to be called "
@@ -54,7 +54,9 @@ class Replay:
         self.inputs = list({key(t): t for op in ops for t in op.inputs if key(t) not in made}.values())
         self.outputs = [t for op in ops for t in op.outputs if t.dtype.is_floating and isinstance(analysis[t], Batch)]
 
-    def gradients(self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: LossOfOne) -> list[Formed]:
+    def gradients(
+        self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: PerExampleLoss
+    ) -> list[MaterializedGradient]:
         """[units, *shape] for each weight."""
         sliced = [t for t in self.inputs if isinstance(self.a[t], Batch)]
         public = [t for t in self.inputs if not isinstance(self.a[t], Batch)]
@@ -101,13 +103,13 @@ class Replay:
             raise
         except ValueError as error:  # a gradient that holds on to tensors of the body
             raise self._refusal(error) from error
-        return [Formed([f]) for f in formed]
+        return [MaterializedGradient([f]) for f in formed]
 
-    def _refusal(self, why, mend: str = _MEND) -> PrivacyError:
+    def _refusal(self, why, remedy: str = _REMEDY) -> PrivacyError:
         kinds = ", ".join(f"{op.type} ({op.name!r})" for op in self.ops)
-        return PrivacyError(f"{kinds} uses weights and cannot be run on one example alone: {why}. {mend}")
+        return PrivacyError(f"{kinds} uses weights and cannot be run on one example alone: {why}. {remedy}")
 
-    def _own_size(self, t: tf.Tensor, sizes: LossOfOne) -> tf.Tensor:
+    def _own_size(self, t: tf.Tensor, sizes: PerExampleLoss) -> tf.Tensor:
         return sizes.size_of_one(t) if isinstance(self.a[t], Size) else t
 
     @staticmethod

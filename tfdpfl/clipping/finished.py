@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.effects import tainted
 from tfdpfl.clipping.graph import BODIES, CALLS, body_graphs
 from tfdpfl.clipping.ops.control_flow import join
 from tfdpfl.clipping.refusals import mixing
 from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, State, is_batch_free
+from tfdpfl.clipping.variable_writes import tainted
 from tfdpfl.errors import PrivacyError
 
 # By graph: the variables that its losses read, with the reading op's type and name.

@@ -3,10 +3,11 @@
 A rule (`registry`) gets a `Use` (the op, which input is the weight, the gradient ``g`` of the summed per-example losses
 with respect to the op's output) and returns one of three things, none of which adds examples up:
 
-- `Outer`: the gradient of unit u is ``sum_t a[u, t]^T g[u, t]`` (dense, convolution, einsum). Its norm is found from
-  two Gram matrices (the ghost norm, Li et al. 2022, arXiv:2110.05679) or by forming it, whichever costs less;
-- `Lookup`: rows of g added up by index (embeddings), never laid out over the vocabulary;
-- `Formed`: the gradient itself, ``[units, *shape]``.
+- `OuterProductGradient`: the gradient of unit u is ``sum_t a[u, t]^T g[u, t]`` (dense, convolution, einsum). Its norm
+  is found from two Gram matrices (the ghost norm, Li et al. 2022, arXiv:2110.05679) or by forming it, whichever costs
+  less;
+- `EmbeddingGradient`: rows of g added up by index (embeddings), never laid out over the vocabulary;
+- `MaterializedGradient`: the gradient itself, ``[units, *shape]``.
 
 A unit is an example, or a microbatch of several. All sums are taken in float32 or wider.
 """
@@ -58,7 +59,7 @@ class Units:
         self.any_bad: tf.Tensor | None = None
         self.good: tf.Tensor | None = None
         self.last_product: list[tf.Tensor] = []  # of patches: the next are made after it, so that few are in memory
-        self._mended: dict[int, tf.Tensor] = {}
+        self._masked: dict[int, tf.Tensor] = {}
         self._row: tuple[tf.Tensor, tf.Tensor] | None = None
 
     def group(self, x: tf.Tensor, state: Batch) -> tf.Tensor:
@@ -83,8 +84,8 @@ class Units:
         first = x.shape[0] // rows if known and x.shape[0] is not None else self.count
         return reshaped(x, [first, rows, *rest])
 
-    def mend(self, tensors: list[tuple[tf.Tensor, Batch | None]]) -> None:
-        """Has `mended` set units whose gradient is not finite to zero in these (of which a unit has an entry of the
+    def mask_nonfinite(self, tensors: list[tuple[tf.Tensor, Batch | None]]) -> None:
+        """Has `masked` set units whose gradient is not finite to zero in these (of which a unit has an entry of the
         first axis, or the rows of a batch), so that 0 x inf is 0. One branch for all: each costs time to trace."""
 
         def masked() -> list[tf.Tensor]:
@@ -101,10 +102,10 @@ class Units:
 
         if tensors:
             kept = tf.cond(self.any_bad, masked, lambda: [x for x, _ in tensors])
-            self._mended = {id(x): y for (x, _), y in zip(tensors, kept, strict=True)}
+            self._masked = {id(x): y for (x, _), y in zip(tensors, kept, strict=True)}
 
-    def mended(self, x: tf.Tensor) -> tf.Tensor:
-        return self._mended[id(x)]
+    def masked(self, x: tf.Tensor) -> tf.Tensor:
+        return self._masked[id(x)]
 
     def scaled(self, g: tf.Tensor, c: tf.Tensor) -> tf.Tensor:
         """g [units, ...] times c [units]; zero where c is, whatever g."""
@@ -224,7 +225,7 @@ class Costs:
         return MOVED * self.formed_numbers <= self.formed and self.stored < math.inf
 
 
-class Outer:
+class OuterProductGradient:
     """``F[u] = sum_t a[u, t]^T g[u, t]``; with an axis n (groups, channels) a[u, t, n, :] with g[u, t, n, :].
 
     Args:
@@ -232,7 +233,7 @@ class Outer:
       layout: maps F, [..., A, P] or [..., n, A, P], to [..., *weight shape]; only moves entries.
       same: what must agree for two uses of one variable to be one longer sum over T.
       total: the gradient of the weight given c [U], without a or F, where an op does it at once.
-      needs: what ``total`` has mended, with the examples' axis.
+      needs: what ``total`` has masked, with the examples' axis.
       repeats: how often an entry of the op's input stands in a (a convolution's patches).
       gram: makes a aᵀ [U, T, T] without a.
     """
@@ -243,8 +244,8 @@ class Outer:
     ):  # fmt: skip
         self.a, self.g, self.layout, self.same, self._total, self._needs = a, g, layout, same, total, needs
         self._repeats, self._gram = repeats, gram
-        self._formed: Formed | None = None
-        self.doubt: tf.Tensor | None = None
+        self._formed: MaterializedGradient | None = None
+        self.error_bound: tf.Tensor | None = None
 
     @property
     def costs(self) -> Costs:
@@ -258,16 +259,16 @@ class Outer:
         costs = self.costs
         return ("formed", each * costs.formed) if costs.forms else ("ghost", each * costs.grams)
 
-    def raw(self) -> Formed:
+    def raw(self) -> MaterializedGradient:
         if self._formed is None:
             if self.a.shape.rank == 4:
                 f = tf.einsum("utna,utnp->unap", self.a, self.g)
-                self._formed = Formed([f], self.layout)
+                self._formed = MaterializedGradient([f], self.layout)
             elif (self.a.shape[-1] or 0) > (self.g.shape[-1] or 0):  # the wide side last is faster
                 f = tf.matmul(self.g, self.a, transpose_a=True)
-                self._formed = Formed([f], lambda parts: self.layout(turned(parts)))
+                self._formed = MaterializedGradient([f], lambda parts: self.layout(turned(parts)))
             else:
-                self._formed = Formed([tf.matmul(self.a, self.g, transpose_a=True)], self.layout)
+                self._formed = MaterializedGradient([tf.matmul(self.a, self.g, transpose_a=True)], self.layout)
         return self._formed
 
     def formed(self) -> tf.Tensor:
@@ -276,7 +277,7 @@ class Outer:
     def squared_norms(self) -> tf.Tensor:
         if self.a.shape[1] == 1 and self.a.shape.rank == 3:
             a, g = squares(self.a), squares(self.g)
-            self.doubt = lost_squares(self.a) * g + lost_squares(self.g) * a
+            self.error_bound = lost_squares(self.a) * g + lost_squares(self.g) * a
             return a * g
         if self.costs.forms:
             return self.raw().squared_norms()
@@ -288,13 +289,13 @@ class Outer:
         axes = list(range(1, gram.shape.rank))
         sizes = tf.linalg.diag_part(gram) * tf.linalg.diag_part(other)
         allowed = rounding(self.g.shape[1], self.a.shape[-1], self.g.shape[-1], dtype=gram.dtype)
-        self.doubt = allowed * tf.reduce_sum(sizes, axes[:-1])
-        with tf.control_dependencies([self.doubt]):  # so that the product may take a factor's place
+        self.error_bound = allowed * tf.reduce_sum(sizes, axes[:-1])
+        with tf.control_dependencies([self.error_bound]):  # so that the product may take a factor's place
             return tf.reduce_sum(gram * other, axes)
 
-    def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
+    def to_mask(self) -> list[tuple[tf.Tensor, Batch | None]]:
         if self._formed is not None:
-            return self._formed.to_mend()
+            return self._formed.to_mask()
         if self._total is not None:
             return list(self._needs)
         return [(self.g if self._narrow() else self.a, None)]
@@ -309,29 +310,29 @@ class Outer:
         if self._total is not None:
             return self._total(c)
         if self._narrow():
-            a, g = units.scaled(self.a, c), units.mended(self.g)
+            a, g = units.scaled(self.a, c), units.masked(self.g)
         else:
-            a, g = units.mended(self.a), units.scaled(self.g, c)
+            a, g = units.masked(self.a), units.scaled(self.g, c)
         if a.shape.rank == 4:
             return self.layout(tf.einsum("utna,utnp->nap", a, g))
         a, g = (tf.reshape(x, [-1, x.shape[-1]]) for x in (a, g))
         return self.layout(tf.matmul(a, g, transpose_a=True))
 
     @classmethod
-    def merged(cls, parts: list[Outer]) -> Outer:
+    def merged(cls, parts: list[OuterProductGradient]) -> OuterProductGradient:
         if len(parts) == 1:
             return parts[0]
         a, g = (tf.concat([getattr(p, name) for p in parts], 1) for name in ("a", "g"))
         return cls(a, g, parts[0].layout, parts[0].same)
 
 
-class Lookup:
+class EmbeddingGradient:
     """Rows of g [U, T, D] belong to the table rows ids [U, T]."""
 
     def __init__(self, ids: tf.Tensor, g: tf.Tensor, shape: tf.TensorShape):
         self.ids, self.g, self.shape = ids, g, shape
         self.same = ("lookup", tuple(shape))
-        self.doubt: tf.Tensor | None = None
+        self.error_bound: tf.Tensor | None = None
         self._distinct: tuple[tf.Tensor, tf.Tensor] | None = None
 
     def way(self) -> tuple[str, int]:
@@ -349,7 +350,7 @@ class Lookup:
         if length is not None and length <= (256 if compiled() else FEW_ROWS):
             alike = tf.equal(self.ids[:, :, None], self.ids[:, None, :])
             gram = products(self.g)
-            self.doubt = rounding(length, self.g.shape[2], dtype=gram.dtype) * tf.linalg.trace(gram)
+            self.error_bound = rounding(length, self.g.shape[2], dtype=gram.dtype) * tf.linalg.trace(gram)
             return tf.reduce_sum(tf.where(alike, gram, tf.zeros_like(gram)), [1, 2])
         units, t = tf.shape(self.g)[0], tf.shape(self.g)[1]
         distinct, where = self._unique(units)
@@ -381,7 +382,7 @@ class Lookup:
         inside = tf.logical_and(ids >= 0, ids < self.vocabulary)
         return tf.reshape(tf.where(inside, keys, -tf.ones_like(keys)), [-1])
 
-    def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
+    def to_mask(self) -> list[tuple[tf.Tensor, Batch | None]]:
         return []
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
@@ -395,7 +396,7 @@ class Lookup:
         return tf.IndexedSlices(g, tf.reshape(self.ids, [-1]), tf.constant(self.shape.as_list(), tf.int64))
 
     @classmethod
-    def merged(cls, parts: list[Lookup]) -> Lookup:
+    def merged(cls, parts: list[EmbeddingGradient]) -> EmbeddingGradient:
         if len(parts) == 1:
             return parts[0]
         ids = tf.concat([tf.cast(p.ids, tf.int64) for p in parts], 1)
@@ -403,8 +404,8 @@ class Lookup:
 
 
 def added(total: tf.Tensor, to: tf.Tensor) -> tf.Tensor:
-    """total + to, in the type of the latter. Of a table that a `Lookup` would make of a few rows these are added, in
-    place, and the table is never made."""
+    """total + to, in the type of the latter. Of a table that an `EmbeddingGradient` would make of a few rows these are
+    added, in place, and the table is never made."""
     table = total
     while table.op.type in ("Identity", "Reshape", "EnsureShape") and table.op.inputs[0].shape == to.shape:
         table = table.op.inputs[0]
@@ -414,7 +415,7 @@ def added(total: tf.Tensor, to: tf.Tensor) -> tf.Tensor:
     return tf.cast(total, to.dtype) + to
 
 
-class Formed:
+class MaterializedGradient:
     """The gradients themselves, or pieces of them: [U, ...] each, which ``layout`` puts together as [U, *shape], and
     likewise without the first axis."""
 
@@ -427,7 +428,7 @@ class Formed:
         self.layout = layout
         self._norms2 = norms2  # of what made the parts
         self.same = ("formed",)
-        self.doubt = None
+        self.error_bound = None
 
     def way(self) -> tuple[str, int]:
         entries = sum(part.shape[1:].num_elements() or 0 for part in self.parts)
@@ -446,18 +447,18 @@ class Formed:
         norms = [squares(p) for p in self.parts]
         return norms[0] if len(norms) == 1 else tf.add_n(norms)
 
-    def to_mend(self) -> list[tuple[tf.Tensor, Batch | None]]:
+    def to_mask(self) -> list[tuple[tf.Tensor, Batch | None]]:
         return [(p, None) for p in self.parts]
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
-        return self._laid([units.weighted(c, units.mended(p)) for p in self.parts])
+        return self._laid([units.weighted(c, units.masked(p)) for p in self.parts])
 
     @classmethod
-    def merged(cls, parts: list[Formed]) -> Formed:
+    def merged(cls, parts: list[MaterializedGradient]) -> MaterializedGradient:
         return cls([tf.add_n([p.formed() for p in parts])]) if len(parts) > 1 else parts[0]
 
 
-Contribution = Outer | Lookup | Formed
+Contribution = OuterProductGradient | EmbeddingGradient | MaterializedGradient
 
 
 def merge(parts: list[Any]) -> Contribution:
@@ -468,7 +469,7 @@ def merge(parts: list[Any]) -> Contribution:
 # -- shapes and sums ---------------------------------------------------------------------------------------------
 
 
-def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) -> Formed:
+def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) -> MaterializedGradient:
     """Gradient dy of a broadcast output, summed to a weight's shape for each unit."""
     weight = shape.as_list()
     rank = dy.shape.rank
@@ -478,7 +479,7 @@ def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) ->
     axes = [i for i, d in enumerate([1, *aligned], 1) if d == 1 and grouped.shape[i] != 1]
     if axes:
         grouped = tf.reduce_sum(grouped, axes, keepdims=True)
-    return Formed([reshaped(grouped, [grouped.shape[0] or units.count, *weight])])
+    return MaterializedGradient([reshaped(grouped, [grouped.shape[0] or units.count, *weight])])
 
 
 def compiled() -> bool:

@@ -43,7 +43,7 @@ class Term:
     public: tf.Tensor | None = None
 
 
-class LossOfOne:
+class PerExampleLoss:
     """Replays the tail of a loss for each example.
 
     Args:
@@ -379,15 +379,21 @@ def is_mask(t: tf.Tensor) -> bool:
 
 
 # What the tail of a loss may be made of, and what becomes of each op on a batch of one.
-_TAIL: dict[str, Callable[[LossOfOne, tf.Operation], Term | None]] = {
-    "Sum": LossOfOne._reduced, "Mean": LossOfOne._reduced, "L2Loss": LossOfOne._squared, "Mul": LossOfOne._times,
-    **dict.fromkeys("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient".split(), LossOfOne._same),
-    **dict.fromkeys(_ADD, LossOfOne._sum),
-    **dict.fromkeys("RealDiv Div DivNoNan".split(), LossOfOne._over),
-    **dict.fromkeys(
-        "Maximum Minimum Equal NotEqual Greater GreaterEqual Less LessEqual".split(), LossOfOne._compared
-    ),
-    **dict.fromkeys(("Select", "SelectV2"), LossOfOne._chosen),
-    "Pack": LossOfOne._stacked, "Squeeze": LossOfOne._squeezed, "ExpandDims": LossOfOne._expanded,
-    "Reshape": LossOfOne._reshaped,
-}  # fmt: skip
+_TAIL: dict[str, Callable[[PerExampleLoss, tf.Operation], Term | None]] = {
+    kind: make
+    for kinds, make in (
+        ("Sum Mean", PerExampleLoss._reduced),
+        ("L2Loss", PerExampleLoss._squared),
+        ("Identity Cast Neg Snapshot CheckNumerics EnsureShape PreventGradient", PerExampleLoss._same),
+        (" ".join(_ADD), PerExampleLoss._sum),
+        ("Mul", PerExampleLoss._times),
+        ("RealDiv Div DivNoNan", PerExampleLoss._over),
+        ("Maximum Minimum Equal NotEqual Greater GreaterEqual Less LessEqual", PerExampleLoss._compared),
+        ("Select SelectV2", PerExampleLoss._chosen),
+        ("Pack", PerExampleLoss._stacked),
+        ("Squeeze", PerExampleLoss._squeezed),
+        ("ExpandDims", PerExampleLoss._expanded),
+        ("Reshape", PerExampleLoss._reshaped),
+    )
+    for kind in kinds.split()
+}

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_library
 
 from tfdpfl import native
-from tfdpfl.clipping.gradients import Costs, Formed, Units, compiled
+from tfdpfl.clipping.gradients import Costs, MaterializedGradient, Units, compiled
 
 OPS = ("TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum")
 
@@ -67,12 +67,12 @@ class Filters:
         total.set_shape([self.entries, self.gradients.shape[-1]])
         return total
 
-    def contribution(self, layout: Callable, costs: Costs) -> Formed:
+    def contribution(self, layout: Callable, costs: Costs) -> MaterializedGradient:
         """Returns the gradients as the engine wants them: stored, or computed twice."""
         if not costs.stores:
             return Recomputed(self, layout, costs)
         each, norms = self.form()
-        return Formed([each], layout, norms, costs)
+        return MaterializedGradient([each], layout, norms, costs)
 
     def _make(self, op: str, **inputs: tf.Tensor) -> Any:
         instructions = native.INSTRUCTIONS.index(native.kernels().instructions)
@@ -80,7 +80,7 @@ class Filters:
         return op_def_library.apply_op(op, images=self.images, gradients=self.gradients, settings=settings, **inputs)
 
 
-class Recomputed(Formed):
+class Recomputed(MaterializedGradient):
     """Gradients that are computed once for their norms, and again for their clipped sum, and never stored. The same
     code in the same order makes both, so that the norms are those of the very gradients that are added up."""
 
@@ -94,15 +94,15 @@ class Recomputed(Formed):
     def squared_norms(self) -> tf.Tensor:
         return self._filters.squared_norms()
 
-    def to_mend(self) -> list:
+    def to_mask(self) -> list:
         return []  # the kernel passes over examples whose factor is 0
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
         return self._laid([self._filters.weighted_sum(c)])
 
     @classmethod
-    def merged(cls, parts: list) -> Formed:
-        return parts[0] if len(parts) == 1 else Formed.merged(parts)
+    def merged(cls, parts: list) -> MaterializedGradient:
+        return parts[0] if len(parts) == 1 else MaterializedGradient.merged(parts)
 
 
 def _refuse(op: tf.Operation, *_: tf.Tensor) -> None:

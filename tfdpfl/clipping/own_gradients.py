@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.effects import effects
 from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.refusals import mixing
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import Batch, Mixed, Public, State, is_batch_free, mixed, weighs
+from tfdpfl.clipping.variable_writes import side_effects
 from tfdpfl.errors import PrivacyError
 
 
@@ -62,7 +62,7 @@ def _met(view: BatchAxis, op: tf.Operation) -> Mixed | None:
     summed = {p.op.name for p, t in zip(probes, results, strict=True) if not isinstance(view[t], Batch)}
     inputs = list(op.inputs)
     grads = tf.gradients(results, inputs, probes, stop_gradients=inputs) if results else []
-    if again := effects(graph.get_operations()[before:]):
+    if again := side_effects(graph.get_operations()[before:]):
         return mixed(
             op, f"has a gradient of its own (tf.custom_gradient) that draws or writes ({', '.join(sorted(again))})"
         )

@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping import ops as _ops  # noqa: F401 (fills the registry)
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.effects import tainted_read
 from tfdpfl.clipping.finished import (
     READ,
     before_it_runs,
@@ -28,12 +27,13 @@ from tfdpfl.clipping.finished import (
     raw_variable,
     resource,
 )
-from tfdpfl.clipping.gradients import Formed, Lookup, Units, merge
+from tfdpfl.clipping.gradients import EmbeddingGradient, MaterializedGradient, Units, merge
 from tfdpfl.clipping.graph import key
-from tfdpfl.clipping.loss import LossOfOne
-from tfdpfl.clipping.opening import Opened, close
+from tfdpfl.clipping.inline_control_flow import InlinedControlFlow, close
+from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.own_gradients import check_own_gradients
-from tfdpfl.clipping.pulling import (
+from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
+from tfdpfl.clipping.reparametrized import (
     Part,
     carried_back,
     chain,
@@ -43,9 +43,9 @@ from tfdpfl.clipping.pulling import (
     unmoved,
     vocabulary_side,
 )
-from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
 from tfdpfl.clipping.sizes import as_freed, original, read_free
 from tfdpfl.clipping.states import TAINTED, Batch, Handle, Mixed, Public, Size
+from tfdpfl.clipping.variable_writes import tainted_read
 from tfdpfl.clipping.weight_uses import WeightUses
 from tfdpfl.errors import PrivacyError
 
@@ -112,10 +112,10 @@ class Plan:
         self.analysis = self._analyse(loss)
         size, unsure = self._batch_size()
         check_own_gradients(self.analysis)
-        opened = Opened(self.analysis, [loss], size)
+        opened = InlinedControlFlow(self.analysis, [loss], size)
         self.batch_size = self._checked(size, unsure)
         self._check_reads(variables)
-        self.sizes = LossOfOne(self.analysis, self.batch_size, replicas, self.known_size)
+        self.sizes = PerExampleLoss(self.analysis, self.batch_size, replicas, self.known_size)
         self.losses, self.public_loss = self._split(opened.now.get(key(loss), loss))
         self._look_again()
         self.dtype = tf.float64 if any(v.dtype in (tf.float64, "float64") for v in self.variables) else tf.float32
@@ -283,15 +283,15 @@ class Plan:
         self.merged = [pulled_back[i] if parts is None else parts for i, parts in enumerate(merged)]
         groups = range(max(group_of) + 1)
         terms = [[tf.zeros([self.units.count], self.dtype)] for _ in groups]
-        doubts: list[list[tf.Tensor]] = [[] for _ in groups]
+        error_bounds: list[list[tf.Tensor]] = [[] for _ in groups]
         for group, parts in zip(group_of, self.merged, strict=True):
             terms[group] += [part.made.squared_norms() for part in parts]
-            own = [part.made.doubt for part in parts if part.made.doubt is not None]
+            own = [part.made.error_bound for part in parts if part.made.error_bound is not None]
             if len(parts) == 2:  # an embedding's rows that are looked up, and multiplied
                 terms[group].append(2 * inner_product(*parts))
                 own *= 2  # its error is at most both of theirs
-            doubts[group] += own
-        return [_with_doubt(tf.add_n(t), d) for t, d in zip(terms, doubts, strict=True)]
+            error_bounds[group] += own
+        return [_with_error_bound(tf.add_n(t), d) for t, d in zip(terms, error_bounds, strict=True)]
 
     @staticmethod
     def _merged(parts: list[Part]) -> list[Part] | None:
@@ -308,7 +308,7 @@ class Plan:
             what = type(part.made), part.made.same, chain(part.weight, part.root), tuple(part.weight.shape)
             alike.setdefault(what, []).append(part)
         merged = [same[0]._replace(made=merge([part.made for part in same])) for same in alike.values()]
-        merged.sort(key=lambda part: not isinstance(part.made, Lookup))
+        merged.sort(key=lambda part: not isinstance(part.made, EmbeddingGradient))
         if len(merged) == 1 or (len(merged) == 2 and vocabulary_side(*merged) is not None):
             return merged
         return None
@@ -320,7 +320,7 @@ class Plan:
         for i, parts in apart.items():
             found = [formed[at] for at in dict.fromkeys(key(part.root) for part in parts) if at in formed]
             root = parts[0].root
-            made[i] = [parts[0]._replace(made=Formed([tf.add_n(found)]), weight=root)] if found else []
+            made[i] = [parts[0]._replace(made=MaterializedGradient([tf.add_n(found)]), weight=root)] if found else []
         return made
 
     def finish(
@@ -343,13 +343,14 @@ class Plan:
         cs = [tf.where(self.units.good, c, tf.zeros_like(norms)) for c in factors(each)]
         if denominator is not None:
             cs = [c / tf.cast(denominator, self.dtype) for c in cs]
-        self.units.mend([t for parts in self.merged for part in parts for t in part.made.to_mend()])
+        self.units.mask_nonfinite([t for parts in self.merged for part in parts for t in part.made.to_mask()])
         sums: list[tf.Tensor | tf.IndexedSlices | None] = []
         before: list[tf.Tensor] = []
         for i, (group, parts) in enumerate(zip(self.group_of, self.merged, strict=True)):
-            if i in self.in_rows and len(parts) == 1 and isinstance(parts[0].made, Lookup) and unmoved(*parts[0][1:3]):
+            made = parts[0].made if i in self.in_rows and len(parts) == 1 and unmoved(*parts[0][1:3]) else None
+            if isinstance(made, EmbeddingGradient):
                 with tf.control_dependencies(before):
-                    rows = parts[0].made.weighted_rows(cs[group], self.units)
+                    rows = made.weighted_rows(cs[group], self.units)
                 before = [rows.values]
                 sums.append(rows)
             else:
@@ -409,7 +410,7 @@ class Plan:
 
     def looked_up(self) -> list[int]:
         """The places of the variables of which rows are looked up."""
-        return sorted({part.variable for part in self.parts if isinstance(part.made, Lookup)})
+        return sorted({part.variable for part in self.parts if isinstance(part.made, EmbeddingGradient)})
 
     def leave_in_rows(self, tables: Sequence[int]) -> None:
         """Has the clipped sums of these variables given as `tf.IndexedSlices`, a row for each lookup, which are still
@@ -420,7 +421,7 @@ class Plan:
         """For each of these variables, which are in rows, how many units look up each of its rows, [rows]: a unit's
         part, over all of them together, is scaled to an L2 norm of at most ``clip``. Those that are ``absent``
         ([units]) have none."""
-        lookups = [made for i in tables if isinstance(made := self.merged[i][0].made, Lookup)]
+        lookups = [made for i in tables if isinstance(made := self.merged[i][0].made, EmbeddingGradient)]
         pairs = [lookup.looked_up() for lookup in lookups]
         ones = [tf.cast(rows >= 0, self.dtype) for _, rows in pairs]
         number = tf.add_n([tf.math.unsorted_segment_sum(one, unit, self.units.count)
@@ -445,8 +446,8 @@ class Plan:
         return result
 
 
-def _with_doubt(total: tf.Tensor, doubts: list[tf.Tensor]) -> tf.Tensor:
-    if not doubts:
+def _with_error_bound(total: tf.Tensor, error_bounds: list[tf.Tensor]) -> tf.Tensor:
+    if not error_bounds:
         return total
-    doubt = tf.add_n(doubts)
-    return tf.where(total > 1000 * doubt, total, tf.maximum(total, 0) + doubt)
+    error_bound = tf.add_n(error_bounds)
+    return tf.where(total > 1000 * error_bound, total, tf.maximum(total, 0) + error_bound)

@@ -44,7 +44,7 @@ _CONTRASTED = (
     "no gradient of one example alone."
 )
 _SIZED = "Leave out what the batch size goes into; the loss's mean over the batch is taken for you."
-_MENDS = {
+_REMEDIES = {
     "normalises over the batch": _NORMALISED,
     "normalises examples together": _NORMALISED,
     "reduces over the batch": _REDUCED,
@@ -77,21 +77,21 @@ _MENDS = {
 def mixing(origin: Mixed, through: str | None = None) -> str:
     """The sentence for an op that mixes examples, with what a user can do about it."""
     reach = f", and its result reaches the loss through {through}" if through else ""
-    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_mend(origin, through or '')}"
+    return f"No gradient belongs to one example alone: {origin.describe()}{reach}. {_remedy(origin, through or '')}"
 
 
-def _mend(origin: Mixed, through: str) -> str:
+def _remedy(origin: Mixed, through: str) -> str:
     name = origin.name.lower()
-    for holds, mend in _SPECIAL:
+    for holds, remedy in _SPECIAL:
         if holds(origin, name, through):
-            return mend
-    if "gradient_tape" in name and _MENDS.get(origin.why) is _SIZED:
+            return remedy
+    if "gradient_tape" in name and _REMEDIES.get(origin.why) is _SIZED:
         return (
             "If this is the gradient of a mean over the batch with respect to inputs: take that of the sum of losses, "
             "tape.gradient(tf.reduce_sum(losses), x), with a loss of reduction='none'. Its sign is the same."
         )
-    if origin.why in _MENDS:
-        return _MENDS[origin.why]
+    if origin.why in _REMEDIES:
+        return _REMEDIES[origin.why]
     if "not known" in origin.why:
         return "Rewrite it with operations whose batch axis can be followed."
     return "Change the layer or the loss so that each example is treated by itself."

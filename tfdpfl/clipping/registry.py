@@ -69,7 +69,7 @@ class UserRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class BatchingRule:
     """A transfer, and what may come before it.
 
     ``data``: the input that the op works on, if the others are its settings: axes, lengths, indices. They may not
@@ -87,18 +87,18 @@ class Move:
     entries: bool = False
 
 
-MOVES: dict[str, Move] = {}
-# By how the name of a function for tf.custom_gradient begins: moves of the IdentityN that gives out its results, then
+BATCHING_RULES: dict[str, BatchingRule] = {}
+# By how the name of a function for tf.custom_gradient begins: rules for the IdentityN that gives out its results, then
 # its arguments. They are asked although the results are `Mixed`.
 ENDS: dict[str, Transfer] = {}
 RULES: dict[str, Rule] = {}
 
 
-def moves(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer]:
-    """Registers a transfer for op types; ``settings`` as in `Move`."""
+def batching_rule(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer]:
+    """Registers a transfer for op types; ``settings`` as in `BatchingRule`."""
 
     def add(transfer: Transfer) -> Transfer:
-        MOVES.update(dict.fromkeys(kinds, Move(transfer, **settings)))
+        BATCHING_RULES.update(dict.fromkeys(kinds, BatchingRule(transfer, **settings)))
         return transfer
 
     return add
@@ -140,8 +140,9 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
     Nothing shows that your rule is right, and a gradient that it makes too short passes the clip. So `validate`
     compares it with exact gradients on a batch, and every ledger, report and statement names it.
 
-    The rule returns `Outer`, `Lookup` or `Formed` from `tfdpfl.clipping.gradients` (see there), or None to leave a use
-    to the exact fallback. A rule for an op that has one replaces it.
+    The rule returns an `OuterProductGradient`, an `EmbeddingGradient` or a `MaterializedGradient` (see
+    `tfdpfl.clipping.gradients`), or None to leave a use to the exact fallback. A rule for an op that has one replaces
+    it.
 
     Raises:
       ValueError: TensorFlow knows no such op.
@@ -152,7 +153,7 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
             "own ops before."
         )
     if batch_axis is not None:
-        moves(op_type)(functools.partial(_promised, batch_axis))
+        batching_rule(op_type)(functools.partial(_promised, batch_axis))
 
     def add(function: Rule) -> Rule:
         RULES[op_type] = UserRule(function)

@@ -16,10 +16,10 @@ from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.gradients import Units, Use
 from tfdpfl.clipping.graph import CALLS, inner_call, key
-from tfdpfl.clipping.loss import LossOfOne
-from tfdpfl.clipping.opening import Opened
-from tfdpfl.clipping.pulling import Part
+from tfdpfl.clipping.inline_control_flow import InlinedControlFlow
+from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.registry import RULES
+from tfdpfl.clipping.reparametrized import Part
 from tfdpfl.clipping.states import Batch, Handle, Items, Public, weighs
 from tfdpfl.errors import PrivacyError
 
@@ -48,12 +48,12 @@ class WeightUses:
       opened: loops and calls that were put in the graph in place of others.
     """
 
-    def __init__(self, analysis: BatchAxis, variables: Sequence, opened: Opened):
+    def __init__(self, analysis: BatchAxis, variables: Sequence, opened: InlinedControlFlow):
         self._a, self._variables, self._opened = analysis, variables, opened
         self._reads: dict[int, tf.Tensor] = {}
         self._given = {key(v): i for i, v in enumerate(variables) if not hasattr(v, "handle")}
 
-    def parts(self, losses: tf.Tensor, units: Units, sizes: LossOfOne) -> list[Part]:
+    def parts(self, losses: tf.Tensor, units: Units, sizes: PerExampleLoss) -> list[Part]:
         """Returns what each use of each variable adds to the units' gradients."""
         ruled, replays = self._collect(losses)
         gradients = self._differentiate(losses, ruled, replays)
@@ -113,7 +113,7 @@ class WeightUses:
             ruled += [_RuledUse(op, i, op, feeds) for i in feeds if weighs(self._a[op.inputs[i]])]
         return ruled
 
-    def _apply_rule(self, use: _RuledUse, gradients: Gradients, units: Units, sizes: LossOfOne) -> list[Part]:
+    def _apply_rule(self, use: _RuledUse, gradients: Gradients, units: Units, sizes: PerExampleLoss) -> list[Part]:
         a, op = self._a, use.op
         (out,) = self._outputs(op)
         g, of_out = gradients.get(key(out)), a[out]
@@ -131,7 +131,7 @@ class WeightUses:
             (made,) = self._replay([op], [use.at]).gradients([out], [g], units, sizes)
         return [Part(made, weight, root, v, use.kind.type, replayed) for v, root in self.roots(weight, state)]
 
-    def _run_again(self, replay: Replay, gradients: Gradients, units: Units, sizes: LossOfOne) -> list[Part]:
+    def _run_again(self, replay: Replay, gradients: Gradients, units: Units, sizes: PerExampleLoss) -> list[Part]:
         outputs = [t for t in replay.outputs if key(t) in gradients]
         if not outputs:
             return []

@@ -20,9 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._types import Arrays, Model
-from tfdpfl.clipping.effects import effects
 from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import attributes, body_graphs, function_names
+from tfdpfl.clipping.variable_writes import side_effects
 
 # What the graph of an honest loss or layer may do beside computing: draw, complain, update its model's own variables.
 _ALLOWED = re.compile(r"^(Stateless)?Random|^Assert$|^Assign\w*VariableOp$")
@@ -104,7 +104,7 @@ def _graph(function: Callable[..., Any], arguments: tuple, model: Model) -> str:
         if outer.dtype == tf.resource and id(outer) not in places:
             raise Unlike("it keeps a state that is no weight of the model")
         captures.append(places[id(outer)] if outer.dtype == tf.resource else np.asarray(outer).tobytes().hex())
-    states = sorted(kind for kind in effects(graph.get_operations()) if not _ALLOWED.search(kind))
+    states = sorted(kind for kind in side_effects(graph.get_operations()) if not _ALLOWED.search(kind))
     if states:
         raise Unlike(f"it runs {states[0]}, which may keep a state")
     return hashlib.sha256(json.dumps([captures, _ops(graph)]).encode()).hexdigest()

@@ -1,5 +1,5 @@
-"""What is known of ops, one family a file: where each moves the examples (`moves`), and what its weights' gradients are
-(`rule`). A new file is found by itself."""
+"""What is known of ops, one family a file: where each moves the examples (`batching_rule`), and what its weights'
+gradients are (`rule`). A new file is found by itself."""
 
 import importlib
 import pkgutil

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tfdpfl.clipping.graph import CALLS, constant
-from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.registry import batching_rule
 from tfdpfl.clipping.states import (
     BY_POSITION,
     Batch,
@@ -23,14 +23,14 @@ from tfdpfl.clipping.states import (
 )
 
 
-@moves(*CALLS, any_rank=True, entries=True)
+@batching_rule(*CALLS, any_rank=True, entries=True)
 def call(view, op, states):
     inner, outputs, _ = view.body(op, "f", list(op.inputs), states)
     # Of a function that is called twice, the entries would be of one name.
     return [plain(s) for s in outputs]
 
 
-@moves("If", "StatelessIf", any_rank=True, mixed=True)
+@batching_rule("If", "StatelessIf", any_rank=True, mixed=True)
 def branch(view, op, states):
     chosen = states[0]
     for state in states[1:]:
@@ -46,7 +46,7 @@ def branch(view, op, states):
     return [join(op, t, a, b) for t, a, b in zip(op.outputs, *branches, strict=True)]
 
 
-@moves("While", "StatelessWhile", any_rank=True)
+@batching_rule("While", "StatelessWhile", any_rank=True)
 def loop(view, op, states):
     states = list(states)
     inputs = list(op.inputs)
@@ -130,12 +130,12 @@ def blank(element: State) -> bool:
     return isinstance(element, Public) and element.alike and not element.deps
 
 
-@moves("PyFunc", "PyFuncStateless", "EagerPyFunc")
+@batching_rule("PyFunc", "PyFuncStateless", "EagerPyFunc")
 def python(view, op, states):
     return mixed(op, "runs Python code, which cannot be followed")
 
 
-@moves("ReverseSequence")
+@batching_rule("ReverseSequence")
 def reverse_sequence(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:

@@ -14,8 +14,8 @@ from tfdpfl.clipping.gradients import (
     TYPICAL_LENGTH,
     Contribution,
     Costs,
-    Formed,
-    Outer,
+    MaterializedGradient,
+    OuterProductGradient,
     Units,
     Use,
     compiled,
@@ -27,7 +27,7 @@ from tfdpfl.clipping.gradients import (
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.native import Filters, find_obstacle
 from tfdpfl.clipping.ops.windows import Window, places_of
-from tfdpfl.clipping.registry import View, moves, rule
+from tfdpfl.clipping.registry import View, batching_rule, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
 
@@ -45,17 +45,17 @@ SPATIAL = frozenset(
 WHOLE_ENTRIES = 4096
 
 
-@moves(*CONVOLUTIONS, blocks=True)
+@batching_rule(*CONVOLUTIONS, blocks=True)
 def convolved(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 0)
 
 
-@moves(*TRANSPOSED)
+@batching_rule(*TRANSPOSED)
 def transposed(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 2)
 
 
-@moves(*SPATIAL, data=0)
+@batching_rule(*SPATIAL, data=0)
 def spatial(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 0)
 
@@ -79,7 +79,7 @@ def first_axis(view: View, op: tf.Operation, states: list[State], data: int) -> 
     return states[data]
 
 
-@moves("MaxPoolGrad")
+@batching_rule("MaxPoolGrad")
 def pool_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the input, the output and the output's gradient."""
     if op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1:
@@ -89,7 +89,7 @@ def pool_gradient(view: View, op: tf.Operation, states: list[State]) -> State | 
     return states[0] if isinstance(states[0], Batch) else None
 
 
-@moves("SpaceToBatchND", data=0)
+@batching_rule("SpaceToBatchND", data=0)
 def space_to_batch(view, op, states):
     block = constant(op.inputs[1])
     if not isinstance(states[0], Batch):
@@ -99,7 +99,7 @@ def space_to_batch(view, op, states):
     return Batch(0, states[0].rows, int(np.prod(block)))
 
 
-@moves("BatchToSpaceND", data=0, blocks=True)
+@batching_rule("BatchToSpaceND", data=0, blocks=True)
 def batch_to_space(view, op, states):
     block = constant(op.inputs[1])
     if not isinstance(states[0], Batch):
@@ -109,7 +109,7 @@ def batch_to_space(view, op, states):
     return Batch(0, states[0].rows)
 
 
-@moves("ImageProjectiveTransformV3")
+@batching_rule("ImageProjectiveTransformV3")
 def projected(view, op, states):
     images, transforms, *settings = states
     if not isinstance(images, Batch):
@@ -220,10 +220,10 @@ def _whole(sides: Sides) -> Contribution:
     # Not for one tap: the product is as fast, and oneDNN's gradient of a strided one writes outside its memory on
     # a batch of one (TensorFlow 2.14 and 2.21, [1, 12, 12, 8] to 16 channels by strides of 2).
     total = (lambda c: filter_gradient(use, c, sides.units)) if taps > 1 else None
-    return Outer(a, g, sides.layout, ("conv", tuple(use.shape), taps), total, needs, repeats, gram)
+    return OuterProductGradient(a, g, sides.layout, ("conv", tuple(use.shape), taps), total, needs, repeats, gram)
 
 
-def _formed(sides: Sides, g: tf.Tensor, costs: Costs) -> Formed:
+def _formed(sides: Sides, g: tf.Tensor, costs: Costs) -> MaterializedGradient:
     """Each unit's gradient, piece by piece of the window, so that few patches are in memory."""
     large = (sides.x.shape[1:].num_elements() or 0) > WHOLE_ENTRIES
     quarters = quartered(sides.x, g) if sides.alone and large and not compiled() else [(sides.x, g)]
@@ -237,10 +237,10 @@ def _formed(sides: Sides, g: tf.Tensor, costs: Costs) -> Formed:
             sides.units.last_product = made[-1:]
         found.append(made)
     parts = [tf.concat(same, 0) if len(same) > 1 else same[0] for same in zip(*found, strict=True)]
-    return Formed(parts, lambda pieces: sides.layout(turned(tf.concat(pieces, -1))), costs=costs)
+    return MaterializedGradient(parts, lambda pieces: sides.layout(turned(tf.concat(pieces, -1))), costs=costs)
 
 
-def _by_group(sides: Sides) -> Formed:
+def _by_group(sides: Sides) -> MaterializedGradient:
     """Groups (of one channel each, in a depthwise convolution): one small product a group."""
     width, per_group = sides.filters // sides.groups, sides.channels // sides.groups
     g = sides.flat(sides.g, sides.of_g, sides.groups, width)
@@ -251,7 +251,7 @@ def _by_group(sides: Sides) -> Formed:
             parts.append(tf.reduce_sum(v * g, 1)[..., None])  # [U, n, 1, 1]
         else:
             parts.append(tf.einsum("utna,utnp->unap", v, g))
-    return Formed([sides.layout(tf.concat(parts, 2))])
+    return MaterializedGradient([sides.layout(tf.concat(parts, 2))])
 
 
 def quartered(*tensors: tf.Tensor) -> list[tuple[tf.Tensor, ...]]:
@@ -272,7 +272,7 @@ def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
     g = wide(use.g)
     g = tf.math.multiply_no_nan(g, units.per_row(c, g, use.out))
     batch = batch_inputs(use)
-    inputs = [wide(units.mended(t) if i in batch else t) for i, t in enumerate(use.inputs)]
+    inputs = [wide(units.masked(t) if i in batch else t) for i, t in enumerate(use.inputs)]
     inputs[use.at] = tf.stop_gradient(wide(use.weight))
     attrs = {**graph_tools.attributes(use.op), "T": tf.compat.v1.AttrValue(type=units.dtype.as_datatype_enum)}
     made = graph_tools.copy_op(use.op, inputs, attrs, [units.dtype])[use.output.value_index]

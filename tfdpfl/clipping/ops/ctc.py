@@ -7,7 +7,7 @@ import dataclasses
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.registry import View, ends_gradient, moves
+from tfdpfl.clipping.registry import View, batching_rule, ends_gradient
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import Batch, Entries, Public, State
 
@@ -25,7 +25,7 @@ def dense(view: View, op: tf.Operation, states: list[State]) -> list[State] | No
     return [Batch(0), frames, *others]
 
 
-@moves("CTCLoss", "CTCLossV2", mixed=True, entries=True)
+@batching_rule("CTCLoss", "CTCLossV2", mixed=True, entries=True)
 def sparse(view: View, op: tf.Operation, states: list[State]) -> list[State] | None:
     """With sparse labels: frames [time, batch, classes], where labels are ([example, place] of each), the labels, and
     how many frames are an example's."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdpfl.clipping.gradients import Contribution, Formed, Units, Use, summed_to
+from tfdpfl.clipping.gradients import Contribution, MaterializedGradient, Units, Use, summed_to
 from tfdpfl.clipping.graph import constant, copy_op, gradient_function, key, passes_gradients_through
-from tfdpfl.clipping.registry import ENDS, View, moves, rule
+from tfdpfl.clipping.registry import ENDS, View, batching_rule, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
     BY_POSITION,
@@ -42,7 +42,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-@moves(*ELEMENTWISE - {"IdentityN", "PlaceholderWithDefault"}, entries=True)
+@batching_rule(*ELEMENTWISE - {"IdentityN", "PlaceholderWithDefault"}, entries=True)
 def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
         return states[0]
@@ -85,7 +85,7 @@ def chosen_rows(op: tf.Operation, states: list[State]) -> State:
     return state if free and not others and state == Batch(0, state.rows) else mixed(op, "chooses between rows")
 
 
-moves("Identity", blocks=True, entries=True)(elementwise)
+batching_rule("Identity", blocks=True, entries=True)(elementwise)
 
 
 def of_entries(op: tf.Operation, states: list[State]) -> State | None:
@@ -97,7 +97,7 @@ def of_entries(op: tf.Operation, states: list[State]) -> State | None:
     return found
 
 
-@moves("IdentityN", mixed=True, any_rank=True)
+@batching_rule("IdentityN", mixed=True, any_rank=True)
 def identities(view: View, op: tf.Operation, states: list[State]) -> State | list[State]:
     """Also what ends a tf.custom_gradient."""
     if "_gradient_op_type" in op.node_def.attr:
@@ -112,7 +112,7 @@ def identities(view: View, op: tf.Operation, states: list[State]) -> State | lis
     return list(states)
 
 
-@moves("Minimum", mixed=True)
+@batching_rule("Minimum", mixed=True)
 def minimum(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     """A constant, where the other side cannot be below it, whatever it holds."""
     if constant(op.outputs[0]) is not None:
@@ -192,19 +192,19 @@ _MONOMIALS: dict[str, Callable[..., Entry | None]] = {
 }  # fmt: skip
 
 
-@moves("EnsureShape", any_rank=True)
+@batching_rule("EnsureShape", any_rank=True)
 def ensure_shape(view, op, states):
     return states[0] if isinstance(states[0], Batch) else elementwise(view, op, states)  # of unknown rank, too
 
 
-@moves("PlaceholderWithDefault")
+@batching_rule("PlaceholderWithDefault")
 def freed(view, op, states):
     """A batch whose size is free, in place of the batch as it came in."""
     view.replace_sources({key(op.inputs[0]): op.outputs[0]})
     return elementwise(view, op, states)
 
 
-@moves("Bitcast")
+@batching_rule("Bitcast")
 def bits(view, op, states):
     """Of numbers of one size; else one number becomes a last axis of several, or a last axis one number. Keras 3 takes
     an argmax this way."""
@@ -216,7 +216,7 @@ def bits(view, op, states):
     return state if state.axis < op.outputs[0].shape.rank else mixed(op, "works along the batch axis")
 
 
-@moves("BiasAdd", mixed=True)
+@batching_rule("BiasAdd", mixed=True)
 def bias_add(view, op, states):
     x, b = states
     if isinstance(x, Mixed) or isinstance(b, Mixed):
@@ -250,5 +250,5 @@ def gradient(use: Use, units: Units) -> Contribution | None:
             return None
     if kind == "BiasAdd" and use.op.get_attr("data_format") in (b"NCHW", "NCHW"):
         shape = tf.TensorShape([use.shape[0], *[1] * (use.output.shape.rank - 2)])
-        return Formed([tf.reshape(summed_to(dy, use.out, shape, units).formed(), [-1, use.shape[0]])])
+        return MaterializedGradient([tf.reshape(summed_to(dy, use.out, shape, units).formed(), [-1, use.shape[0]])])
     return summed_to(dy, use.out, use.shape, units)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from tfdpfl.clipping.ops.control_flow import blank
-from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.registry import batching_rule
 from tfdpfl.clipping.states import Batch, Items, Public, Size, is_batch_free, mixed
 
 
-@moves("TensorListReserve", "EmptyTensorList", any_rank=True)
+@batching_rule("TensorListReserve", "EmptyTensorList", any_rank=True)
 def reserve(view, op, states):
     if not is_batch_free(states[1]):
         return mixed(op, "makes a list whose length depends on examples or on how many there are")
     return Items(Public(alike=True))
 
 
-@moves("TensorListFromTensor", data=0, sizes=(1,), any_rank=True)
+@batching_rule("TensorListFromTensor", data=0, sizes=(1,), any_rank=True)
 def from_tensor(view, op, states):
     state = states[0]
     if isinstance(state, Public):
@@ -24,12 +24,12 @@ def from_tensor(view, op, states):
     return None
 
 
-@moves("TensorListSetItem", any_rank=True)
+@batching_rule("TensorListSetItem", any_rank=True)
 def set_item(view, op, states):
     return put(op, states[0], states[2], states[1])
 
 
-@moves("TensorListPushBack", any_rank=True)
+@batching_rule("TensorListPushBack", any_rank=True)
 def push_back(view, op, states):
     return put(op, states[0], states[1], Public())
 
@@ -48,19 +48,19 @@ def put(op, items, value, index):
     return mixed(op, "lists tensors with different batch axes")
 
 
-@moves("TensorListGetItem", data=0, sizes=(2,), any_rank=True)
+@batching_rule("TensorListGetItem", data=0, sizes=(2,), any_rank=True)
 def get_item(view, op, states):
     if isinstance(states[0], Items) and isinstance(states[1], Public | Size):
         return states[0].element
     return None
 
 
-@moves("TensorListPopBack", any_rank=True)
+@batching_rule("TensorListPopBack", any_rank=True)
 def pop_back(view, op, states):
     return [states[0], states[0].element] if isinstance(states[0], Items) else None
 
 
-@moves("TensorListStack", data=0, sizes=(1,), any_rank=True)
+@batching_rule("TensorListStack", data=0, sizes=(1,), any_rank=True)
 def stacked(view, op, states):
     if not isinstance(states[0], Items):
         return None
@@ -69,6 +69,6 @@ def stacked(view, op, states):
     return Batch(element.axis + 1, element.rows) if isinstance(element, Batch) else Public(element.deps)
 
 
-@moves("TensorListLength", any_rank=True)
+@batching_rule("TensorListLength", any_rank=True)
 def length(view, op, states):
     return Public()

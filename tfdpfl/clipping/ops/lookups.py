@@ -8,9 +8,9 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.gradients import Contribution, Lookup, Units, Use, dims_of, reshaped, volume
+from tfdpfl.clipping.gradients import Contribution, EmbeddingGradient, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import View, moves, rule
+from tfdpfl.clipping.registry import View, batching_rule, rule
 from tfdpfl.clipping.states import (
     BY_POSITION,
     TAINTED,
@@ -27,12 +27,12 @@ from tfdpfl.clipping.states import (
 )
 
 
-@moves("ReadVariableOp")
+@batching_rule("ReadVariableOp")
 def read(view: View, op: tf.Operation, states: list[State]) -> State:
     return view.held(op)
 
 
-@moves("ResourceGather")
+@batching_rule("ResourceGather")
 def read_rows(view: View, op: tf.Operation, states: list[State]) -> State | None:
     value = view.held(op)
     if isinstance(value, Mixed):
@@ -40,12 +40,12 @@ def read_rows(view: View, op: tf.Operation, states: list[State]) -> State | None
     return gathered(view, op, value, states[1], axis=0, batch_dims=op.get_attr("batch_dims"))
 
 
-@moves("VarIsInitializedOp")
+@batching_rule("VarIsInitializedOp")
 def is_initialized(view, op, states):
     return Public()
 
 
-@moves("GatherV2")
+@batching_rule("GatherV2")
 def gather(view, op, states):
     axis = constant(op.inputs[2])
     if axis is None:
@@ -105,14 +105,14 @@ def picked(op, params: Batch, indices: State, axis: int, batch_dims: int) -> Sta
     return Batch(params.axis + shift, params.rows)
 
 
-@moves("Where", entries=True)
+@batching_rule("Where", entries=True)
 def places(view, op, states):
     if states[0] != Batch(0):
         return None
     return Entries(op.type, op.name, "is not known to keep examples apart", graph=id(op.graph), places=True)
 
 
-@moves("GatherNd", entries=True)
+@batching_rule("GatherNd", entries=True)
 def at_places(view, op, states):
     params, indices = states
     if params == Batch(0) and isinstance(indices, Entries) and indices.places:
@@ -120,7 +120,7 @@ def at_places(view, op, states):
     return None
 
 
-@moves("LookupTableFindV2")
+@batching_rule("LookupTableFindV2")
 def find(view, op, states):
     table, keys, default = view.handle(op.inputs[0]), states[1], states[2]
     if not isinstance(table, Handle):
@@ -156,4 +156,4 @@ def looked_up(use: Use, units: Units) -> Contribution | None:
     flat = [dims[0], length]
     ids = reshaped(ids, flat)
     g = reshaped(g, [*flat, width])
-    return Lookup(ids, g, shape)
+    return EmbeddingGradient(ids, g, shape)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import moves
+from tfdpfl.clipping.registry import batching_rule
 from tfdpfl.clipping.rows import together
 from tfdpfl.clipping.states import Batch, mixed
 
 
-@moves("MatrixSolve", "MatrixTriangularSolve")
+@batching_rule("MatrixSolve", "MatrixTriangularSolve")
 def solved(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
@@ -20,14 +20,14 @@ def solved(view, op, states):
     return together(view, op, op.inputs, states, batches)
 
 
-@moves("MatrixBandPart", data=0)
+@batching_rule("MatrixBandPart", data=0)
 def band_part(view, op, states):
     if isinstance(states[0], Batch) and states[0].axis >= op.inputs[0].shape.rank - 2:
         return mixed(op, "works along the batch axis")
     return states[0] if isinstance(states[0], Batch) else None
 
 
-@moves("MatrixDiagV3", data=0)
+@batching_rule("MatrixDiagV3", data=0)
 def diagonal(view, op, states):
     state, of = states[0], constant(op.inputs[1])
     if not isinstance(state, Batch):

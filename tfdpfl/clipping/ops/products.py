@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdpfl.clipping.gradients import Contribution, Outer, Units, Use, dims_of, reshaped, volume
-from tfdpfl.clipping.registry import View, moves, rule
+from tfdpfl.clipping.gradients import Contribution, OuterProductGradient, Units, Use, dims_of, reshaped, volume
+from tfdpfl.clipping.registry import View, batching_rule, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
 
@@ -46,7 +46,7 @@ def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
     return la, lb, lo
 
 
-@moves(*PRODUCTS)
+@batching_rule(*PRODUCTS)
 def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
     batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
     if not batches:
@@ -158,7 +158,7 @@ def outer(use: Use, units: Units) -> Contribution | None:
     order = [*groups, *of_x, *of_g]
     layout = _layout([order.index(n) for n in kept], [lengths[n] for n in order], use.shape.as_list(), bool(groups))
     alike = ("product", tuple(groups), tuple(of_weight.index(n) for n in order), tuple(use.shape.as_list()))
-    return Outer(a, g, layout, alike)
+    return OuterProductGradient(a, g, layout, alike)
 
 
 def _layout(order: list[int], sizes: list[int], final: list[int], grouped: bool) -> Callable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.registry import View, moves
+from tfdpfl.clipping.registry import View, batching_rule
 from tfdpfl.clipping.rows import shaped
 from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
 
@@ -18,7 +18,7 @@ RANDOM = DRAWS | frozenset(
 )
 
 
-@moves(*RANDOM)
+@batching_rule(*RANDOM)
 def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
     for t, s in zip(op.inputs, states, strict=True):
@@ -28,13 +28,13 @@ def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return Public(alike=True) if isinstance(filled, Public) else filled
 
 
-@moves("RandomShuffle")
+@batching_rule("RandomShuffle")
 def shuffled(view, op, states):
     state = states[0]
     return mixed(op, "picks examples of the batch") if isinstance(state, Batch) and state.axis == 0 else None
 
 
-@moves("RngReadAndSkip")
+@batching_rule("RngReadAndSkip")
 def skipped(view, op, states):
     """A generator's state; how far it then moves follows the number of draws, which tells nothing of them."""
     if isinstance(states[2], Batch | Items):
@@ -42,7 +42,7 @@ def skipped(view, op, states):
     return view.held(op)
 
 
-@moves("LogUniformCandidateSampler", "UniformCandidateSampler", "FixedUnigramCandidateSampler")
+@batching_rule("LogUniformCandidateSampler", "UniformCandidateSampler", "FixedUnigramCandidateSampler")
 def candidates(view, op, states):
     """Classes that are drawn whatever the true ones are, and how often each was to be expected."""
     return [Public(), states[0] if isinstance(states[0], Batch) else Public(), Public()]

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import View, moves
+from tfdpfl.clipping.registry import View, batching_rule
 from tfdpfl.clipping.rows import row_free, rowwise
 from tfdpfl.clipping.states import UNKNOWN, Batch, Public, Size, State, deps, is_batch_free, mixed
 
@@ -24,7 +24,7 @@ ALONG_THE_LAST = {
 }  # how many of the last axes
 
 
-@moves(*REDUCTIONS, data=0)
+@batching_rule(*REDUCTIONS, data=0)
 def reduced(view: View, op: tf.Operation, states: list[State]) -> State | None:
     x, state = op.inputs[0], states[0]
     if isinstance(state, Size):
@@ -55,7 +55,7 @@ def summed_axes(op: tf.Operation) -> set[int] | None:
     return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
 
 
-@moves(*ALONG_AN_AXIS, *ALONG_THE_LAST, data=0)
+@batching_rule(*ALONG_AN_AXIS, *ALONG_THE_LAST, data=0)
 def along(view: View, op: tf.Operation, states: list[State]) -> State | None:
     x, state = op.inputs[0], states[0]
     if not isinstance(state, Batch):
@@ -69,12 +69,12 @@ def along(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return state
 
 
-@moves("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
+@batching_rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
 def cross_entropy(view, op, states):
     return rowwise(view, op, states)
 
 
-@moves("InTopKV2")
+@batching_rule("InTopKV2")
 def in_top_k(view, op, states):
     *rows, k = states
     if not is_batch_free(k):
@@ -82,7 +82,7 @@ def in_top_k(view, op, states):
     return rowwise(view, op, rows)
 
 
-@moves("DenseBincount")
+@batching_rule("DenseBincount")
 def bincount(view, op, states):
     """Counts row by row, where the values have two axes."""
     values, size, weights = states
@@ -96,7 +96,7 @@ def bincount(view, op, states):
     return values
 
 
-@moves("FusedBatchNormV3")
+@batching_rule("FusedBatchNormV3")
 def batch_norm(view, op, states):
     x = op.inputs[0]
     if not any(isinstance(s, Batch) for s in states):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.registry import View, moves
+from tfdpfl.clipping.registry import View, batching_rule
 from tfdpfl.clipping.states import Batch, State, mixed
 
 SEGMENTS = frozenset(
@@ -13,7 +13,7 @@ SEGMENTS = frozenset(
 )
 
 
-@moves(*SEGMENTS, data=0)
+@batching_rule(*SEGMENTS, data=0)
 def segments(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """As of the edges of a public graph: the numbers are public, and of axes before the batch's."""
     state, numbered = states[0], op.inputs[1].shape.rank

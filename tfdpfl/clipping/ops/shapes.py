@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
 from tfdpfl.clipping.graph import constant, key, known_entries
-from tfdpfl.clipping.registry import moves, rule
+from tfdpfl.clipping.registry import batching_rule, rule
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
     UNKNOWN,
@@ -41,17 +41,17 @@ def shape_entries(t: tf.Tensor, state: State) -> tuple[tuple[int | None, int | N
     return tuple(entries)
 
 
-@moves("Shape", mixed=True, any_rank=True)
+@batching_rule("Shape", mixed=True, any_rank=True)
 def shape(view, op, states):
     return Size(shape_entries(op.inputs[0], states[0]))
 
 
-@moves("ShapeN", mixed=True, any_rank=True)
+@batching_rule("ShapeN", mixed=True, any_rank=True)
 def shapes(view, op, states):
     return [Size(shape_entries(t, s)) for t, s in zip(op.inputs, states, strict=True)]
 
 
-@moves("Size", mixed=True, any_rank=True)
+@batching_rule("Size", mixed=True, any_rank=True)
 def size(view, op, states):
     entries = shape_entries(op.inputs[0], states[0])
     if any(p is None for _, p in entries):
@@ -60,26 +60,26 @@ def size(view, op, states):
     return Size(((None if None in cs else int(np.prod(cs)), sum(p for _, p in entries)),))
 
 
-@moves("Rank", mixed=True, any_rank=True)
+@batching_rule("Rank", mixed=True, any_rank=True)
 def rank(view, op, states):
     known = op.inputs[0].shape.rank is not None or isinstance(states[0], Public)
     return Public() if known else mixed(op, "depends on a rank that is not known")
 
 
-@moves("Const")
+@batching_rule("Const")
 def const(view, op, states):
     value = constant(op.outputs[0])
     return Public(alike=value is not None and value.size > 0 and bool(np.all(value == value.flat[0])))
 
 
-@moves("Range")
+@batching_rule("Range")
 def numbered(view, op, states):
     if any(isinstance(s, Size) and not s.batch_free for s in states):
         return mixed(op, "numbers the examples by their position in the batch")
     return None
 
 
-@moves("DynamicStitch")
+@batching_rule("DynamicStitch")
 def stitched(view, op, states):
     """A shape made of others' entries, as the gradient of a sum makes it."""
     half = len(op.inputs) // 2
@@ -94,7 +94,7 @@ def stitched(view, op, states):
     return Size(tuple(entries[i] for i in range(len(entries)))) if whole else None
 
 
-@moves("Fill")
+@batching_rule("Fill")
 def filled(view, op, states):
     if isinstance(states[1], Public) and not states[1].deps:
         if op.inputs[0].shape.rank == 1 and op.outputs[0].shape.rank is None:
@@ -106,7 +106,7 @@ def filled(view, op, states):
 # -- new shapes --------------------------------------------------------------------------------------------------
 
 
-@moves("Reshape", data=0, sizes=(1,), mixed=True)
+@batching_rule("Reshape", data=0, sizes=(1,), mixed=True)
 def reshape(view, op, states):
     state = states[0]
     if met := next((s for s in states if isinstance(s, Mixed)), None):
@@ -176,7 +176,7 @@ def summed_back(view, op) -> State | None:
     return Batch(axis, state.rows) if same else mixed(total, "sums over the batch")
 
 
-@moves("ExpandDims", data=0, blocks=True)
+@batching_rule("ExpandDims", data=0, blocks=True)
 def expand_dims(view, op, states):
     state = states[0]
     if isinstance(state, Batch):
@@ -188,7 +188,7 @@ def expand_dims(view, op, states):
     return state if isinstance(state, Size | Public) else None
 
 
-@moves("Squeeze", blocks=True)
+@batching_rule("Squeeze", blocks=True)
 def squeeze(view, op, states):
     state, x = states[0], op.inputs[0]
     if not isinstance(state, Batch):
@@ -203,7 +203,7 @@ def squeeze(view, op, states):
     return Batch(state.axis - sum(d < state.axis for d in dims), state.rows, state.blocks)
 
 
-@moves("Transpose", data=0)
+@batching_rule("Transpose", data=0)
 def transpose(view, op, states):
     state = states[0]
     if isinstance(state, Batch):
@@ -217,7 +217,7 @@ def transpose(view, op, states):
 # -- joining and cutting -----------------------------------------------------------------------------------------
 
 
-@moves("ConcatV2")
+@batching_rule("ConcatV2")
 def concat(view, op, states):
     *tensors, axis_tensor = op.inputs
     if not is_batch_free(states[-1]):
@@ -241,7 +241,7 @@ def joined(view, op, tensors, states, axis):
     return together(view, op, tensors, states, batches)
 
 
-@moves("Pack")
+@batching_rule("Pack")
 def stack(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
@@ -260,7 +260,7 @@ def stack(view, op, states):
     return Batch(state.axis + (axis <= state.axis), state.rows)
 
 
-@moves("Unpack")
+@batching_rule("Unpack")
 def unstack(view, op, states):
     state, x = states[0], op.inputs[0]
     if isinstance(state, Size):
@@ -288,12 +288,12 @@ def taken_apart(op, data, axis_input, states):
     return state
 
 
-@moves("Split", data=1)
+@batching_rule("Split", data=1)
 def split(view, op, states):
     return taken_apart(op, 1, 0, states)
 
 
-@moves("SplitV", data=0)
+@batching_rule("SplitV", data=0)
 def split_by_lengths(view, op, states):
     return taken_apart(op, 0, 2, states)
 
@@ -329,7 +329,7 @@ class Slicing:
             yield None, axis + rest, place + rest
 
 
-@moves("StridedSlice", data=0, sizes=(2,))
+@batching_rule("StridedSlice", data=0, sizes=(2,))
 def strided_slice(view, op, states):
     state = states[0]
     if isinstance(state, Size):
@@ -382,7 +382,7 @@ def is_whole(slicing: Slicing, i: int, state: Batch, end: Entry) -> bool:
     return starts and ends
 
 
-@moves("StridedSliceGrad", data=4, sizes=(0,))
+@batching_rule("StridedSliceGrad", data=4, sizes=(0,))
 def strided_slice_gradient(view, op, states):
     """A slice's gradient put back among zeros: the examples are where they were in what was sliced."""
     state, entries, strides = states[4], view.entries(op.inputs[0]), constant(op.inputs[3])
@@ -401,7 +401,7 @@ def strided_slice_gradient(view, op, states):
     return Batch(found, state.rows)
 
 
-@moves("Slice", data=0, sizes=(2,))
+@batching_rule("Slice", data=0, sizes=(2,))
 def slice_of(view, op, states):
     state, x = states[0], op.inputs[0]
     begins, entries = view.entries(op.inputs[1]), view.entries(op.inputs[2])
@@ -425,7 +425,7 @@ def even(op, entries, axis) -> Mixed | None:
     return None
 
 
-@moves("Pad", "PadV2", "MirrorPad", data=0)
+@batching_rule("Pad", "PadV2", "MirrorPad", data=0)
 def pad(view, op, states):
     if not isinstance(states[0], Batch):
         return None
@@ -438,7 +438,7 @@ def pad(view, op, states):
 # -- copies ------------------------------------------------------------------------------------------------------
 
 
-@moves("Tile", data=0, sizes=(1,))
+@batching_rule("Tile", data=0, sizes=(1,))
 def tile(view, op, states):
     entries = view.entries(op.inputs[1])
     state = states[0]
@@ -451,7 +451,7 @@ def tile(view, op, states):
     return None
 
 
-@moves("BroadcastTo", data=0, sizes=(1,))
+@batching_rule("BroadcastTo", data=0, sizes=(1,))
 def broadcast_to(view, op, states):
     state = states[0]
     entries = view.entries(op.inputs[1])
@@ -468,7 +468,7 @@ def broadcast_to(view, op, states):
     return None
 
 
-@moves("OneHot", data=0)
+@batching_rule("OneHot", data=0)
 def one_hot(view, op, states):
     state = states[0]
     if not isinstance(state, Batch):

@@ -35,7 +35,7 @@ def assigns(op: tf.Operation, at: int) -> bool:
     )
 
 
-def effects(ops: Iterable[tf.Operation]) -> set[str]:
+def side_effects(ops: Iterable[tf.Operation]) -> set[str]:
     """Types of the ops, and of those in their bodies, that write, draw or complain: run elsewhere or once more, they
     may do or give something else."""
     reads = ("ReadVariableOp", "ResourceGather")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.gradients import Contribution, Lookup, Outer
+from tfdpfl.clipping.gradients import Contribution, EmbeddingGradient, OuterProductGradient
 from tfdpfl.clipping.graph import constant, key
 
 
@@ -65,10 +65,12 @@ def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
 
 
 def vocabulary_side(first: Part, second: Part) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Of a table [V, D] that is looked up and multiplied: the sides [U, S, V] and [U, S, D] of the product's `Outer`;
-    None if the two uses are something else."""
+    """Of a table [V, D] that is looked up and multiplied: the sides [U, S, V] and [U, S, D] of the product's
+    `OuterProductGradient`; None if the two uses are something else."""
     lookup, outer = first.made, second.made
-    if not isinstance(lookup, Lookup) or not isinstance(outer, Outer) or outer.same[:2] != ("product", ()):
+    if not isinstance(lookup, EmbeddingGradient) or not isinstance(outer, OuterProductGradient):
+        return None
+    if outer.same[:2] != ("product", ()):
         return None
     if any(t.shape.rank != 2 for t in (first.weight, second.weight, second.root)):
         return None
@@ -99,7 +101,7 @@ def inner_product(first: Part, second: Part) -> tf.Tensor:
     """<gradient of the lookups, gradient of the products>, [U], of a table used in both ways: the rows looked up, t,
     against the product's positions, s."""
     sides = vocabulary_side(first, second)
-    assert sides is not None and isinstance(first.made, Lookup)
+    assert sides is not None and isinstance(first.made, EmbeddingGradient)
     wide, narrow = sides
     entries = tf.gather(wide, first.made.ids, axis=2, batch_dims=1)  # [U, S, T]
     return tf.reduce_sum(entries * tf.matmul(narrow, first.made.g, transpose_b=True), [1, 2])

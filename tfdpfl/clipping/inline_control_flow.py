@@ -20,12 +20,12 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.effects import check_unwritten, effects
 from tfdpfl.clipping.gradients import compiled
 from tfdpfl.clipping.graph import CALLS, constant, gradient_function, inner_call, key
 from tfdpfl.clipping.ops.random import DRAWS
 from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.states import Batch, Items, Public, weighs
+from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
 
 # A loop's turns are put side by side one by one up to so many, else (and by XLA) stacked and turned over: two passes.
@@ -40,7 +40,7 @@ class Closed(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class UnrolledLoop:
     """An op of a loop, all turns at once.
 
     ``op``: the op inside; ``inputs``: lists of what it took in, or a tensor outside of the loop where that was the same
@@ -114,7 +114,7 @@ def _element(like: tf.Tensor, each: int, batch_size: tf.Tensor) -> tf.Tensor:
 
 
 def close(graph: tf.Graph, loss: tf.Tensor) -> None:
-    """Hands back what `Opened` replaced: another plan for the same graph is to find it as it was.
+    """Hands back what `InlinedControlFlow` replaced: another plan for the same graph is to find it as it was.
 
     What drew random numbers stays, as the earlier plan's gradients are of these: a call's ops are read like others, and
     a loop is refused, since it would be opened, and draw, once more.
@@ -146,7 +146,7 @@ def _leave_out(graph: tf.Graph) -> None:
 graph_tools.when_traced(_leave_out)
 
 
-class Opened:
+class InlinedControlFlow:
     """All loops and calls on the way to ``targets`` that use weights and can be opened, opened.
 
     Attributes:
@@ -158,7 +158,7 @@ class Opened:
     def __init__(self, analysis: BatchAxis, targets: list[tf.Tensor], batch_size: tf.Tensor):
         self.a, self.batch_size = analysis, batch_size
         self.now: dict[tuple[str, int], tf.Tensor] = {}
-        self.turns: list[Turns] = []
+        self.turns: list[UnrolledLoop] = []
         self.loops: set[str] = set()
         record = graph_tools.record_of(analysis.graph)
         for op in graph_tools.ancestors(targets).values():
@@ -171,7 +171,7 @@ class Opened:
             except Closed:
                 del self.turns[kept:]
                 continue
-            draws = bool(effects([op]))
+            draws = bool(side_effects([op]))
             if draws:
                 record.drawn |= self.loops - before
             for old, new in zip(op.outputs, made, strict=True):
@@ -298,7 +298,7 @@ class Opened:
         at = {**outside, **dict(zip(fed, lists, strict=True))}
         for o, total in zip(uses, sums, strict=True):
             inputs, states = [at[key(t)] for t in o.inputs], [inner[t] for t in o.inputs]
-            self.turns.append(Turns(o, inputs, states, probes[key(total)], most, self.batch_size))
+            self.turns.append(UnrolledLoop(o, inputs, states, probes[key(total)], most, self.batch_size))
         return made
 
 
@@ -347,7 +347,7 @@ def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
     path = [o for o in graph_tools.ancestors(results).values() if o.name not in given]
     own = [o for o in path if o.type not in CALLS and "_gradient_op_type" in o.node_def.attr]
     # What is drawn may be drawn here as well as there: only this loop's, or call's, results are used from then on.
-    if effects(graph.get_operations()) - DRAWS or not all(_plain_derivative(o) for o in own):
+    if side_effects(graph.get_operations()) - DRAWS or not all(_plain_derivative(o) for o in own):
         raise Closed
     return path
 
@@ -408,7 +408,7 @@ def _compiled(op: tf.Operation, now: dict) -> list[tf.Tensor]:
 def _outside(t: tf.Tensor, outside: dict, body: tf.Graph) -> tf.Tensor:
     """A tensor of a loop's body that is the same at each turn, outside of the loop."""
     if key(t) not in outside:
-        if t.op.type == "Placeholder" or effects([t.op]):  # what is drawn differs from turn to turn
+        if t.op.type == "Placeholder" or side_effects([t.op]):  # what is drawn differs from turn to turn
             raise Closed
         for i in t.op.inputs:
             _outside(i, outside, body)
