@@ -1,6 +1,6 @@
 """Differential privacy for Keras and federated learning.
 
-Names are imported when they are first used: `import tfdpfl` does not import TensorFlow. What Keras loads from files by
+Names are imported when they are first used: `import tfdpfl` does not import TensorFlow. The classes that Keras loads by
 name is registered at once if TensorFlow was imported before, else when Keras is.
 """
 

@@ -1,4 +1,4 @@
-"""What bounds the norm of one unit's part in a sum: an example's gradient, a client's update. No TensorFlow here."""
+"""Bounds on the norm of one unit's part in a sum: an example's gradient, a client's update. No TensorFlow here."""
 
 from __future__ import annotations
 

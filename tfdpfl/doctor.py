@@ -1,4 +1,4 @@
-"""What this machine has that private training uses, and what it costs to lack it: `tfdpfl doctor`."""
+"""Checks what this machine has for private training, and what it costs to lack it: `tfdpfl doctor`."""
 
 from __future__ import annotations
 

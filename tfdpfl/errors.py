@@ -4,7 +4,7 @@ __all__ = ["PrivacyError"]
 
 
 class PrivacyError(ValueError):
-    """What was asked cannot be made private, or its privacy cannot be priced.
+    """Refuses a request that cannot be made private, or whose ε cannot be computed.
 
     The message names the cause and the remedy. Ordinary bad arguments (a negative noise multiplier, δ ≥ 1)
     raise a plain `ValueError`.

@@ -1,4 +1,4 @@
-"""What a whole project promises, on one page: its parts, each with its price, what adds up and what does not.
+"""One report for a whole project, on one page: its parts, each with its price, what adds up and what does not.
 
 Here nothing is priced in a new way: a part brings its ledger, its event or a price of its own, and those that are
 stated for the same neighbours are composed.
@@ -37,7 +37,7 @@ _PACKAGES = ("dp-accounting", "numpy", "scipy", "tensorflow", "keras", "tensorfl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a part, or several together, cost at most.
+    """Holds an upper bound on the cost of one part, or of several together.
 
     Attributes:
         epsilon: ε at the report's δ; None where there is no figure, or none that may be published.
@@ -89,7 +89,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Total:
-    """What parts cost together that protect the same unit of the same data under the same neighbouring relation.
+    """Holds the total cost of parts that protect the same unit of the same data under the same neighbouring relation.
 
     Attributes:
         parts: Their names.
@@ -106,7 +106,7 @@ class Total:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What an audit found.
+    """Holds the result of an audit.
 
     Attributes:
         name: As it was given.
@@ -127,7 +127,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProjectReport:
-    """What `report` found. `str` gives it in English.
+    """Holds the result of `report`. `str` gives it in English.
 
     Attributes:
         title: The project's name.

@@ -1,5 +1,6 @@
-"""What training costs: any one of ε, σ, steps and batch size from the others, reports in English and JSON, and a
-ledger of what ran.
+"""Computes the cost of training: any one of ε, σ, steps and batch size from the others.
+
+It also has reports in English and JSON, and a ledger of what ran.
 
 Every figure goes one way: what ran is a dp-accounting event (`Run.dp_event`, `PrivacyLedger.dp_event`), and
 `price` turns an event into ε. Nothing here imports TensorFlow, and dp-accounting is loaded by the first

@@ -98,7 +98,7 @@ class CorrelatedRun:
 
     @property
     def dp_event(self) -> DpEvent:
-        """What ran, for an accountant: its σ is relative to the sensitivity under `adjacency`."""
+        """Returns the event of the run for an accountant. Its σ is relative to the sensitivity under `adjacency`."""
         from dp_accounting import dp_event
 
         if self.participations == 0:

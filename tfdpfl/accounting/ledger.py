@@ -1,4 +1,4 @@
-"""What ran, row by row, so that ε can be asked of it at any time, and saved next to the model."""
+"""The record of what ran, row by row, so that ε can be asked of it at any time, and saved next to the model."""
 
 import copy
 import dataclasses
@@ -423,7 +423,9 @@ class PrivacyLedger:
 
     @property
     def unit(self) -> str | None:
-        """What the recorded runs protect: "example" or "user"; None where there are events alone, which do not say.
+        """Returns the unit that the recorded runs protect: "example" or "user".
+
+        It is None if the ledger contains only events, which do not state a unit.
 
         Raises:
             PrivacyError: They protect different units.

@@ -54,7 +54,7 @@ _NUMERICAL = (ValueError, ArithmeticError, MemoryError, IndexError)
 
 
 def delta_warning(delta: float, num_examples: int | None) -> str | None:
-    """What is wrong with a δ that is too large for its promise to mean anything."""
+    """Returns a warning about a δ that is too large to mean anything."""
     if num_examples is None or delta < 1 / num_examples:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What something that spends privacy guarantees, for `tfdpfl.reports` to compute the cost and to compose.
+"""The guarantee of something that spends privacy, for `tfdpfl.reports` to compute the cost and to compose.
 
 Each class that spends privacy has a method ``promises(delta)``, which returns a list of these. A report asks for
 nothing else, so a mechanism of your own needs this method alone to be a part of a report.

@@ -187,7 +187,7 @@ class Poisson(SamplingScheme):
 
 
 class Shuffled(SamplingScheme):
-    """What `fit` does: every example is in exactly one batch of a pass. No amplification is claimed."""
+    """Samples as `fit` does: every example is in exactly one batch of a pass. No amplification is claimed."""
 
     name = "shuffle"
     adjacencies = ("zero_out", "replace_one")

@@ -1,4 +1,4 @@
-"""What can be said of a mechanism beside its ε: ρ of zCDP, μ of GDP, and what a membership test can reach."""
+"""Other measures of a mechanism next to its ε: ρ of zCDP, μ of GDP, and what a membership test can reach."""
 
 import math
 from typing import TYPE_CHECKING, NamedTuple

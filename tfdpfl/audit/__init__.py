@@ -1,4 +1,4 @@
-"""What privacy is worth in fact: lower bounds on ε from a mechanism's runs, and attacks on trained models."""
+"""Measures privacy: lower bounds on ε from a mechanism's runs, and attacks on trained models."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _TIES = (2023, 11)  # a stream of its own, so that a report can be made again an
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneRunReport:
-    """What one training with canaries shows.
+    """Holds the result of one training with canaries.
 
     Attributes:
       epsilon: with ``confidence``, the training has no smaller ε at ``delta`` (Steinke et al. 2023).

@@ -24,7 +24,7 @@ _START = 8  # by as many first numbers noise is known again
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What differs that may not.
+    """Describes a difference that must not be there.
 
     Attributes:
       kind: ``"sensitivity"``: a release moves by more than it is charged for; ``"noise"``: its noise is not of the size
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """What `replay` saw.
+    """Holds the result of `replay`.
 
     Attributes:
       findings: of each kind the first one, at each place; none where all is as it is charged.

@@ -102,39 +102,41 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
         model.fit(x, y, callbacks=[tfdpfl.callbacks.PrivacyBudget(num_examples=len(x), delta=1e-5)])
 
-    What is priced is what ran. Before each batch the callback tells the optimizer how the batch was drawn, and the
-    optimizer counts its step so, in a variable that is saved with it. Batches of `tfdpfl.data.poisson_batches` are
-    Poisson samples; arrays given to `fit` are shuffled, each example used once an epoch, and priced without
-    amplification; for other data sets and generators say ``sampling`` and ``batch_size``. Steps that the callback did
-    not announce (`train_on_batch`, a second update on one batch) are priced as if every example took part in each. A
-    `fit` without the callback is known, too, if its data say themselves how they are drawn.
+    ε is computed for the steps that ran. Before each batch the callback reports its sampling to the optimizer, which
+    counts the step in a variable that is saved with it.
 
-    One callback serves one data set: all steps count that were taken by the optimizers of the models it sees, restarts
-    included. Its copies are the same budget: a search that copies its callbacks for each trial (keras-tuner,
+    * Batches of `tfdpfl.data.poisson_batches` are Poisson samples.
+    * `fit` shuffles arrays and uses each example once an epoch, so ε is computed without amplification.
+    * For other data sets and generators pass ``sampling`` and ``batch_size``.
+    * If the callback did not announce a step (`train_on_batch`, a second update on one batch), ε assumes that every
+      example took part in it. A `fit` without the callback is known if its data state their sampling.
+
+    Use one callback for one data set. It counts all steps of the optimizers of the models that it sees, restarts
+    included. Its copies share one budget: a search that copies its callbacks for each trial (keras-tuner,
     scikit-learn's `clone`) spends one ``target_epsilon``, and each copy reports what all of them spent.
 
     Args:
-      num_examples: size of the training data; None takes it from the data. The size counts as public.
-      delta: δ of the reported ε, 0 < δ < 1; below 1 / num_examples to mean anything.
-      target_epsilon: the ε not to pass, or None.
-      sampling: "poisson", "shuffle", "fixed_size" or "none", for data that do not say themselves.
-      batch_size: (expected) batch size, likewise.
+      num_examples: the size of the training data, which counts as public. None reads it from the data.
+      delta: δ of the reported ε, 0 < δ < 1. Keep it below 1 / num_examples, because a larger δ means nothing.
+      target_epsilon: the largest ε, or None.
+      sampling: "poisson", "shuffle", "fixed_size" or "none", for data that do not state their sampling.
+      batch_size: the (expected) batch size, for data that do not state it.
       accountant: "pld" or "rdp".
-      ledger: what other optimizers did on the same data: the `ledger` of a callback, or of an optimizer. Steps that
-        this one sees as well count once.
-      dataset_name: a name for the data set. Steps on data sets of other names do not count: give two names only to
-        data sets that have no example, and no person, in common.
+      ledger: the `ledger` of a callback or an optimizer that used the same data. Steps that this callback sees as well
+        count once.
+      dataset_name: a name for the data set. Steps on data sets with other names do not count. So use two names only
+        for data sets that have no example, and no person, in common.
 
     Attributes:
       report: a `PrivacyReport` of what ran so far.
-      ledger: it as a `PrivacyLedger`, which `to_dict` makes ready to be saved next to the model.
+      ledger: the same as a `PrivacyLedger`. Save its `to_dict()` next to the model.
 
     Raises:
-      PrivacyError: when training begins, if the optimizer is not private or the model holds another one, the sampling
-        is unknown or contradicts the data, Poisson batches meet an optimizer without ``expected_batch_size``, or not
-        even one step fits the target; after the first step, if it writes batch data to a variable that the loss reads
-        or that is saved with the model (weights that are trained without the optimizer, too), or if there is a target
-        and several updates on one batch.
+      PrivacyError: when training begins, if the optimizer is not private or the model holds another one; if the
+        sampling is unknown or contradicts the data; if Poisson batches meet an optimizer without
+        ``expected_batch_size``; or if not even one step fits the target. After the first step, if it writes batch data
+        to a variable that the loss reads or that is saved with the model (also weights that are trained without the
+        optimizer), or if there is a target and several updates on one batch.
     """
 
     def __init__(

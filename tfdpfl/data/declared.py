@@ -1,4 +1,4 @@
-"""What a data set declares about its sampling: what an accountant may rely on."""
+"""Declarations of the sampling of a data set, on which an accountant may rely."""
 
 from __future__ import annotations
 

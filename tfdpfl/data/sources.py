@@ -1,4 +1,4 @@
-"""Where examples come from: arrays in memory, arrays on disk, or an object that gives one example at a time."""
+"""Sources of examples: arrays in memory, arrays on disk, or an object that gives one example at a time."""
 
 from __future__ import annotations
 

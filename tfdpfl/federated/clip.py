@@ -1,4 +1,4 @@
-"""What bounds a client's contribution to a round: the clip of its update, and the clips of its metrics."""
+"""Bounds on a client's contribution to a round: the clip of its update, and the clips of its metrics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What each client holds: data sets by client from arrays, data frames, tf.data and TFF, and ways to split one data set
-over simulated clients. No TFF here."""
+"""The data of each client: data sets by client from arrays, data frames, tf.data and TFF.
+
+Other functions split one data set over simulated clients. No TFF here.
+"""
 
 from __future__ import annotations
 

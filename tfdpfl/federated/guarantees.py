@@ -1,4 +1,4 @@
-"""What each federated process promises, and its price for the rounds that ran. No TFF here.
+"""The guarantee of each federated process, and its ε for the rounds that ran. No TFF here.
 
 All are stated for ``"zero_out"``: one client (or one example) contributes nothing in place of what it did, while
 everything else, the cohorts included, stays as it is.
@@ -133,7 +133,7 @@ class CorrelatedLevel(_OneEvent):
     adjacency: str = "zero_out"
 
     def event(self, run: RoundsRun) -> DpEvent:
-        """What ran, for an accountant: one mechanism for all rounds."""
+        """Returns the event of what ran for an accountant: one mechanism for all rounds."""
         from tfdpfl.accounting.correlated import CorrelatedRun
 
         return CorrelatedRun(
@@ -240,7 +240,7 @@ class ExampleLevel:
         return price(self.event_of(count, num_examples), delta, accountant, self.adjacency)
 
     def events_by_client(self, run: RoundsRun) -> dict[str, DpEvent]:
-        """What ran on each client that took part, for an accountant."""
+        """Returns the event of each client that took part, for an accountant."""
         participations(run)
         return {client: self.event_of(*row) for client, row in self._rows(run).items()}
 

@@ -1,4 +1,4 @@
-"""What a federated process and a client sampler promise each other, so that what ran can be priced. No TFF here."""
+"""The guarantees that a federated process and a client sampler give each other, for computing ε. No TFF here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where federated computations run: on a worker of this machine that never outlives the script, or on several.
+"""Runtimes for federated computations: on a worker of this machine that never outlives the script, or on several.
 
 TFF's server process listens on every network interface, without encryption or authentication, and no option of it
 says otherwise. Run it on machines and networks where that is acceptable, or behind a firewall.

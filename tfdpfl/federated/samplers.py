@@ -1,4 +1,4 @@
-"""Who takes part in a round, drawn as the accountant assumes. No TFF here.
+"""Samplers of the clients of a round, which draw as the accountant assumes. No TFF here.
 
 A sampler is called with a round's number and returns that round's clients, in TFF's sense of a
 `client_selection_fn`. Its ``participation`` declares what may be relied on when the training is priced. Asked for a
@@ -40,7 +40,7 @@ class _Sampler(abc.ABC):
     @property
     @abc.abstractmethod
     def participation(self) -> Participation:
-        """What this sampler keeps to, for `Guarantee.price`."""
+        """Returns the limits that this sampler keeps, for `Guarantee.price`."""
 
     @abc.abstractmethod
     def _draw(self, round_num: int, rng: np.random.Generator) -> Sequence[int]:

@@ -37,7 +37,7 @@ _NOISED_BY_SERVER = (ClientLevel, TreeLevel)
 
 
 class History(Mapping):
-    """What a training did, a mapping from column names to one value a round (NaN where a round has none).
+    """Holds the course of a training, a mapping from column names to one value a round (NaN where a round has none).
 
     Columns are what the process reports (``loss``, ``clip``, …; only what is public, where the process is private),
     what ``eval_fn`` returned, and the ε so far of each level that is promised: ``client_epsilon``, ``example_epsilon``,
@@ -97,7 +97,7 @@ class History(Mapping):
         return promises_of_levels(self.trainings, self.lost_rounds)
 
     def statement(self) -> str:
-        """What was promised, in English: each level's ε, rounded up, with its δ, adjacency, sampling and accountant."""
+        """Returns the guarantee in English: the ε of each level, rounded up, with δ, adjacency, sampling, accountant."""
         if not self.epsilon or self.participation is None:
             return "No privacy is promised."
         p = self.participation

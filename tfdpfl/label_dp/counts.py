@@ -1,4 +1,4 @@
-"""What noisy labels say about how many there were of each class."""
+"""Estimates from noisy labels how many labels there were of each class."""
 
 from __future__ import annotations
 

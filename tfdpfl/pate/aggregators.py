@@ -139,7 +139,7 @@ Part = GaussianArgmax | LaplaceArgmax | Threshold
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What a mechanism let out, and at what cost.
+    """Holds the labels that a mechanism released, and their cost.
 
     Attributes:
         labels: int64 `[queries]`; -1 where there is none.
@@ -191,7 +191,7 @@ class Answers:
 
     @property
     def dp_event(self) -> DpEvent:
-        """What ran, as a dp-accounting event."""
+        """Returns the dp-accounting event of what ran."""
         return self.mechanism.dp_event(len(self), int(self.by_teachers.sum()))
 
     def promises(self, delta: float, private: bool = False) -> list[Promise]:
@@ -215,7 +215,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Aggregator(abc.ABC):
-    """What the mechanisms have in common; not one itself.
+    """Holds what the mechanisms have in common. Do not use it by itself.
 
     `seed=None` draws noise by a key of the operating system's entropy, another one for every call: copies of an
     aggregator, in other processes too, do not repeat each other. With a seed they do, and whoever knows it can subtract

@@ -1,4 +1,4 @@
-"""What votes cost under an aggregator: the papers' Rényi DP for each query, and what PySyft's analysis was after."""
+"""The cost of votes under an aggregator: the papers' Rényi DP for each query, and what PySyft's analysis was after."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _INTERACTIVE_BATCHES = 5
 
 @dataclass(frozen=True)
 class PATEReport:
-    """What came of it. `str` gives it in English; every figure that is private says so.
+    """Holds the result of `PATE`. `str` gives it in English; every figure that is private says so.
 
     Attributes:
         mechanism: The aggregator.
