@@ -169,6 +169,15 @@ def test_an_answer_leaves_at_its_time_whether_the_app_is_done_or_not(tmp_path):
     assert np.allclose(flat(answer.content["arrays"]), [0.9] * 6 + [-0.1] * 4, atol=1e-6)
 
 
+def test_an_answer_to_what_nobody_asked_sends_nothing(tmp_path):
+    node = Node(policy(tmp_path))
+    message, other = node.ask(), node.ask()
+    node.waiting.pop()
+    with pytest.raises(IndexError):
+        node.answer(message, trained(other, 9.0))  # looks for the last answer, and there is none
+    assert not node.sent and not node.arrived and not (tmp_path / "ledger.json").exists()
+
+
 def test_what_the_guard_did_not_make_is_not_sent(tmp_path):
     node = Node(policy(tmp_path))
     message = node.ask()

@@ -87,6 +87,12 @@ def test_epsilon_of_limits_correlated_noise_and_nbafl(tmp_path):
         made.charge(cohort)
     made.close()
     assert epsilon_of(tmp_path / "a") == (cost((dp_event.GaussianDpEvent(1.0), 2)), True)
+    made = Journal(tmp_path / "over", header(BOUNDED))
+    for _ in range(2):  # as no server does: the limits are those of the first line
+        made.begin(["1"])
+        made.charge(["1"])
+    made.close()
+    assert "min_separation" in run("epsilon", tmp_path / "over", "--delta", DELTA, code=2)
     noise = Banded(bands=2, coefficients=(1.0, 0.5), min_separation=2, max_participations=2)
     own = CorrelatedLevel(noise=noise, noise_multiplier=1.0)
     made = Journal(tmp_path / "b", header(BOUNDED, [own]))
@@ -110,12 +116,9 @@ def test_verify_sees_a_line_that_was_changed_lost_or_put_in(tmp_path):
     assert "ok (journal, 4 rounds, 9 of 9 lines with a hash)" in run("verify", path)
     lines = path.read_bytes().splitlines(keepends=True)
     changed = [*lines[:2], lines[2].replace(b'"7"', b'"6"'), *lines[3:]]
-    for broken in (
-        changed,
-        lines[:3] + lines[5:],
-        [*lines[:3], lines[2], *lines[3:]],
-        [*lines[:3], b"{}\n", *lines[3:]],
-    ):
+    without_hash = b'{"begin": 1, "cohort": ["9"]}\n'
+    put_in = [[*lines[:3], more, *lines[3:]] for more in (lines[2], b"{}\n", without_hash)]
+    for broken in (changed, lines[:3] + lines[5:], [*lines, without_hash.replace(b"1", b"4")], *put_in):
         path.write_bytes(b"".join(broken))
         assert "DAMAGED" in run("verify", path, code=1)
         with pytest.raises(DamagedError, match="restore it"):

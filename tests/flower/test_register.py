@@ -3,6 +3,7 @@
 import json
 import logging
 import sqlite3
+import threading
 
 import pytest
 
@@ -109,6 +110,26 @@ def test_a_server_that_stops_at_any_write_leaves_no_round_out(tmp_path, monkeypa
     again.start(grid(101, 102), model(), num_rounds=3)
     rounds = {c: one.rounds for c, one in spent(tmp_path).items()}
     assert rounds == {"101": again.rounds_charged, "102": again.rounds_charged}  # none left out, none twice
+
+
+def test_two_servers_at_once_do_not_spend_more_than_one_budget(tmp_path):
+    header = {"privacy": [{"type": "ClientLevel", "noise_multiplier": 1.0}], "sampling": {
+        "sampling_rate": None, "clients_per_round": 1, "most": None, "apart": 1, "given": None}}  # fmt: skip
+    budget, allowed = cost((1, 1.0, 9)) + 1e-9, []
+
+    def serve(name):
+        register = Register(tmp_path / "register.db")
+        register.join(name, name, header, [])
+        for number in range(12):
+            allowed.extend(register.reserve(name, number, ["a"], DELTA, budget))
+        register.close()
+
+    servers = [threading.Thread(target=serve, args=(name,)) for name in ("first", "second")]
+    for one in servers:
+        one.start()
+    for one in servers:
+        one.join()
+    assert len(allowed) == 9 and spent(tmp_path)["a"].epsilon == cost((1, 1.0, 9))
 
 
 def test_correlated_noise_costs_a_client_what_its_own_rounds_cost(tmp_path):
