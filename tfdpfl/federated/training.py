@@ -97,7 +97,7 @@ class History(Mapping):
         return promises_of_levels(self.trainings, self.lost_rounds)
 
     def statement(self) -> str:
-        """Returns the guarantee in English: the ε of each level, rounded up, with δ, adjacency, sampling, accountant."""
+        """Returns the guarantee in English: the ε of each level, rounded up, with its conditions."""
         if not self.epsilon or self.participation is None:
             return "No privacy is promised."
         p = self.participation
