@@ -1,0 +1,86 @@
+"""Rows of correlated noise have the covariance that their matrix states, for every kind and for one of your own."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdpfl
+from tfdpfl.accounting.correlated import CorrelatedRun
+from tfdpfl.noise import BLT, Banded, Noise, Source, Tree, compare, strategies
+from tfdpfl.noise.correlated import Stream
+
+LIMITS = {"min_separation": 4, "max_participations": 3}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fading(Noise):
+    """Each step takes back a share of the last step's noise."""
+
+    fade: float = 0.6
+    unit = 2.0
+    sizes = ("fade",)
+
+    def matrix(self, num_steps):
+        return np.tril(self.fade ** np.subtract.outer(np.arange(num_steps), np.arange(num_steps)).clip(0))
+
+    def sensitivity(self, num_steps, min_separation=1, max_participations=None):
+        return float(np.linalg.norm(self.matrix(num_steps).sum(1)))  # as if it were in every step
+
+    def variances(self, num_steps):
+        return (np.tril(np.ones([num_steps] * 2)) @ np.linalg.inv(self.matrix(num_steps)) ** 2).sum(1)
+
+    def event(self, uses, stddev):
+        return strategies.moved_normals(self.sensitivity(*uses) / stddev, [(uses.num_steps, 1 / stddev)])
+
+    @classmethod
+    def candidates(cls, uses, objective):
+        return [cls(**uses.limits)]
+
+    def initial_state(self, size):
+        return {"dp_noise_last": np.zeros(size, np.float32)}
+
+    def draw(self, source, size, state, step):
+        fresh, last = source.gaussian([[size]], 1.0)[0], tf.convert_to_tensor(state[0])
+        state[0].assign(fresh)
+        return fresh - tf.where(step > 0, self.fade, 0.0) * last
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget():
+    yield
+    strategies.KINDS.pop("Fading")
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [Tree(restart_every=5), Tree(), Banded(bands=3, coefficients=(2.0, 1.0, 0.5), **LIMITS), BLT(**LIMITS), Fading()],
+    ids=Noise.text,
+)
+def test_rows_have_the_covariance_of_the_inverse_matrix(noise):
+    stream = Stream(noise, [(200, 100), (1000,)], lambda name, value: tf.Variable(value, name=name))
+    source, dirty = Source(3), [v.assign(tf.ones_like(v)) for v in stream.state]  # at step 0 it counts as empty
+    rows = [stream.next(source, tf.constant(t, tf.int64)) for t in range(8)]
+    assert dirty and [tuple(part.shape) for part in rows[0]] == [(200, 100), (1000,)]
+    base = noise.matrix(8) @ np.array([np.concatenate([np.ravel(part) for part in row]) for row in rows])
+    # The deviation of an entry is at most sqrt(2 / 21,000), 0.01: 6 of them.
+    np.testing.assert_allclose(base @ base.T / base.shape[1], np.eye(8), atol=0.06)
+
+
+def test_a_noise_of_your_own_is_priced_saved_compared_and_refused_by_its_name():
+    noise = Fading(min_separation=2, max_participations=3)
+    run = CorrelatedRun(noise=noise, noise_multiplier=3.0, num_steps=10, min_separation=2, max_participations=3)
+    assert CorrelatedRun.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+    ledger = tfdpfl.PrivacyLedger().count_correlated([("a", 0)], run)
+    bound = tfdpfl.PrivacyLedger().record(3.0 * 2.0 / noise.sensitivity(10), num_steps=1, num_examples=1, batch_size=1)
+    assert ledger.epsilon(1e-5, "rdp") == pytest.approx(bound.epsilon(1e-5, "rdp"), rel=1e-3)
+    assert tfdpfl.PrivacyLedger.from_dict(ledger.to_dict()) == ledger
+    assert "Fading(fade=0.6) noise" in run.text()
+    assert any(isinstance(line.noise, Fading) for line in compare(3))
+    assert tfdpfl.DPSGD(1.0, 1.0, noise=noise.to_dict()).noise == noise
+    with pytest.raises(ValueError, match="num_microbatches=2 together with noise=Fading: correlated noise is priced"):
+        tfdpfl.DPSGD(1.0, 1.0, noise=noise, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"must be None, or tfdpfl\.noise\.Tree, Banded, BLT or Fading"):
+        tfdpfl.DPSGD(1.0, 1.0, noise="fading")
