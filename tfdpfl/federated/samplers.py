@@ -77,18 +77,18 @@ class _Sampler(abc.ABC):
 
 
 class PoissonClientSampler(_Sampler):
-    """Every client by an independent coin in every round, as DP accounting of federated averaging assumes.
+    """Draws every client by an independent coin in every round, as the accounting of federated averaging assumes.
 
         sampler = PoissonClientSampler(client_ids, sampling_rate=0.05)
         cohort = sampler(round_num)
 
-    A cohort's size varies, and may be 0. It must stay secret, as the cohort itself.
+    The size of a cohort varies, and may be 0. Keep it secret, and the cohort too.
 
     Args:
       client_ids: the population: distinct, hashable names. Its size counts as public.
       sampling_rate: the coin's probability, in (0, 1].
-      seed: None draws the key from the operating system. Who knows the seed knows the cohorts, and for them nothing is
-        gained by sampling: a seed is for tests.
+      seed: None draws the key from the operating system. A seed is for tests, because sampling does not amplify privacy
+        against anyone who knows the seed.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -142,11 +142,11 @@ class FixedSizeClientSampler(_Sampler):
 
 
 class BoundedParticipationSampler(_Sampler):
-    """Clients that are in at most so many rounds, and in none too soon after the last: what DP-FTRL is priced by.
+    """Draws clients that take part in a limited number of rounds, with a minimum distance between them.
 
-    Among the clients that may take part, it takes ``clients_per_round`` at random, or all if there are fewer; no
-    privacy is claimed for that choice. What it limits are the rounds that it was asked for: a cohort counts as having
-    taken part once it is returned. Rounds come in rising order; one that was drawn may be asked for again.
+    DP-FTRL needs these limits. Among the clients that may take part, the sampler draws ``clients_per_round`` at random,
+    or all if there are fewer. It claims no privacy for this choice. A cohort counts as having taken part as soon as the
+    sampler returns it. Ask for rounds in rising order; you may ask again for a round that was drawn.
 
     Args:
       client_ids: as for `PoissonClientSampler`.
@@ -235,10 +235,10 @@ class BoundedParticipationSampler(_Sampler):
 
 
 class AvailabilityClientSampler(BoundedParticipationSampler):
-    """Takes those clients that are there, up to ``clients_per_round`` of them, within the same limits.
+    """Draws from the clients that are available, up to ``clients_per_round`` of them, within the same limits.
 
-    Who is there may depend on anything, so no randomness is claimed: without limits, a client counts as being in every
-    round.
+    The availability may depend on anything, so the sampler claims no randomness. Without limits, a client counts as
+    taking part in every round.
 
     Args:
       client_ids: the population.

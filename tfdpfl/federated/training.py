@@ -39,9 +39,9 @@ _NOISED_BY_SERVER = (ClientLevel, TreeLevel)
 class History(Mapping):
     """Holds the course of a training, a mapping from column names to one value a round (NaN where a round has none).
 
-    Columns are what the process reports (``loss``, ``clip``, …; only what is public, where the process is private),
-    what ``eval_fn`` returned, and the ε so far of each level that is promised: ``client_epsilon``, ``example_epsilon``,
-    ``local_epsilon``. A level that is not promised has no column; where there was no price, a round has NaN.
+    The columns are the figures of the process (``loss``, ``clip``, …; a private process reports only public ones), the
+    results of ``eval_fn``, and the ε so far of each guaranteed level: ``client_epsilon``, ``example_epsilon``,
+    ``local_epsilon``. A level without a guarantee has no column. If ε was not computed in a round, it has NaN.
 
     Attributes:
       rows: the same, a dict for each round.
@@ -155,58 +155,57 @@ def train(
         history = train(process, clients, num_rounds=100, sampler=PoissonClientSampler(clients.client_ids, 0.05),
                         delta=1e-5, target_epsilon=3.0, eval_fn=evaluate, checkpoint_dir="run1")
 
-    What runs is priced by ``process.privacy`` and what ``sampler.participation`` declares. Each cohort is held against
-    that declaration before it trains (`tfdpfl.federated.guarantees.CohortCheck`). If a round would take any level's ε
-    over ``target_epsilon``, training ends before it. Where examples are protected, each client's are counted in every
-    round, as they come.
+    ε is computed from ``process.privacy`` and from ``sampler.participation``. Each cohort is compared with the
+    declaration of the sampler before it trains (`tfdpfl.federated.guarantees.CohortCheck`). If a round would raise the
+    ε of any level above ``target_epsilon``, training ends before it. If examples are protected, the examples of each
+    client are counted in every round.
 
-    With a ``checkpoint_dir`` a training that ended, by SIGKILL too, goes on where it was when `train` is called again
-    with the same arguments. A round's clients are written to disk before it runs, and its state before anything of it
-    is shown, logged or evaluated. So a round that was lost has told nobody anything where the server adds the noise: it
-    runs again with the same clients and is charged once. Where clients add the noise (local and example level, secure
-    aggregation) they may have sent what was lost: it is charged beside its repetition, without use of the sampler's
-    limits. The folder holds cohorts and perhaps the noise's seed: it is as secret as the data.
+    With a ``checkpoint_dir`` you can continue a training that ended, even by SIGKILL: call `train` again with the same
+    arguments. The clients of a round are written to disk before it runs, and its state before any of it is shown,
+    logged or evaluated. If the server adds the noise, a lost round has revealed nothing, so it runs again with the same
+    clients and counts once. If the clients add the noise (local and example level, secure aggregation), they may have
+    sent the lost round. It then counts in addition to its repetition, without use of the sampler's limits. The folder
+    holds cohorts and perhaps the seed of the noise, so keep it as secret as the data.
 
     Args:
-      process: a `tff.learning.templates.LearningProcess`, of this package or TFF's own. Without ``process.privacy``
-        nothing is promised, and there is no column of ε.
+      process: a `tff.learning.templates.LearningProcess`, of this package or of TFF. Without ``process.privacy`` there
+        is no guarantee, and no column of ε.
       client_data: `tfdpfl.federated.data.ClientDatasets`; or a `tff.simulation.datasets.ClientData`; or a dict of
-        `tf.data.Dataset` by client. Batched as the process wants it.
+        `tf.data.Dataset` by client. The batches must suit the process.
       num_rounds: rounds in all, those of an earlier call included.
-      sampler: takes a round's number from 0 and returns its clients' ids. A private process needs one that declares
-        ``participation``.
-      delta: δ of every ε, below 1 over the number of clients (or examples) to mean anything; may be None where nothing
-        is promised.
-      target_epsilon: the ε that no level may pass, or None.
-      client_epsilon: budgets of clients' own, for their examples: for each client that has one, the ε of the example
-        level that it may not pass. From the round on that would take it over, it is left out, and the others go on;
-        ``History.left_at`` tells when.
-      eval_fn: takes the model's weights (whose ``assign_weights_to`` takes a Keras model) and returns numbers by name.
-        What it evaluates on is not protected.
-        Make that model in the call: TFF builds processes in graphs, which makes earlier Keras models unusable.
+      sampler: a function from the number of a round, from 0, to the ids of its clients. A private process needs one
+        that declares ``participation``.
+      delta: δ of every ε. Keep it below 1 over the number of clients (or examples). It may be None if there is no
+        guarantee.
+      target_epsilon: the largest ε of any level, or None.
+      client_epsilon: budgets of single clients for their examples: {client: largest ε of the example level}. A client
+        is left out from the round on that would pass its budget, and the others continue. ``History.left_at`` has the
+        round.
+      eval_fn: a function from the weights of the model to numbers by name. The weights have ``assign_weights_to``,
+        which accepts a Keras model. Make that model inside of ``eval_fn``, because TFF builds processes in graphs,
+        which makes earlier Keras models unusable. The evaluation data are not protected.
       rounds_per_evaluation: rounds from one evaluation to the next; the last round is always evaluated.
-      checkpoint_dir: a folder for this one training, made if it is not there.
-      csv_file: the log as a file of comma-separated values, written anew.
+      checkpoint_dir: a folder for this one training, which is created if it does not exist.
+      csv_file: a file for the log as comma-separated values, which is overwritten.
       tensorboard_dir: a folder for TensorBoard.
-      initial_state: a state whose model to start from, in place of ``process.initialize()``. A private process takes
-        the model alone: noise, clip and optimizer begin as the process was built. The ε that the model
-        cost before is not counted.
-      num_examples: for each client, how many examples it holds, where ``client_data`` does not say: the most that it
-        may yield.
-      bad_data: what to do about a client whose data are not of the kind that the process takes, or cannot be read.
-        ``"raise"`` names it and ends the training, before the round where that can be seen; ``"leave_out"`` goes on
-        without it, as if it had sent zeros, and notes it in ``History.left_out``.
+      initial_state: a state whose model training starts from, in place of ``process.initialize()``. A private process
+        uses only the model: noise, clip and optimizer begin as the process was built. The earlier ε of the model is
+        not counted.
+      num_examples: the largest number of examples of each client, if ``client_data`` does not state it.
+      bad_data: the treatment of a client whose data do not suit the process, or cannot be read. ``"raise"`` names the
+        client and ends the training, before the round if possible. ``"leave_out"`` continues without the client, as if
+        it had sent zeros, and notes it in ``History.left_out``.
       accountant: "pld" or "rdp".
-      rounds_per_price: rounds from one price to the next, as a price can take a second; the last round has one always.
-        None for about 20 over the training.
+      rounds_per_price: rounds from one computation of ε to the next, because one can take a second. The last round
+        always has one. None computes ε about 20 times in the training.
       progress: whether to show a bar with loss, clip and ε.
 
     Raises:
       ValueError: an argument is out of its range, a sampled client holds no data or bad ones, or ``checkpoint_dir`` is
         in use.
-      PrivacyError: nothing can be priced as asked, not even one round fits the target, a cohort is not what the sampler
-        declares, a client's examples come more than once, or ``checkpoint_dir`` is of a training with another process
-        or sampler.
+      PrivacyError: no ε is known for this training, not even one round fits the target, a cohort contradicts the
+        declaration of the sampler, a client's examples come more than once, or ``checkpoint_dir`` belongs to a training
+        with another process or sampler.
     """
     num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
     every = _checks.whole("rounds_per_evaluation", rounds_per_evaluation, 1, "count the rounds between evaluations")
