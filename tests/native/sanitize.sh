@@ -13,7 +13,7 @@ for kind in address,undefined thread; do
         -o "$work/_kernels.so" tfdpfl/native/kernels.c tfdpfl/native/tensorflow.c -lpthread -ldl
     # Python itself frees little at its end, so that leaks are not looked for.
     ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$(cc -print-file-name=$library)" \
-        TFDPFL_LIBRARY="$work/_kernels.so" "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . \
+        TFDPFL_LIBRARY="$work/_kernels.so" "$python" -m pytest -q -s -p no:cacheprovider -c /dev/null --rootdir . \
         --noconftest --deselect "tests/native/test_kernels.py::test_a_forked_process_computes_the_same" \
         tests/native/test_kernels.py
     echo "$kind: no report"
