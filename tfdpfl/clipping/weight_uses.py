@@ -217,6 +217,7 @@ class WeightUses:
         yield from ((self._given[key(t)], t) for t in op.inputs if key(t) in self._given)
 
     def shape_of(self, root: tf.Tensor) -> tf.TensorShape:
+        """Returns the shape of a root, or of the variable that it reads."""
         i = self._number(root)
         return root.shape if i is None else self._variables[i].shape
 
@@ -226,7 +227,7 @@ def _has_gradient(t: tf.Tensor) -> bool:
 
 
 def clusters(ops: list[tf.Operation]) -> list[list[tf.Operation]]:
-    """Groups of ops that hand TensorLists to one another, in order."""
+    """Returns the groups of `ops` that hand TensorLists to one another, in order."""
     group: dict[str, list[tf.Operation]] = {}
     names = {op.name for op in ops}
     for op in ops:
