@@ -10,7 +10,8 @@ from helpers import per_example_gradients as one_by_one
 
 from tfdpfl import native
 from tfdpfl.clipping import clipped_gradients
-from tfdpfl.clipping.native import OPS, Filters
+from tfdpfl.clipping.gradients import Costs
+from tfdpfl.clipping.native import OPS
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +22,7 @@ def switched_on(monkeypatch):
 @pytest.fixture
 def stored(request, monkeypatch):
     """Has gradients stored, or computed twice, whatever costs less."""
-    contribution = Filters.contribution
-    monkeypatch.setattr(Filters, "contribution", lambda self, layout, stored: contribution(self, layout, request.param))
+    monkeypatch.setattr(Costs, "stores", property(lambda self: request.param))
     return request.param
 
 
