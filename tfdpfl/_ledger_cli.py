@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from tfdpfl._cli_parts import DELTA, JSON, BadArgument, NewFile, clean_errors
+from tfdpfl._types import Json
 
 if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyLedger
@@ -132,7 +133,7 @@ class Opened:
             j.evaluations,
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Returns what the file holds. Names of clients stay out: who took part in which round is a secret."""
         if self.ledger is not None:
             saved = json.loads(self.path.read_text())
@@ -312,7 +313,7 @@ def _journal_of_today(opened: Opened) -> bytes:
     from tfdpfl.flower.journal import VERSION, Record
 
     old, new, text = opened._journal, Record(), b""
-    lines: list[dict[str, Any]] = [{**_formats.stamp(VERSION), "header": old.header}]
+    lines: list[Json] = [{**_formats.stamp(VERSION), "header": old.header}]
     for number, (cohort, replied) in enumerate(zip(old.charged, old.replied, strict=True)):
         lines += {"begin": number, "cohort": cohort}, {"charge": number, "replied": replied}
     lines += ({"evaluation": number} for number in range(old.evaluations))
@@ -333,7 +334,7 @@ def _write(output: str, text: bytes) -> None:
     files.replace(Path(output), lambda file: file.write(text))
 
 
-def _show(facts: dict[str, Any], as_json: bool) -> None:
+def _show(facts: Json, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts, indent=2))
         return

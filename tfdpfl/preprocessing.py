@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._sums import noisy_sum
+from tfdpfl._types import Arrays, Nest
 from tfdpfl.accounting import PrivacyLedger, _checks, price
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import check_delta
@@ -106,7 +107,7 @@ def _rows(data: ArrayLike | tf.data.Dataset) -> np.ndarray:
     return rows
 
 
-def _bounded(rows: np.ndarray, bounds: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _bounded(rows: np.ndarray, bounds: Arrays, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The examples clipped to the bounds (what is no number to their middle), and the bounds."""
     if bounds is None or len(bounds) != 2:
         raise ValueError(
@@ -181,7 +182,7 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         super().adapt(np.broadcast_to(two, (2, *rows.shape[1:])).astype(np.float32))
 
 
-def _reshaped(bounds: Any, whole: tuple[int, ...]) -> Any:
+def _reshaped(bounds: Arrays, whole: tuple[int, ...]) -> Nest:
     if bounds is None or len(bounds) != 2:
         return bounds
     return [b if np.ndim(b) == 0 else np.asarray(b, np.float64).reshape(whole) for b in bounds]
@@ -350,7 +351,7 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
         self.set_vocabulary(_vocabulary(examples, most, release, room, {"", "[UNK]"}))
 
 
-def _flattened(row: Any) -> list[Any]:
+def _flattened(row: Any) -> list[Nest]:
     return [token for part in row for token in _flattened(part)] if isinstance(row, list) else [row]
 
 

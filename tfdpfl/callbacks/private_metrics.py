@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._sums import noisy_sum
+from tfdpfl._types import Arrays, Loss
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.callbacks._fits import fit_arguments, length
@@ -69,7 +70,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
 
     def __init__(
         self,
-        data: Any = None,
+        data: Arrays = None,
         *,
         metrics: Sequence[str] | Mapping[str, Callable | None] = ("loss", "accuracy"),
         noise_std: float = 0.01,
@@ -78,7 +79,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         validation: bool = False,
         keep: Sequence[str] = (),
         batch_size: int = 1024,
-        user_ids: Any = None,
+        user_ids: Arrays = None,
         seed: int | None = None,
     ):
         super().__init__()
@@ -234,7 +235,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             for name, value, bound in zip(self.names, noisy, bounds, strict=True)
         }
 
-    def _values_of(self, x: Any, y: Any) -> tf.Tensor:
+    def _values_of(self, x: Arrays, y: Arrays) -> tf.Tensor:
         """[examples, metrics] in [0, 1]."""
         predicted = self.model(x, training=False)
         columns = []
@@ -248,7 +249,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             columns.append(tf.clip_by_value(value, 0.0, 1.0))
         return tf.stack(columns, 1)
 
-    def _loss(self, y: Any, predicted: Any) -> Any:
+    def _loss(self, y: Arrays, predicted: Arrays) -> Loss:
         loss = self.model.loss
         loss = tf.keras.losses.get(loss) if isinstance(loss, str) else loss
         if not callable(loss) or tf.nest.is_nested(y) or tf.nest.is_nested(predicted):
@@ -265,7 +266,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         if not isinstance(self._batches.element_spec, tuple) or len(self._batches.element_spec) < 2:
             raise PrivacyError("PrivateMetrics needs labels: its data must be (x, y).")
 
-        def rows(first: bool, second: bool) -> Any:
+        def rows(first: bool, second: bool) -> Arrays:
             def made(spec: tf.TensorSpec) -> tf.Tensor:
                 blank = tf.zeros([1, *spec.shape[1:]], spec.dtype)
                 other = tf.fill(blank.shape, "a") if spec.dtype == tf.string else tf.ones_like(blank)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdpfl import _blanks
+from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.data.declared import SamplingDeclaration, declare, keep_source
 from tfdpfl.data.draws import Passes, Words
 from tfdpfl.data.sources import Examples, examples_of
@@ -28,7 +29,7 @@ _PLACEHOLDERS = 2
 
 
 def poisson_batches(
-    arrays_or_dataset: Any,
+    arrays_or_dataset: Arrays,
     sampling_rate: float | None = None,
     steps: int | None = None,
     seed: int | None = None,
@@ -36,7 +37,7 @@ def poisson_batches(
     expected_batch_size: float | None = None,
     physical_batch_size: int | None = None,
     truncated_batch_size: int | None = None,
-    user_ids: Any = None,
+    user_ids: Arrays = None,
     examples_per_user: int | None = None,
     map_fn: Callable | None = None,
     augment: Callable | None = None,
@@ -149,13 +150,13 @@ def poisson_batches(
 
 
 def random_allocation(
-    arrays_or_dataset: Any,
+    arrays_or_dataset: Arrays,
     *,
     expected_batch_size: float,
     num_selected: int = 1,
     seed: int | None = None,
     physical_batch_size: int | None = None,
-    user_ids: Any = None,
+    user_ids: Arrays = None,
     examples_per_user: int | None = None,
     map_fn: Callable | None = None,
     augment: Callable | None = None,
@@ -216,7 +217,7 @@ class _Units:
         name: "example" or "user".
     """
 
-    def __init__(self, data: Any, user_ids: Any, examples_per_user: Any, copies: Any):
+    def __init__(self, data: Arrays, user_ids: Arrays, examples_per_user: object, copies: object):
         self.examples = examples_of(data)
         self.users, self._each = _checked_users(user_ids, examples_per_user, self.examples)
         self.number = self.examples.number if self.users is None else self.users.number
@@ -229,9 +230,9 @@ class _Units:
 
 
 def _of_units(
-    pipeline: _Pipeline, units: _Units, draw: Callable, declaration: SamplingDeclaration, physical_batch_size: Any,
+    pipeline: _Pipeline, units: _Units, draw: Callable, declaration: SamplingDeclaration, physical_batch_size: object,
     empty_batches: str, strategy: tf.distribute.Strategy | None = None,
-) -> Any:  # fmt: skip
+) -> Dataset:  # fmt: skip
     """The data set of logical batches that ``draw`` gives, in each of which a unit is with one chance."""
     if empty_batches not in _EMPTY_BATCHES:
         raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
@@ -268,7 +269,7 @@ def _of_units(
 def _of_workers(
     strategy: tf.distribute.Strategy, pipeline: _Pipeline, draw: Callable, steps: int, least: int,
     declaration: SamplingDeclaration,
-) -> Any:  # fmt: skip
+) -> Dataset:  # fmt: skip
     """Each worker's own draws, one batch for each of its replicas after the other, without end."""
     found = []
 
@@ -284,7 +285,7 @@ def _of_workers(
 
 
 def shuffled_batches(
-    arrays_or_dataset: Any,
+    arrays_or_dataset: Arrays,
     batch_size: int,
     seed: int | None = None,
     *,
@@ -315,7 +316,7 @@ def shuffled_batches(
 
 
 def fixed_order(
-    arrays_or_dataset: Any,
+    arrays_or_dataset: Arrays,
     batch_size: int,
     *,
     max_participations: int | None = None,
@@ -369,7 +370,7 @@ def _order_of(examples: Examples) -> int:
 
 
 def cyclic_poisson(
-    arrays_or_dataset: Any,
+    arrays_or_dataset: Arrays,
     steps: int,
     seed: int | None = None,
     *,
@@ -485,7 +486,7 @@ class _Pipeline:
         self._weight_shapes = [s.shape for s in weights if s.shape.rank != 0 or s.dtype in (tf.string, tf.bool)]
 
     @staticmethod
-    def _blank(spec: Any) -> Any:
+    def _blank(spec: Nest) -> Nest:
         import tensorflow as tf
 
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), spec)
@@ -514,7 +515,7 @@ class _Pipeline:
         if not _is_pair_or_triple(self._spec):
             raise ValueError(f"{asked} needs data of the form (x, y) or (x, y, sample_weight); {mend}.")
 
-    def dataset(self, draws: Callable[[], Iterator], length: int, least: int = 0, size: int | None = None) -> Any:
+    def dataset(self, draws: Callable[[], Iterator], length: int, least: int = 0, size: int | None = None) -> Dataset:
         """Batches of what ``draws`` gives, ``length`` of them in a pass.
 
         Args:
@@ -540,10 +541,10 @@ class _Pipeline:
         self.keep_source(dataset)
         return dataset
 
-    def keep_source(self, dataset: Any, users: Users | None = None) -> None:
+    def keep_source(self, dataset: Dataset, users: Users | None = None) -> None:
         keep_source(dataset, self._examples, self._functions[0], users)
 
-    def _batch(self, rows: Any, least: int, size: int | None) -> Any:
+    def _batch(self, rows: Arrays, least: int, size: int | None) -> Nest:
         import tensorflow as tf
 
         count = tf.shape(tf.nest.flatten(rows)[0])[0]
@@ -554,7 +555,7 @@ class _Pipeline:
             mapped = self._filled(mapped, total, more)
         return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [size, *leaf.shape[1:]]), mapped)
 
-    def _filled(self, batch: Any, total: tf.Tensor, more: tf.Tensor) -> Any:
+    def _filled(self, batch: Nest, total: tf.Tensor, more: tf.Tensor) -> Nest:
         """(x, y, weights) of a batch of so many rows with so many blank ones behind them."""
         import tensorflow as tf
 
@@ -571,17 +572,17 @@ class _Pipeline:
 
         return *tf.nest.map_structure(zeros, (x, y)), tf.nest.map_structure(marks, weights)
 
-    def _mapped(self, rows: Any, count: tf.Tensor) -> Any:
+    def _mapped(self, rows: Arrays, count: tf.Tensor) -> Nest:
         import tensorflow as tf
 
         map_fn, augment = self._functions
         if map_fn is None and augment is None:
             return self._copied(rows)
 
-        def blank() -> Any:
+        def blank() -> Nest:
             return tf.nest.map_structure(lambda s: tf.zeros([0, *(n or 0 for n in s.shape)], s.dtype), self._spec)
 
-        def mapped() -> Any:
+        def mapped() -> Nest:
             each = tf.data.Dataset.from_tensor_slices(rows)
             if map_fn is not None:
                 each = each.map(map_fn)
@@ -595,7 +596,7 @@ class _Pipeline:
         batch = tf.cond(count > 0, mapped, blank)
         return tf.nest.map_structure(lambda t, s: tf.ensure_shape(t, [None, *s.shape]), batch, self._spec)
 
-    def _copied(self, rows: Any) -> Any:
+    def _copied(self, rows: Arrays) -> Nest:
         import tensorflow as tf
 
         if self._copies == 1:
@@ -603,14 +604,14 @@ class _Pipeline:
         return tf.nest.map_structure(lambda leaf: tf.repeat(leaf, self._copies, axis=0), rows)
 
 
-def _is_pair_or_triple(spec: Any) -> bool:
+def _is_pair_or_triple(spec: Nest) -> bool:
     return isinstance(spec, tuple) and not hasattr(spec, "_fields") and len(spec) in (2, 3)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
 
 
-def _checked_users(user_ids: Any, examples_per_user: Any, examples: Examples) -> tuple[Users | None, int]:
+def _checked_users(user_ids: Arrays, examples_per_user: object, examples: Examples) -> tuple[Users | None, int]:
     if user_ids is None:
         if examples_per_user is not None:
             raise ValueError(f"examples_per_user={examples_per_user!r} needs user_ids, an id for each example.")
@@ -621,7 +622,7 @@ def _checked_users(user_ids: Any, examples_per_user: Any, examples: Examples) ->
     return users_of(user_ids, examples.number), rows
 
 
-def _parts(physical_batch_size: Any, expected_rows: float) -> int:
+def _parts(physical_batch_size: object, expected_rows: float) -> int:
     if physical_batch_size is None:
         return 1
     room = _positive("physical_batch_size", physical_batch_size, "how many rows the memory has room for")
@@ -638,14 +639,14 @@ def _check_truncation_has_a_price() -> None:
         )
 
 
-def _batches_of(batch_size: Any, number: int) -> tuple[int, int]:
+def _batches_of(batch_size: object, number: int) -> tuple[int, int]:
     size = _positive("batch_size", batch_size, "how many examples a batch has")
     if size > number:
         raise ValueError(f"batch_size={size} is more than the {number} examples.")
     return size, -(-number // size)
 
 
-def _checked_steps(steps: Any) -> int:
+def _checked_steps(steps: object) -> int:
     return _positive("steps", steps, "the number of batches in one pass (one epoch of fit)")
 
 
@@ -659,7 +660,7 @@ def _positive(name: str, value: Any, what: str) -> int:
     return number
 
 
-def _checked_rate(sampling_rate: Any, expected_batch_size: Any, num_examples: int) -> float:
+def _checked_rate(sampling_rate: Arrays, expected_batch_size: object, num_examples: int) -> float:
     if np.ndim(sampling_rate):
         raise PrivacyError(
             f"sampling_rate must be a number, got a {type(sampling_rate).__name__}. A rate of its own for each example "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 
 _ATTRIBUTE = "tfdpfl_sampling"
@@ -72,13 +74,13 @@ class SamplingDeclaration:
         return self.sampling_rate * self.num_examples / groups
 
 
-def declare(dataset: Any, declaration: SamplingDeclaration) -> Any:
+def declare(dataset: Dataset, declaration: SamplingDeclaration) -> Any:
     """Lets a data set declare its sampling, and returns it."""
     setattr(dataset, _ATTRIBUTE, declaration)
     return dataset
 
 
-def declared_sampling(dataset: Any) -> SamplingDeclaration | None:
+def declared_sampling(dataset: Dataset) -> SamplingDeclaration | None:
     """Returns what `dataset` declares about its sampling, or None where it declares nothing.
 
     The declaration belongs to the very object that `poisson_batches` returned. A dataset made from it by
@@ -87,23 +89,23 @@ def declared_sampling(dataset: Any) -> SamplingDeclaration | None:
     return getattr(dataset, _ATTRIBUTE, None)
 
 
-def keep_source(dataset: Any, examples: Any, map_fn: Any, users: Any = None) -> None:
+def keep_source(dataset: Dataset, examples: Nest, map_fn: Callable | None, users: Arrays = None) -> None:
     """Lets a data set know what it draws from: its examples, what is made of each, and whose they are."""
     setattr(dataset, _SOURCE, (examples, map_fn, users))
 
 
-def source_of(dataset: Any) -> tuple[Any, Any, Any] | None:
+def source_of(dataset: Dataset) -> tuple[Any, Any, Any] | None:
     """Returns what `keep_source` was told of a data set, or None."""
     return getattr(dataset, _SOURCE, None)
 
 
-def made_from(dataset: Any) -> SamplingDeclaration | None:
+def made_from(dataset: Dataset) -> SamplingDeclaration | None:
     """What the data set declares that `dataset` was made from, however many steps ago."""
     inputs = dataset._inputs() if hasattr(dataset, "_inputs") else []
     return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
 
 
-def transformed_by(dataset: Any, harmless: tuple[str, ...]) -> str | None:
+def transformed_by(dataset: Dataset, harmless: tuple[str, ...]) -> str | None:
     """The name of the nearest transformation behind declared batches that is none of the harmless ones, or None."""
     while declared_sampling(dataset) is None and getattr(dataset, "_inputs", list)():
         kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
@@ -113,7 +115,7 @@ def transformed_by(dataset: Any, harmless: tuple[str, ...]) -> str | None:
     return None
 
 
-def passed_through(dataset: Any, names: tuple[str, ...]) -> str | None:
+def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:
     """Which of the named transformations (as in "cache") made a data set, however many steps ago; of Poisson batches
     those behind the draw."""
     kind = type(dataset).__name__.lower()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl._types import Dataset
 
 _WORDS = 1 << 16  # at once: what the generator fills in one call
 
@@ -24,7 +24,7 @@ class Words:
             renew_after_fork(self)
 
     def _renew(self) -> None:
-        self._stream: Any = None  # of a forked process, which is not to draw its parent's batches
+        self._stream: Dataset = None  # of a forked process, which is not to draw its parent's batches
 
     def __call__(self, count: int) -> np.ndarray:
         """uint64 [count]."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays, Dataset, Nest
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -27,12 +29,12 @@ class Examples:
     """
 
     number: int
-    spec: Any
-    take: Callable[[tf.Tensor], Any]
+    spec: Nest
+    take: Callable[[tf.Tensor], Nest]
     in_memory: bool = True
 
 
-def examples_of(data: Any) -> Examples:
+def examples_of(data: Arrays) -> Examples:
     """What `poisson_batches` takes, looked at once; so looked at, it is taken again."""
     import tensorflow as tf
 
@@ -49,7 +51,7 @@ def examples_of(data: Any) -> Examples:
         return _gathered(tf.nest.map_structure(_as_tensor, leaves))
 
 
-def _gathered(data: Any) -> Examples:
+def _gathered(data: Arrays) -> Examples:
     import tensorflow as tf
 
     spec = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), data)
@@ -71,7 +73,7 @@ def _on_disk(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
-def _from_disk(leaves: Any) -> Examples:
+def _from_disk(leaves: Nest) -> Examples:
     import tensorflow as tf
 
     flat = [leaf.value for leaf in tf.nest.flatten(leaves)]
@@ -95,7 +97,7 @@ def _rows(value: Any, numbers: np.ndarray) -> np.ndarray:
 # -- one at a time ---------------------------------------------------------------------------------------------
 
 
-def _gives_single_examples(data: Any) -> bool:
+def _gives_single_examples(data: Arrays) -> bool:
     """Whether it is no array and no structure of arrays, but has a length and gives examples by number."""
     import tensorflow as tf
 
@@ -119,7 +121,7 @@ def _gives_single_examples(data: Any) -> bool:
     return False
 
 
-def _from_rows(source: Any) -> Examples:
+def _from_rows(source: Dataset) -> Examples:
     import tensorflow as tf
 
     if len(source) == 0:
@@ -149,7 +151,7 @@ def _from_rows(source: Any) -> Examples:
     return Examples(len(source), tf.nest.pack_sequence_as(first, specs), _called(read, specs, first), in_memory=False)
 
 
-def _example(source: Any, i: int) -> Any:
+def _example(source: Dataset, i: int) -> Nest:
     example = source[i]
     if isinstance(example, tuple):
         while example and example[-1] is None:
@@ -166,7 +168,7 @@ def _cell(value: Any) -> np.ndarray:
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
-def _called(read: Callable[[np.ndarray], list[np.ndarray]], specs: list[Any], structure: Any) -> Callable:
+def _called(read: Callable[[np.ndarray], list[np.ndarray]], specs: list[Nest], structure: Nest) -> Callable:
     """``read`` as a function of tensors."""
     import tensorflow as tf
 
@@ -179,7 +181,7 @@ def _called(read: Callable[[np.ndarray], list[np.ndarray]], specs: list[Any], st
         columns = read(once) if places is None else [column[places] for column in read(once)]
         return [np.asarray(column, kind) for column, kind in zip(columns, kinds, strict=True)]
 
-    def take(numbers: tf.Tensor) -> Any:
+    def take(numbers: tf.Tensor) -> Nest:
         columns = tf.nest.flatten(tf.numpy_function(typed, [numbers], [spec.dtype for spec in specs]))
         for column, spec in zip(columns, specs, strict=True):
             column.set_shape([numbers.shape[0], *spec.shape])
@@ -201,7 +203,7 @@ def _type_in_fit(dtype: Any) -> tf.DType:
 # -- in memory -------------------------------------------------------------------------------------------------
 
 
-def _normalised(data: Any) -> Any:
+def _normalised(data: Arrays) -> Nest:
     """Wraps the leaves; makes lists of arrays tuples, and drops a trailing None of the outer tuple."""
     if isinstance(data, tuple):
         while data and data[-1] is None:
@@ -211,7 +213,7 @@ def _normalised(data: Any) -> Any:
     return _normalised_part(data)
 
 
-def _normalised_part(part: Any) -> Any:
+def _normalised_part(part: Nest) -> Nest:
     if isinstance(part, Mapping):
         return {key: _normalised_part(value) for key, value in part.items()}
     if isinstance(part, tuple):
@@ -257,7 +259,7 @@ def _as_tensor(leaf: _Leaf) -> tf.Tensor:
     return tensor
 
 
-def _from_dataset(dataset: tf.data.Dataset) -> Any:
+def _from_dataset(dataset: tf.data.Dataset) -> Dataset:
     import tensorflow as tf
 
     leaves = tf.nest.flatten(dataset.element_spec)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays, Nest
 from tfdpfl.data.draws import Words
 
 
@@ -38,7 +39,7 @@ class Users:
         return shuffled[(first[:, None] + np.arange(each) % count[:, None]).ravel()]
 
 
-def users_of(user_ids: Any, num_examples: int) -> Users:
+def users_of(user_ids: Arrays, num_examples: int) -> Users:
     """From an id for each example, or from {user: numbers of their examples}; what it made, it takes again.
 
     Ids of one value are one user, whatever their type: 12, "12" and 12.0, as pandas reads one column of a large file.
@@ -87,13 +88,13 @@ def users_of(user_ids: Any, num_examples: int) -> Users:
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?\s*", re.ASCII)
 
 
-def _numbered(ids: Iterable[Any]) -> np.ndarray:
+def _numbered(ids: Iterable[Arrays]) -> np.ndarray:
     """Which user each id is, from 0 on."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(_value(i), len(numbers)) for i in ids], np.int64)
 
 
-def _value(user: Any) -> Any:
+def _value(user: Any) -> Nest:
     """What is equal for two ids of one user."""
     user = user.item() if isinstance(user, np.generic) else user
     text = user.decode("utf-8", "surrogateescape") if isinstance(user, bytes) else user
