@@ -62,7 +62,7 @@ def _gathered(data: Arrays) -> Examples:
 # -- on disk ---------------------------------------------------------------------------------------------------
 
 
-def _on_disk(value: Any) -> bool:
+def _on_disk(value: object) -> bool:
     """Whether an array is to be read row by row: a `np.memmap` or a view of one, or an array of h5py, zarr, ..."""
     while isinstance(value, np.ndarray):
         if isinstance(value, np.memmap):
@@ -159,7 +159,7 @@ def _example(source: Dataset, i: int) -> Nest:
     return example
 
 
-def _cell(value: Any) -> np.ndarray:
+def _cell(value: object) -> np.ndarray:
     """One value as an array. Strings as objects: numpy's own cut off zeros at the end, which files may have."""
     if isinstance(value, (str, bytes)):
         cell = np.empty((), object)
@@ -229,7 +229,7 @@ def _normalised_part(part: Nest) -> Nest:
 class _Leaf:
     """Keeps `tf.nest` out of leaves that are lists or pandas objects."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
 

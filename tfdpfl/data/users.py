@@ -94,7 +94,7 @@ def _numbered(ids: Iterable[Arrays]) -> np.ndarray:
     return np.array([numbers.setdefault(_value(i), len(numbers)) for i in ids], np.int64)
 
 
-def _value(user: Any) -> Nest:
+def _value(user: object) -> Nest:
     """What is equal for two ids of one user."""
     user = user.item() if isinstance(user, np.generic) else user
     text = user.decode("utf-8", "surrogateescape") if isinstance(user, bytes) else user

@@ -89,7 +89,7 @@ def as_before(value: np.ndarray, w: np.ndarray | None) -> np.ndarray:
         return value.astype(w.dtype) if w.dtype.kind == "f" else w
 
 
-def packed(value: Any) -> tuple[str, dict[str, np.ndarray]]:
+def packed(value: object) -> tuple[str, dict[str, np.ndarray]]:
     """Arrays that a strategy holds, and how; nothing for all else."""
     if isinstance(value, np.ndarray):
         return "array", {"": value}

@@ -68,7 +68,7 @@ class LedgerAccountant:
         """How many releases the ledger holds."""
         return self.ledger.steps
 
-    def compose(self, event: Any, count: int = 1) -> None:
+    def compose(self, event: object, count: int = 1) -> None:
         """Adds ``count`` releases of Flower's ``GaussianPrivacyEvent``."""
         self._add(self.ledger, event, count)
 
@@ -101,7 +101,7 @@ class LedgerAccountant:
             accounting_method=self.accountant,
         )
 
-    def would_exceed(self, event: Any, max_epsilon: float | None = None, count: int = 1) -> bool:
+    def would_exceed(self, event: object, max_epsilon: float | None = None, count: int = 1) -> bool:
         """Whether ε would pass the limit with ``count`` more releases; nothing is added.
 
         Raises:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation
@@ -56,7 +57,7 @@ class Cohorts:
         self._client_of, self._strangers = client_of, set[int]()
         self._recognised = False  # whether the nodes are those that the ledger counts
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> Json:
         names = "sampling_rate", "_clients_per_round", "_most", "_apart", "_given"
         return {name.strip("_"): getattr(self, name) for name in names}
 

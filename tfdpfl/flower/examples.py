@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Arrays, Dataset, Json, Loss, Model, Optimizer
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.errors import PrivacyError
@@ -19,21 +19,21 @@ _FAILED = "this client did not take part; its own log says why"
 
 
 def example_dp(
-    model: Any,
-    data: Any,
+    model: Model,
+    data: Arrays,
     *,
     l2_norm_clip: float,
     noise_multiplier: float,
     batch_size: int,
     local_steps: int,
     delta: float,
-    loss: Any = None,
-    optimizer: Any = "adam",
+    loss: Loss = None,
+    optimizer: Optimizer = "adam",
     target_epsilon: float | None = None,
     ledger_path: str | os.PathLike | None = None,
     weighted_by_key: str = "num-examples",
     seed: int | None = None,
-    **optimizer_arguments: Any,
+    **optimizer_arguments: object,
 ) -> Callable[[Message, Context], Message]:
     """A client's training function: local DP-SGD by this package's optimizers, under the client's own budget.
 
@@ -124,7 +124,7 @@ def _failed(message: Message) -> Message:
 class _Trainer:
     """One model and its optimizer, traced once; each training begins with the weights that it is given."""
 
-    def __init__(self, model: Any, loss: Any, optimizer: Any, arguments: dict[str, Any]):
+    def __init__(self, model: Model, loss: Loss, optimizer: Optimizer, arguments: Json):
         import tensorflow as tf
 
         own = model if isinstance(model, tf.keras.Model) else model()
@@ -135,10 +135,10 @@ class _Trainer:
         self._optimizer = _class_of(optimizer)(**arguments)
         own.compile(optimizer=self._optimizer, loss=loss)
         self._optimizer.build(own.trainable_variables)
-        self._start: dict[str, Any] = {}
+        self._start: Json = {}
         self._optimizer.save_own_variables(self._start)
 
-    def fit(self, weights: list[np.ndarray], batches: Any, steps: int) -> list[np.ndarray]:
+    def fit(self, weights: list[np.ndarray], batches: Dataset, steps: int) -> list[np.ndarray]:
         self._model.set_weights(weights)
         self._optimizer.load_own_variables(self._start)  # moments of another client are none of this one's
         before = self._optimizer.num_dp_steps
@@ -149,7 +149,7 @@ class _Trainer:
         return self._model.get_weights()
 
 
-def _class_of(optimizer: Any) -> Any:
+def _class_of(optimizer: Optimizer) -> Optimizer:
     import tfdpfl
 
     if not isinstance(optimizer, str):

@@ -27,6 +27,7 @@ from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supernode import start_client_internal as supernode
 from flwr.supernode.cli.flower_supernode import flower_supernode
 
+from tfdpfl._types import Nest
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.flower._flwr import Context, Error, Message, MessageType, RecordDict, log
@@ -136,7 +137,7 @@ class Guard:
                 self._contents[object_id] = contents = pull_object(run_id, object_id)
                 return contents
 
-            def send_own(message: Message, tree: Any, runtime: float) -> Any:
+            def send_own(message: Message, tree: Nest, runtime: float) -> Any:
                 self._only_own(tree.object_id)
                 return send(message, tree, 0.0)  # how long the app ran is nobody's business
 
@@ -186,7 +187,7 @@ class Guard:
                 return [(message_id, early.get(message_id)) for message_id in late]
             time.sleep(0.5 if wait is None else min(0.5, wait))
 
-    def answer(self, message_id: str, reply: Message | None, object_store: Any) -> Message | None:
+    def answer(self, message_id: str, reply: Message | None, object_store: object) -> Message | None:
         """Returns what leaves in place of the app's reply; None where nothing was asked."""
         asked = self._asked.get(message_id)
         if asked is None:
@@ -237,7 +238,7 @@ class Guard:
         log.info("Sent an answer of this node's guard")
 
 
-def _ids(tree: Any) -> list[str]:
+def _ids(tree: Nest) -> list[str]:
     return [part.object_id for part in inflatable_object.iterate_object_tree(tree)]
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from tfdpfl import _formats
 from tfdpfl._formats import NewerFormatError
+from tfdpfl._types import Json
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import files
 
@@ -51,8 +52,8 @@ class Record:
     """
 
     def __init__(self) -> None:
-        self.header: dict[str, Any] = {}
-        self.versions: list[dict[str, Any]] = []
+        self.header: Json = {}
+        self.versions: list[Json] = []
         self.charged: list[list[str]] = []
         self.replied: list[list[str]] = []
         self.evaluations = self.lines = self.hashed = 0
@@ -108,7 +109,7 @@ class Record:
         self.lines += 1
         self.hashed += bool(mark)
 
-    def _round(self, held: dict[str, Any]) -> None:
+    def _round(self, held: Json) -> None:
         if held.get("begin") == len(self.charged):
             self.begun = held["cohort"]
         elif held.get("charge") == len(self.charged) and self.begun is not None:
@@ -182,7 +183,7 @@ class Journal(Record):
         """Replaces the last model, all or nothing."""
         if self._path is None:
             return
-        named: dict[str, Any] = {f"array/{name}": value for name, value in arrays.items()}
+        named: Json = {f"array/{name}": value for name, value in arrays.items()}
         self._replace(self._model, {"about": np.array(json.dumps(about)), **named})
 
     def load(self) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
@@ -235,7 +236,7 @@ class Journal(Record):
         assert self._path is not None
         return self._path.with_name(f"{self._path.name}.noise-{rounds}.npz")
 
-    def _replace(self, path: Path, named: dict[str, Any]) -> None:
+    def _replace(self, path: Path, named: Json) -> None:
         files.replace(path, lambda file: np.savez(file, **named))
 
     def _resume(self, header: Mapping[str, Any], new: bool) -> None:
@@ -267,7 +268,7 @@ class Journal(Record):
         if max((line["version"] for line in self.versions), default=0) < VERSION:
             self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: Json) -> None:
         """Raises `OSError` where it cannot be written; then it does not count, now or later."""
         if self._file is None:
             return

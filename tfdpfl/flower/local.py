@@ -10,6 +10,7 @@ import numpy as np
 
 from tfdpfl import _tap
 from tfdpfl._names import accept_old_names
+from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
@@ -103,9 +104,7 @@ def add_answer(total: ClippedSum, message: Message, context: Context, call_next:
     return True
 
 
-def private_reply(
-    message: Message, arrays: Mapping[str, np.ndarray], weighted_by_key: str, report: dict[str, Any]
-) -> Message:
+def private_reply(message: Message, arrays: Mapping[str, np.ndarray], weighted_by_key: str, report: Json) -> Message:
     """A reply of noisy arrays, a weight of 1 and a report on privacy, and of nothing that the app said."""
     key = next(iter(message.content.array_records))
     content = RecordDict({key: record_of(arrays), "metrics": MetricRecord({weighted_by_key: 1.0})})
@@ -155,5 +154,5 @@ def _setting(value: float | str, context: Context) -> Any:
     return context.run_config[value]
 
 
-def _positive(name: str, value: Any) -> float:
+def _positive(name: str, value: object) -> float:
     return _checks.real(name, value, "give a number above 0, or the name of the run config's entry", above=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.flower._flwr import Message, log, only
 
 
-def named(name: str, metrics: Any) -> NoisedMetrics | None:
+def named(name: str, metrics: object) -> NoisedMetrics | None:
     if metrics is None:
         return None
     if not isinstance(metrics, NoisedMetrics) or not isinstance(metrics.bound, Mapping) or not metrics.bound:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
+from tfdpfl._types import Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise, fixed
 from tfdpfl.federated.guarantees import LocalLevel
@@ -175,10 +175,10 @@ class NbAFLStrategy(DifferentialPrivacy):
             ledger_path=ledger_path, seed=seed,
         )  # fmt: skip
 
-    def _checked_clip(self, clip: Any) -> float:
+    def _checked_clip(self, clip: object) -> float:
         return math.inf  # clients clip their weights, and the server trusts them
 
-    def _levels(self) -> tuple[Any, ...]:
+    def _levels(self) -> tuple[Promiser, ...]:
         clip, sigma_u, sigma_d = self._l2_norm_clip, self.nbafl.sigma_u, self.nbafl.sigma_d
         return (
             LocalLevel(noise_multiplier=sigma_u / clip),

@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tfdpfl._formats import NewerFormatError
+from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.accounting.promises import Promise
@@ -104,7 +104,7 @@ class ClientLedger:
             files.lock(held, "ledger_path", self._path, wait=True)
             yield
 
-    def report(self, delta: float, **more: Any) -> dict[str, Any]:
+    def report(self, delta: float, **more: object) -> Json:
         ledger = self.ledger
         return {
             "level": self._level,
@@ -133,17 +133,17 @@ def over_budget(ledger: PrivacyLedger, delta: float, target: float | None) -> st
     return f"one more participation would cost epsilon={epsilon:.4g}, over this client's target_epsilon={target:g}"
 
 
-def attach(reply: Message, report: dict[str, Any]) -> None:
+def attach(reply: Message, report: Json) -> None:
     reply.content[KEY] = ConfigRecord({"report": json.dumps(report)})
 
 
-def report_in(reply: Message) -> dict[str, Any] | None:
+def report_in(reply: Message) -> Json | None:
     """The report in a reply; None if it has none."""
     record = reply.content.config_records.get(KEY)
     return None if record is None else dict(json.loads(str(record["report"])))
 
 
-def client_reports(replies: Iterable[Message]) -> dict[int, dict[str, Any]]:
+def client_reports(replies: Iterable[Message]) -> dict[int, Json]:
     """By node, what clients said of their own privacy in ``replies``: for ``aggregate_train`` of your own strategy.
 
     A report has ``level`` ("example" or "local"), ``epsilon``, ``delta``, ``adjacency``, ``steps`` and ``ledger``,
@@ -157,7 +157,7 @@ def client_reports(replies: Iterable[Message]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def promises_of_clients(reports: Iterable[dict[str, Any]]) -> list[Promise]:
+def promises_of_clients(reports: Iterable[Json]) -> list[Promise]:
     """Returns what clients reported of their own privacy: a promise for each level, of the client that spent most."""
     told: dict[tuple[str, str], list[PrivacyLedger]] = {}
     for said in reports:

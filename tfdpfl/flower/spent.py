@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdpfl import _formats
+from tfdpfl._types import Promiser
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.federated.clip import NoisedMetrics
@@ -85,7 +86,7 @@ def ledger_of(
 class Settings:
     """The settings of a server, as the first line of its journal describes them."""
 
-    privacy: tuple[Any, ...]
+    privacy: tuple[Promiser, ...]
     sampling: Mapping[str, Any]
     train_metrics: Any
     evaluations: Any

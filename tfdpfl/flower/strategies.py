@@ -18,6 +18,7 @@ import numpy as np
 
 from tfdpfl import _tap
 from tfdpfl._names import accept_old_names
+from tfdpfl._types import Json, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
@@ -135,7 +136,7 @@ class DifferentialPrivacy(Strategy):
         self._done = 0  # rounds that a training which goes on had before
         self._told = self._told_of_statistics = False
         self.stopped_by: str | None = None
-        self.client_reports: dict[int, dict[str, Any]] = {}
+        self.client_reports: dict[int, Json] = {}
         self._journal = Journal(
             ledger_path,
             {
@@ -169,7 +170,7 @@ class DifferentialPrivacy(Strategy):
         advice = "give the largest L2 norm of an update, or use the adaptive strategy"
         return _checks.real("l2_norm_clip", clip, advice, above=0)
 
-    def _levels(self) -> tuple[Any, ...]:
+    def _levels(self) -> tuple[Promiser, ...]:
         z = self._noise_multiplier
         if self._noise is not None:
             return (CorrelatedLevel(noise=self._noise, noise_multiplier=z),)
@@ -777,7 +778,7 @@ class DifferentialPrivacyAdaptiveClipping(DifferentialPrivacy):
 
 
 def _limits_with(
-    noise: Noise, clip: Any, sampling_rate: Any, max_participations: int | None, min_separation: int
+    noise: Noise, clip: object, sampling_rate: object, max_participations: int | None, min_separation: int
 ) -> tuple[int | None, int]:
     """The limits on a client's rounds: those given, or else those that the noise was made for."""
     noise = as_noise(noise)
