@@ -244,10 +244,16 @@ def test_every_mechanism_of_the_package_is_a_part():
         if any(hasattr(found, name) for name in ("ledger", "dp_event", "price")) and found is not Promise
     }  # fmt: skip
     assert all(hasattr(found, "promises") or found is Run for found in spending)
-    # An aggregator spends nothing before its `Answers`, which are a part; bases have no instances. A budget needs a
+    # An aggregator spends nothing before its `Answers`, which are a part; bases have no instances. Callbacks need a
     # training, as in the test of plans.
     left = {found for found in spending - set(ready) if not issubclass(found, pate.GNMax.__mro__[1])}
-    assert {found.__name__ for found in left} <= {"DPOptimizer", "LabelPrior", "DPFTRL", "PrivacyBudget"}
+    assert {found.__name__ for found in left} <= {
+        "DPOptimizer",
+        "LabelPrior",
+        "DPFTRL",
+        "PrivacyBudget",
+        "PrivateMetrics",
+    }
 
 
 def test_what_pate_gives_is_told_apart():
