@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 
 if TYPE_CHECKING:
     from tfdpfl.noise import Source
@@ -23,4 +23,4 @@ def noisy_sum(values: np.ndarray, sensitivity: float, noise_multiplier: float, s
     """
     noise = noise_multiplier * sensitivity * source.normals(values.shape)
     scale, bound = noise_multiplier * sensitivity, 1 / noise_multiplier
-    return _tap.released([values], [values + noise], [noise], [scale], bound, replaced=bound)[0]
+    return _replay_hook.released([values], [values + noise], [noise], [scale], bound, replaced=bound)[0]

@@ -20,7 +20,7 @@ from sklearn.utils.extmath import row_norms
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Estimator
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
@@ -392,7 +392,7 @@ class _Problem:
 
     def noised(self, value: np.ndarray, z: float, sensitivity: float) -> np.ndarray:
         noise = z * sensitivity * self.normals()
-        return _tap.released([value], [value + noise], [noise], [z * sensitivity], 1 / z)[0]
+        return _replay_hook.released([value], [value + noise], [noise], [z * sensitivity], 1 / z)[0]
 
     def _scores(self, w: np.ndarray) -> np.ndarray:
         scores = self.x @ w.reshape(self.shape).T

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl.audit import ReplayReport, audit_epsilon, replay
 
 sys.path.append(str(Path(__file__).parents[1] / "flower"))  # for its fakes
@@ -63,18 +63,18 @@ CLIP, Z = 0.1, 0.7
 class _Open:
     """A tape that changes nothing, so that a step is traced with its taps."""
 
-    def take(self, release: _tap.Release) -> list[np.ndarray]:
+    def take(self, release: _replay_hook.Release) -> list[np.ndarray]:
         return release.out
 
 
 @contextlib.contextmanager
 def _taps() -> Iterator[None]:
-    before = _tap.tape
-    _tap.tape = before or _Open()
+    before = _replay_hook.tape
+    _replay_hook.tape = before or _Open()
     try:
         yield
     finally:
-        _tap.tape = before
+        _replay_hook.tape = before
 
 
 class Training:

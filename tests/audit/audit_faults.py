@@ -18,7 +18,7 @@ import audit_cases as cases
 import numpy as np
 from audit_cases import DELTA, FAR, ONES, WITHOUT, Training, X, Y, optimizer
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl.audit import ReplayReport, audit_epsilon, replay
 
 REPLAY, BOUND, ACCOUNT, REFUSAL = "replay", "lower bound", "accountant", "refusal"
@@ -100,7 +100,7 @@ class _Counted:
     def __init__(self):
         self.bounds: list[float] = []
 
-    def take(self, release: _tap.Release) -> list[np.ndarray]:
+    def take(self, release: _replay_hook.Release) -> list[np.ndarray]:
         self.bounds.append(release.bound)
         return release.out
 
@@ -112,7 +112,7 @@ def priced(runs: Callable[[Training], None]) -> Callable[[bool], str]:
         from tfdpfl import PrivacyLedger
 
         training, tape = Training(optimizer()), _Counted()
-        with mock.patch.object(_tap, "tape", tape):
+        with mock.patch.object(_replay_hook, "tape", tape):
             runs(training)
         ran = PrivacyLedger()
         for bound in tape.bounds:
@@ -151,7 +151,7 @@ def lazily(module: str, name: str = "") -> Callable[[], Any]:
     return target
 
 
-_plan = lazily("clipping.plan", "Plan")
+_plan = lazily("clipping.pipeline", "ClippingPipeline")
 _source = lazily("noise", "Source")
 _privatizer = lazily("optimizers._privatizer")
 _noise = lazily("optimizers._fresh_noise")

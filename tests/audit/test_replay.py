@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfdpfl import _tap, pate
+from tfdpfl import _replay_hook, pate
 from tfdpfl.audit import replay
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.label_dp import (
@@ -70,7 +70,7 @@ def test_a_label_mechanism_loses_no_more_than_it_claims(name):
 def releases(monkeypatch, mechanism, y):
     """What the mechanism tells a tape."""
     seen = []
-    monkeypatch.setattr(_tap, "tape", type("Seen", (), {"take": lambda self, r: seen.append(r) or r.out})())
+    monkeypatch.setattr(_replay_hook, "tape", type("Seen", (), {"take": lambda self, r: seen.append(r) or r.out})())
     mechanism(y)
     return seen
 
@@ -145,7 +145,7 @@ def noised(y, stddev=1.0, bound=1.0, times=1, size=400, leak=False, count=1, sha
     for _ in range(count + (order and int(y))):
         noise = rng.normal(size=size + (shape and shape * int(y))) * stddev * times
         value = np.resize(total, size + (shape and shape * int(y)))
-        outs += _tap.released([value], [value + noise], [noise], [stddev], bound / stddev)
+        outs += _replay_hook.released([value], [value + noise], [noise], [stddev], bound / stddev)
     return {"out": outs, "seen": y if leak else 0}
 
 
@@ -183,7 +183,7 @@ def test_noise_that_is_not_there_or_was_there_before_is_named(seed, again, added
         rng, outs = np.random.default_rng(seed), []
         noise = rng.normal(size=9)
         for scale in (1.0, 2.0):
-            outs += _tap.released([y], [y + added * noise * scale], [noise * scale], [scale], 1 / scale)
+            outs += _replay_hook.released([y], [y + added * noise * scale], [noise * scale], [scale], 1 / scale)
             noise = noise if again else rng.normal(size=9)
         return outs
 
@@ -208,7 +208,7 @@ def test_the_size_of_discrete_laplace_noise_is_judged_by_its_own_law(parameter, 
 
     def mechanism(counts):
         noise = Uniforms(None).discrete_laplace(parameter / times, counts.shape)
-        return _tap.released([counts], [counts + noise], [noise], [1 / parameter], 1.0, norm=1)[0]
+        return _replay_hook.released([counts], [counts + noise], [noise], [1 / parameter], 1.0, norm=1)[0]
 
     report = replay(mechanism, np.zeros(20_000), np.zeros(20_000))
     assert [f.kind for f in report.findings] == ([] if ok else ["noise"])
@@ -277,11 +277,13 @@ def test_no_optimizer_moves_by_more_than_it_is_charged_for(name):
 
 
 def no_clip(monkeypatch):
-    """The factors of `Plan.finish` are those of a clip a million times as high."""
-    from tfdpfl.clipping.plan import Plan
+    """The factors of `ClippingPipeline.finish` are those of a clip a million times as high."""
+    from tfdpfl.clipping.pipeline import ClippingPipeline
 
-    finish = Plan.finish
-    monkeypatch.setattr(Plan, "finish", lambda self, norms, clip, size: finish(self, norms, 1e6 * clip, size))
+    finish = ClippingPipeline.finish
+    monkeypatch.setattr(
+        ClippingPipeline, "finish", lambda self, norms, clip, size: finish(self, norms, 1e6 * clip, size)
+    )
 
 
 def no_check(monkeypatch):
@@ -339,7 +341,7 @@ def test_a_planted_fault_in_training_is_caught_by_name(monkeypatch, fault, optio
 def test_bad_input_is_named_with_its_mend(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-    assert _tap.tape is None
+    assert _replay_hook.tape is None
 
 
 def test_a_federation_is_replayed_with_pythons_random_seeded():

@@ -21,7 +21,7 @@ from helpers import (
 import tfdpfl
 from tfdpfl.clipping import clipped_gradients, per_example_norms
 from tfdpfl.clipping import engine as engine_module
-from tfdpfl.clipping.plan import Plan
+from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.errors import PrivacyError
 
 B, T, D, U = 5, 4, 3, 3
@@ -192,7 +192,9 @@ def falls_back(f, variables):
 
     @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
     def step(x):
-        found.extend(part.replayed for part in Plan(tf.reduce_mean(example_losses(f(x))), variables, None).parts)
+        found.extend(
+            part.replayed for part in ClippingPipeline(tf.reduce_mean(example_losses(f(x))), variables, None).parts
+        )
 
     step.get_concrete_function()
     return any(found)
@@ -203,12 +205,12 @@ def replayed(monkeypatch):
     """What the plans of a test leave to the fallback."""
     found = []
 
-    class Seen(Plan):
+    class Seen(ClippingPipeline):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             found.append(any(part.replayed for part in self.parts))
 
-    monkeypatch.setattr(engine_module, "Plan", Seen)
+    monkeypatch.setattr(engine_module, "ClippingPipeline", Seen)
     return found
 
 
@@ -570,7 +572,7 @@ def test_two_plans_may_open_loops_of_which_one_starts_where_the_other_ends():
     @tf.function(input_signature=[tf.TensorSpec([None, T, D])])
     def step(x):
         loss = tf.reduce_mean(example_losses(two_loops(x)))
-        return Plan(loss, variables, None).squared_norms(), clipped_gradients(loss, variables, 0.5).sum
+        return ClippingPipeline(loss, variables, None).squared_norms(), clipped_gradients(loss, variables, 0.5).sum
 
     losses = lambda x: example_losses(two_loops(x))
     each = per_example_gradients(losses, X, variables)

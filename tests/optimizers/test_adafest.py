@@ -10,7 +10,7 @@ from scipy.stats import norm
 
 import tfdpfl
 from tfdpfl import AdaFEST, PrivacyError
-from tfdpfl.clipping.plan import Plan
+from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.optimizers import _replicas
 
 keras = tf.keras
@@ -138,7 +138,7 @@ def test_one_example_moves_counts_and_sums_by_no_more_than_their_clips():
     def step(words, users, y):  # fmt: skip
         rows = tf.concat([tf.reshape(tf.gather(variables[0], words), [-1, 3 * LENGTH]),
                           tf.reshape(tf.gather(variables[1], users), [-1, 2])], 1)  # fmt: skip
-        plan = Plan(squared_error(y, rows @ variables[2]), variables, None)
+        plan = ClippingPipeline(squared_error(y, rows @ variables[2]), variables, None)
         plan.leave_in_rows(plan.looked_up())
         clipped = plan.finish(plan.squared_norms(), 0.7)
         counts = plan.clipped_counts([0, 1], 1.3, ~tf.math.is_finite(clipped.norms))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl.accounting import price
 from tfdpfl.pate import (
     ConfidentGNMax,
@@ -312,7 +312,7 @@ class _Seen:
     ],
 )
 def test_noise_is_of_its_distribution(monkeypatch, mechanism, noises):
-    monkeypatch.setattr(_tap, "tape", seen := _Seen())
+    monkeypatch.setattr(_replay_hook, "tape", seen := _Seen())
     mechanism.aggregate(np.tile([90, 5, 5], (5000, 1)))
     assert len(seen.noise) == len(noises)
     for noise, of in zip(seen.noise, noises, strict=True):

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Json, Keywords
 from tfdpfl.accounting import ADJACENCIES, _checks
 
-_ROOT = Path(_tap.__file__).resolve().parents[1]
+_ROOT = Path(_replay_hook.__file__).resolve().parents[1]
 
 _ROUNDING = 1e-4  # float32's sums of a batch
 _DEVIATIONS = 7.0  # by which the size of noise is found wrong
@@ -86,10 +86,10 @@ class ReplayReport:
 
 class _Tape:
     def __init__(self, first: _Tape | None = None):
-        self.seen: list[_tap.Release] = []
+        self.seen: list[_replay_hook.Release] = []
         self._first = first
 
-    def take(self, release: _tap.Release) -> list[np.ndarray]:
+    def take(self, release: _replay_hook.Release) -> list[np.ndarray]:
         at = len(self.seen)
         self.seen.append(release)
         recorded = self._first.seen[at] if self._first is not None and at < len(self._first.seen) else release
@@ -173,13 +173,13 @@ def replay(
 
 
 def _run(mechanism: Callable[[Arrays], Arrays], data: Arrays, tape: _Tape) -> dict[str, np.ndarray]:
-    if _tap.tape is not None:
+    if _replay_hook.tape is not None:
         raise ValueError("a replay is running already: one at a time in a process")
-    _tap.tape = tape
+    _replay_hook.tape = tape
     try:
         return dict(_flat(mechanism(data), "result"))
     finally:
-        _tap.tape = None
+        _replay_hook.tape = None
 
 
 def _flat(result: object, name: str) -> Any:
@@ -203,11 +203,11 @@ def _flat(result: object, name: str) -> Any:
         yield name, value
 
 
-def _shapes(release: _tap.Release) -> list[tuple]:
+def _shapes(release: _replay_hook.Release) -> list[tuple]:
     return [(v.shape, v.dtype.str) for v in release.values]
 
 
-def _public(release: _tap.Release) -> Keywords:
+def _public(release: _replay_hook.Release) -> Keywords:
     return {
         "shapes": _shapes(release),
         "noise or denominator": release.scales,
@@ -269,7 +269,7 @@ class _Comparison:
     def tell(self, kind: str, where: str, message: str) -> None:
         self.findings.setdefault((kind, where), Finding(kind, where, message))
 
-    def add_releases(self, first: list[_tap.Release], second: list[_tap.Release]) -> None:
+    def add_releases(self, first: list[_replay_hook.Release], second: list[_replay_hook.Release]) -> None:
         for number, (a, b) in enumerate(zip(first, second, strict=False)):
             if a.where != b.where:
                 other = _place(b.where)
@@ -283,7 +283,7 @@ class _Comparison:
             where = _place(max(first, second, key=len)[at].where)
             self.tell("order", where, f"{len(first)} and {len(second)} releases")
 
-    def _same_shapes(self, number: int, a: _tap.Release, b: _tap.Release) -> bool:
+    def _same_shapes(self, number: int, a: _replay_hook.Release, b: _replay_hook.Release) -> bool:
         public, others = _public(a), _public(b)
         differs = [name for name in public if public[name] != others[name]]
         for name in differs:
@@ -291,7 +291,7 @@ class _Comparison:
             self.tell("public", _place(a.where), message)
         return "shapes" not in differs
 
-    def _add_movement(self, number: int, a: _tap.Release, b: _tap.Release) -> None:
+    def _add_movement(self, number: int, a: _replay_hook.Release, b: _replay_hook.Release) -> None:
         charge = a.replaced if self._adjacency == "replace_one" else a.bound
         if a.loss is not None:
             moved = a.loss(a.values[0], b.values[0], a.out[0])
@@ -314,7 +314,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc"))
 
 
-def _distances(a: _tap.Release, b: _tap.Release) -> np.ndarray:
+def _distances(a: _replay_hook.Release, b: _replay_hook.Release) -> np.ndarray:
     """How far the values are apart, in scales of the noise: one number, or one for each row."""
     rows = [
         (np.asarray(x, np.float64) - np.asarray(y, np.float64)).reshape(len(x) if a.by_row else 1, -1) / scale
@@ -323,7 +323,7 @@ def _distances(a: _tap.Release, b: _tap.Release) -> np.ndarray:
     return np.linalg.norm(np.concatenate(rows, axis=1), ord=a.norm, axis=1)
 
 
-def _misused(*runs: list[_tap.Release]) -> Iterator[tuple[str, str]]:
+def _misused(*runs: list[_replay_hook.Release]) -> Iterator[tuple[str, str]]:
     """(place, what is wrong): noise that is not in what is let out, and noise that was there before."""
     known: dict[bytes, tuple[int, int]] = {}
     for run, releases in enumerate(runs):
@@ -353,7 +353,7 @@ def _is_sum(value: np.ndarray, noise: np.ndarray, scale: float, out: np.ndarray)
         return np.allclose(out, value + noise, rtol=digits, atol=1e-3 * scale, equal_nan=True)
 
 
-def _sizes(releases: list[_tap.Release]) -> dict[str, float]:
+def _sizes(releases: list[_replay_hook.Release]) -> dict[str, float]:
     """Of the places whose noise is not of its size: the noise's standard deviation over the declared one."""
     drawn: dict[str, list[tuple[float, float, float]]] = {}
     for release in releases:
@@ -373,7 +373,7 @@ def _measure(where: str, tape: _Tape) -> str:
     return "mean size" if laplace else "mean square"
 
 
-def _moments(noise: np.ndarray, scale: float, release: _tap.Release) -> tuple[float, float, float]:
+def _moments(noise: np.ndarray, scale: float, release: _replay_hook.Release) -> tuple[float, float, float]:
     """The sum of squares, or of Laplace noise the sum of sizes, in scales; its mean and its variance."""
     if release.norm == 2:
         return float(np.sum((noise / scale) ** 2)), noise.size, 2 * noise.size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdpfl.accounting import _checks
-from tfdpfl.clipping.plan import ClippedGradients, Plan
+from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
 
 # Of 1e11 entries whose squares are below float32's least normal number the norm is 3e-14.
 LEAST_CLIP = 1e-10
@@ -54,9 +54,9 @@ def clipped_gradients(
     """
     if not tf.is_tensor(l2_norm_clip):
         check_clip(l2_norm_clip)
-    plan = Plan(loss, variables, num_microbatches)
-    norms2 = plan.squared_norms()
-    return plan.finish(norms2, l2_norm_clip)
+    pipeline = ClippingPipeline(loss, variables, num_microbatches)
+    norms2 = pipeline.squared_norms()
+    return pipeline.finish(norms2, l2_norm_clip)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -66,4 +66,4 @@ def per_example_norms(loss: tf.Tensor, variables: Sequence) -> tf.Tensor:
     Args:
       loss: As all that follow, see `clipped_gradients`.
     """
-    return tf.sqrt(Plan(loss, variables, None).squared_norms())
+    return tf.sqrt(ClippingPipeline(loss, variables, None).squared_norms())

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.engine import LEAST_CLIP
-from tfdpfl.clipping.finished import check_finished, raw_variable
-from tfdpfl.clipping.plan import Plan
+from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.clipping.registry import user_rules
+from tfdpfl.clipping.step_checks import check_finished, raw_variable
 from tfdpfl.errors import PrivacyError
 
 # `validate` compares the gradients of so many examples with exact ones.
@@ -65,10 +65,10 @@ def explain(model: Any, batch: Any) -> Explanation:
     """
     rows: list[Row] = []
 
-    def read(plan: Plan, variables: list) -> tf.Tensor:
-        norms = plan.squared_norms()
-        for i, parts in enumerate(plan.merged):
-            uses = [part for part in plan.parts if part.variable == i]
+    def read(pipeline: ClippingPipeline, variables: list) -> tf.Tensor:
+        norms = pipeline.squared_norms()
+        for i, parts in enumerate(pipeline.merged):
+            uses = [part for part in pipeline.parts if part.variable == i]
             if not parts:
                 continue
             counted = collections.Counter(part.op for part in uses)
@@ -103,7 +103,7 @@ def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:
         data to, the examples that moved, or the weight whose gradient is not exact.
     """
     batch = _parts(batch)
-    _traced(model, batch, lambda plan, _: plan.squared_norms(), training=True)
+    _traced(model, batch, lambda pipeline, _: pipeline.squared_norms(), training=True)
     run = _traced(model, batch, _gradients, training=False)
     x, *rest = batch
     size = len(tf.nest.flatten(x)[0])
@@ -133,19 +133,22 @@ class _Gradients(NamedTuple):
     exact: list[Any]
 
 
-def _gradients(plan: Plan, variables: list) -> _Gradients:
+def _gradients(pipeline: ClippingPipeline, variables: list) -> _Gradients:
     """Of a step that is traced. The bound is one that most examples exceed."""
-    norms2 = plan.squared_norms()
+    norms2 = pipeline.squared_norms()
     norms = tf.sqrt(norms2)
     bound = tf.maximum(0.7 * tf.sort(norms)[tf.size(norms) // 2], tf.constant(LEAST_CLIP, norms.dtype))
     raw = [raw_variable(v) for v in variables]
     dense = lambda gs: [  # noqa: E731
-        tf.zeros(v.shape, plan.dtype) if g is None else tf.cast(tf.convert_to_tensor(g), plan.dtype)
+        tf.zeros(v.shape, pipeline.dtype) if g is None else tf.cast(tf.convert_to_tensor(g), pipeline.dtype)
         for g, v in zip(gs, raw, strict=True)
     ]
-    exact = dense(tf.gradients([plan.losses], raw))
+    exact = dense(tf.gradients([pipeline.losses], raw))
     return _Gradients(
-        tf.stack([tf.cast(plan.losses, norms.dtype), norms]), bound, dense(plan.finish(norms2, bound).sum), exact
+        tf.stack([tf.cast(pipeline.losses, norms.dtype), norms]),
+        bound,
+        dense(pipeline.finish(norms2, bound).sum),
+        exact,
     )
 
 
@@ -235,7 +238,7 @@ def _parts(batch: Any) -> tuple:
 
 
 def _traced(model: Any, batch: tuple, read: Any, training: bool) -> Any:
-    """Traces a training step on the batch's shapes and hands the engine's plan to ``read``; returns a function."""
+    """Traces a training step on the batch's shapes and hands the engine's pipeline to ``read``; returns a function."""
     x, *rest = batch
     y, weight = [*rest, None, None][:2]
     spec = lambda leaf: tf.TensorSpec([None, *np.shape(leaf)[1:]], tf.convert_to_tensor(leaf[:1]).dtype)  # noqa: E731
@@ -250,7 +253,7 @@ def _traced(model: Any, batch: tuple, read: Any, training: bool) -> Any:
         else:
             loss = model.compute_loss(x, y, outputs, weight)
         variables = model.trainable_variables
-        found = read(Plan(loss, [raw_variable(v) for v in variables], None), variables)
+        found = read(ClippingPipeline(loss, [raw_variable(v) for v in variables], None), variables)
         check_finished(loss.graph, saved_weights(model))
         return found
 

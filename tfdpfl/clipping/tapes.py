@@ -19,8 +19,8 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.finished import handles_of, raw_variable
 from tfdpfl.clipping.graph import key
+from tfdpfl.clipping.step_checks import handles_of, raw_variable
 from tfdpfl.errors import PrivacyError
 
 # A tensor that a tape takes for a constant, and the ids of the handles of variables that it follows from.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger, _checks
@@ -142,7 +142,7 @@ def noised(
     with np.errstate(over="ignore"):
         values = [base[name] + part for name, part in added.items()]
         out = [(v + n).astype(base[name].dtype) for name, v, n in zip(added, values, noise, strict=True)]
-    told = _tap.released(values, out, noise, [stddev] * len(out), bound)
+    told = _replay_hook.released(values, out, noise, [stddev] * len(out), bound)
     return {**base, **dict(zip(added, told, strict=True))}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.flower._flwr import Message, log, only
 
@@ -48,7 +48,7 @@ def add_noise(total: np.ndarray, normal: np.ndarray, metrics: NoisedMetrics) -> 
     """To fractions, of which each client has one of each."""
     z, root = metrics.noise_multiplier, math.sqrt(len(total))
     if z > 0:
-        _tap.add([total], [normal * (z * root)], [z * root], 1 / z)
+        _replay_hook.add([total], [normal * (z * root)], [z * root], 1 / z)
 
 
 def means_of(means: np.ndarray, names: list[str], metrics: NoisedMetrics | None) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
@@ -519,7 +519,7 @@ class DifferentialPrivacy(Strategy):
         if of_updates or of_count:
             z = self._noise_multiplier
             with np.errstate(over="ignore"):
-                _tap.add(
+                _replay_hook.add(
                     [*parts.values(), *([counted] if of_count else [])], noise,
                     [clip] * len(parts) if correlated else stddevs,
                     1.0 if correlated else 1 / z if z else math.inf, moments=not correlated,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Estimator, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
@@ -64,7 +64,9 @@ class Uniforms:
 def noisy_counts(counts: np.ndarray, parameter: float, uniforms: Uniforms, replaced: int = 2) -> np.ndarray:
     """Counts with discrete Laplace noise, float64; of one example that is replaced they move by ``replaced`` in L1."""
     noise, charge = uniforms.discrete_laplace(parameter, counts.shape), replaced * parameter
-    return _tap.released([counts], [counts + noise], [noise], [1 / parameter], charge, replaced=charge, norm=1)[0]
+    return _replay_hook.released([counts], [counts + noise], [noise], [1 / parameter], charge, replaced=charge, norm=1)[
+        0
+    ]
 
 
 def label_promise(mechanism: Estimator, spent: PrivacyLedger, more: str = "") -> Promise:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 
 # A uniform number is a multiple of 2⁻⁵³, so what is rarer never comes; where lies are rarer than this, which class
 # they name is drawn by itself.
@@ -77,7 +77,7 @@ def release(
         """ln P(said | codes), up to what all codes share."""
         return np.where(rank[row, codes] >= k, np.log((np.exp(epsilon) + k - 1) / k), epsilon * (said == codes))
 
-    return _tap.drawn(codes, said, epsilon, loss)
+    return _replay_hook.drawn(codes, said, epsilon, loss)
 
 
 def matrices(order: np.ndarray, k: np.ndarray, epsilon: float) -> np.ndarray:

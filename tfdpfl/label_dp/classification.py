@@ -6,7 +6,7 @@ import numpy as np
 from sklearn.base import clone as sklearn_clone
 from sklearn.utils.validation import check_is_fitted
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
@@ -95,7 +95,7 @@ class RandomizedResponse(ClassTransformer):
                 step[lies] = 1 + (uniforms(int(lies.sum())) * (size - 1)).astype(np.intp)
             step *= lies
             said = codes + step
-            said = _tap.drawn(codes, said - size * (said >= size), self.epsilon, loss)
+            said = _replay_hook.drawn(codes, said - size * (said >= size), self.epsilon, loss)
             return _labels.decode(said, self.classes_, values)
 
         def loss(one: np.ndarray, other: np.ndarray, said: np.ndarray) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import optimize, sparse
 from sklearn.utils.validation import check_is_fitted
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
@@ -363,7 +363,7 @@ class UnbiasedRandomizer(_RegressionMechanism):
             matrix = self.transition_matrix_
             return (1 - part) * matrix[below, said] + part * matrix[below + 1, said]
 
-        return self.outputs_[_tap.drawn(numbers, said, self._response_epsilon, loss)]
+        return self.outputs_[_replay_hook.drawn(numbers, said, self._response_epsilon, loss)]
 
     def _between(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The place of the value of the grid below, and which part of the way to the next one a number is."""

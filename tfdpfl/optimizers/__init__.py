@@ -22,9 +22,9 @@ from tfdpfl._frames import PLAN, callers, running_fits, trained_by
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.clipping import tapes
-from tfdpfl.clipping.finished import before_it_runs, raw_variable
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.clipping.refusals import EAGER
+from tfdpfl.clipping.step_checks import before_it_runs, raw_variable
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import Noise, Tree
 from tfdpfl.optimizers import _fit_hook, _replicas, _step_table

@@ -13,8 +13,8 @@ import tensorflow as tf
 from tfdpfl import clips
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import LEAST_CLIP, check_clip
-from tfdpfl.clipping.finished import name_of, raw_variable
-from tfdpfl.clipping.plan import ClippedGradients, Plan
+from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
+from tfdpfl.clipping.step_checks import name_of, raw_variable
 from tfdpfl.optimizers._schedules import PiecewiseConstant
 
 __all__ = ["Clipping", "clipping_of"]
@@ -55,7 +55,9 @@ class Clipping:
         """What a user reads, between steps."""
         return float(self.norm)
 
-    def clipped(self, plan: Plan, variables: Sequence, denominator: Any) -> tuple[ClippedGradients, tf.Tensor | None]:
+    def clipped(
+        self, plan: ClippingPipeline, variables: Sequence, denominator: Any
+    ) -> tuple[ClippedGradients, tf.Tensor | None]:
         """Returns the clipped sums, and what else is released with them and has noise of its own."""
         del variables
         return plan.finish(plan.squared_norms(), self.norm, denominator), None

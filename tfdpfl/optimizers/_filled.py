@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdpfl import _blanks
 from tfdpfl._frames import callers, running_fits
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.plan import Plan
+from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.clipping.sizes import original
 from tfdpfl.data.declared import made_from, transformed_by
 from tfdpfl.errors import PrivacyError
@@ -22,7 +22,7 @@ __all__ = ["check_kept", "leave_out_blanks"]
 _KEEPS = ("prefetch", "options", "take", "skip", "repeat", "cache", "snapshot", "shuffle", "assertcardinality")
 
 
-def leave_out_blanks(plan: Plan) -> None:
+def leave_out_blanks(plan: ClippingPipeline) -> None:
     """Has the plan leave out the rows that are marked as blank in what the step takes in.
 
     Raises:
@@ -46,7 +46,7 @@ def leave_out_blanks(plan: Plan) -> None:
         plan.leave_out(*_blanks.of_batch(marking, weights, plan.batch_size))
 
 
-def _sample_weights(plan: Plan) -> list[tf.Tensor]:
+def _sample_weights(plan: ClippingPipeline) -> list[tf.Tensor]:
     """Returns the sample weights of the train_step that runs, for batches that were filled up by hand: an activity
     regularizer, `add_loss` or a train_step of one's own does not see that a weight is 0. If Keras did not write the
     train_step and the loss depends on the third part of its data, that may be something else, such as a target."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl.clipping.gradients import added
 from tfdpfl.noise.source import Source
 from tfdpfl.optimizers import _replicas, _step_table
@@ -22,7 +22,7 @@ from tfdpfl.optimizers._settings import Settings
 
 if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyLedger
-    from tfdpfl.clipping.plan import ClippedGradients, Plan
+    from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
     from tfdpfl.embeddings import AdaFEST
     from tfdpfl.noise.strategies import Noise
     from tfdpfl.optimizers._noise_segments import NoiseSegments
@@ -124,12 +124,17 @@ class FreshNoise:
 
     # -- large tables of which only some rows are trained ----------------------------------------------------
 
-    def tables_of(self, plan: Plan, variables: Sequence) -> list[int]:
+    def tables_of(self, plan: ClippingPipeline, variables: Sequence) -> list[int]:
         """Returns the places of the variables whose sums are left in rows, and prepares the plan for that."""
         return []
 
     def rows(
-        self, stddev: tf.Tensor, plan: Plan, clipped: ClippedGradients, tables: list[int], variables: Sequence
+        self,
+        stddev: tf.Tensor,
+        plan: ClippingPipeline,
+        clipped: ClippedGradients,
+        tables: list[int],
+        variables: Sequence,
     ) -> list[tf.IndexedSlices]:
         """Returns the rows of each table that a step trains, with their noisy means; ``stddev`` is of that noise."""
         return []
@@ -164,13 +169,13 @@ def shown(
       bound: how far one unit may move the sums over their scales.
       independent: whether the noise is independent over the steps, with these scales.
     """
-    if _tap.tape is None or _replicas.number() > 1:
+    if _replay_hook.tape is None or _replicas.number() > 1:
         return noisy
-    count, where = len(sums), _tap.caller()
+    count, where = len(sums), _replay_hook.caller()
 
     def take(scales: np.ndarray, bound: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         before, after, noise = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
-        return _tap.released(before, after, noise, list(scales), float(bound), where=where, moments=independent)
+        return _replay_hook.released(before, after, noise, list(scales), float(bound), where=where, moments=independent)
 
     stacked = tf.stack([tf.cast(scale, tf.float64) for scale in scales])
     inputs = [stacked, bound, *sums, *noisy, *drawn]

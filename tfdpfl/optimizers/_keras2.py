@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfdpfl._frames import callers
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import function_graph
+from tfdpfl.clipping.step_checks import handles_of
 from tfdpfl.optimizers._privatizer import GradientPrivatizer
 
 __all__ = ["Keras2Adapter"]

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.finished import check_finished, raw_variable, versions
 from tfdpfl.clipping.gradients import compiled
-from tfdpfl.clipping.plan import ClippedGradients, Plan
+from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
 from tfdpfl.clipping.registry import user_rules
+from tfdpfl.clipping.step_checks import check_finished, raw_variable, versions
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.source import Source
 from tfdpfl.optimizers import _draws, _filled, _replicas, _step_table, _workers
@@ -62,7 +62,7 @@ class _Step:
 
     variables: Sequence
     table: tf.Variable
-    plan: Plan
+    plan: ClippingPipeline
     agreement: _workers.WorkerAgreement
     clipped: ClippedGradients
     count: tf.Tensor | None
@@ -187,10 +187,10 @@ class GradientPrivatizer:
         settings, replicas = self.settings, _replicas.number()
         rows = settings.rows_per_unit if settings.rows_per_unit > 1 else None
         loss = _replicas.undivided(loss)
-        secret = self.seed is None and _tap.tape is None  # else all is to be drawn again as it was
+        secret = self.seed is None and _replay_hook.tape is None  # else all is to be drawn again as it was
         if secret:
             _draws.make_secret(loss, self.draws)
-        plan = Plan(loss, variables, settings.num_microbatches, rows, replicas)
+        plan = ClippingPipeline(loss, variables, settings.num_microbatches, rows, replicas)
         self.user_rules |= user_rules()
         self.draws_by_example |= _draws.draws_by_example(loss, plan.analysis, secret)
         _replicas.check_apart(plan.analysis.sources)
@@ -297,7 +297,7 @@ class GradientPrivatizer:
         self.pending.assign(max((int(a.at) for a in self._accumulators.values()), default=0))
 
     def check_finished(self, kept: Sequence = ()) -> None:
-        """Looks again at the steps that were traced; see `tfdpfl.clipping.finished.check_finished`."""
+        """Looks again at the steps that were traced; see `tfdpfl.clipping.step_checks.check_finished`."""
         variables = tuple(map(id, kept))
         for graph, checked in list(_GRAPHS.get(self, {}).items()):
             if checked.get(variables) != versions(graph):

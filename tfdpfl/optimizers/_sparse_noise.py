@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import LEAST_CLIP
-from tfdpfl.clipping.finished import name_of, raw_variable
 from tfdpfl.clipping.gradients import compiled
-from tfdpfl.clipping.plan import ClippedGradients, Plan
+from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
+from tfdpfl.clipping.step_checks import name_of, raw_variable
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._fresh_noise import FreshNoise
@@ -64,7 +64,7 @@ class SparseNoise(FreshNoise):
     def multiplier_of_sums(self, noise_multiplier: float) -> float:
         return self.sparse.split(noise_multiplier)[0]
 
-    def tables_of(self, plan: Plan, variables: Sequence) -> list[int]:
+    def tables_of(self, plan: ClippingPipeline, variables: Sequence) -> list[int]:
         if compiled():
             raise PrivacyError(
                 "sparse=AdaFEST in a step that XLA compiles: how many rows are kept is known only while it runs. "
@@ -85,7 +85,12 @@ class SparseNoise(FreshNoise):
         return found
 
     def rows(
-        self, stddev: tf.Tensor, plan: Plan, clipped: ClippedGradients, tables: list[int], variables: Sequence
+        self,
+        stddev: tf.Tensor,
+        plan: ClippingPipeline,
+        clipped: ClippedGradients,
+        tables: list[int],
+        variables: Sequence,
     ) -> list[tf.IndexedSlices]:
         _check_tables(clipped, tables, variables)
         chosen = self._chosen(plan, clipped, tables)
@@ -105,7 +110,7 @@ class SparseNoise(FreshNoise):
             for total, rows, shape in zip(totals, chosen, shapes, strict=True)
         ]
 
-    def _chosen(self, plan: Plan, clipped: ClippedGradients, tables: list[int]) -> list[tf.Tensor]:
+    def _chosen(self, plan: ClippingPipeline, clipped: ClippedGradients, tables: list[int]) -> list[tf.Tensor]:
         """Returns the numbers of the rows of each table whose noisy count is high enough."""
         # One without a finite gradient, or without any, is as if it was not there.
         absent = clipped.absent | ~tf.math.is_finite(clipped.norms) | (clipped.norms <= LEAST_CLIP)

@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdpfl.clipping.finished import raw_variable
 from tfdpfl.clipping.graph import require
+from tfdpfl.clipping.step_checks import raw_variable
 from tfdpfl.noise.source import Source, bits_of_normals
 from tfdpfl.optimizers import _replicas
 from tfdpfl.optimizers._step_table import Counter

@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._types import Arrays, Model
-from tfdpfl.clipping.finished import handles_of
 from tfdpfl.clipping.graph import attributes, body_graphs, function_names
+from tfdpfl.clipping.step_checks import handles_of
 from tfdpfl.clipping.variable_writes import side_effects
 
 # What the graph of an honest loss or layer may do beside computing: draw, complain, update its model's own variables.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdpfl import _tap
+from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
@@ -585,7 +585,7 @@ def _noisy(values: np.ndarray, noise: np.ndarray, part: Part) -> np.ndarray:
     laplace = isinstance(part, LaplaceArgmax)
     scale = 1 / part.gamma if isinstance(part, LaplaceArgmax) else part.sigma
     charge = (2.0 if laplace else 1.0 if isinstance(part, Threshold) else math.sqrt(2)) / scale
-    return _tap.released(
+    return _replay_hook.released(
         [values], [values + noise], [noise], [scale], charge, replaced=charge, norm=1 if laplace else 2, by_row=True
     )[0]
 

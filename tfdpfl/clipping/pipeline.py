@@ -18,15 +18,6 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping import ops as _ops  # noqa: F401 (fills the registry)
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.finished import (
-    READ,
-    before_it_runs,
-    check_arguments,
-    check_public,
-    name_of,
-    raw_variable,
-    resource,
-)
 from tfdpfl.clipping.gradients import EmbeddingGradient, MaterializedGradient, Units, merge
 from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.inline_control_flow import InlinedControlFlow, close
@@ -45,6 +36,15 @@ from tfdpfl.clipping.reparametrized import (
 )
 from tfdpfl.clipping.sizes import as_freed, original, read_free
 from tfdpfl.clipping.states import TAINTED, Batch, Handle, Mixed, Public, Size
+from tfdpfl.clipping.step_checks import (
+    READ,
+    before_it_runs,
+    check_arguments,
+    check_public,
+    name_of,
+    raw_variable,
+    resource,
+)
 from tfdpfl.clipping.variable_writes import tainted_read
 from tfdpfl.clipping.weight_uses import WeightUses
 from tfdpfl.errors import PrivacyError
@@ -63,13 +63,14 @@ class ClippedGradients:
     Attributes:
       sum: for each variable, the sum over units (examples, or microbatches) of the clipped gradients, without noise.
         The L2 norm of one unit's part, over all variables together, is at most ``l2_norm_clip``. None where the loss
-        does not depend on the variable. (Rows with their numbers where `Plan.leave_in_rows` asks for them.)
+        does not depend on the variable. (Rows with their numbers where `ClippingPipeline.leave_in_rows` asks for them.)
       norms: [units], each unit's gradient norm before clipping; NaN or infinite where it was not finite.
       regularization: for each variable, the gradient of the part of the loss that depends on no example, or None.
       num_units: scalar int32, how many units there were.
       batch_size: scalar int32, how many examples there were.
       num_nonfinite: scalar int32, how many had a gradient that was not finite; they contribute zero.
-      absent: bool [units], which units are no examples (`Plan.leave_out`); they contribute zero, and their norm is 0.
+      absent: bool [units], which units are no examples (`ClippingPipeline.leave_out`); they contribute zero, and their
+        norm is 0.
     """
 
     sum: list[tf.Tensor | tf.IndexedSlices | None]
@@ -93,7 +94,7 @@ def _distinct(variables: Sequence) -> list:
     return raw
 
 
-class Plan:
+class ClippingPipeline:
     """Everything between a loss and its clipped sum."""
 
     def __init__(
@@ -172,7 +173,7 @@ class Plan:
         return losses, public
 
     def _look_again(self) -> None:
-        """Has the step checked once all of it is traced (`finished`)."""
+        """Has the step checked once all of it is traced (`step_checks`)."""
         read = {Handle(None, handle.name): (op.type, op.name) for handle, op in self.analysis.reads}
         READ.setdefault(self.graph, {}).update(read)
         graph_tools.keep_graphs_around(self.graph)
