@@ -18,7 +18,7 @@ from radon.complexity import cc_visit
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-SAMPLINGS = ("poisson", "shuffle", "fixed_size", "fixed_order", "cyclic_poisson")
+SAMPLINGS = ("poisson", "shuffle", "fixed_size", "fixed_order", "cyclic_poisson", "random_allocation")
 NOISES = ("Tree", "Banded", "BLT", "secure_noise")
 FORMATTER = [sys.executable, "-m", "ruff", "format", "--check", "-q", "."]
 TYPES = [sys.executable, "-m", "mypy"]

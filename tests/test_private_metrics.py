@@ -1,5 +1,6 @@
 """Tests of `callbacks.PrivateMetrics`: what is shown has noise and a price, and what Keras measures is hidden."""
 
+import functools
 import math
 
 import dp_accounting
@@ -27,16 +28,17 @@ def compiled(**kwargs):
 
 
 class Spy(tf.keras.callbacks.Callback):
-    """Keeps the names of all logs that it sees."""
+    """Keeps the names of all logs that it sees, by hook."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = {}
         for hook in ("train_batch_end", "test_batch_end", "test_end", "epoch_end", "train_end"):
-            setattr(self, f"on_{hook}", self._see)
+            setattr(self, f"on_{hook}", functools.partial(self._see, hook))
 
-    def _see(self, *args, logs=None):
-        self.seen.update(logs or next((given for given in args if isinstance(given, dict)), ()))
+    def _see(self, hook, *args, logs=None):
+        given = logs or next((given for given in args if isinstance(given, dict)), ())
+        self.seen.setdefault(hook, set()).update(given)
 
 
 class Fixed:
@@ -65,7 +67,9 @@ def test_a_fit_shows_noisy_figures_alone_and_the_ledger_holds_them(tmp_path, cap
         poisson_batches((X, Y), expected_batch_size=30, steps=4), epochs=2, validation_data=(X[:9], Y[:9]),
         callbacks=[metrics, budget, stop, spy, tf.keras.callbacks.CSVLogger(tmp_path / "log.csv")],
     )  # fmt: skip
-    assert set(log.history) == spy.seen == {"loss", "accuracy", "epsilon"}
+    assert set(log.history) == spy.seen.pop("epoch_end") == {"loss", "accuracy", "epsilon"}
+    assert spy.seen.pop("train_end") <= {"epsilon"}
+    assert set(spy.seen) == {"train_batch_end", "test_batch_end", "test_end"} and not any(spy.seen.values())
     assert "val_" not in capsys.readouterr().out
     columns, *rows = (line.split(",") for line in (tmp_path / "log.csv").read_text().split())
     blank = {column for i, column in enumerate(columns) if all(row[i] == "NA" for row in rows)}
@@ -89,7 +93,8 @@ def test_validation_on_private_data_costs_its_own_ledger_and_public_figures_may_
     model, spy = compiled(), Spy()
     log = model.fit(X[60:], Y[60:], batch_size=20, epochs=3, validation_data=(X[:9], Y[:9]), verbose=0,
                     callbacks=[ours, spy])  # fmt: skip
-    assert set(log.history) == {"val_loss", "val_accuracy"} and spy.seen == {"val_loss", "val_accuracy", "loss"}
+    assert set(log.history) == spy.seen["epoch_end"] == {"val_loss", "val_accuracy"}
+    assert spy.seen["test_end"] == {"loss"} and not spy.seen["train_batch_end"]
     assert len(log.history["val_accuracy"]) == 2 and len(set(log.history["val_accuracy"])) == 1  # released once
     assert ours.ledger.steps == 1 and ours.ledger.epsilon(DELTA) == price(ours.event(60), DELTA).epsilon
     with pytest.raises(PrivacyError, match="EarlyStopping stands before PrivateMetrics"):

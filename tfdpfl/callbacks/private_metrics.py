@@ -37,8 +37,9 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         A unit (an example; a user, of data that were drawn by ``user_ids``) moves the sums by at most √(number of
         metrics), if it is added, removed, blanked or replaced, since each metric is clipped to its bound. A release is
         one Gaussian mechanism of noise multiplier noise_std · units / √(number of metrics). The `PrivacyBudget` of the
-        same fit adds it to its ledger. If it has a ``target_epsilon``, all releases that are planned count from the
-        beginning, and those that were not made are given back at the end. The number of units is public.
+        same fit adds it to its ledger; without one, merge `ledger` into yours. If the budget has a ``target_epsilon``,
+        all planned releases count from the beginning, and those that were not made are given back at the end. The
+        number of units is public.
 
     Args:
         data: What to evaluate: None takes the data of `fit`, if these are arrays or batches of `tfdpfl.data`. Else
