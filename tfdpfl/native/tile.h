@@ -14,26 +14,31 @@ typedef float NAME(V) __attribute__((vector_size(LANES * 4), aligned(4), may_ali
 static __attribute__((noinline)) TARGET void NAME(finish)(const Pass *p, const float *tile, int rows, int stride,
                                                           int64_t entry, int64_t filter, Result to) {
     const int64_t filters = p->g->filters, at = entry * filters + filter, left = filters - filter;
-    const int64_t width = left < stride ? left : stride;
-    double square = 0;
+    V squares = {0};
     for (int r = 0; r < rows; r++) {
-        float sum[2 * LANES];
-        float *each = to.each ? to.each + at + r * filters : 0;
-        float *total = to.total && p->last_part ? to.total + at + r * filters : 0;
-        for (int64_t i = 0; i < width; i++) sum[i] = tile[r * stride + i];
-        if (!p->first_part)
-            for (int64_t i = 0; i < width; i++) sum[i] += each[i];
-        if (each)
-            for (int64_t i = 0; i < width; i++) each[i] = sum[i];
-        if (total)
-            for (int64_t i = 0; i < width; i++) total[i] += to.factor * sum[i];
-        if (to.square && p->last_part) {
-            float squares = 0;
-            for (int64_t i = 0; i < width; i++) squares += sum[i] * sum[i];
-            square += squares;
+        for (int k = 0; k < stride && k < left; k += LANES) {
+            V sum = *(const V *)(tile + r * stride + k); /* zero beyond the last filter */
+            const int64_t here = at + r * filters + k, width = left - k < LANES ? left - k : LANES;
+            float *each = to.each ? to.each + here : 0;
+            float *total = to.total && p->last_part ? to.total + here : 0;
+            if (width == LANES) {
+                if (!p->first_part) sum += *(const V *)each;
+                if (each) *(V *)each = sum;
+                if (total) *(V *)total += to.factor * sum;
+            } else {
+                for (int64_t i = 0; i < width; i++) {
+                    if (!p->first_part) sum[i] += each[i];
+                    if (each) each[i] = sum[i];
+                    if (total) total[i] += to.factor * sum[i];
+                }
+            }
+            squares += sum * sum;
         }
     }
-    if (to.square) *to.square += square;
+    if (!to.square || !p->last_part) return;
+    double square = 0;
+    for (int i = 0; i < LANES; i++) square += squares[i];
+    *to.square += square;
 }
 
 INLINE void NAME(tile)(const int rows, const int vectors, const Pass *p, const float *image, const float *gradient,
