@@ -103,11 +103,7 @@ class Cohorts:
           allow: takes clients and returns those that may be drawn, or asked.
         """
         if self.sampling_rate is None and not self._bounded:
-            if self._client_of is None and allow is None:
-                return messages
-            chosen = self.clients(message.metadata.dst_node_id for message in messages)
-            asked = {chosen[client] for client in (chosen if allow is None else allow(chosen))}
-            return [message for message in messages if message.metadata.dst_node_id in asked]
+            return self._of_strategy(messages, allow)
         model = messages[0]
         if any(not _same(message.content, model.content) for message in messages[1:]):
             raise ValueError(
@@ -117,18 +113,31 @@ class Cohorts:
         connected = self.clients(grid.get_node_ids())
         if allow is not None and (begun is None or self.sampling_rate is None):
             connected = {client: connected[client] for client in allow(connected)}
+        log.info("configure_train: asks the clients that were drawn, of %d", len(connected))
+        kind, ttl = model.metadata.message_type, model.metadata.ttl
+        cohort = self._cohort([*connected], charged, begun)
+        return [Message(model.content, connected[client], kind, ttl=ttl) for client in cohort]
+
+    def _of_strategy(
+        self, messages: list[Message], allow: Callable[[Iterable[str]], Iterable[str]] | None
+    ) -> list[Message]:
+        """The strategy's messages, one to each client that may be asked."""
+        if self._client_of is None and allow is None:
+            return messages
+        chosen = self.clients(message.metadata.dst_node_id for message in messages)
+        asked = {chosen[client] for client in (chosen if allow is None else allow(chosen))}
+        return [message for message in messages if message.metadata.dst_node_id in asked]
+
+    def _cohort(self, connected: list[str], charged: list[list[str]], begun: list[str] | None) -> list[str]:
+        """Those that are asked."""
         again = [client for client in connected if client in (begun or ())]
         if begun is not None and (again or not begun or self.sampling_rate is not None):
             # A round that was lost has the clients that it had: a second coin would raise their rate. It may have none.
-            cohort = again
-        elif self.sampling_rate is not None:
-            coins = PoissonClientSampler(connected or ["nobody"], self.sampling_rate, self._seed)
-            cohort = [client for client in coins(len(charged)) if client in connected]
-        else:
-            cohort = self._within_limits([*connected], charged)
-        log.info("configure_train: asks the clients that were drawn, of %d", len(connected))
-        kind, ttl = model.metadata.message_type, model.metadata.ttl
-        return [Message(model.content, connected[client], kind, ttl=ttl) for client in cohort]
+            return again
+        if self.sampling_rate is None:
+            return self._within_limits(connected, charged)
+        coins = PoissonClientSampler(connected or ["nobody"], self.sampling_rate, self._seed)
+        return [client for client in coins(len(charged)) if client in connected]
 
     def name_of(self, node: int) -> str | None:
         """The client that a node belongs to; None for a node that belongs to no client that is known."""

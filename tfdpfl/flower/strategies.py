@@ -61,6 +61,17 @@ from tfdpfl.noise.strategies import Noise, as_noise
 UNPROTECTED = "unprotected"
 
 
+@dataclasses.dataclass
+class Collected:
+    """What the answers of a round add up to: the sum of clipped updates, sums of metrics, half the number of norms
+    within the clip less half that of the others, and the clients whose update is in the sum."""
+
+    total: ClippedSum
+    metrics: np.ndarray
+    count: float = 0.0
+    replied: list[str] = dataclasses.field(default_factory=list)
+
+
 class DifferentialPrivacy(Strategy):
     """What the wrappers share: whom they ask, what counts of an answer, noise, ledger. Use one of those below."""
 
@@ -488,87 +499,105 @@ class DifferentialPrivacy(Strategy):
             for reply in replies:
                 log.error("A reply of node %d belongs to no round: ignored", reply.metadata.src_node_id)
             return None, None
-        clients = self._cohorts.denominator
+        clients, clip = self._cohorts.denominator, self.current_clip
         assert clients is not None
-        total, clip = ClippedSum(opened.base, self.current_clip), self.current_clip
-        of_updates, of_count = self._stddevs(clip, clients)
-        names = names_of(self._train_metrics)
-        count, metrics = 0.0, np.zeros(len(names) + 1 if names else 0)
-        replied: list[str] = []
-        for node, reply in opened.valid(replies):
-            try:
-                norm = total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
-            except Exception as error:  # whatever a client sends, the round goes on without it
-                log.warning("Node %d counts as if it had not changed the model: %s", node, error)
-                norm = math.inf
-            if math.isfinite(norm):
-                replied.append(opened.clients[node])
-            count += 0.5 if norm <= clip else -0.5
-            if names and math.isfinite(norm):
-                metrics += fractions(node, reply, names, self._train_metrics)
-            self._keep_report(node, reply)
-        log.info("aggregate_train: %d of %d clients' updates are in the sum", len(replied), len(opened.groups))
-
-        parts = total.total
-        shapes = [*(part.shape for part in parts.values()), (), metrics.shape]
-        normals, past = self._drawn(shapes, bool(of_updates), bool(of_count or names))
-        counted = np.array([count] if of_count else [])
-        stddevs = [of_updates] * len(parts) + [of_count] * len(counted)
-        noise = (normal * stddev for normal, stddev in zip(normals, stddevs, strict=False))
-        correlated = self._noise is not None  # no independent noise: each round moves its sum by the clip
-        if of_updates or of_count:
-            z = self._noise_multiplier
-            with np.errstate(over="ignore"):
-                _replay_hook.add(
-                    [*parts.values(), *([counted] if of_count else [])], noise,
-                    [clip] * len(parts) if correlated else stddevs,
-                    1.0 if correlated else 1 / z if z else math.inf, moments=not correlated,
-                )  # fmt: skip
-        count = float(counted[0]) if of_count else count
-        with np.errstate(over="ignore"):
-            noisy = {name: (opened.base[name] + part / clients).astype(opened.base[name].dtype)
-                     for name, part in parts.items()}  # fmt: skip
-        if names:
-            assert self._train_metrics is not None
-            add_noise(metrics, normals[-1], self._train_metrics)
-
+        found = self._collected(opened, replies)
+        noisy, past = self._noisy(opened, found, clients)
         try:
             if past is not None:
                 self._journal.keep(self.rounds_charged + 1, past)
-            self._journal.charge(replied)
+            self._journal.charge(found.replied)
         except OSError as error:
             log.error("Round %d is not released: the ledger cannot be written (%s)", server_round, error)
             return None, None
         self._past = past  # now, and not before, the noise was used
         if isinstance(self._clip, AdaptiveClip):
-            self.current_clip = self._clip.after(clip, count, clients)
+            self.current_clip = self._clip.after(clip, found.count, clients)
+        result, about = self._released(self._done + server_round, opened, noisy)
+        told = MetricRecord({**(about or {}), "clip": clip, "epsilon": self.epsilon})
+        if self._monitor is not None:
+            self._show(self._done + server_round, told, len(opened.groups), len(found.replied))
+        names = names_of(self._train_metrics)
+        if names:
+            told.update(means_of(found.metrics / clients, names, self._train_metrics))
+        return result, told
+
+    def _collected(self, opened: Round, replies: Iterable[Message]) -> Collected:
+        """What the answers add up to."""
+        names, clip = names_of(self._train_metrics), self.current_clip
+        found = Collected(ClippedSum(opened.base, clip), np.zeros(len(names) + 1 if names else 0))
+        for node, reply in opened.valid(replies):
+            try:
+                norm = found.total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
+            except Exception as error:  # whatever a client sends, the round goes on without it
+                log.warning("Node %d counts as if it had not changed the model: %s", node, error)
+                norm = math.inf
+            found.count += 0.5 if norm <= clip else -0.5
+            if math.isfinite(norm):
+                found.replied.append(opened.clients[node])
+                if names:
+                    found.metrics += fractions(node, reply, names, self._train_metrics)
+            self._keep_report(node, reply)
+        log.info("aggregate_train: %d of %d clients' updates are in the sum", len(found.replied), len(opened.groups))
+        return found
+
+    def _noisy(
+        self, opened: Round, found: Collected, clients: float
+    ) -> tuple[dict[str, np.ndarray], list[np.ndarray] | None]:
+        """The model with the noisy mean, and what correlated noise is to keep. The count and the metrics of ``found``
+        get their noise, too."""
+        parts, clip = found.total.total, self.current_clip
+        of_updates, of_count = self._stddevs(clip, clients)
+        shapes = [*(part.shape for part in parts.values()), (), found.metrics.shape]
+        normals, past = self._drawn(shapes, bool(of_updates), bool(of_count or found.metrics.size))
+        counted = [np.array([found.count])] if of_count else []
+        stddevs = [of_updates] * len(parts) + [of_count] * len(counted)
+        noise = (normal * stddev for normal, stddev in zip(normals, stddevs, strict=False))
+        with np.errstate(over="ignore"):
+            if of_updates or of_count:
+                # Correlated noise has no independent part: each round moves its sum by the clip.
+                correlated, z = self._noise is not None, self._noise_multiplier
+                _replay_hook.add(
+                    [*parts.values(), *counted], noise, [clip] * len(parts) if correlated else stddevs,
+                    1.0 if correlated else 1 / z if z else math.inf, moments=not correlated,
+                )  # fmt: skip
+            noisy = {name: (opened.base[name] + part / clients).astype(opened.base[name].dtype)
+                     for name, part in parts.items()}  # fmt: skip
+        if counted:
+            found.count = float(counted[0][0])
+        if self._train_metrics is not None:
+            add_noise(found.metrics, normals[-1], self._train_metrics)
+        return noisy, past
+
+    def _released(
+        self, server_round: int, opened: Round, noisy: Mapping[str, np.ndarray]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """What the wrapped strategy makes of the noisy mean, once that is charged; it is saved."""
         released = record_of({name: noisy.get(name, w) for name, w in opened.base.items()})
         reply = Message(self._content(released), dst_node_id=0, message_type=MessageType.TRAIN)
         try:
-            result, about = self.strategy.aggregate_train(self._done + server_round, [reply])
+            result, about = self.strategy.aggregate_train(server_round, [reply])
         except Exception:
             # The round is charged. Its mean is kept as the model, so that a server that starts again has it.
-            self._save(self._done + server_round, released)
+            self._save(server_round, released)
             raise
         if result is not None:
             result = record_of(
                 {name: as_before(value, opened.base.get(name)) for name, value in arrays_of(result).items()}
             )
-            self._save(self._done + server_round, result)
-        epsilon = self.epsilon
-        about = MetricRecord({**(about or {}), "clip": clip, "epsilon": epsilon})
-        if self._monitor is not None:
-            target = self.target_epsilon
-            self._monitor.round(self._done + server_round, {
-                "epsilon": epsilon, "target_epsilon": target, "delta": self.delta,
-                "rounds_charged": self.rounds_charged,
-                "epsilon_left": None if target is None else max(0.0, target - epsilon), "clip": clip,
-                "noise_multiplier": self.privacy[0].noise_multiplier, "clients_asked": len(opened.groups),
-                "clients_replied": len(replied), "dropouts": len(opened.groups) - len(replied),
-            })  # fmt: skip
-        if names:
-            about.update(means_of(metrics / clients, names, self._train_metrics))
+            self._save(server_round, result)
         return result, about
+
+    def _show(self, server_round: int, told: Mapping[str, Any], asked: int, replied: int) -> None:
+        """Shows the round to operators; the monitor leaves out what depends on secret cohorts."""
+        assert self._monitor is not None
+        target, epsilon = self.target_epsilon, told["epsilon"]
+        self._monitor.round(server_round, {
+            "epsilon": epsilon, "target_epsilon": target, "delta": self.delta, "clip": told["clip"],
+            "epsilon_left": None if target is None else max(0.0, target - epsilon),
+            "rounds_charged": self.rounds_charged, "noise_multiplier": self.privacy[0].noise_multiplier,
+            "clients_asked": asked, "clients_replied": replied, "dropouts": asked - replied,
+        })  # fmt: skip
 
     def _content(self, arrays: ArrayRecord) -> RecordDict:
         """The one reply that the wrapped strategy sees of a round."""
