@@ -58,7 +58,11 @@ NO_CASE = {
     "pysyft_analysis rdp_data_dependent rdp_data_independent release_cost smooth_sensitivity planning plan PrivacyPlan "
     "Answers as_counts PrivacyBudget Selected",
     "instruments": "audit Finding MembershipReport OneRunAudit OneRunReport ProjectReport ReplayReport audit_epsilon "
-    "lira membership_inference one_run_bounds replay report rmia plots",
+    "lira membership_inference one_run_bounds replay report rmia plots membership auc_bars epsilon_by_delta "
+    "epsilon_over_time panels privacy_utility",
+    "noise by itself, which the optimizers' cases draw": "AES PHILOX Source gaussian discrete_gaussian grid new_key "
+    "Noise Tree Banded",
+    "prices and settings of noise": "Compared compare compute_correlated_noise_multiplier SOLVERS HyperParameters",
     "clips alone": "clipping ClippedGradients clipped_gradients explain fix per_example_norms register_rule validate",
     "sampling, whose amplification the case of poisson_batches tests": "data SamplingDeclaration cyclic_poisson "
     "random_allocation declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
@@ -67,7 +71,8 @@ NO_CASE = {
     "Discretization Normalization StringLookup TextVectorization class_weights",
     "made of what is private already": "AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",
-    "public, or taken for it": "datasets LabelPrior PublicPrior",
+    "public, or taken for it": "datasets LabelPrior PublicPrior Roster CENSUS_VALUES CensusData DATA_DIR_VARIABLE "
+    "ImageData load_adult load_census load_digits load_image_data load_mnist load_shakespeare",
     "not private, and says so": "evaluate_personalized TeacherEnsemble",
     "runs what is built elsewhere": "train training History local_runtime remote_runtime runtime WorkerLost",
     "modules, whose names are here": "callbacks convex errors federated flower label_dp noise optimizers pate tuning "
