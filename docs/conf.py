@@ -95,7 +95,14 @@ def _skip(app, what, name, obj, skip, options):
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = sorted(
     path.relative_to(ROOT)
-    for pattern in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/*.md", "examples/**/*.py")
+    for pattern in (
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "benchmarks/results/*.md",
+        "examples/**/*.md",
+        "examples/**/*.py",
+    )
     for path in ROOT.glob(pattern)
 )
 
