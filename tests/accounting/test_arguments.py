@@ -92,6 +92,20 @@ def test_a_ledger_accepts_the_names_that_arguments_had_before():
         PrivacyLedger().record(1.0, steps=3, num_steps=3, **data)
 
 
+def test_steps_of_which_only_the_noise_is_known_are_priced_as_if_every_example_were_in_each():
+    counted = PrivacyLedger().count("a", 2.0, 3)
+    every = compute_epsilon(
+        num_examples=1,
+        batch_size=1,
+        noise_multiplier=2.0,
+        num_steps=3,
+        sampling="none",
+        adjacency="zero_out",
+        delta=1e-5,
+    )
+    assert counted.epsilon(1e-5) == every and counted.unknown_steps == 3 and counted.adjacency == "zero_out"
+
+
 def test_a_warning_names_the_line_of_the_caller():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
