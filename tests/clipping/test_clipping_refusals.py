@@ -337,6 +337,9 @@ MIXING = {
     "python": lambda x: total(d(x) - tf.ensure_shape(tf.numpy_function(lambda: BATCHED[:1], [], tf.float32), [1, 4])),
     "python on the batch": lambda x: total(d(tf.ensure_shape(tf.numpy_function(lambda a: a[::-1], [x], tf.float32),
                                                              [None, 4]))),
+    "what a loop began without": lambda x: total(d(tf.while_loop(
+        lambda i, s: i < 2, lambda i, s: (i + 1, x + tf.reduce_mean(s, 0)), [0, tf.zeros([1, 4])],
+        shape_invariants=[tf.TensorShape([]), tf.TensorShape([None, 4])])[1])),
 }  # fmt: skip
 
 

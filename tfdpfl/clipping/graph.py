@@ -214,7 +214,7 @@ def copy_op(
         shapes = map(tf.TensorShape, made.get_attr("output_shapes")) if loops else [t.shape for t in made.inputs[1:]]
         name = made.get_attr(kind).name
         body = control_flow_util_v2.get_func_graph(made, list(shapes), name)
-        body.name = f"{name}_tfdpfl_{next(_numbers)}"
+        body.name = f"{name}_of_tfdpfl_{next(_numbers)}"
         setattr(made, place, body)
     if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
         made._gradient_function = op._gradient_function
@@ -234,7 +234,7 @@ def rewrite_bodies(op: tf.Operation, rewrite: Callable[[Any], bool]) -> None:
         shapes = [t.shape for t in op.inputs[1 if op.type.endswith("If") else 0 :]]
         with op.graph.as_default():
             body = function_def_to_graph.function_def_to_graph(definition, shapes)
-            body.name = f"{name}_tfdpfl_{next(_numbers)}"
+            body.name = f"{name}_of_tfdpfl_{next(_numbers)}"
             op._set_func_attr(kind, control_flow_util_v2.create_new_tf_function(body))
         setattr(op, place, body)
 
