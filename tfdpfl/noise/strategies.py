@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz, tree_sensitivity
 from tfdpfl.noise.optimal import best_bands, best_buffers
@@ -50,7 +51,7 @@ class Uses(NamedTuple):
     max_participations: int | None = None
 
     @property
-    def limits(self) -> dict[str, Any]:
+    def limits(self) -> Keywords:
         """The last two, as arguments of a noise."""
         return {"min_separation": self.min_separation, "max_participations": self.max_participations}
 
@@ -81,7 +82,7 @@ class Noise:
             mend = "count the steps that one example can be in (the epochs, if it is in one of each)"
             self._put("max_participations", _checks.whole("max_participations", self.max_participations, 1, mend))
 
-    def _put(self, name: str, value: Any) -> None:
+    def _put(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the way to set a frozen dataclass's fields
 
     def sensitivity(self, num_steps: int, min_separation: int = 1, max_participations: int | None = None) -> float:
@@ -165,7 +166,7 @@ class Noise:
         given = {name: getattr(self, name) for name in self.sizes}
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in given.items() if v is not None)})"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Returns the noise as values that JSON can hold; `noise_from_dict` is the inverse."""
         return {"noise": type(self).__name__, **dataclasses.asdict(self)}
 
@@ -308,7 +309,7 @@ def _sum(fresh: tf.Tensor, weights: Iterable[tf.Tensor], past: Iterable[tf.Tenso
     return tf.add_n([fresh, *(weight * value for weight, value in zip(weights, past, strict=True))])
 
 
-def _numbers(name: str, values: Any, mend: str) -> tuple[float, ...]:
+def _numbers(name: str, values: Iterable[float], mend: str) -> tuple[float, ...]:
     try:
         return tuple(_checks.real(name, float(v), mend) for v in values)
     except TypeError:
@@ -482,28 +483,28 @@ class BLT(_Toeplitz):
 INDEPENDENT = Banded(bands=1, max_participations=1, coefficients=(1.0,))
 
 
-def as_noise(noise: Any, or_none: bool = False) -> Any:
+def as_noise(noise: object) -> Noise:
     """Returns a noise that was given to an argument ``noise=``, or saved by `Noise.to_dict`.
 
     Raises:
       ValueError: it is none.
     """
-    if isinstance(noise, Noise) or (noise is None and or_none):
+    if isinstance(noise, Noise):
         return noise
     if isinstance(noise, dict):
         return noise_from_dict(noise)
     *names, last = KINDS
-    kinds = f"tfdpfl.noise.{', '.join(names)} or {last}"
-    raise ValueError(f"noise={noise!r} must be {'None, or ' if or_none else ''}{kinds}.")
+    kinds = f"{', '.join(names)} or {last}"
+    raise ValueError(f"noise={noise!r} must be tfdpfl.noise.{kinds}, or None for independent noise.")
 
 
-def noise_from_dict(saved: dict[str, Any]) -> Noise:
+def noise_from_dict(saved: Json) -> Noise:
     """Makes the noise that `Noise.to_dict` saved.
 
     Raises:
       ValueError: ``saved`` is not what it gives.
     """
-    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    settings: Keywords = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
     kind = settings.pop("noise", None)
     if kind not in KINDS:
         raise ValueError(f"noise={kind!r} is none of {', '.join(KINDS)}: give what to_dict gave.")

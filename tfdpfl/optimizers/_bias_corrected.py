@@ -72,5 +72,5 @@ def _noise_variance(privatizer: GradientPrivatizer) -> float:
         raise PrivacyError(
             "DPAdamBC takes off the noise's variance, which sparse=AdaFEST puts on some rows alone. Take DPAdam."
         )
-    stddev = settings.least_noise * privatizer.clipping.first(settings.l2_norm_clip)
+    stddev = settings.least_noise * privatizer.clipping.first
     return (stddev / size) ** 2

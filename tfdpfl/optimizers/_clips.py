@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -23,41 +23,46 @@ __all__ = ["Clipping", "clipping_of"]
 LEAST_ADAPTED, MOST_ADAPTED = 100 * LEAST_CLIP, 1e10
 
 
-class Clipping:
-    """One clip for every example.
+Multiplier: TypeAlias = float | tf.Tensor
+Denominator: TypeAlias = float | tf.Tensor | None
+_Sums: TypeAlias = tuple[ClippedGradients, tf.Tensor | None]
+C = TypeVar("C", bound=float | clips.Clip | PiecewiseConstant)
+
+
+class Clipping(Generic[C]):
+    """Clips as one kind of clip asks for.
 
     Attributes:
+      clip: as the optimizer was given it.
       start: the first value of the variable that is saved with the optimizer; None if there is none.
       variable: that variable.
       iterations: the optimizer's count of updates.
     """
 
     start: np.float32 | None = None
-    variable: Any = None
-    iterations: Any = None
+    variable: tf.Variable
+    iterations: tf.Variable
 
-    def __init__(self, clip: Any):
-        check_clip(self.first(clip))
+    def __init__(self, clip: C):
         self.clip = clip
+        check_clip(self.first)
 
-    @staticmethod
-    def first(clip: Any) -> float:
-        """Returns C at the beginning."""
-        return clip
+    @property
+    def first(self) -> float:
+        """C at the beginning."""
+        raise NotImplementedError
 
     @property
     def norm(self) -> float | tf.Tensor:
         """C, the largest norm of one unit's part in the sums; in a step that is traced."""
-        return self.first(self.clip)
+        return self.first
 
     @property
     def current(self) -> float | list[float]:
         """What a user reads, between steps."""
         return float(self.norm)
 
-    def clipped(
-        self, plan: ClippingPipeline, variables: Sequence, denominator: Any
-    ) -> tuple[ClippedGradients, tf.Tensor | None]:
+    def clipped(self, plan: ClippingPipeline, variables: Sequence, denominator: Denominator) -> _Sums:
         """Returns the clipped sums, and what else is released with them and has noise of its own."""
         del variables
         return plan.finish(plan.squared_norms(), self.norm, denominator), None
@@ -65,53 +70,61 @@ class Clipping:
     def adapt(self, count: tf.Tensor, units: tf.Tensor) -> None:
         """Moves the clip, given the noisy count that was released with the sums."""
 
-    def split(self, noise_multiplier: float, units: tf.Tensor) -> tuple[Any, Any]:
+    def split(self, noise_multiplier: Multiplier, units: tf.Tensor | float) -> tuple[Multiplier, Multiplier | None]:
         """Returns the (noise multiplier of the sums, standard deviation of what is released with them)."""
         del units
         return noise_multiplier, None
 
 
-class Scheduled(Clipping):
-    """A clip for every example that changes at given updates."""
-
-    @staticmethod
-    def first(clip: PiecewiseConstant) -> float:
-        return clip.least
+class Constant(Clipping[float]):
+    """One clip for every example."""
 
     @property
-    def norm(self):
+    def first(self) -> float:
+        return self.clip
+
+
+class Scheduled(Clipping[PiecewiseConstant]):
+    """A clip for every example that changes at given updates."""
+
+    @property
+    def first(self) -> float:
+        return self.clip.least
+
+    @property
+    def norm(self) -> tf.Tensor:
         return self.clip.at(raw_variable(self.iterations), tf.float32)
 
     @property
-    def current(self):
+    def current(self) -> float:
         return self.clip.value(int(tf.convert_to_tensor(self.iterations)))
 
 
-class Automatic(Clipping):
-    @staticmethod
-    def first(clip: clips.AutomaticClip) -> float:
-        return clip.l2_norm_clip
+class Automatic(Clipping[clips.AutomaticClip]):
+    @property
+    def first(self) -> float:
+        return self.clip.l2_norm_clip
 
-    def clipped(self, plan, variables, denominator):
+    def clipped(self, plan: ClippingPipeline, variables: Sequence, denominator: Denominator) -> _Sums:
         clip, stability = self.norm, self.clip.stability
         return plan.scaled_by([plan.squared_norms()], lambda norms: [clip / (norms[0] + stability)], denominator), None
 
 
-class PerLayer(Clipping):
+class PerLayer(Clipping[clips.PerLayerClip]):
     _shares: list[float] | None = None
 
-    @staticmethod
-    def first(clip: clips.PerLayerClip) -> float:
-        return clip.norm
+    @property
+    def first(self) -> float:
+        return self.clip.norm
 
     @property
-    def current(self):
+    def current(self) -> list[float]:
         given = self.clip.clips
         if isinstance(given, dict | tuple):
             return list(map(float, given.values() if isinstance(given, dict) else given))
         return list(self._shares or [self.clip.norm])
 
-    def clipped(self, plan, variables, denominator):
+    def clipped(self, plan: ClippingPipeline, variables: Sequence, denominator: Denominator) -> _Sums:
         group_of, self._shares = self.clip.groups([name_of(v) for v in variables])
         shares = self._shares
         for share in shares:
@@ -125,20 +138,20 @@ class PerLayer(Clipping):
         return plan.scaled_by(norms2, factors, denominator), None
 
 
-class Adaptive(Clipping):
+class Adaptive(Clipping[clips.AdaptiveClip]):
     def __init__(self, clip: clips.AdaptiveClip):
         super().__init__(clip)
         self.start = np.float32(clip.initial)
 
-    @staticmethod
-    def first(clip: clips.AdaptiveClip) -> float:
-        return clip.initial
+    @property
+    def first(self) -> float:
+        return self.clip.initial
 
     @property
-    def norm(self):
+    def norm(self) -> tf.Tensor:
         return tf.convert_to_tensor(raw_variable(self.variable))
 
-    def clipped(self, plan, variables, denominator):
+    def clipped(self, plan: ClippingPipeline, variables: Sequence, denominator: Denominator) -> _Sums:
         clip = self.norm
         with tf.control_dependencies([graph_tools.require(clip > LEAST_ADAPTED, (
             f"tfdpfl: the adaptive clip fell to {LEAST_ADAPTED:g}: nearly all gradients are zero. Look for a model "
@@ -150,7 +163,7 @@ class Adaptive(Clipping):
         absent = clipped.absent | (clipped.norms <= LEAST_CLIP)
         return clipped, tf.reduce_sum(tf.where(absent, 0.0, within))
 
-    def split(self, noise_multiplier, units):
+    def split(self, noise_multiplier: Multiplier, units: tf.Tensor | float) -> tuple[Multiplier, Multiplier | None]:
         return self.clip.split(noise_multiplier, units, tf.maximum)
 
     def adapt(self, count: tf.Tensor, units: tf.Tensor) -> None:
@@ -162,8 +175,10 @@ class Adaptive(Clipping):
         self.variable.assign(graph_tools.released(now))
 
 
-def clipping_of(clip: Any) -> Clipping:
-    """Returns the way of a clip, as the optimizer was given it."""
-    kinds: tuple = ((clips.AutomaticClip, Automatic), (clips.PerLayerClip, PerLayer), (clips.AdaptiveClip, Adaptive),
-             (PiecewiseConstant, Scheduled))  # fmt: skip
-    return next((way(clip) for kind, way in kinds if isinstance(clip, kind)), None) or Clipping(clip)
+def clipping_of(clip: float | clips.Clip | PiecewiseConstant) -> Clipping:
+    """Returns what clips as an optimizer's argument asks for."""
+    kinds: dict[type, type[Clipping]] = {
+        clips.AutomaticClip: Automatic, clips.PerLayerClip: PerLayer, clips.AdaptiveClip: Adaptive,
+        PiecewiseConstant: Scheduled,
+    }  # fmt: skip
+    return next((made for kind, made in kinds.items() if isinstance(clip, kind)), Constant)(clip)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -41,8 +40,8 @@ class CorrelatedNoise(FreshNoise):
         self.segments = NoiseSegments(given, settings.least_noise)
 
     @classmethod
-    def parse(cls, given: Any) -> Noise | None:
-        return as_noise(given, or_none=True)
+    def parse(cls, given: object) -> Noise | None:
+        return None if given is None else as_noise(given)
 
     @property
     def label(self) -> str:

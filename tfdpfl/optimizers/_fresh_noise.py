@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl import _replay_hook
+from tfdpfl._types import Json
 from tfdpfl.clipping.gradients import added
 from tfdpfl.noise.source import Source
 from tfdpfl.optimizers import _replicas, _step_table
@@ -77,7 +78,7 @@ class FreshNoise:
     segments: NoiseSegments | None = None
     source: Source
 
-    def __init__(self, settings: Settings, given: Any = None):
+    def __init__(self, settings: Settings, given: object = None):
         """Makes the noise from the optimizer's other arguments, and from its own as its class has parsed it."""
         self.settings = settings
 
@@ -107,7 +108,7 @@ class FreshNoise:
         """The variables that are saved with the optimizer."""
         return []
 
-    def multiplier_of_sums(self, noise_multiplier: Any) -> Any:
+    def multiplier_of_sums(self, noise_multiplier: float | tf.Tensor) -> float | tf.Tensor:
         """Returns the noise multiplier of the weights' sums, given that of all that a step releases."""
         return noise_multiplier
 
@@ -145,7 +146,7 @@ class FreshNoise:
         """Returns what ran, given the entries of the step table."""
         return _step_table.ledger_of(counted)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Returns the arguments that ask for this noise, as JSON can hold them."""
         return {
             "noise": None if self.correlated is None else self.correlated.to_dict(),

@@ -16,7 +16,7 @@ __all__ = ["KINDS", "noise_of"]
 KINDS: tuple[Any, ...] = (CorrelatedNoise, GridNoise, SparseNoise)
 
 
-def noise_of(settings: Settings, *arguments: Any) -> FreshNoise:
+def noise_of(settings: Settings, *arguments: object) -> FreshNoise:
     """Returns the noise that the arguments ask for, one for each of `KINDS`.
 
     Raises:

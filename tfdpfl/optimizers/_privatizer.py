@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl import _replay_hook
+from tfdpfl._types import Json
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.clipping import graph as graph_tools
@@ -96,15 +96,15 @@ class GradientPrivatizer:
         self.draws_by_example = False  # whether a step that was traced draws any for each example
         self.counter = _step_table.Counter()
         self.counter.discrete = noise.discrete
-        self.table: Any = None  # the optimizer's variable
-        self.iterations: Any = None  # the optimizer's count of updates
+        self.table: tf.Variable  # the optimizer's
+        self.iterations: tf.Variable  # the optimizer's count of updates
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._accumulators: dict[tuple[int, ...], GradientAccumulator] = {}
         self.pending = in_memory(np.int64(0))  # parts that the last step left
         self.user_rules: frozenset[str] = frozenset()  # the ops for which users' rules were in force in its steps
         self.holders = 1  # replicas that may hold the same example, in the step that was traced last
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Returns all that the optimizer was made with, as JSON can hold it."""
         return {**self.settings.to_dict(), **self.noise.to_dict(), "discrete": self.noise.discrete}
 
@@ -281,7 +281,7 @@ class GradientPrivatizer:
             self._accumulators[which] = GradientAccumulator(self.parts, part)
         return self._accumulators[which]
 
-    def where_whole(self, apply: Callable[[], Any]) -> None:
+    def where_whole(self, apply: Callable[[], object]) -> None:
         """Calls ``apply`` after the last part of a logical batch, and not after the others."""
         if self.parts == 1:
             apply()

@@ -80,10 +80,10 @@ def _over_workers(strategy: tf.distribute.Strategy, each: Sequence[Any]) -> list
 
 
 @tf.autograph.experimental.do_not_convert
-def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], Any]) -> None:
+def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], object]) -> None:
     """Has ``act`` done where ``chosen``, by every replica."""
 
-    def branch(act: Callable[[], Any]) -> None:
+    def branch(act: Callable[[], object]) -> None:
         def done() -> tf.Tensor:
             act()
             return tf.zeros([])

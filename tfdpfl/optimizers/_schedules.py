@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class PiecewiseConstant:
         ends = [min(max(b + 1, update), update + number) for b in self.boundaries] + [update + number]
         return [(v, b - a) for v, a, b in zip(self.values, [update, *ends], ends, strict=False) if b > a]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Returns the schedule as JSON can hold it."""
         return {"schedule": "PiecewiseConstantDecay", "boundaries": list(self.boundaries), "values": list(self.values)}
 

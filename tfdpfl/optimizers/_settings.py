@@ -8,6 +8,7 @@ import numbers
 from typing import Any
 
 from tfdpfl import clips
+from tfdpfl._types import Json
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._schedules import PiecewiseConstant, schedule_of
 
@@ -71,7 +72,7 @@ class Settings:
 
     def _check_stddev(self) -> None:
         size, clipping = self.expected_batch_size or 1.0, clipping_of(self.l2_norm_clip)
-        stddev = clipping.split(self.least_noise, size)[0] * clipping.first(self.l2_norm_clip) / size
+        stddev = clipping.split(self.least_noise, size)[0] * clipping.first / size
         if self.least_noise > 0 and stddev < LEAST_STDDEV:
             raise ValueError(
                 f"l2_norm_clip={self.l2_norm_clip!r} with noise_multiplier={self.noise_multiplier!r} and "
@@ -114,7 +115,7 @@ class Settings:
             given["adaptive clip" if adapts else "clip by groups"] = f"l2_norm_clip={self.l2_norm_clip!r}"
         return given
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Returns the arguments as JSON can hold them."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {k: v.to_dict() if isinstance(v, PiecewiseConstant) else clips.to_config(v) for k, v in given.items()}

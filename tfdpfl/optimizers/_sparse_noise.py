@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -40,7 +39,7 @@ class SparseNoise(FreshNoise):
         self.sparse = given
 
     @classmethod
-    def parse(cls, given: Any) -> AdaFEST | None:
+    def parse(cls, given: object) -> AdaFEST | None:
         if isinstance(given, dict):
             return AdaFEST(**given)
         if given is not None and not isinstance(given, AdaFEST):
@@ -61,7 +60,7 @@ class SparseNoise(FreshNoise):
             "chosen in the middle of the step, from the counts of all. Leave it out, or train on one device."
         )
 
-    def multiplier_of_sums(self, noise_multiplier: float) -> float:
+    def multiplier_of_sums(self, noise_multiplier: float | tf.Tensor) -> float | tf.Tensor:
         return self.sparse.split(noise_multiplier)[0]
 
     def tables_of(self, plan: ClippingPipeline, variables: Sequence) -> list[int]:

@@ -10,10 +10,10 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from tfdpfl._types import Json
 from tfdpfl.clipping.graph import require
 from tfdpfl.clipping.step_checks import raw_variable
 from tfdpfl.noise.source import Source, bits_of_normals
@@ -50,13 +50,13 @@ class WorkerAgreement:
     """
 
     units: tf.Tensor
-    origin: Any = None
+    origin: tf.Tensor | None = None
     key: tf.Tensor | None = None
     agreed: list[tf.Operation] = dataclasses.field(default_factory=list)
 
 
 def agree(
-    units: tf.Tensor, variables: Sequence, made_with: dict[str, Any], counter: Counter, source: Source,
+    units: tf.Tensor, variables: Sequence, made_with: Json, counter: Counter, source: Source,
     state: Callable[[], list[tf.Tensor]],
 ) -> WorkerAgreement:  # fmt: skip
     """Adds up the replicas' units. Among several workers, it also hands the first one's key and origin to all, and
@@ -93,7 +93,7 @@ def agree(
     return WorkerAgreement(total, of_own[0, 1], _key(of_own[0, 2:]), agreed)
 
 
-def _number_of(made_with: dict[str, Any], variables: Sequence) -> float:
+def _number_of(made_with: Json, variables: Sequence) -> float:
     """Returns a number that tells optimizers apart, by what privacy hangs on, and by the noise that a key gives."""
     shapes = [(v.shape.as_list(), raw_variable(v).dtype.name) for v in map(raw_variable, variables)]
     text = json.dumps([made_with, shapes, bits_of_normals()], sort_keys=True, default=str)
