@@ -69,6 +69,14 @@ def test_rows_have_the_covariance_of_the_inverse_matrix(noise):
     np.testing.assert_allclose(base @ base.T / base.shape[1], np.eye(8), atol=0.06)
 
 
+def test_a_noise_cannot_take_the_name_of_another():
+    with pytest.raises(ValueError, match=r"The noise Banded of .* has the name of one in tfdpfl\.noise\.strategies"):
+        type("Banded", (Banded,), {"__module__": __name__})
+    assert strategies.KINDS["Banded"] is Banded
+    assert type("Fading", (Noise,), {"__module__": __name__}) is strategies.KINDS["Fading"]  # a cell that ran again
+    strategies.KINDS["Fading"] = Fading
+
+
 def test_a_noise_of_your_own_is_priced_saved_compared_and_refused_by_its_name():
     noise = Fading(min_separation=2, max_participations=3)
     run = CorrelatedRun(noise=noise, noise_multiplier=3.0, num_steps=10, min_separation=2, max_participations=3)

@@ -60,6 +60,9 @@ class Uses(NamedTuple):
 class Noise:
     """The base of all kinds of correlated noise; see `Tree`, `Banded` and `BLT`.
 
+    A frozen dataclass that derives from it, and has the methods that raise `NotImplementedError` here, works as
+    ``noise=`` of every optimizer and strategy. Its ε is an upper bound if its `sensitivity` and `event` are.
+
     Attributes:
       min_separation: fewest steps from one use of an example to its next that it was made for.
       max_participations: most uses of an example that it was made for, or None.
@@ -72,8 +75,15 @@ class Noise:
     sizes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        if not cls.__name__.startswith("_"):
-            KINDS[cls.__name__] = cls
+        if cls.__name__.startswith("_"):
+            return
+        other = KINDS.setdefault(cls.__name__, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"The noise {cls.__name__} of {cls.__module__} has the name of one in {other.__module__}. Saved files "
+                "tell kinds of noise apart by their names, so each has its own. Give the class another name."
+            )
+        KINDS[cls.__name__] = cls  # the class may be defined anew, as notebooks do
 
     def __post_init__(self) -> None:
         mend = "count the steps from one use of an example to its next (of an epoch, if each has the same order)"

@@ -181,4 +181,5 @@ def clipping_of(clip: float | clips.Clip | PiecewiseConstant) -> Clipping:
         clips.AutomaticClip: Automatic, clips.PerLayerClip: PerLayer, clips.AdaptiveClip: Adaptive,
         PiecewiseConstant: Scheduled,
     }  # fmt: skip
-    return next((made for kind, made in kinds.items() if isinstance(clip, kind)), Constant)(clip)
+    made: type[Clipping] = next((of for kind, of in kinds.items() if isinstance(clip, kind)), Constant)
+    return made(clip)
