@@ -294,8 +294,7 @@ def summary(results: list[Result]) -> str:
 
 
 LABELS = {
-    "mlp": "MLP 784-1024-1024-10", "mnist_cnn": "MNIST CNN", "cnn": "CNN of 3×3 filters",
-    "resnet": "ResNet-14, GroupNormalization",
+    "mlp": "MLP 784-1024-1024-10", "mnist_cnn": "MNIST CNN", "resnet": "ResNet-14, GroupNormalization",
     "transformer": "transformer encoder, 4 layers, 128 tokens", "embedding": "50,000 words, embedding",
     "lstm": "LSTM, unrolled, 32 steps", "lstm_rolled": "the same LSTM as a loop, Keras's default",
     "tied_decoder": "decoder, tied weights",
@@ -321,11 +320,10 @@ def page_table(results: list[Result], size: int, short: bool) -> str:
     # A star: of an earlier day, and of wall time. A column that has no other figures has it at its head.
     earlier = {name for _, name, _ in columns} - {name for (_, name), r in found.items() if r.clock == "CPU"}
     lines = [["model", *(head + "*" * (name in earlier) for head, name, _ in columns)], ["---"] * (1 + len(columns))]
-    shown = [model for model in LABELS if any((model, name) in found for _, name, _ in columns)]
-    rows = [[found.get((model, name)) for _, name, _ in columns] for model in shown]
-    for model, row in zip(shown, rows, strict=True):
+    rows = [[found.get((model, name)) for _, name, _ in columns] for model in LABELS]
+    for label, row in zip(LABELS.values(), rows, strict=True):
         cells = zip(row, columns, strict=True)
-        lines.append([LABELS[model], *(_cell(result, name, field, earlier) for result, (_, name, field) in cells)])
+        lines.append([label, *(_cell(result, name, field, earlier) for result, (_, name, field) in cells)])
     ratios = [
         [value for r in of if r and (value := getattr(r, field))]
         for of, (_, _, field) in zip(zip(*rows, strict=True), columns, strict=True)

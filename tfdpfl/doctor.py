@@ -15,7 +15,7 @@ from tfdpfl._version import __version__
 
 _FROM_SOURCE = "install a C compiler, then tfdpfl again"
 # Measured on two cores: docs/figures.md.
-_COST_OF_NO_KERNELS = "a step of a convolutional network takes up to 1.6 times as long"
+_COST_OF_NO_KERNELS = "a step of a convolutional network takes 1.1 to 1.4 times as long"
 
 
 @dataclasses.dataclass(frozen=True)
