@@ -18,9 +18,9 @@ from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel, participations
 from tfdpfl.federated.nbafl import NbAFLLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
-from tfdpfl.noise.strategies import BLT, Banded, Tree
+from tfdpfl.noise.strategies import KINDS
 
-_CLASSES = (AdaptiveClip, BLT, Banded, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics, Tree)
+_CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
 
 
 def participation(
@@ -100,7 +100,8 @@ class Settings:
         """
         try:
             names = "privacy", "sampling", "train_metrics", "evaluations"
-            found = {name: _formats.restore(header.get(name), _CLASSES) for name in names}
+            classes = (*_CLASSES, *KINDS.values())
+            found = {name: _formats.restore(header.get(name), classes) for name in names}
             sampling = dict(found["sampling"])
             participation(sampling["sampling_rate"], sampling["clients_per_round"])
             return cls(**{**found, "privacy": tuple(found["privacy"])})
