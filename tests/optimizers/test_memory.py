@@ -1,0 +1,33 @@
+"""Trainings leave nothing behind: the graphs that the engine keeps records of end with their models."""
+
+import gc
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import classifier, cross_entropy
+from tensorflow.python.framework.func_graph import FuncGraph
+
+import tfdpfl
+
+
+def train():
+    model = classifier()
+    model.compile(optimizer=tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=1.0), loss=cross_entropy())
+    x = np.ones((16, model.input_shape[1]), "float32")
+    model.fit(x, np.zeros(16, "int32"), batch_size=8, verbose=0)
+
+
+def count_graphs():
+    tf.keras.backend.clear_session()
+    gc.collect()
+    return sum(isinstance(found, FuncGraph) for found in gc.get_objects())
+
+
+@pytest.mark.slow
+def test_graphs_of_a_training_end_with_its_model():
+    train()
+    before = count_graphs()
+    for _ in range(2):
+        train()
+    assert count_graphs() - before <= 2 * 1  # of a plain training of Keras 3 one stays each time, of Keras 2 two
