@@ -1,6 +1,6 @@
 """How batches are drawn: one class for each sampling, which states everything that the package asks about it.
 
-To add a sampling, write a class and append it to `SCHEMES`. Nothing else in the package names it.
+To add a sampling, write a class and append an instance to `_ALL`. Nothing else in the package names it.
 """
 
 from __future__ import annotations
