@@ -13,6 +13,7 @@ from tfdpfl import preprocessing
 from tfdpfl.accounting import PrivacyLedger, price
 from tfdpfl.accounting.thresholds import thresholded
 from tfdpfl.callbacks import PrivacyBudget
+from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 
 COST = {"epsilon": 1.0, "delta": 1e-6}
@@ -170,6 +171,36 @@ def test_class_weights_are_inverse_to_noisy_frequencies():
 def test_what_has_no_bound_or_no_price_is_refused(adapt, kind, message):
     with pytest.raises(kind, match=message):
         adapt(np.ones((5, 2)))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: tf.data.Dataset.from_tensor_slices([["a"] * 200, ["Ada"] * 200]), "batch"),
+        (lambda: tf.data.Dataset.from_tensor_slices([["a"], ["b"]]).batch(2).unbatch(), "batch"),
+        (lambda: tf.data.Dataset.from_tensor_slices(["a", "b"]).repeat(99).batch(9), "repeat"),
+        (lambda: poisson_batches((["a", "b"], [0, 1]), 1.0, steps=99).map(lambda x, y: x), "several times"),
+        (lambda: tf.data.Dataset.from_tensor_slices((["a", "b"], [0, 1])).batch(2), "one tensor"),
+    ],
+)
+def test_a_data_set_whose_rows_may_not_be_one_example_each_is_refused(data, message):
+    ledger = PrivacyLedger()
+    with pytest.raises(ValueError, match=message):
+        preprocessing.StringLookup().adapt(data(), max_tokens_per_example=1, ledger=ledger, **COST)
+    assert not len(ledger)
+
+
+def test_two_texts_of_an_example_do_not_count_as_two_examples():
+    texts = tf.data.Dataset.from_tensor_slices([["Ada", "Ada"]] * 60).batch(10)
+    with pytest.raises(ValueError, match="last shape dimension"):
+        preprocessing.TextVectorization().adapt(texts, max_tokens_per_example=1, **COST)
+
+
+def test_batches_of_texts_are_taken_in_whatever_way_they_were_read():
+    texts = tf.data.Dataset.from_tensor_slices(["good", "bad film"] * 300).batch(64).map(tf.identity).prefetch(1)
+    words = preprocessing.TextVectorization()
+    words.adapt(texts, max_tokens_per_example=2, **COST)
+    assert set(words.get_vocabulary()[2:]) == {"good", "bad", "film"}
 
 
 def test_a_ledger_of_users_does_not_pay_for_sums_of_examples():

@@ -21,6 +21,7 @@ from tfdpfl.accounting import PrivacyLedger, _checks, price
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.accounting.promises import Promise
+from tfdpfl.data import made_from, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
 
@@ -100,11 +101,36 @@ class _Adapted:
 def _rows(data: ArrayLike | tf.data.Dataset) -> np.ndarray:
     """The examples of arrays, or of a data set of batches."""
     if isinstance(data, tf.data.Dataset):
+        _check_batched(data)
         data = np.concatenate(list(data.as_numpy_iterator()))
     rows = np.asarray(data)
     if rows.ndim == 0 or not len(rows):
         raise ValueError(f"data must have examples along its first axis, got the shape {list(rows.shape)}.")
     return rows
+
+
+def _check_batched(data: tf.data.Dataset) -> None:
+    """Raises if one example may be several rows of the data set, each of which would be protected by itself."""
+    if not isinstance(data.element_spec, tf.TensorSpec):
+        raise ValueError(
+            f"data must be a data set of one tensor for each batch, got {data.element_spec}. Select it: "
+            "data.map(lambda x, y: x)."
+        )
+    if made_from(data) is not None:
+        raise PrivacyError(
+            "The data set was made from batches of tfdpfl.data, which draw an example several times or not at all. "
+            "The noise is for examples that come once. Give adapt the data that the batches were made from."
+        )
+    if passed_through(data, ("repeat",)) is not None:
+        raise PrivacyError(
+            "The data set repeats its examples, and the noise is for examples that come once. Leave .repeat() out."
+        )
+    if passed_through(data, ("unbatch", "batch")) in (None, "unbatch"):
+        raise PrivacyError(
+            f"Nothing shows that the elements of the data set are batches ({data.element_spec}). If each is one "
+            "example, its parts would be protected one by one. Call .batch(1024); if they are batches already, "
+            ".unbatch().batch(1024)."
+        )
 
 
 def _bounded(rows: np.ndarray, bounds: Arrays, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -219,7 +245,10 @@ class Discretization(_Adapted, tf.keras.layers.Discretization):
             cells: How many cells the range is cut into. A boundary is no more exact than a cell.
         """
         if self.num_bins is None:
-            raise ValueError("Discretization with bin_boundaries has nothing to learn: give it num_bins.")
+            raise ValueError(
+                "Discretization has its boundaries already (bin_boundaries, or an earlier adapt), so it has nothing to "
+                "learn. Make a new layer with num_bins."
+            )
         rows = _rows(data)
         cells = _checks.whole("cells", cells, 2, "cut the range into at least two cells")
         clipped, low, high = _bounded(rows.reshape(len(rows), -1), bounds, ())
@@ -340,7 +369,8 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
             raise PrivacyError(
                 "output_mode='tf_idf' needs document frequencies, which adapt does not publish. Take 'count' or 'int'."
             )
-        texts = _rows(data).reshape(-1, 1) if np.ndim(data) < 2 else _rows(data)
+        texts = _rows(data)
+        texts = texts.reshape(-1, 1) if texts.ndim < 2 else texts
         tokens = self._preprocess(tf.constant(texts.astype(object)))
         tokens = tokens if isinstance(tokens, tf.RaggedTensor) else tf.RaggedTensor.from_tensor(tokens)
         flat = tokens.to_list()
