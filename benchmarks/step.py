@@ -264,14 +264,41 @@ COLUMNS = {
 }
 
 
+SHORT = {
+    "mlp": "MLP", "mlp_256": "MLP, width 256", "mlp_4096": "MLP, width 4096", "mnist_cnn": "MNIST CNN",
+    "cnn": "CNN, 3×3", "resnet": "ResNet-14", "transformer": "transformer",
+    "embedding": "embedding", "lstm": "LSTM, unrolled",
+    "lstm_rolled": "LSTM, loop", "tied_decoder": "decoder, tied",
+}  # fmt: skip
+STEPS = {  # the competitors, as the tables name them
+    "keras3": "Keras 3, plain",
+    "tfdpfl3": "tfdpfl, Keras 3",
+    "tfdpfl3_noiseless": "tfdpfl, Keras 3, no noise",
+    "tfdpfl3_stock": "tfdpfl, Keras 3, no kernels in C",
+    "keras2": "Keras 2, plain",
+    "tfdpfl2": "tfdpfl, Keras 2",
+    "tfdpfl2_noiseless": "tfdpfl, Keras 2, no noise",
+    "tfdpfl2_stock": "tfdpfl, Keras 2, no kernels in C",
+    "torch": "PyTorch, plain",
+    "opacus_hooks": "Opacus, hooks",
+    "opacus_ghost": "Opacus, ghost clipping",
+    "jax": "JAX, plain",
+    "jax_privacy": "jax-privacy",
+    "tfp_model_fast": "TF Privacy, DPModel, fast clipping",
+    "tfp_model": "TF Privacy, DPModel",
+    "tfp_vectorized": "TF Privacy, vectorized optimizer",
+    "tfp": "TF Privacy, drop-in optimizer",
+}
+
+
 def table(results: list[Result]) -> str:
     """The results in Markdown."""
-    rows = [["model", "batch", "competitor", *COLUMNS], ["---"] * (3 + len(COLUMNS))]
+    rows = [["model", "batch", "step", *COLUMNS], ["---"] * (3 + len(COLUMNS))]
     for result in results:
         values = [(getattr(result, field), form) for field, form in COLUMNS.values()]
         cells = ["–" if value is None else form.format(value) for value, form in values]
         cells[0] = result.failure or cells[0]
-        rows.append([result.model, str(result.batch_size), result.competitor, *cells])
+        rows.append([SHORT[result.model], str(result.batch_size), STEPS[result.competitor], *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(f"| {line} |" for line in lines)
@@ -289,7 +316,7 @@ def summary(results: list[Result]) -> str:
         if COMPETITORS[name].reference and ratios:
             mean = math.exp(statistics.fmean(map(math.log, ratios)))
             models = f"{len(ratios)} models" if len(ratios) > 1 else "1 model"
-            lines.append(f"- {name}, batch {size} ({clock}): {mean:.2f} × plain, geometric mean of {models}")
+            lines.append(f"- {STEPS[name]}, batch {size} ({clock}): {mean:.2f} × plain, geometric mean of {models}")
     return "\n".join(lines)
 
 
@@ -301,12 +328,6 @@ LABELS = {
 }  # fmt: skip
 PEERS = {"opacus_ghost": "Opacus ghost", "jax_privacy": "jax-privacy", "tfp": "TF Privacy drop-in"}
 DRAWN = {"tfdpfl3": "tfdpfl, Keras 3", "tfdpfl2": "tfdpfl, Keras 2", **PEERS}
-SHORT = {
-    "mlp": "MLP", "mlp_256": "MLP, width 256", "mlp_4096": "MLP, width 4096", "mnist_cnn": "MNIST CNN",
-    "cnn": "CNN, 3×3", "resnet": "ResNet-14", "transformer": "transformer",
-    "embedding": "embedding", "lstm": "LSTM, unrolled",
-    "lstm_rolled": "LSTM, loop", "tied_decoder": "decoder, tied",
-}  # fmt: skip
 
 
 def page_table(results: list[Result], size: int, short: bool) -> str:
@@ -523,7 +544,8 @@ def _write(output: Path, results: list[Result], versions: dict[str, str]) -> Non
     output.with_name(output.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
     stack = f"{os.cpu_count()} cores; " + "; ".join(f"{k}: {v}" for k, v in versions.items())
     commands = "\n".join(f"- `{command}`" for command in dict.fromkeys(r.command for r in results))
-    text = "\n\n".join([stack, table(results), summary(results), commands])
+    names = "The commands call models and competitors by the names that the program accepts, or accepted then."
+    text = "\n\n".join([stack, table(results), summary(results), names, commands])
     output.with_name(output.name + ".md").write_text(f"{text}\n")
     if any(result.ms for result in results):
         plot(results, output.with_name(output.name + ".png"), stack.split(";")[0])
