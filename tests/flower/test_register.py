@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import shutil
 import sqlite3
 import threading
 
@@ -16,6 +18,7 @@ from flwr.serverapp import strategy as flower
 from tfdpfl import PrivacyError
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.cli import main
+from tfdpfl.federated import NoisedMetrics
 from tfdpfl.flower import DifferentialPrivacyFixedClipping
 from tfdpfl.flower.register import Register
 from tfdpfl.noise import Tree
@@ -152,6 +155,86 @@ def test_a_register_that_is_put_beside_an_old_ledger_counts_its_rounds(tmp_path,
     server(tmp_path, "ledger", clients_per_round=2)
     assert "has rounds that register_path=" in caplog.text
     assert {c: one.rounds for c, one in spent(tmp_path).items()} == {"101": 2, "102": 2}
+
+
+def test_correlated_noise_without_limits_costs_a_client_what_all_rounds_reveal_of_its_own(tmp_path):
+    strategy = server(tmp_path, "ledger", clients_per_round=2, noise=Tree())
+    strategy.start(grid(101, 102), model(), num_rounds=1)
+    once = spent(tmp_path)["101"]
+    strategy.start(grid(103, 104), model(), num_rounds=4)
+    later = spent(tmp_path)["101"]
+    assert once.epsilon == pytest.approx(cost((1, 1.0, 1))) and later.rounds == 1
+    assert later.epsilon == pytest.approx(cost((1, 1 / math.sqrt(3), 1)))  # three sums of the tree hold round 1
+
+
+def test_evaluations_ask_a_client_once_and_count_for_each_client_of_the_run(tmp_path):
+    def answer(message, number):
+        return reply(message, arrays_in(message), {"accuracy": 1.0})
+
+    metrics = NoisedMetrics(noise_multiplier=1.0, bound={"accuracy": 1.0})
+    names = {101: "a", 102: "a", 103: "b", 104: None}.get
+    how = dict(clients_per_round=2, evaluate_metrics=metrics, clients=names)
+    strategy = server(tmp_path, "ledger", **how)
+    strategy.strategy.fraction_evaluate = 1.0
+    asked = FakeGrid(4, answer)
+    result = strategy.start(asked, model(), num_rounds=1)
+    assert len(asked.sent[-1]) == 2 and {*asked.sent[-1]} == {101, 103}  # a client once, and no stranger
+    assert result.evaluate_metrics_clientapp[1]["accuracy"] is not None
+    assert spent(tmp_path).keys() == {"a", "b"}
+    assert {one.epsilon for one in spent(tmp_path).values()} == {cost((1, 1.0, 2))}
+    strategy._journal.close()
+    for file in tmp_path.glob("register.db*"):
+        file.unlink()
+    again = server(tmp_path, "ledger", **how)
+    assert {one.epsilon for one in spent(tmp_path).values()} == {cost((1, 1.0, 2))}
+    again._register.evaluated(again._journal.run, 2, ["a", "c"])  # c was in no round
+    assert {c: one.rounds for c, one in spent(tmp_path).items()} == {"a": 1, "b": 1, "c": 1}
+    assert {one.epsilon for one in spent(tmp_path).values()} == {cost((1, 1.0, 3))}
+
+
+@pytest.mark.parametrize("how", [
+    dict(evaluate_metrics=NoisedMetrics(noise_multiplier=1.0, bound={"accuracy": 1.0})),
+    dict(clients_per_round=1, noise=Tree(max_participations=2)),
+])  # fmt: skip
+def test_a_budget_of_clients_is_refused_where_later_rounds_cost_those_that_are_not_asked(tmp_path, how):
+    with pytest.raises(ValueError, match=r"does not go with (evaluate_metrics|noise)"):
+        server(tmp_path, "ledger", client_epsilon=1.0, **how)
+
+
+def test_a_copy_of_a_ledger_and_an_older_one_are_refused_and_a_moved_one_goes_on(tmp_path):
+    strategy = server(tmp_path, "ledger", clients_per_round=2)
+    strategy.start(grid(101, 102), model(), num_rounds=1)
+    for end in ("", ".npz"):
+        shutil.copy(tmp_path / f"ledger{end}", tmp_path / f"older{end}")
+    strategy.start(grid(101, 102), model(), num_rounds=2)
+    strategy._journal.close()
+    with pytest.raises(PrivacyError, match="is a copy of"):
+        server(tmp_path, "older", clients_per_round=2)
+    for end in ("", ".npz"):
+        (tmp_path / f"ledger{end}").rename(tmp_path / f"moved{end}")
+    with pytest.raises(PrivacyError, match="has 1 charged rounds, but register_path knows of 2"):
+        server(tmp_path, "older", clients_per_round=2)
+    server(tmp_path, "moved", clients_per_round=2).start(grid(101, 102), model(), num_rounds=3)
+    assert {c: one.rounds for c, one in spent(tmp_path).items()} == {"101": 3, "102": 3}
+
+
+def test_nobody_is_asked_once_the_register_was_replaced_under_a_server(tmp_path, caplog):
+    strategy = server(tmp_path, "ledger", clients_per_round=2)
+    strategy.start(grid(101, 102), model(), num_rounds=1)
+    (tmp_path / "register.db").rename(tmp_path / "away.db")
+    Register(tmp_path / "register.db").close()
+    asked = grid(101, 102)
+    strategy.start(asked, model(), num_rounds=2)
+    assert "no messages are sent" in caplog.text and strategy.rounds_charged == 1
+    assert not any(asked.sent)
+
+
+def test_a_register_put_beside_a_ledger_counts_rounds_in_which_coins_asked_nobody(tmp_path):
+    header = {"privacy": [{"type": "ClientLevel", "noise_multiplier": 1.0}], "sampling": {
+        "sampling_rate": 0.5, "clients_per_round": None, "most": None, "apart": 1, "given": None}}  # fmt: skip
+    register = Register(tmp_path / "register.db")
+    assert register.join("run", "ledger", header, [["a"], [], ["b"]], begun=[])
+    assert {c: one.rounds for c, one in spent(tmp_path).items()} == {"a": 4, "b": 4}
 
 
 def test_what_is_no_register_is_refused_with_the_fix(tmp_path):

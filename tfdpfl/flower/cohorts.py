@@ -103,7 +103,7 @@ class Cohorts:
           allow: takes clients and returns those that may be drawn, or asked.
         """
         if self.sampling_rate is None and not self._bounded:
-            return self._of_strategy(messages, allow)
+            return self.of_strategy(messages, allow)
         model = messages[0]
         if any(not _same(message.content, model.content) for message in messages[1:]):
             raise ValueError(
@@ -118,8 +118,8 @@ class Cohorts:
         cohort = self._cohort([*connected], charged, begun)
         return [Message(model.content, connected[client], kind, ttl=ttl) for client in cohort]
 
-    def _of_strategy(
-        self, messages: list[Message], allow: Callable[[Iterable[str]], Iterable[str]] | None
+    def of_strategy(
+        self, messages: list[Message], allow: Callable[[Iterable[str]], Iterable[str]] | None = None
     ) -> list[Message]:
         """The strategy's messages, one to each client that may be asked."""
         if self._client_of is None and allow is None:

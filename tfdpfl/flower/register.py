@@ -18,12 +18,16 @@ from typing import Any
 
 from tfdpfl import _formats
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import RoundsRun
 from tfdpfl.flower.spent import Settings
 
 _VERSION = 1
 _TABLES = """
-CREATE TABLE runs (run TEXT PRIMARY KEY, ledger TEXT NOT NULL, header TEXT NOT NULL, evaluations INTEGER NOT NULL);
+CREATE TABLE runs (
+    run TEXT PRIMARY KEY, ledger TEXT NOT NULL, header TEXT NOT NULL, evaluations INTEGER NOT NULL,
+    rounds INTEGER NOT NULL
+);
 CREATE TABLE exposures (
     client TEXT NOT NULL, run TEXT NOT NULL, round INTEGER NOT NULL, asked INTEGER NOT NULL,
     PRIMARY KEY (client, run, round)
@@ -98,23 +102,49 @@ class Register:
             raise
         self._db.execute("COMMIT")
 
-    def join(self, run: str, ledger: str, header: Mapping[str, Any], charged: Sequence[Sequence[str]]) -> bool:
+    def join(
+        self, run: str, ledger: str, header: Mapping[str, Any], charged: Sequence[Sequence[str]],
+        begun: Sequence[str] | None = None, evaluations: int = 0,
+    ) -> bool:  # fmt: skip
         """Adds a run, or goes on with it. Returns whether the ledger had rounds that were not here.
 
         Such rounds are added for each client that the run ever asked.
+
+        Raises:
+          PrivacyError: the ledger is a copy of one that is still there, or older than this database.
         """
         described = json.dumps(header)
-        Settings.of(json.loads(described))  # refuses what cannot be priced
+        settings = Settings.of(json.loads(described))  # refuses what cannot be priced
+        # All connected clients are exposed to the coins of a round, also where none of them is asked.
+        tossed = settings.participation.sampling == "poisson"
+        cohorts = [*charged, *([] if begun is None else [begun])]
         with self._alone():
-            self._db.execute("INSERT OR IGNORE INTO runs VALUES (?, ?, ?, 0)", (run, ledger, described))
+            self._db.execute("INSERT OR IGNORE INTO runs VALUES (?, ?, ?, 0, 0)", (run, ledger, described))
+            where, rounds = self._db.execute("SELECT ledger, rounds FROM runs WHERE run = ?", (run,)).fetchone()
+            if where != ledger and os.path.exists(where) and not os.path.samefile(where, ledger):
+                raise PrivacyError(
+                    f"ledger_path={ledger!r} is a copy of {where!r}. The rounds of both would count as the same rounds "
+                    "in register_path, so epsilon would lack some. Continue with the original, delete the original if "
+                    "it is not used any more, or begin another training with a new ledger_path"
+                )
+            if rounds > len(charged):
+                raise PrivacyError(
+                    f"ledger_path={ledger!r} has {len(charged)} charged rounds, but register_path knows of {rounds}. "
+                    "The rounds that this older copy lacks would be in no epsilon. Restore the newest ledger, or begin "
+                    "another training with a new ledger_path"
+                )
+            self._db.execute(
+                "UPDATE runs SET ledger = ?, rounds = ?, evaluations = max(evaluations, ?) WHERE run = ?",
+                (ledger, len(charged), evaluations, run),
+            )
             known = {row[0] for row in self._db.execute("SELECT DISTINCT round FROM exposures WHERE run = ?", (run,))}
-            missing = [number for number, cohort in enumerate(charged) if cohort and number not in known]
-            everyone = sorted({client for cohort in charged for client in cohort})
+            missing = [n for n, cohort in enumerate(cohorts) if (cohort or tossed) and n not in known]
+            everyone = sorted({client for cohort in cohorts for client in cohort})
             self._db.executemany(
                 "INSERT OR IGNORE INTO exposures VALUES (?, ?, ?, ?)",
-                ((client, run, n, int(client in charged[n])) for n in missing for client in everyone),
+                ((client, run, n, int(client in cohorts[n])) for n in missing for client in everyone),
             )
-        return bool(missing)
+        return bool(missing and everyone)
 
     def reserve(
         self, run: str, number: int, clients: Iterable[str], delta: float, budget: float | None = None
@@ -142,10 +172,23 @@ class Register:
             if only_asked:
                 self._db.execute("DELETE FROM exposures WHERE run = ? AND round = ? AND NOT asked", (run, number))
 
-    def evaluated(self, run: str, evaluations: int) -> None:
-        """Writes down how many evaluations a run has released, or is about to."""
+    def charged(self, run: str, rounds: int) -> None:
+        """Writes down how many rounds the ledger of a run has charged."""
+        with self._alone():
+            self._db.execute("UPDATE runs SET rounds = max(rounds, ?) WHERE run = ?", (rounds, run))
+
+    def evaluated(self, run: str, evaluations: int, clients: Iterable[str]) -> None:
+        """Writes down how many evaluations a run has released, or is about to, and who could be in the last.
+
+        All evaluations of a run count for each client of the run. So a client that was in none of its rounds gets one.
+        """
         with self._alone():
             self._db.execute("UPDATE runs SET evaluations = max(evaluations, ?) WHERE run = ?", (evaluations, run))
+            self._db.executemany(
+                "INSERT INTO exposures SELECT ?, ?, 0, 0 "
+                "WHERE NOT EXISTS (SELECT 1 FROM exposures WHERE client = ? AND run = ?)",
+                ((client, run, client, run) for client in clients),
+            )
 
     def spent(self, delta: float, accountant: str = "pld") -> list[Spent]:
         """Returns what each client has spent over all runs, the largest ε first."""
@@ -170,11 +213,12 @@ class Register:
     def _price(self, counts: Mapping[str, int], delta: float, accountant: str) -> float:
         parts = []
         for run, count in sorted(counts.items()):
-            header, evaluations = self._db.execute(
-                "SELECT header, evaluations FROM runs WHERE run = ?", (run,)
+            header, evaluations, charged = self._db.execute(
+                "SELECT header, evaluations, rounds FROM runs WHERE run = ?", (run,)
             ).fetchone()  # fmt: skip
             query = "SELECT coalesce(max(round), 0) + 1 FROM exposures WHERE run = ?"
-            parts.append((header, count, self._db.execute(query, (run,)).fetchone()[0], evaluations))
+            rounds = max(charged, self._db.execute(query, (run,)).fetchone()[0])
+            parts.append((header, count, rounds, evaluations))
         key = tuple(parts), delta, accountant
         if key not in self._prices:
             total = PrivacyLedger()
@@ -187,7 +231,8 @@ class Register:
 def _ledger_of_client(settings: Settings, count: int, rounds: int, evaluations: int) -> PrivacyLedger:
     """What a client that could have been in ``count`` of ``rounds`` rounds has spent."""
     p = settings.participation
-    if p.sampling == "bounded":
-        p = dataclasses.replace(p, max_participations=min(count, p.max_participations or count))
-        return settings.ledger(RoundsRun(rounds=rounds, participation=p), evaluations)
-    return settings.ledger(RoundsRun(rounds=count, participation=p), evaluations)
+    if p.sampling == "poisson":
+        return settings.ledger(RoundsRun(rounds=count, participation=p), evaluations)
+    # Of correlated noise, a round is in all that later rounds release, so all rounds count, and not the client's alone.
+    p = dataclasses.replace(p, sampling="bounded", max_participations=min(count, p.max_participations or count))
+    return settings.ledger(RoundsRun(rounds=rounds, participation=p), evaluations)

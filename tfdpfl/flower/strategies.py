@@ -195,13 +195,20 @@ class DifferentialPrivacy(Strategy):
         if path is None and client_epsilon is None:
             return None
         try:
+            later = "noise" if self._noise is not None else "evaluate_metrics"
+            if client_epsilon is not None and (later == "noise" or isinstance(self._evaluate_metrics, NoisedMetrics)):
+                raise ValueError(
+                    f"client_epsilon={client_epsilon!r} does not go with {later}, by which later rounds cost all "
+                    "clients. A client that is not asked any more would then pass client_epsilon. Leave "
+                    f"client_epsilon or {later} out"
+                )
             if path is None or ledger_path is None:
                 raise ValueError(
                     f"register_path={path!r}, client_epsilon={client_epsilon!r}, ledger_path={ledger_path!r}: what "
                     "clients spend outlives a process only in files. Give register_path and ledger_path"
                 )
             register, j = Register(path), self._journal
-            if register.join(j.run, os.path.abspath(ledger_path), j.header, j.charged):
+            if register.join(j.run, os.path.abspath(ledger_path), j.header, j.charged, j.begun, j.evaluations):
                 log.warning(
                     "The ledger has rounds that register_path=%r lacks. They count for each client that this training "
                     "ever asked; clients that were connected and never asked are not known", str(path),
@@ -511,6 +518,11 @@ class DifferentialPrivacy(Strategy):
             log.error("Round %d is not released: the ledger cannot be written (%s)", server_round, error)
             return None, None
         self._past = past  # now, and not before, the noise was used
+        if self._register is not None:
+            try:
+                self._register.charged(self._journal.run, self.rounds_charged)
+            except (OSError, sqlite3.Error) as error:  # it has the round's clients, and learns the number when it joins
+                log.error("The register does not know that round %d is charged (%s)", server_round, error)
         if isinstance(self._clip, AdaptiveClip):
             self.current_clip = self._clip.after(clip, found.count, clients)
         result, about = self._released(self._done + server_round, opened, noisy)
@@ -633,15 +645,16 @@ class DifferentialPrivacy(Strategy):
             self._told = True
             return []
         if self._evaluate_metrics == UNPROTECTED:
-            return self.strategy.configure_evaluate(
+            chosen = self.strategy.configure_evaluate(
                 self._done + server_round, arrays, config, cast(Grid, SteadyNodes(grid))
             )
+            return self._cohorts.of_strategy([*chosen])
         if self._journal.evaluations >= self.rounds_charged:  # one a round is what the target has room for
             return []
         chosen = self.strategy.configure_evaluate(
             self._done + server_round, arrays, config, cast(Grid, SteadyNodes(grid))
         )
-        messages = [*chosen]
+        messages = self._cohorts.of_strategy([*chosen])  # a client with two nodes would count twice
         self._evaluated = open_round({}, messages, server_round) if messages else None
         return messages
 
@@ -658,7 +671,8 @@ class DifferentialPrivacy(Strategy):
         add_noise(total, self._normals([total.shape])[0], self._evaluate_metrics)
         try:
             if self._register is not None:
-                self._register.evaluated(self._journal.run, self._journal.evaluations + 1)
+                clients = [self._cohorts.name_of(node) or str(node) for node in opened.groups]
+                self._register.evaluated(self._journal.run, self._journal.evaluations + 1, clients)
             self._journal.charge_evaluation()
         except (OSError, sqlite3.Error) as error:
             log.error("The evaluation is not released: the ledger cannot be written (%s)", error)
@@ -763,7 +777,8 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
       register_path: a SQLite database, which several runs may share, of the rounds that each client could have been in.
         It needs ``ledger_path``. `tfdpfl ledger clients` prints what each client has spent over all runs.
       client_epsilon: with register_path, the ε at ``delta`` that no client passes over all runs. A client that has
-        spent it is not asked any more, and the training continues with the others.
+        spent it is not asked any more, and the training continues with the others. Not with ``noise`` or noisy
+        ``evaluate_metrics``, because then later rounds also cost the clients that are not asked.
       monitor_folder: a folder for what an operator may see of each round: ``metrics.prom`` for Prometheus,
         ``rounds.jsonl``, and a page, ``index.html``, that reads the latter. With sampling_rate it holds no sizes of
         cohorts and no times, which would reveal who took part.
