@@ -7,7 +7,7 @@ process is killed (SIGKILL) at a random moment, and another goes on from the fil
 finds: Keras's own count of updates, which is saved with the weights, against the ledger that was saved with them. All
 noise that any process drew is compared at the end. Of correlated noise (tree, banded, blt) the steps that led to the
 state that is found must have the noise of one matrix, whoever drew it, and be priced as one training in which examples
-were used as often, and as near to each other, as they were. Prints a table; exits with 1 if a promise was broken.
+were used as often, and as near to each other, as they were. Prints a table; exits with 1 if a guarantee was broken.
 """
 
 from __future__ import annotations
@@ -31,6 +31,29 @@ WAYS = ("backup", "poisson", "checkpoint", "loop", "tree", "banded", "blt")
 # What a process writes down of a step: its number in the training, its batch's in the pass, and what it did.
 RECORD = np.dtype([("process", "i8"), ("step", "i8"), ("place", "i8"), ("moved", "f4", 3)])
 EPOCHS = 1000
+# How the printed table names the ways and the figures.
+NAMES = {
+    "backup": "BackupAndRestore, each epoch",
+    "poisson": f"BackupAndRestore, every {INTERVAL} steps, Poisson batches",
+    "checkpoint": "model file, each epoch",
+    "loop": "checkpoints of a loop",
+    "tree": f"BackupAndRestore, every {INTERVAL} steps, tree noise",
+    "banded": "model file, each epoch, banded noise",
+    "blt": "model file, each epoch, BLT noise",
+}
+HEADINGS = {
+    "way": "saved by",
+    "kills": "kills",
+    "resumed": "resumed",
+    "unreadable": "unreadable",
+    "below": "ledgers with too few steps",
+    "beyond": "most extra steps",
+    "passes beyond": "most extra passes",
+    "rows": "most entries",
+    "draws": "noises compared",
+    "repeated": "noises repeated",
+    "off": "variance off",
+}
 
 
 def noise_of(way: str):
@@ -249,8 +272,9 @@ def main() -> None:
         rows.append(run(way, given.kills // len(ways), random.Random(f"{given.seed} {way}")))
         columns = [name for name in rows[0] if name != "broken"]
         if len(rows) == 1:
-            print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-        print("| " + " | ".join(str(rows[-1][name]) for name in columns) + " |", flush=True)
+            print("| " + " | ".join(HEADINGS[name] for name in columns) + " |\n|" + " --- |" * len(columns))
+        shown = {**rows[-1], "way": NAMES[way]}
+        print("| " + " | ".join(str(shown[name]) for name in columns) + " |", flush=True)
     bad = [row for row in rows if row["below"] or row["repeated"] or row["off"] > 5]
     # Of a few kills all may have met files that were being written; of more, something is wrong.
     bad += [row for row in rows if not row["resumed"] and (row["kills"] >= 20 or not any(r["resumed"] for r in rows))]
