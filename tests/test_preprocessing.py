@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from scipy.stats import chi2, norm
 
-from tfdpfl import preprocessing
+from tfdpfl import DPSGD, preprocessing
 from tfdpfl.accounting import PrivacyLedger, price
 from tfdpfl.accounting.thresholds import thresholded
 from tfdpfl.callbacks import PrivacyBudget
@@ -201,6 +201,18 @@ def test_batches_of_texts_are_taken_in_whatever_way_they_were_read():
     words = preprocessing.TextVectorization()
     words.adapt(texts, max_tokens_per_example=2, **COST)
     assert set(words.get_vocabulary()[2:]) == {"good", "bad", "film"}
+
+
+def test_a_layer_that_was_adapted_to_examples_is_not_in_an_epsilon_of_users():
+    ledger, x, y = PrivacyLedger(), np.zeros((40, 2), "float32"), np.zeros(40)
+    preprocessing.Normalization().adapt(x, bounds=(-1, 1), ledger=ledger, **COST)
+    assert PrivacyLedger.from_dict(ledger.to_dict()) == ledger and ledger.unit == "example"
+    model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
+    model.compile(DPSGD(1.0, 2.0, learning_rate=0.1, expected_batch_size=2, rows_per_unit=4), loss="mse")
+    users = poisson_batches((x, y), expected_batch_size=2, steps=2, user_ids=np.arange(40) // 4, examples_per_user=4)
+    with pytest.raises(PrivacyError, match=r"different units .example and user.*ledger of its own"):
+        model.fit(users, callbacks=[PrivacyBudget(delta=1e-5, ledger=ledger)], verbose=0)
+    assert not int(model.optimizer.iterations)
 
 
 def test_a_ledger_of_users_does_not_pay_for_sums_of_examples():

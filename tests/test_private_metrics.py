@@ -54,7 +54,7 @@ def begun(metrics, model):
     metrics._batches, metrics._weights, metrics._units = metrics._to_evaluate({})
     metrics.set_model(model)
     metrics._event, metrics._values = metrics.event(metrics._units), metrics._values_of
-    metrics._releases[metrics._event] = 0
+    metrics._releases.counts[metrics._event] = 0
     return metrics
 
 
@@ -166,3 +166,42 @@ def test_accuracy_to_three_thousandths_costs_less_than_one_percent_of_the_noise(
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         PrivateMetrics(**arguments)
+
+
+def test_releases_of_a_fit_that_no_budget_watched_are_in_the_epsilon_of_one_that_saw_the_model():
+    model, metrics = compiled(expected_batch_size=40), PrivateMetrics(noise_std=0.1)
+    earlier, later = PrivacyBudget(delta=DELTA), PrivacyBudget(delta=DELTA)
+    batches = poisson_batches((X, Y), expected_batch_size=40, steps=2)
+    for callbacks in ([earlier], [metrics], [later]):
+        model.fit(batches, callbacks=callbacks, verbose=0)
+    for budget in (earlier, later):
+        assert budget.ledger.steps == 3 * 2 + 1
+    model.fit(batches, callbacks=[metrics, later], verbose=0)
+    assert later.ledger.steps == 4 * 2 + 2
+
+
+def test_rows_that_the_optimizer_protects_together_do_not_count_by_themselves():
+    model = compiled(rows_per_unit=4)
+    with pytest.raises(PrivacyError, match="rows_per_unit=4 the optimizer protects 4 rows together"):
+        model.fit(X, Y, batch_size=40, shuffle=False, callbacks=[PrivateMetrics()], verbose=0)
+    metrics = PrivateMetrics(user_ids=np.arange(N) // 4)
+    model.fit(X, Y, batch_size=40, shuffle=False, callbacks=[metrics, PrivacyBudget(delta=DELTA)], verbose=0)
+    assert metrics.ledger.epsilon(DELTA) == pytest.approx(
+        price(dp_accounting.GaussianDpEvent(0.01 * N / 4 / math.sqrt(2)), DELTA).epsilon
+    )
+
+
+def test_training_data_are_no_validation_data():
+    with pytest.raises(PrivacyError, match="validation=True is for data of other people"):
+        compiled().fit(X, Y, callbacks=[PrivateMetrics((X, Y), validation=True)], verbose=0)
+
+
+def test_metrics_of_single_examples_do_not_add_up_with_steps_of_users():
+    metrics = PrivateMetrics((X, Y))
+    model = compiled(expected_batch_size=40)
+    budget = PrivacyBudget(delta=DELTA)
+    model.fit(poisson_batches((X, Y), expected_batch_size=40, steps=1), callbacks=[metrics, budget], verbose=0)
+    assert metrics.ledger.unit == "example" == budget.ledger.unit
+    users = tfdpfl.PrivacyLedger().record(1.0, num_examples=10, batch_size=2, unit="user")
+    with pytest.raises(PrivacyError, match="PrivateMetrics without user_ids"):
+        users.merge(metrics.ledger).epsilon(DELTA)

@@ -74,7 +74,7 @@ class _Release:
         event = GaussianDpEvent(self.noise_multiplier)
         if self.chance:
             event = thresholded(event, self.chance)
-        self.ledger.add(event, adjacency=self.adjacency)
+        self.ledger.add(event, adjacency=self.adjacency, unit="example")
         return noisy_sum(np.asarray(sums, np.float64), sensitivity, self.noise_multiplier, self._source)
 
 

@@ -14,7 +14,7 @@ from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_ar
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import PrivacyReport, report_of
-from tfdpfl.accounting.run import ADJACENCIES, Run
+from tfdpfl.accounting.run import ADJACENCIES, UNITS, Run
 from tfdpfl.accounting.sampling import EVERY_BATCH
 from tfdpfl.accounting.thresholds import event_named
 from tfdpfl.errors import PrivacyError
@@ -31,6 +31,7 @@ class _Applied:
     event: "DpEvent"
     count: int
     adjacency: str
+    unit: str | None = None
 
     @property
     def steps(self) -> int:
@@ -243,13 +244,17 @@ class PrivacyLedger:
         shuffled = self._shuffled
         return not shuffled or (self._goes_on and shuffled[-1].whole_passes)
 
-    def add(self, event: "DpEvent", count: int = 1, *, adjacency: str = "add_or_remove_one") -> "PrivacyLedger":
+    def add(
+        self, event: "DpEvent", count: int = 1, *, adjacency: str = "add_or_remove_one", unit: str | None = None
+    ) -> "PrivacyLedger":
         """Adds `count` applications of any dp-accounting event, and returns the ledger.
 
         Args:
             event: The event; noise multipliers in it are relative to the sensitivity under `adjacency`.
             count: How often it ran.
             adjacency: The neighbouring relation that the event is stated for.
+            unit: "example" if the event protects one example each, "user" if users; None if it protects whatever the
+                other entries do. A ledger of users refuses to add up events of examples.
         """
         from dp_accounting import dp_event
 
@@ -257,12 +262,13 @@ class PrivacyLedger:
             raise ValueError(f"event must be a dp_accounting.DpEvent, got {event!r}: record() takes a σ")
         count = _checks.whole("count", count, 0, "count the applications")
         adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
+        unit = None if unit is None else _checks.choice("unit", unit, UNITS)
         for i, row in enumerate(self._rows):
-            if isinstance(row, _Applied) and (row.event, row.adjacency) == (event, adjacency):
+            if isinstance(row, _Applied) and (row.event, row.adjacency, row.unit) == (event, adjacency, unit):
                 self._rows[i] = dataclasses.replace(row, count=row.count + count)
                 return self
         if count:
-            self._rows.append(_Applied(event, count, adjacency))
+            self._rows.append(_Applied(event, count, adjacency, unit))
         return self
 
     @accept_old_names(steps="num_steps", epochs="num_epochs", discrete="secure_noise")
@@ -356,7 +362,7 @@ class PrivacyLedger:
             elif isinstance(row, _Correlated):
                 self._unite_correlated(row)
             elif isinstance(row, _Applied):
-                self.add(row.event, row.count, adjacency=row.adjacency)
+                self.add(row.event, row.count, adjacency=row.adjacency, unit=row.unit)
         return self
 
     def _unite(self, new: _Counted) -> None:
@@ -423,18 +429,19 @@ class PrivacyLedger:
 
     @property
     def unit(self) -> str | None:
-        """Returns the unit that the recorded runs protect: "example" or "user".
+        """Returns the unit that the entries protect: "example" or "user".
 
-        It is None if the ledger contains only events, which do not state a unit.
+        It is None if the ledger contains only events that do not state a unit.
 
         Raises:
             PrivacyError: They protect different units.
         """
-        units = sorted({getattr(row, "unit", "example") for row in self._rows if not isinstance(row, _Applied)})
+        units = sorted(filter(None, {getattr(row, "unit", "example") for row in self._rows}))
         if units[1:]:
             raise PrivacyError(
                 f"the ledger's rows protect different units ({' and '.join(units)}), which do not add up: a user may "
-                "have many examples. Record all with the same unit"
+                "have many examples. Record all with the same unit. Give a ledger of its own to what protects single "
+                "examples: tfdpfl.preprocessing, or PrivateMetrics without user_ids"
             )
         return units[0] if units else None
 
@@ -502,7 +509,8 @@ class PrivacyLedger:
         rows: list[Json] = []
         for row in self._rows:
             if isinstance(row, _Applied):
-                rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency})
+                unit = {} if row.unit is None else {"unit": row.unit}
+                rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency, **unit})
                 continue
             if isinstance(row, _Correlated):
                 rows.append({"correlated": row.run.to_dict(), "origins": row.origins, "dataset": row.dataset})
@@ -543,7 +551,8 @@ class PrivacyLedger:
                     else:
                         ledger._rows.append(run)
                 else:
-                    ledger.add(_decode(row["event"]), row["count"], adjacency=row["adjacency"])
+                    event = _decode(row["event"])
+                    ledger.add(event, row["count"], adjacency=row["adjacency"], unit=row.get("unit"))
         except (KeyError, TypeError) as error:
             raise ValueError(f"saved is not what PrivacyLedger.to_dict gave: {error}") from error
         return ledger

@@ -26,6 +26,9 @@ Data: TypeAlias = dict[str, Any]  # what of the arguments of a run describes its
 # weights at all those ends (which EarlyStopping may go back to).
 LEFT: weakref.WeakKeyDictionary[Model, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
 
+# By model: the releases of callbacks in calls of `fit` that no `PrivacyBudget` watched.
+RELEASED: weakref.WeakKeyDictionary[Model, list[Any]] = weakref.WeakKeyDictionary()
+
 
 def stepping(model: Model) -> dict[int, Optimizer]:
     """The mechanisms that stepped on a model's weights, by id."""

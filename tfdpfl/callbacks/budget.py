@@ -22,6 +22,7 @@ from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.sampling import FIXED_ORDER, SAMPLINGS
 from tfdpfl.callbacks._fits import (
     LEFT,
+    RELEASED,
     Fit,
     executions_of,
     fingerprint,
@@ -242,6 +243,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         own = {id(optimizer._dp): optimizer._dp}
         self._spent.stepped |= {id(d): d for d in [own, *map(stepped_on, weights_of(self.model))]}
         self._spent.models.add(self.model)
+        for other in RELEASED.get(self.model, ()):
+            self.include(other)
         self._limit: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -433,7 +436,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         ledger = PrivacyLedger().merge(self._given)
         for dp in self._seen():
             ledger.merge(dp.ledger())
-        for other in self._spent.others:
+        for other in self._others():
             other.add_to(ledger)
         return ledger.of_dataset(self._dataset)
 
@@ -441,6 +444,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """Adds what ``other`` releases on the same data to the ledger, by its method ``add_to(ledger)``."""
         if other not in self._spent.others:
             self._spent.others.append(other)
+
+    def _others(self) -> list[Releasing]:
+        """What else spends on the same data, also in a `fit` of the same models that no budget watched."""
+        unwatched = [other for model in self._spent.models for other in RELEASED.get(model, ())]
+        return list(dict.fromkeys([*self._spent.others, *unwatched]))
 
     def _seen(self) -> list[Optimizer]:
         """The mechanisms of the optimizers that were watched, and of others that stepped on the same weights before or
@@ -541,7 +549,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 if other is not dp:
                     ledger.merge(other.ledger())
             ledger.merge(dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches))
-            for other in self._spent.others:
+            for other in self._others():
                 other.add_to(ledger)
             return ledger.of_dataset(self._dataset).epsilon(self.delta, self.accountant)
 

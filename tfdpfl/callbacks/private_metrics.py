@@ -13,13 +13,31 @@ from tfdpfl._sums import noisy_sum
 from tfdpfl._types import Arrays, Loss
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.callbacks._fits import fit_arguments, length
+from tfdpfl.callbacks._fits import RELEASED, fit_arguments, length
 from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling, examples_of, fixed_order, source_of, users_of
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
 
 _NO_DATA = frozenset(("epsilon", "lr", "learning_rate"))  # logs that no example is in
+
+
+class _Releases:
+    """How often sums were released, by event; and what is planned."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Any, int] = {}
+        self.event: Any = None  # of the fit that runs
+        self.planned = 0  # of this fit, still to come
+        self.unit: str | None = None  # "example" if a user with several examples is protected less
+
+    def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
+        """Adds the releases to a ledger, for the neighbours that it is of."""
+        adjacency = ledger.adjacency
+        for event, count in self.counts.items():
+            planned = self.planned if event == self.event else 0
+            ledger.add(event, count + planned, adjacency=adjacency, unit=self.unit)
+        return ledger
 
 
 class PrivateMetrics(tf.keras.callbacks.Callback):
@@ -104,8 +122,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         self.validation, self.keep = validation, frozenset(keep)
         self._prefix = "val_" if validation else ""
         self._source = Source(seed)
-        self._releases: dict[Any, int] = {}  # by event, how many were made
-        self._planned = 0  # of this fit, still to come
+        self._releases = _Releases()
         self._shown: dict[str, float] = {}
         self._hides = True  # the first of several does, before the others add what they release
 
@@ -124,11 +141,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
 
     def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
         """Adds the releases to a ledger, for the neighbours that it is of."""
-        adjacency = ledger.adjacency
-        for event, count in self._releases.items():
-            planned = self._planned if event == self._event else 0
-            ledger.add(event, count + planned, adjacency=adjacency)
-        return ledger
+        return self._releases.add_to(ledger)
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -155,15 +168,17 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         budgets = [c for c in others if isinstance(c, PrivacyBudget)]
         self._hides = not any(isinstance(c, PrivateMetrics) for c in others[: others.index(self)])
         self._batches, self._weights, self._units = self._to_evaluate(call)
-        self._event = self.event(self._units)
-        self._releases.setdefault(self._event, 0)
+        self._event = self._releases.event = self.event(self._units)
+        self._releases.counts.setdefault(self._event, 0)
         self._values = tf.function(self._values_of, reduce_retracing=True, autograph=False)
         self._check_examples_apart()
         epochs = range(call.get("initial_epoch") or 0, self.params.get("epochs") or 0)
         limited = any(budget.target_epsilon is not None for budget in budgets)
-        self._planned = sum((epoch + 1) % self.every == 0 for epoch in epochs) if limited else 0
+        self._releases.planned = sum((epoch + 1) % self.every == 0 for epoch in epochs) if limited else 0
         for budget in [] if self.validation else budgets:
-            budget.include(self)
+            budget.include(self._releases)
+        if not budgets and not self.validation:
+            RELEASED[self.model] = list(dict.fromkeys([*RELEASED.get(self.model, ()), self._releases]))
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if (epoch + 1) % self.every == 0:
@@ -173,7 +188,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             logs.update(self._shown)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._planned = 0
+        self._releases.planned = 0
         self._hide(logs)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -197,6 +212,11 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
     def _to_evaluate(self, call: Mapping[str, Any]) -> tuple[Any, np.ndarray, int]:
         """The data in batches, each example's weight, and the number of units."""
         data, users, x = self._data, self._user_ids, call.get("x")
+        if self.validation and _objects(data) & _objects(x):
+            raise PrivacyError(
+                "validation=True is for data of other people, whose figures cost the training nothing, and "
+                "PrivateMetrics was given the training data. Leave validation out, or give the validation data."
+            )
         map_fn, unit = None, getattr(declared_sampling(x), "unit", "example")
         if data is None and source_of(x) is not None:
             data, map_fn, users = source_of(x) or (None, None, None)
@@ -214,6 +234,14 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
                     "The batches protect users, and PrivateMetrics would count each of their examples. Give it "
                     "user_ids, too."
                 )
+            optimizer = getattr(self.model, "optimizer", None)
+            rows = getattr(getattr(optimizer, "inner_optimizer", optimizer), "rows_per_unit", 1)
+            if rows > 1 and declared_sampling(x) is None and not self.validation:
+                raise PrivacyError(
+                    f"With rows_per_unit={rows} the optimizer protects {rows} rows together, and PrivateMetrics would "
+                    f"count each row. Give it the unit of each row: user_ids=np.arange(len(x)) // {rows}."
+                )
+            self._releases.unit = "example"
             weights, units = np.ones(examples.number), examples.number
         else:
             users = users_of(users, examples.number)
@@ -227,8 +255,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             values = self._values(*batch[:2]).numpy().astype(np.float64)
             sums += self._weights[at : at + len(values)] @ values
             at += len(values)
-        self._releases[self._event] += 1
-        self._planned = max(self._planned - 1, 0)
+        self._releases.counts[self._event] += 1
+        self._releases.planned = max(self._releases.planned - 1, 0)
         noisy = noisy_sum(sums, math.sqrt(len(sums)), self._event.noise_multiplier, self._source) / self._units
         bounds = [self.loss_bound if name == "loss" else 1.0 for name in self._functions]
         return {
@@ -282,6 +310,11 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
                 f"A metric of one example ({', '.join(self._functions)}) depends on the examples beside it, so one "
                 "example could move the whole sum. Give a function of one example at a time."
             )
+
+
+def _objects(data: Arrays) -> set[int]:
+    """The identities of the arrays and data sets that data are made of."""
+    return {id(leaf) for leaf in tf.nest.flatten(data) if hasattr(leaf, "shape") or isinstance(leaf, tf.data.Dataset)}
 
 
 def _right(y: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
