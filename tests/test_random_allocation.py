@@ -290,3 +290,34 @@ def test_what_is_not_priced_is_refused(optimizer, fit, message):
     model = compiled(**optimizer)
     with pytest.raises(PrivacyError, match=message):
         model.fit(random_allocation((X, Y), expected_batch_size=12), callbacks=[PrivacyBudget(delta=DELTA)], **fit)
+
+
+def own(batches):
+    """A data set that says nothing of itself, with as many batches."""
+    parts = [(X[i::batches], Y[i::batches]) for i in range(batches)]
+    signature = (tf.TensorSpec([None, *X.shape[1:]], X.dtype), tf.TensorSpec([None], Y.dtype))
+    return tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=signature)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: own(2), "an unknown number"),
+        (lambda: own(2).apply(tf.data.experimental.assert_cardinality(2)), "5 batches a pass.*has 2 batches"),
+        (lambda: random_allocation((X, Y), expected_batch_size=12).concatenate(own(1)), "unknown number"),
+        (lambda: random_allocation((X, Y), expected_batch_size=12).take(2), "has 2 batches"),
+        (lambda: random_allocation((X, Y), expected_batch_size=12).unbatch().batch(60), "put into other batches"),
+    ],
+)
+def test_a_pass_of_another_number_of_batches_than_is_priced_is_refused(data, message):
+    budget = PrivacyBudget(delta=DELTA, sampling="random_allocation", num_examples=N, batch_size=12)
+    model = compiled()
+    with pytest.raises(PrivacyError, match=message):
+        model.fit(data(), callbacks=[budget], verbose=0)
+
+
+def test_secure_noise_is_refused_before_the_first_step():
+    model = compiled(secure_noise=True)
+    with pytest.raises(PrivacyError, match="discrete noise has no price"):
+        model.fit(random_allocation((X, Y), expected_batch_size=12), callbacks=[PrivacyBudget(delta=DELTA)], verbose=0)
+    assert not int(model.optimizer.iterations)

@@ -119,6 +119,7 @@ class Sampling:
             self._check_against(x, call)
         else:
             self._check_said_of(origin)
+        self._check_length_of_pass(scheme, x)
         ordered = self._optimizer.noise is None and scheme.same_order
         sampling = SHUFFLED.name if ordered else self.sampling  # with fresh noise only the number of uses counts
         data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": sampling}
@@ -141,6 +142,11 @@ class Sampling:
             raise PrivacyError(
                 f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
                 "which are not drawn anew. Leave it out: poisson_batches prefetches, and keeps the data in memory."
+            )
+        if passed_through(x, ("unbatch", "batch")):
+            raise PrivacyError(
+                f"The examples of {origin.kind!r} batches were put into other batches (unbatch or batch), which are no "
+                "samples of that kind. Pass the batches themselves to fit, with the expected_batch_size that you want."
             )
         if self.sampling != origin.kind:
             raise PrivacyError(
@@ -171,6 +177,24 @@ class Sampling:
                 f"sampling={scheme.name!r} has a price for each pass over the data, and in a stream (steps_per_epoch="
                 f"{call.get('steps_per_epoch')}, or repeat) it is not seen where a pass ends. Leave steps_per_epoch "
                 "and .repeat() out, and give fit epochs."
+            )
+
+    def _check_length_of_pass(self, scheme: SamplingScheme, x: Arrays) -> None:
+        """Raises if a pass may have another number of batches than the price of one pass takes it to have."""
+        if not (scheme.counts_passes and scheme.independent):
+            return
+        assert self.num_examples is not None and self.batch_size is not None
+        priced = math.ceil(self.num_examples / self.batch_size)
+        if hasattr(x, "element_spec") and hasattr(x, "cardinality"):
+            number = int(x.cardinality())
+        else:
+            number = len(x) if hasattr(type(x), "__len__") else -1
+        if number != priced:
+            raise PrivacyError(
+                f"num_examples={self.num_examples} and batch_size={self.batch_size} make {priced} batches a pass, from "
+                f"which each example chooses, but a pass over the data has {number if number >= 0 else 'an unknown'} "
+                f"{'number' if number < 0 else 'batches'}. Use tfdpfl.data.random_allocation, or give the numbers that "
+                "the batches were made with (a data set states theirs by tf.data.experimental.assert_cardinality)."
             )
 
     def _check_complete(self, x: object) -> None:

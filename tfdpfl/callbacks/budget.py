@@ -502,7 +502,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         # Over the sensitivity to one example; where it changes, the one that allows most.
         multiplier = (max(changes.values) if changes else dp.noise_multiplier) / over
 
-        def priced(number: int) -> float:
+        def with_more(number: int) -> PrivacyLedger:
             ledger = copy.deepcopy(past)
             if changes and not fit.shuffled:
                 pieces = changes.spent(int(tf.convert_to_tensor(dp.iterations)), number)
@@ -511,11 +511,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             for value, times in pieces:
                 more: Keywords = {"num_epochs" if fit.shuffled else "num_steps": times * fit.uses}
                 ledger.record(value / over, **options_of(discrete), **more, **fit.data)
-            return ledger.epsilon(self.delta, self.accountant)
+            return ledger
+
+        def priced(number: int) -> float:
+            return with_more(number).epsilon(self.delta, self.accountant)
 
         if self.target_epsilon is None:
             if len(past):
                 priced(1)  # what cannot be added up is refused now
+            with_more(1)  # and what has no price by itself
             return None
         planned, more = self._planned()
         for number in (planned + more, planned):  # the search for the last step that fits may take a minute
