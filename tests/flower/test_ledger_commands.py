@@ -111,6 +111,14 @@ def test_epsilon_of_limits_correlated_noise_and_nbafl(tmp_path):
     assert "NbAFL, which has no event" in run("merge", tmp_path / "c", "--output", tmp_path / "d", code=2)
 
 
+def test_a_journal_of_a_run_without_a_round_is_no_ledger(tmp_path):
+    path = journal(tmp_path / "new.jsonl", rounds=0)
+    assert "ok (journal, 0 rounds, 1 of 1 lines with a hash)" in run("verify", path)
+    assert epsilon_of(path) == (0, True)
+    with pytest.raises(ValueError, match="saved must be what PrivacyLedger.to_dict gave"):
+        PrivacyLedger.from_dict(json.loads(path.read_text()))
+
+
 def test_verify_sees_a_line_that_was_changed_lost_or_put_in(tmp_path):
     path = journal(tmp_path / "journal", rounds=4)
     assert "ok (journal, 4 rounds, 9 of 9 lines with a hash)" in run("verify", path)

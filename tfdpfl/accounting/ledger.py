@@ -532,7 +532,7 @@ class PrivacyLedger:
             ValueError: `saved` is not what `to_dict` gives.
             PrivacyError: A newer release saved it, in a way that this one does not know.
         """
-        if not isinstance(saved, dict) or "version" not in saved:
+        if not isinstance(saved, dict) or not {"version", "rows"} <= saved.keys():
             raise ValueError(f"saved must be what PrivacyLedger.to_dict gave, got {saved!r:.99}")
         _formats.refuse_newer("The saved ledger", saved, max(_RUN_FIELDS))
         ledger = cls()
