@@ -115,7 +115,7 @@ def test_a_journal_of_a_run_without_a_round_is_no_ledger(tmp_path):
     path = journal(tmp_path / "new.jsonl", rounds=0)
     assert "ok (journal, 0 rounds, 1 of 1 lines with a hash)" in run("verify", path)
     assert epsilon_of(path) == (0, True)
-    with pytest.raises(ValueError, match="saved must be what PrivacyLedger.to_dict gave"):
+    with pytest.raises(ValueError, match="saved must be what"):
         PrivacyLedger.from_dict(json.loads(path.read_text()))
 
 
