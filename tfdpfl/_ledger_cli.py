@@ -47,8 +47,10 @@ class Opened:
         self.unread = 0  # rounds that a damaged journal may have charged beyond those that can be read
         data = path.read_bytes()
         try:
-            self.ledger = PrivacyLedger.from_dict(json.loads(data))
-            return
+            held = json.loads(data)
+            if "header" not in held:  # a journal of a server that has begun no round is one line
+                self.ledger = PrivacyLedger.from_dict(held)
+                return
         except NewerFormatError as error:
             raise BadArgument(f"{path}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -134,9 +134,31 @@ def test_verify_sees_a_line_that_was_changed_lost_or_put_in(tmp_path):
         spent, complete = epsilon_of(path, code=1)
         assert spent >= cost(poisson(4)) and not complete
         assert "would lack what is missing" in run("migrate", path, "--output", tmp_path / "new", code=2)
+    last = lines[-1][:-2] + b', "replied": []}\n'  # behind its hash, in place of what the hash is of
+    path.write_bytes(b"".join([*lines[:-1], last]))
+    assert "its hash is not that of the lines" in run("verify", path, code=1)
     path.write_bytes(b"".join(lines) + b'{"begin": 4')  # a write that was cut off: nothing had happened yet
     assert "11 bytes of a line that was never whole" in run("verify", path)
     assert epsilon_of(path) == (cost(poisson(4)), True)
+
+
+def test_verify_refuses_a_journal_whose_hashes_were_all_taken_off(tmp_path):
+    path = journal(tmp_path / "journal", rounds=4)
+    held = [json.loads(line) for line in path.read_text().splitlines()]
+    bare = [json.dumps({name: value for name, value in line.items() if name != "sha256"}) for line in held]
+    path.write_text("\n".join([*bare[:3], *bare[-2:]]).replace('"begin": 3', '"begin": 1').replace(
+        '"charge": 3', '"charge": 1') + "\n")  # fmt: skip
+    for command in (["verify"], ["epsilon", "--delta", DELTA]):
+        assert "restore it from a backup" in run(*command, path, code=2)
+    with pytest.raises(DamagedError, match="has no hash"):
+        Journal(path, header())
+
+
+def test_a_journal_before_its_first_round_is_a_journal(tmp_path):
+    path = journal(tmp_path / "journal", rounds=0)
+    assert "ok (journal, 0 rounds, 1 of 1 lines with a hash)" in run("verify", path)
+    assert epsilon_of(path) == (0.0, True)
+    run("migrate", path, "--output", tmp_path / "new")
 
 
 def test_a_journal_older_than_its_model_counts_the_models_rounds(tmp_path):

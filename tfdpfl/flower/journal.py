@@ -29,6 +29,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import files
 
 VERSION = 2  # of the lines; files of before lines had a version hold settings as their `repr`
+_HASHED = 2  # the first version whose lines have a hash
 _HASH = b', "sha256": "'
 
 
@@ -87,15 +88,18 @@ class Record:
 
     def _line(self, line: bytes, what: str) -> None:
         held = json.loads(line)
+        if not isinstance(held, dict):
+            raise ValueError("it is no JSON object")
+        if "version" in held:
+            _formats.refuse_newer(what, held, VERSION)  # first: hashes of a newer version may be others
         before, mark, _ = line.rpartition(_HASH)
         digest = self.digest.copy()
         digest.update(before)
-        if mark and held.pop("sha256", None) != digest.hexdigest():
+        if mark and line != before + _HASH + digest.hexdigest().encode() + b'"}\n':
             raise ValueError("its hash is not that of the lines up to it")
-        if not mark and self.hashed:
-            raise ValueError("it has no hash, though lines before it have")
-        if "version" in held:
-            _formats.refuse_newer(what, held, VERSION)
+        if not mark and (self.hashed or held.get("version", 0) >= _HASHED):
+            raise ValueError("it has no hash, though all lines of its version have")
+        held.pop("sha256", None)
         if not self.lines:
             self.header = dict(held["header"])
             self.run = str(held.get("run") or hashlib.sha256(line).hexdigest()[:16])
