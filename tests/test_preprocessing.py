@@ -203,6 +203,13 @@ def test_batches_of_texts_are_taken_in_whatever_way_they_were_read():
     assert set(words.get_vocabulary()[2:]) == {"good", "bad", "film"}
 
 
+def test_a_second_adapt_adds_to_the_ledger_of_the_first():
+    layer = preprocessing.Normalization()
+    for times in (1, 2):
+        layer.adapt(np.zeros((5, 2)), bounds=(-1, 1), **COST)
+        assert layer.ledger.steps == times
+
+
 def test_a_layer_that_was_adapted_to_examples_is_not_in_an_epsilon_of_users():
     ledger, x, y = PrivacyLedger(), np.zeros((40, 2), "float32"), np.zeros(40)
     preprocessing.Normalization().adapt(x, bounds=(-1, 1), ledger=ledger, **COST)

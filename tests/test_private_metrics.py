@@ -191,6 +191,11 @@ def test_rows_that_the_optimizer_protects_together_do_not_count_by_themselves():
     )
 
 
+def test_a_split_by_keras_is_named():
+    with pytest.raises(PrivacyError, match=r"validation_split=0\.2 lets Keras split"):
+        compiled().fit(X, Y, validation_split=0.2, callbacks=[PrivateMetrics()], verbose=0)
+
+
 def test_training_data_are_no_validation_data():
     with pytest.raises(PrivacyError, match="validation=True is for data of other people"):
         compiled().fit(X, Y, callbacks=[PrivateMetrics((X, Y), validation=True)], verbose=0)
@@ -205,3 +210,18 @@ def test_metrics_of_single_examples_do_not_add_up_with_steps_of_users():
     users = tfdpfl.PrivacyLedger().record(1.0, num_examples=10, batch_size=2, unit="user")
     with pytest.raises(PrivacyError, match="PrivateMetrics without user_ids"):
         users.merge(metrics.ledger).epsilon(DELTA)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda y, p: tf.fill(tf.shape(y), tf.reduce_min(tf.cast(tf.argmax(p, -1) == y, tf.float32))), "beside it"),
+        (lambda y, p: tf.reduce_mean(tf.cast(tf.argmax(p, -1) == y, tf.float32)), "a number for each example"),
+    ],
+)
+def test_a_metric_of_a_whole_batch_is_refused_whatever_the_model_predicts(function, message):
+    model = compiled()
+    model.set_weights([np.zeros((4, 3)), np.array([0.0, 0.0, 1.0])])
+    with pytest.raises(PrivacyError, match=message):
+        model.fit(X, Y, callbacks=[PrivateMetrics(metrics={"right": function})], verbose=0)
+    assert not int(model.optimizer.iterations)

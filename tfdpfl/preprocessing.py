@@ -91,6 +91,16 @@ class _Adapted:
 
     ledger: PrivacyLedger | None = None
 
+    def _release(
+        self, epsilon: float, delta: float, ledger: PrivacyLedger | None, adjacency: str | None, seed: int | None,
+        thresholded: bool = False,
+    ) -> _Release:  # fmt: skip
+        """Makes the release of an `adapt`, which adds to the ledger of an earlier one if it is given none."""
+        given = self.ledger if ledger is None else ledger
+        release = _Release(epsilon, delta, given, adjacency, seed, thresholded)
+        self.ledger = release.ledger
+        return release
+
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
         if self.ledger is None:
@@ -193,8 +203,7 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         middle, half = (low + high) / 2, (high - low) / 2
         scaled = (clipped - middle) / half
         each = np.stack([scaled.mean(axis=others), (scaled**2).mean(axis=others)], axis=1)  # in [-1, 1]
-        release = _Release(epsilon, delta, ledger, adjacency, seed)
-        self.ledger = release.ledger
+        release = self._release(epsilon, delta, ledger, adjacency, seed)
         sensitivity = math.sqrt(each[0].size)
         mean, square = release.of(each.sum(axis=0), sensitivity) / len(rows)
         # A variance below what the noise may hide is not known, and would blow the feature up.
@@ -254,8 +263,7 @@ class Discretization(_Adapted, tf.keras.layers.Discretization):
         clipped, low, high = _bounded(rows.reshape(len(rows), -1), bounds, ())
         edges = np.linspace(float(low), float(high), cells + 1)
         counts = np.histogram(clipped, edges)[0] / clipped.shape[1]
-        release = _Release(epsilon, delta, ledger, adjacency, seed)
-        self.ledger = release.ledger
+        release = self._release(epsilon, delta, ledger, adjacency, seed)
         noisy = np.cumsum(release.of(counts, 1.0))
         shares = np.clip(np.maximum.accumulate(noisy) / len(rows), 0, 1)
         shares = np.concatenate([[0.0], shares / max(shares[-1], 1e-12)])
@@ -327,8 +335,7 @@ class StringLookup(_Adapted, tf.keras.layers.StringLookup):
         most = _checked_most(max_tokens_per_example)
         rows = _rows(data)
         examples = [[_text(token) for token in row] for row in rows.reshape(len(rows), -1)]
-        release = _Release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
-        self.ledger = release.ledger
+        release = self._release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
         reserved = {self.mask_token, self.oov_token} - {None}
         room = None if self.max_tokens is None else self.max_tokens - self.num_oov_indices - (
             self.mask_token is not None
@@ -375,8 +382,7 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
         tokens = tokens if isinstance(tokens, tf.RaggedTensor) else tf.RaggedTensor.from_tensor(tokens)
         flat = tokens.to_list()
         examples = [[_text(token) for token in _flattened(row) if len(token)] for row in flat]
-        release = _Release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
-        self.ledger = release.ledger
+        release = self._release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
         room = None if self._max_tokens is None else self._max_tokens - 2
         self.set_vocabulary(_vocabulary(examples, most, release, room, {"", "[UNK]"}))
 

@@ -20,6 +20,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
 
 _NO_DATA = frozenset(("epsilon", "lr", "learning_rate"))  # logs that no example is in
+_MADE_UP = 8  # examples, on which metrics are tried
 
 
 class _Releases:
@@ -222,6 +223,11 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             data, map_fn, users = source_of(x) or (None, None, None)
         elif data is None and length(x) is not None and not call.get("validation_split"):
             data = (x, call.get("y"))
+        elif data is None and length(x) is not None:
+            raise PrivacyError(
+                f"validation_split={call['validation_split']} lets Keras split the arrays, so PrivateMetrics cannot see "
+                "which examples are trained on. Split them yourself, and pass validation_data to fit."
+            )
         elif data is None:
             raise PrivacyError(
                 f"Which data PrivateMetrics is to evaluate cannot be seen in a {type(x).__name__}, of which each pass "
@@ -291,20 +297,35 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         return loss.call(y, predicted) if isinstance(loss, tf.keras.losses.Loss) else loss(y, predicted)
 
     def _check_examples_apart(self) -> None:
-        """That a metric of one example is the same whatever stands beside it. (Of two made-up ones.)"""
+        """Raises if a metric of one example depends on what stands beside it, for made-up examples."""
         if not isinstance(self._batches.element_spec, tuple) or len(self._batches.element_spec) < 2:
             raise PrivacyError("PrivateMetrics needs labels: its data must be (x, y).")
+        x_spec, y_spec = self._batches.element_spec[:2]
+        random = np.random.default_rng(0)
 
-        def rows(first: bool, second: bool) -> Arrays:
-            def made(spec: tf.TensorSpec) -> tf.Tensor:
-                blank = tf.zeros([1, *spec.shape[1:]], spec.dtype)
-                other = tf.fill(blank.shape, "a") if spec.dtype == tf.string else tf.ones_like(blank)
-                return tf.concat([blank] * first + [other] * second, 0)
+        def made(spec: tf.TensorSpec, classes: int = 0) -> tf.Tensor:
+            shape = [_MADE_UP, *spec.shape[1:]]
+            if spec.dtype == tf.string:
+                return tf.constant(random.choice(["", "a"], shape))
+            if spec.dtype.is_floating and not classes:
+                return tf.cast(random.normal(size=shape), spec.dtype)
+            return tf.cast(random.integers(0, classes or 2, shape), spec.dtype)
 
-            return tf.nest.map_structure(made, self._batches.element_spec[:2])
-
-        together = self._values_of(*rows(True, True))
-        alone = tf.concat([self._values_of(*rows(True, False)), self._values_of(*rows(False, True))], 0)
+        x = tf.nest.map_structure(made, x_spec)
+        predicted = self.model(x, training=False)
+        sparse = tf.is_tensor(predicted) and isinstance(y_spec, tf.TensorSpec) and y_spec.dtype.is_integer
+        sparse = sparse and predicted.shape.rank == y_spec.shape.rank + 1
+        y = tf.nest.map_structure(lambda spec: made(spec, predicted.shape[-1] if sparse else 2), y_spec)
+        try:
+            together = self._values_of(x, y)
+            rows = [tf.nest.map_structure(lambda leaf: leaf[i : i + 1], (x, y)) for i in range(_MADE_UP)]  # noqa: B023
+            alone = tf.concat([self._values_of(*row) for row in rows], 0)
+        except tf.errors.InvalidArgumentError as error:
+            raise PrivacyError(
+                f"A metric ({', '.join(self._functions)}) could not be computed for each of {_MADE_UP} made-up "
+                "examples. Give a function that returns a number for each example, without reduce_mean over the batch. "
+                f"({error.message})"
+            ) from error
         if not np.allclose(together, alone, atol=1e-4):
             raise PrivacyError(
                 f"A metric of one example ({', '.join(self._functions)}) depends on the examples beside it, so one "
