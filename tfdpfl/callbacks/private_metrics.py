@@ -225,8 +225,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             data = (x, call.get("y"))
         elif data is None and length(x) is not None:
             raise PrivacyError(
-                f"validation_split={call['validation_split']} lets Keras split the arrays, so PrivateMetrics cannot see "
-                "which examples are trained on. Split them yourself, and pass validation_data to fit."
+                f"validation_split={call['validation_split']} lets Keras split the arrays, so PrivateMetrics cannot "
+                "see which examples are trained on. Split them yourself, and pass validation_data to fit."
             )
         elif data is None:
             raise PrivacyError(
