@@ -47,10 +47,8 @@ class Opened:
         self.unread = 0  # rounds that a damaged journal may have charged beyond those that can be read
         data = path.read_bytes()
         try:
-            held = json.loads(data)
-            if "header" not in held:  # a journal of a server that has begun no round is one line
-                self.ledger = PrivacyLedger.from_dict(held)
-                return
+            self.ledger = PrivacyLedger.from_dict(json.loads(data))
+            return
         except NewerFormatError as error:
             raise BadArgument(f"{path}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError):
