@@ -225,3 +225,13 @@ def test_a_metric_of_a_whole_batch_is_refused_whatever_the_model_predicts(functi
     with pytest.raises(PrivacyError, match=message):
         model.fit(X, Y, callbacks=[PrivateMetrics(metrics={"right": function})], verbose=0)
     assert not int(model.optimizer.iterations)
+
+
+def test_a_fit_that_was_refused_releases_nothing_more():
+    batches, metrics = poisson_batches((X, Y), expected_batch_size=40, steps=2), PrivateMetrics(noise_std=0.1)
+    model, budget = compiled(expected_batch_size=40), PrivacyBudget(delta=DELTA, target_epsilon=3.0)
+    model.fit(batches, epochs=1, callbacks=[metrics, budget], verbose=0)
+    spent = budget.report.epsilon
+    with pytest.raises(PrivacyError, match="leaves no room"):
+        model.fit(batches, epochs=99, callbacks=[metrics, budget], verbose=0)
+    assert budget.report.epsilon == spent <= 3.0

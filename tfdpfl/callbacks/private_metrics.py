@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from tfdpfl._sums import noisy_sum
 from tfdpfl._types import Arrays, Loss
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.callbacks._fits import RELEASED, fit_arguments, length
+from tfdpfl.callbacks._fits import RELEASED, fit_arguments, length, running_models
 from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling, examples_of, fixed_order, source_of, users_of
 from tfdpfl.errors import PrivacyError
@@ -30,13 +31,15 @@ class _Releases:
         self.counts: dict[Any, int] = {}
         self.event: Any = None  # of the fit that runs
         self.planned = 0  # of this fit, still to come
+        self.model: Callable[[], Any] = lambda: None  # that this fit trains: an interrupted fit plans nothing more
         self.unit: str | None = None  # "example" if a user with several examples is protected less
 
     def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
         """Adds the releases to a ledger, for the neighbours that it is of."""
         adjacency = ledger.adjacency
+        runs = any(model is self.model() for model in running_models())
         for event, count in self.counts.items():
-            planned = self.planned if event == self.event else 0
+            planned = self.planned if runs and event == self.event else 0
             ledger.add(event, count + planned, adjacency=adjacency, unit=self.unit)
         return ledger
 
@@ -169,6 +172,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         budgets = [c for c in others if isinstance(c, PrivacyBudget)]
         self._hides = not any(isinstance(c, PrivateMetrics) for c in others[: others.index(self)])
         self._batches, self._weights, self._units = self._to_evaluate(call)
+        self._releases.model = weakref.ref(self.model)
         self._event = self._releases.event = self.event(self._units)
         self._releases.counts.setdefault(self._event, 0)
         self._values = tf.function(self._values_of, reduce_retracing=True, autograph=False)
