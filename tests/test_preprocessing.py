@@ -152,6 +152,8 @@ def test_class_weights_are_inverse_to_noisy_frequencies():
     assert weights == pytest.approx({0: 10 / 24, 1: 10 / 3, 2: 10 / 3}, rel=0.05)
     with pytest.raises(ValueError, match=r"y\.argmax"):
         preprocessing.class_weights(np.eye(3), num_classes=3, **COST)
+    with pytest.raises(ValueError, match="dtype <U3, and class_weights counts whole-number labels"):
+        preprocessing.class_weights(["cat", "dog"], num_classes=2, **COST)
 
 
 @pytest.mark.parametrize(

@@ -417,6 +417,11 @@ def class_weights(
             f"y has the shape {list(labels.shape)}, and class_weights counts one whole-number label of each example. "
             "Give y.argmax(-1) of one-hot labels."
         )
+    if labels.dtype.kind not in "biuf":
+        raise ValueError(
+            f"y has the dtype {labels.dtype}, and class_weights counts whole-number labels, so every count would be 0. "
+            "Give numbers from 0 on: [classes.index(label) for label in y] with a public list of classes."
+        )
     labels = labels.reshape(-1)
     counts = np.array([(labels == k).sum() for k in range(_checks.whole("num_classes", num_classes, 1, "count them"))])
     release = _Release(epsilon, delta, ledger, adjacency, seed)
