@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 
 class Disk:
-    """A machine that stops before or after any write, once in ``every`` of a kind. What was not synced may be torn."""
+    """A machine that stops before or after any write, once in ``every`` of a kind. Unsynced lines may be torn."""
 
     def __init__(self, monkeypatch, every):
         self.chance, self.every, self.kills, self.writes = random.Random(7), every, {}, collections.Counter()

@@ -253,7 +253,7 @@ class Sampling:
         if scheme.independent and sizes:
             raise PrivacyError(
                 f"sampling={self.sampling!r}, but all batches of the data set hold {min(sizes)} examples (its "
-                "element_spec says so). Where examples are drawn independently the size varies: use "
+                "element_spec says so). If examples are drawn independently, sizes vary. Use "
                 "tfdpfl.data.poisson_batches or random_allocation, or say sampling='shuffle'."
             )
         if sizes - {self.batch_size}:

@@ -182,8 +182,8 @@ def random_allocation(
 
     Guarantee:
         Neighbours differ in the presence of one unit, or one unit's contribution is blanked
-        (``"add_or_remove_one"``, ``"zero_out"``): no other unit moves. Sensitivity C. What is proven for Gaussian noise
-        is in `tfdpfl.accounting.allocation`. With ``num_selected`` > 1 the steps can be dealt at random to so many
+        (``"add_or_remove_one"``, ``"zero_out"``): no other unit moves. Sensitivity C. `tfdpfl.accounting.allocation`
+        has the proof for Gaussian noise. With ``num_selected`` > 1 the steps can be dealt at random to so many
         groups of equal size with one use of a unit in each (Feldman & Shenfeld 2025, arXiv:2502.08202).
 
     Args:

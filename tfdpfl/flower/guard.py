@@ -6,7 +6,7 @@ Flower loads the client's code from the server, so a mod in that code protects n
 stands between: it takes the app's reply apart and sends a reply of its own. It works inside Flower's SuperNode, on
 functions that are not public, so it starts only with a Flower whose functions are those that it knows.
 
-What it cannot do is keep the app from reaching the network by itself: run the app as another user, without a network.
+The guard cannot keep the app from reaching the network by itself, so run the app as another user, without a network.
 See docs/flower.md.
 """
 

@@ -1,7 +1,7 @@
 """What an operator may see of a training: files that Prometheus, scripts and a browser read. No Flower here.
 
-Who took part in a round, and how many, is what amplification by sampling hides. So with a sampling rate these files
-hold neither sizes of cohorts, nor dropouts, nor times of rounds, which depend on who was asked.
+Amplification by sampling needs it to be secret who took part in a round, and how many did. So with a sampling rate
+these files hold neither sizes of cohorts, nor dropouts, nor times of rounds, because these depend on who was asked.
 """
 
 from __future__ import annotations
