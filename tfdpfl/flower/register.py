@@ -79,8 +79,8 @@ class Register:
         except sqlite3.Error as error:
             raise ValueError(
                 f"register_path={str(path)!r} cannot be used as a database ({error}). "
-                "Epsilon would lack what clients spent in other runs. Restore it from a backup, or give the path of a new file on a "
-                "local disk"
+                "Epsilon would lack what clients spent in other runs. Restore it from a backup, or give the path "
+                "of a new file on a local disk"
             ) from error
         _formats.refuse_newer(f"register_path={str(path)!r}", {"version": version or None}, _VERSION)
         if mode != "wal":
