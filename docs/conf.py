@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
 
 
 class _Kind(type):
@@ -27,6 +27,7 @@ for _name, _version in [*_absent, *((f"flwr{_part}", "1.41.0") for _part in _flw
     sys.modules[_name].__version__ = _version
     sys.modules[_name].__getattr__ = lambda name: _Kind(name, (), {})
 
+import notebooks  # noqa: E402
 import tensorflow  # noqa: E402, F401
 
 from tfdpfl import __version__  # noqa: E402
@@ -141,9 +142,13 @@ def _write_pages(app, config):
         page.parent.mkdir(parents=True, exist_ok=True)
         if not page.exists() or page.read_text("utf-8") != text:
             page.write_text(text, "utf-8")
+    notebooks.write(ROOT / "docs/_pages/notebooks")
 
 
 def _read_source(app, docname, source):
+    if docname.startswith("tutorial"):
+        link = f"{{download}}`Download this page as a notebook <_pages/notebooks/{docname}.ipynb>`"
+        source[0] = re.sub(r"\n", f"\n\n{link}\n", source[0], count=1)
     if not docname.startswith("_pages/"):
         page = ROOT / "docs" / docname
         source[0] = _link_to_pages(source[0], page.parent, page)

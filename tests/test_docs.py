@@ -16,19 +16,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if not {"_build", "_pages"} & {*p.parts})]
 NEEDS_TFF = {"docs/federated.md"}
-NEEDS_FLOWER = {"docs/flower.md"}
+NEEDS_FLOWER = {"docs/flower.md", "docs/tutorial-federation.md", "docs/tutorial-hospitals.md"}
+NEEDS_KERAS3 = {"docs/tutorial-fine-tuning.md"}
 DIFFERS = NEEDS_TFF | {"README.md", "docs/training.md"}  # between Keras 2 and 3
 
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-N, FEATURES, CLASSES = 512, 6, 3
 
 
 def name_of(page):
@@ -238,23 +237,37 @@ def shows(output, printed):
     return doctest.OutputChecker().check_output(output or "", printed, doctest.ELLIPSIS)
 
 
-def namespace(tf):
-    """What a page's snippets may take for given; docs/index.md says so."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(N, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, N)
+def namespace():
+    """What a page's snippets may use without making it; docs/index.md says so."""
+    names = {"__name__": "page"}
+    exec((DOCS / "prelude.py").read_text("utf-8"), names)
+    return names
 
-    def make_model():
-        layers = tf.keras.layers
-        return tf.keras.Sequential(
-            [tf.keras.Input((FEATURES,)), layers.Dense(8, activation="tanh"), layers.Dense(CLASSES, "softmax")]
-        )
 
-    import tfdpfl
+def test_notebooks_have_the_snippets_and_outputs_of_their_pages(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    notebooks = importlib.import_module("notebooks")
+    files = notebooks.write(tmp_path)
+    assert len(files) >= 7
+    for name, path in files.items():
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        assert cells[0]["source"][0].startswith("# ") and "".join(cells[1]["source"]) in notebooks.PRELUDE
+        code = [cell for cell in cells[2:] if cell["cell_type"] == "code"]
+        found = [("".join(c["source"]), "".join("".join(o["text"]) for o in c["outputs"])) for c in code]
+        heads = {"python": "", "console": "!", "file": "%%writefile"}
+        expected = [*snippets(DOCS / f"{name}.md")]
+        assert len(found) == len(expected) > 0
+        for (source, output), (_, kind, text, shown) in zip(found, expected, strict=True):
+            assert source.startswith(heads[kind]) and source.endswith(text.strip("\n")) and output == (shown or "")
 
-    model = make_model()
-    model.compile("sgd", loss="sparse_categorical_crossentropy")
-    return {"__name__": "page", "np": np, "tf": tf, "tfdpfl": tfdpfl, "x": x, "y": y, "model": model,
-            "make_model": make_model}  # fmt: skip
+
+def simulate(server, client, num_supernodes):
+    """Flower's run_simulation in this process: Ray takes 20 s to start, and test_hospitals.py runs it."""
+    from flower_fakes import FakeGrid
+    from flwr.app import Context, RecordDict
+
+    nodes = [Context(1, 101 + i, {"partition-id": i}, RecordDict(), {}) for i in range(num_supernodes)]
+    server(FakeGrid(num_supernodes, lambda message, i: client(message, nodes[i])), Context(1, 0, {}, RecordDict(), {}))
 
 
 @pytest.mark.slow
@@ -267,11 +280,14 @@ def test_every_snippet_prints_what_the_page_shows(page, tmp_path, monkeypatch):
         pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
     if name_of(page) in NEEDS_FLOWER:
         pytest.importorskip("flwr", reason="needs Flower, which is on the keras3 stack")
-    import tensorflow as tf
+        import flwr.simulation
 
+        monkeypatch.setattr(flwr.simulation, "run_simulation", simulate)
+    if name_of(page) in NEEDS_KERAS3:
+        pytest.importorskip("keras", "3", reason="needs Keras 3, which has LoRA")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    names = namespace(tf)
+    names = namespace()
     for line, kind, source, output in snippets(page):
         with contextlib.redirect_stdout(io.StringIO()) as stream:
             if kind == "python":

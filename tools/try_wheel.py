@@ -11,7 +11,6 @@ import argparse
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -45,17 +44,21 @@ def try_on(python: str, wheel: Path, folder: Path) -> str:
     version = run(bin_ / "tfdpfl", "--version", where=folder).strip()
     epsilon = run(bin_ / "tfdpfl", *EPSILON.split(), where=folder).splitlines()[0]
     demo = run(bin_ / "tfdpfl", "demo", "--epochs", "1", "--output", folder / "demo.png", where=folder)
-    return "\n  ".join([version, epsilon, *demo.strip().splitlines()])
+    shown = [line for line in demo.strip().splitlines() if "\r" not in line and "\b" not in line and "\x1b" not in line]
+    return "\n  ".join([version, epsilon, *filter(None, shown)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", default=VERSIONS, help=f"default: {' '.join(VERSIONS)}")
     found = {version: python_of(version) for version in parser.parse_args().versions}
+    first = next(filter(None, found.values()), None)
+    if first is None:
+        raise SystemExit(f"none of {', '.join(found)} was found on PATH or below ~/.pyenv/versions")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder, ROOT)
-        run(*pip, where=folder)
+        # Not sys.executable: an environment that uv made has no pip.
+        run(first, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder, ROOT, where=folder)
         (wheel,) = folder.glob("*.whl")
         print(wheel.name, flush=True)
         for version, python in found.items():
@@ -67,7 +70,6 @@ def main() -> None:
             result = try_on(python, wheel, folder / version)
             shutil.rmtree(folder / version)
             print(f"Python {version}, {time.time() - began:.0f} s: {result}", flush=True)
-    sys.exit(not any(found.values()))
 
 
 if __name__ == "__main__":
