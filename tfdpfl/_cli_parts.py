@@ -1,4 +1,4 @@
-"""What the commands of `tfdpfl` share: options, and refusals of one line."""
+"""Holds what the commands of `tfdpfl` share: options, and refusals of one line."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""Who called: Keras tells neither callbacks what data it trains on, nor optimizers which model."""
+"""Finds out who called: Keras tells neither callbacks what data it trains on, nor optimizers which model."""
 
 import sys
 from collections.abc import Iterator

@@ -156,7 +156,7 @@ class Opened:
 @_FILE
 @JSON
 def inspect(file: Path, as_json: bool) -> None:
-    """What FILE holds: its format, rounds and settings. It names no client."""
+    """Shows the format, rounds and settings of FILE. It names no client."""
     with clean_errors():
         opened = Opened(file)
         _show(opened.facts(), as_json)
@@ -244,7 +244,7 @@ def _show_prices(
 @click.option("--target-epsilon", type=float, help="What each client may spend. Exit with 1 if one has spent more.")
 @JSON
 def clients(file: Path, delta: float, accountant: str, target_epsilon: float | None, as_json: bool) -> None:
-    """What each client has spent over all runs, by the database FILE that a server's register_path= names."""
+    """Shows what each client has spent over all runs, from the database FILE that a server's register_path= names."""
     with clean_errors():
         from tfdpfl._formats import strict
         from tfdpfl.accounting.pricing import check_delta

@@ -1,4 +1,4 @@
-"""What a process must not share with the one that it was forked from."""
+"""Keeps apart what a process must not share with the one that it was forked from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def renew_after_fork(obj) -> None:
     """Has ``obj._renew()`` called in every process that is forked from this one, as long as ``obj`` lives.
 
     It must be quick and must not wait for TensorFlow's threads, which no fork takes along: processes that load data
-    are forks too. Where a system has no fork, nothing is called.
+    are forks too. On a system without fork nothing is called.
     """
     _OBJECTS.add(obj)
 

@@ -1,4 +1,4 @@
-"""Where noise meets data, for `tfdpfl.audit.replay`: what is released goes through here, and where no replay runs
+"""Sees every release, for `tfdpfl.audit.replay`: noise and data meet here, and without a replay
 nothing happens to it. No TensorFlow."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Release:
 
 class Tape(Protocol):
     def take(self, release: Release) -> list[np.ndarray]:
-        """What is to be let out: of the replay's second run, what the first one let out."""
+        """Returns what is to be let out: in the replay's second run, what the first one let out."""
         ...
 
 

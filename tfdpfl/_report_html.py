@@ -44,7 +44,7 @@ def neighbours(adjacency: str, unit: str | None) -> str:
 
 
 def whose(what: Report) -> str:
-    """What a part, or a total, is a figure of."""
+    """Names what a part, or a total, is a figure of."""
     about = "" if what.data is None else f" of {what.data}"
     return f"one {what.unit or 'unit (not recorded what)'}{about}, adjacency {what.adjacency}"
 

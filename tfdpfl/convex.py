@@ -422,7 +422,8 @@ class _Problem:
         return LinearOperator((self.size, self.size), matvec=times, dtype=float)
 
     def minimum(self, tilt: Arrays) -> np.ndarray:
-        """Where ``value(w) + tilt w`` has a gradient of at most `tolerance`, half of which is left to rounding."""
+        """Returns a point where ``value(w) + tilt w`` has a gradient of at most `tolerance`, half of which is left to
+        rounding."""
         tilt = np.broadcast_to(tilt, [self.size])
         found = minimize(
             lambda w: (self.value(w) + tilt @ w, self.gradient(w) + tilt), np.zeros(self.size), jac=True,

@@ -120,7 +120,7 @@ def load_image_data(data_dir: str | os.PathLike | None = None) -> ImageData:
     """Returns MNIST where it can be had, else scikit-learn's digits.
 
     From `data_dir`, else from the folder in TFDPFL_DATA_DIR, else by Keras's downloader (and its cache).
-    Where that fails it says so in one line on standard error and returns the digits.
+    If that fails it says so in one line on standard error and returns the digits.
 
     Raises:
         FileNotFoundError: a folder is given and MNIST is not in it.

@@ -32,7 +32,7 @@ def run(
       seed: of the weights, the batches and the noise, for a repeatable show; None for real secrecy.
 
     Returns:
-      What the JSON holds.
+      The content of the JSON.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf

@@ -52,7 +52,7 @@ _DEFAULTS = {
 class PrivacyPlan:
     """Holds a planned private training; `tfdpfl.plan` makes it.
 
-    Its pieces know each other. Where one is used without the others, or with those of another plan, training is refused
+    Its pieces know each other. If one is used without the others, or with those of another plan, training is refused
     before the first update. (An optimizer of a loaded model counts as the plan's if its settings are.)
 
     Attributes:

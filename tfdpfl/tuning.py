@@ -138,11 +138,11 @@ class RandomSearch:
         print(search.report(delta=1e-5).epsilon)  # of the whole search
         best = search.run(train)  # train(parameters) -> (score, result, what it spent)
 
-    What it promises: hyperparameters are drawn independently for each run, the number of runs from a truncated negative
+    Guarantees: hyperparameters are drawn independently for each run, the number of runs from a truncated negative
     binomial distribution, apart from the data. The best run alone is returned. Then all of the search costs
     `RepeatAndSelectDpEvent` (arXiv:2110.03620, Theorem 2), in Rényi DP.
 
-    What it takes for granted: nothing else of the runs gets out, not their number, nor the scores of the others (no
+    It takes for granted that nothing else of the runs gets out, not their number, nor the scores of the others (no
     logs). And the score is of the run's private result alone: measured on public data, or by another private mechanism
     that is in what a run spends. Of a validation set that is private and read in plain, its examples are not protected.
 

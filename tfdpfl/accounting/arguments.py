@@ -25,7 +25,7 @@ class _Examples(TypedDict):
 
 
 class SamplingArguments(_Examples, total=False):
-    """What is drawn, how, and for which neighbours it is priced; see `Run`."""
+    """Holds what is drawn, how, and for which neighbours it is priced; see `Run`."""
 
     sampling: str
     adjacency: str | None
@@ -39,7 +39,7 @@ class _Options(SamplingArguments, total=False):
 
 
 class StepArguments(TypedDict, total=False):
-    """What an optimizer knows of its own steps next to their noise and number."""
+    """Holds what an optimizer knows of its own steps next to their noise and number."""
 
     adjacency: str | None
     truncated_batch_size: int | None
@@ -65,7 +65,7 @@ class _Batches(_BatchSize, total=False):
 
 
 class LedgerArguments(_Options, _Batches):
-    """What a ledger needs to know of steps next to their noise and number."""
+    """Holds what a ledger needs to know of steps next to their noise and number."""
 
 
 class RunArguments(_Options, _Batches, _Noise, _Length):

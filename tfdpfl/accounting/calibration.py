@@ -47,7 +47,7 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
         num_microbatches: Groups whose mean gradient is clipped, a divisor of `batch_size`; fewer than
             `batch_size` double the sensitivity, so σ counts as σ/2. It is taken for granted that an example's
             presence does not regroup the others.
-        accountant: `"pld"` (tight) or `"rdp"`. Where PLD has no answer ("fixed_size", δ below 1e-12) RDP's is
+        accountant: `"pld"` (tight) or `"rdp"`. If PLD has no answer ("fixed_size", δ below 1e-12) RDP's is
             given; `privacy_report` names the accountant that was used.
         adjacency: Which data sets are neighbours; None takes the sampling's own: `"add_or_remove_one"` for
             poisson and none, `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
@@ -234,7 +234,7 @@ def _calibrate(
     import dp_accounting
 
     class PriceOfRun:
-        """What `calibrate_dp_mechanism` needs of an accountant."""
+        """Gives `calibrate_dp_mechanism` what it needs of an accountant."""
 
         ledger = dp_accounting.NoOpDpEvent()
 

@@ -288,7 +288,7 @@ class PrivacyLedger:
     ) -> "PrivacyLedger":
         """Notes that `origin` has taken `num_steps` such steps in all, and returns the ledger.
 
-        What `record` is told adds up; this does not: of two notes on the same steps of the same origin the higher
+        Steps that `record` is told add up; these do not: of two notes on the same steps of the same origin the higher
         number stands. So the ledgers of one training, taken at different times, `merge` without counting a step twice.
 
         Args:

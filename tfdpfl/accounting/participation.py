@@ -23,9 +23,9 @@ def most_participations(steps: int, separation: int, most: int | None) -> int:
 def moved_by_toeplitz(column: np.ndarray, steps: int, separation: int, most: int | None) -> np.ndarray:
     """A bound on how far one example moves each of ``steps`` noises, in clips; its L2 norm is the sensitivity.
 
-    Where the column does not grow and is not negative, no participations are worse than those at steps 0, separation,
+    If the column does not grow and is not negative, no participations are worse than those at steps 0, separation,
     2 · separation, … (Kalinin & Lampert 2024, arXiv:2405.13763). Any other column is replaced by the least such one
-    that is above its absolute values: the norm of the result is an upper bound then. Where participations are further
+    that is above its absolute values: the norm of the result is an upper bound then. If participations are further
     apart than the column is long they do not meet, and the column stays as it is.
 
     Args:
@@ -53,7 +53,7 @@ def tree_sensitivity(
 
     A node holds the sum over its rounds, so a client that is in c of them adds c clips to it. This is the largest sum
     of c² over all ways to choose at most ``most`` rounds, at least ``separation`` apart: what TF Privacy's
-    tree_aggregation_accountant searches for, found by dynamic programming over levels instead of subtrees. Where that
+    tree_aggregation_accountant searches for, found by dynamic programming over levels instead of subtrees. If that
     would take long, and for separations above 64, which are rounded down by up to 1/32, it is an upper bound.
 
     Args:

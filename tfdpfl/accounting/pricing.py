@@ -95,7 +95,7 @@ def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: st
         delta: δ, strictly between 0 and 1.
         accountant: `"pld"` (privacy loss distributions, Doroshenko et al. 2022, arXiv:2207.04380) or `"rdp"`
             (Mironov et al. 2019, arXiv:1908.10530, with the conversion of Canonne et al. 2020,
-            arXiv:2004.00010, Proposition 12). Where the first does not know the event, takes minutes (over
+            arXiv:2004.00010, Proposition 12). If the first does not know the event, takes minutes (over
             3 million sampled steps), or fails or loses to the second numerically, the second's ε is taken, and
             named.
         adjacency: `"add_or_remove_one"`, `"replace_one"` or `"zero_out"`.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Steps(Protocol):
-    """What a sampling needs to know of a run (`tfdpfl.accounting.Run`) to state the event of one of its steps."""
+    """Holds what a sampling needs to know of a run (`tfdpfl.accounting.Run`) to state the event of one of its steps."""
 
     @property
     def num_examples(self) -> int: ...

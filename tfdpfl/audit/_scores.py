@@ -1,4 +1,4 @@
-"""What an attack's scores in a file show: the figures of `tfdpfl audit`."""
+"""Computes what an attack's scores in a file show: the figures of `tfdpfl audit`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoresReport:
-    """What the scores show.
+    """Holds what the scores show.
 
     Attributes:
       membership: AUC, and the true positive rate at 1 % false positives.

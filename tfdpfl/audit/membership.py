@@ -25,9 +25,9 @@ class MembershipReport:
       auc_interval: (low, high), by DeLong on the logit scale.
       tpr_at_low_fpr: the largest fraction of members found while at most ``fpr`` of the non-members are accused.
       tpr_interval: (low, high) for the true positive rate of the best threshold that accuses at most ``fpr`` of all
-        non-members there are. Where that threshold lies is unknown too: order statistics of the non-members enclose it
-        whatever their distribution, and the members beyond are counted (Clopper and Pearson). With fewer than some 440
-        non-members (at 95 %) nothing encloses it from above, and ``low`` is 0.
+        non-members there are. The place of that threshold is unknown too: order statistics of the non-members enclose
+        it whatever their distribution, and the members beyond are counted (Clopper and Pearson). With fewer than some
+        440 non-members (at 95 %) nothing encloses it from above, and ``low`` is 0.
       fpr: 0.01. With fewer than 100 non-members it means that none is accused.
       confidence: of both intervals. Those of slices hold all together, so each by itself with more.
       num_members: number of members that were scored; of a trained attack, half of them.

@@ -301,7 +301,7 @@ class Fit:
     def check_rows(self) -> None:
         """That batches and a pass hold no more examples than was said of them, which is all that is known of them.
 
-        Where a pass has more examples than ``num_examples``, one of them may be in it several times, even in one batch:
+        If a pass has more examples than ``num_examples``, one of them may be in it several times, even in one batch:
         as often as there are too many, if each of the others is in it once. So much its steps are counted as, too."""
         n, (epoch, before, steps) = self.data["num_examples"], self._begun_at
         if not self.own or not self.scheme.limits_batches:
@@ -360,5 +360,5 @@ class Fit:
 
     @property
     def steps(self) -> int:
-        """What the optimizer has taken since the fit began."""
+        """Returns what the optimizer has taken since the fit began."""
         return self._counter.steps - self._steps_before

@@ -24,7 +24,7 @@ def _of_batches() -> tuple[type, ...]:
 
 
 class Sampling:
-    """What `PrivacyBudget` was told of the data, held against what `fit` was given.
+    """Compares what `PrivacyBudget` was told of the data with what `fit` was given.
 
     Args:
       said: the callback, with sampling, num_examples and batch_size, each of them None where nothing was said, and

@@ -1,4 +1,4 @@
-"""What a `fit` says of its data itself, where no `PrivacyBudget` is among its callbacks."""
+"""Records what a `fit` says of its data itself, if no `PrivacyBudget` is among its callbacks."""
 
 from __future__ import annotations
 

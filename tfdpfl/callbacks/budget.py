@@ -66,7 +66,7 @@ _START = "The weights that training began with are taken to be public."
 
 
 class Releasing(Protocol):
-    """What releases something of the training data beside the steps."""
+    """Names what releases something of the training data beside the steps."""
 
     def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
         """Adds what it released to a ledger, for the neighbours that the ledger is of."""

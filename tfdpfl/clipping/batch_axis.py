@@ -230,7 +230,7 @@ class BatchAxis:
         return Handle(None, (t.op.type, shared) if shared else t.op.name)
 
     def held(self, op: tf.Operation) -> Public | Mixed:
-        """What the variable holds that an op reads, its first input."""
+        """Returns what the variable holds that an op reads, its first input."""
         handle = self.handle(op.inputs[0])
         if not isinstance(handle, Handle):
             return handle if isinstance(handle, Mixed) else mixed(op, "reads a variable that is not known")
@@ -242,7 +242,7 @@ class BatchAxis:
     # -- what ops run ----------------------------------------------------------------------------------------
 
     def bodies(self, op: tf.Operation) -> Iterable[tuple[BatchAxis, tf.Graph]]:
-        """What a call, a branch or a loop runs, with the states that it is given."""
+        """Returns what a call, a branch or a loop runs, with the states that it is given."""
         turns = op.type.endswith("While")
         states = self.over_turns(op) if turns else [
             self.handle(t) if t.dtype == tf.resource else self[t] for t in op.inputs]  # fmt: skip
@@ -252,7 +252,7 @@ class BatchAxis:
             yield inner, graph
 
     def over_turns(self, op: tf.Operation) -> list[State]:
-        """What a loop hands from turn to turn."""
+        """Returns what a loop hands from one iteration to the next."""
         before = [self[t] for t in op.inputs]
         # Of one that `InlinedControlFlow` made, only what varies has a state.
         if op.name in self.ops and any(key(t) not in self.states for t in op.outputs):

@@ -37,9 +37,9 @@ def clipped_gradients(
 
     Args:
       loss: a scalar, or a tensor with the examples along its first axis, in a graph (not eager).
-      variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights. What a tensor is
-        computed from must be public, also where it is handed in by another function; what is given to the outermost
-        one is taken to be.
+      variables: Keras or TensorFlow variables, or plain tensors of the graph that hold the weights. Compute
+        such a tensor from public values alone, also if another function hands it in. The arguments of the outermost
+        function are taken to be public.
       l2_norm_clip: C, at least 1e-10.
       num_microbatches: None to clip every example; or M, to clip the mean gradient of M groups of consecutive
         examples, as TensorFlow Privacy does. The batch must be divisible by M.

@@ -23,7 +23,7 @@ _CONFIG = f"Give the layer a get_config that holds all of its arguments, {_REBUI
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """What `fix` returns: the new ``model``, and ``changes``, one sentence each."""
+    """Holds what `fix` returns: the new ``model``, and ``changes``, one sentence each."""
 
     model: Any
     changes: tuple[str, ...]

@@ -161,7 +161,7 @@ def rounding(length: int | None, *widths: int | None, dtype: tf.DType) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What a weight's norms and its clipped sum cost an example, in each of the two ways.
+    """Holds what a weight's norms and its clipped sum cost an example, in each of the two ways.
 
     Args:
       length: over how many positions t the gradient is summed, ``sum_t a[t]^T g[t]``.
@@ -503,7 +503,7 @@ def squares(x: tf.Tensor) -> tf.Tensor:
 
 
 def lost_squares(x: tf.Tensor) -> float:
-    """What of `squares` may be gone because entries' squares are below the smallest number."""
+    """Bounds what of `squares` may be gone because entries' squares are below the smallest number."""
     return float(np.finfo(x.dtype.as_numpy_dtype).tiny) * (x.shape[1:].num_elements() or TYPICAL_LENGTH)
 
 

@@ -25,7 +25,7 @@ RELEASED: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDiction
 
 @dataclasses.dataclass
 class Record:
-    """What the engine did to a graph, by names: ops would keep the graph alive.
+    """Records what the engine did to a graph, by names: ops would keep the graph alive.
 
     ``rewired``: (an op, the number of its input, the tensor that it took in before); ``replaced``: loops and calls in
     whose place others stand; ``drawn``: loops that draw random numbers and were built anew; ``products``: Gram
@@ -72,8 +72,8 @@ def key(t: tf.Tensor) -> tuple[str, int]:
 
 
 def when_traced(look: Callable[[tf.Graph], None]) -> None:
-    """Calls ``look`` on the graph of every tf.function from here on, when it is traced and before it runs. What it
-    raises comes out of the call that was to run it, and TensorFlow does not keep the function."""
+    """Calls ``look`` on the graph of every tf.function from here on, when it is traced and before it runs. An error
+    that it raises comes out of the call that was to run it, and TensorFlow does not keep the function."""
     transform.FUNC_GRAPH_TRANSFORMS.append(look)
 
 
@@ -145,7 +145,7 @@ def function_names(attrs: dict) -> list[str]:
 
 
 def source(t: tf.Tensor, *kinds: str) -> tf.Tensor:
-    """What a chain of Identity ops, or of these, began with."""
+    """Returns what a chain of Identity ops, or of these, began with."""
     while t.op.type in (kinds or ("Identity",)):
         t = t.op.inputs[0]
     return t
@@ -255,7 +255,7 @@ def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:
 
 
 def captured(t: tf.Tensor):
-    """What a placeholder of a function's graph stands for outside, or None if it is an argument."""
+    """Returns what a placeholder of a function's graph stands for outside, or None if it is an argument."""
     return next((outer for outer, inner in getattr(t.graph, "captures", ()) if inner is t), None)
 
 
@@ -300,7 +300,7 @@ def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> t
 
 
 def body_graphs(op: tf.Operation) -> Iterable[tf.Graph]:
-    """What a call, a branch or a loop runs; nothing for other ops."""
+    """Returns what a call, a branch or a loop runs; nothing for other ops."""
     for attribute in BODIES.get(op.type, ()):
         inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
         yield function_graph(op.graph, op.get_attr(attribute).name, inputs)

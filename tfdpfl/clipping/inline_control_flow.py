@@ -5,7 +5,7 @@ the op's inputs are kept, turn by turn; and a list of zeros, an element a turn, 
 several such outputs. The gradient of the loss with respect to that list is the gradient with respect to the op's output
 at each turn. Together they are one such op on rows (example, turn), outside of the loop, which any rule can take.
 
-What used the loop or the call uses what stands for it from then on: there is one forward and one backward pass. A
+Users of the loop or the call use what stands for it from then on: there is one forward and one backward pass. A
 function runs all loops and calls that read variables, also those that nobody uses: once all of it is traced, what was
 replaced is taken off that list.
 """
@@ -116,8 +116,8 @@ def _element(like: tf.Tensor, each: int, batch_size: tf.Tensor) -> tf.Tensor:
 def close(graph: tf.Graph, loss: tf.Tensor) -> None:
     """Hands back what `InlinedControlFlow` replaced: another plan for the same graph is to find it as it was.
 
-    What drew random numbers stays, as the earlier plan's gradients are of these: a call's ops are read like others, and
-    a loop is refused, since it would be opened, and draw, once more.
+    Random numbers that were drawn stay, as the earlier plan's gradients are of these: a call's ops are read like
+    others, and a loop is refused, since it would be opened, and draw, once more.
     """
     graph_tools.restore(graph)
     drawn = graph_tools.record_of(graph).drawn

@@ -1,4 +1,4 @@
-"""What a Keras model means for the engine, before it is trained: `explain` and `validate`."""
+"""Shows what a Keras model means for the engine, before it is trained: `explain` and `validate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; prints as a table."""
+    """Holds what `explain` returns; prints as a table."""
 
     rows: tuple[Row, ...]
 

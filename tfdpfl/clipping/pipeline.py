@@ -58,7 +58,7 @@ _OF_SEVERAL = (
 
 @dataclasses.dataclass(frozen=True)
 class ClippedGradients:
-    """What `clipped_gradients` returns.
+    """Holds what `clipped_gradients` returns.
 
     Attributes:
       sum: for each variable, the sum over units (examples, or microbatches) of the clipped gradients, without noise.
@@ -269,7 +269,7 @@ class ClippingPipeline:
     # -- norms and sums --------------------------------------------------------------------------------------
 
     def squared_norms(self) -> tf.Tensor:
-        """[units], over all variables: never below the truth by more than a thousandth of it. Where terms of a sum
+        """[units], over all variables: never below the truth by more than a thousandth of it. If terms of a sum
         cancel to as little as its rounding error, the error is added."""
         return self.squared_norms_of([0] * len(self.variables))[0]
 

@@ -1,4 +1,4 @@
-"""What is known of each kind of op. `ops` fills the tables, one family of ops a file; users add to them by
+"""Holds what is known of each kind of op. `ops` fills the tables, one family of ops a file; users add to them by
 `register_rule`. Nothing else in the engine goes by the names of ops.
 
 A *move* says where the examples are in an op's outputs, given where they are in its inputs. A *rule* turns the use of a
@@ -35,7 +35,7 @@ class View(Protocol):
         """The state of a resource: a `Handle`, also of one made in the graph."""
 
     def held(self, op: tf.Operation) -> Public | Mixed:
-        """What the variable holds that an op reads, its first input."""
+        """Returns what the variable holds that an op reads, its first input."""
 
     def body(
         self, op: tf.Operation, attribute: str, inputs: list[tf.Tensor], states: list[State]

@@ -14,7 +14,7 @@ from tfdpfl.clipping.graph import constant, key
 
 
 class Part(NamedTuple):
-    """What one use of a variable, or several as one, adds to each unit's gradient.
+    """Holds what one use of a variable, or several as one, adds to each unit's gradient.
 
     ``made``: the units' gradients of ``weight``, which follows from ``root``, a read of the variable or the tensor that
     stands for it; ``variable``: its number; ``op``: what uses it; ``replayed``: whether there was no rule for that.
@@ -53,7 +53,7 @@ def unmoved(weight: tf.Tensor, root: tf.Tensor) -> bool:
 
 
 def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
-    """What happens between the root and the weight, to tell whether two uses read the same entries."""
+    """Returns what happens between the root and the weight, to tell whether two uses read the same entries."""
     links = []
     t = weight
     while t is not root:

@@ -65,12 +65,13 @@ def _steps(graph: tf.Graph) -> Iterator[tuple[tf.Graph, list[tf.Graph], bool]]:
 
 
 def resource(t: tf.Tensor) -> Handle | None:
-    """What `BatchAxis` is to know of a tensor from outside, where the variables that are trained are like others."""
+    """Returns what `BatchAxis` is to know of a tensor from outside, where the variables that are trained are like
+    others."""
     return Handle(None, id(graph_tools.origin(t))) if t.dtype == tf.resource else None
 
 
 def versions(graph: tf.Graph) -> tuple[int, ...]:
-    """What changes when the step, or what is around it, is traced further."""
+    """Returns what changes when the step, or what is around it, is traced further."""
     return tuple(g.version for g in (graph, *graph_tools.graphs_around(graph)))
 
 

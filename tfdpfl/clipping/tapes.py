@@ -1,9 +1,9 @@
-"""Of which loss the gradients are that a `tf.GradientTape` gave out, and what of that loss the tape did not record.
+"""Finds the loss whose gradients a `tf.GradientTape` gave out, and what of that loss the tape did not record.
 
 A train step of one's own asks a tape for gradients and hands them to the optimizer. A private optimizer takes none of
 them: it needs the loss, and finds the private gradient of that. So from the first private optimizer on, each call of
 ``tape.gradient`` in a graph is noted: which tensors came out, and for which loss and variable. Only these very tensors
-are looked up. What was scaled, clipped or added up since is another tensor, and is not found.
+are looked up. A gradient that was scaled, clipped or added up since is another tensor, and is not found.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def check_seen(found: Iterable[Unseen] | None, variables: Sequence) -> None:
 
 
 def unseen(tape: tf.GradientTape, targets: Sequence[tf.Tensor]) -> tuple[Unseen, ...] | None:
-    """What the targets are computed from by differentiable ops, and the tape took for a constant, if variables are
-    behind it. None if that cannot be told, because other tapes record, too."""
+    """Returns what the targets are computed from by differentiable ops, and the tape took for a constant, if variables
+    are behind it. None if that cannot be told, because other tapes record, too."""
     recording = tape._recording
     if recording:
         tape._pop_tape()

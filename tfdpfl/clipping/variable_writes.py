@@ -1,4 +1,4 @@
-"""What ops write: where batch data gets into variables, and what may run once more."""
+"""Finds what ops write: where batch data gets into variables, and what may run once more."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def flows_by_public_values(view: BatchAxis, op: tf.Operation, states: list[State
 
 
 def written_since(op: tf.Operation, view: BatchAxis) -> tf.Operation | None:
-    """What was made after a loop or a call, and writes to a variable that it takes in."""
+    """Returns what was made after a loop or a call, and writes to a variable that it takes in."""
     handles = {view.handle(t) for t in op.inputs if t.dtype == tf.resource}
     for later, mine in writes(view, handles):
         if later._id > op._id and any(

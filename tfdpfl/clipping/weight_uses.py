@@ -1,4 +1,4 @@
-"""Where weights meet examples on the way to the losses, and each unit's gradient there.
+"""Finds where weights meet examples on the way to the losses, and each unit's gradient there.
 
 Four steps, each of which hands values to the next: collect the uses, differentiate the losses with respect to their
 outputs, apply the rules (`registry`), and replay what has no rule (`fallback`).

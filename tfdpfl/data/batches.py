@@ -170,7 +170,7 @@ def random_allocation(
         batches = random_allocation((x, y), expected_batch_size=256)
         model.fit(batches, epochs=10)
 
-    What it promises:
+    Guarantees:
 
     * Each unit (an example; a user, with ``user_ids``) is in exactly ``num_selected`` batches of a pass. Which ones is
       chosen evenly, independently of all other units and of all other passes. The batch size varies and can be 0.

@@ -100,7 +100,7 @@ def source_of(dataset: Dataset) -> tuple[Any, Any, Any] | None:
 
 
 def made_from(dataset: Dataset) -> SamplingDeclaration | None:
-    """What the data set declares that `dataset` was made from, however many steps ago."""
+    """Returns what the data set declares that `dataset` was made from, however many steps ago."""
     inputs = dataset._inputs() if hasattr(dataset, "_inputs") else []
     return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
 

@@ -61,7 +61,7 @@ class Words:
         return of[np.sort(np.argsort(self(len(of)))[:count])]
 
     def allocated(self, number: int, steps: int, each: int) -> list[np.ndarray]:
-        """Who of ``number`` is in each of ``steps``, in order, where each is in ``each`` of them: a uniform subset,
+        """Draws who of ``number`` is in each of ``steps``, in order, if each is in ``each`` of them: a uniform subset,
         chosen for each by itself (Floyd's algorithm; a word's remainder is even to steps / 2^64)."""
         chosen = np.empty([number, each], np.int64)
         for i, last in enumerate(range(steps - each, steps)):

@@ -35,7 +35,7 @@ class Examples:
 
 
 def examples_of(data: Arrays) -> Examples:
-    """What `poisson_batches` takes, looked at once; so looked at, it is taken again."""
+    """Holds what `poisson_batches` takes, looked at once; so looked at, it is taken again."""
     import tensorflow as tf
 
     if isinstance(data, Examples):

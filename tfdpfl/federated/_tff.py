@@ -63,7 +63,7 @@ def channel(target: str) -> grpc.Channel:
 
 
 def executor_factory(connect: Callable[[], grpc.Channel]) -> Computation:
-    """What makes executors on the worker behind ``connect()``, which is called for every new one."""
+    """Makes executors on the worker behind ``connect()``, which is called for every new one."""
     remote = _private("core.impl.executors.remote_executor")
     stubs = _private("core.impl.executors.remote_executor_grpc_stub")
     stacks = _private("core.impl.executor_stacks.python_executor_stacks")
@@ -232,8 +232,8 @@ def client_work_of(model_fn: Computation, train: Callable[[Model, State, Dataset
     Args:
       model_fn: makes a `tff.learning.models.VariableModel`.
       train: called in a graph with a fresh model whose variables hold the server's weights, those weights
-        (`tff.learning.models.ModelWeights`) and the client's `tf.data.Dataset`; trains the model's variables. What
-        the client sends is how far they moved, or zeros where that is not finite.
+        (`tff.learning.models.ModelWeights`) and the client's `tf.data.Dataset`; trains the model's variables. The
+        client sends how far they moved, or zeros where that is not finite.
     """
     with tf.Graph().as_default():
         model = model_fn()

@@ -217,7 +217,7 @@ class TreeMean(tff.aggregators.UnweightedAggregationFactory):
 
 
 class MappedSum(tff.aggregators.UnweightedAggregationFactory):
-    """What ``at_clients`` makes of each client's update, summed by ``inner``, and then what ``at_server`` makes of it.
+    """Applies ``at_clients`` to each client's update, sums by ``inner``, and applies ``at_server`` to the sum.
 
     Measurements of ``inner`` are dropped: what TFF's aggregators measure, such as how many clients were clipped, has
     no noise.

@@ -117,7 +117,7 @@ def compute_federated_noise_multiplier(
 def skellam_level(
     noise_multiplier: float, l2_norm_clip: float, clients_per_round: int, num_weights: int, bits: int = 20
 ) -> DistributedLevel:
-    """What `build_distributed_dp_fed_avg` will promise for a model of so many trainable weights.
+    """States what `build_distributed_dp_fed_avg` will promise for a model of so many trainable weights.
 
     Args:
       noise_multiplier, l2_norm_clip, clients_per_round, bits: as in that builder.

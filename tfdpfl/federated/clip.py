@@ -51,7 +51,7 @@ class NoisedMetrics:
             )
 
     def bounds(self, names: Sequence[str]) -> dict[str, float]:
-        """What is measured, of a model with metrics of these names, and the bound of each.
+        """Names what is measured, of a model with metrics of these names, and the bound of each.
 
         Raises:
           ValueError: a metric is asked for that the model does not have.

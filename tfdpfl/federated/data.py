@@ -233,7 +233,7 @@ def _ranks(spec: Nest) -> list[int | None]:
 def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays, int]:
     """A client's batches as they are now, in memory, and the number of their examples.
 
-    What is counted is what is returned, whatever the data set would give at its next pass.
+    The returned data are those that are counted, whatever the data set would give at its next pass.
 
     Args:
       client: its name, for errors.

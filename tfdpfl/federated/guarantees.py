@@ -35,7 +35,7 @@ class _OneEvent:
     _recorded = False  # whether recorded cohorts bound how often a client took part
 
     def event(self, run: RoundsRun) -> DpEvent:
-        """What ran, for an accountant."""
+        """States what ran, for an accountant."""
         from dp_accounting import dp_event
 
         most = participations(run, recorded=self._recorded)

@@ -21,8 +21,8 @@ Spec: TypeAlias = Mapping[str, object] | Sequence[object]  # nests of tf.TensorS
 def trainable_model_fn(
     model_fn: ModelFn, loss: Loss | None = None, input_spec: Spec | None = None, metrics_fn: MetricsFn | None = None
 ) -> Callable[[], tff.learning.models.VariableModel] | tff.learning.models.FunctionalModel:
-    """What TFF's builders take as ``model_fn``: a function that makes a `tff.learning.models.VariableModel`, or a
-    functional model as it is.
+    """Returns what TFF's builders take as ``model_fn``: a function that makes a `tff.learning.models.VariableModel`, or
+    a functional model as it is.
 
     Args:
       model_fn: makes a new, uncompiled Keras model, or a new `tff.learning.models.VariableModel`, in every call; or is
@@ -65,7 +65,7 @@ def trainable_model_fn(
 def reconstruction_model_fn(
     model_fn: ModelFn, local_layers: Sequence[str], loss: Loss, input_spec: Spec | None = None
 ) -> Callable[[], tff.learning.models.ReconstructionModel]:
-    """What `tff.learning.algorithms.build_fed_recon` takes as ``model_fn``: a function that makes a
+    """Returns what `tff.learning.algorithms.build_fed_recon` takes as ``model_fn``: a function that makes a
     `tff.learning.models.ReconstructionModel`.
 
     Args:

@@ -92,8 +92,8 @@ def calculate_sigma_d(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NbAFLLevel:
-    """What the released models give away of one client, to who sees no upload: the clients' noise and the server's
-    together hide whose weights, of norm at most ``clip``, were in the mean.
+    """Bounds what the released models reveal of one client to anyone who sees no upload: the clients' noise and the
+    server's together hide whose weights, of norm at most ``clip``, were in the mean.
 
     Attributes:
       clip: C.

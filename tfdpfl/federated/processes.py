@@ -167,7 +167,7 @@ def build_dp_fed_recon(
     (Singhal et al. 2021, arXiv:2102.03448).
 
     A client first trains its local variables on one part of its data, with the global ones as they came, and then the
-    global ones on the other. What is released are the global variables alone; a client that uses them trains local
+    global ones on the other. Only the global variables are released; a client that uses them trains local
     ones of its own (`tff.learning.algorithms.build_fed_recon_eval` measures how well that goes, without privacy).
 
     Args:

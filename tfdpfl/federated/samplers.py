@@ -54,7 +54,8 @@ class _Sampler(abc.ABC):
         return [self.client_ids[i] for i in self._draw(round_num, rng)]
 
     def get_state(self) -> Json:
-        """What `set_state` needs to go on in another process, JSON-ready. It is as secret as the cohorts are."""
+        """Returns what `set_state` needs to go on in another process, JSON-ready. It is as secret as the cohorts
+        are."""
         return {"kind": type(self).__name__, "key": f"{self._key:032x}", "population": len(self.client_ids)}
 
     def set_state(self, state: Json) -> None:

@@ -450,7 +450,7 @@ class _Ledger:
         }
 
     def runs(self, rounds: int, next_: _Round | None = None) -> dict[str, tuple[Guarantee, RoundsRun]]:
-        """What is promised of each level, and what ran."""
+        """States what is promised of each level, and what ran."""
         found = {}
         for guarantee in self.guarantees:
             assert self.participation is not None
@@ -476,7 +476,7 @@ class _Ledger:
         return found
 
     def header(self) -> Json:
-        """What may not change from one call of `train` to the next."""
+        """Holds what may not change from one call of `train` to the next."""
         return {"privacy": list(self.guarantees), "participation": self.participation, **self._settings}
 
 

@@ -115,7 +115,7 @@ class LedgerAccountant:
         return after.epsilon(self._config.target_delta, self.accountant) > limit
 
     def state_dict(self) -> dict[str, object]:
-        """What ran and δ, as values that JSON can hold."""
+        """Returns what ran and δ, as values that JSON can hold."""
         return {"delta": self._config.target_delta, "ledger": self.ledger.to_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

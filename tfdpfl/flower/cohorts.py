@@ -1,4 +1,4 @@
-"""Who is asked in a round."""
+"""Chooses who is asked in a round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfdpfl.flower.spent import participation
 
 
 class Cohorts:
-    """Who is asked in a round, and what that allows to be claimed."""
+    """Chooses who is asked in a round, and states what that allows to be claimed."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Cohorts:
 
     @property
     def denominator(self) -> float | None:
-        """What the mean is divided by; None until the population is known."""
+        """Returns what the mean is divided by; None until the population is known."""
         if self.sampling_rate is None:
             return self._clients_per_round
         return None if self.population is None else self.sampling_rate * self.population

@@ -46,7 +46,7 @@ _KNOWN = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the owner of a node lets leave it.
+    """Limits what leaves a node, as its owner wants.
 
     Attributes:
       l2_norm_clip, noise_multiplier, delta, target_epsilon: as for `local_dp_mod`; the target is required.

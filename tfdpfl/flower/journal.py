@@ -1,8 +1,8 @@
-"""What a server has released, on disk before anyone sees it. No Flower here.
+"""Keeps what a server has released, on disk before anyone sees it. No Flower here.
 
 A journal is a file of lines of JSON. ``begin`` is written before a round's messages are sent, ``charge`` before its
-result is released. What was begun and never charged was never released. Beside it lies the last model, in a file that
-is replaced at once, and what correlated noise keeps of earlier rounds.
+result is released. A round that was begun and never charged was never released. Beside it lies the last model, in a
+file that is replaced at once, and what correlated noise keeps of earlier rounds.
 
 Since version 2 a line ends with the hash of all that the file holds up to there, so that a line which is changed, lost
 or put in later is seen.
@@ -42,7 +42,7 @@ class DamagedError(ValueError):
 
 
 class Record:
-    """What a journal says: the cohorts of the rounds that were charged, in order, and the number of evaluations.
+    """Holds what a journal says: the cohorts of the rounds that were charged, in order, and the number of evaluations.
 
     Attributes:
       header: the settings, described.
@@ -214,7 +214,7 @@ class Journal(Record):
         self._noise(rounds - 2).unlink(missing_ok=True)
 
     def kept(self, rounds: int) -> list[np.ndarray]:
-        """What `keep` had for so many rounds.
+        """Returns what `keep` had for so many rounds.
 
         Raises:
           PrivacyError: it is gone.

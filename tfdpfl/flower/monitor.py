@@ -1,4 +1,4 @@
-"""What an operator may see of a training: files that Prometheus, scripts and a browser read. No Flower here.
+"""Shows what an operator may see of a training: files that Prometheus, scripts and a browser read. No Flower here.
 
 Amplification by sampling needs it to be secret who took part in a round, and how many did. So with a sampling rate
 these files hold neither sizes of cohorts, nor dropouts, nor times of rounds, because these depend on who was asked.

@@ -1,6 +1,6 @@
 """NbAFL on Flower (Wei et al. 2020, arXiv:1911.00222): clients clip and noise their weights, the server adds noise.
 
-What the paper claims and what is proven stand side by side: see `tfdpfl.federated.nbafl`, whose formulas these are.
+The paper's claim and the proven ε stand side by side: see `tfdpfl.federated.nbafl`, whose formulas these are.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class NbAFLStrategy(DifferentialPrivacy):
 
     @property
     def ledger(self) -> PrivacyLedger:
-        """What clients have sent, as events, for the client that replied most."""
+        """Returns what clients have sent, as events, for the client that replied most."""
         from dp_accounting import dp_event
 
         z = self.privacy[0].noise_multiplier
@@ -230,7 +230,7 @@ class NbAFLStrategy(DifferentialPrivacy):
         ]  # fmt: skip
 
     def statement(self) -> str:
-        """What the paper claims, and what is proven for what ran."""
+        """States what the paper claims, and what is proven for what ran."""
         return (
             f"{self.rounds_charged} rounds of NbAFL: {self.nbafl}\n  so far, by the accountant: uploads epsilon = "
             f"{self.local_epsilon:.4g}, released models epsilon = {self.epsilon:.4g} at delta = {self.delta:g}"

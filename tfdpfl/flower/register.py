@@ -1,4 +1,4 @@
-"""What each client has spent over all runs of a server: a SQLite database beside the ledgers. No Flower here.
+"""Keeps what each client has spent over all runs of a server: a SQLite database beside the ledgers. No Flower here.
 
 A row says that a client could have been in a round: it was connected while coins were tossed, or it was asked. The row
 is on the disk before a message leaves, and it counts whether or not the round is charged later. So the price of a
@@ -38,7 +38,7 @@ CREATE INDEX of_rounds ON exposures (run, round);
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """What a client has spent: in how many runs and rounds, in how many of them it was asked, and ε."""
+    """States what a client has spent: in how many runs and rounds, in how many of them it was asked, and ε."""
 
     client: str
     runs: int
@@ -152,7 +152,7 @@ class Register:
     ) -> list[str]:
         """Writes down that clients could be in a round. Returns those whose ε over all runs then stays in the budget.
 
-        What an earlier attempt at this round wrote is replaced, since it released nothing.
+        The entries of an earlier attempt at this round are replaced, since it released nothing.
         """
         clients, insert = [*clients], "INSERT INTO exposures VALUES (?, ?, ?, 0)"
         with self._alone():

@@ -1,4 +1,4 @@
-"""What a client has spent of its own privacy: kept on the client, and told in its reply."""
+"""Keeps what a client has spent of its own privacy on the client, and reports it in its reply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ClientLedger:
     """One client's ledger of one mechanism, which outlives a message.
 
     It is in the client's `Context`, which Flower keeps from one message of a run to the next, and in a file where one
-    is named. What is spent is written there before the reply leaves.
+    is named. The cost is written there before the reply leaves.
 
     Args:
       context: the client's.
@@ -56,7 +56,7 @@ class ClientLedger:
         return PrivacyLedger.from_dict(self.ledger.to_dict()).merge(more)
 
     def spend(self, more: PrivacyLedger, delta: float = 0.0, target_epsilon: float | None = None) -> str | None:
-        """Adds and keeps it, on top of what other processes have spent from the same file by now. Where ε at ``delta``
+        """Adds and keeps it, on top of what other processes have spent from the same file by now. If ε at ``delta``
         would pass the target, nothing is spent, and what comes back says so.
 
         Raises `OSError` where it cannot be written.
@@ -124,7 +124,7 @@ def refused(message: Message, reason: str) -> Message:
 
 
 def over_budget(ledger: PrivacyLedger, delta: float, target: float | None) -> str | None:
-    """What to say where a ledger's ε passes the target; None where it does not."""
+    """Returns what to say if a ledger's ε passes the target; None if it does not."""
     if target is None:
         return None
     epsilon = ledger.epsilon(delta)

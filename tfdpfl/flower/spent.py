@@ -1,4 +1,4 @@
-"""What the rounds of a server cost, from its settings alone: those of a strategy, or the first line of a journal.
+"""Prices the rounds of a server, from its settings alone: those of a strategy, or the first line of a journal.
 
 No Flower here.
 """
@@ -113,7 +113,7 @@ class Settings:
 
     @property
     def participation(self) -> Participation:
-        """What the way to choose clients allows to be claimed."""
+        """States what the way to choose clients allows to be claimed."""
         s = {"most": None, "apart": 1, **self.sampling}
         return participation(s["sampling_rate"], s["clients_per_round"], s["most"], s["apart"], s.get("given"))
 

@@ -63,8 +63,8 @@ UNPROTECTED = "unprotected"
 
 @dataclasses.dataclass
 class Collected:
-    """What the answers of a round add up to: the sum of clipped updates, sums of metrics, half the number of norms
-    within the clip less half that of the others, and the clients whose update is in the sum."""
+    """Holds what the answers of a round add up to: the sum of clipped updates, sums of metrics, half the number of
+    norms within the clip less half that of the others, and the clients whose update is in the sum."""
 
     total: ClippedSum
     metrics: np.ndarray
@@ -73,7 +73,7 @@ class Collected:
 
 
 class DifferentialPrivacy(Strategy):
-    """What the wrappers share: whom they ask, what counts of an answer, noise, ledger. Use one of those below."""
+    """Holds what the wrappers share: whom they ask, what counts of an answer, noise, ledger. Use one of those below."""
 
     _limit = "target_epsilon"  # what ends a training
 
@@ -222,7 +222,7 @@ class DifferentialPrivacy(Strategy):
 
     @property
     def participation(self) -> Participation:
-        """What may be relied on about who is in a round."""
+        """States what may be relied on about who is in a round."""
         return self._cohorts.participation
 
     @property
@@ -265,7 +265,7 @@ class DifferentialPrivacy(Strategy):
         )]  # fmt: skip
 
     def statement(self) -> str:
-        """What was promised, in English."""
+        """States what was promised, in English."""
         z = self.privacy[0].noise_multiplier
         p = self.participation
         lines = [
@@ -769,8 +769,8 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
       noise: `tfdpfl.noise.Tree`, `Banded` or `BLT` takes back in later rounds a part of the noise of earlier ones, so
         that the model has less of it; None draws each round's by itself. With clients_per_round: the strategy keeps
         each client to ``max_participations`` and ``min_separation``, or, where they are not given, to those that the
-        noise was made for, and ε is that of the rounds that ran within them. What later rounds need of the noise lies
-        beside the ledger and is a secret: who has it can take off some of the noise.
+        noise was made for, and ε is that of the rounds that ran within them. The part of the noise that later rounds
+        need lies beside the ledger and is a secret: who has it can take off some of the noise.
       clients: takes a node's id and returns the name of its client, as `Roster` does. A client then goes on under its
         name when its node gets another id, and one that has several nodes is asked through one of them. A node for
         which it returns None is not asked. None takes each node for a client.

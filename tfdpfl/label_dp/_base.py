@@ -1,4 +1,4 @@
-"""What all label mechanisms share: secret randomness, the count of what was released, and its price."""
+"""Holds what all label mechanisms share: secret randomness, the count of what was released, and its price."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class LabelMechanism(BaseEstimator):
 
     @property
     def family_ledger(self) -> PrivacyLedger:
-        """What this object, all that were cloned from it or from one another, and the one they began with released
-        together: the price of a `GridSearchCV`, whose every fit is a release.
+        """States what this object, all that were cloned from it or from one another, and the one they began with
+        released together: the price of a `GridSearchCV`, whose every fit is a release.
 
         It knows of this process alone: search with `n_jobs=None`. A copy through a file goes on by itself.
         """

@@ -1,4 +1,4 @@
-"""What is read from a `tf.data.Dataset`, and the dataset with its labels replaced."""
+"""Reads a `tf.data.Dataset`, and replaces its labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an ε-DP mechanism is to an accountant, whichever dp-accounting is installed."""
+"""States what an ε-DP mechanism is to an accountant, whichever dp-accounting is installed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class RandomizedResponse(ClassTransformer):
     Args:
         epsilon: ε > 0 of one release.
         num_classes: K, for integer labels 0..K-1.
-        seed: None takes the operating system's entropy. Who knows the seed knows the labels: for tests.
+        seed: None takes the operating system's entropy. Anyone who knows the seed knows the labels: for tests.
         classes: All classes, for other labels. Without either, `fit` takes those that the labels name as public
             knowledge; give them where the presence of a rare class is a secret.
 

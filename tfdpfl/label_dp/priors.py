@@ -49,7 +49,7 @@ def check_probabilities(prior: Prior, num_classes: int, name: str = "prior") -> 
 class PublicPrior:
     """A guess of the labels that owes nothing to the private ones, and so costs nothing.
 
-    What you wrap is taken at its word: a model trained on the private labels would void the guarantee.
+    The model that you wrap is trusted: one that was trained on the private labels would void the guarantee.
 
     Args:
         source: Probabilities `[K]` for all examples or `[n, K]` for the examples in their order; or a fitted

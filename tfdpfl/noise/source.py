@@ -5,7 +5,7 @@ host's CPU. Philox 4x32-10 (Salmon et al. 2011) makes them in a step that XLA co
 accelerator, and in TensorFlow Federated; it passes every statistical test, but is no cipher. Both are keyed with 128
 bits of the operating system's entropy. Box and Muller (1958) make normals of the words.
 
-What this does not promise: the normals are float32. Sums with them can take only some of the floating-point numbers,
+One thing is not promised: the normals are float32. Sums with them can take only some of the floating-point numbers,
 and which ones depends on what was there before the noise: who sees exact weights can learn from that more than ε says
 (Mironov 2012, "On significance of the least significant bits for differential privacy"). No accountant prices this. And
 the tails end: at 11.6 standard deviations from AES, at 9.49 from Philox, beyond which a normal has 2e-21 of its mass.

@@ -121,8 +121,8 @@ class Noise:
     def error(self, num_steps: int, kind: str = "rms") -> float:
         """Returns the noise of the running sums at the privacy of one Gaussian mechanism of σ = 1 and clip 1.
 
-        Standard deviations: the root mean square over the steps, or the largest (``kind="max"``). What an example can
-        do is what the noise was made for. The same noise at another σ and clip has this times both.
+        Standard deviations: the root mean square over the steps, or the largest (``kind="max"``). The influence of an
+        example is what the noise was made for. The same noise at another σ and clip has this times both.
         """
         kind = _checks.choice("kind", kind, ERRORS)
         variances = self.variances(num_steps)

@@ -350,7 +350,7 @@ class DPOptimizer:
         return super().from_config(config, custom_objects)
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads what Keras saved. Where Keras leaves all of it out, because layers were frozen or thawed since, the
+        """Loads what Keras saved. If Keras leaves all of it out, because layers were frozen or thawed since, the
         ledger is loaded nevertheless: steps that ran stay counted.
 
         Raises:

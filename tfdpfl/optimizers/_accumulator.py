@@ -16,7 +16,7 @@ __all__ = ["GradientAccumulator", "Part"]
 
 @dataclasses.dataclass
 class Part:
-    """What one batch brings: clipped sums without noise, and what goes with them.
+    """Holds what one batch brings: clipped sums without noise, and what goes with them.
 
     Attributes:
       sums: tensors, of which one unit moves all together by no more than the clip.

@@ -1,5 +1,5 @@
-"""What each kind of clip does in a step: the factors of the gradients, the bound that noise is measured by, and what a
-clip that adapts keeps."""
+"""Holds what each kind of clip does in a step: the factors of the gradients, the bound that noise is measured by, and
+what a clip that adapts keeps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Clipping(Generic[C]):
 
     @property
     def current(self) -> float | list[float]:
-        """What a user reads, between steps."""
+        """Returns what a user reads, between steps."""
         return float(self.norm)
 
     def clipped(self, plan: ClippingPipeline, variables: Sequence, denominator: Denominator) -> _Sums:

@@ -33,7 +33,7 @@ __all__ = ["FreshNoise", "NoiselessMean"]
 
 @dataclasses.dataclass(frozen=True)
 class NoiselessMean:
-    """What is known of a batch when its noise is drawn.
+    """Holds what is known of a batch when its noise is drawn.
 
     Attributes:
       sums: clipped sums over the denominator (undivided for a noise that `divides`), and last a count, if the clip

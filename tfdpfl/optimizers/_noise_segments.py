@@ -75,7 +75,7 @@ class NoiseSegments:
 
     @property
     def variables(self) -> list:
-        """What is saved."""
+        """Returns what is saved."""
         return [] if self.stream is None else [self.table, *self.stream.state]
 
     def next(self, source: Source, counter: _step_table.Counter, known: tf.Tensor, ids: list[int]) -> list[tf.Tensor]:
@@ -333,7 +333,7 @@ def _path(segments: _Segments, last: float) -> list[float]:
 
 
 def merge_tables(*tables: np.ndarray) -> np.ndarray:
-    """Returns the segments of all tables. What is known of one twice is the same, but for passes that ended since."""
+    """Returns the segments of all tables. Two records of one segment are the same, but for passes that ended since."""
     found: dict[float, np.ndarray] = {}
     for row in np.concatenate(tables):
         if row[ID] > 0:

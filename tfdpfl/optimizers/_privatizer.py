@@ -1,4 +1,4 @@
-"""What every DP optimizer does between a loss and an update, whatever the version of Keras."""
+"""Does what every DP optimizer does between a loss and an update, whatever the version of Keras."""
 
 from __future__ import annotations
 
@@ -289,8 +289,8 @@ class GradientPrivatizer:
             _replicas.each_where(lambda: tf.equal(self.pending, 0), apply)
 
     def drop_partial(self, unless: Sequence[float] | None = None) -> None:
-        """Begins the logical batch anew. What was not released costs nothing. A batch is kept of which all parts were
-        drawn as ``unless`` states (see `Counter.announce`)."""
+        """Begins the logical batch anew. A sum that was not released costs nothing. A batch is kept if all its
+        parts were drawn as ``unless`` states (see `Counter.announce`)."""
         for accumulator in self._accumulators.values():
             if not accumulator.belongs_to(unless):
                 accumulator.drop()

@@ -24,8 +24,9 @@ _OTHERS = "or give AdaFEST(tables=...) the layers of the others"
 class SparseNoise(FreshNoise):
     """Trains those rows alone of large tables that many examples look up, so that only these rows need noise.
 
-    What is released is a function of the counts with their noise, and of the sums with theirs: noise on rows that are
-    left out need not be drawn, since nothing depends on it. A row is kept or not whether or not anyone looked it up.
+    The released values are a function of the counts with their noise, and of the sums with theirs: noise on rows that
+    are left out need not be drawn, since nothing depends on it. A row is kept or not whether or not anyone looked it
+    up.
     """
 
     excludes = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""What a DP optimizer writes down of its steps, in a table that is saved with it, and how such tables become a ledger.
+"""Keeps a table of a DP optimizer's steps, which is saved with it, and makes a ledger of such tables.
 
 A row says: the optimizer object ``origin`` took its first ``steps`` steps at this noise, their batches drawn this way
 from this data set. Each object in each process has an origin of its own, so a copy, a loaded model or a restarted

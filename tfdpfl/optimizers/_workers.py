@@ -1,6 +1,6 @@
 """Several workers of one step (MultiWorkerMirroredStrategy): what they share, and what they must agree on.
 
-Each worker traces and runs the same step. All examples' clipped sums are added up over the workers. What follows is
+Each worker traces and runs the same step. All examples' clipped sums are added up over the workers. The rest is
 done by each, on the same sums, with noise of the same key, so that all have the same bits.
 """
 
@@ -40,7 +40,7 @@ _STATE = (
 
 @dataclasses.dataclass
 class WorkerAgreement:
-    """What all that take a step have in common.
+    """Holds what all that take a step have in common.
 
     Attributes:
       units: how many units there are in all, float32.

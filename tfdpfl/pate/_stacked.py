@@ -1,8 +1,8 @@
 """Many models of one architecture as one model whose variables have a leading axis of teachers.
 
 One step of the stack is one step of each of its models, on its own batch: products become batched products, and an
-optimizer that works number by number does not know the difference. What costs a small model its time (Python, the
-dispatch of operations, the tracing of a graph) is then paid once for all.
+optimizer that works number by number does not know the difference. The costs of a small model (Python, the
+dispatch of operations, the tracing of a graph) are then paid once for all.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Stack:
         return tf.stack([losses * tf.cast(tf.shape(hits)[1], losses.dtype), tf.reduce_sum(hits, axis=1)])
 
     def outputs(self, x: Arrays) -> tf.Tensor:
-        """What each model says to the same batch `[batch, ...]`: `[teachers, batch, ...]`."""
+        """Returns what each model says to the same batch `[batch, ...]`: `[teachers, batch, ...]`."""
         return self._classify(tf.convert_to_tensor(x))
 
     def _forward(self, x: tf.Tensor) -> tf.Tensor:

@@ -243,7 +243,7 @@ class Aggregator(abc.ABC):
     @property
     @abc.abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """What runs on a query, in its order; the last one only where the query is answered."""
+        """Returns what runs on a query, in its order; the last one only where the query is answered."""
 
     @abc.abstractmethod
     def _answer(self, counts: np.ndarray) -> Answers:
@@ -272,7 +272,7 @@ class Aggregator(abc.ABC):
         raise ValueError(f"{self!r:.99} has no ε: fit it, or give its answers")
 
     def dp_event(self, num_queries: int, num_answered: int | None = None) -> DpEvent:
-        """What `num_queries` queries run, as a dp-accounting event under replacement of one example.
+        """Returns what `num_queries` queries run, as a dp-accounting event under replacement of one example.
 
         Args:
             num_queries: Queries put.
@@ -508,8 +508,8 @@ class ConfidentGNMax(Aggregator):
 class InteractiveGNMax(ConfidentGNMax):
     """Asks the teachers only where they contradict the student (2018, Algorithm 2).
 
-    The threshold looks at max(counts - M·p), M the number of teachers and p the student's probabilities. Where it
-    passes, GNMax answers; where it does not and the student is sure, the student's own label stands; else none. The
+    The threshold looks at max(counts - M·p), M the number of teachers and p the student's probabilities. If it
+    passes, GNMax answers; if it does not and the student is sure, the student's own label stands; else none. The
     student must have been trained on nothing but earlier answers.
 
     Args:

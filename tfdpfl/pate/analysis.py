@@ -72,8 +72,8 @@ def optimal_order(
 ) -> float:
     """Returns the order at which RDP gives the least ε.
 
-    The data-dependent one tells about the votes. What is released must be priced at an order that was chosen without
-    them: `data_dependent=False`.
+    The data-dependent one tells about the votes. A figure that is released must be priced at an order that was chosen
+    without them: `data_dependent=False`.
 
     Args:
         mechanism: An aggregator.
@@ -99,7 +99,7 @@ def optimal_order(
 
 @dataclass(frozen=True)
 class PySyftAnalysis:
-    """What PySyft's `perform_analysis` was after, and what the same run really costs.
+    """Holds what PySyft's `perform_analysis` was after, and what the same run really costs.
 
     Attributes:
         data_dependent: Integer moments, classic conversion, 2017's Theorem 3 where it holds. Not to be published.

@@ -51,7 +51,7 @@ class Epsilon(float):
 
     @property
     def warning(self) -> str:
-        """What must stand beside the figure; empty where it may be published."""
+        """Returns what must stand beside the figure; empty if it may be published."""
         return WARNING if self.data_dependent else ""
 
     def __repr__(self) -> str:

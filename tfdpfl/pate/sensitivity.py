@@ -1,6 +1,6 @@
 """A data-dependent ε that may be published: smooth sensitivity, and noise to its measure.
 
-What a query costs depends on its votes through one number x alone, which moves by at most `step` when one vote moves:
+The cost of a query depends on its votes through one number x alone, which moves by at most `step` when one vote moves:
 
 * Under a threshold x is the distance of the largest score from it, and step is 1.
 * Under an argmax x is the gap that K - 1 equal rivals would have to leave the same q, and step is 2. Moving a vote
@@ -171,7 +171,7 @@ def smooth_sensitivity_release(
 
     The total RDP at one order is released with Gaussian noise to the measure of its smooth sensitivity. So is the
     logarithm of that sensitivity (which moves by β when a vote does), for a margin that makes the figure an upper
-    bound. Where the data-independent RDP is less it is taken; it needs no noise.
+    bound. If the data-independent RDP is less it is taken; it needs no noise.
 
     `order`, `beta` and `noise` must be chosen without looking at the votes, as the defaults are (they suit some
     hundreds of teachers and more; with fewer the margin eats what the votes save, and `data_dependent=False` is the

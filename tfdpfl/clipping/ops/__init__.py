@@ -1,4 +1,4 @@
-"""What is known of ops, one family a file: where each moves the examples (`batching_rule`), and what its weights'
+"""Knows the ops, one family a file: where each moves the examples (`batching_rule`), and what its weights'
 gradients are (`rule`). A new file is found by itself."""
 
 import importlib

@@ -126,8 +126,8 @@ def projected(view, op, states):
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """What a convolution's filter gradient is a product of: what each window of ``x`` meets, and ``g``; channels last.
-    A transposed convolution swaps the two."""
+    """Returns what a convolution's filter gradient is a product of: what each window of ``x`` meets, and ``g``;
+    channels last. A transposed convolution swaps the two."""
 
     use: Use
     units: Units

@@ -139,7 +139,7 @@ def public_arithmetic(view: View, op: tf.Operation, states: list[State]) -> Stat
 
 
 def monomial(op: tf.Operation, row: Sequence[Entry]) -> Entry:
-    """What an op makes of coefficients times powers of the batch size."""
+    """Returns what an op makes of coefficients times powers of the batch size."""
     if any(power is None for _, power in row):
         return UNKNOWN
     found = _MONOMIALS[op.type](op, *row) if op.type in _MONOMIALS else None

@@ -129,7 +129,7 @@ def reshape(view, op, states):
 
 
 def reshaped_axis(op, state: Batch, entries: Sequence[Entry]) -> int | None:
-    """Where the batch axis is in the new shape."""
+    """Returns the place of the batch axis in the new shape."""
     old, new = op.inputs[0].shape.as_list(), op.outputs[0].shape.as_list()
     before = old[: state.axis]
     if any(d != 1 for d in before):  # the axes before the batch must stay as they are

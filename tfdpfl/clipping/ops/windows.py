@@ -1,4 +1,4 @@
-"""What the windows of a convolution meet."""
+"""Extracts what the windows of a convolution meet."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Window:
         return filled(x, self.pads(x, out))
 
     def pieces(self, x: tf.Tensor, out: list, at_once: int | None = None, parts: int = 1) -> list[Callable]:
-        """What makes what each window meets, [B, *out, entries x C], in the order of the kernel: so many entries of
-        the window at once, or as many as take twice the memory of what they are copied from (thrice is a little
-        faster, but 1.3 x plain's peak in a ResNet), or more of a large window. Of a batch that comes in 4 ``parts``,
-        5 times what a part takes: 1.25 times the memory of the whole."""
+        """Returns a function that makes what each window meets, [B, *out, entries x C], in the order of the kernel: so
+        many entries of the window at once, or as many as take twice the memory of what they are copied from (thrice is
+        a little faster, but 1.3 x plain's peak in a ResNet), or more of a large window. Of a batch that comes in 4
+        ``parts``, 5 times what a part takes: 1.25 times the memory of the whole."""
         if max(self.size) == max(self.strides) == 1 and not self.explicit:
             return [lambda: x]
         entries, pads = math.prod(self.size) * x.shape[-1], self.pads(x, out)
@@ -102,7 +102,8 @@ class Window:
         return x, dataclasses.replace(self, size=[*sizes, k // s], strides=[*strides, 1])
 
     def in_rows(self, x: tf.Tensor) -> tuple[tf.Tensor, Window]:
-        """Where channels are few, what a window's row meets (or as many rows as the window moves by) as one pixel."""
+        """Returns, for few channels, what a window's row meets (or as many rows as the window moves by) as one
+        pixel."""
         *_, wide = self.size
         cin = x.shape[-1]
         if len(self.size) < 2 or wide == 1 or cin >= GATHERED_CHANNELS or wide * cin > ROW_ENTRIES:
@@ -207,7 +208,7 @@ def filled(x: tf.Tensor, pads: list[list]) -> tf.Tensor:
 
 
 def laid_out(x: tf.Tensor, size: list, strides: list, rates: list, pads: list | str = "VALID") -> tf.Tensor:
-    """What each window of images meets, [B, *out, entries x C], by a convolution with an identity: fast for few
+    """Returns what each window of images meets, [B, *out, entries x C], by a convolution with an identity: fast for few
     entries, with whose square its work grows."""
     entries = math.prod(size) * x.shape[-1]
     eye = tf.reshape(tf.eye(entries, dtype=x.dtype), [*size, x.shape[-1], entries])
