@@ -114,9 +114,10 @@ def mnist_rows(data_dir: str | None):
         yield "scattering, linear", epsilon, lambda e=epsilon: mnist_scattering.run(data, x_train, x_test, e)[0]
 
 
-def draw(found: dict[str, list[dict]], output: Path) -> None:
-    axes = plots.panels(len(found))
-    for ax, (data, rows) in zip(axes, found.items(), strict=True):
+def draw(found: dict[str, list[dict]], folder: Path) -> None:
+    """Draws a picture of each data set: two side by side cannot be read on a phone."""
+    for data, rows in found.items():
+        (ax,) = plots.panels(1)
         best = max((row for row in rows if row["epsilon"] is None), key=lambda row: np.mean(row["accuracies"]))
         names = dict.fromkeys(row["name"] for row in rows)
         private = {n: [row for row in rows if row["name"] == n and row["epsilon"]] for n in names}
@@ -130,7 +131,7 @@ def draw(found: dict[str, list[dict]], output: Path) -> None:
         ax.minorticks_off()
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
         ax.set_title(f"{data}, δ = {DELTA[data]:.0e}".replace("e-0", "e-"), loc="left")
-    axes[0].figure.savefig(output, dpi=110)
+        ax.figure.savefig(folder / f"utility-{data.lower()}.png", dpi=110)
 
 
 def main() -> None:
@@ -156,7 +157,7 @@ def main() -> None:
             price = f"ε {epsilon:g}" if epsilon else "no privacy"
             print(f"{data}, {name}, {price}: {mean:.2%} ({low:.2%} to {high:.2%}), {seconds:.0f} s", flush=True)
         results.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    draw({data: found[data] for data in EPSILONS if data in found}, ROOT / "docs" / "_static" / "utility.png")
+    draw({data: found[data] for data in EPSILONS if data in found}, ROOT / "docs" / "_static")
 
 
 if __name__ == "__main__":

@@ -823,6 +823,7 @@ def test_numpy_numbers_and_whole_floats_are_numbers():
 def test_a_statement_names_delta_adjacency_sampling_accountant_and_what_is_assumed():
     report = privacy_report(**RUN, num_epochs=15)
     text = report.statement()
+    assert text.splitlines()[1].startswith("  An attacker who wrongly takes 1 % of other examples for ")
     assert text == str(report) == privacy_statement(**RUN, num_epochs=15)
     for part in ("delta = 1e-05", "add_or_remove_one", "poisson", "pld", "1.1", "3600 steps", "60000", "250"):
         assert part in text

@@ -58,8 +58,10 @@ def test_explain_tells_the_way_of_every_variable():
 
 
 @pytest.mark.slow
-def test_validate_accepts_a_model_that_keeps_examples_apart():
+def test_validate_accepts_a_model_that_keeps_examples_apart_and_says_what_it_compared(capsys):
     validate(compiled(L.Conv2D(4, 3), L.GroupNormalization(2), L.Dropout(0.5)), (IMAGES, LABELS))
+    said = capsys.readouterr().out
+    assert f"one of {len(IMAGES)} examples moved no other's" in said and "For 6 weights" in said
 
 
 @pytest.mark.slow

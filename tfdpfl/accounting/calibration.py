@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import (
     EndlessRunArguments,
@@ -62,7 +63,9 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
         PrivacyError: The adjacency has no price under this sampling.
     """
     made = build_run(**run)
-    return _pricer(delta, accountant, made)(made)
+    pricer = _pricer(delta, accountant, made)
+    with explain_wait("computing epsilon"):
+        return pricer(made)
 
 
 @shows_arguments(NoiselessRunArguments)
@@ -94,6 +97,7 @@ def compute_noise_multiplier(
     return smallest_noise_multiplier(epsilon, target)
 
 
+@explain_wait("searching for the noise multiplier; each try computes one epsilon")
 def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float) -> float:
     """Returns the smallest σ, to 0.1 %, whose ε, which must fall as σ grows, is at most ``target``.
 

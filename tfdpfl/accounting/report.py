@@ -135,7 +135,7 @@ class PrivacyReport:
 
     def statement(self) -> str:
         """The report in English, several lines. ε is rounded up."""
-        lines = ["Differential privacy statement"]
+        lines = ["Differential privacy statement", *self._in_plain_words()]
         lines.append(f"  epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g}")
         lines.append(f"  adjacency: {self.adjacency} ({self._neighbours()})")
         if self.sampling is not None:
@@ -167,17 +167,22 @@ class PrivacyReport:
         text, k = self._of_unit(ADJACENCY_TEXT[self.adjacency]), self.max_examples_per_user
         return text if k == 1 else text.replace("one example", f"one user's examples, at most {k}")
 
+    def _in_plain_words(self) -> list[str]:
+        """Returns a sentence on what an attacker can do, if that is known: readers ask for this first."""
+        if self.others.tpr_at_1_percent_fpr is None:
+            return []
+        percent = rounded_up(min(100 * self.others.tpr_at_1_percent_fpr, 100.0), 3)
+        unit = self.unit if self.max_examples_per_user == 1 else "user"
+        return [
+            f"  An attacker who wrongly takes 1 % of other {unit}s for training {unit}s finds at most {percent} % of "
+            f"the training {unit}s."
+        ]
+
     def _others(self) -> list[str]:
-        rho, mu, tpr = self.others
+        rho, mu, _ = self.others
         lines = []
         if rho is not None and mu is not None and 0 < rho < math.inf:
             lines.append(f"  the same in other terms: zCDP rho = {rounded_up(rho)}, GDP mu = {rounded_up(mu)}")
-        if tpr is not None:
-            percent = rounded_up(min(100 * tpr, 100.0), 3)
-            lines.append(
-                "  if a membership test is wrong about 1 % of the non-members, it finds at most "
-                f"{percent} % of the members"
-            )
         return lines
 
     def _of_unit(self, text: str) -> str:

@@ -88,6 +88,8 @@ def explain(model: Any, batch: Any) -> Explanation:
 def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:
     """Checks that each example of the batch has a loss and a gradient of its own, and that the gradient is exact.
 
+    It prints one line on what it found.
+
     First it reads the graph of a training step. Then it compares numbers, without dropout: one example is changed, and
     the losses and gradient norms of the others must stay as they were; and the norms and clipped sums of the first 16
     examples must be those of gradients that TensorFlow takes one example at a time. The second comparison finds a rule
@@ -121,6 +123,10 @@ def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:
         return
     _check_apart(before, run(tf.nest.map_structure(_moved, x), *rest), tolerance)
     _check_exact(model, run, batch, tolerance)
+    print(
+        f"Changing one of {size} examples moved no other's loss or gradient norm. For {len(model.trainable_weights)} "
+        f"weights, the clipped gradients of the first {min(size, MOST_COMPARED)} are those of TensorFlow."
+    )
 
 
 class _Gradients(NamedTuple):
