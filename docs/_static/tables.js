@@ -8,6 +8,7 @@ document.addEventListener("DOMContentLoaded", () => {
       [...row.cells].forEach((cell, column) => {
         cell.dataset.head = heads[column] ?? "";
         cell.classList.toggle("short", cell.textContent.trim().length < 24);
+        cell.classList.toggle("number", !isNaN(cell.textContent.trim() || NaN));
       });
     }
   }
