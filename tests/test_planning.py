@@ -112,9 +112,9 @@ def plans():
         (1, 0, 0, "those of another plan|noise_multiplier="),
         (0, 0, None, "callback is not among"),
         (0, "budget", None, "callback is not among"),
-        (0, "arrays", 0, "fit was given a ndarray, not the batches"),
-        (0, "drawn", 0, "fit was given a .*, not the batches"),
-        (0, "mapped", 0, "fit was given a .*, not the batches"),
+        (0, "arrays", 0, "fit was given an object of type ndarray, not the batches"),
+        (0, "drawn", 0, "fit was given an object of type .*, not the batches"),
+        (0, "mapped", 0, "fit was given an object of type .*, not the batches"),
         ("own", 0, 0, "optimizer has noise_multiplier=.*another's"),
         ("own", 0, None, "callback is not among"),
         ("clip", 0, 0, "optimizer has l2_norm_clip=5.0, and the plan 1.0"),
@@ -210,5 +210,5 @@ def test_a_plan_of_random_allocation_with_private_metrics_ends_where_it_was_plan
     log = model.fit(made.batches, epochs=made.epochs, callbacks=made.callbacks, verbose=0)
     assert set(log.history) == {"loss", "accuracy", "epsilon"} and len(log.history["loss"]) == 2
     assert made.callback.report.epsilon == pytest.approx(made.epsilon) and metrics.ledger.steps == 2
-    with pytest.raises(ValueError, match="num_epochs cannot be found beside metrics"):
+    with pytest.raises(ValueError, match="num_epochs cannot be computed together with metrics"):
         plan(num_epochs=None, noise_multiplier=1.0, metrics=["loss"])

@@ -145,7 +145,7 @@ def test_a_run_that_spends_more_than_was_said_ends_the_search():
         ({"mean_runs": 0.5}, "mean_runs must be .* at least 1"),
         ({"shape": -1}, "shape must be"),
         ({"space": []}, "space=.* must be a dict"),
-        ({"spends": 3.0}, "What a run spends must be a plan"),
+        ({"spends": 3.0}, "The cost of a run must be a plan"),
     ],
 )
 def test_a_search_without_a_price_is_refused(changes, message):

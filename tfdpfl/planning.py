@@ -193,7 +193,7 @@ class PrivacyPlan:
         data, callbacks = fit.get("x"), fit.get("callbacks")
         callbacks = getattr(callbacks, "callbacks", callbacks) or []
         if data is not self.batches:
-            what = "those of another plan" if hasattr(data, PLAN) else f"a {type(data).__name__}"
+            what = "those of another plan" if hasattr(data, PLAN) else f"an object of type {type(data).__name__}"
             raise PrivacyError(
                 f"fit was given {what}, not the batches that the noise was planned for. Give it plan.batches; for "
                 "other data make another plan."
@@ -310,7 +310,8 @@ def _checked_metrics(metrics: PrivateMetrics | Sequence[str] | None) -> PrivateM
     made = metrics if metrics is None or isinstance(metrics, PrivateMetrics) else PrivateMetrics(metrics=metrics)
     if made is not None and made.validation:
         raise ValueError(
-            "metrics are of validation data, whose cost is no part of a plan. Give them to fit beside plan.callbacks."
+            "metrics are measured on validation data, and a plan does not include the cost of these. Give them to fit "
+            "together with plan.callbacks."
         )
     return made
 
@@ -369,8 +370,8 @@ class _Numbers:
 
         if self.metrics is not None and None in (self.batch_size, self.num_epochs):
             raise ValueError(
-                f"{unknown[0]} cannot be found beside metrics, whose releases it changes. Give it, and leave out "
-                "noise_multiplier or target_epsilon."
+                f"{unknown[0]} cannot be computed together with metrics, because it changes how often these are "
+                "released. Give it, and leave out noise_multiplier or target_epsilon."
             )
 
     def solve(self) -> None:

@@ -147,8 +147,8 @@ def _bounded(rows: np.ndarray, bounds: Arrays, shape: tuple[int, ...]) -> tuple[
     """The examples clipped to the bounds (what is no number to their middle), and the bounds."""
     if bounds is None or len(bounds) != 2:
         raise ValueError(
-            f"bounds={bounds!r} must be (low, high), which no example sets: what you know of the values beforehand, "
-            "such as (0, 255). Values beyond are clipped."
+            f"bounds={bounds!r} must be (low, high) that do not depend on the examples: give what you know of the "
+            "values beforehand, such as (0, 255). Values beyond are clipped."
         )
     low, high = (np.broadcast_to(np.asarray(bound, np.float64), shape) for bound in bounds)
     if not (np.isfinite(low) & np.isfinite(high) & (low < high)).all():

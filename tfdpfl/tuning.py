@@ -319,7 +319,7 @@ def _spent(what: Promiser) -> tuple[DpEvent, str]:
     ledger = what if isinstance(what, PrivacyLedger) else getattr(what, "ledger", None)
     if not isinstance(ledger, PrivacyLedger):
         raise ValueError(
-            "What a run spends must be a plan, a Run, a PrivacyBudget, a ledger or a dp-accounting event, got "
+            "The cost of a run must be a plan, a Run, a PrivacyBudget, a ledger or a dp-accounting event, got "
             f"{what!r:.99}"
         )
     return ledger.dp_event, ledger.adjacency

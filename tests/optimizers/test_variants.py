@@ -341,7 +341,7 @@ except tfdpfl.PrivacyError as error:
 
 for given, how, why in (
     ({"num_microbatches": 2}, {}, "num_microbatches=2 on 2 replicas"), ({}, {"jit_compile": True}, "XLA does not"),
-    ({}, None, "beside the replicas"),
+    ({}, None, "outside of the replicas"),
 ):
     with mirrored.scope():
         model = compiled(tfdpfl.DPSGD(1.0, 1.0, **given), **(how or {}))

@@ -178,7 +178,9 @@ def compute_correlated_noise_multiplier(
     while epsilon(high) > target:
         low, high = high, 2 * high
         if high > 2.0**30:
-            raise ValueError(f"target_epsilon={target_epsilon!r} at delta={delta!r} is met by no noise below 2^30.")
+            raise ValueError(
+                f"target_epsilon={target_epsilon!r} at delta={delta!r} needs a noise multiplier above 2^30: raise it."
+            )
     while high / low > 1 + 1e-5:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if epsilon(middle) <= target else (middle, high)

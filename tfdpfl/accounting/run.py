@@ -120,8 +120,8 @@ class Run:
         put("unit", _checks.choice("unit", self.unit, UNITS))
         if self.unit == "user" and self.max_examples_per_user > 1:
             raise ValueError(
-                f"max_examples_per_user={self.max_examples_per_user} is of examples that are clipped each by itself: "
-                "where unit='user' a user counts whole, so leave it out"
+                f"max_examples_per_user={self.max_examples_per_user} is for examples that are clipped one by one, "
+                "but with unit='user' all examples of a user are clipped together: leave it out"
             )
         if self.secure_noise and (not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1):
             without = " or ".join(repr(s) for s in SAMPLINGS if not SCHEMES[s].prices_discrete_noise)

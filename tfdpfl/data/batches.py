@@ -617,7 +617,9 @@ def _checked_users(user_ids: Arrays, examples_per_user: object, examples: Exampl
             raise ValueError(f"examples_per_user={examples_per_user!r} needs user_ids, an id for each example.")
         return None, 1
     if examples_per_user is None:
-        raise ValueError("user_ids needs examples_per_user, how many rows of a user's a batch has, for example 4.")
+        raise ValueError(
+            "user_ids needs examples_per_user: give the number of examples of each user in a batch, for example 4."
+        )
     rows = _positive("examples_per_user", examples_per_user, "how many rows of a user's a batch has")
     return users_of(user_ids, examples.number), rows
 

@@ -381,8 +381,8 @@ class _Ledger:
         p = self.participation
         if self.guarantees and p and p.sampling in ("poisson", "fixed_size") and p.population > known:
             raise PrivacyError(
-                f"the sampler declares a population of {p.population} clients, of which client_data knows {known}: who "
-                "is not there is never drawn, and hides nobody. Declare those that can be drawn"
+                f"the sampler declares a population of {p.population} clients, of which client_data knows {known}: a "
+                "client that can never be drawn hides nobody. Declare those that can be drawn"
             )
 
     def next_round(self, number: int) -> _Round:

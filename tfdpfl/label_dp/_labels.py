@@ -85,7 +85,7 @@ def find_classes(values: np.ndarray, num_classes: int | None, classes: Arrays) -
     if classes is not None:
         given = np.asarray(classes)
         if given.dtype.kind in "fO" and any(map(is_missing, given.ravel())):
-            raise ValueError(f"classes={classes!r} has a missing one: what is missing is no class, leave it out")
+            raise ValueError(f"classes={classes!r} has a missing value, which is no class: leave it out")
         known = np.unique(given)
         if given.ndim != 1 or len(known) != len(given) or len(known) < 2:
             raise ValueError(f"classes must be two or more different labels, got {classes!r}: list each class once")

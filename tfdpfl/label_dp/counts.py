@@ -76,6 +76,6 @@ def check_condition(number: float) -> None:
     """Raises a `ValueError` if a matrix of this condition number has no inverse to rely on."""
     if number > 1e8:
         raise ValueError(
-            "transition_matrix cannot be inverted: some labels are never told apart, as under a prior or a tiny ε; "
-            "there is no correction, and a model trains with the plain loss"
+            "transition_matrix cannot be inverted: some labels become noisy in the same way, as under a "
+            "prior or a tiny ε; there is no correction, and a model trains with the plain loss"
         )

@@ -38,7 +38,7 @@ def check_probabilities(prior: Prior, num_classes: int, name: str = "prior") -> 
         )
     if not np.isfinite(table).all() or (table < 0).any():
         wrong = table[~(np.isfinite(table) & (table >= 0))][0]
-        raise ValueError(f"{name} must hold probabilities, got {wrong}: logits go through a softmax first")
+        raise ValueError(f"{name} must hold probabilities, got {wrong}: apply a softmax to logits")
     total = table.sum(axis=1, keepdims=True)
     if (abs(total - 1) > _SUM_TOLERANCE).any():
         wrong = total[abs(total - 1) > _SUM_TOLERANCE][0]

@@ -370,8 +370,8 @@ class DPOptimizer:
         super().load_own_variables(store)  # type: ignore[misc]  # of the base
         if saved is None or tuple(saved.shape) != tuple(self._dp_ledger.shape):
             warnings.warn(
-                "The file holds no ledger of a DP optimizer. What was spent on the weights in it is not known, and in "
-                "no ε from here on. If they were trained on private data, give PrivacyBudget that training's ledger=.",
+                "The file holds no ledger of a DP optimizer. The cost of its weights is not known, so no ε "
+                "includes it. If they were trained on private data, give PrivacyBudget that training's ledger=.",
                 stacklevel=2,
             )
         else:

@@ -176,9 +176,9 @@ class NoiseSegments:
         shape = (1 + ROWS, len(COLUMNS))
         if saved is None or tuple(saved.shape) != shape or np.asarray(saved)[0, KIND] not in (0, self.kind):
             raise PrivacyError(
-                "What the file holds is not this one's correlated noise, which no step can go on from. Compile the "
-                f"model with the file's noise_multiplier and noise (here {self.noise_multiplier:g}, {self.noise}), or "
-                "load the file before compile and give PrivacyBudget that training's ledger=."
+                "The file does not hold the correlated noise of this optimizer, so no step can continue from it. "
+                f"Compile the model with the file's noise_multiplier and noise (here {self.noise_multiplier:g}, "
+                f"{self.noise}), or load the file before compile and give PrivacyBudget that training's ledger=."
             )
 
     def merge(self, rows: np.ndarray) -> None:

@@ -111,7 +111,9 @@ class GradientPrivatizer:
     def rows(self) -> np.ndarray:
         """Returns all that is known to have run; see `tfdpfl.optimizers._step_table`."""
         if not tf.executing_eagerly():
-            raise RuntimeError("What ran can be read between steps, not in a function that is being traced.")
+            raise RuntimeError(
+                "A function that is being traced cannot read the steps that ran: read them between steps."
+            )
         return self.counter.rows(self.table)
 
     def own_variables(self) -> set[int]:
@@ -131,7 +133,7 @@ class GradientPrivatizer:
             return
         if not _replicas.among_replicas():
             raise PrivacyError(
-                "This step is taken beside the replicas, under a strategy's scope. Have each of them take it: "
+                "This step is taken outside of the replicas, under a strategy's scope. Have each of them take it: "
                 "strategy.run(step, args=(batch,))."
             )
         if compiled():

@@ -121,7 +121,9 @@ class TeacherEnsemble:
                 f"what it saw of one teacher to the next; got {callbacks!r}."
             )
         if callbacks is not None and self.checkpoint_dir is not None:
-            raise ValueError("callbacks change the training in ways that checkpoint_dir cannot tell: leave one out.")
+            raise ValueError(
+                "callbacks change the training, and checkpoint_dir does not see how: leave one of the two out."
+            )
         rng = np.random.default_rng(self.seed)
         examples = _examples.size(X)
         self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
@@ -150,7 +152,7 @@ class TeacherEnsemble:
             raise ValueError(f"together must be 'auto' or False for this model: {self._obstacle}.")
         if self.checkpoint_dir is not None:
             if unlike:
-                raise ValueError(f"checkpoint_dir cannot tell this model again, since {unlike}: leave it out.")
+                raise ValueError(f"checkpoint_dir cannot recognize this model later, because {unlike}: leave it out.")
             self._resume(X, labels, shards, validation_split, class_weight)
         self._set_apart(rng, validation_split)
         self._class_weights = self._weigh(class_weight, classes)
@@ -520,7 +522,9 @@ def compiled(model_fn: Callable[[], Model], name: str, zero: Arrays) -> Model:
         model(zero, training=False)
     if getattr(model, "optimizer", None) is None or not model.loss:
         if type(model).__name__ not in ("Sequential", "Functional"):
-            raise ValueError(f"{name} must compile its {type(model).__name__}: what its outputs mean cannot be seen.")
+            raise ValueError(
+                f"{name} must compile its {type(model).__name__}, because its loss states what the outputs mean."
+            )
         logits = _last_activation(model) == "linear"
         losses = tf.keras.losses
         binary = _num_outputs(model, zero) == 1
