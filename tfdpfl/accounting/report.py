@@ -36,8 +36,8 @@ _USER = (
     "may be in one batch."
 )
 _USERS_ARE_UNITS = (
-    "What is protected is a user: each is sampled with all their examples or not at all, and what a batch has of them "
-    "is clipped as one."
+    "The unit is a user: each is sampled with all their examples or not at all, and a batch's examples of one user "
+    "are clipped as one."
 )
 _ACCOUNTANT_TEXT = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi differential privacy (RDP)"}
 _GROUPED = (
