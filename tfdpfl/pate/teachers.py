@@ -122,7 +122,7 @@ class TeacherEnsemble:
             )
         if callbacks is not None and self.checkpoint_dir is not None:
             raise ValueError(
-                "callbacks change the training, and checkpoint_dir does not see how: leave one of the two out."
+                "callbacks change the training, and checkpoint_dir does not see how: leave one out."
             )
         rng = np.random.default_rng(self.seed)
         examples = _examples.size(X)
