@@ -121,9 +121,7 @@ class TeacherEnsemble:
                 f"what it saw of one teacher to the next; got {callbacks!r}."
             )
         if callbacks is not None and self.checkpoint_dir is not None:
-            raise ValueError(
-                "callbacks change the training, and checkpoint_dir does not see how: leave one out."
-            )
+            raise ValueError("callbacks change the training, and checkpoint_dir does not see how: leave one out.")
         rng = np.random.default_rng(self.seed)
         examples = _examples.size(X)
         self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
