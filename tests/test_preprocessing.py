@@ -11,7 +11,7 @@ from scipy.stats import chi2, norm
 
 from tfdpfl import DPSGD, preprocessing
 from tfdpfl.accounting import PrivacyLedger, price
-from tfdpfl.accounting.thresholds import thresholded
+from tfdpfl.accounting.events import thresholded
 from tfdpfl.callbacks import PrivacyBudget
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError

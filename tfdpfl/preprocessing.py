@@ -69,7 +69,7 @@ class _Release:
         """Returns noisy sums, after the ledger has paid for them."""
         from dp_accounting import GaussianDpEvent
 
-        from tfdpfl.accounting.thresholds import thresholded
+        from tfdpfl.accounting.events import thresholded
 
         event = GaussianDpEvent(self.noise_multiplier)
         if self.chance:

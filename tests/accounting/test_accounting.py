@@ -27,9 +27,11 @@ from tfdpfl.accounting import (
     privacy_report,
     privacy_statement,
 )
+from tfdpfl.accounting.events import thresholded
 from tfdpfl.accounting.pricing import SUPPORT
 from tfdpfl.accounting.report import report_of
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise.strategies import moved_normals
 
 MNIST = dict(num_examples=60000, batch_size=250, delta=1e-5)
 RUN = dict(**MNIST, noise_multiplier=1.1)
@@ -1026,6 +1028,14 @@ def test_a_ledger_comes_back_from_json_as_it_was():
     assert restored.epsilon(1e-5, "rdp") == ledger.epsilon(1e-5, "rdp")
     assert restored.record(1.1, 3, **DATA).steps == ledger.steps + 3
     assert len(restored) == len(ledger) and restored != ledger
+
+
+def test_a_ledger_of_events_that_dp_accounting_lacks_is_loaded_again():
+    ledger = (
+        PrivacyLedger().add(moved_normals(0.5, [(4.0, 0.25)])).add(thresholded(dp_accounting.GaussianDpEvent(2), 1e-9))
+    )
+    restored = PrivacyLedger.from_dict(json.loads(json.dumps(ledger.to_dict())))
+    assert restored.epsilon(1e-5) == ledger.epsilon(1e-5) > PrivacyLedger().add(moved_normals(0.5, [])).epsilon(1e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_arguments
+from tfdpfl.accounting.events import event_named
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, UNITS, Run
 from tfdpfl.accounting.sampling import EVERY_BATCH
-from tfdpfl.accounting.thresholds import event_named
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -620,7 +620,7 @@ def _decode(value: object) -> Any:
         return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    event = getattr(dp_event, value["type"], None) or event_named(value["type"])
+    event = event_named(value["type"])
     if not (isinstance(event, type) and issubclass(event, dp_event.DpEvent)):
         raise ValueError(f"dp-accounting has no event named {value['type']!r}: load it where it was saved")
     return event(**{name: _decode(item) for name, item in value.items() if name != "type"})

@@ -4,9 +4,10 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.events import event_type
 from tfdpfl.accounting.sampling import POISSON, SAMPLINGS, SCHEMES, SamplingScheme
 from tfdpfl.errors import PrivacyError
 
@@ -266,27 +267,14 @@ class Run:
             return dp_event.NonPrivateDpEvent()
         step = dp_event.GaussianDpEvent(self.noise_multiplier / self.sensitivity)
         if self.secure_noise:
-            step = _discrete_type()(step)
+            step = _discrete(step)
         if self.batch_size < self.num_examples:
             step = self.scheme.event(self, step)
         return dp_event.SelfComposedDpEvent(step, self.participations)
 
 
-@functools.cache
-def _discrete_type() -> Any:
-    import attr
-    from dp_accounting import dp_event
-
-    @attr.s(frozen=True, auto_attribs=True)
-    class DiscreteGaussianDpEvent(dp_event.DpEvent):
-        """Discrete Gaussian noise on whole numbers, as the Gaussian whose whole Rényi orders it has. No tail is cut
-        off."""
-
-        gaussian: dp_event.DpEvent
-        shifts: tuple = ()
-        discrete: bool = True
-
-    return DiscreteGaussianDpEvent
+# Discrete Gaussian noise on whole numbers, as the Gaussian whose whole Rényi orders it has. No tail is cut off.
+_discrete = event_type("DiscreteGaussianDpEvent", "gaussian", shifts=(), discrete=True)
 
 
 def _ceil(number: float) -> int:

@@ -6,9 +6,9 @@ To add a sampling, write a class and append an instance to `_ALL`. Nothing else 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from tfdpfl.accounting.events import event_type
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class RandomAllocation(SamplingScheme):
     prices_discrete_noise = False
 
     def event(self, run: Steps, step: DpEvent) -> DpEvent:
-        return _allocation_type()(step, -(-run.num_examples // run.batch_size))
+        return _allocation(step, -(-run.num_examples // run.batch_size))
 
     def prices_groups(self, adjacency: str) -> bool:
         return False
@@ -313,45 +313,18 @@ def _truncated(run: Steps) -> DpEvent:
     return truncated(run.num_examples + 1, run.sampling_rate, run.truncated_batch_size, run.noise_multiplier)
 
 
-@functools.cache
-def _group_type() -> Any:
-    import attr
-    from dp_accounting import dp_event
-
-    @attr.s(frozen=True, auto_attribs=True)
-    class GroupDpEvent(dp_event.DpEvent):
-        """A Poisson-sampled Gaussian as seen by neighbours that differ in up to `size` examples."""
-
-        step: dp_event.DpEvent
-        size: int
-
-    return GroupDpEvent
+# A Poisson-sampled Gaussian as seen by neighbours that differ in up to `size` examples; dp-accounting 0.4 knows none.
+_group = event_type("GroupDpEvent", "step", "size")
 
 
-@functools.cache
-def _allocation_type() -> Any:
-    import attr
-    from dp_accounting import dp_event
+def _allocation_losses(event: Any, interval: float) -> Any:
+    from tfdpfl.accounting import allocation
 
-    @attr.s(frozen=True, auto_attribs=True)
-    class RandomAllocationDpEvent(dp_event.DpEvent):
-        """A pass of `steps` Gaussian sums, of which each example joins one that is chosen at random."""
-
-        event: dp_event.DpEvent
-        steps: int
-
-        def losses(self, interval: float) -> Any:
-            """Returns the privacy loss distribution, which is all that prices it."""
-            from tfdpfl.accounting import allocation
-
-            return allocation.losses(self.event.noise_multiplier, self.steps, interval)
-
-    return RandomAllocationDpEvent
+    return allocation.losses(event.event.noise_multiplier, event.steps, interval)
 
 
-def group_of(step: DpEvent, size: int) -> DpEvent:
-    """An event as neighbours see it that differ in up to `size` examples, where dp-accounting 0.4 has none for them."""
-    return _group_type()(step, size)
+# A pass of `steps` Gaussian sums, of which each example joins one that is chosen at random.
+_allocation = event_type("RandomAllocationDpEvent", "event", "steps", losses=_allocation_losses)
 
 
 def _sampled_group(rate: float, sigma: float, size: int) -> DpEvent:
@@ -360,7 +333,7 @@ def _sampled_group(rate: float, sigma: float, size: int) -> DpEvent:
 
     mixture = getattr(dp_event, "MixtureOfGaussiansDpEvent", None)
     if mixture is None:
-        return group_of(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), size)
+        return _group(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), size)
     from scipy.stats import binom
 
     # More than `most` come with a chance that PLD itself cuts off; then all are taken to come.

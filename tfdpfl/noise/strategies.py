@@ -20,6 +20,7 @@ import numpy as np
 
 from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.events import event_type
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz, tree_sensitivity
 from tfdpfl.noise.optimal import best_bands, best_buffers
 
@@ -524,20 +525,9 @@ def noise_from_dict(saved: Json) -> Noise:
         raise ValueError(f"saved is not what to_dict gave: {error}") from error
 
 
-@functools.cache
-def _event_type() -> Any:
-    import attr
-    from dp_accounting import dp_event
-
-    @attr.s(frozen=True, auto_attribs=True)
-    class CorrelatedGaussianDpEvent(dp_event.DpEvent):
-        """A Gaussian mechanism whose noise is many normals. `shifts` tells how many of them move by how many standard
-        deviations: where their tails end, neighbours differ."""
-
-        gaussian: dp_event.DpEvent
-        shifts: tuple[tuple[float, float], ...]
-
-    return CorrelatedGaussianDpEvent
+# A Gaussian mechanism whose noise is many normals. `shifts` holds how many of them move by how many standard
+# deviations: where their tails end, neighbours differ.
+_correlated = event_type("CorrelatedGaussianDpEvent", "gaussian", "shifts")
 
 
 def moved_normals(shift: float, shifts: Iterable[tuple[float, float]]) -> DpEvent:
@@ -548,7 +538,7 @@ def moved_normals(shift: float, shifts: Iterable[tuple[float, float]]) -> DpEven
     """
     from dp_accounting import dp_event
 
-    return _event_type()(dp_event.GaussianDpEvent(1 / shift), tuple(shifts))
+    return _correlated(dp_event.GaussianDpEvent(1 / shift), tuple(shifts))
 
 
 def moved_each(shifts: np.ndarray) -> DpEvent:

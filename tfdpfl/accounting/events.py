@@ -1,0 +1,54 @@
+"""Events that dp-accounting does not have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+_TYPES: dict[str, Callable[[], Any]] = {}
+
+
+def event_type(name: str, *fields: str, losses: Callable | None = None, **defaults: object) -> Callable[..., DpEvent]:
+    """Returns what makes events that ledgers can save. dp-accounting is imported by the first one.
+
+    Args:
+        losses: For an event that Rényi DP cannot price: returns its privacy loss distribution on a grid of an interval.
+        defaults: Of the last fields.
+    """
+
+    @functools.cache
+    def made() -> Any:
+        import attr
+        from dp_accounting import dp_event
+
+        base = type(name, (dp_event.DpEvent,), {} if losses is None else {"losses": losses})
+        attributes = dict.fromkeys(fields, attr.ib()) | {field: attr.ib(default=v) for field, v in defaults.items()}
+        return attr.make_class(name, attributes, bases=(base,), frozen=True)
+
+    _TYPES[name] = made
+    return lambda *values: made()(*values)
+
+
+def event_named(name: str) -> Any:
+    """Returns the type of a saved event, or None if there is none."""
+    from dp_accounting import dp_event
+
+    return getattr(dp_event, name, None) or _TYPES.get(name, lambda: None)()
+
+
+def _losses_above_threshold(event: Any, interval: float) -> Any:
+    from dp_accounting.pld import common
+    from dp_accounting.pld import privacy_loss_distribution as distribution
+
+    noisy = distribution.from_gaussian_mechanism(event.event.noise_multiplier, value_discretization_interval=interval)
+    rare = common.DifferentialPrivacyParameters(0.0, event.chance)
+    return noisy.compose(distribution.from_privacy_parameters(rare, value_discretization_interval=interval))
+
+
+# Gaussian noise on counts, of which one that a neighbour lacks is published with a chance of `chance` at most: an
+# (0, chance) mechanism next to the Gaussian one.
+thresholded = event_type("ThresholdedDpEvent", "event", "chance", losses=_losses_above_threshold)
