@@ -49,6 +49,17 @@ def test_normalization_learns_about_the_means_and_variances_and_is_saved_as_kera
     assert PrivacyBudget(delta=1e-5, ledger=ledger).ledger.epsilon(1e-6) == ledger.epsilon(1e-6)
 
 
+def test_a_known_seed_is_in_the_report_of_the_ledger_that_paid_and_of_all_that_it_joins():
+    secret, ledger, y = PrivacyLedger(), PrivacyLedger(), np.arange(300) % 3
+    preprocessing.class_weights(y, num_classes=3, ledger=secret, **COST)
+    preprocessing.class_weights(y, num_classes=3, ledger=ledger, seed=0, **COST)
+    said = "The noise of tfdpfl.preprocessing comes from a seed"
+    assert said not in str(secret.report(1e-5).notes) and said in str(ledger.report(1e-5).notes)
+    for kept in (PrivacyLedger.from_dict(ledger.to_dict()), secret.merge(ledger)):
+        assert said in str(kept.report(1e-5).notes)
+    assert PrivacyLedger.from_dict(ledger.to_dict()) == ledger and "seeded" not in PrivacyLedger().to_dict()
+
+
 def test_normalization_of_images_learns_one_figure_a_channel():
     images = RNG.uniform(0, 255, size=(400, 4, 4, 2)) * [1.0, 0.5]
     layer = preprocessing.Normalization()

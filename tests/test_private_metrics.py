@@ -111,7 +111,7 @@ def test_the_noise_in_each_metric_has_the_deviation_that_was_asked_for():
     metrics = begun(PrivateMetrics((x, np.zeros(60, int)), noise_std=0.02, loss_bound=4.0), Fixed())
     metrics._batches = [(tf.constant(x), tf.zeros(60, tf.int64))]
     shown = np.array([list(metrics._release().values()) for _ in range(200)])
-    assert metrics.ledger.steps == 200
+    assert metrics.ledger.steps == 200 and not metrics.ledger.seeded
     exact = np.array([(-math.log(0.9) - math.log(0.1)) / 2, 0.5])
     scale = np.array([4 * 0.02, 0.02])
     assert (np.abs(shown.mean(0) - exact) < 5 * scale / math.sqrt(200)).all()
@@ -178,6 +178,15 @@ def test_releases_of_a_fit_that_no_budget_watched_are_in_the_epsilon_of_one_that
         assert budget.ledger.steps == 3 * 2 + 1
     model.fit(batches, callbacks=[metrics, later], verbose=0)
     assert later.ledger.steps == 4 * 2 + 2
+
+
+def test_a_known_seed_of_the_noise_is_in_the_reports():
+    metrics, budget = PrivateMetrics(noise_std=0.1, seed=0), PrivacyBudget(delta=DELTA)
+    assert not metrics.ledger.seeded  # nothing was released
+    batches = poisson_batches((X, Y), expected_batch_size=40, steps=1)
+    compiled(expected_batch_size=40).fit(batches, callbacks=[metrics, budget], verbose=0)
+    for report in (metrics.ledger.report(DELTA), budget.report):
+        assert "The noise of PrivateMetrics comes from a seed" in str(report.notes)
 
 
 def test_rows_that_the_optimizer_protects_together_do_not_count_by_themselves():

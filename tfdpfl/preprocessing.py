@@ -63,7 +63,7 @@ class _Release:
                 f"further. Take {' or '.join(map(repr, _ADJACENCIES))}."
             )
         self.noise_multiplier = _noise_multiplier(epsilon, delta - self.chance)
-        self._source = Source(seed)
+        self._source, self._seeded = Source(seed), seed is not None
 
     def of(self, sums: np.ndarray, sensitivity: float) -> np.ndarray:
         """Returns noisy sums, after the ledger has paid for them."""
@@ -75,6 +75,8 @@ class _Release:
         if self.chance:
             event = thresholded(event, self.chance)
         self.ledger.add(event, adjacency=self.adjacency, unit="example")
+        if self._seeded:
+            self.ledger.seeded |= {"tfdpfl.preprocessing"}
         return noisy_sum(np.asarray(sums, np.float64), sensitivity, self.noise_multiplier, self._source)
 
 

@@ -119,6 +119,10 @@ _USER_RULES = (
     "The clip relies on rules that a user registered for these ops: {}. tfdpfl.clipping.validate(model, batch) "
     "compares them with exact gradients; nothing proves them."
 )
+_SEEDED = (
+    "The noise of {} comes from a seed: anyone who knows it can subtract the noise. To publish a result, draw it with "
+    "seed=None."
+)
 _Row = Run | _Applied | _Counted | _Correlated
 
 # The fields of a saved `Run`, by the version of the format that has them. A field that is new is left out of the file
@@ -130,6 +134,8 @@ _RUN_FIELDS = {
     ),
 }
 
+
+_ABOUT = ("user_rules", "seeded")  # what `report` says of the rows, and the saved ledger has
 
 # The name in the file of a field that the class calls otherwise.
 _SAVED_AS = {"secure_noise": "discrete"}
@@ -177,6 +183,7 @@ class PrivacyLedger:
     Attributes:
         user_rules: The types of the ops for which rules of `tfdpfl.clipping.register_rule` were in force. The clip
             relies on them, so `report` names them.
+        seeded: The mechanisms whose noise came from a seed that someone knows, which `report` names too.
 
         ledger = PrivacyLedger()
         ledger.record(1.1, num_steps=240, num_examples=60000, batch_size=250, sampling="shuffle")
@@ -186,6 +193,7 @@ class PrivacyLedger:
     def __init__(self) -> None:
         self._rows: list[_Row] = []
         self.user_rules: frozenset[str] = frozenset()
+        self.seeded: frozenset[str] = frozenset()
         self._goes_on = True  # whether the last shuffled row is of the pass that the next recorded step is in
 
     @accept_old_names(steps="num_steps", epochs="num_epochs", discrete="secure_noise")
@@ -356,6 +364,7 @@ class PrivacyLedger:
             self._goes_on = False
         self._rows = [*recorded, *self._rows]
         self.user_rules |= other.user_rules
+        self.seeded |= other.seeded
         for row in other._rows:
             if isinstance(row, _Counted):
                 self._unite(row)
@@ -481,6 +490,8 @@ class PrivacyLedger:
         adjacency = self.adjacency
         if self.user_rules:
             notes = [*notes, _USER_RULES.format(", ".join(sorted(self.user_rules)))]
+        if self.seeded:
+            notes = [*notes, _SEEDED.format(" and ".join(sorted(self.seeded)))]
         recorded = [row for row in self._rows if isinstance(row, Run)]
         counted = [row.run for row in self._rows if isinstance(row, _Counted) and not row.unknown]
         others = [
@@ -520,9 +531,9 @@ class PrivacyLedger:
             if isinstance(row, _Counted):
                 saved |= {"origin": row.origin, "dataset": row.dataset, "unknown": row.unknown}
             rows.append(saved)
-        rules = {"user_rules": sorted(self.user_rules)} if self.user_rules else {}
+        about = {name: sorted(kept) for name in _ABOUT if (kept := getattr(self, name))}
         version = _version_of([row["run"] for row in rows if "run" in row])
-        return {**_formats.stamp(version), "rows": rows, **rules}
+        return {**_formats.stamp(version), "rows": rows, **about}
 
     @classmethod
     def from_dict(cls, saved: Json) -> "PrivacyLedger":
@@ -537,7 +548,8 @@ class PrivacyLedger:
         _formats.refuse_newer("The saved ledger", saved, max(_RUN_FIELDS))
         ledger = cls()
         try:
-            ledger.user_rules = frozenset(saved.get("user_rules", ()))
+            for name in _ABOUT:
+                setattr(ledger, name, frozenset(saved.get(name, ())))
             for row in saved["rows"]:
                 if "correlated" in row:
                     from tfdpfl.accounting.correlated import CorrelatedRun  # it loads numpy, which most need not
@@ -558,7 +570,9 @@ class PrivacyLedger:
         return ledger
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrivacyLedger) and (self._rows, self.user_rules) == (other._rows, other.user_rules)
+        return isinstance(other, PrivacyLedger) and all(
+            getattr(self, name) == getattr(other, name) for name in ("_rows", *_ABOUT)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -27,7 +27,8 @@ _MADE_UP = 8  # examples, on which metrics are tried
 class _Releases:
     """How often sums were released, by event; and what is planned."""
 
-    def __init__(self) -> None:
+    def __init__(self, seeded: bool) -> None:
+        self.seeded = seeded  # whether someone knows the seed of the noise
         self.counts: dict[Any, int] = {}
         self.event: Any = None  # of the fit that runs
         self.planned = 0  # of this fit, still to come
@@ -41,6 +42,8 @@ class _Releases:
         for event, count in self.counts.items():
             planned = self.planned if runs and event == self.event else 0
             ledger.add(event, count + planned, adjacency=adjacency, unit=self.unit)
+        if self.seeded and any(self.counts.values()):
+            ledger.seeded |= {"PrivateMetrics"}
         return ledger
 
 
@@ -126,7 +129,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         self.validation, self.keep = validation, frozenset(keep)
         self._prefix = "val_" if validation else ""
         self._source = Source(seed)
-        self._releases = _Releases()
+        self._releases = _Releases(seeded=seed is not None)
         self._shown: dict[str, float] = {}
         self._hides = True  # the first of several does, before the others add what they release
 
