@@ -186,26 +186,32 @@ class Training:
             self._step(*batch)
         return np.concatenate([np.ravel(v.numpy()) for v in self.model.trainable_variables])
 
+    def pull(self) -> np.ndarray:
+        """Puts the weights back where runs begin, and returns the gradient there of the example (or pair)."""
+        import tensorflow as tf
+
+        for variable, value in self.start:
+            variable.assign(value)
+        (x, y, _), here = self.data(ONES), self.without == 0
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self.model.loss(y[here], self.model(x[here])))
+        found = tape.gradient(loss, [v.value for v in self.model.trainable_variables])
+        return np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in found])
+
     def scores(self, weights: np.ndarray, trials: int) -> np.ndarray:
         """Of each run, how far the weights went where the example pulls them."""
         import tensorflow as tf
 
-        model, (x, y, w) = self.model, self.data(weights)
-        variables = model.trainable_variables
-        for variable, value in self.start:
-            variable.assign(value)
-        here = self.without == 0
-        before = np.concatenate([np.ravel(v.numpy()) for v in variables])
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model.loss(y[here], model(x[here])))
-        pull = [np.asarray(tf.convert_to_tensor(g)) for g in tape.gradient(loss, [v.value for v in variables])]
+        x, y, w = self.data(weights)
+        pull = self.pull()
+        before = np.concatenate([np.ravel(v.numpy()) for v in self.model.trainable_variables])
         places = [slice(j * self.batch % NUMBER, j * self.batch % NUMBER + self.batch) for j in range(self.steps)]
         batches = [tuple(tf.constant(part[place]) for part in (x, y, w)) for place in places]
         if self.batch < NUMBER:  # parts of a whole: none can be taken inside a graph's loop
             moved = np.stack([self._one(batches) for _ in range(trials)]) - before
         else:
             moved = self._many(tf.constant(trials), *batches).numpy() - before
-        score = -moved @ np.concatenate([np.ravel(g) for g in pull])
+        score = -moved @ pull
         if not self.words:
             return score
         row = moved[:, : 20 * 3].reshape(trials, 20, 3)[:, FAR]  # untouched, where it was not kept
@@ -312,6 +318,8 @@ def _trainings() -> Iterator[Case]:
         seen = None if name == "AdaFEST" else functools.partial(sound_replay, name)
         yield Case(name, "optimizers", seen, functools.partial(sound_bound, name), least)
     yield Case("poisson_batches", "optimizers", None, poisson, 0.0)
+    yield Case("random_allocation", "optimizers", None, allocated, 0.0)
+    yield Case("PrivateMetrics", "optimizers", metrics_replay, None)
 
 
 def poisson(steps: int = 3, trials: int = 200, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
@@ -341,14 +349,113 @@ def poisson(steps: int = 3, trials: int = 200, times: int = 4, delta: float = 0.
         budget = PrivacyBudget(delta=delta)
         model.fit(batches, epochs=1, callbacks=[budget, Runs()], verbose=0)
         before = np.concatenate([np.ravel(value) for _, value in start[:4]])
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model.loss(Y[FAR:][:1], model(X[FAR:][:1])))
-        pull = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        return -(np.stack(seen) - before) @ np.concatenate([np.ravel(g) for g in pull])
+        return -(np.stack(seen) - before) @ training.pull()
 
     seen: list[np.ndarray] = []
     found = audit_epsilon(scores, ONES, WITHOUT, trials, CONFIDENCE, delta=delta, vectorized=True)
     return claims[0], found
+
+
+def allocated(steps: int = 16, trials: int = 400) -> tuple[float, float]:
+    """Sums of passes of a few batches, of which each is a run: whether the last example is among them."""
+    from tfdpfl import compute_epsilon
+    from tfdpfl.data.draws import Words
+
+    def scores(number: int, trials: int) -> np.ndarray:
+        """The likelihood ratio of the sums of a pass, of which one has the example, to noise alone."""
+        passes = [Words().allocated(number, steps, 1) for _ in range(trials)]
+        there = np.array([[steps - 1 in batch for batch in batches] for batches in passes])
+        return np.log(np.exp(there + _rng.normal(size=there.shape)).mean(1))
+
+    claim = compute_epsilon(
+        num_examples=steps, batch_size=1, noise_multiplier=1.0, num_steps=steps, delta=DELTA,
+        sampling="random_allocation",
+    )  # fmt: skip
+    return claim, audit_epsilon(scores, steps, steps - 1, trials, CONFIDENCE, delta=DELTA, vectorized=True)
+
+
+# -- figures of the data -------------------------------------------------------------------------------------------
+
+WRONG = np.where(np.arange(NUMBER) == FAR, (Y + 1) % 3, Y)
+
+
+@functools.cache
+def _measured() -> Any:
+    """A model that does not move."""
+    return Training(optimizer(learning_rate=0.0)).model
+
+
+def metrics_replay(**options: Any) -> ReplayReport:
+    from tfdpfl.callbacks import PrivateMetrics
+
+    def shown(y: np.ndarray) -> dict[str, list[float]]:
+        metrics = PrivateMetrics(noise_std=0.2, **options)
+        return _measured().fit(X, y, batch_size=NUMBER, shuffle=False, verbose=0, callbacks=[metrics]).history
+
+    return replay(shown, Y, WRONG)
+
+
+COST: dict[str, float] = {"epsilon": 1.0, "delta": DELTA}
+
+
+def _normalised(x: np.ndarray) -> list[np.ndarray]:
+    from tfdpfl.preprocessing import Normalization
+
+    layer = Normalization()
+    layer.adapt(x, bounds=(-1.0, 1.0), **COST)
+    return [np.array(layer.mean), np.array(layer.variance)]
+
+
+def _binned(x: np.ndarray) -> None:
+    """What is learned is divided by the number of examples, which is public and differs here."""
+    from tfdpfl.preprocessing import Discretization
+
+    Discretization(num_bins=3).adapt(x, bounds=(-1.0, 1.0), **COST)
+
+
+def _words(kind: str, rows: np.ndarray) -> list[str]:
+    from tfdpfl import preprocessing
+
+    layer = getattr(preprocessing, kind)()
+    layer.adapt(rows, max_tokens_per_example=2, **COST)
+    return layer.get_vocabulary()
+
+
+def _class_weights(y: np.ndarray) -> list[float]:
+    from tfdpfl.preprocessing import class_weights
+
+    return list(class_weights(y, num_classes=3, **COST).values())
+
+
+MANY = 64
+CORNER = np.where(np.arange(MANY)[:, None] == FAR, 1.0, np.zeros((MANY, 3)))
+TOKENS = np.array([["a", "b"]] * MANY)
+BLANKED = np.where(np.arange(MANY)[:, None] == FAR, "[UNK]", TOKENS)
+ALONE = np.where(np.arange(MANY)[:, None] == FAR, "mine", TOKENS)
+
+
+def rare_word(trials: int = 100) -> tuple[float, float]:
+    """Whether a word of one example alone is learned."""
+    scores = lambda rows, trials: np.array([float("mine" in _words("StringLookup", rows)) for _ in range(trials)])
+    return COST["epsilon"], audit_epsilon(scores, ALONE, BLANKED, trials, CONFIDENCE, delta=DELTA, vectorized=True)
+
+
+def _preprocessing() -> Iterator[Case]:
+    labels = np.arange(MANY) % 3
+    unlabelled = np.where(np.arange(MANY) == FAR, 3, labels)
+    texts = lambda rows: np.array([" ".join(row).replace("[UNK]", "") for row in rows])
+    zeros, blanks = np.zeros_like(CORNER), dict(adjacency="zero_out")
+    cases: dict[str, Callable[[], ReplayReport]] = {
+        "Normalization": lambda: replay(_normalised, CORNER, zeros, **blanks),
+        "Discretization": lambda: replay(_binned, CORNER, np.delete(CORNER, FAR, 0), adjacency="add_or_remove_one"),
+        "StringLookup": lambda: replay(functools.partial(_words, "StringLookup"), TOKENS, BLANKED, **blanks),
+        "TextVectorization": lambda: replay(
+            functools.partial(_words, "TextVectorization"), texts(TOKENS), texts(BLANKED), **blanks
+        ),
+        "class_weights": lambda: replay(_class_weights, labels, unlabelled, **blanks),
+    }
+    for name, seen in cases.items():
+        yield Case(name, "preprocessing", seen, rare_word if name == "StringLookup" else None, 0.0)
 
 
 # -- labels --------------------------------------------------------------------------------------------------------
@@ -836,7 +943,8 @@ def _tff() -> Iterator[Case]:
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "optimizers": _trainings, "labels": _labels, "votes": _votes, "others": _others, "Flower": _flower, "TFF": _tff,
+    "optimizers": _trainings, "preprocessing": _preprocessing, "labels": _labels,
+    "votes": _votes, "others": _others, "Flower": _flower, "TFF": _tff,
 }  # fmt: skip
 
 
@@ -844,4 +952,4 @@ def here() -> list[str]:
     """The groups that can run on this stack."""
     if metadata.version("keras") < "3":
         return ["TFF"] if find_spec("tensorflow_federated") else []
-    return ["optimizers", "labels", "votes", "others", *(["Flower"] if find_spec("flwr") else [])]
+    return ["optimizers", "preprocessing", "labels", "votes", "others", *(["Flower"] if find_spec("flwr") else [])]

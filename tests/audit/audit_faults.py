@@ -159,6 +159,7 @@ _adaptive, _clipping = lazily("optimizers._clips", "Adaptive"), lazily("optimize
 _clips, _embeddings = lazily("clips", "AdaptiveClip"), lazily("embeddings", "AdaFEST")
 _counter = lazily("optimizers._step_table", "Counter")
 _words = lazily("data.draws", "Words")
+_metrics, _preprocessing = lazily("callbacks.private_metrics", "PrivateMetrics"), lazily("preprocessing")
 _aggregators = lazily("pate.aggregators")
 _top = lazily("label_dp.classification", "_PriorTransformer")
 _updates, _flower = lazily("flower.updates", "ClippedSum"), lazily("flower.strategies", "DifferentialPrivacy")
@@ -240,6 +241,18 @@ def _fraction_without_noise() -> Iterator[None]:
     broken = lambda self, count, units: adapt(self, self.exact, units)
     with mock.patch.object(adaptive, "clipped", keeping), mock.patch.object(adaptive, "adapt", broken):
         yield
+
+
+def _thrice(values: Any) -> Any:
+    return lambda self, x, y: 3 * values(self, x, y)
+
+
+def _not_bounded(bounded: Any) -> Any:
+    return lambda rows, bounds, shape: (rows, *bounded(rows, bounds, shape)[1:])
+
+
+def _every_word(vocabulary: Any) -> Any:
+    return lambda examples, *_: sorted({word for words in examples for word in words} - {"[UNK]"})
 
 
 def _wrong_sign(split: Any) -> Any:
@@ -520,6 +533,9 @@ FAULTS = [
     # Sampling and denominators.
     Fault("Poisson declared and not done", BOUND, "is claimed", above(cases.poisson),
           patched(_words, "each", lambda each: lambda self, number, rate: np.arange(number))),
+    Fault("random allocation declared and not done", BOUND, "is claimed", above(cases.allocated),
+          patched(_words, "allocated",
+                  lambda allocated: lambda self, number, steps, each: [np.arange(number)] * steps)),
     Fault("denominator by the size of the data", REPLAY, "noise or denominator", _by_size),
     Fault("weighted sampler", REFUSAL, "has no price", refused(_favoured)),
     # What goes round the noise.
@@ -527,6 +543,16 @@ FAULTS = [
     Fault("moving statistics smuggled in past the check", REPLAY, "(moving_mean)", _smuggled,
           patched(_privatizer, "check_finished", lambda check: lambda *args: None)),
     Fault("metric of the training data released", REPLAY, "result: result[1]", _with_metrics),
+    Fault("metric of Keras left beside the private ones", REPLAY, "result: result['loss']",
+          lambda there: told(cases.metrics_replay(metrics=["accuracy"])),
+          patched(_metrics, "_hide", lambda hide: lambda self, logs, prefix="": None)),
+    Fault("loss of an example not clipped before it is summed", REPLAY, "sensitivity: tfdpfl/_sums.py",
+          lambda there: told(cases.metrics_replay()), patched(_metrics, "_values_of", _thrice)),
+    Fault("features not clipped to their bounds", REPLAY, "sensitivity: tfdpfl/_sums.py",
+          lambda there: told(replay(cases._normalised, 9 * cases.CORNER, 0 * cases.CORNER, adjacency="zero_out")),
+          patched(_preprocessing, "_bounded", _not_bounded)),
+    Fault("words of one example alone are learned", BOUND, "is claimed", above(cases.rare_word),
+          patched(_preprocessing, "_vocabulary", _every_word)),
     Fault("gradients scaled after the clip", REFUSAL, "did not come through the clip", refused(_scaled_gradients)),
     Fault("noise of each replica's own", REFUSAL, "runs 2 replicas", refused(_replicas)),
     # What is counted.

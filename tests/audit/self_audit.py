@@ -1,5 +1,6 @@
 """Writes docs/self_audit.md: `python tests/audit/self_audit.py`, on the tff stack and then on the keras3 stack, two or
-three minutes of CPU time each. With names (optimizers, labels, votes, Flower, TFF, faults) it measures those alone.
+three minutes of CPU time each. With names (optimizers, preprocessing, labels, votes, Flower, TFF,
+faults) it measures those alone.
 
 What was measured, on whichever stack, is kept in docs/self_audit.json.
 """
@@ -37,6 +38,7 @@ keras3 stack:
 """
 TITLES = {
     "optimizers": "Optimizers",
+    "preprocessing": "Preprocessing",
     "labels": "Labels",
     "votes": "Votes of teachers",
     "others": "Convex losses and tuning",
