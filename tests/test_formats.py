@@ -201,7 +201,7 @@ def test_a_journal_compares_its_settings(tmp_path):
 
 def test_every_field_of_a_run_is_in_a_version_of_the_saved_ledger(monkeypatch):
     newest = ledger._RUN_FIELDS[max(ledger._RUN_FIELDS)]
-    assert newest == {ledger._SAVED_AS.get(f.name, f.name) for f in dataclasses.fields(Run)}, (
+    assert newest == {ledger.SAVED_AS.get(f.name, f.name) for f in dataclasses.fields(Run)}, (
         "add a version to _RUN_FIELDS, with golden files"
     )
     run = Run(noise_multiplier=1.0, num_steps=2, **HOW)

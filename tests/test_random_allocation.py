@@ -219,7 +219,7 @@ def test_users_copies_and_physical_batches_are_drawn_as_poisson_batches_draws_th
     ("changes", "message"),
     [
         ({"expected_batch_size": 0}, r"expected_batch_size must be in \(0, 20\]"),
-        ({"num_selected": 0}, "num_selected must be in how many batches"),
+        ({"num_selected": 0}, "num_selected must be a whole number"),
         ({"empty_batches": "drop"}, "empty_batches must be one of"),
     ],
 )

@@ -108,7 +108,7 @@ def test_another_noises_file_is_refused_and_nothing_is_loaded(begun, tmp_path):
         mine = wide(other, multiplier)
         rows_of(mine, 1)
         before = [np.array(v) for v in mine.optimizer.variables]
-        with pytest.raises(ValueError, match="is not this one's correlated noise"):  # Keras makes it one
+        with pytest.raises(ValueError, match="does not hold the correlated noise"):  # Keras makes it one
             mine.load_weights(weights)
         for v, value in zip(mine.optimizer.variables, before, strict=True):
             np.testing.assert_array_equal(np.array(v), value)

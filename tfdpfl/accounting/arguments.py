@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
-from tfdpfl.accounting.run import Run
+from tfdpfl.accounting.run import NoiseArguments, Run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,17 +34,16 @@ class SamplingArguments(_Examples, total=False):
     unit: str
 
 
-class _Options(SamplingArguments, total=False):
-    secure_noise: bool
+class _Options(SamplingArguments, NoiseArguments, total=False):
+    pass
 
 
-class StepArguments(TypedDict, total=False):
+class StepArguments(NoiseArguments, total=False):
     """Holds what an optimizer knows of its own steps next to their noise and number."""
 
     adjacency: str | None
     truncated_batch_size: int | None
     unit: str
-    secure_noise: bool
 
 
 class _Length(TypedDict, total=False):
@@ -87,11 +86,6 @@ class SizelessRunArguments(_Options, _Noise, _Length):
 def build_run(**arguments: Unpack[RunArguments]) -> Run:
     """Returns the run that the arguments describe."""
     return Run(**arguments)
-
-
-def options_of(discrete: bool) -> dict[str, Any]:
-    """Returns the arguments that describe a run whose noise is `discrete`, or not."""
-    return {"secure_noise": discrete}
 
 
 def shows_arguments(shared: type) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -157,12 +157,7 @@ def compute_num_steps(
             raise PrivacyError(
                 f"noise_multiplier={one_step.noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
             )
-    uses = _calibrate(pricer, lambda uses: with_uses(round(uses)), target, low, high, 0.5, discrete=True)
-    while epsilon(uses) > target:
-        uses -= 1
-    while epsilon(uses + 1) <= target:
-        uses += 1
-    return uses * steps_each
+    return steps_each * _largest(pricer, with_uses, target, low, high)
 
 
 @shows_arguments(SizelessRunArguments)
@@ -198,12 +193,17 @@ def compute_batch_size(
     n = smallest.num_examples
     if epsilon(n) <= target:
         return n
-    size = max(_calibrate(pricer, lambda size: with_size(round(size)), target, 1, n, 0.5, discrete=True), 1)
-    while epsilon(size) > target:
-        size -= 1
-    while epsilon(size + 1) <= target:
-        size += 1
-    return size
+    return _largest(pricer, with_size, target, 1, n)
+
+
+def _largest(pricer: Callable[[Run], float], run_of: Callable[[int], Run], target: float, low: int, high: int) -> int:
+    """Returns the largest number whose run meets the target, as `low` does and `high` does not."""
+    number = max(_calibrate(pricer, lambda number: run_of(round(number)), target, low, high, 0.5, discrete=True), 1)
+    while pricer(run_of(number)) > target:
+        number -= 1
+    while pricer(run_of(number + 1)) <= target:
+        number += 1
+    return number
 
 
 def _check_target(target_epsilon: float) -> float:

@@ -15,7 +15,7 @@ from tfdpfl.accounting.events import event_named
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import PrivacyReport, report_of
-from tfdpfl.accounting.run import ADJACENCIES, UNITS, Run
+from tfdpfl.accounting.run import ADJACENCIES, OLD_NAMES, SAVED_AS, UNITS, Run
 from tfdpfl.accounting.sampling import EVERY_BATCH
 from tfdpfl.errors import PrivacyError
 
@@ -72,7 +72,7 @@ class _Counted:
         return self.run.unit
 
     def stated_for(self, adjacency: str) -> "DpEvent | None":
-        return _stated_for(self.run, adjacency)
+        return self.run.stated_for(adjacency)
 
     def text(self) -> str:
         return (
@@ -133,18 +133,13 @@ _RUN_FIELDS = {
         "starts_mid_epoch max_examples_per_user truncated_batch_size unit uneven_batches discrete".split()
     ),
 }
-
-
 _ABOUT = ("user_rules", "seeded")  # what `report` says of the rows, and the saved ledger has
-
-# The name in the file of a field that the class calls otherwise.
-_SAVED_AS = {"secure_noise": "discrete"}
 
 
 def _saved_run(run: Run) -> Json:
     saved = {}
     for field in dataclasses.fields(run):
-        name, value = _SAVED_AS.get(field.name, field.name), getattr(run, field.name)
+        name, value = SAVED_AS.get(field.name, field.name), getattr(run, field.name)
         if value is not None and (name in _RUN_FIELDS[1] or value != field.default):
             saved[name] = value
     return saved
@@ -152,7 +147,7 @@ def _saved_run(run: Run) -> Json:
 
 def _run_of(saved: Json) -> Run:
     """Returns the run that `_saved_run` saved."""
-    fields = {saved_as: name for name, saved_as in _SAVED_AS.items()}
+    fields = {saved_as: name for name, saved_as in SAVED_AS.items()}
     return Run(**{fields.get(name, name): value for name, value in saved.items()})
 
 
@@ -163,15 +158,6 @@ def _version_of(runs: Sequence[Json]) -> int:
         if names <= offered:
             return version
     raise AssertionError(f"no version of the saved ledger has {sorted(names - offered)}: add one to _RUN_FIELDS")
-
-
-def _stated_for(run: Run, adjacency: str) -> "DpEvent | None":
-    """The event of a run for other neighbours than it was recorded for; None where it has none."""
-    if adjacency not in run.scheme.adjacencies:
-        return None
-    if run.truncated_batch_size is not None and adjacency != run.adjacency:
-        return None
-    return dataclasses.replace(run, adjacency=adjacency).dp_event
 
 
 class PrivacyLedger:
@@ -196,7 +182,7 @@ class PrivacyLedger:
         self.seeded: frozenset[str] = frozenset()
         self._goes_on = True  # whether the last shuffled row is of the pass that the next recorded step is in
 
-    @accept_old_names(steps="num_steps", epochs="num_epochs", discrete="secure_noise")
+    @accept_old_names(**OLD_NAMES)
     @shows_arguments(LedgerArguments)
     def record(
         self,
@@ -279,7 +265,7 @@ class PrivacyLedger:
             self._rows.append(_Applied(event, count, adjacency, unit))
         return self
 
-    @accept_old_names(steps="num_steps", epochs="num_epochs", discrete="secure_noise")
+    @accept_old_names(**OLD_NAMES)
     @shows_arguments(StepArguments)
     def count(
         self,
@@ -431,7 +417,7 @@ class PrivacyLedger:
                 "add up: record them with the same max_examples_per_user"
             )
         _ = self.unit  # refuses several
-        events = [event for row in self._rows if (event := self._event(row, adjacency)) is not None]
+        events = [event for row in self._rows if (event := row.stated_for(adjacency)) is not None]
         if not events:
             return dp_event.NoOpDpEvent()
         return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
@@ -454,10 +440,6 @@ class PrivacyLedger:
             )
         return units[0] if units else None
 
-    @staticmethod
-    def _event(row: _Row, adjacency: str) -> "DpEvent | None":
-        return _stated_for(row, adjacency) if isinstance(row, Run) else row.stated_for(adjacency)
-
     @property
     def adjacency(self) -> str:
         """The neighbouring relation that all rows hold for: the one that they were recorded for, or where these
@@ -472,7 +454,7 @@ class PrivacyLedger:
         # A DP-SGD step with an example blanked is the step without it. Of a row that replaces one, fewer neighbours
         # than it was recorded for would be less than was asked.
         common = "replace_one" if "replace_one" in stated else "zero_out"
-        if all(self._event(row, common) is not None for row in self._rows):
+        if all(row.stated_for(common) is not None for row in self._rows):
             return common
         raise PrivacyError(
             f"the ledger's rows are stated for different neighbours ({', '.join(sorted(stated))}), "

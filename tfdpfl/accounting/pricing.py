@@ -175,13 +175,13 @@ def _releases_the_truth(event: "DpEvent") -> bool:
 def _no_price(leaves: Leaves, adjacency: str) -> str:
     from dp_accounting import dp_event
 
-    poisson = any(isinstance(leaf, dp_event.PoissonSampledDpEvent) for leaf, _ in leaves)
+    sampled = any(isinstance(leaf, dp_event.PoissonSampledDpEvent) for leaf, _ in leaves)
     if any(_is_of_pld_alone(leaf) for leaf, _ in leaves) and adjacency == "add_or_remove_one":
         return (
             "truncated batches and random allocation are priced by privacy loss distributions alone, which gave no "
             "figure here: take a δ of at least 1e-12, and no more than 3 million steps"
         )
-    if adjacency == "replace_one" and poisson and not _pld_replaces():
+    if adjacency == "replace_one" and sampled and not _pld_replaces():
         return (
             "sampling='poisson' under adjacency='replace_one' is priced by dp-accounting 0.6, and an older one is "
             "installed: upgrade dp-accounting, or take adjacency='add_or_remove_one'"
@@ -459,12 +459,12 @@ class _Repeated:
     def __init__(self, leaf: "DpEvent", interval: float, relation: Relation):
         from dp_accounting import pld
 
-        from tfdpfl.accounting import fixed_size
+        from tfdpfl.accounting.fixed_size import losses
 
         if relation is not None:
             one = pld.PLDAccountant(relation, interval).compose(leaf)._pld
         else:
-            one = leaf.losses(interval) if hasattr(leaf, "losses") else fixed_size.losses(leaf, interval)
+            one = leaf.losses(interval) if hasattr(leaf, "losses") else losses(leaf, interval)
         self._of = functools.lru_cache(maxsize=2)(one.self_compose)
         self._last: tuple[int, Losses] = (0, None)
 

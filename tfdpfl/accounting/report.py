@@ -30,7 +30,6 @@ ADJACENCY_TEXT = {
     "zero_out": "data sets of which one has a blank in place of one example; all batch sizes are public",
     "replace_one": "data sets of the same size that differ in one example",
 }
-SAMPLING_TEXT = {name: scheme.text for name, scheme in SCHEMES.items()}
 _USER = (
     "No user may have more than {k} examples, which is taken for granted. Each of them is clipped by itself, and all "
     "may be in one batch."
@@ -49,7 +48,6 @@ _WHOLE_PASSES = (
     "The {steps} steps are taken for {passes} passes over the data, each with its last, smaller batch. If that batch "
     "was dropped (drop_remainder), give num_epochs: the passes were shorter, so there were more of them."
 )
-_DISCRETE = "The noise is discrete Gaussian (secure_noise=True), which only Rényi DP prices."
 _COVERED = "Covered: the trained weights, and whatever is computed from them alone."
 _NOT_COVERED = (
     "Not covered: training loss and metrics measured on the batches, choices made by looking at the data, "
@@ -116,15 +114,12 @@ class PrivacyReport:
         unit = self.unit if ledger is None else ledger.unit
         if unit is not None and self.max_examples_per_user > 1:
             unit = f"user of at most {self.max_examples_per_user} examples"
-        sampling = None if self.sampling is None else SCHEMES[self.sampling].text
-        if sampling is not None and self.truncated_batch_size is not None:
-            sampling += f"; of more than {self.truncated_batch_size} a random subset of so many stays"
         unknown = 0 if ledger is None else ledger.unknown_steps
         warnings = [f"of {unknown} steps nothing is known but their noise"] if unknown else []
         if ledger is not None and not len(ledger):
             warnings.append("its ledger is empty: nothing of it has run, or nothing was recorded")
         return Promise(
-            kind=kind, adjacency=self.adjacency, unit=unit, ledger=ledger, event=self.event, sampling=sampling,
+            kind=kind, adjacency=self.adjacency, unit=unit, ledger=ledger, event=self.event, sampling=self._sampling(),
             mechanisms=self.rows, notes=self.notes, warnings=warnings, num_units=self.num_examples,
             price=None if self.event is not None else fixed(self.epsilon, self.delta, self.accountant),
         )  # fmt: skip
@@ -139,10 +134,7 @@ class PrivacyReport:
         lines.append(f"  epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g}")
         lines.append(f"  adjacency: {self.adjacency} ({self._neighbours()})")
         if self.sampling is not None:
-            text = self._of_unit(SAMPLING_TEXT[self.sampling])
-            if self.truncated_batch_size is not None:
-                text += f"; of more than {self.truncated_batch_size} a random subset of so many stays"
-            lines.append(f"  sampling: {self.sampling} ({text})")
+            lines.append(f"  sampling: {self.sampling} ({self._of_unit(str(self._sampling()))})")
         lines.append(f"  accountant: {self.accountant} ({_ACCOUNTANT_TEXT[self.accountant]})")
         lines += self._others()
         lines.append(f"  mechanism: {self._mechanism()}")
@@ -163,6 +155,12 @@ class PrivacyReport:
         strict = {name: "inf" if value == math.inf else value for name, value in fields.items()}
         return {**_formats.stamp(_VERSION), **strict}
 
+    def _sampling(self) -> str | None:
+        text = None if self.sampling is None else SCHEMES[self.sampling].text
+        if text is None or self.truncated_batch_size is None:
+            return text
+        return f"{text}; of more than {self.truncated_batch_size} a random subset of so many stays"
+
     def _neighbours(self) -> str:
         text, k = self._of_unit(ADJACENCY_TEXT[self.adjacency]), self.max_examples_per_user
         return text if k == 1 else text.replace("one example", f"one user's examples, at most {k}")
@@ -180,10 +178,9 @@ class PrivacyReport:
 
     def _others(self) -> list[str]:
         rho, mu, _ = self.others
-        lines = []
-        if rho is not None and mu is not None and 0 < rho < math.inf:
-            lines.append(f"  the same in other terms: zCDP rho = {rounded_up(rho)}, GDP mu = {rounded_up(mu)}")
-        return lines
+        if rho is None or mu is None or not 0 < rho < math.inf:
+            return []
+        return [f"  the same in other terms: zCDP rho = {rounded_up(rho)}, GDP mu = {rounded_up(mu)}"]
 
     def _of_unit(self, text: str) -> str:
         return text.replace("one example", "one user and all that is theirs").replace("example", "user") if (
@@ -207,7 +204,8 @@ def privacy_report(*, delta: float, accountant: str = "pld", **run: "Unpack[RunA
     """Returns `compute_epsilon` of the same arguments, with all that it depends on. Raises as that does."""
     made = build_run(**run)
     assert made.adjacency is not None
-    changes: Keywords = made.scheme.if_only_shuffled(made)
+    whole = made.batch_size == made.num_examples
+    changes: Keywords = {} if whole else made.scheme.if_only_shuffled(made.adjacency)
     shuffled = dataclasses.replace(made, **changes) if changes else None
     return report_of([made], made.dp_event, delta, accountant, made.adjacency, shuffled)
 
@@ -286,14 +284,12 @@ def _notes_on(runs: list[Run], paid: Price, delta: float, accountant: str) -> It
         yield "An infinite epsilon is no privacy at all: raise noise_multiplier."
     if paid.accountant != accountant:
         yield f"The {accountant} accountant has no better bound here; the figure is by {paid.accountant}."
-    yield from (scheme.note for scheme in dict.fromkeys(run.scheme for run in runs) if scheme.note is not None)
+    yield from dict.fromkeys(note for run in runs for note in run.notes)
     if any(run.grouped for run in runs):
         yield _GROUPED
     for run in runs:
         if run.takes_whole_passes:
             yield _WHOLE_PASSES.format(steps=run.steps, passes=run.participations)
-    if any(run.secure_noise for run in runs):
-        yield _DISCRETE
     if {run.unit for run in runs} == {"user"}:
         yield _USERS_ARE_UNITS
     if runs and runs[0].max_examples_per_user > 1:

@@ -3,12 +3,12 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.events import event_type
-from tfdpfl.accounting.sampling import POISSON, SAMPLINGS, SCHEMES, SamplingScheme
+from tfdpfl.accounting.sampling import EVERY_BATCH, POISSON, SAMPLINGS, SCHEMES, SamplingScheme
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Put: TypeAlias = Callable[[str, object], None]  # sets a field of a frozen dataclass
 UNITS = ("example", "user")
+_DISCRETE = "The noise is discrete Gaussian (secure_noise=True), which only Rényi DP prices."
+SAVED_AS = {"secure_noise": "discrete"}  # fields that files call otherwise
+OLD_NAMES = {"steps": "num_steps", "epochs": "num_epochs", "discrete": "secure_noise"}  # of arguments
 ADJACENCIES = ("add_or_remove_one", "replace_one", "zero_out")
 
 
@@ -142,7 +145,7 @@ class Run:
             return
         remedy = "give the size of all batches, or leave it out"
         put("truncated_batch_size", _checks.whole("truncated_batch_size", self.truncated_batch_size, 1, remedy))
-        if not self.scheme.prices_truncation(str(self.adjacency)):
+        if self.adjacency not in self.scheme.truncated_adjacencies:
             raise PrivacyError(
                 f"truncated_batch_size={self.truncated_batch_size} has a price for sampling='poisson' with "
                 f"adjacency='add_or_remove_one', not for {self.sampling!r} with {self.adjacency!r}: leave it out"
@@ -184,7 +187,7 @@ class Run:
                 f"max_examples_per_user must be at most num_examples={self.num_examples}, "
                 f"got {self.max_examples_per_user}: {remedy}"
             )
-        if self.max_examples_per_user > 1 and not self.scheme.prices_groups(str(self.adjacency)):
+        if self.max_examples_per_user > 1 and self.adjacency not in self.scheme.group_adjacencies:
             raise PrivacyError(
                 f"sampling={self.sampling!r} under adjacency={self.adjacency!r} has no price for "
                 f"max_examples_per_user={self.max_examples_per_user}: take sampling='poisson' with "
@@ -207,10 +210,9 @@ class Run:
         return self.num_microbatches is not None and self.num_microbatches < self.batch_size
 
     @property
-    def sensitivity(self) -> int:
-        """How far `max_examples_per_user` examples in a batch move the clipped sum, in clips C: each by 2 if a clipped
-        vector turns into another."""
-        return self.scheme.sensitivity(str(self.adjacency), self.grouped) * self.max_examples_per_user
+    def notes(self) -> list[str]:
+        """What a figure takes for granted of the sampling, and what it must say of the noise."""
+        return [note for note in (self.scheme.note, _DISCRETE if self.secure_noise else None) if note]
 
     @property
     def steps(self) -> int:
@@ -256,6 +258,11 @@ class Run:
             return -(-(self.steps - 1) // least) + 1
         return -(-self.steps // least)
 
+    def stated_for(self, adjacency: str) -> "DpEvent | None":
+        """Returns the event for these neighbours, or None if it has none."""
+        cut = self.truncated_batch_size is not None and adjacency != self.adjacency
+        return None if cut or adjacency not in self.scheme.adjacencies else replace(self, adjacency=adjacency).dp_event
+
     @property
     def dp_event(self) -> "DpEvent":
         """Returns the event of the run for an accountant. Its σ is relative to the sensitivity under `adjacency`."""
@@ -265,12 +272,31 @@ class Run:
             return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
-        step = dp_event.GaussianDpEvent(self.noise_multiplier / self.sensitivity)
+        step = dp_event.GaussianDpEvent(
+            self.noise_multiplier / self.scheme.sensitivity(str(self.adjacency), self.grouped)
+        )
         if self.secure_noise:
             step = _discrete(step)
-        if self.batch_size < self.num_examples:
-            step = self.scheme.event(self, step)
+        n, batch, cut = self.num_examples, self.batch_size, self.truncated_batch_size
+        scheme = self.scheme if batch < n else EVERY_BATCH
+        if self.max_examples_per_user > 1:
+            step = scheme.of_group(step, n, batch, self.max_examples_per_user)
+        elif cut is not None and batch < n:
+            step = scheme.cut(step, n, batch, cut)
+        else:
+            step = scheme.sampled(step, n, batch)
         return dp_event.SelfComposedDpEvent(step, self.participations)
+
+
+class NoiseArguments(TypedDict, total=False):
+    """Holds what is known of the noise next to its multiplier; see `Run`."""
+
+    secure_noise: bool
+
+
+def options_of(discrete: bool) -> NoiseArguments:
+    """Returns the arguments that describe a run whose noise is `discrete`, or not."""
+    return {"secure_noise": discrete}
 
 
 # Discrete Gaussian noise on whole numbers, as the Gaussian whose whole Rényi orders it has. No tail is cut off.

@@ -6,41 +6,13 @@ To add a sampling, write a class and append an instance to `_ALL`. Nothing else 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tfdpfl.accounting.events import event_type
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-
-
-class Steps(Protocol):
-    """Holds what a sampling needs to know of a run (`tfdpfl.accounting.Run`) to state the event of one of its steps."""
-
-    @property
-    def num_examples(self) -> int: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def sampling_rate(self) -> float: ...
-
-    @property
-    def noise_multiplier(self) -> float: ...
-
-    @property
-    def adjacency(self) -> str | None: ...
-
-    @property
-    def grouped(self) -> bool: ...
-
-    @property
-    def max_examples_per_user(self) -> int: ...
-
-    @property
-    def truncated_batch_size(self) -> int | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +55,9 @@ class SamplingScheme:
         in_groups: Whether steps draw from groups of the examples in turns.
         weaker: Names of samplings that claim less and are true of the same batches.
         prices_discrete_noise: Whether a step with discrete noise can be priced.
+        group_adjacencies: The relations that are priced if neighbours differ in several examples.
+        truncated_adjacencies: The relations that are priced if larger batches are cut to a uniform subset.
+        draws_cohorts: Whether a federation may draw the clients of a round so.
     """
 
     name: ClassVar[str]
@@ -99,7 +74,10 @@ class SamplingScheme:
     separates_uses: ClassVar[bool] = False
     in_groups: ClassVar[bool] = False
     weaker: ClassVar[tuple[str, ...]] = ()
-    prices_discrete_noise: ClassVar[bool] = True
+    prices_discrete_noise: ClassVar[bool] = False
+    group_adjacencies: ClassVar[tuple[str, ...]] = ()
+    truncated_adjacencies: ClassVar[tuple[str, ...]] = ()
+    draws_cohorts: ClassVar[bool] = False
 
     @property
     def counts_passes(self) -> bool:
@@ -111,24 +89,26 @@ class SamplingScheme:
         """Whether ε depends on the size of a batch."""
         return self.sampled_anew or (self.independent and self.fresh_noise)
 
-    def event(self, run: Steps, step: DpEvent) -> DpEvent:
-        """Returns a step on a batch that may lack some of the examples, given the step on all of them; where ε depends
-        on the number of passes, a whole pass."""
+    def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
+        """Returns a step on a batch of so many of a population, given the step on all of them; where ε depends on the
+        number of passes, a whole pass."""
         return step
 
-    def prices_groups(self, adjacency: str) -> bool:
-        """Returns whether neighbours may differ in several examples."""
-        return True
+    def cut(self, step: DpEvent, population: int, size: float, most: int) -> DpEvent:
+        """Returns the same if a uniform subset of so many stays of a larger batch; see `truncated_adjacencies`."""
+        raise NotImplementedError
 
-    def prices_truncation(self, adjacency: str) -> bool:
-        """Returns whether larger batches may be cut to a uniform subset."""
-        return False
+    def of_group(self, step: DpEvent, population: int, size: float, number: int) -> DpEvent:
+        """Returns the same for neighbours that differ in so many examples; see `group_adjacencies`."""
+        from dp_accounting import dp_event
+
+        return dp_event.GaussianDpEvent(step.noise_multiplier / number)
 
     def sensitivity(self, adjacency: str, grouped: bool) -> int:
         """Returns how far one example moves the clipped sum, in clips; `grouped` if means of groups are clipped."""
         return 2 if grouped or adjacency == "replace_one" else 1
 
-    def if_only_shuffled(self, run: Steps) -> dict[str, str | None]:
+    def if_only_shuffled(self, adjacency: str | None) -> dict[str, str | None]:
         """Returns the arguments that turn a run into one with shuffled batches, to be priced next to it; none if that
         says nothing new."""
         return {}
@@ -156,34 +136,30 @@ class Poisson(SamplingScheme):
     )
     independent = True
     sampled_anew = True
+    prices_discrete_noise = True
+    group_adjacencies = ("add_or_remove_one", "zero_out")
+    truncated_adjacencies = ("add_or_remove_one",)  # else an example may push another one out, which has no price
+    draws_cohorts = True
 
-    def event(self, run: Steps, step: DpEvent) -> DpEvent:
+    def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
         from dp_accounting import dp_event
 
-        if run.max_examples_per_user > 1:
-            sigma = run.noise_multiplier / self.sensitivity(str(run.adjacency), run.grouped)
-            return _sampled_group(run.sampling_rate, sigma, run.max_examples_per_user)
-        if run.truncated_batch_size is not None:
-            return _truncated(run)
-        return dp_event.PoissonSampledDpEvent(run.sampling_rate, step)
+        return dp_event.PoissonSampledDpEvent(size / population, step)
 
-    def prices_groups(self, adjacency: str) -> bool:
-        return adjacency != "replace_one"
+    def cut(self, step: DpEvent, population: int, size: float, most: int) -> DpEvent:
+        # A neighbour may have one example more.
+        return truncated_event_type(most)(population + 1, size / population, most, step.noise_multiplier)
 
-    def prices_truncation(self, adjacency: str) -> bool:
-        # An example that is blanked or replaced may push another one out of the batch, which has no price.
-        return adjacency == "add_or_remove_one"
+    def of_group(self, step: DpEvent, population: int, size: float, number: int) -> DpEvent:
+        return _sampled_group(size / population, step.noise_multiplier, number)
 
     def sensitivity(self, adjacency: str, grouped: bool) -> int:
         if grouped and adjacency == "replace_one":
             return 4  # both examples are compared with none, from which either moves the mean of its group by 2C
         return super().sensitivity(adjacency, grouped)
 
-    def if_only_shuffled(self, run: Steps) -> dict[str, str | None]:
-        if run.batch_size == run.num_examples:
-            return {}
-        adjacency = shuffled_adjacency(run.adjacency)
-        return {"sampling": Shuffled.name, "adjacency": adjacency, "truncated_batch_size": None}
+    def if_only_shuffled(self, adjacency: str | None) -> dict[str, str | None]:
+        return {"sampling": Shuffled.name, "adjacency": shuffled_adjacency(adjacency), "truncated_batch_size": None}
 
 
 class Shuffled(SamplingScheme):
@@ -197,6 +173,8 @@ class Shuffled(SamplingScheme):
     once_a_pass = True
     limits_batches = True
     separates_uses = True
+    prices_discrete_noise = True
+    group_adjacencies = adjacencies
     weaker = ("none",)
 
 
@@ -210,15 +188,12 @@ class FixedSize(SamplingScheme):
     note = "Every batch must be a fresh uniform draw without replacement, independent of all others."
     sampled_anew = True
     limits_batches = True
-    prices_discrete_noise = False
+    draws_cohorts = True
 
-    def event(self, run: Steps, step: DpEvent) -> DpEvent:
+    def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
         from dp_accounting import dp_event
 
-        return dp_event.SampledWithoutReplacementDpEvent(run.num_examples, run.batch_size, step)
-
-    def prices_groups(self, adjacency: str) -> bool:
-        return False
+        return dp_event.SampledWithoutReplacementDpEvent(population, int(size), step)
 
 
 class EveryBatch(SamplingScheme):
@@ -228,6 +203,9 @@ class EveryBatch(SamplingScheme):
     adjacencies = ("add_or_remove_one", "zero_out", "replace_one")
     codes = (Code(0, "zero_out", unknown=True), Code(4, "add_or_remove_one"), Code(5, "zero_out"))
     text = "every example is in every batch; no amplification"
+    prices_discrete_noise = True
+    group_adjacencies = adjacencies
+    draws_cohorts = True
 
 
 class FixedOrder(SamplingScheme):
@@ -276,13 +254,9 @@ class RandomAllocation(SamplingScheme):
     )
     once_a_pass = True
     independent = True
-    prices_discrete_noise = False
 
-    def event(self, run: Steps, step: DpEvent) -> DpEvent:
-        return _allocation(step, -(-run.num_examples // run.batch_size))
-
-    def prices_groups(self, adjacency: str) -> bool:
-        return False
+    def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
+        return _allocation(step, int(-(-population // size)))
 
 
 POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH = Poisson(), Shuffled(), FixedSize(), EveryBatch()
@@ -300,17 +274,21 @@ def shuffled_adjacency(adjacency: str | None) -> str:
     return adjacency if adjacency in Shuffled.adjacencies else Shuffled.adjacencies[0]
 
 
-def _truncated(run: Steps) -> DpEvent:
+def truncated_event_type(size: int | None) -> Any:
+    """Returns dp-accounting's event of batches that are cut to a size.
+
+    Raises:
+        PrivacyError: The installed one has none.
+    """
     from dp_accounting import dp_event
 
-    truncated = getattr(dp_event, "TruncatedSubsampledGaussianDpEvent", None)
-    if truncated is None:
+    found = getattr(dp_event, "TruncatedSubsampledGaussianDpEvent", None)
+    if found is None:
         raise PrivacyError(
-            f"truncated_batch_size={run.truncated_batch_size} is priced by dp-accounting 0.6, and an older one is "
-            "installed: upgrade dp-accounting, or leave it out"
+            f"truncated_batch_size={size} is priced by dp-accounting 0.6, and an older one is installed: upgrade "
+            "dp-accounting, or leave it out"
         )
-    # A neighbour may have one example more.
-    return truncated(run.num_examples + 1, run.sampling_rate, run.truncated_batch_size, run.noise_multiplier)
+    return found
 
 
 # A Poisson-sampled Gaussian as seen by neighbours that differ in up to `size` examples; dp-accounting 0.4 knows none.

@@ -15,10 +15,10 @@ import tensorflow as tf
 from tfdpfl._frames import PLAN
 from tfdpfl._types import Keywords, Model, Optimizer
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
-from tfdpfl.accounting.arguments import options_of
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
+from tfdpfl.accounting.run import options_of
 from tfdpfl.accounting.sampling import FIXED_ORDER, SAMPLINGS
 from tfdpfl.callbacks._fits import (
     LEFT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import operator
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,8 @@ import numpy as np
 
 from tfdpfl import _blanks
 from tfdpfl._types import Arrays, Dataset, Nest
+from tfdpfl.accounting import _checks
+from tfdpfl.accounting.sampling import SHUFFLED, truncated_event_type
 from tfdpfl.data.declared import SamplingDeclaration, declare, keep_source
 from tfdpfl.data.draws import Passes, Words
 from tfdpfl.data.sources import Examples, examples_of
@@ -131,9 +132,9 @@ def poisson_batches(
                 "others know no size. Leave it out."
             )
     if truncated_batch_size is not None:
-        mend = "the size of all batches, six √expected above the expected one"
+        mend = "take six √expected more than the expected size"
         truncated_batch_size = _positive("truncated_batch_size", truncated_batch_size, mend)
-        _check_truncation_has_a_price()
+        truncated_event_type(truncated_batch_size)
 
     def draw(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
         for _ in range(steps):
@@ -195,7 +196,7 @@ def random_allocation(
     Raises:
         ValueError: as `poisson_batches`.
     """
-    each = _positive("num_selected", num_selected, "in how many batches of a pass each example is")
+    each = _positive("num_selected", num_selected, "count the batches of a pass that have an example")
     units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
     size = _checked_rate(None, expected_batch_size, units.number) * units.number
     steps = each * math.ceil(units.number / math.ceil(size - 1e-9))
@@ -221,7 +222,7 @@ class _Units:
         self.examples = examples_of(data)
         self.users, self._each = _checked_users(user_ids, examples_per_user, self.examples)
         self.number = self.examples.number if self.users is None else self.users.number
-        self.rows = self._each * _positive("copies", copies, "how many rows each example becomes")
+        self.rows = self._each * _positive("copies", copies, "count the rows that an example becomes")
         self.name = "example" if self.users is None else "user"
 
     def examples_of(self, units: np.ndarray, words: Words) -> np.ndarray:
@@ -311,8 +312,7 @@ def shuffled_batches(
         yield from (order[at : at + size] for at in range(0, len(order), size))
 
     dataset = _Pipeline(examples, map_fn, None, 1, num_parallel_calls).dataset(Passes(draw, seed), steps)
-    rate = size / examples.number
-    return declare(dataset, SamplingDeclaration("shuffle", rate, examples.number, steps, seed, max_participations=None))
+    return declare(dataset, SamplingDeclaration(SHUFFLED.name, size / examples.number, examples.number, steps, seed))
 
 
 def fixed_order(
@@ -341,7 +341,7 @@ def fixed_order(
     examples = examples_of(arrays_or_dataset)
     size, steps = _batches_of(batch_size, examples.number)
     if max_participations is not None:
-        max_participations = _positive("max_participations", max_participations, "how many passes there will be")
+        max_participations = _positive("max_participations", max_participations, "count the passes, or leave it out")
 
     def draw(words: Words) -> Iterator[np.ndarray]:
         number = examples.number
@@ -402,7 +402,7 @@ def cyclic_poisson(
         ValueError: as `poisson_batches`; or passes would not be whole rounds.
     """
     steps = _checked_steps(steps)
-    groups = _positive("groups", groups, "how many groups the examples are assigned to")
+    groups = _positive("groups", groups, "count the groups that the examples are assigned to")
     if steps % groups:
         raise ValueError(
             f"steps={steps} is not a multiple of groups={groups}, so that a new pass would come too early to some of "
@@ -411,7 +411,9 @@ def cyclic_poisson(
     if empty_batches not in _EMPTY_BATCHES:
         raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
     if max_participations is not None:
-        max_participations = _positive("max_participations", max_participations, "how often an example takes part")
+        max_participations = _positive(
+            "max_participations", max_participations, "count the uses of an example, or leave it out"
+        )
     examples = examples_of(arrays_or_dataset)
     number = examples.number
     size = _real("expected_batch_size", expected_batch_size)
@@ -451,7 +453,7 @@ def cyclic_poisson(
 PLANNED: dict[str, Callable[..., tf.data.Dataset]] = {
     "poisson": lambda data, size, steps, **more: poisson_batches(data, expected_batch_size=size, steps=steps, **more),
     "random_allocation": lambda data, size, _, **more: random_allocation(data, expected_batch_size=size, **more),
-    "shuffle": lambda data, size, _, **more: shuffled_batches(data, size, **more),
+    SHUFFLED.name: lambda data, size, _, **more: shuffled_batches(data, size, **more),
 }
 
 
@@ -475,7 +477,7 @@ class _Pipeline:
         self._functions = (map_fn, augment)
         parallel = num_parallel_calls
         if parallel is not None:
-            parallel = _positive("num_parallel_calls", parallel, "how many run at once, or None")
+            parallel = _positive("num_parallel_calls", parallel, "count the calls that run at once, or leave it out")
         self._parallel = tf.data.AUTOTUNE if parallel is None else parallel
         self._spec = tf.data.Dataset.from_tensors(0).map(lambda _: self._blank(examples.spec))
         for function in self._functions:
@@ -620,46 +622,30 @@ def _checked_users(user_ids: Arrays, examples_per_user: object, examples: Exampl
         raise ValueError(
             "user_ids needs examples_per_user: give the number of examples of each user in a batch, for example 4."
         )
-    rows = _positive("examples_per_user", examples_per_user, "how many rows of a user's a batch has")
+    rows = _positive("examples_per_user", examples_per_user, "count the rows of a user in a batch")
     return users_of(user_ids, examples.number), rows
 
 
 def _parts(physical_batch_size: object, expected_rows: float) -> int:
     if physical_batch_size is None:
         return 1
-    room = _positive("physical_batch_size", physical_batch_size, "how many rows the memory has room for")
+    room = _positive("physical_batch_size", physical_batch_size, "count the rows that fit in memory")
     return max(math.ceil(expected_rows / room - 1e-9), 1)
 
 
-def _check_truncation_has_a_price() -> None:
-    from dp_accounting import dp_event
-
-    if not hasattr(dp_event, "TruncatedSubsampledGaussianDpEvent"):
-        raise PrivacyError(
-            "truncated_batch_size is priced by dp-accounting 0.6, and an older one is installed: upgrade "
-            "dp-accounting, or leave it out."
-        )
-
-
 def _batches_of(batch_size: object, number: int) -> tuple[int, int]:
-    size = _positive("batch_size", batch_size, "how many examples a batch has")
+    size = _positive("batch_size", batch_size, "count the examples of a batch")
     if size > number:
         raise ValueError(f"batch_size={size} is more than the {number} examples.")
     return size, -(-number // size)
 
 
 def _checked_steps(steps: object) -> int:
-    return _positive("steps", steps, "the number of batches in one pass (one epoch of fit)")
+    return _positive("steps", steps, "count the batches of a pass (an epoch of fit)")
 
 
-def _positive(name: str, value: Any, what: str) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name} must be {what}, an integer of at least 1, got {value!r}.")
-    return number
+def _positive(name: str, value: object, remedy: str) -> int:
+    return _checks.whole(name, value, 1, remedy)
 
 
 def _checked_rate(sampling_rate: Arrays, expected_batch_size: object, num_examples: int) -> float:

@@ -99,19 +99,23 @@ def source_of(dataset: Dataset) -> tuple[Any, Any, Any] | None:
     return getattr(dataset, _SOURCE, None)
 
 
+def _inputs(dataset: Dataset) -> list[Dataset]:
+    """Returns the data sets that a transformation made `dataset` from; none of one that declares its sampling."""
+    return [] if declared_sampling(dataset) is not None else getattr(dataset, "_inputs", list)()
+
+
 def made_from(dataset: Dataset) -> SamplingDeclaration | None:
     """Returns what the data set declares that `dataset` was made from, however many steps ago."""
-    inputs = dataset._inputs() if hasattr(dataset, "_inputs") else []
-    return declared_sampling(dataset) or next(filter(None, map(made_from, inputs)), None)
+    return declared_sampling(dataset) or next(filter(None, map(made_from, _inputs(dataset))), None)
 
 
 def transformed_by(dataset: Dataset, harmless: tuple[str, ...]) -> str | None:
     """The name of the nearest transformation behind declared batches that is none of the harmless ones, or None."""
-    while declared_sampling(dataset) is None and getattr(dataset, "_inputs", list)():
+    while inputs := _inputs(dataset):
         kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
         if not any(name in kind.lower() for name in harmless):
             return kind
-        dataset = next((i for i in dataset._inputs() if made_from(i) is not None), None)
+        dataset = next((i for i in inputs if made_from(i) is not None), None)
     return None
 
 
@@ -120,5 +124,4 @@ def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:
     those behind the draw."""
     kind = type(dataset).__name__.lower()
     found = next((name for name in names if name in kind), None)
-    inputs = dataset._inputs() if hasattr(dataset, "_inputs") and declared_sampling(dataset) is None else []
-    return found or next(filter(None, (passed_through(i, names) for i in inputs)), None)
+    return found or next(filter(None, (passed_through(i, names) for i in _inputs(dataset))), None)

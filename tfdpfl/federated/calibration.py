@@ -108,7 +108,7 @@ def compute_federated_noise_multiplier(
             return skellam_level(z, l2_norm_clip, len(cohort), weights, bits)
         if local_epochs is not None:
             return ExampleLevel(noise_multiplier=z, sampling="batches", batch_size=1, local_epochs=epochs)
-        return ExampleLevel(noise_multiplier=z, sampling="poisson", batch_size=size, local_steps=steps)
+        return ExampleLevel(noise_multiplier=z, batch_size=size, local_steps=steps)
 
     return smallest_noise_multiplier(lambda z: of(z).price(run, delta, accountant).epsilon, target)
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdpfl import noise
 from tfdpfl._types import Arrays, Dataset, Model, State
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.clipping import clipped_gradients
 from tfdpfl.federated import aggregators, processes, runtime
 from tfdpfl.federated._tff import client_work_of, compose, loss_of, tff
@@ -35,7 +36,7 @@ def build_example_dp_fed_avg(
     l2_norm_clip: float,
     noise_multiplier: float,
     batch_size: int,
-    sampling: str = "poisson",
+    sampling: str = POISSON.name,
     local_steps: int | None = None,
     local_epochs: int | None = None,
     client_optimizer_fn: Optimizer,
@@ -84,8 +85,8 @@ def build_example_dp_fed_avg(
     remedy = "give the standard deviation of the noise divided by l2_norm_clip (0 for none)"
     z = _checks.real("noise_multiplier", noise_multiplier, remedy, at_least=0)
     size = _checks.whole("batch_size", batch_size, 1, "count the examples of a step")
-    sampling = _checks.choice("sampling", sampling, ("poisson", "batches"))
-    if sampling == "poisson":
+    sampling = _checks.choice("sampling", sampling, (POISSON.name, "batches"))
+    if sampling == POISSON.name:
         if local_epochs is not None:
             raise ValueError("local_epochs goes with sampling='batches': give local_steps")
         local_steps = _checks.whole("local_steps", local_steps, 1, "count the steps of one participation")

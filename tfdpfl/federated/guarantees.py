@@ -16,6 +16,7 @@ import numpy as np
 
 from tfdpfl.accounting.participation import tree_sensitivity
 from tfdpfl.accounting.pricing import Price, check_delta, price
+from tfdpfl.accounting.sampling import POISSON, SCHEMES
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation, RoundsRun
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from tfdpfl.noise.strategies import Noise
 
-SAMPLINGS = ("poisson", "fixed_size", "bounded", "none")
+SAMPLINGS = (*(name for name, scheme in SCHEMES.items() if scheme.draws_cohorts), "bounded")
 
 
 class _OneEvent:
@@ -80,12 +81,7 @@ class ClientLevel(_OneEvent):
     def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
         from dp_accounting import dp_event
 
-        p = run.participation
-        event: DpEvent = dp_event.GaussianDpEvent(self.noise_multiplier)
-        if p.sampling == "poisson" and p.clients_per_round < p.population:
-            event = dp_event.PoissonSampledDpEvent(p.clients_per_round / p.population, event)
-        elif p.sampling == "fixed_size" and p.clients_per_round < p.population:
-            event = dp_event.SampledWithoutReplacementDpEvent(p.population, int(p.clients_per_round), event)
+        event = run.participation.sampled(dp_event.GaussianDpEvent(self.noise_multiplier))
         return dp_event.SelfComposedDpEvent(event, most)
 
 
@@ -185,12 +181,16 @@ class ExampleLevel:
     """
 
     noise_multiplier: float
-    sampling: str
+    sampling: str = POISSON.name
     batch_size: float
     local_steps: int | None = None
     local_epochs: int | None = None
     level: str = "example"
     adjacency: str = "zero_out"
+
+    @property
+    def _sampled(self) -> bool:
+        return self.sampling == POISSON.name
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for the client whose examples it is worst for; of a run without cohorts, as if a client
@@ -217,7 +217,7 @@ class ExampleLevel:
         """How often each client gave something, and how many examples it holds, where that matters."""
         counts = Counter(client for cohort in run.cohorts for client in cohort)
         counts.subtract(client for absent in run.absent for client in absent)
-        sizes = run.num_examples if self.sampling == "poisson" else {}
+        sizes = run.num_examples if self._sampled else {}
         return {client: (count, sizes.get(client)) for client, count in counts.items()}
 
     def _worst(self, rows: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
@@ -253,15 +253,15 @@ class ExampleLevel:
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
         event: DpEvent = dp_event.GaussianDpEvent(self.noise_multiplier)
-        if self.sampling == "poisson":
+        if self._sampled:
             if num_examples is None:
                 raise PrivacyError(
                     "the sampling rate inside a client is batch_size over its number of examples, which "
                     "RoundsRun.num_examples does not hold for every client: give it"
                 )
             if num_examples > self.batch_size:
-                event = dp_event.PoissonSampledDpEvent(self.batch_size / num_examples, event)
-        steps = self.local_steps if self.sampling == "poisson" else self.local_epochs
+                event = POISSON.sampled(event, num_examples, self.batch_size)
+        steps = self.local_steps if self._sampled else self.local_epochs
         assert steps is not None
         return dp_event.SelfComposedDpEvent(event, count * steps)
 
@@ -360,7 +360,7 @@ def check_declaration(p: Participation) -> None:
             f"clients_per_round={p.clients_per_round!r} must be above 0 and at most population={p.population!r}: take "
             "smaller cohorts, or count the clients that can be drawn"
         )
-    if p.sampling == "fixed_size" and p.clients_per_round != int(p.clients_per_round):
+    if p.scheme.limits_batches and p.clients_per_round != int(p.clients_per_round):
         raise PrivacyError(f"a cohort of fixed size is a whole number, got clients_per_round={p.clients_per_round!r}")
     if p.min_separation < 1 or (p.max_participations is not None and p.max_participations < 0):
         raise PrivacyError(
@@ -403,7 +403,7 @@ class CohortCheck:
                 f"client {twice!r} is in the cohort of round {number} more than once, which multiplies what one client "
                 "can do: draw clients without replacement"
             )
-        if p.sampling == "fixed_size" and len(cohort) > p.clients_per_round:
+        if p.scheme.limits_batches and len(cohort) > p.clients_per_round:
             raise PrivacyError(
                 f"the cohort of round {number} has {len(cohort)} clients, the sampler declares {p.clients_per_round:g}"
             )
@@ -448,7 +448,7 @@ class CohortCheck:
           PrivacyError: it does not happen by chance.
         """
         p, rate = self.participation, self.participation.clients_per_round / self.participation.population
-        if p.sampling not in ("poisson", "fixed_size") or rate >= 1:
+        if not p.scheme.sampled_anew or rate >= 1:
             return
         remedy = (
             "Draw every cohort anew as declared, as tfdpfl.federated.samplers do, or declare sampling='none', or "

@@ -134,10 +134,8 @@ class NbAFLLevel:
         steps = {dp_event.GaussianDpEvent(math.sqrt(v) / (2 * self.clip)): count for v, count in variances.items()}
         found = [_price(steps, delta, accountant)]
         p = run.participation
-        if p.sampling == "fixed_size" and p.clients_per_round < p.population:
-            k = int(p.clients_per_round)
-            sampled = {dp_event.SampledWithoutReplacementDpEvent(p.population, k, e): c for e, c in steps.items()}
-            found.append(_price(sampled, delta, accountant))
+        if p.scheme.limits_batches:
+            found.append(_price({p.sampled(step): count for step, count in steps.items()}, delta, accountant))
         return min(found, key=lambda paid: paid.epsilon)
 
     @property

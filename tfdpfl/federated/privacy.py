@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tfdpfl.accounting.pricing import Price
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
+from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SamplingScheme
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 UNITS = {"client": "client", "local": "client's update", "example": "example"}  # of a level
 _COVERED = {
@@ -37,6 +41,17 @@ class Participation:
     clients_per_round: float
     max_participations: int | None = None
     min_separation: int = 1
+
+    @property
+    def scheme(self) -> SamplingScheme:
+        """How clients are drawn, as an object that knows what follows from it; limits are not among this."""
+        return SCHEMES.get(self.sampling, EVERY_BATCH)
+
+    def sampled(self, step: DpEvent) -> DpEvent:
+        """Returns the event of a round, given that of a round with all clients."""
+        if self.clients_per_round >= self.population:
+            return step
+        return self.scheme.sampled(step, self.population, self.clients_per_round)
 
     def text(self) -> str:
         """Returns the declaration in English."""

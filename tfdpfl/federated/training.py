@@ -379,7 +379,7 @@ class _Ledger:
 
     def check_population(self, known: int) -> None:
         p = self.participation
-        if self.guarantees and p and p.sampling in ("poisson", "fixed_size") and p.population > known:
+        if self.guarantees and p and p.scheme.sampled_anew and p.population > known:
             raise PrivacyError(
                 f"the sampler declares a population of {p.population} clients, of which client_data knows {known}: a "
                 "client that can never be drawn hides nobody. Declare those that can be drawn"

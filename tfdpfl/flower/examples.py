@@ -88,9 +88,8 @@ def example_dp(
             n = len(y)
             expected = min(batch_size, n)
             cost = PrivacyLedger().record(  # raises if there are no examples
-                noise_multiplier, local_steps, num_examples=n, batch_size=expected, sampling="poisson",
-                adjacency="zero_out",
-            )  # fmt: skip
+                noise_multiplier, local_steps, num_examples=n, batch_size=expected, adjacency="zero_out"
+            )
         except FAILURES:
             return _failed(message)
         if expected not in trainer:

@@ -117,7 +117,7 @@ class Register:
         described = json.dumps(header)
         settings = Settings.of(json.loads(described))  # refuses what cannot be priced
         # All connected clients are exposed to the coins of a round, also where none of them is asked.
-        tossed = settings.participation.sampling == "poisson"
+        tossed = settings.participation.scheme.independent
         cohorts = [*charged, *([] if begun is None else [begun])]
         with self._alone():
             self._db.execute("INSERT OR IGNORE INTO runs VALUES (?, ?, ?, 0, 0)", (run, ledger, described))
@@ -232,7 +232,7 @@ class Register:
 def _ledger_of_client(settings: Settings, count: int, rounds: int, evaluations: int) -> PrivacyLedger:
     """What a client that could have been in ``count`` of ``rounds`` rounds has spent."""
     p = settings.participation
-    if p.sampling == "poisson":
+    if p.scheme.independent:
         return settings.ledger(RoundsRun(rounds=count, participation=p), evaluations)
     # Of correlated noise, a round is in all that later rounds release, so all rounds count, and not the client's alone.
     p = dataclasses.replace(p, sampling="bounded", max_participations=min(count, p.max_participations or count))

@@ -13,6 +13,7 @@ from typing import Any
 from tfdpfl import _formats
 from tfdpfl._types import Promiser
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel, participations
@@ -36,7 +37,7 @@ def participation(
     if sampling_rate is not None and population is not None:
         clients = sampling_rate * population
     return Participation(
-        sampling="poisson" if sampling_rate is not None else "bounded" if bounded else "none",
+        sampling=POISSON.name if sampling_rate is not None else "bounded" if bounded else "none",
         population=max(population or 1, math.ceil(clients)),
         clients_per_round=clients,
         max_participations=most,

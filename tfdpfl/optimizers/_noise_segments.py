@@ -24,7 +24,7 @@ from tfdpfl._process import renew_after_fork
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
-from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER, SHUFFLED
+from tfdpfl.accounting.sampling import BY_CODE
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.correlated import Stream
 from tfdpfl.noise.source import Source
@@ -41,8 +41,9 @@ STEP, KIND, LOST = 1, 2, 3
 # Of what this object keeps, in the same row: in which order its data last came, a number. A state that a pass was begun
 # with, and that this object did not leave, is there by the negative of its segment.
 ORDER = 4
-# How data may be drawn that bound how often an example takes part.
-SHUFFLE, ORDERED, CYCLIC = SHUFFLED.code(), FIXED_ORDER.code(), CYCLIC_POISSON.code()
+
+# Samplings whose groups take turns, as the step table has them.
+IN_GROUPS = [float(number) for number, (scheme, _) in BY_CODE.items() if scheme.in_groups]
 
 _Segments = dict[float, np.ndarray]  # rows of the table, by id
 
@@ -103,7 +104,7 @@ class NoiseSegments:
         own, saved = tf.convert_to_tensor(self._own), tf.convert_to_tensor(self.table)
         goes_on = (own[0, ID] > 0) & tf.reduce_all(tf.equal(own[0, : STEP + 1], saved[0, : STEP + 1]))
         # Of new groups nothing goes on: an example may be in another one.
-        anew = ~goes_on & tf.equal(known[1], CYCLIC)
+        anew = ~goes_on & tf.reduce_any(tf.equal(known[1], IN_GROUPS))
         step = tf.where(anew, tf.zeros_like(saved[0, STEP]), saved[0, STEP])
         drawn = tf.bitwise.bitwise_and(source.unique(), (1 << 51) - 1)
         current = tf.where(goes_on, own[0, ID], tf.cast(drawn, tf.float64) + 1)
@@ -144,7 +145,7 @@ class NoiseSegments:
                     row[PASS_BEGUN] = step
         if not (own[0, ID] > 0 and (own[0, : STEP + 1] == saved[0, : STEP + 1]).all()):
             own[0, [ID, STEP]] = -saved[0, ID], step
-        if sampling == CYCLIC and step % self.noise.min_separation:
+        if sampling in IN_GROUPS and step % self.noise.min_separation:
             own[0] = 0  # the turns of the groups begin anew: so does the noise
         self._own.assign(own)
         self.table.assign(saved)
@@ -152,10 +153,10 @@ class NoiseSegments:
     def begin_data(self, sampling: int, order: float) -> None:
         """Notes that a fit begins. Its groups may be others; its data may come in another order (a number for each)
         than those before, so that an example may be used again at once."""
-        own = self._own.numpy()
-        if sampling == CYCLIC:
+        own, (scheme, _) = self._own.numpy(), BY_CODE[sampling]
+        if scheme.in_groups:
             own[0] = 0
-        elif sampling == ORDERED:
+        elif scheme.same_order:
             if own[0, ORDER] not in (0, order) and self.table is not None:
                 saved = np.array(self.table)
                 for table in (own, saved):
@@ -252,7 +253,9 @@ class NoiseSegments:
         """Returns the trainings with the one that the state is of taken so many steps further."""
         head = np.zeros(len(COLUMNS)) if self.table is None else np.array(self.table)[0]
         current, step = float(head[ID]), int(head[STEP])
-        if batches[1] == CYCLIC and float(self._own[0, ID]) != current:  # the groups are others: a training of its own
+        if (
+            batches[1] in IN_GROUPS and float(self._own[0, ID]) != current
+        ):  # the groups are others: a training of its own
             next_ = _Training(steps=more_steps)
         else:
             trainings = [t for t in trainings if (t.last, t.steps) != (current, step)]
@@ -314,14 +317,15 @@ class _Training:
         if len(self.sampled) != 1:
             return {}
         ((_, sampling, n, batch, _),) = self.sampled
-        if sampling == ORDERED:
+        scheme, code = BY_CODE[sampling]
+        if scheme.same_order:
             # A pass that another follows: as long as was seen, and if none was, as the data are.
             of_data, seen = int(n // batch), int(self.separation)
             apart = min(seen or of_data, of_data) if self.whole_passes or self.passes > 1 else self.steps
             return {"min_separation": max(apart, 1), "max_participations": self.passes}
-        if sampling == CYCLIC:
+        if scheme.in_groups:
             return {"min_separation": groups, "sampling_rate": min(batch * groups / n, 1.0)}
-        return {"max_participations": self.passes} if sampling == SHUFFLE else {}
+        return {"max_participations": self.passes} if scheme.separates_uses and not code.across_passes else {}
 
 
 def _path(segments: _Segments, last: float) -> list[float]:

@@ -24,7 +24,7 @@ from tfdpfl._process import renew_after_fork
 from tfdpfl._variables import in_memory
 from tfdpfl._version import __version__
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.accounting.arguments import options_of
+from tfdpfl.accounting.run import options_of
 from tfdpfl.accounting.sampling import BY_CODE, Code, SamplingScheme
 
 __all__ = [
