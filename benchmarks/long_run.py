@@ -96,7 +96,7 @@ def long(kind: str, epochs: int, steps: int) -> None:
     n, data = data_of(kind, steps)
     model, clock, budget = made(32), Epochs(), tfdpfl.callbacks.PrivacyBudget(n, 1e-6)
     model.fit(**data, epochs=epochs, callbacks=[budget, clock], verbose=0)
-    print(f"{kind}: {epochs} epochs of {steps} steps, ε = {budget.report.epsilon:.3g}, peak "
+    print(f"{kind}: {epochs} epochs of {steps} steps, ε = {budget.report().epsilon:.3g}, peak "
           f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")  # fmt: skip
     print("| epochs | MB at the end | CPU ms an epoch, median |\n| --- | --- | --- |")
     tenth = max(epochs // 10, 2)

@@ -121,7 +121,7 @@ class Rows:
             (self.data.x_train, self.data.y_train), expected_batch_size=batch, steps=steps
         )
         model.fit(batches, epochs=epochs, callbacks=[budget], shuffle=False, verbose=0)
-        return self.accuracy(model), 1.0, budget.report.epsilon
+        return self.accuracy(model), 1.0, budget.report().epsilon
 
 
 def row_text(row: tuple) -> str:

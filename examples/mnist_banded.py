@@ -83,7 +83,7 @@ def train(data: datasets.ImageData, bands: int, given: argparse.Namespace, bar: 
         batches, epochs=given.epochs, validation_data=(data.x_test, data.y_test), validation_batch_size=1000,
         callbacks=[budget, Bar(bar)], verbose=0,
     )  # fmt: skip
-    return log.history["val_accuracy"], budget.report
+    return log.history["val_accuracy"], budget.report()
 
 
 def draw(curves: dict[str, np.ndarray], given: argparse.Namespace, name: str) -> None:

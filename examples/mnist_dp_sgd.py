@@ -82,7 +82,7 @@ def main(data_dir, epsilon, delta, batch_size, epochs, learning_rate, clip, seed
         click.echo(f"seed {seed}: test accuracy {accuracies[-1]:.2%} in {seconds[-1]:.0f} s")
     spread = f" (±{np.std(accuracies, ddof=1):.2%} over seeds)" if seeds > 1 else ""
     click.echo(f"mean of {seeds}: {np.mean(accuracies):.2%}{spread}, {np.mean(seconds):.0f} s a run\n")
-    click.echo(budget.report.statement())
+    click.echo(budget.report().statement())
 
 
 if __name__ == "__main__":

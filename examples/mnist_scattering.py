@@ -104,7 +104,7 @@ def run(data, x_train, x_test, epsilon, delta=1e-5, batch_size=4096, learning_ra
     average = tfdpfl.callbacks.AveragedWeights(decay=0.98)  # costs nothing
     model.fit(plan.batches, epochs=plan.epochs, callbacks=[plan.callback, average], shuffle=False, verbose=0)
     right = model.predict(x_test, batch_size=1000, verbose=0).argmax(1) == data.y_test
-    return float(right.mean()), plan.callback.report
+    return float(right.mean()), plan.callback.report()
 
 
 @click.command()

@@ -79,7 +79,7 @@ def test_a_fit_shows_noisy_figures_alone_and_the_ledger_holds_them(tmp_path, cap
     whole = dp_accounting.ComposedDpEvent(
         [dp_accounting.SelfComposedDpEvent(step, 8), dp_accounting.SelfComposedDpEvent(release, 2)]
     )
-    assert log.history["epsilon"][-1] == budget.report.epsilon == pytest.approx(price(whole, DELTA).epsilon, rel=1e-9)
+    assert log.history["epsilon"][-1] == budget.report().epsilon == pytest.approx(price(whole, DELTA).epsilon, rel=1e-9)
     # The first epoch's ε has the release that was still to come: the target had to leave room for it.
     early = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(step, 4), *[release] * 2])
     assert log.history["epsilon"][0] == pytest.approx(price(early, DELTA).epsilon, rel=1e-9)
@@ -185,7 +185,7 @@ def test_a_known_seed_of_the_noise_is_in_the_reports():
     assert not metrics.ledger.seeded  # nothing was released
     batches = poisson_batches((X, Y), expected_batch_size=40, steps=1)
     compiled(expected_batch_size=40).fit(batches, callbacks=[metrics, budget], verbose=0)
-    for report in (metrics.ledger.report(DELTA), budget.report):
+    for report in (metrics.ledger.report(DELTA), budget.report()):
         assert "The noise of PrivateMetrics comes from a seed" in str(report.notes)
 
 
@@ -240,7 +240,7 @@ def test_a_fit_that_was_refused_releases_nothing_more():
     batches, metrics = poisson_batches((X, Y), expected_batch_size=40, steps=2), PrivateMetrics(noise_std=0.1)
     model, budget = compiled(expected_batch_size=40), PrivacyBudget(delta=DELTA, target_epsilon=3.0)
     model.fit(batches, epochs=1, callbacks=[metrics, budget], verbose=0)
-    spent = budget.report.epsilon
+    spent = budget.report().epsilon
     with pytest.raises(PrivacyError, match="leaves no room"):
         model.fit(batches, epochs=99, callbacks=[metrics, budget], verbose=0)
-    assert budget.report.epsilon == spent <= 3.0
+    assert budget.report().epsilon == spent <= 3.0

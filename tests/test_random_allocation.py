@@ -254,7 +254,7 @@ def test_a_training_costs_its_epochs_and_stops_before_the_one_that_passes_the_ta
     batches = random_allocation((X, Y), expected_batch_size=12)
     log = model.fit(batches, epochs=5, callbacks=[budget], verbose=0)
     assert log.history["epsilon"] == pytest.approx([price(1), price(2)])
-    assert budget.report.sampling == "random_allocation" and budget.report.steps == 10
+    assert budget.report().sampling == "random_allocation" and budget.report().steps == 10
     assert model.optimizer.ledger.epsilon(DELTA) == price(2)
     with pytest.raises(PrivacyError, match="leaves no room for another epoch"):
         model.fit(batches, callbacks=[budget], verbose=0)
@@ -273,7 +273,7 @@ def test_several_uses_a_pass_of_users_in_physical_batches_are_all_priced():
     log = model.fit(batches, epochs=2, callbacks=[budget], verbose=0)
     want = [price(epochs, num_examples=30, batch_size=10, unit="user") for epochs in (2, 4)]
     assert log.history["epsilon"] == pytest.approx(want)
-    assert budget.report.steps == 12 and budget.report.unit == "user"
+    assert budget.report().steps == 12 and budget.report().unit == "user"
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def run(
         "private_accuracy": float(private["val_accuracy"][-1]),
         "plain_seconds": plain_seconds,
         "private_seconds": private_seconds,
-        "privacy": plan.callback.report.to_dict(),
+        "privacy": plan.callback.report().to_dict(),
         "picture": _draw(plain, private, data.name, output),
     }
     if as_json:
@@ -77,7 +77,7 @@ def run(
         return result
     print(f"\nTest accuracy  without privacy {result['plain_accuracy']:.1%}   with {result['private_accuracy']:.1%}")
     print(f"Time           without privacy {plain_seconds:.1f} s   with {private_seconds:.1f} s\n")
-    print(plan.callback.report.statement())
+    print(plan.callback.report().statement())
     if result["picture"]:
         print(f"\nAccuracy and ε over the epochs: {result['picture']}")
     else:

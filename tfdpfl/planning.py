@@ -88,7 +88,7 @@ class PrivacyPlan:
     def callback(self) -> PrivacyBudget:
         """Returns the `PrivacyBudget` for `fit`, which writes ε into the logs and stops before ``target_epsilon``.
 
-        Its ``report`` states what really ran.
+        Its `report` states what really ran.
         """
         from tfdpfl.callbacks import PrivacyBudget
 
@@ -153,12 +153,11 @@ class PrivacyPlan:
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what the plan guarantees, of which nothing has run; see `tfdpfl.accounting.promises`."""
-        promise = self.report.promise("plan")
+        promise = self.report().promise("plan")
         return [dataclasses.replace(promise, warnings=[*promise.warnings, PLANNED])]
 
-    @functools.cached_property
     def report(self) -> PrivacyReport:
-        """Returns the report of the whole plan. (``callback.report`` is the report of what ran.)"""
+        """Returns the report of the whole plan. (``callback.report()`` is the report of what ran.)"""
         declared = declared_sampling(self.batches)
         assert declared is not None
         counts_passes = SCHEMES[self.sampling].counts_passes
@@ -178,11 +177,11 @@ class PrivacyPlan:
     @property
     def epsilon(self) -> float:
         """Returns the ε of the whole plan, at most ``target_epsilon``."""
-        return self.report.epsilon
+        return self.report().epsilon
 
     def statement(self) -> str:
         """Returns the guarantee of the whole plan, in English."""
-        return self.report.statement()
+        return self.report().statement()
 
     def check(self, optimizer: Optimizer, fit: Mapping[str, Estimator]) -> None:
         """That a call of `fit` trains with this plan's pieces; its pieces ask. ``fit`` has the call's arguments.

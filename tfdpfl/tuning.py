@@ -19,6 +19,7 @@ from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
 from tfdpfl.accounting.pricing import leaves_of
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.errors import PrivacyError
+from tfdpfl.planning import PrivacyPlan
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -312,10 +313,10 @@ def _spent(what: Promiser) -> tuple[DpEvent, str]:
     if isinstance(what, dp_event.DpEvent):
         return what, "add_or_remove_one"
     if isinstance(what, Run):
-        assert what.adjacency is not None
-        return what.dp_event, what.adjacency
-    if hasattr(what, "noise_multiplier") and isinstance(getattr(what, "report", None), PrivacyReport):  # a plan
-        return what.report.event, what.report.adjacency
+        return what.dp_event, str(what.adjacency)
+    if isinstance(what, PrivacyPlan):
+        report = what.report()
+        return report.event, report.adjacency
     ledger = what if isinstance(what, PrivacyLedger) else getattr(what, "ledger", None)
     if not isinstance(ledger, PrivacyLedger):
         raise ValueError(

@@ -166,7 +166,7 @@ def test_reports_and_ledgers_name_the_rules_of_users(rules):
     model.fit(x, y, verbose=0, callbacks=[budget])
     ledger = tfdpfl.PrivacyLedger.from_dict(budget.ledger.to_dict())
     merged = tfdpfl.PrivacyLedger().merge(ledger).of_dataset(None)
-    for report in (budget.report, merged.report(1e-3, "rdp")):
+    for report in (budget.report(), merged.report(1e-3, "rdp")):
         assert "rules that a user registered for these ops: MatMul." in report.statement()
     assert ledger == budget.ledger != tfdpfl.PrivacyLedger()
 

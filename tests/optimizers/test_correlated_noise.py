@@ -187,7 +187,7 @@ def test_a_training_as_planned_costs_one_gaussian_and_what_is_more_costs_more():
     model = fitted(noise, in_order(), 3, budget)
     assert of_rows(budget.ledger) == [(12, 4, 3)]
     assert budget.ledger.epsilon(1e-5) == pytest.approx(one, rel=1e-6)
-    assert "Banded(bands=3)" in str(budget.report.rows)
+    assert "Banded(bands=3)" in str(budget.report().rows)
     x, y = X[:12], Y[:12]
     model.train_on_batch(x, y)  # nobody said what is in it
     assert of_rows(model.optimizer.ledger) == [(13, 1, None)]
@@ -248,7 +248,7 @@ def test_a_load_goes_on_with_the_passes(tmp_path):
     budget = PrivacyBudget(**ORDERED)
     fitted(None, in_order(), 1, budget, model=tf.keras.models.load_model(path))
     assert of_rows(budget.ledger) == [(12, 4, 3)]
-    assert "in the same order as before" in str(budget.report)
+    assert "in the same order as before" in str(budget.report())
 
 
 @pytest.mark.one_stack

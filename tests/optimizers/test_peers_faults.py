@@ -145,6 +145,6 @@ def test_fault_9_shuffled_fit_is_not_priced_as_poisson_sampling():
     history = model.fit(x, y, batch_size=5, epochs=1, verbose=0, callbacks=[budget])
     of = {"num_examples": 20, "batch_size": 5, "noise_multiplier": 2.0, "delta": 1e-3, "num_epochs": 1}
     shuffled, poisson = (tfdpfl.compute_epsilon(**of, sampling=s) for s in ("shuffle", "poisson"))
-    assert budget.report.sampling == "shuffle"
+    assert budget.report().sampling == "shuffle"
     assert history.history["epsilon"][-1] == pytest.approx(shuffled)
     assert shuffled > 1.2 * poisson

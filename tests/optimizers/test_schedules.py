@@ -81,7 +81,7 @@ def test_poisson_batches_are_priced_by_the_pieces_that_ran_and_a_target_foresees
     model = c.compiled(tfdpfl.DPSGD(1.0, sigmas, expected_batch_size=6))
     model.fit(batches(6, 5), epochs=2, verbose=0, callbacks=[watched])
     assert sorted(model.optimizer.executed) == [(1.0, 4), (2.0, 3)]
-    assert watched.report.epsilon == pytest.approx(target, rel=1e-5) and watched.report.epsilon <= target
+    assert watched.report().epsilon == pytest.approx(target, rel=1e-5) and watched.report().epsilon <= target
     assert 1.001 * target < priced((2.0, 0.25, 3), (1.0, 0.25, 5))
     one_more = priced((2.0, 0.25, 4), (1.0, 0.25, 4)) * (1 + 1e-6)
     little = budget(target_epsilon=one_more)  # but the next is of the second piece
@@ -102,13 +102,13 @@ def test_batches_that_grow_are_fits_of_their_own_and_priced_as_such():
     model = c.compiled(tfdpfl.DPSGD(1.0, 2.0, expected_batch_size=6))
     for size, steps in ((4, 3), (8, 2)):
         model.fit(batches(size, steps), verbose=0, callbacks=[watched])
-    assert watched.report.epsilon == pytest.approx(priced((2.0, 4 / N, 3), (2.0, 8 / N, 2)))
+    assert watched.report().epsilon == pytest.approx(priced((2.0, 4 / N, 3), (2.0, 8 / N, 2)))
 
 
 def test_passes_of_shuffled_data_are_priced_at_the_least_noise_and_have_no_target():
     model, watched = c.compiled(tfdpfl.DPSGD(1.0, decay([2], [4.0, 2.0]))), budget()
     model.fit(X, Y, batch_size=12, epochs=2, verbose=0, callbacks=[watched])
-    assert watched.report.epsilon == pytest.approx(priced((2.0, 1.0, 2)))
+    assert watched.report().epsilon == pytest.approx(priced((2.0, 1.0, 2)))
     with pytest.raises(tfdpfl.PrivacyError, match="that of the least noise"):
         model.fit(X, Y, batch_size=12, verbose=0, callbacks=[budget(target_epsilon=99.0)])
     assert model.optimizer.num_dp_steps == 4

@@ -104,7 +104,7 @@ def test_it_is_priced_by_renyi_dp_of_whole_orders():
     rdp = compute_epsilon(
         num_examples=48, batch_size=12, noise_multiplier=1.1, num_steps=8, delta=1e-5, accountant="rdp")  # fmt: skip
     assert plain < rdp <= ours <= 1.02 * rdp
-    assert ledgers[0].report.accountant == "rdp" and "floating point" not in str(ledgers[0].report)
+    assert ledgers[0].report().accountant == "rdp" and "floating point" not in str(ledgers[0].report())
     assert tfdpfl.PrivacyLedger.from_dict(ledgers[0].ledger.to_dict()).epsilon(1e-5) == ours
     assert model.optimizer.secure_noise is False
     with pytest.raises(tfdpfl.PrivacyError, match="fixed_size"):

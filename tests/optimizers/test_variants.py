@@ -244,7 +244,7 @@ def check(make, clip, z, **kwargs):
             np.testing.assert_allclose(*((a[..., 1:], b[..., 1:]) if a.ndim else (a, b)), atol=1e-5)
     assert one.optimizer.executed == two.optimizer.executed
     assert one.optimizer.current_clip == two.optimizer.current_clip
-    assert priced.report.epsilon == both.report.epsilon and both.ledger.unknown_steps == 0
+    assert priced.report().epsilon == both.report().epsilon and both.ledger.unknown_steps == 0
     for v in two.trainable_variables:
         v = getattr(v, "_value", v)
         assert len({part.numpy().tobytes() for part in v.values}) == 1  # the same on both

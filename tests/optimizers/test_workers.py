@@ -115,7 +115,7 @@ for secure in (False, True):
     out[f"noise {secure}"] = moved
     out[f"state {secure}"] = c.flat(state(model))
     assert model.optimizer.executed == [(1.5, 4)], model.optimizer.executed
-    out[f"epsilon {secure}"] = budget.report.epsilon
+    out[f"epsilon {secure}"] = budget.report().epsilon
     out[f"origin {secure}"] = np.array(sorted(budget.ledger.origins))
     assert budget.ledger.unknown_steps == 0
 
@@ -135,14 +135,14 @@ assert model.optimizer.executed == [(1.5, 4)]
 plan = tfdpfl.plan(x, y, noise_multiplier=1.5, delta=1e-3, batch_size=10, num_epochs=1, strategy=strategy)
 model = compiled(lambda: plan.optimizer("adam"))
 model.fit(plan.batches, epochs=1, steps_per_epoch=plan.steps_per_epoch, callbacks=[plan.callback], verbose=0)
-assert plan.callback.report.epsilon == plan.epsilon
+assert plan.callback.report().epsilon == plan.epsilon
 
 # Users, of whom a batch has some rows each.
 who = np.arange(N) // 4
 data = tfdpfl.data.poisson_batches((x, y), 0.5, 2, strategy=strategy, user_ids=who, examples_per_user=2)
 model = compiled(make, CLIP, 1.5, expected_batch_size=5.5, rows_per_unit=2)
 budget = fit(model, data, epochs=1, steps=2)
-assert budget.report.epsilon == tfdpfl.compute_epsilon(
+assert budget.report().epsilon == tfdpfl.compute_epsilon(
     num_examples=11, batch_size=6, num_steps=2, noise_multiplier=1.5, delta=1e-3, accountant="rdp")
 
 # Of what nobody says how it was drawn, each replica may have the same example.
@@ -317,7 +317,7 @@ tell = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("ep
 budget = tfdpfl.callbacks.PrivacyBudget(delta=1e-3, accountant="rdp")
 epochs = int(os.environ["EPOCHS"])
 model.fit(batches(), epochs=epochs, steps_per_epoch=STEPS, callbacks=[kept, tell, budget], verbose=0)
-print("ran", model.optimizer.num_dp_steps, budget.report.epsilon, len(budget.ledger.origins), flush=True)
+print("ran", model.optimizer.num_dp_steps, budget.report().epsilon, len(budget.ledger.origins), flush=True)
 """
 )
 

@@ -129,8 +129,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         for data sets that have no example, and no person, in common.
 
     Attributes:
-      report: a `PrivacyReport` of what ran so far.
-      ledger: the same as a `PrivacyLedger`. Save its `to_dict()` next to the model.
+      ledger: what ran so far, as a `PrivacyLedger`. Save its `to_dict()` next to the model. `report` returns its ε.
 
     Raises:
       PrivacyError: when training begins, if the optimizer is not private or the model holds another one; if the
@@ -427,7 +426,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
-        return [self.report.promise("training", self.ledger)]
+        return [self.report().promise("training", self.ledger)]
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -458,9 +457,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             seen |= stepped
         return list(seen.values())
 
-    @property
     def report(self) -> PrivacyReport:
-        """The price of all that ran on the data, this far.
+        """Returns the price of all that ran on the data, this far.
 
         Raises:
           PrivacyError: the callback was given to no `fit`, so that it does not know what ran; or the model was trained
