@@ -17,6 +17,7 @@ from tfdpfl.data import (
     declared_sampling,
     fixed_order,
     poisson_batches,
+    random_allocation,
     shuffled_batches,
 )
 from tfdpfl.data.draws import Words
@@ -462,6 +463,20 @@ def test_data_on_disk_are_sampled_like_arrays(kind, tmp_path):
     copied = poisson_batches(source, 0.4, 1, seed=6, copies=2)
     again = poisson_batches((x, ROWS), 0.4, 1, seed=6)
     np.testing.assert_array_equal(next(iter(copied))[1], np.repeat(next(iter(again))[1], 2))
+
+
+@pytest.mark.parametrize("kind", ["memmap", "rows"])
+def test_data_on_disk_are_allocated_like_arrays(kind, tmp_path):
+    x, source = on_disk(kind, tmp_path)
+    how = {"expected_batch_size": 4, "seed": 6}
+    same, dataset = random_allocation((x, ROWS), **how), random_allocation(source, **how)
+    assert declared_sampling(dataset) == declared_sampling(same)
+    seen = []
+    for got, want in zip(dataset, same, strict=True):
+        for a, b in zip(tf.nest.flatten(got), want, strict=True):
+            np.testing.assert_array_equal(a, b)
+        seen += want[1].numpy().tolist()
+    assert sorted(seen) == list(range(N))
 
 
 def test_a_source_that_no_memory_holds_is_sampled():

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl.callbacks import PrivacyBudget
-from tfdpfl.data import poisson_batches
+from tfdpfl.data import declared_sampling, poisson_batches
 from tfdpfl.errors import PrivacyError
 
 N, DELTA = 200, 1e-4
@@ -48,6 +48,25 @@ def test_five_lines_train_to_the_target_and_say_so():
     assert float(optimizer.learning_rate) == pytest.approx(1e-2)
     with pytest.raises(PrivacyError, match="no room for another"):  # the target is spent
         model.fit(made.batches, callbacks=[made.callback], verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling"),
+    [
+        ({}, "random_allocation"),
+        ({"batch_size": 110}, "poisson"),  # of which an epoch has one batch, so that examples miss epochs
+        ({"steps_per_epoch": 5}, "poisson"),
+        ({"secure_noise": True}, "poisson"),
+    ],
+)
+def test_the_best_sampling_is_random_allocation_where_it_costs_no_more(changes, sampling):
+    given = {"target_epsilon": None, "noise_multiplier": 2.0, "accountant": "pld", **changes}
+    best, poisson = plan(sampling="best", **given), plan(**given)
+    assert best.sampling == sampling == declared_sampling(best.batches).kind
+    if sampling == "poisson":
+        assert best.target_epsilon == poisson.target_epsilon
+    else:
+        assert best.target_epsilon == plan(sampling=sampling, **given).target_epsilon < poisson.target_epsilon
 
 
 @pytest.mark.one_stack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -26,7 +27,7 @@ from tfdpfl.accounting import (
 from tfdpfl.accounting.arguments import build_run
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.promises import PLANNED, Promise
-from tfdpfl.accounting.sampling import POISSON, SCHEMES
+from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SCHEMES
 from tfdpfl.data import declared_sampling, examples_of, users_of
 from tfdpfl.data.batches import PLANNED as BATCHES
 from tfdpfl.errors import PrivacyError
@@ -40,6 +41,8 @@ __all__ = ["PrivacyPlan", "plan"]
 
 Number: TypeAlias = Any  # None until it is found
 Clip: TypeAlias = Any  # what an optimizer accepts as l2_norm_clip
+
+BEST = "best"  # of the samplings that have the neighbours of Poisson batches
 
 # What an optimizer has where it is not told otherwise.
 _DEFAULTS = {
@@ -252,9 +255,10 @@ def plan(
       steps_per_epoch: updates in an epoch. None uses ``num_examples // batch_size``, so an example takes part about
         once.
       l2_norm_clip: the clip of the optimizer. ε does not depend on it.
-      sampling: "poisson", "random_allocation" or "shuffle". With "random_allocation" each example is in one batch of an
-        epoch, at about the same ε or less. With "shuffle" the batches are those of `fit`. ε is then much larger, and
-        its neighbours are data sets of which one has a blank in place of an example.
+      sampling: "poisson", "random_allocation", "best" or "shuffle". With "random_allocation" each example is in one
+        batch of an epoch, at about the same ε or less. "best" compares these two, and takes "random_allocation" if the
+        figure that the plan finds is no worse; both have the same neighbours. With "shuffle" the batches are those of
+        `fit`. ε is then much larger, and its neighbours are data sets of which one has a blank in place of an example.
       accountant: "pld" (tight) or "rdp".
       secure_noise: True makes the optimizer draw discrete noise from the cryptographic generator, which needs a little
         more noise.
@@ -266,7 +270,6 @@ def plan(
       ValueError: an argument is out of its range, or not three of the four are given.
       PrivacyError: no plan meets the target.
     """
-    counts_passes = _check_sampling(sampling, steps_per_epoch)
     data = x if y is None and sample_weight is None else (x, y, sample_weight)
     examples = examples_of(data)
     num_examples = examples.number
@@ -275,16 +278,29 @@ def plan(
         batches["user_ids"] = users = users_of(users, num_examples)
         num_examples = users.number
     run: Keywords = {
-        "num_examples": num_examples, "delta": delta, "sampling": sampling, "accountant": accountant,
+        "num_examples": num_examples, "delta": delta, "accountant": accountant,
         "truncated_batch_size": batches.get("truncated_batch_size"), "secure_noise": secure_noise,
     }  # fmt: skip
-    shown = _checked_metrics(metrics)
-    made = _Numbers(
-        target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, run, counts_passes,
-        batches.get("num_selected", 1), shown,
-    )  # fmt: skip
-    clip = _checked_clip(l2_norm_clip)
-    made.solve()
+    shown, clip = _checked_metrics(metrics), _checked_clip(l2_norm_clip)
+
+    def solved(sampling: str) -> _Numbers:
+        counts_passes = _check_sampling(sampling, steps_per_epoch)
+        made = _Numbers(
+            target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, {**run, "sampling": sampling},
+            counts_passes, batches.get("num_selected", 1), shown,
+        )  # fmt: skip
+        made.solve()
+        return made
+
+    if sampling == BEST:
+        made = solved(POISSON.name)
+        if steps_per_epoch is None and not secure_noise and not batches.keys() & {"truncated_batch_size", "strategy"}:
+            with contextlib.suppress(PrivacyError):  # only Poisson batches meet the target
+                other = solved(RANDOM_ALLOCATION.name)
+                made = made if made.better_than(other) else other
+    else:
+        made = solved(sampling)
+    sampling = made.run["sampling"]
     drawn = BATCHES[sampling](examples, made.batch_size, made.steps_per_epoch, **batches)
     return PrivacyPlan(
         target_epsilon=made.target_epsilon,
@@ -318,7 +334,7 @@ def _checked_metrics(metrics: PrivateMetrics | Sequence[str] | None) -> PrivateM
 def _check_sampling(sampling: str, steps_per_epoch: int | None) -> bool:
     """Returns whether ε counts the passes over the data, and not the steps."""
     if sampling not in BATCHES:
-        raise ValueError(f"sampling={sampling!r} has no plan: take {' or '.join(map(repr, BATCHES))}.")
+        raise ValueError(f"sampling={sampling!r} has no plan: take {' or '.join(map(repr, [*BATCHES, BEST]))}.")
     counts_passes = SCHEMES[sampling].counts_passes
     if counts_passes and steps_per_epoch is not None:
         raise ValueError(
@@ -372,6 +388,13 @@ class _Numbers:
                 f"{unknown[0]} cannot be computed together with metrics, because it changes how often these are "
                 "released. Give it, and leave out noise_multiplier or target_epsilon."
             )
+
+    def better_than(self, other: _Numbers) -> bool:
+        """Whether this plan has less noise or ε, or more epochs or larger batches, than another of the same figures."""
+        mine, theirs = (
+            (-plan.noise_multiplier, -plan.target_epsilon, plan.num_epochs, plan.batch_size) for plan in (self, other)
+        )
+        return mine > theirs
 
     def solve(self) -> None:
         if self.batch_size is None:
