@@ -148,6 +148,15 @@ def test_batches_that_hold_each_example_once_a_pass_are_priced_without_amplifica
         model.fit(make((X, Y), 30), callbacks=[PrivacyBudget(delta=DELTA, sampling="poisson")], verbose=0)
 
 
+@pytest.mark.parametrize("make", [data.shuffled_batches, data.fixed_order])
+def test_rows_that_are_clipped_together_are_refused_where_each_is_an_example(make):
+    # One of two rows moves their mean's clipped gradient by up to twice the clip, so ε would be too small.
+    model, budget = compiled(rows_per_unit=2), PrivacyBudget(delta=DELTA)
+    with pytest.raises(PrivacyError, match="In the batches 1 rows are one example, and the optimizer clips 2 as one"):
+        model.fit(make((X, Y), 20), callbacks=[budget], verbose=0)
+    assert not int(model.optimizer.iterations)
+
+
 def test_batches_that_are_another_optimizers_are_refused():
     weighted = tf.data.Dataset.sample_from_datasets(
         [tf.data.Dataset.from_tensor_slices((X[i::2], Y[i::2])).repeat() for i in (0, 1)], [0.9, 0.1]

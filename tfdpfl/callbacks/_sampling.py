@@ -68,6 +68,13 @@ class Sampling:
 
     def _declared(self, declared: SamplingDeclaration, call: Call) -> Data:
         """Describes data that state themselves how they are drawn."""
+        has = self._optimizer.rows_per_unit
+        if has != declared.rows_per_unit:
+            raise PrivacyError(
+                f"In the batches {declared.rows_per_unit} rows are one {declared.unit}, and the optimizer clips "
+                f"{'each row by itself' if has == 1 else f'{has} as one'}. Give it rows_per_unit="
+                f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
+            )
         if self._optimizer.noise is not None:
             return self._bounded(declared)
         return self._sampled(declared, call) if declared.scheme.amplifies else self._in_order(declared, call)
@@ -300,13 +307,6 @@ class Sampling:
                 f"steps_per_epoch={stream} reads the batches as one stream, in which it is not seen where the "
                 f"{parts} of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
                 "steps."
-            )
-        has = getattr(self._optimizer, "rows_per_unit", None) or 1
-        if has != declared.rows_per_unit:
-            raise PrivacyError(
-                f"In the batches {declared.rows_per_unit} rows are one {declared.unit}, and the optimizer clips "
-                f"{'each row by itself' if has == 1 else f'{has} as one'}. Give it rows_per_unit="
-                f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
             )
         more: Data = {"unit": declared.unit} if declared.unit != "example" else {}
         if declared.truncated_batch_size is not None:
