@@ -321,6 +321,8 @@ def fixed_order(
     *,
     max_participations: int | None = None,
     map_fn: Callable | None = None,
+    augment: Callable | None = None,
+    copies: int = 1,
     num_parallel_calls: int | None = None,
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of the data in their own order, the same in every pass, for correlated noise.
@@ -342,16 +344,17 @@ def fixed_order(
     size, steps = _batches_of(batch_size, examples.number)
     if max_participations is not None:
         max_participations = _positive("max_participations", max_participations, "count the passes, or leave it out")
+    copies = _positive("copies", copies, "count the rows that each example becomes")
 
     def draw(words: Words) -> Iterator[np.ndarray]:
         number = examples.number
         yield from (np.arange(at, min(at + size, number)) for at in range(0, number, size))
 
-    dataset = _Pipeline(examples, map_fn, None, 1, num_parallel_calls).dataset(Passes(draw, None), steps)
+    dataset = _Pipeline(examples, map_fn, augment, copies, num_parallel_calls).dataset(Passes(draw, None), steps)
     return declare(
         dataset,
         SamplingDeclaration(
-            "fixed_order", size / examples.number, examples.number, steps, min_separation=steps,
+            "fixed_order", size / examples.number, examples.number, steps, min_separation=steps, rows_per_unit=copies,
             max_participations=max_participations, order=_order_of(examples),
         ),
     )  # fmt: skip

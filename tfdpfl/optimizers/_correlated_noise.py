@@ -18,7 +18,8 @@ from tfdpfl.optimizers._settings import Settings
 __all__ = ["CorrelatedNoise"]
 
 _PRICED_FOR = (
-    "correlated noise is priced for one example a row and one batch a step. Leave {} at {}, or use noise=None."
+    "correlated noise is priced for one batch a step, of which a unit moves the sum by one clip. Leave {} at {}, or "
+    "use noise=None."
 )
 
 
@@ -28,7 +29,6 @@ class CorrelatedNoise(FreshNoise):
     excludes = MappingProxyType({
         "num_microbatches": _PRICED_FOR.format("num_microbatches", None),
         "gradient_accumulation_steps": _PRICED_FOR.format("gradient_accumulation_steps", 1),
-        "rows_per_unit": _PRICED_FOR.format("rows_per_unit", 1),
         "adaptive clip": "steps of correlated noise are one mechanism, of one clip. Give a number, or use noise=None.",
     })  # fmt: skip
     correlated: Noise
