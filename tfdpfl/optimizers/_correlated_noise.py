@@ -24,12 +24,21 @@ _PRICED_FOR = (
 
 
 class CorrelatedNoise(FreshNoise):
-    """Adds rows of ``C⁻¹ Z``, and knows which steps share base normals."""
+    """Adds rows of ``C⁻¹ Z``, and knows which steps share base normals.
 
+    A row is scaled by the clip of its step. What is released is the step's clip times (the sum over the clip, plus the
+    row). So the mechanism is that of sums with a clip of 1, whichever clip a step has, if the clip depends on no
+    example. (Later sums may depend on earlier releases: Denisov et al. 2022, arXiv:2202.08312.)
+    """
+
+    constants = ("noise_multiplier",)
     excludes = MappingProxyType({
         "num_microbatches": _PRICED_FOR.format("num_microbatches", None),
         "gradient_accumulation_steps": _PRICED_FOR.format("gradient_accumulation_steps", 1),
-        "adaptive clip": "steps of correlated noise are one mechanism, of one clip. Give a number, or use noise=None.",
+        "adaptive clip": (
+            "the noisy count of this clip has no price among steps that are one mechanism. Give a number or a "
+            "schedule, or use noise=None."
+        ),
     })  # fmt: skip
     correlated: Noise
     segments: NoiseSegments

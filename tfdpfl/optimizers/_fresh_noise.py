@@ -64,6 +64,7 @@ class FreshNoise:
 
     Attributes:
       excludes: features of `Settings.unusual` that this noise cannot be used with, and why.
+      constants: the settings that may not change from step to step.
       discrete: whether steps are priced as those of discrete noise.
       correlated: the argument ``noise``, or None.
       sparse: the argument ``sparse``, or None.
@@ -72,6 +73,7 @@ class FreshNoise:
     """
 
     excludes: ClassVar[Mapping[str, str]] = {}
+    constants: ClassVar[Sequence[str]] = ()
     discrete: ClassVar[bool] = False
     correlated: Noise | None = None
     sparse: AdaFEST | None = None
@@ -92,7 +94,7 @@ class FreshNoise:
         given = self.settings.unusual()
         for feature in (feature for feature in self.excludes if feature in given):
             raise ValueError(f"{given[feature]} together with {self.label}: {self.excludes[feature]}")
-        if self.excludes and self.settings.changing is not None:
+        if self.settings.changing in self.constants:
             raise ValueError(self.settings.excluded_by(self.label))
 
     def check_replicas(self, replicas: int, workers: int) -> None:

@@ -20,6 +20,7 @@ class GridNoise(FreshNoise):
     """Rounds the sums to a grid, and adds independent discrete Gaussian noise."""
 
     excludes = dict.fromkeys(("gradient_accumulation_steps", "adaptive clip", "clip by groups"), _ONE_SUM)
+    constants = ("noise_multiplier", "l2_norm_clip")
     discrete = True
 
     @classmethod

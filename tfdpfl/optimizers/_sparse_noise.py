@@ -33,6 +33,7 @@ class SparseNoise(FreshNoise):
         ("num_microbatches", "gradient_accumulation_steps", "rows_per_unit", "adaptive clip"),
         "rows are chosen by the examples of one batch, with fresh noise and one clip. Leave one of the two out.",
     )
+    constants = ("noise_multiplier", "l2_norm_clip")
     sparse: AdaFEST
 
     def __init__(self, settings: Settings, given: AdaFEST):
