@@ -1,7 +1,6 @@
 """Neighbours: without noise, one example more moves a step's sum by no more than the clip, whatever the model, the
 loss, the weights, and what fills up the batch."""
 
-import os
 import subprocess
 import sys
 
@@ -86,7 +85,7 @@ class Sums:
         """Of one logical batch, in as many as there are."""
         return self.each([batches])[0]
 
-    def each(self, steps):
+    def each(self, steps, feed=None):
         """Of each of several logical batches, all taken from the same weights and seeds."""
         batches = [batch for parts in steps for batch in parts]
         ends = set(np.cumsum([len(parts) for parts in steps]).tolist())
@@ -107,17 +106,47 @@ class Sums:
 
         tf.random.set_seed(0)
         begin()
-        spec = tf.nest.map_structure(lambda a: tf.TensorSpec([None, *a.shape[1:]], a.dtype), batches[0])
-        data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
-        self.model.fit(data, verbose=0, callbacks=[K.callbacks.LambdaCallback(on_train_batch_end=end)])
+        data = (feed or of_any_size)(batches)
+        data = data if isinstance(data, dict) else {"x": data}
+        self.model.fit(**data, verbose=0, callbacks=[K.callbacks.LambdaCallback(on_train_batch_end=end)])
         assert len(found) == len(steps)
         return found
 
 
-def whole(x, y, *weights, **how):
-    """The batches of a sample that holds every example; of no example, where there are none."""
+# Ways in which batches come to `fit`. Those of a known size need batches of one size.
+
+
+def of_any_size(batches):
+    spec = tf.nest.map_structure(lambda a: tf.TensorSpec([None, *a.shape[1:]], a.dtype), batches[0])
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
+def as_arrays(batches):
+    x, y, weights = (np.concatenate(part) for part in zip(*batches, strict=True))
+    return {"x": x, "y": y, "sample_weight": weights, "batch_size": len(batches[0][0]), "shuffle": False}
+
+
+def as_pipeline(batches):
+    parts = tuple(np.concatenate(part) for part in zip(*batches, strict=True))
+    data = tf.data.Dataset.from_tensor_slices(parts).map(lambda x, y, w: (2 * x / 2, y, w))
+    return data.batch(len(batches[0][0]), drop_remainder=True).prefetch(1)
+
+
+def as_sampled(batches):
+    """A truncated pipeline of `poisson_batches` whose one sample holds every example that is not blank."""
+    ((x, y, weights),) = batches
+    real = ~((weights == 0) & np.signbit(weights))
+    return sample_of_all(x[real], y[real], weights[real], truncated_batch_size=len(x))
+
+
+def sample_of_all(x, y, *weights, **how):
+    """A sample that holds every example; no example, where there are none."""
     data, rate = ((x, y, *weights), 1.0) if len(x) else ((X, Y, *(np.ones(len(X), "float32") for _ in weights)), 1e-12)
-    return [tf.nest.map_structure(np.array, b) for b in poisson_batches(data, rate, 1, **how).as_numpy_iterator()]
+    return poisson_batches(data, rate, 1, **how)
+
+
+def whole(x, y, *weights, **how):
+    return [tf.nest.map_structure(np.array, b) for b in sample_of_all(x, y, *weights, **how).as_numpy_iterator()]
 
 
 # -- blank rows --------------------------------------------------------------------------------------------------------
@@ -383,8 +412,9 @@ def test_the_fix_for_a_function_that_draws_works():
 
 # -- all of it at random -----------------------------------------------------------------------------------------------
 
-# How many pairs of neighbours are drawn in all. Those of one list go through one fit of a model that is traced once.
-PAIRS, IN_A_LIST = int(os.environ.get("TFDPFL_NEIGHBOURS", "1000")), 20
+# How many pairs of neighbours are drawn in all: with `--hypothesis-profile explore`, a thousand and more. Those of one
+# list go through one fit of a model that is traced once for batches of any size and once for batches of a known one.
+PAIRS, IN_A_LIST, SIZE = 300 if settings.default.derandomize else 1000, 10, 6
 ACTIVITIES = {"none": lambda: None, "l1": lambda: K.regularizers.L1(2.0), "l2": lambda: K.regularizers.L2(10.0)}
 LOSSES = {
     "crossentropy": lambda: K.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -457,20 +487,41 @@ def params(models):
 @pytest.mark.parametrize("model", [*FEW, *params(MORE)], ids=str)
 def test_one_example_moves_the_sum_by_no_more_than_the_clip(model):
     poisson_batches((X, Y), 0.5, 1, empty_batches="zero_weight")  # from here on -0.0 is a mark
-    sums, draws, secret = sums_of(*model), model[3] in ("dropout", "noise and norm", "tf.random"), model[-1] is None
+    draws, secret = model[3] in ("dropout", "noise and norm", "tf.random"), model[-1] is None
     number = -(-PAIRS // (IN_A_LIST * len(MORE))) if model in MORE else 2  # a first list is of the simplest pairs
+    feeds, traced = [of_any_size, as_arrays, as_pipeline, as_sampled], {}
+    if draws and secret:
+        feeds = [of_any_size]  # nothing is compared that the size of a batch has a part in
+    elif model[-2] > 1:
+        feeds.remove(as_sampled)
+
+    def of(known_size):
+        """The model traced for such batches. Its weights are the same ones."""
+        if known_size not in traced:
+            K.utils.set_random_seed(0)
+            traced[known_size] = sums_of(*model)
+        return traced[known_size]
 
     @settings(max_examples=max(number, 1), deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(PAIR, min_size=IN_A_LIST, max_size=IN_A_LIST))
-    def check(pairs):
+    @given(st.sampled_from(feeds), st.lists(PAIR, min_size=IN_A_LIST, max_size=IN_A_LIST))
+    def check(feed, pairs):
+        known = feed is not of_any_size
+        sums = of(known)
+        pairs = [(seed, n, SIZE if known else size, *others) for seed, n, size, *others in pairs]
+        if feed is as_sampled:  # each sample is a pipeline
+            pairs = pairs[:2]
         made = [neighbours(model[-2], draws, *pair) for pair in pairs]
-        found = sums.each([batches for pair in made for batches in pair])
-        for pair, one, other in zip(pairs, found[::2], found[1::2], strict=True):
-            stored = np.linalg.norm(np.concatenate([a.ravel() for a in sums.start])) + np.linalg.norm(one)
-            if not (draws and secret):
-                assert np.linalg.norm(one - other) <= CLIP * REL + 2.0**-23 * stored, pair
+        steps = [batches for pair in made for batches in pair]
         if draws and secret:  # then no place is like another, unless public seeds say what is drawn there
-            again = sums.each([batches for pair in made[:3] for batches in pair])
-            assert max(np.linalg.norm(a - b) for a, b in zip(found, again, strict=False)) > 0.1
+            found, again = sums.each(steps[:6]), sums.each(steps[:6])
+            assert max(np.linalg.norm(a - b) for a, b in zip(found, again, strict=True)) > 0.1
+            return
+        found = [sums.each([s], feed)[0] for s in steps] if feed is as_sampled else sums.each(steps, feed)
+        stored = [np.linalg.norm(np.concatenate([a.ravel() for a in sums.start])) + np.linalg.norm(f) for f in found]
+        for pair, one, other, size in zip(pairs, found[::2], found[1::2], stored[::2], strict=True):
+            assert np.linalg.norm(one - other) <= CLIP * REL + 2.0**-23 * size, (feed, pair)
+        if known and not draws:  # batches of a known size train as those of any size do
+            for one, same, size in zip(found, of(False).each(steps), stored, strict=True):
+                assert np.linalg.norm(one - same) <= 1e-5 * (1 + size), (feed, pairs)
 
     check()
