@@ -12,15 +12,10 @@ from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SHUFFLED, SamplingS
 from tfdpfl.callbacks._fits import Call, Data
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
+from tfdpfl.data.sources import of_batches
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
 from tfdpfl.optimizers._filled import check_kept
-
-
-def _of_batches() -> tuple[type, ...]:
-    """The kinds of data whose batches `fit` puts in another order in every epoch, unless ``shuffle=False``."""
-    kinds = [getattr(tf.keras.utils, name, None) for name in ("PyDataset", "Sequence")]
-    return tuple(kind for kind in kinds if kind is not None)
 
 
 class Sampling:
@@ -375,7 +370,7 @@ class Sampling:
                 "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
                 "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
             )
-        if isinstance(x, _of_batches()) and call.get("shuffle", True):
+        if isinstance(x, of_batches()) and call.get("shuffle", True):
             raise PrivacyError(
                 f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so that "
                 "an example's uses may lie nearer to each other. Give fit shuffle=False."

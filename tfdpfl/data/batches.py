@@ -143,7 +143,7 @@ def poisson_batches(
                 drawn = words.some(drawn, truncated_batch_size)
             yield drawn
 
-    pipeline = _Pipeline(units.examples, map_fn, augment, copies, num_parallel_calls)
+    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(
         "poisson", rate, units.number, steps, seed, truncated_batch_size=truncated_batch_size
     )
@@ -204,7 +204,7 @@ def random_allocation(
     def draw(words: Words) -> Iterator[np.ndarray]:
         yield from words.allocated(units.number, steps, each)
 
-    pipeline = _Pipeline(units.examples, map_fn, augment, copies, num_parallel_calls)
+    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration("random_allocation", each / steps, units.number, steps, seed, num_selected=each)
     return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches)
 
@@ -311,7 +311,7 @@ def shuffled_batches(
         order = words.order(examples.number)
         yield from (order[at : at + size] for at in range(0, len(order), size))
 
-    dataset = _Pipeline(examples, map_fn, None, 1, num_parallel_calls).dataset(Passes(draw, seed), steps)
+    dataset = _Pipeline(examples, map_fn, num_parallel_calls).dataset(Passes(draw, seed), steps)
     return declare(dataset, SamplingDeclaration(SHUFFLED.name, size / examples.number, examples.number, steps, seed))
 
 
@@ -350,7 +350,8 @@ def fixed_order(
         number = examples.number
         yield from (np.arange(at, min(at + size, number)) for at in range(0, number, size))
 
-    dataset = _Pipeline(examples, map_fn, augment, copies, num_parallel_calls).dataset(Passes(draw, None), steps)
+    pipeline = _Pipeline(examples, map_fn, num_parallel_calls, augment, copies)
+    dataset = pipeline.dataset(Passes(draw, None), steps)
     return declare(
         dataset,
         SamplingDeclaration(
@@ -434,7 +435,7 @@ def cyclic_poisson(
             group = members[step % groups]
             yield group[words.each(len(group), rate)]
 
-    pipeline = _Pipeline(examples, map_fn, None, 1, num_parallel_calls)
+    pipeline = _Pipeline(examples, map_fn, num_parallel_calls)
     fills = pipeline.fills_empty(empty_batches, math.log(steps) - size > math.log(1e-9))
     dataset = pipeline.dataset(Passes(draw, None if seed is None else seed + 1), steps, _PLACEHOLDERS if fills else 0)
     return declare(
@@ -467,9 +468,9 @@ class _Pipeline:
         self,
         examples: Examples,
         map_fn: Callable | None,
-        augment: Callable | None,
-        copies: int,
         num_parallel_calls: int | None,
+        augment: Callable | None = None,
+        copies: int = 1,
     ):
         import tensorflow as tf
 

@@ -97,12 +97,19 @@ def _rows(value: Any, numbers: np.ndarray) -> np.ndarray:
 # -- one at a time ---------------------------------------------------------------------------------------------
 
 
+def of_batches() -> tuple[type, ...]:
+    """Returns the kinds of data whose batches `fit` puts in another order in every epoch, unless ``shuffle=False``."""
+    import tensorflow as tf
+
+    kinds = [getattr(tf.keras.utils, name, None) for name in ("PyDataset", "Sequence")]
+    return tuple(kind for kind in kinds if kind is not None)
+
+
 def _gives_single_examples(data: Arrays) -> bool:
     """Whether it is no array and no structure of arrays, but has a length and gives examples by number."""
     import tensorflow as tf
 
-    batched = [getattr(tf.keras.utils, name, None) for name in ("PyDataset", "Sequence")]
-    if isinstance(data, tuple(kind for kind in batched if kind is not None)):
+    if isinstance(data, of_batches()):
         raise ValueError(
             f"{type(data).__name__} gives whole batches, all of which would be read for an example of each. Give an "
             "object whose __len__ counts examples and whose __getitem__(i) gives one of them, such as (x_i, y_i)."

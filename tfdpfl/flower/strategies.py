@@ -72,6 +72,20 @@ class Collected:
     replied: list[str] = dataclasses.field(default_factory=list)
 
 
+def _checked_strategy(strategy: object) -> Strategy:
+    if not isinstance(strategy, Strategy):
+        raise ValueError(
+            f"strategy must be one of flwr.serverapp.strategy, got {strategy!r}: strategies of flwr.server are "
+            "older and have no messages"
+        )
+    if isinstance(strategy, (*COMPARE, DifferentialPrivacy)):
+        raise ValueError(
+            f"strategy={type(strategy).__name__} needs the replies of single clients, of which nobody may see more "
+            "than a noisy mean: give FedAvg, FedAvgM, FedProx, FedAdam, FedAdagrad or FedYogi"
+        )
+    return strategy
+
+
 class DifferentialPrivacy(Strategy):
     """Holds what the wrappers share: whom they ask, what counts of an answer, noise, ledger. Use one of those below."""
 
@@ -103,17 +117,7 @@ class DifferentialPrivacy(Strategy):
         seed: int | None = None,
     ):
         clip = self._checked_clip(l2_norm_clip)
-        if not isinstance(strategy, Strategy):
-            raise ValueError(
-                f"strategy must be one of flwr.serverapp.strategy, got {strategy!r}: strategies of flwr.server are "
-                "older and have no messages"
-            )
-        if isinstance(strategy, (*COMPARE, DifferentialPrivacy)):
-            raise ValueError(
-                f"strategy={type(strategy).__name__} needs the replies of single clients, of which nobody may see more "
-                "than a noisy mean: give FedAvg, FedAvgM, FedProx, FedAdam, FedAdagrad or FedYogi"
-            )
-        self.strategy = strategy
+        self.strategy = _checked_strategy(strategy)
         z = _checks.real("noise_multiplier", noise_multiplier, "give the noise's std over the clip", at_least=0)
         self.delta = check_delta(delta)
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
@@ -148,34 +152,37 @@ class DifferentialPrivacy(Strategy):
         self._told = self._told_of_statistics = False
         self.stopped_by: str | None = None
         self.client_reports: dict[int, Json] = {}
-        self._journal = Journal(
-            ledger_path,
-            {
-                "privacy": list(self.privacy),
-                "noise_multiplier": z,
-                "clip": clip,
-                "sampling": self._cohorts.header(),
-                "train_metrics": None if noise is None else train_metrics,  # else they are in `privacy`
-                "evaluations": self._evaluate_metrics,
-            },
-        )
-        began = bool(self._journal.charged) or self._journal.begun is not None
-        if seed is not None and began:
-            self._journal.close()
-            raise PrivacyError(
-                f"seed={seed!r} with a ledger that has rounds: the noise of the first of them would be drawn again. "
-                "seed is for tests; leave it out"
-            )
+        self._journal = self._opened(ledger_path)
         self._monitor = None if monitor_folder is None else Monitor(monitor_folder, sampling_rate is None)
         self._register = self._joined(register_path, client_epsilon, ledger_path)
-        if ledger_path is not None:
-            place = os.path.abspath(ledger_path)
-            log.info("Ledger %s: %d rounds are charged", place, self.rounds_charged)
-            if not began and not os.path.isabs(ledger_path):
+
+    def _opened(self, path: str | os.PathLike | None) -> Journal:
+        """Opens the ledger of the training that begins or goes on, and says where it is."""
+        header = {
+            "privacy": list(self.privacy),
+            "noise_multiplier": self._noise_multiplier,
+            "clip": self._clip,
+            "sampling": self._cohorts.header(),
+            "train_metrics": None if self._noise is None else self._train_metrics,  # else they are in `privacy`
+            "evaluations": self._evaluate_metrics,
+        }
+        journal = Journal(path, header)
+        began = bool(journal.charged) or journal.begun is not None
+        if self._seed is not None and began:
+            journal.close()
+            raise PrivacyError(
+                f"seed={self._seed!r} with a ledger that has rounds: the noise of the first of them would be drawn "
+                "again. seed is for tests; leave it out"
+            )
+        if path is not None:
+            place = os.path.abspath(path)
+            log.info("Ledger %s: %d rounds are charged", place, len(journal.charged))
+            if not began and not os.path.isabs(path):
                 log.warning(
                     "ledger_path=%r is looked for in the folder that this process runs in, and a new ledger begins at "
-                    "%s. A server that is started elsewhere would not find it: give the whole path", ledger_path, place,
+                    "%s. A server that is started elsewhere would not find it: give the whole path", path, place,
                 )  # fmt: skip
+        return journal
 
     def _checked_clip(self, clip: float | AdaptiveClip | None) -> float | AdaptiveClip:
         advice = "give the largest L2 norm of an update, or use the adaptive strategy"

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdpfl import _formats
 from tfdpfl._process import renew_after_fork
+from tfdpfl._types import Keywords
 from tfdpfl._variables import in_memory
 from tfdpfl._version import __version__
 from tfdpfl.accounting import PrivacyLedger
@@ -288,9 +289,8 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
     ledger = PrivacyLedger()
     passes: dict[bytes, np.ndarray] = {}
     for row in rows:
-        scheme, code = _sampling_of(row)
-        if not scheme.counts_passes:
-            _count(ledger, row, scheme, code)
+        if not _sampling_of(row)[0].counts_passes:
+            _count(ledger, row)
         # A pass may have steps of more and of less noise; an example is in one of them.
         elif (key := row[:MULTIPLIER].tobytes()) in passes:
             other = passes[key]
@@ -299,7 +299,7 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
         else:
             passes[key] = row
     for row in passes.values():
-        _count(ledger, row, *_sampling_of(row))
+        _count(ledger, row)
     return ledger
 
 
@@ -307,27 +307,25 @@ def _sampling_of(row: np.ndarray) -> tuple[SamplingScheme, Code]:
     return BY_CODE[int(row[SAMPLING]) % DISCRETE]
 
 
-def _count(ledger: PrivacyLedger, row: np.ndarray, scheme: SamplingScheme, code: Code) -> None:
+def _count(ledger: PrivacyLedger, row: np.ndarray) -> None:
+    scheme, code = _sampling_of(row)
     origin, steps, data = f"{int(row[ORIGIN]):x}", int(row[STEPS]), float(row[DATA])
-    dataset = f"{int(data):x}" if data > 0 else None
-    discrete = row[SAMPLING] >= DISCRETE
+    known: Keywords = {}
     if code.unknown:
         # Rows that were shared may be of the same multiplier as steps of their origin, and are not the same steps.
         origin += "+" if data == SHARED else ""
-        ledger.count(origin, float(row[MULTIPLIER]), steps, dataset=dataset, **options_of(bool(discrete)))
-        return
-    n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
-    truncated = int(row[TRUNCATED]) or None
-    epochs = None
-    if scheme.counts_passes:
-        # No example has more uses than there were steps, unless it is in one twice.
-        epochs = int(row[PASSES]) or -(-steps // -(-n // batch))
-        if code.across_passes:
-            origin += "*"  # not the same steps as others of this batch size
-        else:
-            epochs = min(epochs, steps)
+    else:
+        n, batch = int(row[NUM_EXAMPLES]), int(row[BATCH_SIZE])
+        known = {
+            "num_examples": n, "batch_size": batch, "sampling": scheme.name, "adjacency": code.adjacency,
+            "truncated_batch_size": int(row[TRUNCATED]) or None, "unit": code.unit,
+        }  # fmt: skip
+        if scheme.counts_passes:
+            # No example has more uses than there were steps, unless it is in one twice.
+            epochs = int(row[PASSES]) or -(-steps // -(-n // batch))
+            known["num_epochs"] = epochs if code.across_passes else min(epochs, steps)
+        origin += "*" if code.across_passes else ""  # not the same steps as others of this batch size
     ledger.count(
-        origin, float(row[MULTIPLIER]), steps, num_examples=n, batch_size=batch, sampling=scheme.name,
-        num_epochs=epochs, adjacency=code.adjacency, dataset=dataset, truncated_batch_size=truncated, unit=code.unit,
-        **options_of(bool(discrete)),
+        origin, float(row[MULTIPLIER]), steps, dataset=f"{int(data):x}" if data > 0 else None,
+        **options_of(bool(row[SAMPLING] >= DISCRETE)), **known,
     )  # fmt: skip
