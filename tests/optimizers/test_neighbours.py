@@ -29,7 +29,7 @@ Y = RNG.integers(0, CLASSES, 12)
 @pytest.fixture(autouse=True)
 def truncation_has_a_price(monkeypatch):
     """With an older dp-accounting, too: here nothing is priced."""
-    monkeypatch.setattr(batches_module, "_check_truncation_has_a_price", lambda: None)
+    monkeypatch.setattr(batches_module, "truncated_event_type", lambda size: None)
 
 
 class Pull(L.Layer):
@@ -184,7 +184,7 @@ cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import numpy as np, tfdpfl
 from tfdpfl.data import batches
-batches._check_truncation_has_a_price = lambda: None
+batches.truncated_event_type = lambda size: None
 K = tf.keras
 numbers = np.random.default_rng(0)
 x, y = numbers.normal(size=(6, 4)).astype("float32"), numbers.integers(0, 3, 6)
