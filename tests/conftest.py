@@ -27,30 +27,21 @@ if metadata.version("keras") < "3":
 collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "native/test_native_ops.py"]
 
 
-# Files whose slow tests run on the newer stack alone, because what they test depends on the version neither of Keras
-# nor of TensorFlow nor of dp-accounting, or because test_clipping_layers.py, test_sizes.py and test_ecosystem.py run
-# such models on both stacks. Their quick tests run on both, because NumPy's and scikit-learn's versions differ, too,
-# and so do tests with the mark `both_stacks`. A test with the mark `one_stack` stands beside one of the same line that
-# runs on both.
-ONE_STACK = (
-    "audit/",
-    "clipping/test_architectures.py",
-    "clipping/test_batch_shapes.py",
-    "clipping/test_beside_the_loss.py",
-    "clipping/test_clipping_loops.py",
-    "clipping/test_clipping_losses.py",
-    "clipping/test_clipping_refusals.py",
-    "clipping/test_custom_gradients.py",
-    "clipping/test_real_code.py",
-    "federated/test_federated_samplers.py",
-    "label_dp/test_label_dp.py",
-    "optimizers/test_neighbours.py",
-    "pate/test_pate.py",
-    "pate/test_pate_sensitivity.py",
-    "test_cli.py",
-    "test_convex.py",
-    "test_docs.py",
-    "test_examples.py",
+# Slow tests run on the newer stack alone, but for those in files whose subject the version of Keras changes: layers,
+# the optimizers' base class, `fit`, saved files, workers and TFF. Quick tests run on both, because the versions of
+# NumPy, scikit-learn and dp-accounting differ, too. A slow test elsewhere that must run on both has the mark
+# `both_stacks`; a test with the mark `one_stack` stands beside one of the same line that runs on both.
+BOTH_STACKS = (
+    "clipping/test_clipping_layers.py",
+    "clipping/test_sizes.py",
+    "federated/",
+    "optimizers/test_accumulation.py",
+    "optimizers/test_optimizers.py",
+    "optimizers/test_saving.py",
+    "optimizers/test_variants.py",
+    "optimizers/test_what_ran.py",
+    "optimizers/test_workers.py",
+    "test_callbacks.py",
 )
 
 
@@ -59,9 +50,8 @@ def pytest_collection_modifyitems(items):
         return
     here = Path(__file__).parent
     for item in items:
-        alone = item.path.relative_to(here).as_posix().startswith(ONE_STACK)
-        alone = alone and item.get_closest_marker("slow") and not item.get_closest_marker("both_stacks")
-        if alone or item.get_closest_marker("one_stack"):
+        both = item.path.relative_to(here).as_posix().startswith(BOTH_STACKS) or item.get_closest_marker("both_stacks")
+        if item.get_closest_marker("one_stack") or (item.get_closest_marker("slow") and not both):
             item.add_marker(pytest.mark.skip(reason="hangs on no version of Keras: runs on the keras3 stack"))
 
 

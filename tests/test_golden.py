@@ -102,10 +102,9 @@ def test_a_servers_journal_still_resumes(tmp_path, folder):
     assert stamps[-1]["version"] == 2 and len(stamps) <= 2  # so that an older release sees what it cannot read
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not KERAS3, reason="Keras 2 imports the module that a file names by itself")
-@pytest.mark.parametrize(
-    "first", ["import tfdpfl.accounting", "import tensorflow, tfdpfl", "import tfdpfl.label_dp.losses"]
-)
+@pytest.mark.parametrize("first", ["import tfdpfl.accounting", "import keras, tfdpfl", "import tfdpfl.label_dp.losses"])
 def test_keras_finds_our_classes_in_a_file_whatever_was_imported_first(first):
     code = (
         f"{first}\nimport tensorflow as tf\nprint(tf.keras.models.load_model({str(OWN / 'fresh.keras')!r}).optimizer)"
