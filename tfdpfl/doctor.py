@@ -75,7 +75,8 @@ def _kernels() -> Finding:
     if missing:
         remedy = f"unset {native.SWITCH}" if native.SWITCH in missing else _FROM_SOURCE
         return Finding("kernels", f"none: {missing}", f"On a CPU {_COST_OF_NO_KERNELS}: {remedy}")
-    return Finding("kernels", f"{found.instructions}, {native.count_threads()} threads, for convolutions in float32")
+    threads = f"{native.count_threads()} threads"
+    return Finding("kernels", f"{found.instructions}, {threads}, for convolutions in float32 and for noise")
 
 
 def _noise(tf: Any) -> Finding:

@@ -13,6 +13,10 @@ from tfdpfl import native
 
 LIBRARY = ctypes.CDLL(os.environ.get("TFDPFL_LIBRARY", str(native.LIBRARY)))  # that of sanitize.sh
 LIBRARY.tfdpfl_filters.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int] * 2
+LIBRARY.tfdpfl_normals.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_float), *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+]  # fmt: skip
+LIBRARY.tfdpfl_normals.restype = ctypes.c_int64
 SETS = range(LIBRARY.tfdpfl_instructions() + 1)
 # Numbers around each array, that no kernel may write, or use. The sanitizer sees every access outside by itself.
 GUARD = 0 if "TFDPFL_LIBRARY" in os.environ else 64
@@ -144,6 +148,36 @@ def test_sizes_that_no_memory_has_are_refused(at, size):
 def test_instructions_that_the_processor_lacks_are_refused(threads, instructions):
     sizes = (ctypes.c_int64 * 15)(*SIZES)
     assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, threads, instructions) == 1
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("half", [0, 1, 3, 16, 127, 128, 1000, 100_003])
+def test_normals_are_those_of_box_and_muller(half, instructions):
+    """Words near 0 or 2^32 are told, and no others; all others give normals, to rounding."""
+    rng = np.random.default_rng(half)
+    words = rng.integers(0, 2**32, 2 * half, dtype=np.uint32)
+    ends = np.array([0, 2**20 - 1, 2**20, 2**31, 2**32 - 2**20 - 1, 2**32 - 2**20, 2**32 - 1], np.uint32)
+    words[half // 3 : half // 3 + 7] = ends[: min(7, 2 * half - half // 3)]
+    words[half:] = np.resize(ends, half) if half < 128 else words[half:]
+    out, memory = guarded(np.zeros(2 * half, np.float32))
+    near = np.full(half, 7, np.uint32)
+    found = LIBRARY.tfdpfl_normals(words.ctypes.data, half, 2.5, out.ctypes.data, near.ctypes.data, instructions)
+    assert np.isnan(memory[:GUARD]).all() and np.isnan(memory[GUARD + 2 * half :]).all()
+    radii = words[:half].astype(np.int64)
+    is_near = (radii < 2**20) | (radii >= 2**32 - 2**20)
+    np.testing.assert_array_equal(near[:found], np.flatnonzero(is_near))
+    assert (near[found:] == 7).all()
+    low = np.maximum(radii, 1) * 2.0**-32
+    turns = words[half:].view(np.int32) * (np.pi * 2.0**-31)
+    want = 2.5 * np.sqrt(-2 * np.log(low)) * np.array([np.cos(turns), np.sin(turns)])
+    np.testing.assert_allclose(out.reshape(2, -1)[:, ~is_near], want[:, ~is_near], rtol=1e-4, atol=3e-6)
+    accurate = ~is_near & (radii < 2**31)  # nearer 1, float32 has fewer digits of u than the word
+    np.testing.assert_allclose(out.reshape(2, -1)[:, accurate], want[:, accurate], rtol=1e-6, atol=1e-6)
+
+
+def test_normals_of_no_size_are_refused():
+    for half, instructions in ((-1, 0), (1 << 33, 0), (0, -1), (0, SETS[-1] + 1)):
+        assert LIBRARY.tfdpfl_normals(None, half, 1.0, None, None, instructions) == -1
 
 
 def test_a_forked_process_computes_the_same():

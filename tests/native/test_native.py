@@ -1,5 +1,6 @@
 """Which kernels a process uses, and why it uses none."""
 
+import numpy as np
 import pytest
 
 from tfdpfl import native
@@ -42,3 +43,19 @@ def test_a_library_that_is_missing_or_broken_is_done_without(content, why, anew,
 def test_threads_are_no_more_than_the_environment_allows(setting, most, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", setting)
     assert 1 <= native.count_threads() <= most
+
+
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernels are not built")
+@pytest.mark.parametrize("words, out, near", [
+    (np.zeros(4, np.int32), np.zeros(4, np.float32), np.zeros(2, np.uint32)),
+    (np.zeros(3, np.uint32), np.zeros(4, np.float32), np.zeros(2, np.uint32)),
+    (np.zeros(4, np.uint32), np.zeros(4), np.zeros(2, np.uint32)),
+    (np.zeros(4, np.uint32), np.zeros((2, 2), np.float32), np.zeros(2, np.uint32)),
+    (np.zeros(4, np.uint32), np.zeros(8, np.float32)[::2], np.zeros(2, np.uint32)),
+    (np.zeros(4, np.uint32), np.zeros(4, np.float32), np.zeros(1, np.uint32)),
+])  # fmt: skip
+def test_arrays_that_normals_do_not_fit_are_refused(words, out, near, monkeypatch):
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    with pytest.raises(ValueError, match=r"do not fit together\. Pass contiguous arrays"):
+        native.kernels().normals(words, 1.0, out, near)
+    assert not out.any()

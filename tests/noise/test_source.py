@@ -19,13 +19,16 @@ import scipy.stats
 import tensorflow as tf
 
 import tfdpfl
-from tfdpfl import _process
+from tfdpfl import _process, native
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import source as noise
 
 KEY = noise.new_key(20)
 MILLION = 1_000_000
 both_generators = pytest.mark.parametrize("generator", [noise.AES, noise.PHILOX])
+IN_C = "in C"  # of AES's words
+built = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernels are not built")
+each_transform = pytest.mark.parametrize("generator", [noise.AES, noise.PHILOX, pytest.param(IN_C, marks=built)])
 
 
 def draw(shapes, step=0, stddev=1.0, key=KEY):
@@ -305,10 +308,13 @@ def normals_of(generator, high, fine, angle):
     if generator == noise.PHILOX:
         low = (fine >> np.uint64(32)).astype(np.uint32)
         return noise._normals_in_graph(*map(tf.constant, (high, low, angle)), tf.constant(1.0)).numpy()
-    out, scratch = np.empty(2 * high.size, np.float32), np.empty((2, high.size), np.float32)
     near = high + np.uint32(1 << 20) < 2 << 20
-    noise._normals_in_numpy(np.concatenate([high, angle]), lambda count: fine[near], np.float32(1), out, scratch)
-    return out
+    inputs = np.concatenate([high, angle]), lambda count: fine[near], np.float32(1), np.empty(2 * high.size, np.float32)
+    if generator == IN_C:
+        noise._normals_in_c(native.kernels(), *inputs, np.empty(high.size, np.uint32))
+    else:
+        noise._normals_in_numpy(*inputs, np.empty((2, high.size), np.float32))
+    return inputs[-1]
 
 
 def words(n, seed=0):
@@ -317,7 +323,7 @@ def words(n, seed=0):
     return full(np.uint32), full(np.uint64), full(np.uint32)
 
 
-@both_generators
+@each_transform
 def test_the_transform_is_that_of_box_and_muller(generator):
     high, fine, angle = words(100_000)
     # A third each near 0, near 1 and anywhere.
@@ -336,7 +342,7 @@ def test_the_transform_is_that_of_box_and_muller(generator):
     np.testing.assert_allclose(b, radius * np.sin(2 * np.pi * turns), atol=5e-6)
 
 
-@both_generators
+@each_transform
 def test_words_of_zeros_and_ones_give_finite_noise_and_the_support_is_wide(generator):
     ends = np.array([0, 2**64 - 1], np.uint64)
     high, fine, angle = (np.ravel(x) for x in np.meshgrid(ends, ends, ends))
@@ -355,7 +361,7 @@ def test_philox_gives_the_two_words_of_a_radius_and_the_angle_apart():
     assert drawn.shape == [3000] and np.unique(drawn).size > 2990
 
 
-@both_generators
+@each_transform
 @pytest.mark.parametrize("sigmas", [3, 4, 5, 6, 7, 8])
 def test_the_tails_are_normal(generator, sigmas):
     """By importance sampling: of radii whose u is below 2^-zeros, where all those beyond ``sigmas`` are."""
@@ -604,7 +610,7 @@ FORKED_BEFORE_TENSORFLOW_RAN = """
 import os, sys
 import numpy as np
 import tensorflow as tf
-from tfdpfl import _process
+from tfdpfl import _process, native
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import source as noise
 

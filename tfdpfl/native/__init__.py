@@ -1,8 +1,8 @@
-"""Optional kernels in C: per-example filter gradients of convolutions on CPUs.
+"""Optional kernels in C: per-example filter gradients of convolutions, and normals of random words, on CPUs.
 
 TensorFlow has no op that keeps the filter gradients of a batch's examples apart. The kernels do, and cost as many
 multiplications as the plain filter gradient. They are built at installation if there is a C compiler. Without them, and
-wherever they do not apply, the engine uses TensorFlow's own ops, and results agree to rounding.
+wherever they do not apply, TensorFlow's own ops and NumPy do the same, and results agree to rounding.
 
 Set ``TFDPFL_NATIVE`` to ``0`` to use none, or to ``plain``, ``avx2`` or ``avx512`` to use no wider instructions.
 """
@@ -16,10 +16,12 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 SWITCH = "TFDPFL_NATIVE"
 INSTRUCTIONS = ("plain", "avx2", "avx512")  # by the number that the kernels know them by
 LIBRARY = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 1  # that of tensorflow.c
+_INTERFACE = 2  # that of tensorflow.c
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,29 @@ class Kernels:
     library: ctypes.CDLL | None
     instructions: str = ""
     missing: str = ""
+
+    def normals(self, words: np.ndarray, stddev: float, out: np.ndarray, near: np.ndarray) -> np.ndarray:
+        """Fills ``out`` with normals, of words for the radii and as many for the angles.
+
+        Args:
+          words: uint32 [2 h].
+          stddev: the normals' standard deviation.
+          out: float32 [2 h].
+          near: uint32 [h or more], scratch.
+
+        Returns:
+          The places, below h, of words so near 0 or 2^32 that their pairs of normals must be made anew of more bits.
+        """
+        half = out.size // 2
+        checked = (words, np.uint32, 2 * half), (out, np.float32, 2 * half), (near, np.uint32, near.size)
+        fits = all(a.dtype == dtype and a.shape == (size,) and a.flags.c_contiguous for a, dtype, size in checked)
+        if self.library is None or not fits or near.size < half or not out.flags.writeable or not near.flags.writeable:
+            raise ValueError(
+                f"words of {words.dtype} {words.shape}, normals of {out.dtype} {out.shape} and scratch of {near.dtype} "
+                f"{near.shape} do not fit together. Pass contiguous arrays: uint32 [2 h], float32 [2 h], uint32 [h]."
+            )
+        places = words.ctypes.data, half, stddev, out.ctypes.data, near.ctypes.data
+        return near[: self.library.tfdpfl_normals(*places, INSTRUCTIONS.index(self.instructions))]
 
 
 def kernels() -> Kernels:
@@ -72,6 +97,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.tfdpfl_filters.argtypes = [pointer] * 7 + [number] * 2
     library.tfdpfl_register.argtypes = [ctypes.c_char_p]
+    library.tfdpfl_normals.argtypes = [pointer, ctypes.c_int64, ctypes.c_float, pointer, pointer, number]
+    library.tfdpfl_normals.restype = ctypes.c_int64
     return library, ""
 
 

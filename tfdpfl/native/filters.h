@@ -38,5 +38,7 @@ EXPORTED int tfdpfl_register(const char *path);
 int tfdpfl_is_valid(const Geometry *);
 EXPORTED int tfdpfl_filters(const Geometry *, const float *images, const float *gradients, const float *factors,
                             float *each, float *norms, float *total, int threads, int instructions);
+EXPORTED int64_t tfdpfl_normals(const uint32_t *words, int64_t half, float stddev, float *out, uint32_t *near,
+                                int instructions);
 
 #endif

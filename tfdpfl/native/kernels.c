@@ -1,4 +1,5 @@
-/* Per-example filter gradients of convolutions (NHWC, float32), their squared norms, and their weighted sums.
+/* Per-example filter gradients of convolutions (NHWC, float32), their squared norms, and their weighted sums; normals of
+ * random words.
  *
  * No framework is needed to build this, and none to call it: see tfdpfl_filters. tensorflow.c makes TensorFlow ops of it.
  * There is no state, and threads live as long as a call, so that a process may fork at any time. */
@@ -9,12 +10,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Words nearer than this to either end do not have digits enough for a normal's tail. */
+#define NEAR (1u << 20)
+/* Pairs of normals between two looks for such words, of which every 2,048th is one. */
+#define GROUP 128
+
 #if defined(__x86_64__)
 #define LANES 16
 #define TILE_ROWS 13
 #define TARGET __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")))
 #define NAME(x) x##_avx512
 #include "tile.h"
+#include "normals.h"
 #undef LANES
 #undef TILE_ROWS
 #undef TARGET
@@ -24,6 +31,7 @@
 #define TARGET __attribute__((target("avx2,fma")))
 #define NAME(x) x##_avx2
 #include "tile.h"
+#include "normals.h"
 #undef LANES
 #undef TILE_ROWS
 #undef TARGET
@@ -38,6 +46,7 @@
 #define TARGET
 #define NAME(x) x##_plain
 #include "tile.h"
+#include "normals.h"
 #undef LANES
 
 enum { PLAIN, AVX2, AVX512 };
@@ -256,4 +265,17 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
     free(job.offsets);
     if (job.totals != total) free(job.totals);
     return result;
+}
+
+/* Normals of deviation stddev: out[i] and out[half + i] of words[i], which gives the radius, and words[half + i], the
+ * angle. The places i of words near 0 or 2^32 are written to near [half]: the caller makes these pairs anew, of more bits.
+ *
+ * Returns how many these are; -1 if sizes or instructions are out of range. */
+int64_t tfdpfl_normals(const uint32_t *words, int64_t half, float stddev, float *out, uint32_t *near, int instructions) {
+    if (half < 0 || half > UINT32_MAX || instructions < PLAIN || instructions > tfdpfl_instructions()) return -1;
+#if defined(__x86_64__)
+    if (instructions == AVX512) return normals_avx512(words, half, stddev, out, near);
+    if (instructions == AVX2) return normals_avx2(words, half, stddev, out, near);
+#endif
+    return normals_plain(words, half, stddev, out, near);
 }

@@ -162,7 +162,7 @@ static int register_one(int what) {
 }
 
 /* What the functions' arguments are, and the ops' attributes: a library of another number is not used. */
-int tfdpfl_interface(void) { return 1; }
+int tfdpfl_interface(void) { return 2; }
 
 /* Registers the ops with the TensorFlow whose library of this path is in memory. Returns 0; -1 if it is not, or lacks a
  * function; TensorFlow's code of an error. To be called once. */

@@ -24,6 +24,7 @@ import tensorflow as tf
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from tensorflow.python.ops import control_flow_util
 
+from tfdpfl import native
 from tfdpfl._process import renew_after_fork
 from tfdpfl._variables import in_memory
 from tfdpfl.errors import PrivacyError
@@ -282,11 +283,17 @@ class KeyStream:
         room = np.empty(size + _ALIGNED // 4, np.float32)
         start = -room.ctypes.data % _ALIGNED // 4
         numbers = room[start : start + size]
-        pairs = min(size // 2, _PAIRS)
-        words, scratch = np.empty(2 * pairs, np.uint32), np.empty((2, pairs), np.float32)
+        pairs, kernels = min(size // 2, _PAIRS), native.kernels()
+        in_c = kernels.instructions not in ("", "plain")  # without a processor's wide registers NumPy is faster
+        words = np.empty(2 * pairs, np.uint32)
+        scratch = np.empty(pairs, np.uint32) if in_c else np.empty((2, pairs), np.float32)
         for at in range(0, size, 2 * _PAIRS):
             part = numbers[at : at + 2 * _PAIRS]
-            _normals_in_numpy(self.words(words[: part.size]), self._finer, stddev, part, scratch)
+            drawn = self.words(words[: part.size])
+            if in_c:
+                _normals_in_c(kernels, drawn, self._finer, stddev, part, scratch)
+            else:
+                _normals_in_numpy(drawn, self._finer, stddev, part, scratch)
         return numbers
 
     def _finer(self, count: int) -> np.ndarray:
@@ -334,11 +341,7 @@ def _normals_in_numpy(
         np.log(radius, out=radius)
     np.multiply(radius, np.float32(-2), out=radius)
     if near.size:
-        word = radii[near] - _NEAR
-        low = word < _NEAR
-        # The distance to the end.
-        distance = (np.where(low, word, ~word) + (finer(near.size) + 0.5) * 2.0**-64) * 2.0**-32
-        radius[near] = -2 * np.where(low, np.log(distance), np.log1p(-distance))
+        radius[near] = _squared_radii(radii[near] - _NEAR, finer)
     np.sqrt(radius, out=radius)
     np.multiply(radius, stddev, out=radius)
     np.multiply(angle, np.float32(math.pi * 2**-31), out=angle)
@@ -347,6 +350,32 @@ def _normals_in_numpy(
     np.sin(angle, out=out[half:])
     np.multiply(out[:half], radius, out=out[:half])
     np.multiply(out[half:], radius, out=out[half:])
+
+
+def _squared_radii(words: np.ndarray, finer: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Returns float64 [n], -2 log(u), of uint32 [n] near 0 or 2^32, by 64 bits more of each."""
+    low = words < _NEAR
+    # The distance to the end.
+    distance = (np.where(low, words, ~words) + (finer(words.size) + 0.5) * 2.0**-64) * 2.0**-32
+    return -2 * np.where(low, np.log(distance), np.log1p(-distance))
+
+
+def _normals_in_c(
+    kernels: native.Kernels,
+    words: np.ndarray,
+    finer: Callable[[int], np.ndarray],
+    stddev: np.ndarray | np.floating,
+    out: np.ndarray,
+    scratch: np.ndarray,
+) -> None:
+    """Does the same as `_normals_in_numpy`, to rounding, of the same words; ``scratch`` is uint32 [h or more]."""
+    near = kernels.normals(words, float(stddev), out, scratch)
+    if near.size:
+        cosines, sines = out.reshape(2, -1)
+        radius = np.sqrt(_squared_radii(words[near], finer)) * stddev
+        angle = words[out.size // 2 + near].view(np.int32) * (math.pi * 2.0**-31)
+        cosines[near] = radius * np.cos(angle)
+        sines[near] = radius * np.sin(angle)
 
 
 def gaussian(shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor, step: tf.Tensor) -> list[tf.Tensor]:
