@@ -32,7 +32,7 @@ def end(*error):  # without TensorFlow's way of it, which waits for the other wo
     here = pathlib.Path(os.environ["OUT"])  # whose end would reach the other before what it sent last
     here.with_suffix(".ended").touch()
     until = time.monotonic() + 900
-    while len(list(here.parent.glob("*.ended"))) < 2 and time.monotonic() < until:
+    while len(list(here.parent.glob("*.ended"))) < int(os.environ["ENDS"]) and time.monotonic() < until:
         time.sleep(0.05)
     os._exit(bool(error))
 
@@ -202,7 +202,7 @@ def started(script, out, replicas, **more):
     for i in range(2):
         cluster = json.dumps({"cluster": {"worker": ports}, "task": {"type": "worker", "index": i}})
         env = {**os.environ, "PYTHONPATH": path, "TF_CONFIG": cluster, "OUT": f"{out}{i}.npz",
-               "REPLICAS": str(replicas), **more}  # fmt: skip
+               "REPLICAS": str(replicas), "ENDS": "2", **more}  # fmt: skip
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen([sys.executable, "-c", script], env=env, **pipe))
     return processes
@@ -326,7 +326,7 @@ print("ran", model.optimizer.num_dp_steps, budget.report().epsilon, len(budget.l
 @only_keras2
 def test_a_killed_worker_ends_the_job_which_goes_on_from_its_backup_with_all_steps_counted(tmp_path):
     how = {"out": tmp_path / "out", "replicas": 1, "BACKUP": str(tmp_path / "backup")}
-    processes = started(KILLED, **how, EPOCHS="100000")
+    processes = started(KILLED, **how, EPOCHS="100000", ENDS="1")
     for line in processes[1].stdout:
         if line.startswith("epoch 2"):
             break

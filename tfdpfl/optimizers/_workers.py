@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl._types import Json
@@ -21,6 +23,8 @@ from tfdpfl.optimizers import _replicas
 from tfdpfl.optimizers._step_table import Counter
 
 __all__ = ["WorkerAgreement", "agree"]
+
+_SECONDS = 5  # far longer than a few numbers take to another worker
 
 _SETTINGS = (
     "tfdpfl: the workers' optimizers differ in what privacy hangs on (l2_norm_clip, noise_multiplier, "
@@ -87,10 +91,21 @@ def agree(
     agreed: list[tf.Operation] = []
     for part, message in ((of_settings, _SETTINGS), (of_data, _DATA), (of_state, _STATE)):
         with tf.control_dependencies(agreed):
-            agreed = [*agreed, require(tf.reduce_all(tf.equal(part, part[:1])), message)]
+            agreed = [*agreed, require(_late_if_false(tf.reduce_all(tf.equal(part, part[:1]))), message)]
     with tf.control_dependencies(agreed):
         total = tf.cast(tf.reduce_sum(of_own[:, 0]), units.dtype)
     return WorkerAgreement(total, of_own[0, 1], _key(of_own[0, 2:]), agreed)
+
+
+def _late_if_false(holds: tf.Tensor) -> tf.Tensor:
+    """Returns ``holds``, and False only after some seconds. An error at once would cut off what this worker still sends
+    to the others, who would wait for it for ever in place of raising the same error."""
+    return tf.cond(holds, lambda: tf.constant(True), lambda: tf.numpy_function(_wait, [], tf.bool))
+
+
+def _wait() -> np.bool_:
+    time.sleep(_SECONDS)
+    return np.False_
 
 
 def _number_of(made_with: Json, variables: Sequence) -> float:
