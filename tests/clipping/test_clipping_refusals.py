@@ -264,6 +264,8 @@ MIXING = {
     "places looked up by draws and by place": lambda x: total(d(x) * tf.gather(
         of_places(B, B), tf.random.uniform([1], 0, B, tf.int32), axis=1)),
     "mutable table": lambda x: total(d(x)) * TABLE_OF_MEANS.lookup(tf.cast(x[:, 0] > 0, tf.int64)),
+    "mutable table of what all share": lambda x: tf.reduce_mean(total(d(x))) * TABLE_OF_MEANS.lookup(
+        tf.zeros([1], tf.int64)),
     "derivative by what all share": derivative_by_what_all_share,
     "partition": repartition,
     "two examples a row": lambda x: total(tf.reshape(d(x), [-1, 8]) @ W8),
@@ -385,6 +387,7 @@ TOLD = {
     "segments of whole rows": "UnsortedSegmentMax",
     "derivative of a mean": r"depend on the batch size.*tape.gradient\(tf.reduce_sum\(losses\), x\)",
     "mutable table": r"LookupTableFindV2.*unknown rank.*tf.ensure_shape",
+    "mutable table of what all share": r"LookupTableFindV2.*unknown rank.*tf.ensure_shape",
     "derivative by what all share": "Sum.*(sums|reduces) over the batch",
     "counts of the batch": "DenseBincount.*counts over the batch|UnsortedSegmentSum",
     "as many counts as the batch's largest, up to 9": "Max.*reduces over the batch",

@@ -27,7 +27,7 @@ KEY = noise.new_key(20)
 MILLION = 1_000_000
 both_generators = pytest.mark.parametrize("generator", [noise.AES, noise.PHILOX])
 IN_C = "in C"  # of AES's words
-built = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernels are not built")
+built = pytest.mark.skipif(native.kernels().library is None, reason=native.kernels().missing)
 each_transform = pytest.mark.parametrize("generator", [noise.AES, noise.PHILOX, pytest.param(IN_C, marks=built)])
 
 

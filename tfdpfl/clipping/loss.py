@@ -91,12 +91,12 @@ class PerExampleLoss:
         rank = t.shape.rank
         if isinstance(state, Mixed) and state.name == t.op.name and state.why == BY_POSITION:
             raise self._refusal(state, t.op)  # no term of one example says which one it is
+        if isinstance(state, Public | Batch) and rank is None:
+            raise self._refusal(Mixed(t.op.type, t.op.name, "has a shape of unknown rank"), t.op)
         if isinstance(state, Public):
             return Term("public", t, rank)
         if isinstance(state, Size):
             return Term("size", self.size_of_one(t), rank)
-        if isinstance(state, Batch) and rank is None:
-            raise self._refusal(Mixed(t.op.type, t.op.name, "has a shape of unknown rank"), t.op)
         if isinstance(state, Batch) and not self._adds_weights(t.op):
             return Term("batch", self._by_example(t, state), rank)
         make = _TAIL.get(t.op.type)
