@@ -55,11 +55,13 @@ class AfterKeras(importlib.abc.MetaPathFinder):
         return spec
 
     def _register_if_ready(self) -> None:
-        keras = sys.modules.get("keras")
-        if keras is None or "tensorflow" not in sys.modules or self not in sys.meta_path:
+        keras, tensorflow = sys.modules.get("keras"), sys.modules.get("tensorflow")
+        if keras is None or tensorflow is None or self not in sys.meta_path:
             return
-        of_interest = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "tfdpfl"]
-        if any(_is_initializing(module) for module in (keras, sys.modules["tensorflow"], *of_interest)):
+        # All modules are looked at last, because this runs once for each of the thousands that TensorFlow imports.
+        if _is_initializing(tensorflow) or _is_initializing(keras):
+            return
+        if any(_is_initializing(m) for name, m in list(sys.modules.items()) if name.split(".")[0] == "tfdpfl"):
             return
         sys.meta_path.remove(self)
         if keras.__version__.startswith("3.") and keras.backend.backend() == "tensorflow":
