@@ -117,6 +117,40 @@ def statement(as_json: bool, **run: object) -> None:
 
 
 @main.command()
+@click.option("--federated", is_flag=True, required=True, help="Plan a federation. Other trainings: tfdpfl.plan.")
+@click.option("--population", type=int, required=True, help="Number of clients.")
+@click.option(
+    "--unit",
+    type=click.Choice(["client", "example"]),
+    default="client",
+    show_default=True,
+    help="What is protected: clients, by noise at the server, or examples, by DP-SGD at each client.",
+)
+@click.option("--target-epsilon", type=float, help="The largest epsilon. Pass two of this and the next two.")
+@click.option("--noise-multiplier", type=float, help="Standard deviation of the noise, divided by the clip.")
+@click.option("--num-rounds", type=int, help="Number of rounds.")
+@click.option("--sampling-rate", type=float, help="Probability that a client is in a round. Pass this or the next.")
+@click.option("--clients-per-round", type=int, help="Fixed number of clients in a round.")
+@click.option("--max-participations", type=int, help="Most rounds of a client, with --clients-per-round.")
+@click.option("--min-separation", type=int, default=1, help="Fewest rounds from one to the next of a client.")
+@click.option("--local-steps", type=int, help="Steps of a client in a round, for examples.")
+@click.option("--batch-size", type=int, help="Expected batch of a step, for examples.")
+@click.option("--num-examples", type=int, help="Examples of the smallest client, for examples.")
+@click.option("--delta", type=float, required=True, help="Delta, below 1 divided by the number of units.")
+@click.option("--accountant", type=click.Choice(ACCOUNTANTS), default="pld", show_default=True)
+@JSON
+def plan(federated: bool, as_json: bool, **run: Any) -> None:
+    """Plan the noise, the rounds or the epsilon of a federation.
+
+    Prints the arguments of the strategy, or of the clients; --json prints them as an object, "arguments".
+    """
+    from tfdpfl.federated.plans import plan_federation
+
+    with clean_errors():
+        _print(plan_federation(**run), as_json, str)
+
+
+@main.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @_options(DELTA)
 @click.option("--title", default="Privacy report", show_default=True, help="Name of the project.")

@@ -56,7 +56,7 @@ NO_CASE = {
     "NbAFLLevel Participation RoundsRun TreeLevel skellam_level total_price LedgerAccountant client_reports Epsilon "
     "PATEReport PySyftAnalysis SanitizedEpsilon compose epsilon_of_rdp optimal_order published_release_cost "
     "pysyft_analysis rdp_data_dependent rdp_data_independent release_cost smooth_sensitivity planning plan PrivacyPlan "
-    "Answers as_counts PrivacyBudget Selected",
+    "plan_federation FederatedPlan Answers as_counts PrivacyBudget Selected",
     "instruments": "audit Finding MembershipReport OneRunAudit OneRunReport ProjectReport ReplayReport audit_epsilon "
     "lira membership_inference one_run_bounds replay report rmia plots membership auc_bars epsilon_by_delta "
     "epsilon_over_time panels privacy_utility",

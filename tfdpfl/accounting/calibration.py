@@ -150,14 +150,23 @@ def compute_num_steps(
             "raise the target or noise_multiplier, or take a smaller batch"
         )
 
+    uses = largest_count(epsilon, target)
+    if uses is None:
+        raise PrivacyError(
+            f"noise_multiplier={one_step.noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
+        )
+    return steps_each * uses
+
+
+def largest_count(epsilon: Callable[[int], float], target: float) -> int | None:
+    """Returns the largest number whose ε, which must not fall as the number grows, is at most ``target``, as that of 1
+    is; None if 2⁴⁰ meets it, too."""
     low, high = 1, 8
     while epsilon(high) <= target:
         low, high = high, 8 * high
         if high > MOST_STEPS:
-            raise PrivacyError(
-                f"noise_multiplier={one_step.noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
-            )
-    return steps_each * _largest(pricer, with_uses, target, low, high)
+            return None
+    return _largest(epsilon, lambda number: number, target, low, high)
 
 
 @shows_arguments(SizelessRunArguments)
@@ -196,7 +205,7 @@ def compute_batch_size(
     return _largest(pricer, with_size, target, 1, n)
 
 
-def _largest(pricer: Callable[[Run], float], run_of: Callable[[int], Run], target: float, low: int, high: int) -> int:
+def _largest(pricer: Callable[[Any], float], run_of: Callable[[int], Any], target: float, low: int, high: int) -> int:
     """Returns the largest number whose run meets the target, as `low` does and `high` does not."""
     number = max(_calibrate(pricer, lambda number: run_of(round(number)), target, low, high, 0.5, discrete=True), 1)
     while pricer(run_of(number)) > target:

@@ -24,6 +24,7 @@ _WHERE = {
     "CohortCheck": "guarantees",
     "NbAFLLevel": "nbafl",
     **dict.fromkeys(["compute_federated_noise_multiplier", "skellam_level", "total_price"], "calibration"),
+    **dict.fromkeys(["plan_federation", "FederatedPlan"], "plans"),
     **dict.fromkeys(["local_runtime", "remote_runtime", "WorkerLost"], "runtime"),
     **dict.fromkeys(
         ["PoissonClientSampler", "FixedSizeClientSampler", "AvailabilityClientSampler", "BoundedParticipationSampler"],
