@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 _made = False
-_variable: Any = None
+_variable: tf.Variable | None = None
 
 
 def announce() -> None:

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import click
 
@@ -24,7 +23,9 @@ class NewFile(click.Path):
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True)
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
         folder = os.path.dirname(os.path.abspath(value))
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
             self.fail(

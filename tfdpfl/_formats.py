@@ -10,11 +10,14 @@ import ast
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tfdpfl._types import Keywords
+from tfdpfl._types import JsonValue, Keywords
 from tfdpfl._version import __version__
 from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class NewerFormatError(PrivacyError):
@@ -26,7 +29,7 @@ def stamp(version: int) -> Keywords:
     return {"version": version, "written_by": f"tfdpfl {__version__}"}
 
 
-def refuse_newer(what: str, saved: Mapping[str, Any], newest: int) -> None:
+def refuse_newer(what: str, saved: Mapping[str, object], newest: int) -> None:
     """Refuses a file of a newer version than this release reads.
 
     Args:
@@ -49,7 +52,7 @@ def refuse_newer(what: str, saved: Mapping[str, Any], newest: int) -> None:
         )
 
 
-def strict(value: object) -> Any:
+def strict(value: object) -> JsonValue:
     """Returns values that strict JSON can hold: an infinite number is the string "inf", and NaN is None."""
     if isinstance(value, Mapping):
         return {name: strict(item) for name, item in value.items()}
@@ -60,7 +63,7 @@ def strict(value: object) -> Any:
     return value
 
 
-def describe(value: object) -> Any:
+def describe(value: object) -> JsonValue:
     """Returns settings as values that JSON can hold, for `agrees` to compare with later.
 
     A field of a dataclass that is at its default is left out. So a later release may add a field with a default, and
@@ -110,7 +113,7 @@ def agrees(saved: object, value: object) -> bool:
     return bool(saved == value)
 
 
-def restore(saved: Any, classes: Iterable[type]) -> Any:
+def restore(saved: JsonValue, classes: Iterable[type]) -> Any:
     """Returns the value that `describe` or `repr` described.
 
     Args:
@@ -122,7 +125,7 @@ def restore(saved: Any, classes: Iterable[type]) -> Any:
     """
     known = {cls.__name__: cls for cls in classes}
 
-    def value_of(described: Any) -> Any:
+    def value_of(described: JsonValue) -> Any:
         if isinstance(described, str):
             described = _parsed(described)
         if isinstance(described, list | tuple):
@@ -140,7 +143,7 @@ def restore(saved: Any, classes: Iterable[type]) -> Any:
     return value_of(saved)
 
 
-def _fields(value: Any) -> list[dataclasses.Field]:
+def _fields(value: DataclassInstance) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(value) if field.init]
 
 
@@ -151,7 +154,7 @@ def _is_default(value: object, field: dataclasses.Field) -> bool:
     return default is not dataclasses.MISSING and bool(getattr(value, field.name) == default)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> JsonValue:
     """Returns what `describe` would have given of the value whose `repr` this is, with the fields at their defaults;
     the text itself if it is no such `repr`."""
     try:
@@ -160,7 +163,7 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _value_of(node: ast.expr) -> Any:
+def _value_of(node: ast.expr) -> JsonValue:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
         return {"type": node.func.id, **{str(k.arg): _value_of(k.value) for k in node.keywords}}
     if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:  # a NumPy scalar

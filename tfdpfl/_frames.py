@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from tfdpfl._types import Keywords, Model
 
@@ -19,7 +18,7 @@ def callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def running_fits() -> Iterator[dict[str, Any]]:
+def running_fits() -> Iterator[Keywords]:
     """The arguments of the calls of `fit` that are running, the innermost first."""
     return (frame.f_locals for frame in callers() if frame.f_code.co_name == "fit")
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 @dataclasses.dataclass
@@ -59,9 +62,9 @@ def caller() -> str:
 
 
 def released(
-    values: Sequence[Any],
-    out: Sequence[Any],
-    noise: Sequence[Any],
+    values: Sequence[ArrayLike],
+    out: Sequence[np.ndarray],
+    noise: Sequence[ArrayLike],
     scales: Sequence[float],
     bound: float,
     *,
@@ -70,7 +73,7 @@ def released(
     by_row: bool = False,
     moments: bool = True,
     where: str | None = None,
-) -> list[Any]:
+) -> list[np.ndarray]:
     """``out``, which is ``values`` with ``noise``; or what a replay says instead. Arguments as `Release`."""
     if tape is None:
         return list(out)
@@ -83,7 +86,9 @@ def released(
     )  # fmt: skip
 
 
-def add(values: Sequence[np.ndarray], noise: Iterable[Any], scales: Sequence[float], bound: float, **options: Any):
+def add(
+    values: Sequence[np.ndarray], noise: Iterable[ArrayLike], scales: Sequence[float], bound: float, **options: Any
+) -> None:
     """Adds ``noise`` to ``values`` in place; the rest as `released`."""
     if tape is None:
         for value, drawn in zip(values, noise, strict=True):

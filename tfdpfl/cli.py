@@ -5,7 +5,7 @@ comes at once.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from tfdpfl._types import Keywords
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, ADJACENCIES, SAMPLINGS
 from tfdpfl.accounting.sampling import POISSON
+
+if TYPE_CHECKING:
+    from tfdpfl.accounting import PrivacyReport
 
 _NUM_EXAMPLES = click.option("--num-examples", type=int, required=True, help="Number of training examples.")
 _BATCH_SIZE = click.option(
@@ -262,7 +265,7 @@ def _unit(said: str) -> tuple[str, str]:
     return name, unit
 
 
-def _report(run: Keywords) -> Any:
+def _report(run: Keywords) -> "PrivacyReport":
     from tfdpfl.accounting import privacy_report
 
     with clean_errors():
@@ -288,12 +291,12 @@ def _print(report: Any, as_json: bool, headline: Callable[[Any], str]) -> None:
             click.echo(caveat)
 
 
-def _of_a_user(report: Any) -> str:
+def _of_a_user(report: "PrivacyReport") -> str:
     k = report.max_examples_per_user
     return "" if k == 1 else f", for a user of at most {k} examples"
 
 
-def _caveats(report: Any) -> Iterator[str]:
+def _caveats(report: "PrivacyReport") -> Iterator[str]:
     from tfdpfl.accounting.pricing import delta_warning
 
     too_large = delta_warning(report.delta, report.num_examples)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdpfl._types import JsonValue
 from tfdpfl.accounting import _checks
 
 __all__ = ["AdaptiveClip", "AutomaticClip", "Clip", "PerLayerClip", "from_config", "to_config"]
@@ -171,7 +172,7 @@ Clip = AdaptiveClip | PerLayerClip | AutomaticClip
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (AdaptiveClip, PerLayerClip, AutomaticClip)}
 
 
-def to_config(clip: float | Clip) -> Any:
+def to_config(clip: float | Clip) -> JsonValue:
     """`clip` for JSON: a number as it is, a clip as a dictionary."""
     if not isinstance(clip, Clip):
         return clip

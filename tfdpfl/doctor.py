@@ -8,7 +8,7 @@ import os
 import platform
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 from tfdpfl import native
 from tfdpfl._version import __version__
@@ -79,7 +79,7 @@ def _kernels() -> Finding:
     return Finding("kernels", f"{found.instructions}, {threads}, for convolutions in float32 and for noise")
 
 
-def _noise(tf: Any) -> Finding:
+def _noise(tf: ModuleType) -> Finding:
     from tfdpfl import noise
 
     source = noise.Source()
@@ -98,7 +98,7 @@ def _entropy() -> Finding:
     return Finding("entropy", "from the operating system")
 
 
-def _devices(tf: Any) -> Finding:
+def _devices(tf: ModuleType) -> Finding:
     kinds = [device.device_type for device in tf.config.list_physical_devices()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     others = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds) if kind != "CPU")

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
+    from tfdpfl.audit.membership import MembershipReport
+
 __all__ = [
     "auc_bars",
     "epsilon_by_delta",
@@ -56,7 +58,7 @@ def privacy_utility(
     return ax
 
 
-def auc_bars(reports: Mapping[str, Mapping[str, Any]], *, ax: Axes | None = None) -> Axes:
+def auc_bars(reports: Mapping[str, Mapping[str, MembershipReport | float]], *, ax: Axes | None = None) -> Axes:
     """Draws the AUC of membership inference as bars in groups, with a line at 0.5, where an attack only guesses.
 
     Args:
@@ -74,7 +76,7 @@ def auc_bars(reports: Mapping[str, Mapping[str, Any]], *, ax: Axes | None = None
     ax = ax or _axes()
     width = 0.8 / len(reports)
     for i, (name, series) in enumerate(reports.items()):
-        values = np.array([float(getattr(report, "auc", report)) for report in series.values()])
+        values = np.array([float(getattr(report, "auc", report)) for report in series.values()])  # type: ignore[arg-type]
         intervals = [getattr(report, "auc_interval", (v, v)) for report, v in zip(series.values(), values, strict=True)]
         errors = np.abs(np.array(intervals).T - values)
         places = np.arange(len(groups)) + (i - (len(reports) - 1) / 2) * width
@@ -86,7 +88,7 @@ def auc_bars(reports: Mapping[str, Mapping[str, Any]], *, ax: Axes | None = None
     return ax
 
 
-def membership(report: Any, *, most: int = 20) -> list[Axes]:
+def membership(report: MembershipReport, *, most: int = 20) -> list[Axes]:
     """Draws what a membership attack reaches at every threshold, on logarithmic axes, and where there are slices their
     AUC with its interval.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -345,7 +345,7 @@ class StringLookup(_Adapted, tf.keras.layers.StringLookup):
         self.set_vocabulary(_vocabulary(examples, most, release, room, reserved))
 
 
-def _text(token: Any) -> str:
+def _text(token: bytes | str) -> str:
     return token.decode("utf-8", "replace") if isinstance(token, bytes) else str(token)
 
 
@@ -389,7 +389,7 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
         self.set_vocabulary(_vocabulary(examples, most, release, room, {"", "[UNK]"}))
 
 
-def _flattened(row: Any) -> list[Nest]:
+def _flattened(row: Nest) -> list[Nest]:
     return [token for part in row for token in _flattened(part)] if isinstance(row, list) else [row]
 
 

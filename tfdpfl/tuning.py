@@ -11,7 +11,7 @@ import dataclasses
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl._types import Keywords, Promiser
@@ -23,6 +23,7 @@ from tfdpfl.planning import PrivacyPlan
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from scipy.stats.distributions import rv_frozen
 
 __all__ = ["HyperParameters", "RandomSearch", "Selected"]
 
@@ -64,7 +65,7 @@ class HyperParameters:
     def Float(
         self, name: str, min_value: float, max_value: float, step: float | None = None, sampling: str = "linear",
         default: object = None,
-    ) -> Any:  # fmt: skip
+    ) -> float:  # fmt: skip
         """A number from ``min_value`` to ``max_value``; with ``step`` one of those that are so far apart, by sums or,
         where ``sampling`` is ``"log"`` or ``"reverse_log"``, by factors.
 
@@ -77,7 +78,7 @@ class HyperParameters:
     def Int(
         self, name: str, min_value: int, max_value: int, step: int | None = None, sampling: str = "linear",
         default: object = None,
-    ) -> Any:  # fmt: skip
+    ) -> int:  # fmt: skip
         """As `Float`, a whole number; both ends are among them."""
         at = _scale(name, min_value, max_value + (step is None), step, sampling)
         return self._ask(name, lambda uniform: min(int(at(uniform) + 1e-9), max_value))
@@ -92,7 +93,7 @@ class HyperParameters:
             raise ValueError(f"values={values!r} of {name!r} must be what there is to choose from.")
         return self._ask(name, lambda uniform: values[int(uniform * len(values))])
 
-    def Boolean(self, name: str, default: object = False) -> Any:
+    def Boolean(self, name: str, default: object = False) -> bool:
         """True or False."""
         return self.Choice(name, [False, True])
 
@@ -164,7 +165,7 @@ class RandomSearch:
 
     def __init__(
         self,
-        space: dict[str, Any] | None,
+        space: Mapping[str, Sequence | rv_frozen] | None,
         *,
         spends: Promiser,
         mean_runs: float | None = None,
@@ -190,7 +191,7 @@ class RandomSearch:
         self._times = 0
         self._seed = seed
 
-    def run(self, train: Callable[[Any], tuple[float, Any, Any]], *, maximize: bool = True) -> Selected:
+    def run(self, train: Callable[[Any], tuple[float, Any, Promiser]], *, maximize: bool = True) -> Selected:
         """Trains a hidden number of times, and returns the best run. To run it again costs again.
 
         Args:
@@ -326,8 +327,8 @@ def _spent(what: Promiser) -> tuple[DpEvent, str]:
     return ledger.dp_event, ledger.adjacency
 
 
-def _counts(event: DpEvent) -> Counter[Any]:
-    counts: Counter[Any] = Counter()
+def _counts(event: DpEvent) -> Counter[DpEvent]:
+    counts: Counter[DpEvent] = Counter()
     for leaf, n in leaves_of(event):
         counts[leaf] += n
     return counts

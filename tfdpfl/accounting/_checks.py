@@ -34,12 +34,11 @@ def probability(name: str, value: object, remedy: str) -> float:
     return number
 
 
-def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+def choice(name: str, value: object, choices: Sequence[str]) -> str:
     """Returns the one of `choices` that `value` names, whatever its case, or raises a `ValueError`."""
-    lowered = value.lower() if isinstance(value, str) else value
-    if lowered not in choices:
+    if not isinstance(value, str) or value.lower() not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return lowered
+    return value.lower()
 
 
 def _real(value: object) -> float:

@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.pld_pmf import PLDPmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 _TAIL = 8.6  # standard deviations: a mass of e^-40 lies beyond
 _CUT = 1e-18  # what is lowered at an end of a sum's law, as a share of its mass or mean
@@ -115,7 +119,7 @@ def _sum_of(s: float, steps: int) -> _Sum:
     return total
 
 
-def losses(sigma: float, steps: int, interval: float) -> Any:
+def losses(sigma: float, steps: int, interval: float) -> PrivacyLossDistribution:
     """Returns the privacy loss distribution of all steps together, rounded towards less privacy.
 
     Args:
@@ -135,7 +139,7 @@ def losses(sigma: float, steps: int, interval: float) -> Any:
     number = np.arange(-last, last + 1)
     ratio = np.exp(number * interval)
 
-    def pmf(deltas: np.ndarray) -> Any:
+    def pmf(deltas: np.ndarray) -> PLDPmf:
         deltas = np.maximum.accumulate(np.clip(deltas, 0, 1)[::-1])[::-1]  # rounding may not make them rise
         return pld_pmf.create_pmf_pessimistic_connect_dots(interval, number, deltas)
 

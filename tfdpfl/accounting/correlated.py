@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations
 from tfdpfl.accounting.pricing import price
@@ -123,13 +124,13 @@ class CorrelatedRun:
         what = f"{self.noise.text()} noise, noise multiplier {self.noise_multiplier:.4g}"
         return f"{self.num_steps} steps with {what}: {how}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The run as values that JSON can hold."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**fields, "noise": self.noise.to_dict()}
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> CorrelatedRun:
+    def from_dict(cls, saved: Json) -> CorrelatedRun:
         """The run that `to_dict` saved."""
         return cls(**saved)
 

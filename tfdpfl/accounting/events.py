@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-_TYPES: dict[str, Callable[[], Any]] = {}
+_TYPES: dict[str, Callable[[], type[DpEvent]]] = {}
 
 
 def event_type(name: str, *fields: str, losses: Callable | None = None, **defaults: object) -> Callable[..., DpEvent]:
@@ -21,7 +22,7 @@ def event_type(name: str, *fields: str, losses: Callable | None = None, **defaul
     """
 
     @functools.cache
-    def made() -> Any:
+    def made() -> type[DpEvent]:
         import attr
         from dp_accounting import dp_event
 
@@ -33,14 +34,14 @@ def event_type(name: str, *fields: str, losses: Callable | None = None, **defaul
     return lambda *values: made()(*values)
 
 
-def event_named(name: str) -> Any:
+def event_named(name: str) -> type[DpEvent] | None:
     """Returns the type of a saved event, or None if there is none."""
     from dp_accounting import dp_event
 
     return getattr(dp_event, name, None) or _TYPES.get(name, lambda: None)()
 
 
-def _losses_above_threshold(event: Any, interval: float) -> Any:
+def _losses_above_threshold(event: DpEvent, interval: float) -> PrivacyLossDistribution:
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as distribution
 

@@ -4,11 +4,11 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdpfl import _formats
 from tfdpfl._names import accept_old_names
-from tfdpfl._types import Json, Keywords
+from tfdpfl._types import Json, JsonValue, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_arguments
 from tfdpfl.accounting.events import event_named
@@ -602,14 +602,14 @@ def _added_up(runs: list[Run]) -> list[Run]:
     return list(sums.values())
 
 
-def _encode(value: object) -> Any:
+def _encode(value: object) -> JsonValue:
     if hasattr(value, "__attrs_attrs__"):
         fields = {field.name: _encode(getattr(value, field.name)) for field in value.__attrs_attrs__}
         return {"type": type(value).__name__, **fields}
     return [_encode(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _decode(value: object) -> Any:
+def _decode(value: JsonValue) -> "DpEvent | JsonValue":
     from dp_accounting import dp_event
 
     if isinstance(value, list):

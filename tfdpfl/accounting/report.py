@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdpfl import _formats
-from tfdpfl._types import Json, Keywords
+from tfdpfl._types import Json, Keywords, Promiser
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import RunArguments, build_run, shows_arguments
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, delta_warning, price
@@ -99,7 +99,7 @@ class PrivacyReport:
     unit: str | None = "example"
     rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    event: Any = dataclasses.field(default=None, repr=False, compare=False)
+    event: "DpEvent | None" = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def others(self) -> Measures:
@@ -109,7 +109,7 @@ class PrivacyReport:
             return Measures(None, None, None)
         return zcdp_and_gdp(self.event, self.accountant, self.adjacency)
 
-    def promise(self, kind: str = "training", ledger: Any = None) -> Promise:
+    def promise(self, kind: str = "training", ledger: Promiser = None) -> Promise:
         """Returns what is guaranteed at this cost; of a ledger, if that is what the report is of."""
         unit = self.unit if ledger is None else ledger.unit
         if unit is not None and self.max_examples_per_user > 1:

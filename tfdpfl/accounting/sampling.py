@@ -6,13 +6,14 @@ To add a sampling, write a class and append an instance to `_ALL`. Nothing else 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tfdpfl.accounting.events import event_type
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +275,7 @@ def shuffled_adjacency(adjacency: str | None) -> str:
     return adjacency if adjacency in Shuffled.adjacencies else Shuffled.adjacencies[0]
 
 
-def truncated_event_type(size: int | None) -> Any:
+def truncated_event_type(size: int | None) -> type[DpEvent]:
     """Returns dp-accounting's event of batches that are cut to a size.
 
     Raises:
@@ -295,7 +296,7 @@ def truncated_event_type(size: int | None) -> Any:
 _group = event_type("GroupDpEvent", "step", "size")
 
 
-def _allocation_losses(event: Any, interval: float) -> Any:
+def _allocation_losses(event: DpEvent, interval: float) -> PrivacyLossDistribution:
     from tfdpfl.accounting import allocation
 
     return allocation.losses(event.event.noise_multiplier, event.steps, interval)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from scipy import special, stats
 
-from tfdpfl._types import Arrays, Json, Loss, Model
+from tfdpfl._types import Arrays, Estimator, Json, Loss, Model
 from tfdpfl.accounting import _checks
 
 LOW_FPR = 0.01
@@ -219,19 +218,19 @@ def _auc_interval(members: np.ndarray, non_members: np.ndarray, auc: float, conf
     return float(special.expit(special.logit(auc) - reach)), float(special.expit(special.logit(auc) + reach))
 
 
-def _logistic(rows: int) -> Any:
+def _logistic(rows: int) -> Estimator:
     from sklearn.linear_model import LogisticRegression
 
     return LogisticRegression()
 
 
-def _neighbors(rows: int) -> Any:
+def _neighbors(rows: int) -> Estimator:
     from sklearn.neighbors import KNeighborsClassifier
 
     return KNeighborsClassifier(min(25, rows))
 
 
-def _forest(rows: int) -> Any:
+def _forest(rows: int) -> Estimator:
     from sklearn.ensemble import RandomForestClassifier
 
     return RandomForestClassifier(200, min_samples_leaf=10, random_state=0)
@@ -241,7 +240,7 @@ def _forest(rows: int) -> Any:
 TRAINED = {"logistic": _logistic, "neighbors": _neighbors, "forest": _forest}
 
 
-def _held_out(make: Any, features: list[np.ndarray]) -> list[np.ndarray]:
+def _held_out(make: Callable[[int], Estimator], features: list[np.ndarray]) -> list[np.ndarray]:
     """Scores [m] and [n] of features [m, f] and [n, f] by a classifier that learned from half of them, from as many
     members as non-members. The half that it learned from has NaN in place of scores."""
     from sklearn.pipeline import make_pipeline
@@ -336,7 +335,7 @@ def _confidence(predicted: np.ndarray) -> list[np.ndarray]:
     return [special.logit(top), special.entr(predicted).sum(1)]
 
 
-def _pair(examples: Arrays) -> tuple[Any, Any]:
+def _pair(examples: Arrays) -> tuple[Arrays, Arrays]:
     if not isinstance(examples, tuple | list) or len(examples) != 2:
         raise ValueError("members and non_members must each be a pair (x, y): give the inputs and their labels")
     return examples[0], examples[1]

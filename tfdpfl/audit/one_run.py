@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from scipy import special, stats
@@ -98,7 +98,7 @@ def _sides(m: int) -> list[int]:
     return [k for k in (m // 2 ** (j + 1) for j in range(8)) if k >= 10]
 
 
-def _largest(found: list[tuple[int, int]], refuted: Any) -> tuple[float, tuple[int, int]]:
+def _largest(found: list[tuple[int, int]], refuted: Callable[[int, int, float], bool]) -> tuple[float, tuple[int, int]]:
     """The supremum of what some (guesses, right) refutes, from below, and which did."""
     low, best = 0.0, found[0]
     for guesses in found:

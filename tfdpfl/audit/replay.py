@@ -6,12 +6,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tfdpfl import _replay_hook
-from tfdpfl._types import Arrays, Json, Keywords
+from tfdpfl._types import Arrays, Json, Keywords, Nest
 from tfdpfl.accounting import ADJACENCIES, _checks
 
 _ROOT = Path(_replay_hook.__file__).resolve().parents[1]
@@ -182,7 +181,7 @@ def _run(mechanism: Callable[[Arrays], Arrays], data: Arrays, tape: _Tape) -> di
         _replay_hook.tape = None
 
 
-def _flat(result: object, name: str) -> Any:
+def _flat(result: Nest, name: str) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of all that is returned."""
     if hasattr(result, "get_weights") and hasattr(result, "weights"):
         for i, (weight, value) in enumerate(zip(result.weights, result.get_weights(), strict=True)):

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import running_fits
-from tfdpfl._types import Arrays, Model, Optimizer
+from tfdpfl._types import Arrays, Callback, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
@@ -27,7 +27,7 @@ Data: TypeAlias = dict[str, Any]  # what of the arguments of a run describes its
 LEFT: weakref.WeakKeyDictionary[Model, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
 
 # By model: the releases of callbacks in calls of `fit` that no `PrivacyBudget` watched.
-RELEASED: weakref.WeakKeyDictionary[Model, list[Any]] = weakref.WeakKeyDictionary()
+RELEASED: weakref.WeakKeyDictionary[Model, list[Callback]] = weakref.WeakKeyDictionary()
 
 
 def stepping(model: Model) -> dict[int, Optimizer]:

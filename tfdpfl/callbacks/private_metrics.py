@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._sums import noisy_sum
-from tfdpfl._types import Arrays, Loss
+from tfdpfl._types import Arrays, Dataset, Keywords, Loss, Model
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.callbacks._fits import RELEASED, fit_arguments, length, running_models
@@ -19,6 +19,9 @@ from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling, examples_of, fixed_order, source_of, users_of
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 _NO_DATA = frozenset(("epsilon", "lr", "learning_rate"))  # logs that no example is in
 _MADE_UP = 8  # examples, on which metrics are tried
@@ -29,10 +32,12 @@ class _Releases:
 
     def __init__(self, seeded: bool) -> None:
         self.seeded = seeded  # whether someone knows the seed of the noise
-        self.counts: dict[Any, int] = {}
-        self.event: Any = None  # of the fit that runs
+        self.counts: dict[DpEvent, int] = {}
+        self.event: DpEvent | None = None  # of the fit that runs
         self.planned = 0  # of this fit, still to come
-        self.model: Callable[[], Any] = lambda: None  # that this fit trains: an interrupted fit plans nothing more
+        self.model: Callable[[], Model | None] = lambda: (
+            None
+        )  # that this fit trains: an interrupted fit plans nothing more
         self.unit: str | None = None  # "example" if a user with several examples is protected less
 
     def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
@@ -140,7 +145,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         """The names of the metrics in the logs."""
         return tuple(self._prefix + name for name in self._functions)
 
-    def event(self, units: int) -> Any:
+    def event(self, units: int) -> DpEvent:
         """Returns one release on so many units, as a dp-accounting event."""
         import dp_accounting
 
@@ -217,7 +222,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
 
     # -- what is released ------------------------------------------------------------------------------------
 
-    def _to_evaluate(self, call: Mapping[str, Any]) -> tuple[Any, np.ndarray, int]:
+    def _to_evaluate(self, call: Keywords) -> tuple[Dataset, np.ndarray, int]:
         """The data in batches, each example's weight, and the number of units."""
         data, users, x = self._data, self._user_ids, call.get("x")
         if self.validation and _objects(data) & _objects(x):

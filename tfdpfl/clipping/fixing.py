@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import inspect
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._types import Layer, Model, Nest, Variable
 from tfdpfl.errors import PrivacyError
 
 # Stands for an axis whose length the model leaves open. It is longer than the kernels of most convolutions.
@@ -25,14 +26,14 @@ _CONFIG = f"Give the layer a get_config that holds all of its arguments, {_REBUI
 class Fixed:
     """Holds what `fix` returns: the new ``model``, and ``changes``, one sentence each."""
 
-    model: Any
+    model: Model
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
         return "\n".join(self.changes) or "Nothing to change."
 
 
-def fix(model: Any) -> Fixed:
+def fix(model: Model) -> Fixed:
     """Copies a Keras model, and replaces the layers of the copy that mix examples. If there are none, it returns the
     model itself.
 
@@ -75,15 +76,15 @@ def fix(model: Any) -> Fixed:
     return Fixed(made, tuple(changes))
 
 
-def _has_graph(model: Any) -> bool:
+def _has_graph(model: Model) -> bool:
     return isinstance(model, tf.keras.Sequential) or any(c.__name__ == "Functional" for c in type(model).__mro__)
 
 
-def _mixes(layer: Any) -> bool:
+def _mixes(layer: Layer) -> bool:
     return any(map(_normalizes_a_batch, layer._flatten_layers()))
 
 
-def _normalizes_a_batch(layer: Any) -> bool:
+def _normalizes_a_batch(layer: Layer) -> bool:
     """Whether a layer is a BatchNormalization that normalizes a batch by itself. Keras's do not while frozen."""
     return isinstance(layer, tf.keras.layers.BatchNormalization) and layer.trainable
 
@@ -91,12 +92,12 @@ def _normalizes_a_batch(layer: Any) -> bool:
 # -- models ------------------------------------------------------------------------------------------------------
 
 
-def _copy_of_graph(model: Any, changes: list[str]) -> Any:
+def _copy_of_graph(model: Model, changes: list[str]) -> Model:
     """A copy of a Sequential or functional model, with its layers replaced where they mix examples."""
-    copies: list[tuple[Any, Any]] = []
+    copies: list[tuple[Layer, Layer]] = []
     replaced: set[str] = set()
 
-    def of_layer(layer: Any) -> Any:
+    def of_layer(layer: Layer) -> Layer:
         if _normalizes_a_batch(layer):
             replaced.add(layer.name)
             return _replacement(layer, changes)
@@ -111,7 +112,7 @@ def _copy_of_graph(model: Any, changes: list[str]) -> Any:
         copies.append((layer, made))
         return made
 
-    def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(layer: Layer, *args: Nest, **kwargs: Nest) -> Nest:
         if layer.name in replaced:  # BatchNormalization accepts arguments that its replacements do not
             kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}
         return layer(*args, **kwargs)
@@ -134,7 +135,7 @@ def _copy_of_graph(model: Any, changes: list[str]) -> Any:
     return made
 
 
-def _copy_of_subclass(model: Any, changes: list[str]) -> Any:
+def _copy_of_subclass(model: Model, changes: list[str]) -> Model:
     name = type(model).__name__
     shape = model.get_build_config()
     if not shape:
@@ -159,7 +160,7 @@ def _not_copied(fact: str) -> PrivacyError:
     )
 
 
-def _shared(layer: Any, error: Exception, changes: list[str]) -> Any:
+def _shared(layer: Layer, error: Exception, changes: list[str]) -> Layer:
     if _mixes(layer):
         raise PrivacyError(
             f"{layer.name!r} ({type(layer).__name__}) holds a BatchNormalization, and cannot be copied: {error}. "
@@ -172,7 +173,7 @@ def _shared(layer: Any, error: Exception, changes: list[str]) -> Any:
     return layer
 
 
-def _replacement(layer: Any, changes: list[str]) -> Any:
+def _replacement(layer: Layer, changes: list[str]) -> Layer:
     """A normalization of each example, in place of a BatchNormalization."""
     spec = getattr(layer, "input_spec", None)
     if spec is None or not spec.axes:
@@ -196,7 +197,7 @@ def _replacement(layer: Any, changes: list[str]) -> Any:
 # -- layers inside of layers -------------------------------------------------------------------------------------
 
 
-def _replace_inside(layer: Any, changes: list[str]) -> None:
+def _replace_inside(layer: Layer, changes: list[str]) -> None:
     """Replaces what mixes examples among the attributes of a layer that is built."""
     if not _mixes(layer):
         return
@@ -249,7 +250,7 @@ def _replaced(value: Any, changes: list[str]) -> Any:
     return value
 
 
-def _set_attribute(layer: Any, name: str, value: Any, old: list[Any]) -> None:
+def _set_attribute(layer: Layer, name: str, value: Any, old: list[Layer]) -> None:
     tracker = getattr(layer, "_tracker", None)  # Keras 3's, which is locked once a layer is built
     if tracker is None:
         setattr(layer, name, value)
@@ -265,7 +266,7 @@ def _set_attribute(layer: Any, name: str, value: Any, old: list[Any]) -> None:
 # -- state -------------------------------------------------------------------------------------------------------
 
 
-def _copy_state(old: Any, new: Any) -> None:
+def _copy_state(old: Layer, new: Layer) -> None:
     """Gives a copied layer all that Keras saves of the original, and compares the two.
 
     Raises:
@@ -290,9 +291,9 @@ def _copy_state(old: Any, new: Any) -> None:
         )
 
 
-def _copy_own_state(before: Any, after: Any) -> None:
+def _copy_own_state(before: Layer, after: Layer) -> None:
     """Copies what Keras saves with a layer itself, without the layers in it."""
-    store: dict[str, Any] = {}
+    store: dict[str, np.ndarray] = {}
     before.save_own_variables(store)
     after.load_own_variables({key: np.asarray(value) for key, value in store.items()})
     if hasattr(before, "save_assets"):
@@ -303,19 +304,19 @@ def _copy_own_state(before: Any, after: Any) -> None:
         b.assign(a)
 
 
-def _generator_states(layer: Any) -> list[Any]:
+def _generator_states(layer: Layer) -> list[Variable]:
     """The states of a layer's own random generators."""
     seeds = [seed.state for seed in getattr(layer, "_seed_generators", ())]  # Keras 3
     generator = getattr(getattr(layer, "_random_generator", None), "_generator", None)  # Keras 2
     return seeds + ([generator.state] if generator is not None else [])
 
 
-def _variables(layer: Any) -> list[Any]:
+def _variables(layer: Layer) -> list[Variable]:
     """Its variables, without the tables that Keras 2 counts among them."""
     return [v for v in layer.variables if hasattr(v, "assign")]
 
 
-def _difference(pairs: list[tuple[Any, Any]]) -> str | None:
+def _difference(pairs: list[tuple[Layer, Layer]]) -> str | None:
     """In what a layer and its copy differ, or None; ``pairs`` begins with them, and goes on with the layers inside."""
     for before, after in pairs:
         if not _same([np.asarray(v) for v in _variables(before)], [np.asarray(v) for v in _variables(after)]):
@@ -346,21 +347,21 @@ def _same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
     )
 
 
-def _calls(layer: Any) -> Iterator[tuple[Any, Any]]:
+def _calls(layer: Layer) -> Iterator[tuple[tuple, dict[str, Nest]]]:
     """The arguments of the call by which a layer came into a model, with arrays in place of the model's tensors; for a
     model by itself, one array of the shape that it was built with."""
     generator = np.random.default_rng(0)
 
-    def array(leaf: Any) -> Any:
+    def array(leaf: Nest) -> Nest:
         return random(leaf.shape, tf.as_dtype(leaf.dtype)) if type(leaf).__name__ == "KerasTensor" else leaf
 
-    def random(shape: Any, dtype: tf.DType) -> tf.Tensor:
-        shape = [d if d is not None else _OPEN_AXIS if i else 2 for i, d in enumerate(shape)]
+    def random(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor:
+        closed = [d if d is not None else _OPEN_AXIS if i else 2 for i, d in enumerate(shape)]
         if dtype == tf.string:
-            return tf.fill(shape, "a")
+            return tf.fill(closed, "a")
         if dtype.is_floating:
-            return tf.cast(generator.normal(size=shape), dtype)
-        return tf.cast(generator.integers(0, 2, shape), dtype)
+            return tf.cast(generator.normal(size=closed), dtype)
+        return tf.cast(generator.integers(0, 2, closed), dtype)
 
     for node in list(layer._inbound_nodes)[:1]:
         held = getattr(node, "arguments", None)  # Keras 3
@@ -372,7 +373,7 @@ def _calls(layer: Any) -> Iterator[tuple[Any, Any]]:
         yield (random(shape, tf.float32),), {}
 
 
-def _output(layer: Any, args: Any, kwargs: Any) -> list[np.ndarray] | None:
+def _output(layer: Layer, args: tuple, kwargs: dict[str, Nest]) -> list[np.ndarray] | None:
     """What a layer makes of the arguments, or None if they are none for it. Its state is as before afterwards."""
     held = [*_variables(layer), *(s for inner in layer._flatten_layers() for s in _generator_states(inner))]
     values = [np.array(v) for v in held]

@@ -10,13 +10,16 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import transform
 from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
 from tensorflow.python.ops import control_flow_util_v2
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 _numbers = itertools.count()
 # By graph the names of the ops that give out what is private: whatever follows from it alone is public.
@@ -221,7 +224,7 @@ def copy_op(
     return list(made.outputs)
 
 
-def rewrite_bodies(op: tf.Operation, rewrite: Callable[[Any], bool]) -> None:
+def rewrite_bodies(op: tf.Operation, rewrite: Callable[[NodeDef], bool]) -> None:
     """Gives a loop or a branch functions of its own in which ``rewrite`` has changed nodes; it says whether it has."""
     for kind, place in _GRAPHS[op.type.removeprefix("Stateless")].items():
         graph, name = op.graph, op.get_attr(kind).name

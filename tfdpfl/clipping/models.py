@@ -5,11 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import ArrayLike
 
+from tfdpfl._types import Arrays, Model, Nest, Variable
 from tfdpfl.clipping.engine import LEAST_CLIP
 from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.clipping.registry import user_rules
@@ -52,7 +55,7 @@ class Explanation:
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def explain(model: Any, batch: Any) -> Explanation:
+def explain(model: Model, batch: Arrays) -> Explanation:
     """Which way each variable's per-example norms are found, and what that costs.
 
     Args:
@@ -85,7 +88,7 @@ def explain(model: Any, batch: Any) -> Explanation:
     return Explanation(tuple(rows))
 
 
-def validate(model: Any, batch: Any, tolerance: float = 1e-4) -> None:
+def validate(model: Model, batch: Arrays, tolerance: float = 1e-4) -> None:
     """Checks that each example of the batch has a loss and a gradient of its own, and that the gradient is exact.
 
     It prints one line on what it found.
@@ -133,10 +136,10 @@ class _Gradients(NamedTuple):
     """Of a batch: losses and norms [2, batch], and by variable the sums that were clipped to ``bound``, and the sums of
     the gradients that TensorFlow takes."""
 
-    per_example: Any
-    bound: Any
-    clipped: list[Any]
-    exact: list[Any]
+    per_example: tf.Tensor
+    bound: tf.Tensor
+    clipped: list[tf.Tensor]
+    exact: list[tf.Tensor]
 
 
 def _gradients(pipeline: ClippingPipeline, variables: list) -> _Gradients:
@@ -158,7 +161,7 @@ def _gradients(pipeline: ClippingPipeline, variables: list) -> _Gradients:
     )
 
 
-def _moved(leaf: Any) -> np.ndarray:
+def _moved(leaf: ArrayLike) -> np.ndarray:
     """A batch whose first example is another."""
     leaf = np.array(leaf)
     first = leaf[0]
@@ -183,7 +186,7 @@ def _check_apart(before: _Gradients, after: _Gradients, tolerance: float) -> Non
         )
 
 
-def _check_exact(model: Any, run: Any, batch: tuple, tolerance: float) -> None:
+def _check_exact(model: Model, run: Callable[..., _Gradients], batch: tuple, tolerance: float) -> None:
     """That norms and clipped sums are those of exact gradients, of the first examples together and of each by itself.
 
     (An example comes twice: at batch size 1 TensorFlow's gradient of a 1x1 convolution with strides is not safe.)
@@ -212,7 +215,7 @@ def _check_exact(model: Any, run: Any, batch: tuple, tolerance: float) -> None:
     _check_sums(model, together.clipped, total, allowed)
 
 
-def _check_sums(model: Any, clipped: list, truth: list[np.ndarray], allowed: float) -> None:
+def _check_sums(model: Model, clipped: list, truth: list[np.ndarray], allowed: float) -> None:
     length = lambda arrays: float(np.sqrt(sum((a**2).sum() for a in arrays)))  # noqa: E731
     off = [np.asarray(c, np.float64) - t for c, t in zip(clipped, truth, strict=True)]
     if not length(off) <= allowed * length(truth) + LEAST_CLIP:
@@ -234,7 +237,7 @@ def _whose(otherwise: str = "a rule of tfdpfl is wrong") -> str:
     return f"Please report it: {otherwise}."
 
 
-def _parts(batch: Any) -> tuple:
+def _parts(batch: Arrays) -> tuple:
     """x, y and sample_weight, of a data set's first batch."""
     if isinstance(batch, tf.data.Dataset):
         batch = next(iter(batch), None)
@@ -243,7 +246,9 @@ def _parts(batch: Any) -> tuple:
     return batch if isinstance(batch, tuple) else (batch,)
 
 
-def _traced(model: Any, batch: tuple, read: Any, training: bool) -> Any:
+def _traced(
+    model: Model, batch: tuple, read: Callable[[ClippingPipeline, list], Nest], training: bool
+) -> Callable[..., Nest]:
     """Traces a training step on the batch's shapes and hands the engine's pipeline to ``read``; returns a function."""
     x, *rest = batch
     y, weight = [*rest, None, None][:2]
@@ -267,7 +272,7 @@ def _traced(model: Any, batch: tuple, read: Any, training: bool) -> Any:
     return step.get_concrete_function(*given) and (lambda *parts: step(*_tensors(parts)))
 
 
-def saved_weights(model: Any) -> list[Any]:
+def saved_weights(model: Model) -> list[Variable]:
     """The weights that are saved with a model. Keras 2 counts metrics among them that are attributes; they tell of the
     batches, as the values that Keras shows of them do."""
     try:
@@ -279,5 +284,5 @@ def saved_weights(model: Any) -> list[Any]:
     return [v for v in model.weights if id(v) not in shown]
 
 
-def _tensors(parts: Any) -> list:
+def _tensors(parts: Sequence[Nest]) -> list:
     return [tf.nest.map_structure(tf.convert_to_tensor, part) for part in parts if part is not None]

@@ -11,7 +11,6 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -130,7 +129,9 @@ class ClippingPipeline:
     # -- reading the graph -----------------------------------------------------------------------------------
 
     def _analyse(self, loss: tf.Tensor) -> BatchAxis:
-        handles: dict[Any, int] = {id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")}
+        handles: dict[int | str | tuple[str, bytes] | None, int] = {
+            id(v.handle): i for i, v in enumerate(self.variables) if hasattr(v, "handle")
+        }
 
         def source(t: tf.Tensor):
             known = resource(t)

@@ -39,7 +39,7 @@ class View(Protocol):
 
     def body(
         self, op: tf.Operation, attribute: str, inputs: list[tf.Tensor], states: list[State]
-    ) -> tuple[Any, list[State], tf.Graph]:
+    ) -> tuple[View, list[State], tf.Graph]:
         """Analyses what an op runs: the analysis, the states of the results, and the graph."""
 
     def note_read(self, handle: Handle, op: tf.Operation) -> None: ...
@@ -167,7 +167,7 @@ def user_rules() -> frozenset[str]:
     return frozenset(kind for kind, function in RULES.items() if isinstance(function, UserRule))
 
 
-def _promised(axis: int, _: Any, op: tf.Operation, states: list[State]) -> State | None:
+def _promised(axis: int, _: View, op: tf.Operation, states: list[State]) -> State | None:
     batches = [s for s in states if isinstance(s, Batch)]
     if any(s.axis != axis for s in batches):
         return mixed(op, f"was registered with batch_axis={axis}, but the batch is elsewhere")

@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.eager.polymorphic_function import tracing_compilation
 
+from tfdpfl._types import Nest
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.errors import PrivacyError
 
@@ -89,14 +89,14 @@ def read_free(sources: Sequence[tf.Tensor], weights: Iterable[tf.Tensor]) -> Non
             trace.read = True
 
 
-def _trace_of(graph: Any) -> _Trace | None:
+def _trace_of(graph: tf.Graph | None) -> _Trace | None:
     """The record of the function that a graph is, or is the body of a loop or a branch in."""
     while graph is not None and graph not in _TRACES:
         graph = getattr(graph, "outer_graph", None)
     return None if graph is None else _TRACES[graph]
 
 
-def _free(t: Any) -> Any:
+def _free(t: Nest) -> Nest:
     """The tensor, with its first axis free if its function is traced with that length free."""
     if isinstance(t, PerReplica):
         return PerReplica([tf.nest.map_structure(_free, value) for value in t.values])
@@ -109,7 +109,7 @@ def _free(t: Any) -> Any:
 
 
 def _with_free_arguments(function: Callable) -> Callable:
-    def free(*args: Any, **kwargs: Any) -> Any:
+    def free(*args: Nest, **kwargs: Nest) -> Nest:
         args, kwargs = tf.nest.map_structure(_free, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -164,7 +164,7 @@ def is_average(t: tf.Tensor) -> bool:
 
 def _noted(average: Callable) -> Callable:
     @functools.wraps(average)
-    def compute_average_loss(*args: Any, **kwargs: Any) -> tf.Tensor:
+    def compute_average_loss(*args: object, **kwargs: object) -> tf.Tensor:
         made = average(*args, **kwargs)
         if isinstance(getattr(made, "graph", None), tf.Graph):
             _AVERAGES.setdefault(made.graph, set()).add(made.name)

@@ -12,12 +12,12 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 
+from tfdpfl._types import Nest
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.step_checks import handles_of, raw_variable
@@ -63,11 +63,11 @@ def watch() -> None:
     tf.GradientTape.gradient = gradient
 
 
-def _key(g: Any) -> tuple[str, ...]:
+def _key(g: tf.Tensor | tf.IndexedSlices) -> tuple[str, ...]:
     return (g.values.name, g.indices.name) if isinstance(g, tf.IndexedSlices) else (g.name,)
 
 
-def _call(tape: tf.GradientTape, target: Any, sources: Any) -> Call | None:
+def _call(tape: tf.GradientTape, target: Nest, sources: Nest) -> Call | None:
     graph = tf.compat.v1.get_default_graph()
     targets, variables = tf.nest.flatten(target), [raw_variable(v) for v in tf.nest.flatten(sources)]
     known = all(tf.is_tensor(t) and getattr(t, "graph", None) is graph for t in targets)

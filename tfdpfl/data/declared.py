@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
@@ -74,7 +73,7 @@ class SamplingDeclaration:
         return self.sampling_rate * self.num_examples / groups
 
 
-def declare(dataset: Dataset, declaration: SamplingDeclaration) -> Any:
+def declare(dataset: Dataset, declaration: SamplingDeclaration) -> Dataset:
     """Lets a data set declare its sampling, and returns it."""
     setattr(dataset, _ATTRIBUTE, declaration)
     return dataset
@@ -94,7 +93,7 @@ def keep_source(dataset: Dataset, examples: Nest, map_fn: Callable | None, users
     setattr(dataset, _SOURCE, (examples, map_fn, users))
 
 
-def source_of(dataset: Dataset) -> tuple[Any, Any, Any] | None:
+def source_of(dataset: Dataset) -> tuple[Nest, Callable | None, Arrays] | None:
     """Returns what `keep_source` was told of a data set, or None."""
     return getattr(dataset, _SOURCE, None)
 

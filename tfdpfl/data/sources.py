@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from tfdpfl._types import Arrays, Dataset, Nest
 
 if TYPE_CHECKING:
     import tensorflow as tf
+    from numpy.typing import DTypeLike
 
 # Arrays of these libraries are in memory.
 _IN_MEMORY = ("numpy", "tensorflow", "keras", "tf_keras", "pandas", "torch", "jax", "jaxlib", "polars", "builtins")
@@ -87,7 +88,7 @@ def _from_disk(leaves: Nest) -> Examples:
     return Examples(number, tf.nest.pack_sequence_as(leaves, specs), _called(read, specs, leaves), in_memory=False)
 
 
-def _rows(value: Any, numbers: np.ndarray) -> np.ndarray:
+def _rows(value: Arrays, numbers: np.ndarray) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return np.asarray(value[numbers])
     # One after the other: a list of places is slower in h5py, and not known to all.
@@ -197,7 +198,7 @@ def _called(read: Callable[[np.ndarray], list[np.ndarray]], specs: list[Nest], s
     return take
 
 
-def _type_in_fit(dtype: Any) -> tf.DType:
+def _type_in_fit(dtype: DTypeLike) -> tf.DType:
     """The type that `fit` gives to an array: float64 becomes Keras's floatx."""
     import tensorflow as tf
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 
@@ -90,7 +89,7 @@ _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?\s*", re.ASCI
 
 def _numbered(ids: Iterable[Arrays]) -> np.ndarray:
     """Which user each id is, from 0 on."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(_value(i), len(numbers)) for i in ids], np.int64)
 
 

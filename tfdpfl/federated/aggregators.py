@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -225,8 +225,8 @@ class MappedSum(tff.aggregators.UnweightedAggregationFactory):
 
     def __init__(
         self,
-        at_clients: Callable[[Any], Any],
-        at_server: Callable[[Any], Any],
+        at_clients: Callable[[Nest], Nest],
+        at_server: Callable[[Nest], Nest],
         inner: tff.aggregators.UnweightedAggregationFactory | None = None,
     ):
         self._at_clients, self._at_server = at_clients, at_server
@@ -285,7 +285,7 @@ def secure_mean(
     return MappedSum(lambda update: clip_by_norm(update, clip)[0], _divided_by(clients_per_round), inner), inner
 
 
-def _divided_by(number: float) -> Callable[[Any], Any]:
+def _divided_by(number: float) -> Callable[[Nest], Nest]:
     return lambda total: tf.nest.map_structure(lambda v: v / tf.cast(number, v.dtype), total)
 
 

@@ -6,7 +6,7 @@ Other functions split one data set over simulated clients. No TFF here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     import tensorflow as tf
+    from numpy.typing import ArrayLike
 
 
 class ClientDatasets(Mapping):
@@ -146,7 +147,7 @@ def from_arrays(arrays: Arrays, client_ids: object) -> ClientDatasets:
 
 
 def from_partition(
-    arrays: Arrays, parts: Mapping[str, Any] | Sequence[Any], _rows: int | None = None
+    arrays: Arrays, parts: Mapping[str, ArrayLike] | Sequence[ArrayLike], _rows: int | None = None
 ) -> ClientDatasets:
     """Returns clients that hold the given rows of ``arrays``, the i-th of a sequence being named "client_i".
 

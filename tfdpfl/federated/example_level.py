@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl import noise
-from tfdpfl._types import Arrays, Dataset, Model, State
+from tfdpfl._types import Arrays, Computation, Dataset, Model, Nest, State
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.clipping import clipped_gradients
@@ -115,8 +114,8 @@ def build_example_dp_fed_avg(
 
 
 def _aggregator(
-    clip: Any, noise_multiplier: float, clients_per_round: Any, given: Any
-) -> tuple[Any, processes._Settings | None]:
+    clip: float | AdaptiveClip | None, noise_multiplier: float, clients_per_round: float | None, given: Computation
+) -> tuple[Computation, processes._Settings | None]:
     if clip is None:
         if noise_multiplier:
             raise ValueError(f"client_noise_multiplier={noise_multiplier!r} needs client_clip: give the clip")
@@ -150,7 +149,7 @@ class _Step:
         parts = zip([*found.sum, *found.regularization], [*weights, *weights], strict=True)
         return [tf.zeros(w.shape, w.dtype) if part is None else part for part, w in parts]
 
-    def apply(self, weights: list, sums: list[tf.Tensor], state: State, key: tf.Tensor, number: tf.Tensor) -> Any:
+    def apply(self, weights: list, sums: list[tf.Tensor], state: State, key: tf.Tensor, number: tf.Tensor) -> State:
         """Adds the noise of step ``number``, assigns the new weights, and returns the optimizer's new state."""
         clipped, regularization = sums[: len(weights)], sums[len(weights) :]
         if self._stddev > 0:
@@ -219,7 +218,7 @@ def _with_size(sizes: tf.Tensor, batch: Arrays) -> tf.Tensor:
     return tf.concat([sizes, tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[:1]], 0)
 
 
-def _in_memory(dataset: tf.data.Dataset) -> Any:
+def _in_memory(dataset: tf.data.Dataset) -> Nest:
     """All examples of a data set that has any, along the first axis."""
     return dataset.unbatch().batch(_ALL).get_single_element()
 

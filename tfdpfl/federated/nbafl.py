@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tfdpfl._types import Arrays, Computation, Dataset, Keywords, Loss, Model, Nest, Optimizer, State
 from tfdpfl.accounting import _checks, compute_noise_multiplier
@@ -24,6 +24,9 @@ from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.guarantees import LocalLevel, participations
 from tfdpfl.federated.privacy import Participation, RoundsRun
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 
 def calculate_c(delta: float) -> float:
@@ -290,7 +293,7 @@ def build_nbafl(
         weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
         start = client_optimizer.initialize(tuple(tf.TensorSpec(w.shape, w.dtype) for w in weights))
 
-        def step(state: State, batch: Arrays) -> Any:
+        def step(state: State, batch: Arrays) -> State:
             with tf.GradientTape() as tape:
                 value = loss_of(model, batch)
             gradients = tuple(tape.gradient(value, weights, unconnected_gradients="zero"))
@@ -327,7 +330,7 @@ def _log_mixed(q: float, x: float) -> float:
     return x if q == 1 else -math.log1p(q * math.expm1(-x))
 
 
-def _price(steps: dict[Any, int], delta: float, accountant: str) -> Price:
+def _price(steps: dict[DpEvent, int], delta: float, accountant: str) -> Price:
     from dp_accounting import dp_event
 
     events = [dp_event.SelfComposedDpEvent(event, count) for event, count in steps.items()]

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -30,6 +30,9 @@ from tfdpfl.federated import data, files, runtime
 from tfdpfl.federated._tff import client_element, tff
 from tfdpfl.federated.guarantees import ClientLevel, CohortCheck, ExampleLevel, TreeLevel
 from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun, promises_of_levels
+
+if TYPE_CHECKING:
+    import pandas
 
 _LEDGER = "ledger.jsonl"
 _VERSION = 1  # of its lines
@@ -114,7 +117,7 @@ class History(Mapping):
             lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
         return "\n".join(lines)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """A `pandas.DataFrame` with a row for each round; δ and adjacencies are in its ``attrs``.
 
         Raises:
@@ -730,11 +733,11 @@ def _highest(prices: Mapping[str, Price]) -> float:
     return max((paid.epsilon for paid in prices.values()), default=0.0)
 
 
-def _scalars(metrics: Any) -> dict[str, float]:
+def _scalars(metrics: Nest) -> dict[str, float]:
     """A process's nested metrics, each number by the last of its names, or by all of them where that is taken."""
     found: dict[str, float] = {}
 
-    def visit(path: tuple[str, ...], value: Any) -> None:
+    def visit(path: tuple[str, ...], value: Nest) -> None:
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 visit((*path, str(name)), inner)

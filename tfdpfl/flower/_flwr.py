@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -70,7 +70,10 @@ def record_of(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
 
 
-def only(records: Mapping[str, Any], what: str) -> Any:
+_Record = TypeVar("_Record")
+
+
+def only(records: Mapping[str, _Record], what: str) -> _Record:
     """The one record that there must be.
 
     Raises:
@@ -102,7 +105,9 @@ def packed(value: object) -> tuple[str, dict[str, np.ndarray]]:
     return "", {}
 
 
-def unpacked(kind: str, parts: dict[str, np.ndarray]) -> Any:
+def unpacked(
+    kind: str, parts: dict[str, np.ndarray]
+) -> np.ndarray | ArrayRecord | dict[str, np.ndarray] | list[np.ndarray]:
     if kind == "array":
         return parts[""]
     if kind == "record":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
@@ -59,7 +58,7 @@ class LedgerAccountant:
         self.ledger = PrivacyLedger()
 
     @property
-    def config(self) -> Any:
+    def config(self) -> accounting.PrivacyConfig:
         """Flower's ``PrivacyConfig``: no amplification."""
         return self._config
 
@@ -68,7 +67,7 @@ class LedgerAccountant:
         """How many releases the ledger holds."""
         return self.ledger.steps
 
-    def compose(self, event: object, count: int = 1) -> None:
+    def compose(self, event: accounting.GaussianPrivacyEvent, count: int = 1) -> None:
         """Adds ``count`` releases of Flower's ``GaussianPrivacyEvent``."""
         self._add(self.ledger, event, count)
 
@@ -91,7 +90,7 @@ class LedgerAccountant:
             low, high = (low, middle) if self.get_epsilon(10**middle) <= epsilon else (middle, high)
         return 1.0 if math.isclose(high, 0.0) else 10**high
 
-    def get_privacy_spent(self, delta: float | None = None) -> Any:
+    def get_privacy_spent(self, delta: float | None = None) -> accounting.PrivacySpent:
         """Flower's ``PrivacySpent`` at δ; None takes the accountant's own."""
         delta = self._config.target_delta if delta is None else delta
         return accounting.PrivacySpent(
@@ -101,7 +100,9 @@ class LedgerAccountant:
             accounting_method=self.accountant,
         )
 
-    def would_exceed(self, event: object, max_epsilon: float | None = None, count: int = 1) -> bool:
+    def would_exceed(
+        self, event: accounting.GaussianPrivacyEvent, max_epsilon: float | None = None, count: int = 1
+    ) -> bool:
         """Whether ε would pass the limit with ``count`` more releases; nothing is added.
 
         Raises:
@@ -128,7 +129,7 @@ class LedgerAccountant:
             raise ValueError(f"state is of delta={state.get('delta')}, not {self._config.target_delta}: give it that")
         self.ledger = PrivacyLedger.from_dict(state["ledger"])  # type: ignore[arg-type]
 
-    def _add(self, ledger: PrivacyLedger, event: Any, count: int) -> None:
+    def _add(self, ledger: PrivacyLedger, event: accounting.GaussianPrivacyEvent, count: int) -> None:
         from dp_accounting import dp_event
 
         count = _checks.whole("count", count, 1, "count the releases")

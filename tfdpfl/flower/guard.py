@@ -19,19 +19,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supernode import start_client_internal as supernode
 from flwr.supernode.cli.flower_supernode import flower_supernode
 
-from tfdpfl._types import Nest
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.flower._flwr import Context, Error, Message, MessageType, RecordDict, log
 from tfdpfl.flower.local import local_dp_mod
+
+if TYPE_CHECKING:
+    from flwr.proto.message_pb2 import ObjectTree
+    from flwr.supercore.object_store import ObjectStore
+    from flwr.supernode.nodestate import NodeState
 
 _NOTHING = "this node does not answer such messages"
 _CODE = 201
@@ -117,16 +121,18 @@ class Guard:
             weighted_by_key=policy.weighted_by_key,
         )  # fmt: skip
         self._contents: dict[str, bytes] = {}  # what came from the server, by object
-        self._asked: dict[str, tuple[Message, Any, float]] = {}  # messages, their objects' tree, and when they came
+        self._asked: dict[
+            str, tuple[Message, ObjectTree, float]
+        ] = {}  # messages, their objects' tree, and when they came
         self._early: dict[str, Message] = {}  # replies that wait for the time of their answer
         self._made: set[str] = set()  # the objects of the answer that is leaving
 
     @contextmanager
-    def connection(self, real: Any) -> Iterator[tuple[Any, ...]]:
+    def connection(self, real: AbstractContextManager[tuple]) -> Iterator[tuple]:
         """Wraps Flower's connection to the server: it remembers what comes, and lets only this object's answers out."""
         with real as (node_id, receive, send, get_run, get_fab, pull_object, push_object, confirm):
 
-            def remember_message() -> Any:
+            def remember_message() -> tuple[Message, ObjectTree] | None:
                 received = receive()
                 if received is not None:
                     message, tree = received
@@ -137,7 +143,7 @@ class Guard:
                 self._contents[object_id] = contents = pull_object(run_id, object_id)
                 return contents
 
-            def send_own(message: Message, tree: Nest, runtime: float) -> Any:
+            def send_own(message: Message, tree: ObjectTree, runtime: float) -> tuple[set[str], str]:
                 self._only_own(tree.object_id)
                 return send(message, tree, 0.0)  # how long the app ran is nobody's business
 
@@ -154,7 +160,7 @@ class Guard:
                 "Flower that tfdpfl was tested with"
             )
 
-    def push(self, state: Any, object_store: Any, send: Any, push_object: Any) -> None:
+    def push(self, state: NodeState, object_store: ObjectStore, send: Callable, push_object: Callable) -> None:
         """Waits for the app and answers in its place, as Flower's `_push_messages` does for it."""
         for message_id, reply in self._replies(state):
             answer = self.answer(message_id, reply, object_store)
@@ -173,7 +179,7 @@ class Guard:
                 for done in replied:
                     object_store.delete(done)
 
-    def _replies(self, state: Any) -> list[tuple[str, Message | None]]:
+    def _replies(self, state: NodeState) -> list[tuple[str, Message | None]]:
         """The app's replies by the messages that they answer; None for one that did not come in time."""
         wait = self._policy.answer_after
         while True:
@@ -187,7 +193,7 @@ class Guard:
                 return [(message_id, early.get(message_id)) for message_id in late]
             time.sleep(0.5 if wait is None else min(0.5, wait))
 
-    def answer(self, message_id: str, reply: Message | None, object_store: object) -> Message | None:
+    def answer(self, message_id: str, reply: Message | None, object_store: ObjectStore) -> Message | None:
         """Returns what leaves in place of the app's reply; None where nothing was asked."""
         asked = self._asked.get(message_id)
         if asked is None:
@@ -208,15 +214,15 @@ class Guard:
             log.warning("The server gets no update: %s", error)
             return Message(Error(code=_CODE, reason=_NOTHING), reply_to=message)
 
-    def _reply_of_app(self, reply: Message | None, object_store: Any) -> Message:
+    def _reply_of_app(self, reply: Message | None, object_store: ObjectStore) -> Message:
         """The app's reply with its arrays. Raises where there is none, for which the mod sends noise alone."""
         if reply is None:
             raise ValueError("the app was not done in time")
         ids = _ids(object_store.get_object_tree(reply.metadata.message_id))
         until = time.monotonic() + (60 if self._policy.answer_after is None else 1)
         while True:
-            contents = {i: object_store.get(i) for i in ids}
-            if all(contents.values()):
+            contents = {i: found for i in ids if (found := object_store.get(i))}
+            if contents.keys() == {*ids}:
                 break
             if time.monotonic() > until:
                 raise ValueError("the app did not send its whole reply")
@@ -225,7 +231,7 @@ class Guard:
         assert isinstance(full, Message)
         return full
 
-    def _send(self, answer: Message, send: Any, push_object: Any) -> None:
+    def _send(self, answer: Message, send: Callable, push_object: Callable) -> None:
         with inflatable_object.no_object_id_recompute():
             answer.metadata.__dict__["_message_id"] = answer.object_id
             tree = inflatable_object.get_object_tree(answer)
@@ -238,7 +244,7 @@ class Guard:
         log.info("Sent an answer of this node's guard")
 
 
-def _ids(tree: Nest) -> list[str]:
+def _ids(tree: ObjectTree) -> list[str]:
     return [part.object_id for part in inflatable_object.iterate_object_tree(tree)]
 
 

@@ -18,15 +18,18 @@ import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tfdpfl import _formats
 from tfdpfl._formats import NewerFormatError
-from tfdpfl._types import Json
+from tfdpfl._types import Json, JsonValue
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import files
+
+if TYPE_CHECKING:
+    from io import FileIO
 
 VERSION = 2  # of the lines; files of before lines had a version hold settings as their `repr`
 _HASHED = 2  # the first version whose lines have a hash
@@ -125,7 +128,7 @@ class Record:
         else:
             raise ValueError(f"{json.dumps(held)[:99]} cannot follow {len(self.charged)} charged rounds")
 
-    def whole(self, line: Mapping[str, Any]) -> bytes:
+    def whole(self, line: Mapping[str, JsonValue]) -> bytes:
         """Returns a line with its hash, as it is to follow."""
         before = json.dumps(line).encode()[:-1]
         digest = self.digest.copy()
@@ -147,9 +150,9 @@ class Journal(Record):
       ValueError: the file is in use, cannot be locked, or is no journal.
     """
 
-    def __init__(self, path: str | os.PathLike | None, header: Mapping[str, Any]):
+    def __init__(self, path: str | os.PathLike | None, header: Mapping[str, JsonValue]):
         super().__init__()
-        self._file: Any = None
+        self._file: FileIO | None = None
         self._process = os.getpid()
         self._path = None if path is None else Path(path)
         if self._path is None:
@@ -183,14 +186,14 @@ class Journal(Record):
         self._append({"evaluation": self.evaluations})
         self.evaluations += 1
 
-    def save(self, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
+    def save(self, arrays: Mapping[str, np.ndarray], about: Mapping[str, JsonValue]) -> None:
         """Replaces the last model, all or nothing."""
         if self._path is None:
             return
         named: Json = {f"array/{name}": value for name, value in arrays.items()}
         self._replace(self._model, {"about": np.array(json.dumps(about)), **named})
 
-    def load(self) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    def load(self) -> tuple[dict[str, np.ndarray], Json] | None:
         """The last model, and what was said about it; None if there is none."""
         if self._path is None or not self._model.exists():
             return None
@@ -243,7 +246,7 @@ class Journal(Record):
     def _replace(self, path: Path, named: Json) -> None:
         files.replace(path, lambda file: np.savez(file, **named))
 
-    def _resume(self, header: Mapping[str, Any], new: bool) -> None:
+    def _resume(self, header: Mapping[str, JsonValue], new: bool) -> None:
         assert self._file is not None and self._path is not None
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]  # what follows was not written before anything was done

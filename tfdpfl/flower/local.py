@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,12 @@ from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
 from tfdpfl.flower.reports import ClientLedger, attach, over_budget, refused
 from tfdpfl.flower.updates import ClippedSum
+
+if TYPE_CHECKING:
+    from flwr.client.typing import ClientAppCallable
+    from flwr.common.typing import Scalar
+
+    from tfdpfl import noise
 
 FAILURES = (Exception, SystemExit)  # of an app; Flower would send the text of the first to the server
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
@@ -88,7 +94,7 @@ def local_dp_mod(
     return mod
 
 
-def add_answer(total: ClippedSum, message: Message, context: Context, call_next: Any) -> bool:
+def add_answer(total: ClippedSum, message: Message, context: Context, call_next: ClientAppCallable) -> bool:
     """Runs the app and adds the arrays of its reply. Returns whether there were any.
 
     Whatever the app does wrong may depend on its data, so that the server must not learn of it, not even that it did.
@@ -118,7 +124,7 @@ class Normals:
 
     def __init__(self, seed: int | None):
         self._seed = seed
-        self._source: Any = None
+        self._source: noise.Source | None = None
 
     def __call__(self, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
         from tfdpfl import noise
@@ -127,7 +133,7 @@ class Normals:
             self._source = noise.Source(self._seed)
         return [np.asarray(drawn) for drawn in self._source.gaussian(shapes, 1.0)]
 
-    def __reduce__(self) -> Any:  # Ray ships apps to its workers
+    def __reduce__(self) -> tuple:  # Ray ships apps to its workers
         return Normals, (self._seed,)
 
 
@@ -146,7 +152,7 @@ def noised(
     return {**base, **dict(zip(added, told, strict=True))}
 
 
-def _setting(value: float | str, context: Context) -> Any:
+def _setting(value: float | str, context: Context) -> Scalar:
     if not isinstance(value, str):
         return value
     if value not in context.run_config:

@@ -12,11 +12,11 @@ import dataclasses
 import json
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tfdpfl import _formats
+from tfdpfl._types import JsonValue
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import RoundsRun
@@ -64,7 +64,7 @@ class Register:
         if new:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
-        self._prices: dict[Any, float] = {}
+        self._prices: dict[Hashable, float] = {}
         try:
             self._db = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
@@ -104,7 +104,7 @@ class Register:
         self._db.execute("COMMIT")
 
     def join(
-        self, run: str, ledger: str, header: Mapping[str, Any], charged: Sequence[Sequence[str]],
+        self, run: str, ledger: str, header: Mapping[str, JsonValue], charged: Sequence[Sequence[str]],
         begun: Sequence[str] | None = None, evaluations: int = 0,
     ) -> bool:  # fmt: skip
         """Adds a run, or goes on with it. Returns whether the ledger had rounds that were not here.

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdpfl import _formats
-from tfdpfl._types import Promiser
+from tfdpfl._types import JsonValue, Promiser
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.clips import AdaptiveClip
@@ -20,6 +20,9 @@ from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel
 from tfdpfl.federated.nbafl import NbAFLLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.noise.strategies import KINDS
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 _CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
 
@@ -46,12 +49,12 @@ def participation(
 
 
 def ledger_of(
-    own: Any,
+    own: ClientLevel | CorrelatedLevel,
     run: RoundsRun,
     *,
     sampling_rate: float | None = None,
     train_metrics: NoisedMetrics | None = None,
-    evaluate_metrics: Any = None,
+    evaluate_metrics: object = None,
     evaluations: int = 0,
 ) -> PrivacyLedger:
     """Returns what a client's rounds and evaluations released, as events.
@@ -65,7 +68,7 @@ def ledger_of(
     """
     from dp_accounting import dp_event
 
-    def gaussian(z: float) -> Any:
+    def gaussian(z: float) -> DpEvent:
         return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()
 
     most, ledger = participations(run), PrivacyLedger()
@@ -89,11 +92,11 @@ class Settings:
 
     privacy: tuple[Promiser, ...]
     sampling: Mapping[str, Any]
-    train_metrics: Any
-    evaluations: Any
+    train_metrics: NoisedMetrics | None
+    evaluations: object
 
     @classmethod
-    def of(cls, header: Mapping[str, Any]) -> Settings:
+    def of(cls, header: Mapping[str, JsonValue]) -> Settings:
         """Returns the settings that a header describes.
 
         Raises:

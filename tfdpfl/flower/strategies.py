@@ -195,7 +195,9 @@ class DifferentialPrivacy(Strategy):
         return (ClientLevel(noise_multiplier=combined(z, self._train_metrics.noise_multiplier)
                             if self._train_metrics else z),)  # fmt: skip
 
-    def _joined(self, path: Any, client_epsilon: float | None, ledger_path: Any) -> Register | None:
+    def _joined(
+        self, path: str | os.PathLike | None, client_epsilon: float | None, ledger_path: str | os.PathLike | None
+    ) -> Register | None:
         self._client_epsilon = client_epsilon
         if client_epsilon is not None:
             _checks.real("client_epsilon", client_epsilon, "give the ε that a client may spend, or None", above=0)
@@ -388,7 +390,7 @@ class DifferentialPrivacy(Strategy):
             return initial
         arrays, about = saved
         # Older files have the round alone, which is no smaller: a round may fail before it is charged.
-        known = about.get("charged", about["rounds"])
+        known = about["charged"] if "charged" in about else about["rounds"]
         if known > self.rounds_charged:
             raise PrivacyError(
                 f"the ledger has {self.rounds_charged} charged rounds, but the saved model beside it came after "

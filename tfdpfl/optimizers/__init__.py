@@ -11,7 +11,8 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 from tfdpfl import _formats
 from tfdpfl._frames import PLAN, callers, running_fits, trained_by
+from tfdpfl._types import Variable
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.clipping import tapes
@@ -96,7 +98,6 @@ _DOC = """Trains with {base} and differential privacy: clips the gradient of eve
       ValueError: for arguments out of range.
     """
 
-
 _DOC_FTRL = """Trains with SGD and noise that is correlated over the steps (DP-FTRL: Kairouz et al. 2021,
     arXiv:2103.00039).
 
@@ -142,7 +143,7 @@ class DPOptimizer:
         self,
         l2_norm_clip: float | Clip | PiecewiseConstantDecay,
         noise_multiplier: float | PiecewiseConstantDecay,
-        *positional: Any,
+        *positional: object,
         num_microbatches: int | None = None,
         gradient_accumulation_steps: int = 1,
         expected_batch_size: float | None = None,
@@ -224,7 +225,7 @@ class DPOptimizer:
             stepped_on(v)[id(self._dp)] = self._dp
         return private
 
-    def _warn_of_class_weights(self, weights: Any) -> None:
+    def _warn_of_class_weights(self, weights: Mapping[int, float] | None) -> None:
         """Weights are in the loss, and so before the clip. (How many examples exceed it is not known in public.)"""
         if isinstance(weights, dict) and len(set(weights.values())) > 1:
             warnings.warn(
@@ -404,7 +405,7 @@ def _stored(optimizer, store, variable):
 _STEPPED_ON: dict[int, dict[int, GradientPrivatizer]] = {}  # by the id of a variable, which has no hash
 
 
-def stepped_on(variable: Any) -> dict[int, GradientPrivatizer]:
+def stepped_on(variable: Variable) -> dict[int, GradientPrivatizer]:
     """Returns the privatizers of the DP optimizers whose steps on a variable were traced in this process, by id: other
     models may share it, and its own may have been compiled anew. Kept with the variable; later ones come into the same
     dictionary. (Not the optimizers, which are as large as the model.)"""
@@ -478,7 +479,7 @@ def _make(base: type, name: str) -> type:
 
         from tfdpfl.optimizers._keras3 import Keras3Adapter as adapter
 
-        of_keras: Any = keras
+        of_keras: ModuleType = keras
     elif hasattr(base, "compute_gradients") and hasattr(base, "_create_iteration_variable"):
         from tfdpfl.optimizers._keras2 import Keras2Adapter as adapter
 

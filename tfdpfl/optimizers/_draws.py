@@ -19,7 +19,7 @@ import functools
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -32,6 +32,9 @@ from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, body_graphs
 from tfdpfl.clipping.states import Batch, Items
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.source import Source
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 __all__ = ["draws_by_example", "make_secret"]
 
@@ -89,7 +92,7 @@ def _new_seed() -> int:
     return seed
 
 
-def _reseed(node: Any) -> bool:
+def _reseed(node: NodeDef) -> bool:
     """Gives a node of a function, if it is seeded, secret seeds instead."""
     seeded = all(name in node.attr for name in _SEEDS)
     for name in _SEEDS if seeded else ():

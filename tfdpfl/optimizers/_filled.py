@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdpfl import _blanks
 from tfdpfl._frames import callers, running_fits
+from tfdpfl._types import Dataset
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.clipping.sizes import original
@@ -29,7 +29,7 @@ def leave_out_blanks(plan: ClippingPipeline) -> None:
       PrivacyError: the data of the running `fit` may hold blank rows, and the step does not take in the marks.
     """
     marking = [t for t in _entering(plan.graph, plan.analysis.sources) if _blanks.may_mark(t)]
-    data: Any = next(running_fits(), {}).get("x")
+    data: Dataset = next(running_fits(), {}).get("x")
     declared = made_from(data)
     if declared is not None and declared.blanks:
         check_kept(data)
@@ -64,7 +64,7 @@ def _sample_weights(plan: ClippingPipeline) -> list[tf.Tensor]:
     return []
 
 
-def check_kept(data: Any) -> None:
+def check_kept(data: Dataset) -> None:
     """Raises a `PrivacyError` where what stands behind batches with blank rows may have lost which rows are blank."""
     declared, changing = made_from(data), transformed_by(data, _KEEPS)
     if declared is not None and declared.blanks and changing is not None:

@@ -15,12 +15,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._process import renew_after_fork
+from tfdpfl._types import Keywords
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
@@ -66,7 +68,7 @@ class NoiseSegments:
     def _renew(self) -> None:
         self._own[0, :ORDER].assign(np.zeros(ORDER))  # the next step begins a segment of this process
 
-    def build(self, shapes: list, ids: list[int], add_state: Any) -> None:
+    def build(self, shapes: list, ids: list[int], add_state: Callable[[str, np.ndarray], tf.Variable]) -> None:
         """Makes what is saved, for the weights that the optimizer is for."""
         table = np.zeros([1 + ROWS, len(COLUMNS)])
         table[0, KIND] = self.kind
@@ -308,7 +310,7 @@ class _Training:
         name = names.pop() if len(names) == 1 else 0.0
         return f"{int(name):x}" if name > 0 else None
 
-    def limits(self, groups: int) -> dict[str, Any]:
+    def limits(self, groups: int) -> Keywords:
         """Returns how often an example can take part, as `CorrelatedRun` accepts it; nothing if that is not known.
 
         Args:

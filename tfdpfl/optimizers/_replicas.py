@@ -90,7 +90,7 @@ def each_where(chosen: Callable[[], tf.Tensor], act: Callable[[], object]) -> No
 
         tf.cond(chosen(), done, lambda: tf.zeros([]))
 
-    def together(strategy: tf.distribute.Strategy, acts: Any) -> None:
+    def together(strategy: tf.distribute.Strategy, acts: Callable[[], object]) -> None:
         run = tf.autograph.experimental.do_not_convert(lambda act: act())
         branch(lambda: strategy.extended.call_for_each_replica(run, args=(acts,)))
 

@@ -121,7 +121,7 @@ class Settings:
         return {k: v.to_dict() if isinstance(v, PiecewiseConstant) else clips.to_config(v) for k, v in given.items()}
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -141,5 +141,5 @@ def _finite(name: str, value: Any) -> float:
     return float(value)
 
 
-def _constant_or_not(name: str, value: Any) -> float | PiecewiseConstant:
+def _constant_or_not(name: str, value: object) -> float | PiecewiseConstant:
     return schedule_of(name, value) or _finite(name, value)

@@ -14,7 +14,6 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -169,7 +168,9 @@ class Counter:
         self.batches.assign(after)
         return BatchSampling(known, place)
 
-    def count(self, drawn: BatchSampling, multiplier: tf.Tensor, saved: tf.Variable, origin: Any = None) -> None:
+    def count(
+        self, drawn: BatchSampling, multiplier: tf.Tensor, saved: tf.Variable, origin: tf.Tensor | None = None
+    ) -> None:
         """Counts a step that is traced, here and in the table that is saved. Several workers all count the first one's,
         by its ``origin``, so that they say the same."""
         shift = tf.constant(DISCRETE if self.discrete else 0, tf.float64)

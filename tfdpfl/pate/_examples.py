@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from tfdpfl._types import Arrays
@@ -48,7 +46,7 @@ def rows(X: Arrays, which: Arrays) -> Arrays:
     return [each[which] for each in X] if isinstance(X, list) else X[which]
 
 
-def joined(parts: list[Any]) -> Arrays:
+def joined(parts: list[Arrays]) -> Arrays:
     """Parts of one form, one after the other."""
     if isinstance(parts[0], dict):
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

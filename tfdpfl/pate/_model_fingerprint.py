@@ -14,12 +14,11 @@ import json
 import re
 import types
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._types import Arrays, Model
+from tfdpfl._types import Arrays, JsonValue, Model, Nest
 from tfdpfl.clipping.graph import attributes, body_graphs, function_names
 from tfdpfl.clipping.step_checks import handles_of
 from tfdpfl.clipping.variable_writes import side_effects
@@ -70,7 +69,7 @@ def foreign(thing: object) -> bool:
     return any(callable(part) and (isinstance(part, functools.partial) or not own(part)) for part in parts)
 
 
-def _of_model(model: Model, x: Arrays) -> Any:
+def _of_model(model: Model, x: Arrays) -> JsonValue:
     layers = model._flatten_layers(include_self=False)
     if type(model).__name__ in ("Sequential", "Functional") and own(model) and not any(map(foreign, layers)):
         return _renamed(model.get_config(), [layer.name for layer in model.layers])
@@ -78,7 +77,7 @@ def _of_model(model: Model, x: Arrays) -> Any:
     return [graph, [(w.shape, str(w.dtype), bool(w.trainable)) for w in model.weights]]
 
 
-def _of_loss(model: Model, x: Arrays, y: Arrays) -> Any:
+def _of_loss(model: Model, x: Arrays, y: Arrays) -> JsonValue:
     loss = model.loss
     if isinstance(loss, str):
         return loss
@@ -90,7 +89,7 @@ def _of_loss(model: Model, x: Arrays, y: Arrays) -> Any:
     return _graph(lambda y, p: model.compute_loss(None, y, p, None), (tf.constant(y), outputs), model)
 
 
-def _graph(function: Callable[..., Any], arguments: tuple, model: Model) -> str:
+def _graph(function: Callable[..., Nest], arguments: tuple, model: Model) -> str:
     """The hash of a function's graph, its variables by their place in the model, its arguments of any batch size."""
     specs = tf.nest.map_structure(lambda a: tf.TensorSpec([None, *a.shape[1:]], a.dtype), arguments)
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -287,7 +286,7 @@ def _merged(x: tf.Tensor) -> tf.Tensor:
     return tf.reshape(x, tf.concat([[-1], tf.shape(x)[2:]], 0))
 
 
-def _chain(model: Model) -> list[Any] | None:
+def _chain(model: Model) -> list[Layer] | None:
     """The model's layers where each one's output is the next one's only input."""
     layers = getattr(model, "layers", None)
     if not layers or not getattr(model, "built", False):

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from tfdpfl.pate.epsilon import WARNING, Epsilon
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity_release
 from tfdpfl.pate.teachers import compiled, inputs_of, labels_for, like_zero
 from tfdpfl.pate.votes import as_counts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _INTERACTIVE_BATCHES = 5
 
@@ -480,7 +483,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _figure(panels: int = 1, size: tuple[float, float] = (7, 4)) -> tuple[Any, Any]:
+def _figure(panels: int = 1, size: tuple[float, float] = (7, 4)) -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -7,13 +7,18 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdpfl._types import Arrays, Loss, Model
+from tfdpfl._types import Arrays, Callback, Loss, Model
 from tfdpfl.accounting import _checks
 from tfdpfl.pate import _examples
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from tfdpfl.pate._stacked import Stack
 
 _STACK = 25  # teachers trained together: beyond, their weights no longer gain from each other's company
 _ONE_HOT = "CategoricalCrossentropy CategoricalFocalCrossentropy CategoricalHinge KLDivergence Dice Tversky".split()
@@ -89,10 +94,10 @@ class TeacherEnsemble:
         X: Arrays,
         y: Arrays,
         *,
-        shards: Sequence[Any] | None = None,
+        shards: Sequence[Arrays] | None = None,
         validation_split: float = 0.0,
         class_weight: Mapping[int, float] | str | None = None,
-        callbacks: Callable[[int], list[Any]] | None = None,
+        callbacks: Callable[[int], list[Callback]] | None = None,
     ) -> TeacherEnsemble:
         """Trains the teachers and returns the ensemble.
 
@@ -158,7 +163,7 @@ class TeacherEnsemble:
         self.trained_together_: bool | str = self._obstacle or self._who_was_alone() or True
         return self
 
-    def fit_shards(self, shards: Sequence[tuple[Any, Any]], **options: Any) -> TeacherEnsemble:
+    def fit_shards(self, shards: Sequence[tuple[Arrays, Arrays]], **options: Any) -> TeacherEnsemble:
         """Trains a teacher on each `(X, y)`: one a hospital. No example may be in two. Options and errors as `fit`."""
         if len(shards) != self.num_teachers:
             raise ValueError(f"shards must be one for each of {self.num_teachers} teachers, got {len(shards)}.")
@@ -215,7 +220,7 @@ class TeacherEnsemble:
             )
         return np.array_split(rng.permutation(examples), self.num_teachers)
 
-    def _check_shards(self, shards: Sequence[Any], examples: int) -> list[np.ndarray]:
+    def _check_shards(self, shards: Sequence[Arrays], examples: int) -> list[np.ndarray]:
         arrays = [np.asarray(shard) for shard in shards]
         if len(arrays) != self.num_teachers:
             raise ValueError(f"shards must be one for each of {self.num_teachers} teachers, got {len(arrays)}.")
@@ -344,7 +349,7 @@ class TeacherEnsemble:
         y: np.ndarray,
         classes: np.ndarray,
         rng: np.random.Generator,
-        bar: Any,
+        bar: tqdm,
     ) -> None:
         import tensorflow as tf
 
@@ -368,7 +373,7 @@ class TeacherEnsemble:
         for i, (teacher, trained) in enumerate(zip(group, stack.weights(), strict=True)):
             self._keep(teacher, trained, {name: [float(v[i]) for v in values] for name, values in logs.items()})
 
-    def _stack(self, weights: list[list[np.ndarray]]) -> Any:
+    def _stack(self, weights: list[list[np.ndarray]]) -> Stack:
         """A stack of these models; of each size there is one, which has its graphs."""
         from tfdpfl.pate import _stacked
 
@@ -378,7 +383,7 @@ class TeacherEnsemble:
             self._stacks[len(weights)] = _stacked.Stack(self._template, weights, self._limit)
         return self._stacks[len(weights)]
 
-    def _train_one(self, teacher: int, model: Model, alike: bool, X: Arrays, y: np.ndarray, bar: Any) -> None:
+    def _train_one(self, teacher: int, model: Model, alike: bool, X: Arrays, y: np.ndarray, bar: tqdm) -> None:
         rows, aside = self._trained_on[teacher], self._measured_on[teacher]
         # A callback may leave something behind in the model that it is given.
         trained = self._reused(model) if alike and self._callbacks is None else model
@@ -474,7 +479,7 @@ class TeacherEnsemble:
         self._check_fitted()
         return _examples.as_inputs(X, len(_examples.arrays(self._zero)))
 
-    def _forwards(self) -> Iterator[tuple[list[int], Callable[[Any], np.ndarray]]]:
+    def _forwards(self) -> Iterator[tuple[list[int], Callable[[Arrays], np.ndarray]]]:
         """Groups of teachers, and what gives their outputs on a batch, `[teachers, batch, ...]`."""
         alike = [t for t in range(self.num_teachers) if t not in self._models]
         if self._stacks or self._obstacle is None:
