@@ -101,17 +101,23 @@ def rules():
         getattr(registry, name).update(table)
 
 
-@pytest.mark.slow
-def test_validate_sees_a_false_promise_by_its_numbers(rules):
-    """A rule registered for an op that in truth mixes examples: the graph's analysis believes it, the numbers tell."""
+def norms_of(loss, *weights):
+    """A function of a batch of 3 numbers each: the norms of its examples' gradients."""
+    spec = [tf.TensorSpec([None, 3])]
+    return tf.function(lambda x: tfdpfl.clipping.per_example_norms(loss(x), list(weights)), spec, autograph=False)
 
-    class Reversed(L.Layer):
-        def call(self, x):
-            return x + tf.raw_ops.ReverseV2(tensor=x, axis=[0])
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_promise_is_tried_on_random_numbers(axis, rules):
     register_rule("ReverseV2", batch_axis=0)(lambda use, units: None)
-    with pytest.raises(PrivacyError, match=r"Changing example 0 changed.*Rules of yours are in force for ReverseV2"):
-        validate(compiled(Reversed(), L.Conv2D(2, 3)), (IMAGES, LABELS))
+    w = tf.Variable([1.0, 2.0, 3.0])
+    norms = norms_of(lambda x: tf.reduce_sum(tf.raw_ops.ReverseV2(tensor=x, axis=[axis]) * w), w)
+    x = IMAGES[:, 0, 0]
+    if axis:
+        np.testing.assert_allclose(norms(x), np.linalg.norm(x, axis=1), rtol=1e-6)
+    else:
+        with pytest.raises(PrivacyError, match=r"ReverseV2.*one example changes the values or the gradients of others"):
+            norms(x)
 
 
 def flat(*layers):
@@ -132,13 +138,46 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG)
-def test_validate_compares_rules_with_exact_gradients(kind, rules):
+def test_a_step_is_not_traced_with_a_rule_that_is_wrong(kind, rules):
     register_rule("MatMul")(lambda use, units: MaterializedGradient([WRONG[kind](use)]))
-    model, batch = flat()
+    w = tf.Variable(np.ones((3, 2), "float32"))
+    with pytest.raises(PrivacyError, match=r"Your rule for MatMul \(<lambda>\) does not give the gradients of"):
+        norms_of(lambda x: tf.reduce_sum(tf.sin(x @ w)), w)(IMAGES[:, 0, 0])
+
+
+@pytest.mark.slow
+def test_fit_refuses_a_rule_that_is_wrong_and_changes_nothing(rules):
+    model, (x, y) = flat()
+    register_rule("MatMul")(lambda use, units: MaterializedGradient([WRONG["short"](use)]))
+    model.compile(optimizer=tfdpfl.DPSGD(1.0, 1.0), loss=LOSS)
+    before = model.get_weights()
+    with pytest.raises(PrivacyError, match="Your rule for MatMul"):
+        model.fit(x, y, verbose=0)
+    assert all(map(np.array_equal, before, model.get_weights()))
+
+
+def test_a_rule_that_cannot_be_compared_gives_way_to_the_exact_fallback(rules):
+    def works_elsewhere_alone(use, units):
+        if use.op.name.startswith("tfdpfl"):
+            raise KeyError("another graph")
+        return MaterializedGradient([WRONG["short"](use)])
+
+    register_rule("MatMul")(works_elsewhere_alone)
+    w, x = tf.Variable(np.ones((3, 2), "float32")), IMAGES[:, 0, 0]
+    with pytest.warns(UserWarning, match=r"\(works_elsewhere_alone\) cannot be compared .* KeyError: 'another graph'"):
+        norms = norms_of(lambda x: tf.reduce_sum(x @ w), w)(x)
+    np.testing.assert_allclose(norms, np.sqrt(2) * np.linalg.norm(x, axis=1), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_validate_compares_rules_with_exact_gradients(rules):
+    """This rule is right on the random numbers that a step is traced with."""
+    short = lambda use: tf.where(tf.reduce_max(use.inputs[0]) > 1000, 0.01, 1.0) * products(use)
+    register_rule("MatMul")(lambda use, units: MaterializedGradient([short(use)]))
+    model, (x, y) = flat()
     with pytest.raises(PrivacyError, match="Rules of yours are in force for MatMul"):
-        validate(model, batch)
+        validate(model, (5000 * x, y))
 
 
 @pytest.mark.slow
@@ -187,12 +226,7 @@ def test_a_registered_rule_is_used_and_exact(rules):
 
     w = tf.Variable([1.0, 2.0, 3.0])
     x = RNG.normal(size=(5, 3)).astype("float32")
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
-    def norms(x):
-        return tfdpfl.clipping.per_example_norms(tf.reduce_sum(x * w), [w])
-
-    np.testing.assert_allclose(norms(x), np.linalg.norm(x, axis=1), rtol=1e-6)
+    np.testing.assert_allclose(norms_of(lambda x: tf.reduce_sum(x * w), w)(x), np.linalg.norm(x, axis=1), rtol=1e-6)
     assert calls and rules.BATCHING_RULES["Mul"] is known
 
 

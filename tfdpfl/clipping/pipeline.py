@@ -22,6 +22,7 @@ from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.inline_control_flow import InlinedControlFlow, close
 from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.own_gradients import check_own_gradients
+from tfdpfl.clipping.own_rules import check_promises
 from tfdpfl.clipping.refusals import EAGER, NO_BATCH, mixing
 from tfdpfl.clipping.reparametrized import (
     Part,
@@ -112,6 +113,7 @@ class ClippingPipeline:
         self.analysis = self._analyse(loss)
         size, unsure = self._batch_size()
         check_own_gradients(self.analysis)
+        check_promises(self.analysis)
         opened = InlinedControlFlow(self.analysis, [loss], size)
         self.batch_size = self._checked(size, unsure)
         self._check_reads(variables)

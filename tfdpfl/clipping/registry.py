@@ -60,12 +60,20 @@ Rule = Callable[[Use, Units], "Contribution | None"]
 
 @dataclasses.dataclass(frozen=True)
 class UserRule:
-    """A rule that a user registered. Nothing here shows that it is right, so reports name it."""
+    """A rule that a user registered. Nothing here shows that it is right, so reports name it.
+
+    ``promises``: whether it was given a ``batch_axis``. ``compared``: the uses on which `own_rules` has found it right.
+    """
 
     function: Rule
+    promises: bool = False
+    compared: set[tuple] = dataclasses.field(default_factory=set, compare=False)
 
     def __call__(self, use: Use, units: Units) -> Contribution | None:
         return self.function(use, units)
+
+    def __str__(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +145,9 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
         them and in its outputs. It is your promise that row i of an output depends on row i of each input alone, and
         that the op's gradient keeps to that; ε depends on it.
 
-    Nothing shows that your rule is right, and a gradient that it makes too short passes the clip. So `validate`
-    compares it with exact gradients on a batch, and every ledger, report and statement names it.
+    A gradient that your rule makes too short passes the clip. So the rule is compared with TensorFlow's gradients of
+    random numbers when a step is traced, and refused if they differ. That does not prove it right on your data:
+    `validate` compares it on a batch, and every ledger, report and statement names it.
 
     The rule returns an `OuterProductGradient`, an `EmbeddingGradient` or a `MaterializedGradient` (see
     `tfdpfl.clipping.gradients`), or None to leave a use to the exact fallback. A rule for an op that has one replaces
@@ -152,11 +161,11 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
             f"op_type={op_type!r} is no op of TensorFlow; give tensor.op.type of a result, and load a library of your "
             "own ops before."
         )
-    if batch_axis is not None:
-        batching_rule(op_type)(functools.partial(_promised, batch_axis))
 
     def add(function: Rule) -> Rule:
-        RULES[op_type] = UserRule(function)
+        if batch_axis is not None:
+            batching_rule(op_type)(functools.partial(_promised, batch_axis))
+        RULES[op_type] = UserRule(function, batch_axis is not None)
         return function
 
     return add

@@ -18,7 +18,8 @@ from tfdpfl.clipping.gradients import Units, Use
 from tfdpfl.clipping.graph import CALLS, inner_call, key
 from tfdpfl.clipping.inline_control_flow import InlinedControlFlow
 from tfdpfl.clipping.loss import PerExampleLoss
-from tfdpfl.clipping.registry import RULES
+from tfdpfl.clipping.own_rules import checked
+from tfdpfl.clipping.registry import RULES, UserRule
 from tfdpfl.clipping.reparametrized import Part
 from tfdpfl.clipping.states import Batch, Handle, Items, Public, weighs
 from tfdpfl.errors import PrivacyError
@@ -125,7 +126,8 @@ class WeightUses:
         given = Use(use.kind, use.feeds.index(use.at), inputs, [a[t] for t in inputs], weight, g, of_out, out)
         # Not before its gradient is there: else patches of every layer's input wait for the backward pass.
         with tf.control_dependencies([g]):
-            made = RULES[use.kind.type](given, units)
+            rule = RULES[use.kind.type]
+            made = checked(rule, given, units) if isinstance(rule, UserRule) else rule(given, units)
         replayed = made is None
         if made is None:
             (made,) = self._replay([op], [use.at]).gradients([out], [g], units, sizes)
