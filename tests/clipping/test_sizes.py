@@ -317,3 +317,34 @@ def test_a_model_that_is_built_in_its_first_step_is_built_once():
     assert len(model.trainable_variables) == 4
     assert np.abs(model.get_weights()[0]).sum() > 0
     assert model.optimizer.num_dp_steps == 1
+
+
+def test_metrics_that_the_first_step_makes_cost_no_second_trace():
+    traced = []
+
+    class Counted(L.Dense):
+        def call(self, x):
+            traced.append(x.shape[0])
+            return super().call(x)
+
+    model = K.Sequential([K.Input((4,)), Counted(3)])
+    model.compile(tfdpfl.DPSGD(1.0, 0.0, learning_rate=0.0), "mse", metrics=["mae"])
+    x, y = normal(12, 4), normal(12, 3)
+    traced.clear()
+    found = model.fit(x, y, batch_size=4, verbose=0).history
+    assert traced == [4, None]
+    np.testing.assert_allclose(found["mae"], [np.abs(model.predict(x, verbose=0) - y).mean()], rtol=1e-5)
+
+
+def test_a_variable_that_begins_with_a_value_of_the_step_is_made_in_it():
+    made = []
+
+    @tf.function
+    def step(x):
+        clipped_gradients(tf.reduce_mean(example_losses(x @ w)), [w], 0.5)
+        if not made:
+            made.append(tf.Variable(tf.reduce_sum(x)))
+        return made[0].assign_add(1.0)
+
+    w, x = tf.Variable(normal(3, 2)), tf.constant(normal(4, 3))
+    np.testing.assert_allclose([step(x), step(x)], tf.reduce_sum(x) + np.array([1, 2], "float32"), rtol=1e-5)

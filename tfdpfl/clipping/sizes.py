@@ -20,6 +20,7 @@ from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.eager.polymorphic_function import tracing_compilation
 
 from tfdpfl._types import Nest
+from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.errors import PrivacyError
 
@@ -32,9 +33,10 @@ class _Trace:
 
     ``asked``: the batch size that the engine asked to have freed, or None. ``freed``: the size that is free in this
     trace. ``kept``: names of arguments that hold weights, which keep their shapes. ``read``: whether the engine read a
-    loss in it.
+    loss in it. ``first``: whether the function may make variables, as its first trace may.
     """
 
+    first: bool = False
     asked: int | None = None
     freed: int | None = None
     kept: frozenset[str] = frozenset()
@@ -116,6 +118,18 @@ def _with_free_arguments(function: Callable) -> Callable:
     return free
 
 
+def _made_early(make: Callable, **settings: object) -> tf.Variable:
+    """Makes a variable of a private step, such as a metric's, before the step: TensorFlow traces a function a second
+    time where the first trace makes variables."""
+    trace = _trace_of(tf.compat.v1.get_default_graph())
+    if trace is None or not trace.first or not (trace.read or trace.freed) or tf.distribute.has_strategy():
+        return make(**settings)
+    if not callable(settings["initial_value"]):  # a value of the step, perhaps
+        return make(**settings)
+    with tf.init_scope():
+        return plain_variable(make, **settings)
+
+
 def _unreadable(size: int, error: Exception) -> PrivacyError:
     said = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
     return PrivacyError(
@@ -131,9 +145,11 @@ def _repeating(create: Callable) -> Callable:
 
     @functools.wraps(create)
     def traced(function_type, type_context, func_graph, tracing_options):
-        trace = _TRACES[func_graph] = _Trace()
+        first = tracing_options.scope_type == tracing_compilation.ScopeType.VARIABLE_CREATION
+        trace = _TRACES[func_graph] = _Trace(first)
         try:
-            made = create(function_type, type_context, func_graph, tracing_options)
+            with tf.variable_creator_scope(_made_early):
+                made = create(function_type, type_context, func_graph, tracing_options)
         except Exception:
             if trace.asked is None:
                 raise
@@ -143,9 +159,10 @@ def _repeating(create: Callable) -> Callable:
         again = copy.copy(tracing_options)
         again.python_function = _with_free_arguments(tracing_options.python_function)
         func_graph = type(func_graph)(func_graph.name)
-        trace = _TRACES[func_graph] = _Trace(freed=trace.asked, kept=trace.kept)
+        trace = _TRACES[func_graph] = _Trace(first, freed=trace.asked, kept=trace.kept)
         try:
-            return create(function_type, type_context, func_graph, again)
+            with tf.variable_creator_scope(_made_early):
+                return create(function_type, type_context, func_graph, again)
         except (PrivacyError, _Again):
             raise
         except Exception as error:
