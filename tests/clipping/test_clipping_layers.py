@@ -459,6 +459,10 @@ SPREAD = {  # tokens, queries and positions for each example, in the ways that p
     "broadcast": (before(lambda w, n: tf.broadcast_to(w[None], [n, 2, 4])), (2, 4)),
     "tiled": (before(lambda w, n: tf.tile(w[None], [n, 1, 1])), (2, 4)),
     "repeated": (before(lambda w, n: tf.repeat(w[None], n, axis=0)), (2, 4)),
+    "tiled by a list that begins with the size": (
+        before(lambda w, n: tf.tile(w[None], tf.concat([n[..., tf.newaxis], [1, 1]], 0))),
+        (2, 4),
+    ),
     "tiled along two axes": (before(lambda w, n: tf.tile(w, [n, 3, 1])), (1, 1, 4)),
     "tiled twice over": (before(lambda w, n: tf.tile(w[None], [n, 2, 1])), (2, 4)),
     "positions tiled": (positions(lambda n: tf.tile(tf.range(5)[None], [n, 1])), (5, 4)),

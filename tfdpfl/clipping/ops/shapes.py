@@ -358,6 +358,8 @@ def sliced_size(op: tf.Operation, states: list[State]) -> State:
     assert isinstance(state, Size)
     if any(not isinstance(s, Public | Size) for s in states[1:]):
         return mixed(op, "has settings that depend on examples")
+    if op.inputs[0].shape.rank == 0:  # of a number, a slice can only be given axes
+        return state
     begin, end, strides = (constant(t) for t in op.inputs[1:4])
     vector = op.inputs[0].shape.rank == 1 and len(state.entries) == op.inputs[0].shape[0]
     plain = vector and not (op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"))
