@@ -152,6 +152,7 @@ _SPECIAL: tuple[tuple[Callable[[Mixed, str, str], bool], str], ...] = (
     ),
     (
         lambda op, name, through: op.why.startswith(TAINTED),
-        "Train weights by the private optimizer alone, and write to others what is public, or nothing.",
+        "Train weights by the private optimizer alone, and write to others what is public, or nothing. A GAN's "
+        "generator is public if it learns from a fixed number of draws: tf.random.normal([64, ...]).",
     ),
 )
