@@ -540,6 +540,24 @@ def test_ids_of_one_value_are_one_user(ids):
     assert sorted(map(sorted, rows)) == [[0, 1, 2], [3, 4, 5]]
 
 
+def order_of(data):
+    return declared_sampling(fixed_order(data, 10)).order
+
+
+def test_any_two_examples_that_change_places_make_another_order(tmp_path):
+    """Of data on disk nothing says so: each data set of them has an order of its own."""
+    x, rng = np.arange(10_000, dtype="float32"), np.random.default_rng(0)
+    orders = {order_of((x, x))}
+    for _ in range(9):
+        i, j = rng.choice(len(x), 2, replace=False)
+        x[[i, j]] = x[[j, i]]
+        orders.add(order_of((x, x)))
+    assert len(orders) == 10 and order_of((x.copy(), x)) in orders
+    np.save(tmp_path / "x.npy", x)
+    on_disk = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert order_of(on_disk) != order_of(on_disk)
+
+
 def test_ids_of_different_values_are_different_users():
     ids = ["12", "21", "a", "A", "1_2", "12345678901234567890", "12345678901234567891", "nan", "infinity", "", "1e400"]
     assert users_of(np.array(ids), len(ids)).number == len(ids)

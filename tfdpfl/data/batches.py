@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import secrets
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _EMPTY_BATCHES = ("auto", "keep", "zero_weight")
 # Two: TensorFlow's gradient of a strided 1×1 convolution crashes on a batch of one (oneDNN, 2.14 and 2.21).
 _PLACEHOLDERS = 2
+# Examples that are in memory twice while all are compared.
+_HASHED = 4096
 
 
 def poisson_batches(
@@ -260,7 +263,7 @@ def _of_units(
     )
     if strategy is not None:
         of_users = [] if units.users is None else [units.users.rows, units.users.starts]
-        order = _order_of(units.examples) + sum(zlib.crc32(part.tobytes()) for part in of_users)
+        order = _order_of(units.examples, for_workers=True) + sum(zlib.crc32(part.tobytes()) for part in of_users)
         return _of_workers(strategy, pipeline, cut, steps, least, dataclasses.replace(declaration, order=order))
     batches = pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size)
     pipeline.keep_source(batches, units.users)
@@ -331,6 +334,9 @@ def fixed_order(
     many steps apart as a pass has batches (`min_separation`), if passes are whole. If the order of the data has a
     meaning, shuffle them once before.
 
+    Two data sets keep that distance from one `fit` to the next if all their examples are the same. Data on disk are not
+    read to compare them: use one data set for every `fit`.
+
     Args:
         arrays_or_dataset: The data. Arguments that are not listed here: see `poisson_batches`.
         batch_size: Examples in a batch; the last batch of a pass may have fewer.
@@ -361,15 +367,21 @@ def fixed_order(
     )  # fmt: skip
 
 
-def _order_of(examples: Examples) -> int:
-    """A number above 1 that data in another order do not have: of up to 64 examples, where they stand."""
+def _order_of(examples: Examples, for_workers: bool = False) -> int:
+    """Returns a number above 1 that data in another order do not have: made from all that are in memory. Of others it
+    is made from 64, and only workers, of which each opens the data for itself, take it from one data set to another."""
     import tensorflow as tf
 
-    places = np.unique(np.linspace(0, examples.number - 1, 64).astype(np.int64))
-    found = hashlib.sha256()
+    number, found = examples.number, hashlib.sha256()
+    if examples.in_memory:
+        pieces = [np.arange(at, min(at + _HASHED, number)) for at in range(0, number, _HASHED)]
+    else:
+        pieces = [np.unique(np.linspace(0, number - 1, 64).astype(np.int64))]
+        found.update(b"" if for_workers else secrets.token_bytes(16))
     with tf.device("CPU:0"):
-        for leaf in tf.nest.flatten(examples.take(tf.constant(places))):
-            found.update(tf.io.serialize_tensor(leaf).numpy())
+        for piece in pieces:
+            for leaf in tf.nest.flatten(examples.take(tf.constant(piece))):
+                found.update(tf.io.serialize_tensor(leaf).numpy())
     return 2 + int.from_bytes(found.digest()[:6], "big")
 
 

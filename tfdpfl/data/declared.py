@@ -40,8 +40,8 @@ class SamplingDeclaration:
         num_selected: in how many logical batches of a pass each unit is, where that is fixed.
         workers: among how many processes the examples are shared out, each of which draws from its own share.
         blanks: whether batches may be filled up with blank rows, which are no examples (`tfdpfl._blanks`).
-        order: of `"fixed_order"`, and where `workers` is above 1, a number made from some of the data, which tells
-            whether another data set comes in the same order. Not private; it is kept in memory alone.
+        order: of `"fixed_order"`, and where `workers` is above 1, a number made from the data, which tells whether
+            another data set comes in the same order. Not private; it is kept in memory alone.
     """
 
     kind: str
