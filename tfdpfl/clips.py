@@ -12,6 +12,9 @@ from tfdpfl.accounting import _checks
 
 __all__ = ["AdaptiveClip", "AutomaticClip", "Clip", "PerLayerClip", "from_config", "to_config"]
 
+# Between these a clip that adapts moves; beyond them float32 loses what it is to measure.
+LEAST_ADAPTED, MOST_ADAPTED = 1e-8, 1e10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveClip:
@@ -69,7 +72,7 @@ class AdaptiveClip:
         return (noise_multiplier**-2 - (2 * stddev) ** -2) ** -0.5, stddev
 
     def after(self, clip: float, noisy_count: float, clients_per_round: float) -> float:
-        """The clip of the next round.
+        """The clip of the next round, between `LEAST_ADAPTED` and `MOST_ADAPTED`.
 
         Args:
           clip: this round's.
@@ -77,7 +80,9 @@ class AdaptiveClip:
           clients_per_round: the fixed number of clients that the count is divided by.
         """
         within = min(1.0, max(0.0, noisy_count / clients_per_round + 0.5))
-        return clip * math.exp(-self.learning_rate * (within - self.target_quantile))
+        most = math.log(MOST_ADAPTED / LEAST_ADAPTED)
+        step = min(max(-self.learning_rate * (within - self.target_quantile), -most), most)
+        return min(max(clip * math.exp(step), LEAST_ADAPTED), MOST_ADAPTED)
 
 
 @dataclasses.dataclass(frozen=True)

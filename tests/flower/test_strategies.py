@@ -210,6 +210,15 @@ def test_the_noise_of_a_round_is_that_of_the_clip_it_applied_which_moves_afterwa
     assert looks_like(result.arrays["w"].numpy().ravel(), of_updates * second / CLIENTS)
 
 
+@pytest.mark.parametrize(("length", "end"), [(0.0, "1e-08"), (1e15, r"1e\+10")])
+def test_an_adaptive_clip_at_its_end_is_named_and_its_round_costs_nothing(length, end):
+    clip = AdaptiveClip(initial=1.0, learning_rate=1e4)
+    strategy = Adaptive(flower.FedAvg(), noise_multiplier=1.0, l2_norm_clip=clip, clients_per_round=CLIENTS, delta=1e-5)
+    with pytest.raises(PrivacyError, match=f"the adaptive clip is {end}: "):
+        strategy.start(FakeGrid(CLIENTS, moved(lambda number: length * np.eye(10)[0])), model(), num_rounds=2)
+    assert strategy.rounds_charged == 1
+
+
 @pytest.mark.parametrize("initial", [0.1, 1, 3, 100])
 @pytest.mark.slow
 def test_the_adaptive_clip_finds_the_median_norm(initial):

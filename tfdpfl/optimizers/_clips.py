@@ -15,12 +15,10 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import LEAST_CLIP, check_clip
 from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
 from tfdpfl.clipping.step_checks import name_of, raw_variable
+from tfdpfl.clips import LEAST_ADAPTED, MOST_ADAPTED
 from tfdpfl.optimizers._schedules import PiecewiseConstant
 
 __all__ = ["Clipping", "clipping_of"]
-
-# Between these a clip that adapts moves; beyond them float32 loses what it is to measure.
-LEAST_ADAPTED, MOST_ADAPTED = 100 * LEAST_CLIP, 1e10
 
 
 Multiplier: TypeAlias = float | tf.Tensor
