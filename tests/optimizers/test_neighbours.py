@@ -1,8 +1,7 @@
 """Neighbours: without noise, one example more moves a step's sum by no more than the clip, whatever the model, the
 loss, the weights, and what fills up the batch."""
 
-import subprocess
-import sys
+import importlib.util
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tfdpfl
-from tfdpfl import PrivacyError
+from tfdpfl import PrivacyError, _blanks
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.data import batches as batches_module
 from tfdpfl.data import poisson_batches
@@ -176,37 +175,6 @@ def test_blank_rows_contribute_nothing_however_the_step_is_taken(how):
     assert 0.1 < np.linalg.norm(sums(full) - sums(fewer)) <= bound * CLIP * REL
 
 
-@pytest.mark.slow
-def test_each_replica_leaves_out_its_own_blank_rows():
-    code = """
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import numpy as np, tfdpfl
-from tfdpfl.data import batches
-batches.truncated_event_type = lambda size: None
-K = tf.keras
-numbers = np.random.default_rng(0)
-x, y = numbers.normal(size=(6, 4)).astype("float32"), numbers.integers(0, 3, 6)
-
-def moved(devices):
-    K.utils.set_random_seed(0)
-    with tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)]).scope():
-        settings = {"activity_regularizer": K.regularizers.L2(10.0), "bias_initializer": "ones"}
-        model = K.Sequential([K.Input((4,)), K.layers.Dense(3, **settings)])
-        optimizer = tfdpfl.DPSGD(1.0, 0.0, expected_batch_size=1.0, learning_rate=1.0)
-        model.compile(optimizer, K.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-    before = model.get_weights()
-    model.fit(tfdpfl.data.poisson_batches((x, y), 1.0, 1, truncated_batch_size=8), verbose=0)
-    return np.concatenate([(a - b).ravel() for a, b in zip(before, model.get_weights())])
-
-alone, mirrored = moved(1), moved(2)
-assert np.linalg.norm(alone) > 1
-np.testing.assert_allclose(mirrored, alone, atol=1e-5)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=2000)
-
-
 def test_marks_of_blank_rows_are_zeros_that_no_example_has():
     weights = np.array([-0.0, 2.0, -0.0], "float32")
     ((x, y, w),) = whole(X[:3], np.array([-0.0, 1.0, 2.0], "float32"), weights, truncated_batch_size=5)
@@ -214,22 +182,21 @@ def test_marks_of_blank_rows_are_zeros_that_no_example_has():
     assert not np.signbit(y).any() and (x[3:] == 0).all()
 
 
-@pytest.mark.slow
-def test_numbers_of_other_data_are_no_marks_of_blank_rows():
+def test_numbers_of_other_data_are_no_marks_of_blank_rows(monkeypatch):
     """Until a data set fills up batches, -0.0 is a target as any."""
-    code = (
-        "import numpy as np, tensorflow as tf, tfdpfl\n"
-        "m = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])\n"
-        "m.compile(tfdpfl.DPSGD(1.0, 0.0, learning_rate=1.0), 'mse')\n"
-        "before = m.get_weights()[0].copy()\n"
-        "m.train_on_batch(np.ones((2, 1), 'float32'), -np.zeros(2, 'float32'))\n"
-        "assert (m.get_weights()[0] != before).all()\n"
-        "now = m.get_weights()[0].copy()\n"
-        "tfdpfl.data.poisson_batches((np.ones((2, 1)), np.ones(2)), 0.5, 1, empty_batches='zero_weight')\n"
-        "m.train_on_batch(np.ones((2, 1), 'float32'), -np.zeros(2, 'float32'), sample_weight=-np.zeros(2, 'float32'))\n"
-        "assert (m.get_weights()[0] == now).all()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=2000)
+    fresh = importlib.util.module_from_spec(_blanks.__spec__)
+    fresh.__spec__.loader.exec_module(fresh)
+    monkeypatch.setattr(_blanks, "_made", fresh._made)
+    monkeypatch.setattr(_blanks, "_variable", fresh._variable)
+    model = K.Sequential([K.Input((1,)), L.Dense(1)])
+    model.compile(tfdpfl.DPSGD(1.0, 0.0, learning_rate=1.0), "mse")
+    ones, zeros, before = np.ones((2, 1), "float32"), -np.zeros(2, "float32"), model.get_weights()[0]
+    model.train_on_batch(ones, zeros)
+    after = model.get_weights()[0]
+    assert (after != before).all()
+    poisson_batches((np.ones((2, 1)), np.ones(2)), 0.5, 1, empty_batches="zero_weight")
+    model.train_on_batch(ones, zeros, sample_weight=zeros)
+    assert (model.get_weights()[0] == after).all()
 
 
 def by_hand(x, y, size):
@@ -372,8 +339,9 @@ def drawn_twice(layer, **settings):
 def test_nobody_knows_what_a_model_draws_for_each_example(name):
     one, other = drawn_twice(DRAWING[name])
     assert np.linalg.norm(one - other) > 0.1
-    one, other = drawn_twice(DRAWING[name], seed=0)  # for tests
-    assert (one == other).all()
+    if name in ("Dropout", "tf.random", "generator"):  # for tests: by Keras's seeds, TensorFlow's and a variable's
+        one, other = drawn_twice(DRAWING[name], seed=0)
+        assert (one == other).all()
 
 
 @pytest.mark.slow
@@ -412,9 +380,9 @@ def test_the_fix_for_a_function_that_draws_works():
 
 # -- all of it at random -----------------------------------------------------------------------------------------------
 
-# How many pairs of neighbours are drawn in all: with `--hypothesis-profile explore`, a thousand and more. Those of one
-# list go through one fit of a model that is traced once for batches of any size and once for batches of a known one.
-PAIRS, IN_A_LIST, SIZE = 300 if settings.default.derandomize else 1000, 10, 6
+# How many pairs of neighbours are drawn in all. Those of one list go through one fit of a model that is traced once for
+# batches of any size and once for batches of a known one, so that long lists cost little.
+PAIRS, IN_A_LIST, SIZE = 1000 if settings.default.derandomize else 4000, 60, 6
 ACTIVITIES = {"none": lambda: None, "l1": lambda: K.regularizers.L1(2.0), "l2": lambda: K.regularizers.L2(10.0)}
 LOSSES = {
     "crossentropy": lambda: K.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -1012,12 +1012,6 @@ def test_importing_the_package_does_not_import_tensorflow():
     assert run(code) == "[]"
 
 
-@pytest.mark.one_stack
-@pytest.mark.slow
-def test_the_first_optimizer_imports_tensorflow():
-    assert run("import sys, tfdpfl; tfdpfl.DPAdam; print('tensorflow' in sys.modules)") == "True"
-
-
 @pytest.mark.slow
 def test_training_warns_of_nothing():
     x, y = c.examples(8)

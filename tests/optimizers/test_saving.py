@@ -152,7 +152,7 @@ def test_a_model_that_was_never_trained_saves_and_loads(tmp_path):
 def test_a_model_loads_in_a_process_that_only_imported_the_package(tmp_path):
     trained(2).save(tmp_path / "model.keras")
     code = (
-        "import sys, tfdpfl; tfdpfl.DPAdam\nimport tensorflow as tf\n"
+        "import sys, tfdpfl; tfdpfl.DPAdam; assert 'tensorflow' in sys.modules\nimport tensorflow as tf\n"
         "optimizer = tf.keras.models.load_model(sys.argv[1]).optimizer\n"
         "print(type(optimizer).__name__, optimizer.executed)"
     )

@@ -774,7 +774,7 @@ def test_a_seed_and_the_generator_are_in_the_statement():
 def test_trainings_that_are_killed_and_resumed_count_every_step_and_repeat_no_noise():
     """The short form of the benchmark: 1,000 of them take half an hour. Correlated noise goes on as one mechanism."""
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "kills.py"
-    run = [sys.executable, str(script), "--kills", "6", "--ways", "backup,loop,banded"]
+    run = [sys.executable, str(script), "--kills", "3", "--ways", "backup,loop,banded"]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("\n") == 5 and "BROKEN" not in done.stdout
