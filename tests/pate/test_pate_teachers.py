@@ -44,6 +44,15 @@ def convolutional_model():
     return model
 
 
+def normalized_model(mean=0.0):
+    """One that has learned the mean and variance of its inputs, from public data."""
+    normalization = tf.keras.layers.Normalization()
+    normalization.adapt(mean + 3 * np.random.default_rng(0).normal(size=(50, FEATURES)).astype("float32"))
+    model = tf.keras.Sequential([tf.keras.Input((FEATURES,)), normalization, tf.keras.layers.Dense(CLASSES)])
+    model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def quick(num_teachers=4, model_fn=dense_model, **options):
     options = {"epochs": 2, "batch_size": 16, "seed": 0, "verbose": 0, **options}
     return TeacherEnsemble(model_fn, num_teachers, **options)
@@ -52,7 +61,7 @@ def quick(num_teachers=4, model_fn=dense_model, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_fn", "shape"),
-    [(dense_model, (FEATURES,)), (convolutional_model, (6, 6, 1))],
+    [(dense_model, (FEATURES,)), (convolutional_model, (6, 6, 1)), (normalized_model, (FEATURES,))],
 )
 def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
     tf.keras.utils.set_random_seed(0)
@@ -76,6 +85,18 @@ def test_a_stack_trains_each_teacher_as_keras_would_alone(model_fn, shape):
             assert ours == pytest.approx(keras, abs=5e-4)  # Adam magnifies rounding; a lost step is 1e-2
     alone = np.stack([model.predict(x[0], verbose=0) for model in models])
     assert stack.outputs(x[0]).numpy() == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [True, False])
+def test_teachers_whose_normalization_learned_other_statistics_keep_their_own(together):
+    X, y = blobs(60)
+    means = iter([0.0, 0.0, 0.0, 5.0, 0.0, 0.0])
+    ensemble = quick(4, lambda: normalized_model(next(means, 0.0)), together=together).fit(X, y)
+    assert len(ensemble._models) == 1  # it alone stands for itself
+    for teacher in (0, *ensemble._models):
+        expected = ensemble.model(teacher).predict(X, verbose=0).argmax(1)
+        assert (ensemble.predict(X)[teacher] == expected).all()
 
 
 @pytest.mark.slow

@@ -70,8 +70,9 @@ def foreign(thing: object) -> bool:
 
 
 def _of_model(model: Model, x: Arrays) -> JsonValue:
-    layers = model._flatten_layers(include_self=False)
-    if type(model).__name__ in ("Sequential", "Functional") and own(model) and not any(map(foreign, layers)):
+    layers = list(model._flatten_layers(include_self=False))
+    configured = not any(foreign(layer) or hasattr(layer, "adapt") for layer in layers)  # adapt is in no configuration
+    if type(model).__name__ in ("Sequential", "Functional") and own(model) and configured:
         return _renamed(model.get_config(), [layer.name for layer in model.layers])
     graph = _graph(lambda *a: (model(*a, training=True), model.losses, model(*a, training=False)), (x,), model)
     return [graph, [(w.shape, str(w.dtype), bool(w.trainable)) for w in model.weights]]

@@ -19,12 +19,12 @@ from tfdpfl.pate._model_fingerprint import foreign, own
 
 # They work number by number, so that a stacked variable is updated as its slices would be.
 _OPTIMIZERS = frozenset("SGD Adam AdamW Nadam Adamax Adagrad Adadelta RMSprop Lion".split())
-# No weights, and each example by itself: the stack shows them its teachers' batches as one. (`Activation` and `Softmax`
-# are asked what they do.)
+# No weights to train, and each example by itself: the stack shows them its teachers' batches as one. (`Activation` and
+# `Softmax` are asked what they do. Models whose `Normalization` learned other statistics are not alike.)
 _WEIGHTLESS = frozenset(
     "Activation ReLU LeakyReLU ELU Softmax Flatten Reshape Permute Rescaling Dropout MaxPooling1D MaxPooling2D "
     "AveragePooling1D AveragePooling2D GlobalAveragePooling1D GlobalAveragePooling2D GlobalMaxPooling2D ZeroPadding2D "
-    "InputLayer".split()
+    "InputLayer Normalization".split()
 )
 # Keras's losses that give a number for each example, from that example alone. Not so Dice and Tversky, or what a user
 # wrote: they see a teacher's batch at a time, as in `fit`.
@@ -307,7 +307,8 @@ def _layer_obstacle(layer: tf.keras.layers.Layer) -> str | None:
     if not own(layer):
         return "it is not Keras's own"
     config = layer.get_config()
-    if any("float32" not in str(w.dtype) for w in layer.weights) or "mixed" in str(config.get("dtype")):
+    learned = layer.trainable_weights if type(layer).__name__ == "Normalization" else layer.weights  # it counts, too
+    if any("float32" not in str(w.dtype) for w in learned) or "mixed" in str(config.get("dtype")):
         return "it is not float32"
     if not layer.trainable or getattr(layer, "losses", None):
         return "it is frozen or has a loss of its own"
