@@ -140,7 +140,9 @@ def as_sampled(batches):
 
 def sample_of_all(x, y, *weights, **how):
     """A sample that holds every example; no example, where there are none."""
-    data, rate = ((x, y, *weights), 1.0) if len(x) else ((X, Y, *(np.ones(len(X), "float32") for _ in weights)), 1e-12)
+    like_y = Y.reshape(-1, *y.shape[1:])  # Keras 3 forgets the rank where one fit has labels of another
+    none = (X, like_y, *(np.ones(len(X), "float32") for _ in weights))
+    data, rate = ((x, y, *weights), 1.0) if len(x) else (none, 1e-12)
     return poisson_batches(data, rate, 1, **how)
 
 
@@ -489,7 +491,9 @@ def test_one_example_moves_the_sum_by_no_more_than_the_clip(model):
         for pair, one, other, size in zip(pairs, found[::2], found[1::2], stored[::2], strict=True):
             assert np.linalg.norm(one - other) <= CLIP * REL + 2.0**-23 * size, (feed, pair)
         if known and not draws:  # batches of a known size train as those of any size do
-            for one, same, size in zip(found, of(False).each(steps), stored, strict=True):
-                assert np.linalg.norm(one - same) <= 1e-5 * (1 + size), (feed, pairs)
+            # Where tanh is nearly 1, its slope is known to about 1e-7, and the gradient is that times the input.
+            scales = np.repeat([pair[3] for pair in pairs], 2)
+            for one, same, size, scale in zip(found, of(False).each(steps), stored, scales, strict=True):
+                assert np.linalg.norm(one - same) <= 1e-5 * (1 + size) + 1e-6 * scale, (feed, pairs)
 
     check()
