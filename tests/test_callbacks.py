@@ -313,6 +313,45 @@ def test_a_stream_says_what_it_takes_for_granted():
     assert budget.report().epsilon == pytest.approx(uses(2)) and "The data are a stream" in str(budget.report())
 
 
+def one_each(*row):
+    return tf.data.Dataset.from_tensors(row)
+
+
+def two_each(*row):
+    return one_each(*row).repeat(2)
+
+
+ROWS = tf.data.Dataset.from_tensor_slices((X, Y))
+STATED = tf.data.experimental.assert_cardinality(N)
+
+
+@pytest.mark.parametrize("data", [
+    lambda: ROWS.flat_map(two_each).batch(20).repeat(), lambda: ROWS.repeat().flat_map(two_each).batch(20),
+    lambda: ROWS.interleave(two_each).batch(20), lambda: ROWS.window(4, 1).flat_map(lambda x, y: x).batch(20).repeat(),
+    lambda: ROWS.apply(STATED).repeat().flat_map(two_each).batch(20),
+    lambda: ROWS.flat_map(two_each).apply(tf.data.experimental.assert_cardinality(2 * N)).batch(20).repeat(),
+])  # fmt: skip
+def test_a_stream_that_may_hold_copies_of_an_example_is_refused(data):
+    """Ten batches of 20 rows are a pass of 200 examples, or 100 examples twice, which cost more."""
+    model = compiled()
+    with pytest.raises(PrivacyError, match="may make several rows of one example, and in a stream"):
+        budget = PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+        model.fit(data(), steps_per_epoch=10, callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+@pytest.mark.parametrize("data", [
+    lambda: ROWS.flat_map(one_each).apply(STATED).batch(20).repeat(),
+    lambda: ROWS.flat_map(one_each).apply(STATED).repeat().batch(20),
+])  # fmt: skip
+def test_a_stream_of_a_stated_number_of_rows_holds_no_copies(data):
+    model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+    model.fit(data(), steps_per_epoch=20, callbacks=[budget], verbose=0)
+    assert budget.report().epsilon == pytest.approx(uses(2))
+
+
 @pytest.mark.slow
 @pytest.mark.one_stack
 def test_what_lies_behind_poisson_batches_is_priced_as_said():

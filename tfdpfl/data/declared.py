@@ -124,3 +124,10 @@ def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:
     kind = type(dataset).__name__.lower()
     found = next((name for name in names if name in kind), None)
     return found or next(filter(None, (passed_through(i, names) for i in _inputs(dataset))), None)
+
+
+def ancestors(dataset: Dataset, end: Dataset = None) -> list[Dataset]:
+    """Returns the data set and all that it was made from, down to ``end``, which is not among them."""
+    if dataset is end:
+        return []
+    return [dataset, *(found for each in _inputs(dataset) for found in ancestors(each, end))]
