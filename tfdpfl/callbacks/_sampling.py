@@ -192,7 +192,7 @@ class Sampling:
                 "and .repeat() out, and give fit epochs."
             )
 
-    def _check_stream(self, x: object, call: Call) -> None:
+    def _check_stream(self, x: Dataset, call: Call) -> None:
         """Raises if an example may be in several rows of a stream, whose rows are not counted by passes."""
         repeated = next((d for d in ancestors(x) if "repeat" in type(d).__name__.lower()), None)
         expanded = next(filter(_expands, ancestors(x)), None)
@@ -206,9 +206,9 @@ class Sampling:
         if behind or not 0 <= int(pass_.cardinality()) <= most:
             raise PrivacyError(
                 f"{type(expanded).__name__.strip('_')} may make several rows of one example, and in a stream "
-                f"(steps_per_epoch={call.get('steps_per_epoch')}, or repeat) the rows of a pass are not counted: with copies, "
-                f"num_examples={self.num_examples} would give an ε that is too small. Leave steps_per_epoch and "
-                ".repeat() out, and give fit epochs; or state the number of rows of a pass before .repeat() by "
+                f"(steps_per_epoch={call.get('steps_per_epoch')}, or repeat) the rows of a pass are not counted: with "
+                f"copies, num_examples={self.num_examples} would give an ε that is too small. Leave steps_per_epoch "
+                "and .repeat() out, and give fit epochs; or state the number of rows of a pass before .repeat() by "
                 f"tf.data.experimental.assert_cardinality({self.num_examples})."
             )
 
