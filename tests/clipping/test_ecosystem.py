@@ -112,10 +112,15 @@ def feed_forward(y, width, hidden):
     return L.Dense(width)(drop()(L.Dense(hidden, activation="gelu")(y)))
 
 
-def block(x, width=4, causal=False, mask=None):
+def attended(x, causal=False, mask=None):
+    """The first half of a transformer's block, for models whose point is elsewhere."""
     y = L.LayerNormalization(epsilon=1e-6)(x)
     y = L.MultiHeadAttention(2, 2, dropout=TINY)(y, y, use_causal_mask=causal, attention_mask=mask)
-    x = L.Add()([x, y])
+    return L.Add()([x, y])
+
+
+def block(x, width=4, **how):
+    x = attended(x, **how)
     return L.Add()([x, feed_forward(L.LayerNormalization(epsilon=1e-6)(x), width, 6)])
 
 
@@ -148,7 +153,7 @@ def compact_transformer_with_stochastic_depth():
 
     x = K.Input((8, 8, 2))
     y = L.Reshape((16, 4))(L.MaxPooling2D()(L.ZeroPadding2D(1)(L.Conv2D(4, 3, activation="relu")(x))))
-    y = L.Add()([y, of(deep)(block(y))])
+    y = L.Add()([y, of(deep)(attended(y))])
     weights = L.Softmax(axis=1)(L.Dense(1)(y))
     pooled = of(lambda w, y: tf.squeeze(tf.matmul(w, y, transpose_a=True), -2))(weights, y)
     return K.Model(x, L.Dense(3)(pooled)), TOKENS, images(8, 8, 2), labels()
@@ -305,7 +310,7 @@ def video_frames_in_time():
 
 def video_in_tubes():
     x = K.Input((4, 4, 4, 1))
-    y = block(Placed(8, 4)(L.Reshape((8, 4))(L.Conv3D(4, 2, 2)(x))))
+    y = attended(Placed(8, 4)(L.Reshape((8, 4))(L.Conv3D(4, 2, 2)(x))))
     return K.Model(x, L.Dense(3)(L.GlobalAveragePooling1D()(y))), TOKENS, images(4, 4, 4, 1), labels()
 
 
@@ -460,7 +465,7 @@ def latent_array_that_looks():
     x = K.Input((5, 4))
     latent = of(lambda x, w: tf.repeat(w[None], tf.shape(x)[0], 0), (2, 4))(x)
     y = L.Add()([latent, L.MultiHeadAttention(1, 4)(L.LayerNormalization()(latent), L.LayerNormalization()(x))])
-    return K.Model(x, L.Dense(3)(L.GlobalAveragePooling1D()(block(y)))), TOKENS, images(5, 4), labels()
+    return K.Model(x, L.Dense(3)(L.GlobalAveragePooling1D()(attended(y)))), TOKENS, images(5, 4), labels()
 
 
 # -- generative ----------------------------------------------------------------------------------------------------
@@ -691,7 +696,7 @@ def text_by_a_transformer():
 def text_by_a_recurrent_network():
     x, data = words(5)
     y = L.Bidirectional(L.LSTM(2, return_sequences=True))(L.Embedding(7, 3)(x))
-    return K.Model(x, L.Dense(1, activation="sigmoid")(L.Bidirectional(L.LSTM(2))(y))), "binary_crossentropy", data, (
+    return K.Model(x, L.Dense(1, activation="sigmoid")(L.LSTM(2)(y))), "binary_crossentropy", data, (
         labels(2))  # fmt: skip
 
 
@@ -702,7 +707,7 @@ def text_written_by_a_small_gpt():
 
     x, data = words(5)
     y = TokenAndPosition(5)(x)
-    return K.Model(x, L.Dense(7)(block(y, mask=of(causal)(y)))), TOKENS, data, np.roll(data, -1, 1)
+    return K.Model(x, L.Dense(7)(attended(y, mask=of(causal)(y)))), TOKENS, data, np.roll(data, -1, 1)
 
 
 def translation_letter_by_letter():
@@ -714,8 +719,8 @@ def translation_letter_by_letter():
 
 def translation_by_a_transformer():
     (a, first), (b, second) = words(4), words(3)
-    memory = block(TokenAndPosition(4)(a))
-    y = block(TokenAndPosition(3)(b), causal=True)
+    memory = TokenAndPosition(4)(a)
+    y = attended(TokenAndPosition(3)(b), causal=True)
     y = L.LayerNormalization()(L.Add()([y, L.MultiHeadAttention(2, 2)(y, memory)]))
     return K.Model([a, b], L.Dense(7)(y)), TOKENS, (first, second), ids(3, seed=4)
 
@@ -732,7 +737,7 @@ def names_in_sentences():
     x, data = words(5)
     tags = ids(5, high=4, low=1)
     tags[1, 3:] = 0
-    return K.Model(x, L.Dense(4)(block(TokenAndPosition(5)(x)))), NoPadding(), data, tags
+    return K.Model(x, L.Dense(4)(attended(TokenAndPosition(5)(x)))), NoPadding(), data, tags
 
 
 class MaskedWords(K.Model):
@@ -741,7 +746,7 @@ class MaskedWords(K.Model):
     def __init__(self):
         super().__init__()
         x, _ = words(5)
-        self.net = K.Model(x, L.Dense(7)(block(TokenAndPosition(5)(x))))
+        self.net = K.Model(x, L.Dense(7)(attended(TokenAndPosition(5)(x))))
         self.entropy = K.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
     def loss_of(self, data):
@@ -880,8 +885,8 @@ def disentangled_attention():
 def images_and_text_towers():
     """As CLIP: two towers, of which each pair is scored by itself."""
     x, (w, data) = K.Input((4, 4, 3)), words(5)
-    image = L.Dense(3)(L.GlobalAveragePooling1D()(block(Placed(4, 4)(of(lambda x: cut(x, 2))(x)))))
-    text = L.Dense(3)(of(lambda y: y[:, -1])(block(TokenAndPosition(5)(w), causal=True)))
+    image = L.Dense(3)(L.GlobalAveragePooling1D()(Placed(4, 4)(of(lambda x: cut(x, 2))(x))))
+    text = L.Dense(3)(of(lambda y: y[:, -1])(attended(TokenAndPosition(5)(w), causal=True)))
     y = of(lambda a, b, s: tf.exp(s) * tf.reduce_sum(tf.math.l2_normalize(a, -1) * tf.math.l2_normalize(b, -1), 1,
                                                      keepdims=True), (1,), start="ones")(image, text)  # fmt: skip
     return K.Model([x, w], y), K.losses.BinaryCrossentropy(True), (images(4, 4, 3), data), labels(2)
@@ -891,8 +896,8 @@ def speech_encoder():
     """As Whisper: two convolutions over a spectrogram, sinusoids for places, cross-attention from words."""
     x, (w, data) = K.Input((8, 3)), words(3)
     y = L.Conv1D(4, 3, 2, padding="same", activation="gelu")(L.Conv1D(4, 3, padding="same", activation="gelu")(x))
-    y = block(of(lambda y: y + np.sin(np.arange(16).reshape(4, 4)).astype("float32"))(y))
-    z = block(TokenAndPosition(3)(w), causal=True)
+    y = of(lambda y: y + np.sin(np.arange(16).reshape(4, 4)).astype("float32"))(y)
+    z = attended(TokenAndPosition(3)(w), causal=True)
     z = L.Add()([z, L.MultiHeadAttention(2, 2)(z, y)])
     return K.Model([x, w], L.Dense(7)(z)), TOKENS, (images(8, 3), data), ids(3, seed=8)
 
@@ -911,24 +916,24 @@ def income_from_raw_columns():
 
 
 def gated_residual_selection():
-    x = K.Input((3, 4))
-    parts = [of(lambda x, i=i: x[:, i])(x) for i in range(3)]
+    x = K.Input((2, 4))
+    parts = [of(lambda x, i=i: x[:, i])(x) for i in range(2)]
 
     def gated(y):
         z = drop()(L.Dense(4)(L.Dense(4, activation="elu")(y)))
         z = L.Multiply()([L.Dense(4)(z), L.Dense(4, activation="sigmoid")(z)])
         return L.LayerNormalization()(L.Add()([L.Dense(4)(y), z]))
 
-    chosen = L.Reshape((3, 1))(L.Dense(3, activation="softmax")(gated(L.Concatenate()(parts))))
+    chosen = L.Reshape((2, 1))(L.Dense(2, activation="softmax")(gated(L.Concatenate()(parts))))
     stack = of(lambda *p: tf.stack(p, 1))(*map(gated, parts))
     y = of(lambda w, p: tf.squeeze(tf.matmul(w, p, transpose_a=True), 1))(chosen, stack)
-    return K.Model(x, L.Dense(1)(y)), MSE, images(3, 4), images(1, seed=1)
+    return K.Model(x, L.Dense(1)(y)), MSE, images(2, 4), images(1, seed=1)
 
 
 def columns_by_a_transformer():
     x, data = words(3)
     y = of(lambda y, place: y + place, (3, 4))(L.Embedding(7, 4)(x))
-    return K.Model(x, L.Dense(2)(L.Flatten()(block(y)))), TOKENS, data, labels(2)
+    return K.Model(x, L.Dense(2)(L.Flatten()(attended(y)))), TOKENS, data, labels(2)
 
 
 def forest_of_soft_trees():
@@ -976,7 +981,7 @@ def what_a_shopper_did_before():
     (past, a), (now, b) = words(4), words(1)
     table = L.Embedding(7, 4)
     y = L.Concatenate(axis=1)([table(past), table(now)])
-    y = block(of(lambda y, p: y + p, (5, 4))(y))
+    y = attended(of(lambda y, p: y + p, (5, 4))(y))
     return K.Model([past, now], L.Dense(1)(L.Flatten()(y))), MSE, (a, b), images(1)
 
 

@@ -203,7 +203,7 @@ cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import conftest as c, numpy as np, tfdpfl
 from tfdpfl.data import batches as batches_module
-from tfdpfl.noise import BLT
+from tfdpfl.noise import Banded
 keras = tf.keras
 
 # To columns of zeros belong weights that have no gradient: what they move by is the noise.
@@ -282,7 +282,7 @@ with mirrored.scope():
 model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True), verbose=0)
 assert model.optimizer.executed == [(0.75, 2)], model.optimizer.executed
 
-noise = BLT(min_separation=2, max_participations=2, num_steps=4)
+noise = Banded(bands=2, min_separation=2, max_participations=2, num_steps=4)
 two, _ = check(clip=0.6, z=1.0, epochs=2, noise=noise, **sgd)
 check_noise(two, noise.unit * 0.6 * noise.variances(4)[-1] ** 0.5 / 8)
 
@@ -324,9 +324,9 @@ if c.keras3():
     np.testing.assert_allclose(one, filled_up(mirrored), atol=1e-5)
 
 np.testing.assert_allclose(penalised(alone), penalised(mirrored), atol=1e-6)
-for whole in (True, False):
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=whole)
-    one = looped(alone, tf.reduce_mean, data)
+sets = [tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=whole) for whole in (True, False)]
+one = looped(alone, tf.reduce_mean, sets[0])
+for whole, data in zip((True, False), sets):
     for size in [8, None] if whole else [None]:
         average = lambda losses: tf.nn.compute_average_loss(losses, global_batch_size=size)
         np.testing.assert_allclose(one, looped(mirrored, average, data), atol=1e-6)
