@@ -19,6 +19,7 @@ from tensorflow.python.data.util import structure
 from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.eager.polymorphic_function import tracing_compilation
 
+from tfdpfl._frames import callers
 from tfdpfl._types import Nest
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
@@ -119,15 +120,23 @@ def _with_free_arguments(function: Callable) -> Callable:
 
 
 def _made_early(make: Callable, **settings: object) -> tf.Variable:
-    """Makes a variable of a private step, such as a metric's, before the step: TensorFlow traces a function a second
-    time where the first trace makes variables."""
+    """Makes a variable of a private step, such as a metric's or a layer's, before the step: TensorFlow traces a
+    function a second time where the first trace makes variables."""
     trace = _trace_of(tf.compat.v1.get_default_graph())
-    if trace is None or not trace.first or not (trace.read or trace.freed) or tf.distribute.has_strategy():
+    if trace is None or not trace.first or tf.distribute.has_strategy():
         return make(**settings)
     if not callable(settings["initial_value"]):  # a value of the step, perhaps
         return make(**settings)
+    if not (trace.read or trace.freed or _trains_privately()):
+        return make(**settings)
     with tf.init_scope():
         return plain_variable(make, **settings)
+
+
+def _trains_privately() -> bool:
+    """Whether a model's step is being traced that has a DP optimizer: then a loss will be read in it."""
+    models = (frame.f_locals.get("self") for frame in callers() if frame.f_code.co_name.endswith("train_step"))
+    return any(hasattr(getattr(model, "optimizer", None), "_dp") for model in models)
 
 
 def _unreadable(size: int, error: Exception) -> PrivacyError:
