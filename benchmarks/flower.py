@@ -3,6 +3,7 @@
     python benchmarks/flower.py aggregate     # 10^7 weights, 100 clients: FedAvg's own aggregation, and ours
     python benchmarks/flower.py aggregate --clients 1000 --weights 100000
     python benchmarks/flower.py simulate      # Ray: 10 of 100 clients with and without DP; then 1,000 clients a round
+    python benchmarks/flower.py simulate --clients 0 --rounds 20  # 10 of 100 alone
     python benchmarks/flower.py kills         # 50 SuperNodes on loopback, 10 % of them killed, through 50 rounds
     python benchmarks/flower.py server-kills  # the server is killed, again and again, and goes on
 
@@ -122,8 +123,9 @@ def aggregate(clients: int, weights: int, repeats: int) -> None:
 
 
 def simulate(clients_in_many: int, rounds: int) -> None:
-    rows = []
     for asked, nodes in ((10, 100), (clients_in_many, clients_in_many)):
+        if not asked:
+            continue
         done = subprocess.run(
             [sys.executable, __file__, "one-simulation", str(asked), str(nodes), str(rounds)],
             capture_output=True, text=True, stdin=subprocess.DEVNULL,
@@ -132,23 +134,22 @@ def simulate(clients_in_many: int, rounds: int) -> None:
         if not line:
             raise RuntimeError(done.stdout[-2000:] + done.stderr[-3000:])
         got = json.loads(line[1])
-        plain, private = got["plain"], got["private"]
+        plain = got["strategies"]["FedAvg"]
         cells = [
-            f"{asked:,} of {nodes:,}", rounds, f"{got['answers']:,}", f"{plain['s']:.1f}", f"{private['s']:.1f}",
-            f"{plain['cpu']:.3f}", f"{private['cpu']:.3f}", f"{(private['cpu'] - plain['cpu']) / plain['s']:+.2%}",
-            f"{got['mb']:.0f}",
-        ]  # fmt: skip
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-        note(  # after each, for they take long
-            "simulate",
-            "## Simulated clients\n\n"
+            f"| {name} | {one['s']:.2f} | {one['all']:.3f} | {one['cpu'] * 1000:.1f} | "
+            f"{(one['cpu'] - plain['cpu']) / plain['all']:+.1%} |"
+            for name, one in got["strategies"].items()
+        ]
+        note(
+            "simulate" if asked == 10 else f"simulate-{asked}",
+            f"## Simulated clients, {asked:,} of {nodes:,}\n\n"
             f"Ray, {ACTORS} client processes on {os.cpu_count()} cores, a model of 100,000 weights in numpy. Rounds of "
-            "FedAvg and of the fixed clip around it take turns in one simulation, after one that is not counted; "
-            "medians. CPU is that of the strategy (whom it asks, its sum, noise, ledger); what it adds to FedAvg's is "
-            "shown as a part of FedAvg's round.\n\n"
-            "| asked | rounds of each | answers of all asked | s a round, FedAvg | s, private | CPU s of the strategy, "
-            "FedAvg | private | privacy adds | peak MB |\n"
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows),
+            f"FedAvg and of the fixed clip around it take turns in one simulation, {rounds} of each after one that is "
+            f"not counted; medians. {got['answers']:,} clients answered, all that were asked. The server has a peak of "
+            f"{got['mb']:.0f} MB. What privacy adds is CPU time of the strategy (whom it asks, its sum, noise, ε), as "
+            "a part of the CPU time of all processes in a round of FedAvg.\n\n"
+            "| | s a round | CPU s of all processes | CPU ms of the strategy | privacy adds |\n"
+            "| --- | --- | --- | --- | --- |\n" + "\n".join(cells),
         )
 
 
@@ -173,6 +174,20 @@ def numpy_client():
         return Message(content, reply_to=message)
 
     return app
+
+
+def cpu_of_all() -> float:
+    """CPU seconds of this process and of those that come from it."""
+    parents, used = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+            used[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    ours = {os.getpid()}
+    while new := {process for process, parent in parents.items() if parent in ours} - ours:
+        ours |= new
+    return sum(used[process] for process in ours) / os.sysconf("SC_CLK_TCK")
 
 
 def one_simulation(asked: int, nodes: int, rounds: int) -> None:
@@ -211,32 +226,31 @@ def one_simulation(asked: int, nodes: int, rounds: int) -> None:
                 fraction_train=asked / nodes, fraction_evaluate=0.0, min_available_nodes=nodes, min_train_nodes=asked
             )
 
-        cpu: dict[str, list[float]] = {"plain": [], "private": []}
-        strategies = {
-            "plain": timed(inner(), cpu["plain"]),
-            "private": timed(
-                DifferentialPrivacyFixedClipping(
-                    inner(), noise_multiplier=1.0, l2_norm_clip=0.5, clients_per_round=asked, delta=1e-5
-                ),
-                cpu["private"],
+        private = dict(noise_multiplier=1.0, l2_norm_clip=0.5, delta=1e-5)
+        made = {
+            "FedAvg": inner(),
+            "private, fixed cohorts": DifferentialPrivacyFixedClipping(inner(), clients_per_round=asked, **private),
+            "private, Poisson cohorts": DifferentialPrivacyFixedClipping(
+                inner(), sampling_rate=asked / nodes, population=nodes, **private
             ),
         }
+        cpu: dict[str, list[float]] = {name: [] for name in made}
+        strategies = {name: timed(strategy, cpu[name]) for name, strategy in made.items()}
         arrays = ArrayRecord({"w": Array(np.zeros((1000, 100), np.float32))})
-        spans: dict[str, list[float]] = {name: [] for name in strategies}
-        for name in ["private", *["plain", "private"] * rounds]:
-            began = time.monotonic()
+        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in strategies}
+        for name in [*strategies] * (rounds + 1):
+            began, used = time.monotonic(), cpu_of_all()
             arrays = strategies[name].start(grid, arrays, num_rounds=1, timeout=1800).arrays
-            spans[name].append(time.monotonic() - began)
+            spans[name].append((time.monotonic() - began, cpu_of_all() - used))
             print(name, spans[name][-1], sum(cpu[name][-2:]), file=sys.stderr, flush=True)
-        found = {
-            name: {
-                "s": statistics.median(spans[name][-rounds:]),
-                "cpu": statistics.median([sum(cpu[name][at : at + 2]) for at in range(0, len(cpu[name]), 2)][-rounds:]),
-            }
-            for name in strategies
-        }
+        found = {}
+        for name in strategies:
+            seconds, used = zip(*spans[name][1:], strict=True)
+            own = [sum(cpu[name][at : at + 2]) for at in range(2, len(cpu[name]), 2)]
+            found[name] = {key: statistics.median(v) for key, v in (("s", seconds), ("all", used), ("cpu", own))}
         print("RESULT " + json.dumps({
-            **found, "answers": sum(answers), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
+            "strategies": found, "answers": sum(answers),
+            "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
         }), flush=True)  # fmt: skip
 
     share = (os.cpu_count() or 1) / ACTORS

@@ -521,6 +521,17 @@ def test_the_price_of_a_run_that_goes_on_is_cheap():
     assert all(f.cache_info().maxsize <= 256 for f in (pricing._price, pricing._repeated, pricing._divergences))
 
 
+@pytest.mark.parametrize(("rate", "sigma"), [(0.1, 2.0), (0.01, 0.8)])
+def test_uses_are_composed_as_dp_accounting_composes_them_to_the_last_bit(rate, sigma):
+    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+    one = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3).compose(step)._pld
+    compose = pricing._composer(one)
+    for n in (1, 2, 60):
+        a, b = ([vars(pmf) for pmf in (made._pmf_remove, made._pmf_add)] for made in (compose(n), one.self_compose(n)))
+        for ours, theirs in zip(a, b, strict=True):
+            assert ours.pop("_probs").tobytes() == theirs.pop("_probs").tobytes() and ours == theirs
+
+
 @pytest.mark.parametrize(("rate", "sigma", "steps"), [(0.05, 1.1, 20), (0.01, 0.6, 16), (1 - 1e-9, 30.0, 16)])
 def test_a_run_priced_epoch_by_epoch_costs_what_it_costs_at_once(rate, sigma, steps):
     for epochs in range(1, 121):

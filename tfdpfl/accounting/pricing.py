@@ -465,7 +465,7 @@ class _Repeated:
             one = pld.PLDAccountant(relation, interval).compose(leaf)._pld
         else:
             one = leaf.losses(interval) if hasattr(leaf, "losses") else losses(leaf, interval)
-        self._of = functools.lru_cache(maxsize=2)(one.self_compose)
+        self._of = functools.lru_cache(maxsize=2)(_composer(one))
         self._last: tuple[int, Losses] = (0, None)
 
     def __call__(self, n: int) -> Losses:
@@ -476,6 +476,38 @@ class _Repeated:
             losses = losses.compose(self._of(n - before))
         self._last = n, losses
         return losses
+
+
+def _composer(one: Losses) -> Callable[[int], Losses]:
+    """Returns ``one.self_compose``. Moments, by which it finds where tails may be cut off, are computed once: they do
+    not depend on the number of uses, and take three quarters of its time."""
+    import numpy as np
+    from dp_accounting.pld.pld_pmf import DensePLDPmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from scipy import fft, special
+
+    tail = 1e-15
+    parts = [one._pmf_remove] if one._symmetric else [one._pmf_remove, one._pmf_add]
+    if not all(isinstance(part, DensePLDPmf) for part in parts):
+        return one.self_compose
+    moments = []
+    for part in parts:
+        orders = np.concatenate((np.arange(-20, 0), np.arange(1, 21))) / part.size
+        moments.append([(o, special.logsumexp(np.arange(part.size) * o, b=part._probs)) for o in orders])
+
+    def of(part: Losses, moments: list[tuple[float, float]], n: int) -> Losses:
+        bounds = [(order, (n * moment + math.log(2 / tail)) / order) for order, moment in moments]
+        low = max(0, *(math.floor(b) for order, b in bounds if order < 0 and math.isfinite(b)))
+        high = min((part.size - 1) * n, *(math.ceil(b) for order, b in bounds if order > 0 and math.isfinite(b)))
+        length = fft.next_fast_len(max(high - low + 1, part.size))
+        wrapped = np.real(fft.ifft(fft.fft(part._probs, length) ** n))
+        infinite = tail - math.expm1(n * math.log1p(-part._infinity_mass))
+        probs = np.roll(wrapped, -low)[: high - low + 1]
+        return DensePLDPmf(
+            part._discretization, part._lower_loss * n + low, probs, infinite, part._pessimistic_estimate
+        )
+
+    return lambda n: PrivacyLossDistribution(*(of(part, m, n) for part, m in zip(parts, moments, strict=True)))
 
 
 _repeated = functools.lru_cache(maxsize=16)(_Repeated)  # of at most some MB each
