@@ -269,7 +269,7 @@ def test_poisson_cohorts_are_drawn_by_the_strategy_and_empty_ones_are_released()
     assert len(result.train_metrics_clientapp) == strategy.rounds_charged == 60
     assert strategy.participation.clients_per_round == pytest.approx(1.0)  # the mean is over the expected number
     whole = {node for nodes in grid.sent for node in nodes}
-    assert len(whole) > 15
+    assert len(whole) > 10  # 19 expected; 10 or fewer once in 10⁸ runs
 
 
 def test_an_empty_cohort_gets_its_noise():
