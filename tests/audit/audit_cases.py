@@ -138,6 +138,8 @@ class Training:
 
     def run(self, weights: Any, times: int = 1) -> Any:
         """One run, or several in a row; returns the model."""
+        import tensorflow as tf
+
         x, y, w = self.data(weights)
         with _taps():
             for variable, value in self.start:
@@ -146,15 +148,21 @@ class Training:
                 for _ in range(times * self.steps):
                     self._step(x, y, w)
             else:
-                epochs = times * self.steps * self.batch // NUMBER
-                self.model.fit(x, y, sample_weight=w, batch_size=self.batch, shuffle=False, epochs=epochs, verbose=0)
+                batches = tf.data.Dataset.from_tensor_slices((x, y, w)).batch(self.batch)
+                self.model.fit(batches, epochs=times * self.steps * self.batch // NUMBER, verbose=0)
         return self.model
 
     @functools.cached_property
     def _step(self) -> Any:
         import tensorflow as tf
 
-        return tf.function(lambda x, y, w: self.model.train_step((x, y, w)))
+        return tf.function(lambda x, y, w: self.model.train_step((x, y, w)), self._any_size())
+
+    def _any_size(self) -> list[Any]:
+        """What a batch is, of any size: steps on batches of a size that TensorFlow knows are traced twice."""
+        import tensorflow as tf
+
+        return [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in self.data(ONES)]
 
     @functools.cached_property
     def claim(self) -> float:
@@ -165,13 +173,13 @@ class Training:
     def _many(self) -> Any:
         import tensorflow as tf
 
-        @tf.function
-        def many(trials, *batches):
+        @functools.partial(tf.function, input_signature=[tf.TensorSpec([], tf.int32), *self._any_size()])
+        def many(trials, *batch):
             seen = tf.TensorArray(tf.float32, trials)
             for i in tf.range(trials):
                 for variable, value in self.start:
                     variable.assign(tf.constant(value))
-                for batch in batches:
+                for _ in range(self.steps):
                     self.model.train_step(batch)
                 flat = tf.concat([tf.reshape(v, [-1]) for v in self.model.trainable_variables], 0)
                 seen = seen.write(i, flat)
@@ -205,12 +213,12 @@ class Training:
         x, y, w = self.data(weights)
         pull = self.pull()
         before = np.concatenate([np.ravel(v.numpy()) for v in self.model.trainable_variables])
-        places = [slice(j * self.batch % NUMBER, j * self.batch % NUMBER + self.batch) for j in range(self.steps)]
-        batches = [tuple(tf.constant(part[place]) for part in (x, y, w)) for place in places]
         if self.batch < NUMBER:  # parts of a whole: none can be taken inside a graph's loop
+            places = [slice(j * self.batch % NUMBER, j * self.batch % NUMBER + self.batch) for j in range(self.steps)]
+            batches = [tuple(tf.constant(part[place]) for part in (x, y, w)) for place in places]
             moved = np.stack([self._one(batches) for _ in range(trials)]) - before
         else:
-            moved = self._many(tf.constant(trials), *batches).numpy() - before
+            moved = self._many(trials, x, y, w).numpy() - before
         score = -moved @ pull
         if not self.words:
             return score

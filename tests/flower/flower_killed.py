@@ -1,7 +1,8 @@
-"""A server that is killed by SIGKILL and started again until it ends: python flower_killed.py FOLDER KIND
+"""A server that is killed by SIGKILL and started again until it ends: python flower_killed.py FOLDER
 
-Each life is a fork of this process, which has imported all and drawn nothing. A released model is on disk, as its
-audience has it, when the strategy has returned it.
+It trains with independent and with banded noise, in folders of these names. Each life is a fork of this process, which
+has imported all and drawn nothing. A released model is on disk, as its audience has it, when the strategy has returned
+it.
 """
 
 import json
@@ -71,8 +72,13 @@ def main(folder, kind):
         assert os.WIFSIGNALED(ended[1]), "it failed by itself"
         kills, life = kills + 1, life + 1
         assert charged(folder) >= released(folder), "a model was shown that is not charged"
-    print("RESULT", json.dumps({"kills": kills, "charged": charged(folder), "released": released(folder)}))
+    return {"kills": kills, "charged": charged(folder), "released": released(folder)}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    results = {}
+    for kind in ("independent", "banded"):
+        folder = Path(sys.argv[1]) / kind
+        folder.mkdir()
+        results[kind] = main(folder, kind)
+    print("RESULT", json.dumps(results))
