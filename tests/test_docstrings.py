@@ -33,7 +33,9 @@ def trees():
 
 
 def exported():
-    """(public name, its node) of every package's and module's `__all__`, through its imports."""
+    """(public name, its node) of the `__all__` of each package, of each module of `tfdpfl` itself, and of those that
+    the pages of the API show, through its imports."""
+    pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs/api").glob("*.md"))
     for module, tree in trees().items():
         lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
         names = [[e.value for e in every.elts if isinstance(e, ast.Constant)] for every in lists]
@@ -43,17 +45,14 @@ def exported():
             "tfdpfl.__main__",
         ):  # the first lists the others'; click explains the second
             continue
-        public = not any(part.startswith("_") for part in module.split("."))
-        own = {
-            n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")
-        }
+        shown = module.count(".") < 2 or f"automodule:: {module}\n" in pages
+        public = shown and not any(part.startswith("_") for part in module.split("."))
         lazy = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_WHERE"]
         for name in (c.value for every in lazy for c in ast.walk(every) if isinstance(c, ast.Constant)):
             for below in trees():
                 if below.startswith(f"{module}.") and (node := found(below, name, through=False)) is not None:
                     yield f"{module}.{name}", node
-        listed = names[0] if names else own if module.count(".") == 1 else ()
-        for name in listed if public else ():
+        for name in names[0] if public else ():
             node = found(module, name)
             if node is not None:
                 yield f"{module}.{name}", node

@@ -1,6 +1,7 @@
 """What CONTRIBUTING.md says of the house: imports go one way, and examples and benchmarks use public names alone."""
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 
@@ -37,14 +38,44 @@ def circle(graph):
         return error.args[1]
 
 
-def test_modules_import_each_other_one_way():
+@functools.cache
+def sources_of_package():
     sources = {}
     for path in (ROOT / "tfdpfl").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         package = ".".join(parts[:-1])
         sources[package if parts[-1] == "__init__" else ".".join(parts)] = (package, path.read_text())
     assert len(sources) > 50
-    assert not (found := circle(modules_imported(sources))), " is imported by ".join(found)
+    return sources
+
+
+def test_modules_import_each_other_one_way():
+    assert not (found := circle(modules_imported(sources_of_package()))), " is imported by ".join(found)
+
+
+def listed(tree):
+    """The names that a module's `__all__` spells out, or None if it has none."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == "__all__":
+            return {part.value for part in node.value.elts if isinstance(part, ast.Constant)}
+
+
+def test_each_module_lists_what_others_import_from_it():
+    trees = {module: ast.parse(source) for module, (_, source) in sources_of_package().items()}
+    every = {module: listed(tree) for module, tree in trees.items() if not module.endswith("__main__")}
+    assert not [module for module, names in every.items() if names is None]
+    for module, names in every.items():
+        bound = {n.id for n in ast.walk(trees[module]) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        bound |= {n.name for n in trees[module].body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        bound |= {name for _, _, name in imports(trees[module])}
+        lazy = {n.value for n in ast.walk(trees[module]) if isinstance(n, ast.Constant)}  # `__getattr__` finds these
+        assert names <= (bound | lazy if "__getattr__" in bound else bound), module
+    for module, tree in trees.items():
+        for base, name, _ in imports(tree, sources_of_package()[module][0]):
+            inner = base not in every or f"{base}.{name}" in every or name in (None, "*") or name.startswith("_")
+            package = {m.rpartition(".")[0] for m in every} & {base}  # its list may be put together
+            assert inner or package or name in every[base], f"{module} imports {base}.{name}"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from tfdpfl._variables import in_memory
 if TYPE_CHECKING:
     import tensorflow as tf
 
+__all__ = ["announce", "may_mark", "of_batch", "unmarked", "weights"]
+
 _lock = threading.Lock()
 _made = False
 _variable: tf.Variable | None = None

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import click
 
+__all__ = ["DELTA", "JSON", "BadArgument", "NewFile", "clean_errors"]
+
 DELTA = click.option("--delta", type=float, required=True, help="Delta, below 1 / num-examples.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 

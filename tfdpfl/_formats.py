@@ -19,6 +19,8 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+__all__ = ["NewerFormatError", "agrees", "describe", "refuse_newer", "restore", "stamp", "strict"]
+
 
 class NewerFormatError(PrivacyError):
     """A file is of a newer version than this release reads."""

@@ -6,7 +6,9 @@ from types import FrameType
 
 from tfdpfl._types import Keywords, Model
 
-PLAN = "_tfdpfl_plan"
+__all__ = ["PLAN", "callers", "running_fits", "trained_by"]
+
+PLAN = "tfdpfl_plan"
 """The attribute by which the pieces of a `tfdpfl.plan` know it."""
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+__all__ = ["AfterKeras", "register"]
+
 # What registers classes with Keras.
 _MODULES = ("optimizers", "label_dp.losses", "label_dp.pipeline", "preprocessing")
 

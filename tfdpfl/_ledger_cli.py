@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyLedger
     from tfdpfl.flower.journal import Record
 
+__all__ = ["ledger"]
+
 _FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _FILES = click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _ACCOUNTANT = click.option("--accountant", type=click.Choice(["pld", "rdp"]), default="pld", show_default=True)

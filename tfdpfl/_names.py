@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+__all__ = ["accept_old_names", "sentence"]
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 
+__all__ = ["renew_after_fork"]
+
 _OBJECTS: weakref.WeakSet = weakref.WeakSet()
 
 

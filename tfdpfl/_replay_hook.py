@@ -13,6 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+__all__ = ["Release", "add", "caller", "drawn", "released", "tape"]
+
 
 @dataclasses.dataclass
 class Release:

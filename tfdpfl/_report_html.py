@@ -12,6 +12,8 @@ from typing import TypeAlias
 from tfdpfl._types import Axes, Report
 from tfdpfl.accounting.report import ADJACENCY_TEXT, rounded_up
 
+__all__ = ["html", "other_terms", "rounded_down", "upper", "whose"]
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 62rem; margin: 0 auto;
   padding: 1rem; overflow-wrap: anywhere; }

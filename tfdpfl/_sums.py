@@ -11,6 +11,8 @@ from tfdpfl import _replay_hook
 if TYPE_CHECKING:
     from tfdpfl.noise import Source
 
+__all__ = ["noisy_sum"]
+
 
 def noisy_sum(values: np.ndarray, sensitivity: float, noise_multiplier: float, source: Source) -> np.ndarray:
     """Returns the sums plus independent normal noise.

@@ -5,6 +5,28 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+__all__ = [
+    "Arrays",
+    "Axes",
+    "Callback",
+    "Computation",
+    "Dataset",
+    "Estimator",
+    "Json",
+    "JsonValue",
+    "Keywords",
+    "Layer",
+    "Loss",
+    "Model",
+    "Nest",
+    "Optimizer",
+    "Prior",
+    "Promiser",
+    "Report",
+    "State",
+    "Variable",
+]
+
 Arrays: TypeAlias = Any  # arrays, tensors or data frames, or nests of them, as Keras and scikit-learn take them
 Dataset: TypeAlias = Any  # a tf.data.Dataset, or another source of batches
 Model: TypeAlias = Any  # a Keras model, of Keras 2 or 3

@@ -6,6 +6,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+__all__ = ["in_memory", "plain_variable"]
+
 
 def plain_variable(_, **settings: object) -> tf.Variable:
     """For `tf.variable_creator_scope`: what no function waits for, and no strategy mirrors."""

@@ -7,6 +7,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+__all__ = ["explain_wait"]
+
 _PATIENCE = 1.0  # seconds
 
 

@@ -19,6 +19,8 @@ from tfdpfl.accounting.sampling import POISSON
 if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyReport
 
+__all__ = ["main"]
+
 _NUM_EXAMPLES = click.option("--num-examples", type=int, required=True, help="Number of training examples.")
 _BATCH_SIZE = click.option(
     "--batch-size", type=int, required=True, help="Batch size. With Poisson sampling, the expected one."

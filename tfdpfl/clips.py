@@ -10,7 +10,16 @@ from typing import Any
 from tfdpfl._types import JsonValue
 from tfdpfl.accounting import _checks
 
-__all__ = ["AdaptiveClip", "AutomaticClip", "Clip", "PerLayerClip", "from_config", "to_config"]
+__all__ = [
+    "LEAST_ADAPTED",
+    "MOST_ADAPTED",
+    "AdaptiveClip",
+    "AutomaticClip",
+    "Clip",
+    "PerLayerClip",
+    "from_config",
+    "to_config",
+]
 
 # Between these a clip that adapts moves; beyond them float32 loses what it is to measure.
 LEAST_ADAPTED, MOST_ADAPTED = 1e-8, 1e10

@@ -12,6 +12,8 @@ from tfdpfl._types import Keywords, Model, Optimizer
 if TYPE_CHECKING:
     from tfdpfl.datasets import ImageData
 
+__all__ = ["run"]
+
 DELTA = 1e-5
 
 

@@ -13,6 +13,8 @@ from types import ModuleType
 from tfdpfl import native
 from tfdpfl._version import __version__
 
+__all__ = ["Finding", "examine"]
+
 _FROM_SOURCE = "install a C compiler, then tfdpfl again"
 # Measured on two cores: docs/figures.md.
 _COST_OF_NO_KERNELS = "a step of a convolutional network takes 1.1 to 1.4 times as long"

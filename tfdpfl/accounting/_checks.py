@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+__all__ = ["choice", "probability", "real", "whole"]
+
 
 def whole(name: str, value: Any, minimum: int, remedy: str) -> int:
     """Returns `value` as an int, or raises a `ValueError` when it is no whole number from `minimum` up."""

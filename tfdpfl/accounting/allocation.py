@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from dp_accounting.pld.pld_pmf import PLDPmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
+__all__ = ["losses"]
+
 _TAIL = 8.6  # standard deviations: a mass of e^-40 lies beyond
 _CUT = 1e-18  # what is lowered at an end of a sum's law, as a share of its mass or mean
 _STEP = 0.025  # of the grid, over the deviation of log S; at most 0.04: ε grows by less than 0.1 %

@@ -16,6 +16,17 @@ from tfdpfl.accounting.run import NoiseArguments, Run
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = [
+    "EndlessRunArguments",
+    "LedgerArguments",
+    "NoiselessRunArguments",
+    "RunArguments",
+    "SizelessRunArguments",
+    "StepArguments",
+    "build_run",
+    "shows_arguments",
+]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

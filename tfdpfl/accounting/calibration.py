@@ -23,6 +23,16 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = [
+    "MOST_STEPS",
+    "compute_batch_size",
+    "compute_epsilon",
+    "compute_noise_multiplier",
+    "compute_num_steps",
+    "largest_count",
+    "smallest_noise_multiplier",
+]
+
 _TOLERANCE = 1e-4  # of σ, relative
 _LARGEST_SIGMA = 2.0**30
 _SMALLEST_SIGMA = 2.0**-10

@@ -19,6 +19,15 @@ from tfdpfl.noise.strategies import ERRORS, INDEPENDENT, KINDS, Noise, Uses, as_
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = [
+    "ADJACENCIES_OF_BOUNDED",
+    "ADJACENCIES_OF_CYCLIC",
+    "Compared",
+    "CorrelatedRun",
+    "compare",
+    "compute_correlated_noise_multiplier",
+]
+
 # Neighbours differ in what one example contributes; who else is in a batch, and when, stays. Where the order is fixed
 # or shuffled a data set with an example more has other batches: that has no price.
 ADJACENCIES_OF_BOUNDED = FIXED_ORDER.adjacencies

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
+__all__ = ["event_named", "event_type", "thresholded"]
+
 _TYPES: dict[str, Callable[[], type[DpEvent]]] = {}
 
 

@@ -13,6 +13,8 @@ from tfdpfl._types import Arrays
 if TYPE_CHECKING:
     from dp_accounting import SampledWithoutReplacementDpEvent
 
+__all__ = ["losses"]
+
 _TAIL = 10.0  # standard deviations: what lies beyond, a mass of e^-53, counts as lost
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tfdpfl.accounting.correlated import CorrelatedRun
 
+__all__ = ["PrivacyLedger"]
+
 
 @dataclass(frozen=True)
 class _Applied:

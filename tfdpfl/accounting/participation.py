@@ -13,6 +13,8 @@ import functools
 
 import numpy as np
 
+__all__ = ["most_participations", "moved_by_toeplitz", "tree_sensitivity"]
+
 
 def most_participations(steps: int, separation: int, most: int | None) -> int:
     """How often an example can take part in so many steps."""

@@ -16,6 +16,17 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = [
+    "ACCOUNTANTS",
+    "LARGEST_PURE_EPSILON",
+    "Price",
+    "beyond_support",
+    "check_delta",
+    "delta_warning",
+    "leaves_of",
+    "price",
+]
+
 ACCOUNTANTS = ("pld", "rdp")
 # Classes of dp-accounting, which has no types and is imported by the first price.
 Relation: TypeAlias = Any

@@ -18,6 +18,8 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["PLANNED", "SEEDED", "NoPromisesError", "Promise", "fixed", "promises_of"]
+
 PLANNED = "planned: nothing of it has run"
 SEEDED = "its {0} is fixed, and whoever knows it can take the noise away: {0}=None draws a secret one"
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
     from typing_extensions import Unpack
 
+__all__ = ["ADJACENCY_TEXT", "PrivacyReport", "privacy_report", "privacy_statement", "report_of", "rounded_up"]
+
 _VERSION = 1  # of `PrivacyReport.to_dict`; fields may be added to it, and none may go
 ADJACENCY_TEXT = {
     "add_or_remove_one": "data sets that differ in the presence of one example",

@@ -14,6 +14,8 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["ADJACENCIES", "OLD_NAMES", "SAMPLINGS", "SAVED_AS", "UNITS", "NoiseArguments", "Run", "options_of"]
+
 Put: TypeAlias = Callable[[str, object], None]  # sets a field of a frozen dataclass
 UNITS = ("example", "user")
 _DISCRETE = "The noise is discrete Gaussian (secure_noise=True), which only Rényi DP prices."

@@ -15,6 +15,22 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
+__all__ = [
+    "BY_CODE",
+    "CYCLIC_POISSON",
+    "EVERY_BATCH",
+    "FIXED_ORDER",
+    "POISSON",
+    "RANDOM_ALLOCATION",
+    "SAMPLINGS",
+    "SCHEMES",
+    "SHUFFLED",
+    "Code",
+    "SamplingScheme",
+    "shuffled_adjacency",
+    "truncated_event_type",
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Code:

@@ -9,6 +9,8 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["Measures", "zcdp_and_gdp"]
+
 _FPR = 0.01
 # Of the pairs (ε, δ) that are proven, those that bound a test best have a δ near its power.
 _DELTAS = (1e-6, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.4)

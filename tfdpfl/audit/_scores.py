@@ -16,6 +16,8 @@ from tfdpfl.audit.epsilon import audit_epsilon
 from tfdpfl.audit.membership import MembershipReport, report_of
 from tfdpfl.audit.one_run import OneRunReport, one_run_bounds
 
+__all__ = ["report_of_scores"]
+
 FORMS = (
     "an .npz with scores and inserted, or with members and non_members; or a .csv whose first line is score,inserted "
     "or score,member"

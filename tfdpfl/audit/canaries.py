@@ -13,6 +13,8 @@ from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.audit.membership import losses_of
 from tfdpfl.audit.one_run import OneRunReport, one_run_bounds
 
+__all__ = ["OneRunAudit"]
+
 
 class OneRunAudit(tf.keras.callbacks.Callback):
     """Audits a training while it runs: puts canaries into its data, and bounds ε from how well they are told.

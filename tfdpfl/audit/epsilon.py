@@ -11,6 +11,8 @@ from scipy import optimize, special, stats
 from tfdpfl._types import Arrays, Dataset
 from tfdpfl.accounting import _checks
 
+__all__ = ["audit_epsilon", "epsilon_of_mu"]
+
 _MOST_DISTINCT = 0.05  # of the trials; above, outputs are taken for continuous
 
 

@@ -11,6 +11,8 @@ from scipy import special, stats
 from tfdpfl._types import Arrays, Estimator, Json, Loss, Model
 from tfdpfl.accounting import _checks
 
+__all__ = ["MembershipReport", "losses_of", "membership_inference", "report_of"]
+
 LOW_FPR = 0.01
 
 

@@ -13,6 +13,8 @@ from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.audit.epsilon import epsilon_of_mu
 
+__all__ = ["OneRunReport", "one_run_bounds"]
+
 _MOST = 60.0  # of what is searched, ε or μ
 _TIES = (2023, 11)  # a stream of its own, so that a report can be made again and no coins of a small seed agree with it
 

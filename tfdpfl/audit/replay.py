@@ -13,6 +13,8 @@ from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Json, Keywords, Nest
 from tfdpfl.accounting import ADJACENCIES, _checks
 
+__all__ = ["Finding", "ReplayReport", "replay"]
+
 _ROOT = Path(_replay_hook.__file__).resolve().parents[1]
 
 _ROUNDING = 1e-4  # float32's sums of a batch

@@ -11,6 +11,8 @@ from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.audit.membership import MembershipReport, report_of
 
+__all__ = ["lira", "rmia"]
+
 
 def lira(
     scores: Arrays,

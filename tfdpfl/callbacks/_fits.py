@@ -19,6 +19,25 @@ from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import DPOptimizer, _step_table, stepped_on
 
+__all__ = [
+    "LEFT",
+    "RELEASED",
+    "Call",
+    "Data",
+    "Fit",
+    "executions_of",
+    "fingerprint",
+    "fit_arguments",
+    "keeps_averages",
+    "length",
+    "private_optimizer",
+    "remember_weights",
+    "running_models",
+    "stepping",
+    "steps_on",
+    "weights_of",
+]
+
 Call: TypeAlias = dict[str, Any]  # the arguments of a call of fit
 Data: TypeAlias = dict[str, Any]  # what of the arguments of a run describes its data
 

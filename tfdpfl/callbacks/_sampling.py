@@ -18,6 +18,8 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
 from tfdpfl.optimizers._filled import check_kept
 
+__all__ = ["Sampling"]
+
 
 def _expands(dataset: Dataset) -> bool:
     """Whether a data set may have several elements of one that it was made from; one of a generator is a flat_map of a

@@ -13,6 +13,8 @@ from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling
 from tfdpfl.optimizers import DPOptimizer, _replicas
 
+__all__ = ["join"]
+
 
 class _Watch(tf.keras.callbacks.Callback):
     """Tells the optimizer how each batch is drawn, as `PrivacyBudget` does. Refuses nothing: of data that do not say

@@ -8,6 +8,8 @@ import tensorflow as tf
 from tfdpfl.accounting import _checks
 from tfdpfl.callbacks._fits import LEFT, executions_of, fingerprint, running_models
 
+__all__ = ["AveragedWeights"]
+
 
 class AveragedWeights(tf.keras.callbacks.Callback):
     """Averages a model's weights over the updates of a training, and leaves it with the averages.

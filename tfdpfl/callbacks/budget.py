@@ -42,6 +42,8 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _step_table, stepped_on
 from tfdpfl.optimizers._schedules import PiecewiseConstant
 
+__all__ = ["PrivacyBudget"]
+
 _GENERATOR = (
     "The noise was drawn by {}, in floating point: its last digits are not those of a normal distribution, which an "
     "attacker who sees every digit of the weights may use (Mironov 2012)."

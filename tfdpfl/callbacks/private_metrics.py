@@ -23,6 +23,8 @@ from tfdpfl.noise import Source
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["PrivateMetrics"]
+
 _NO_DATA = frozenset(("epsilon", "lr", "learning_rate"))  # logs that no example is in
 _MADE_UP = 8  # examples, on which metrics are tried
 

@@ -34,6 +34,8 @@ from tfdpfl.clipping.states import (
     weighs,
 )
 
+__all__ = ["BatchAxis"]
+
 
 class BatchAxis:
     """States of all tensors of ``graph`` that ``targets`` are computed from.

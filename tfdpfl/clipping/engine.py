@@ -10,6 +10,8 @@ import tensorflow as tf
 from tfdpfl.accounting import _checks
 from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
 
+__all__ = ["LEAST_CLIP", "ClippedGradients", "check_clip", "clipped_gradients", "per_example_norms"]
+
 # Of 1e11 entries whose squares are below float32's least normal number the norm is 3e-14.
 LEAST_CLIP = 1e-10
 

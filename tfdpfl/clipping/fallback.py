@@ -19,6 +19,8 @@ from tfdpfl.clipping.states import Batch, Size, weighs
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["Replay"]
+
 _REMEDY = "Write the layer with operations that have a rule, or outside of loops and branches."
 # Stateful ops that may be run as often as one likes.
 _REPEATABLE = frozenset("Assert LookupTableFindV2 Print PrintV2 ResourceGatherNd VariableShape".split())

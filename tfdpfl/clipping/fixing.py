@@ -15,6 +15,8 @@ import tensorflow as tf
 from tfdpfl._types import Layer, Model, Nest, Variable
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["fix"]
+
 # Stands for an axis whose length the model leaves open. It is longer than the kernels of most convolutions.
 _OPEN_AXIS = 16
 _TOLERANCE = 1e-5

@@ -27,6 +27,26 @@ from tensorflow.python.ops import control_flow_util
 from tfdpfl.clipping.graph import record_of
 from tfdpfl.clipping.states import Batch
 
+__all__ = [
+    "TYPICAL_LENGTH",
+    "Contribution",
+    "Costs",
+    "EmbeddingGradient",
+    "MaterializedGradient",
+    "OuterProductGradient",
+    "Units",
+    "Use",
+    "added",
+    "compiled",
+    "dims_of",
+    "merge",
+    "products",
+    "reshaped",
+    "summed_to",
+    "turned",
+    "volume",
+]
+
 # A length that is unknown while tracing counts as this one when costs are compared.
 TYPICAL_LENGTH = 64
 # Gradients are formed only where they take at most this many times the memory of the op's input and output, or no more

@@ -21,6 +21,43 @@ from tensorflow.python.ops import control_flow_util_v2
 if TYPE_CHECKING:
     from tensorflow.core.framework.node_def_pb2 import NodeDef
 
+__all__ = [
+    "BODIES",
+    "CALLS",
+    "ENTRIES",
+    "RELEASED",
+    "ancestors",
+    "attributes",
+    "body_graphs",
+    "captured",
+    "constant",
+    "copy_op",
+    "function_graph",
+    "function_names",
+    "gradient_function",
+    "graphs_around",
+    "inner_call",
+    "keep_graphs_around",
+    "key",
+    "known_entries",
+    "lift_functions",
+    "number_of_results",
+    "origin",
+    "own_gradient_is_known",
+    "passes_gradients_through",
+    "recomputes",
+    "record_of",
+    "released",
+    "replace",
+    "require",
+    "restore",
+    "rewrite_bodies",
+    "same",
+    "source",
+    "when_traced",
+    "within",
+]
+
 _numbers = itertools.count()
 # By graph the names of the ops that give out what is private: whatever follows from it alone is public.
 RELEASED: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()

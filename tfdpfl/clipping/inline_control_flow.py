@@ -28,6 +28,8 @@ from tfdpfl.clipping.states import Batch, Items, Public, weighs
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["InlinedControlFlow", "close"]
+
 # A loop's turns are put side by side one by one up to so many, else (and by XLA) stacked and turned over: two passes.
 MOST_APART = 64
 

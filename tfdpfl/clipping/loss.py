@@ -24,6 +24,8 @@ from tfdpfl.clipping.sizes import is_average
 from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["PerExampleLoss"]
+
 _ADD = frozenset("Add AddV2 AddN Sub".split())
 
 

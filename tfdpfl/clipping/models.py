@@ -19,6 +19,8 @@ from tfdpfl.clipping.registry import user_rules
 from tfdpfl.clipping.step_checks import check_finished, raw_variable
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["explain", "saved_weights", "validate"]
+
 # `validate` compares the gradients of so many examples with exact ones.
 MOST_COMPARED = 16
 

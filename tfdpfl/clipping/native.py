@@ -12,6 +12,8 @@ from tensorflow.python.framework import op_def_library
 from tfdpfl import native
 from tfdpfl.clipping.gradients import Costs, MaterializedGradient, Units, compiled
 
+__all__ = ["Filters", "find_obstacle"]
+
 OPS = ("TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum")
 
 

@@ -16,6 +16,8 @@ from tfdpfl.clipping.states import Batch, Mixed, Public, State, is_batch_free, m
 from tfdpfl.clipping.variable_writes import side_effects
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["check_own_gradients"]
+
 
 def check_own_gradients(view: BatchAxis) -> None:
     """Looks at what each op with a gradient of its own does to a gradient that keeps examples apart.

@@ -19,6 +19,8 @@ from tfdpfl.clipping.registry import RULES, UserRule
 from tfdpfl.clipping.states import Batch, Size, State
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["check_promises", "checked"]
+
 _EXAMPLES = 4
 _OTHER = 3  # the length of an axis that is free
 _TOLERANCE = 2e-3  # relative; rules may compute in float32

@@ -49,6 +49,8 @@ from tfdpfl.clipping.variable_writes import tainted_read
 from tfdpfl.clipping.weight_uses import WeightUses
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["ClippedGradients", "ClippingPipeline"]
+
 # Else TensorFlow traces a branch in which a replica has no examples.
 _OF_SEVERAL = (
     " For several replicas all batches must be of one known size that their number divides: drop_remainder=True. For "

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from tfdpfl.clipping.states import BY_POSITION, TAINTED, Mixed
 
+__all__ = ["EAGER", "NO_BATCH", "OVERLAP", "WEIGHTED", "mixing"]
+
 EAGER = (
     "This training step runs eagerly, but per-example gradients are read from the graph of a step. Wrap the step in "
     "tf.function: write @tf.function above the function that computes the loss and applies the gradients. Compile a "

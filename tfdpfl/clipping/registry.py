@@ -18,6 +18,20 @@ from tensorflow.python.framework import op_def_registry
 from tfdpfl.clipping.gradients import Contribution, Units, Use
 from tfdpfl.clipping.states import Batch, Entry, Handle, Mixed, Public, State, mixed
 
+__all__ = [
+    "BATCHING_RULES",
+    "ENDS",
+    "RULES",
+    "BatchingRule",
+    "UserRule",
+    "View",
+    "batching_rule",
+    "ends_gradient",
+    "register_rule",
+    "rule",
+    "user_rules",
+]
+
 
 class View(Protocol):
     """All that an op's move sees of the analysis."""

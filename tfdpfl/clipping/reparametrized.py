@@ -12,6 +12,17 @@ import tensorflow as tf
 from tfdpfl.clipping.gradients import Contribution, EmbeddingGradient, OuterProductGradient
 from tfdpfl.clipping.graph import constant, key
 
+__all__ = [
+    "Part",
+    "carried_back",
+    "chain",
+    "formed_at_roots",
+    "inner_product",
+    "isometric",
+    "unmoved",
+    "vocabulary_side",
+]
+
 
 class Part(NamedTuple):
     """Holds what one use of a variable, or several as one, adds to each unit's gradient.

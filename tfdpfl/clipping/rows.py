@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
 
+__all__ = ["laid_along", "row_free", "rowwise", "shaped", "together"]
+
 
 def row_free(t: tf.Tensor, state: Public | Size, axis: int) -> bool:
     """Whether a tensor without examples is the same for all rows along ``axis`` (counted from the right)."""

@@ -25,6 +25,8 @@ from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["as_freed", "is_average", "original", "read_free"]
+
 FREED = "PlaceholderWithDefault"  # hands its input on, with a shape that says less
 
 

@@ -19,6 +19,26 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
+__all__ = [
+    "BY_POSITION",
+    "TAINTED",
+    "UNKNOWN",
+    "Batch",
+    "Entries",
+    "Entry",
+    "Handle",
+    "Items",
+    "Mixed",
+    "Public",
+    "Size",
+    "State",
+    "deps",
+    "is_batch_free",
+    "mixed",
+    "plain",
+    "weighs",
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Public:

@@ -17,6 +17,19 @@ from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, State, is_bat
 from tfdpfl.clipping.variable_writes import tainted
 from tfdpfl.errors import PrivacyError
 
+__all__ = [
+    "READ",
+    "before_it_runs",
+    "check_arguments",
+    "check_finished",
+    "check_public",
+    "handles_of",
+    "name_of",
+    "raw_variable",
+    "resource",
+    "versions",
+]
+
 # By graph: the variables that its losses read, with the reading op's type and name.
 READ: weakref.WeakKeyDictionary[tf.Graph, dict[Handle, tuple[str, str]]] = weakref.WeakKeyDictionary()
 

@@ -23,6 +23,8 @@ from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.step_checks import handles_of, raw_variable
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["check_asked", "check_seen", "loss_of", "unseen", "watch"]
+
 # A tensor that a tape takes for a constant, and the ids of the handles of variables that it follows from.
 Unseen = tuple[str, frozenset[int]]
 

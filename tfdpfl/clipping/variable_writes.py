@@ -13,6 +13,8 @@ from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, body_graphs, key, with
 from tfdpfl.clipping.states import TAINTED, Handle, Mixed, State, is_batch_free, mixed
 from tfdpfl.errors import PrivacyError
 
+__all__ = ["check_unwritten", "side_effects", "tainted", "tainted_read"]
+
 WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTable(Insert|Remove|Import)|^RngSkip")
 
 

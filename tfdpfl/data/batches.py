@@ -25,6 +25,8 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     import tensorflow as tf
 
+__all__ = ["PLANNED", "cyclic_poisson", "fixed_order", "poisson_batches", "random_allocation", "shuffled_batches"]
+
 _EMPTY_BATCHES = ("auto", "keep", "zero_weight")
 # Two: TensorFlow's gradient of a strided 1×1 convolution crashes on a batch of one (oneDNN, 2.14 and 2.21).
 _PLACEHOLDERS = 2

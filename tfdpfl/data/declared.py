@@ -8,6 +8,18 @@ from collections.abc import Callable
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 
+__all__ = [
+    "SamplingDeclaration",
+    "ancestors",
+    "declare",
+    "declared_sampling",
+    "keep_source",
+    "made_from",
+    "passed_through",
+    "source_of",
+    "transformed_by",
+]
+
 _ATTRIBUTE = "tfdpfl_sampling"
 _SOURCE = "tfdpfl_source"
 

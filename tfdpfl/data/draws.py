@@ -11,6 +11,8 @@ import numpy as np
 from tfdpfl._process import renew_after_fork
 from tfdpfl._types import Dataset
 
+__all__ = ["Passes", "Words"]
+
 _WORDS = 1 << 16  # at once: what the generator fills in one call
 
 

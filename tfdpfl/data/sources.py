@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
     from numpy.typing import DTypeLike
 
+__all__ = ["Examples", "examples_of", "of_batches"]
+
 # Arrays of these libraries are in memory.
 _IN_MEMORY = ("numpy", "tensorflow", "keras", "tf_keras", "pandas", "torch", "jax", "jaxlib", "polars", "builtins")
 

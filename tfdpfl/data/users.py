@@ -12,6 +12,8 @@ import numpy as np
 from tfdpfl._types import Arrays, Nest
 from tfdpfl.data.draws import Words
 
+__all__ = ["Users", "users_of"]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Users:

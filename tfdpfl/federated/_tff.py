@@ -32,7 +32,30 @@ if not tff.__version__.startswith(f"{VERSION}."):
 import grpc  # noqa: E402  (TFF brings it)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-import tensorflow_privacy as tfp  # noqa: E402, F401  (the DP queries that TFF's aggregators are made of)
+import tensorflow_privacy as tfp  # noqa: E402  (the DP queries that TFF's aggregators are made of)
+
+__all__ = [
+    "DistributedSkellam",
+    "channel",
+    "client_element",
+    "client_work_of",
+    "compose",
+    "context_on_many",
+    "context_on_one",
+    "default_context",
+    "dp_factory",
+    "executor_factory",
+    "guarded",
+    "installed",
+    "keras_model_inside",
+    "leaves_a_worker",
+    "loss_of",
+    "set_default_context",
+    "tensor_specs",
+    "tff",
+    "tfp",
+    "worker_binary",
+]
 
 _PRIVATE = "tensorflow_federated.python"
 _MAX_MESSAGE = 2 * 1000 * 1000 * 1000

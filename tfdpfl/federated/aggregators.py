@@ -22,6 +22,19 @@ from tfdpfl._types import Computation, Nest
 from tfdpfl.federated._tff import DistributedSkellam, dp_factory, tensor_specs, tff, tfp
 from tfdpfl.federated.clip import CONTRIBUTING, UPDATE_NORM, AdaptiveClip, NoisedMetrics
 
+__all__ = [
+    "ClippedSum",
+    "NormMeasured",
+    "Secret",
+    "TreeMean",
+    "clip_by_norm",
+    "clipped_mean",
+    "locally_noised_mean",
+    "noised_metrics",
+    "nothing",
+    "secure_mean",
+]
+
 _PHILOX = 1
 
 

@@ -24,6 +24,8 @@ from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["compute_federated_noise_multiplier", "skellam_level", "total_price"]
+
 LEVELS = ("client", "tree", "distributed", "local", "example")
 _TAIL_OF_A_SUM = 3.8905918864131  # standard deviations: TFF lets a sum leave the integers' range once in 10^4
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from tfdpfl.accounting import _checks
 from tfdpfl.clips import AdaptiveClip as AdaptiveClip
 
+__all__ = ["CONTRIBUTING", "UPDATE_NORM", "AdaptiveClip", "NoisedMetrics", "combined"]
+
 CONTRIBUTING, UPDATE_NORM = "contributing", "update_norm"
 _COUNTS = ("num_examples", "num_batches")  # what TFF adds to a model's own metrics
 

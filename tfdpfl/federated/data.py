@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
     from numpy.typing import ArrayLike
 
+__all__ = ["ClientDatasets", "from_arrays", "from_partition", "once", "partition_iid", "repeats"]
+
 
 class ClientDatasets(Mapping):
     """A `tf.data.Dataset` for each client, by the client's id, made when it is first asked for.
@@ -276,7 +278,11 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
 
 
 def repeats(dataset: Dataset) -> bool:
-    """Whether a `tf.data.Dataset` is made with ``repeat``, as far as it shows."""
+    """Returns whether a data set was made with ``repeat``, as far as it shows.
+
+    Args:
+      dataset: a `tf.data.Dataset`.
+    """
     if type(dataset).__name__ == "_RepeatDataset" and int(getattr(dataset, "_count", -1)) != 1:
         return True
     before = [dataset._dataset] if hasattr(dataset, "_dataset") else getattr(dataset, "_inputs", list)()

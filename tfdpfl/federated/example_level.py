@@ -28,6 +28,8 @@ from tfdpfl.federated.models import (
     trainable_model_fn,
 )
 
+__all__ = ["build_example_dp_fed_avg"]
+
 
 def build_example_dp_fed_avg(
     model_fn: ModelFn,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+__all__ = ["lock", "replace", "sync", "sync_tree"]
+
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 

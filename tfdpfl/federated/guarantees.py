@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 
     from tfdpfl.noise.strategies import Noise
 
+__all__ = [
+    "ClientLevel",
+    "CohortCheck",
+    "CorrelatedLevel",
+    "DistributedLevel",
+    "ExampleLevel",
+    "LocalLevel",
+    "TreeLevel",
+    "check_declaration",
+    "participations",
+]
+
 SAMPLINGS = (*(name for name, scheme in SCHEMES.items() if scheme.draws_cohorts), "bounded")
 
 
@@ -331,7 +343,11 @@ def _epsilon(divergences: np.ndarray, delta: float) -> float:
 
 
 def participations(run: RoundsRun, recorded: bool = False) -> int:
-    """The most rounds that a client can have been in; with ``recorded``, that it was in, where the cohorts are known.
+    """Returns the most rounds that a client can have been in.
+
+    Args:
+      run: the rounds.
+      recorded: return the rounds that a client was in instead, where the cohorts are known.
 
     Raises:
       PrivacyError: the declaration makes no sense, or the cohorts do not keep to it.
@@ -352,7 +368,14 @@ def participations(run: RoundsRun, recorded: bool = False) -> int:
 
 
 def check_declaration(p: Participation) -> None:
-    """Raises a `PrivacyError` where a sampler's declaration makes no sense."""
+    """Checks that a sampler's declaration makes sense.
+
+    Args:
+      p: the declaration.
+
+    Raises:
+      PrivacyError: it does not.
+    """
     if p.sampling not in SAMPLINGS:
         raise PrivacyError(f"sampling must be one of {', '.join(map(repr, SAMPLINGS))}, got {p.sampling!r}")
     if not 0 < p.clients_per_round <= p.population:

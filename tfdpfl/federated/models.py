@@ -10,6 +10,19 @@ import tensorflow as tf
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated._tff import keras_model_inside, tff
 
+__all__ = [
+    "CLIENT_RATES",
+    "SERVER_RATES",
+    "Loss",
+    "MetricsFn",
+    "ModelFn",
+    "Optimizer",
+    "Spec",
+    "optimizer",
+    "reconstruction_model_fn",
+    "trainable_model_fn",
+]
+
 TffModel: TypeAlias = tff.learning.models.VariableModel | tff.learning.models.ReconstructionModel
 ModelFn: TypeAlias = Callable[[], tf.keras.Model | TffModel] | tff.learning.models.FunctionalModel
 Optimizer: TypeAlias = str | tff.learning.optimizers.Optimizer | Callable[[], tff.learning.optimizers.Optimizer]

@@ -28,9 +28,15 @@ from tfdpfl.federated.privacy import Participation, RoundsRun
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["NbAFL", "NbAFLLevel", "build_nbafl", "calculate_c", "calculate_sigma_d", "calculate_sigma_u", "noise_of"]
+
 
 def calculate_c(delta: float) -> float:
-    """c = √(2 ln(1.25 / δ)), the constant of the Gaussian mechanism's classic theorem, which holds for ε < 1."""
+    """Returns c = √(2 ln(1.25 / δ)), the constant of the Gaussian mechanism's classic theorem, which holds for ε < 1.
+
+    Args:
+      delta: δ, in (0, 1).
+    """
     delta = _checks.probability("delta", delta, "for instance 1e-5")
     return math.sqrt(2 * math.log(1.25 / delta))
 

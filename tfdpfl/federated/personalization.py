@@ -20,6 +20,8 @@ from tfdpfl.federated.models import (
 )
 from tfdpfl.federated.training import clients_of
 
+__all__ = ["evaluate_personalized"]
+
 
 @accept_old_names(epochs="num_epochs")
 def evaluate_personalized(

@@ -15,6 +15,8 @@ from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.federated.samplers import PoissonClientSampler
 from tfdpfl.flower.spent import ledger_of, participation
 
+__all__ = ["FederatedPlan", "plan_federation"]
+
 UNITS = ("client", "example")
 
 

@@ -13,6 +13,8 @@ from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SamplingScheme
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["UNITS", "Guarantee", "Participation", "RoundsRun", "covered_by", "level_promise", "promises_of_levels"]
+
 UNITS = {"client": "client", "local": "client's update", "example": "example"}  # of a level
 _COVERED = {
     "client": "Covered: the released models. The server and who sees single updates are trusted.",

@@ -41,6 +41,16 @@ from tfdpfl.federated.privacy import Guarantee
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = [
+    "build_distributed_dp_fed_avg",
+    "build_dp_fed_avg",
+    "build_dp_fed_recon",
+    "build_dp_fed_sgd",
+    "build_dp_ftrl",
+    "build_local_dp_fed_avg",
+    "promising",
+]
+
 
 class Averaging(TypedDict, total=False):
     """The arguments of TFF's federated averaging, and those of a Keras model."""

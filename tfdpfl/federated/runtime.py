@@ -21,6 +21,8 @@ import grpc
 from tfdpfl._types import Computation
 from tfdpfl.federated import _tff
 
+__all__ = ["WorkerLost", "ensure_default", "local_runtime", "remote_runtime", "worker"]
+
 _START_SECONDS = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 

@@ -18,6 +18,8 @@ from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 from tfdpfl.federated.privacy import Participation
 
+__all__ = ["AvailabilityClientSampler", "BoundedParticipationSampler", "FixedSizeClientSampler", "PoissonClientSampler"]
+
 _ROUND = "count the rounds from 0"
 
 

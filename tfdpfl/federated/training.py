@@ -34,6 +34,8 @@ from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun, promis
 if TYPE_CHECKING:
     import pandas
 
+__all__ = ["History", "clients_of", "train"]
+
 _LEDGER = "ledger.jsonl"
 _VERSION = 1  # of its lines
 _NOISED_BY_SERVER = (ClientLevel, TreeLevel)

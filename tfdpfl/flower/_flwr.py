@@ -30,6 +30,29 @@ except ImportError as error:
         'simulations need "flwr[simulation]", too'
     ) from error
 
+__all__ = [
+    "COMPARE",
+    "ArrayRecord",
+    "ConfigRecord",
+    "Context",
+    "Error",
+    "Grid",
+    "Message",
+    "MessageType",
+    "MetricRecord",
+    "RecordDict",
+    "Result",
+    "Strategy",
+    "accounting",
+    "arrays_of",
+    "as_before",
+    "log",
+    "only",
+    "packed",
+    "record_of",
+    "unpacked",
+]
+
 log = logging.getLogger("flwr")  # where `flwr run` shows what is logged
 
 # They compare the clients' updates with each other, or sum trees. Beside a noisy mean they would compare nothing.

@@ -9,6 +9,8 @@ from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.flower._flwr import accounting
 
+__all__ = ["LedgerAccountant"]
+
 
 class LedgerAccountant:
     """A `flwr` ``PrivacyAccountant`` whose ε comes from a `PrivacyLedger`: for Flower's own DP wrappers.

@@ -16,6 +16,8 @@ from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSa
 from tfdpfl.flower._flwr import Grid, Message, RecordDict, log
 from tfdpfl.flower.spent import participation
 
+__all__ = ["Cohorts", "Roster", "SteadyNodes"]
+
 
 class Cohorts:
     """Chooses who is asked in a round, and states what that allows to be claimed."""

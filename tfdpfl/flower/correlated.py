@@ -9,6 +9,8 @@ import numpy as np
 
 from tfdpfl.noise.strategies import Noise
 
+__all__ = ["Rows"]
+
 
 class Rows:
     """Rows of ``C⁻¹ Z`` for arrays of these shapes, with fresh normals in each.

@@ -15,6 +15,8 @@ from tfdpfl.flower._flwr import ArrayRecord, Context, Message, MetricRecord, Rec
 from tfdpfl.flower.local import FAILURES
 from tfdpfl.flower.reports import ClientLedger, attach, refused
 
+__all__ = ["example_dp"]
+
 _FAILED = "this client did not take part; its own log says why"
 
 

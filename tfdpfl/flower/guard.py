@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from flwr.supercore.object_store import ObjectStore
     from flwr.supernode.nodestate import NodeState
 
+__all__ = ["Guard", "Policy", "install", "main"]
+
 _NOTHING = "this node does not answer such messages"
 _CODE = 201
 # The functions of Flower that this module replaces or wraps, and their arguments.

@@ -31,6 +31,8 @@ from tfdpfl.federated import files
 if TYPE_CHECKING:
     from io import FileIO
 
+__all__ = ["VERSION", "DamagedError", "Journal", "Record"]
+
 VERSION = 2  # of the lines; files of before lines had a version hold settings as their `repr`
 _HASHED = 2  # the first version whose lines have a hash
 _HASH = b', "sha256": "'

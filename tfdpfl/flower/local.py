@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from tfdpfl import noise
 
+__all__ = ["FAILURES", "Mod", "Normals", "add_answer", "local_dp_mod", "noised", "private_reply"]
+
 FAILURES = (Exception, SystemExit)  # of an app; Flower would send the text of the first to the server
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 

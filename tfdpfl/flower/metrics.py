@@ -11,6 +11,8 @@ from tfdpfl import _replay_hook
 from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.flower._flwr import Message, log, only
 
+__all__ = ["add_noise", "fractions", "means_of", "named", "names_of"]
+
 
 def named(name: str, metrics: object) -> NoisedMetrics | None:
     if metrics is None:

@@ -16,6 +16,8 @@ from pathlib import Path
 from tfdpfl import _formats
 from tfdpfl.flower import journal
 
+__all__ = ["Monitor"]
+
 VERSION = 1
 # Name, kind and help of what Prometheus reads. A fact that is None is left out.
 METRICS = {

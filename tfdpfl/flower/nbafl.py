@@ -23,6 +23,8 @@ from tfdpfl.flower.reports import ClientLedger
 from tfdpfl.flower.strategies import DifferentialPrivacy
 from tfdpfl.flower.updates import ClippedSum
 
+__all__ = ["NbAFLStrategy", "clip_and_noise_gradients", "nbafl_mod"]
+
 
 def nbafl_mod(
     *,

@@ -22,6 +22,8 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import RoundsRun
 from tfdpfl.flower.spent import Settings
 
+__all__ = ["Register"]
+
 _VERSION = 1
 _TABLES = """
 CREATE TABLE runs (

@@ -17,6 +17,8 @@ from tfdpfl.federated import files
 from tfdpfl.federated.privacy import UNITS, covered_by
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
 
+__all__ = ["ClientLedger", "attach", "client_reports", "over_budget", "promises_of_clients", "refused", "report_in"]
+
 KEY = "tfdpfl.privacy"
 _REFUSED = 201  # Flower's own code for a mod whose condition is not met
 

@@ -11,6 +11,8 @@ import numpy as np
 from tfdpfl.errors import PrivacyError
 from tfdpfl.flower._flwr import Message, log
 
+__all__ = ["Round", "open_round"]
+
 
 @dataclasses.dataclass
 class Round:

@@ -24,6 +24,8 @@ from tfdpfl.noise.strategies import KINDS
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["Settings", "ledger_of", "participation"]
+
 _CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
 
 

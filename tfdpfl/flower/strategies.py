@@ -59,6 +59,8 @@ from tfdpfl.flower.spent import ledger_of
 from tfdpfl.flower.updates import ClippedSum
 from tfdpfl.noise.strategies import Noise, as_noise
 
+__all__ = ["DifferentialPrivacy", "DifferentialPrivacyAdaptiveClipping", "DifferentialPrivacyFixedClipping"]
+
 UNPROTECTED = "unprotected"
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from scipy.linalg.blas import daxpy
 
+__all__ = ["ClippedSum"]
+
 # Entries at a time: they stay in the cache, and a product of so many takes no second thread.
 _BLOCK = 8192
 

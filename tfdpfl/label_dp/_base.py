@@ -19,6 +19,8 @@ from tfdpfl.label_dp._top_k import FINEST, RARE
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["ClassTransformer", "LabelMechanism", "LabelTransformer", "Uniforms", "label_promise", "noisy_counts"]
+
 
 _COVERED = (
     "Covered: the released labels, and what is computed from them and from public data.",

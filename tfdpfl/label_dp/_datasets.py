@@ -12,6 +12,8 @@ from tfdpfl._types import Arrays
 if TYPE_CHECKING:
     import tensorflow as tf
 
+__all__ = ["arrays_of", "labels_of", "with_labels"]
+
 
 def labels_of(dataset: tf.data.Dataset) -> np.ndarray:
     """All labels of a dataset of labels or (x, y), flat."""

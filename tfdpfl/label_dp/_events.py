@@ -12,6 +12,8 @@ from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["check_epsilon", "composed", "pure_event"]
+
 
 def check_epsilon(epsilon: object, remedy: str, name: str = "epsilon") -> float:
     """Returns ε as a float, or raises a `ValueError` unless it is above 0 and a sampler can deliver it."""

@@ -10,6 +10,8 @@ import numpy as np
 
 from tfdpfl._types import Arrays
 
+__all__ = ["decode", "encode", "find_classes", "is_dataset", "is_missing", "read"]
+
 Rebuild = Callable[[np.ndarray], Any]
 
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from tfdpfl import _replay_hook
 
+__all__ = ["FINEST", "RARE", "best_k", "by_likelihood", "keep_probability", "lie_probability", "matrices", "release"]
+
 # A uniform number is a multiple of 2⁻⁵³, so what is rarer never comes; where lies are rarer than this, which class
 # they name is drawn by itself.
 FINEST, RARE = 2.0**-53, 2.0**-20

@@ -11,6 +11,8 @@ from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._base import ClassTransformer, noisy_counts
 from tfdpfl.label_dp.priors import check_probabilities
 
+__all__ = ["ALIBI"]
+
 # Noisy vectors are whole multiples of 1/1024. The low bits of floating-point Laplace noise tell the label (Mironov
 # 2012, "On significance of the least significant bits for differential privacy"); integers have none.
 _STEPS = 1024

@@ -16,6 +16,8 @@ from tfdpfl.label_dp._datasets import arrays_of, labels_of, with_labels
 from tfdpfl.label_dp.counts import debiased_by_response
 from tfdpfl.label_dp.priors import LabelPrior, PublicPrior, from_counts
 
+__all__ = ["RandomizedResponse", "RandomizedResponseTopK", "RandomizedResponseWithPrior", "randomized_response"]
+
 # For a prior's automatic share: the parts of ε to choose from, and the weights of the Dirichlet distributions that a
 # group's classes are made up from. They make the commonest class of ten 66 % to 94 % of a group.
 _SHARES = 2.0 ** -np.arange(0.25, 7.1, 0.25)

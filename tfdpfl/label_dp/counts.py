@@ -8,6 +8,8 @@ from tfdpfl._types import Arrays
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._top_k import keep_probability
 
+__all__ = ["check_condition", "debiased_by_response", "debiased_label_counts", "inverse_of", "nearest_counts"]
+
 
 def debiased_label_counts(
     noisy: Arrays, transition_matrix: Arrays, classes: Arrays = None, *, simplex: bool = False

@@ -13,6 +13,8 @@ from tfdpfl.label_dp._events import check_epsilon
 from tfdpfl.label_dp._top_k import keep_probability, matrices
 from tfdpfl.label_dp.counts import check_condition, inverse_of
 
+__all__ = ["BackwardCorrectedLoss", "ForwardCorrectedLoss"]
+
 _DOC = """
     Args:
         transition_matrix: [K, K], P(released = j | label = i): a transformer's `transition_matrix_`. Or instead:

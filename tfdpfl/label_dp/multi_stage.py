@@ -15,6 +15,8 @@ from tfdpfl.label_dp.classification import RandomizedResponseWithPrior
 from tfdpfl.label_dp.counts import debiased_by_response, inverse_of
 from tfdpfl.label_dp.priors import PublicPrior
 
+__all__ = ["MultiStageTraining"]
+
 _DOUBT = 0.1  # the share of a uniform prior in a debiased one, whose zeros a model that errs does not warrant
 
 

@@ -19,6 +19,8 @@ from tfdpfl.label_dp.classification import RandomizedResponse
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = ["LabelPrivacy"]
+
 # 2^53 steps fill the mantissa of a float64; a power of two takes a hash's bits evenly.
 _STEPS = 1 << 53
 

@@ -19,6 +19,8 @@ from tfdpfl.label_dp._base import LabelMechanism, noisy_counts
 from tfdpfl.label_dp._events import check_epsilon
 from tfdpfl.label_dp.counts import debiased_by_response, nearest_counts
 
+__all__ = ["KMeansPrior", "LabelPrior", "NoisyHistogram", "PublicPrior", "check_probabilities", "from_counts"]
+
 _MOST_FOR_KMEANS = 200_000
 _SUM_TOLERANCE = 1e-3  # of float16 softmax outputs; a prior's sum is no matter of privacy
 

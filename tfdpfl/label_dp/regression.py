@@ -18,6 +18,8 @@ from tfdpfl.label_dp._base import LabelTransformer, Uniforms, noisy_counts
 from tfdpfl.label_dp._datasets import labels_of, with_labels
 from tfdpfl.label_dp.priors import check_probabilities
 
+__all__ = ["RROnBins", "UnbiasedRandomizer"]
+
 _LOSSES = ("squared", "absolute", "poisson")
 _CHUNK = 1 << 18
 

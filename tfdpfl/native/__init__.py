@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+__all__ = ["INSTRUCTIONS", "SWITCH", "Kernels", "count_threads", "kernels", "register_ops"]
+
 SWITCH = "TFDPFL_NATIVE"
 INSTRUCTIONS = ("plain", "avx2", "avx512")  # by the number that the kernels know them by
 LIBRARY = Path(__file__).with_name("_kernels.so")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tfdpfl.noise.source import Source
 
-__all__ = ["BLT", "Banded", "Noise", "Tree"]
+__all__ = ["BLT", "ERRORS", "INDEPENDENT", "KINDS", "Banded", "Noise", "Tree", "Uses", "as_noise"]
 
 ERRORS = ("rms", "max")
 _MOST_LEVELS = 48  # of one tree that is never restarted: more steps than any training takes

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tfdpfl.noise.strategies import Noise
     from tfdpfl.optimizers._noise_segments import NoiseSegments
 
-__all__ = ["FreshNoise", "NoiselessMean"]
+__all__ = ["FreshNoise", "NoiselessMean", "noisy_sums", "shown"]
 
 
 @dataclasses.dataclass(frozen=True)

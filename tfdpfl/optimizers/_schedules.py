@@ -15,7 +15,7 @@ from tfdpfl.accounting import _checks
 if TYPE_CHECKING:
     PiecewiseConstantDecay = Any  # of Keras, which has no types
 
-__all__ = ["MOST_VALUES", "PiecewiseConstant", "schedule_of"]
+__all__ = ["MOST_VALUES", "PiecewiseConstant", "PiecewiseConstantDecay", "schedule_of"]
 
 MOST_VALUES = 32  # a row of the ledger's table for each, and room for other trainings
 

@@ -28,8 +28,19 @@ from tfdpfl.accounting.run import options_of
 from tfdpfl.accounting.sampling import BY_CODE, Code, SamplingScheme
 
 __all__ = [
-    "BatchSampling", "Counter", "compact", "empty_table", "ledger_of", "merge_tables", "new_origin", "number_of",
-    "refuse_newer", "with_all_columns",
+    "DATA",
+    "SAMPLING",
+    "UNKNOWN",
+    "BatchSampling",
+    "Counter",
+    "compact",
+    "empty_table",
+    "ledger_of",
+    "merge_tables",
+    "new_origin",
+    "number_of",
+    "refuse_newer",
+    "with_all_columns",
 ]  # fmt: skip
 
 ROWS = 64

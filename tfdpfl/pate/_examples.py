@@ -6,6 +6,8 @@ import numpy as np
 
 from tfdpfl._types import Arrays
 
+__all__ = ["arrays", "as_classes", "as_inputs", "joined", "rows", "size"]
+
 
 def as_inputs(X: Arrays, inputs: int = 1) -> Arrays:
     """Returns examples as an array, or for a model of several inputs as a list or dict of arrays of one length.

@@ -23,6 +23,8 @@ from tfdpfl.clipping.graph import attributes, body_graphs, function_names
 from tfdpfl.clipping.step_checks import handles_of
 from tfdpfl.clipping.variable_writes import side_effects
 
+__all__ = ["Unlike", "fingerprint", "foreign", "own"]
+
 # What the graph of an honest loss or layer may do beside computing: draw, complain, update its model's own variables.
 _ALLOWED = re.compile(r"^(Stateless)?Random|^Assert$|^Assign\w*VariableOp$")
 _STEPS = "fit train_step make_train_function compute_loss _compute_loss".split()

@@ -17,6 +17,8 @@ import tensorflow as tf
 from tfdpfl._types import Arrays, Layer, Loss, Model
 from tfdpfl.pate._model_fingerprint import foreign, own
 
+__all__ = ["Stack", "why_not"]
+
 # They work number by number, so that a stacked variable is updated as its slices would be.
 _OPTIMIZERS = frozenset("SGD Adam AdamW Nadam Adamax Adagrad Adadelta RMSprop Lion".split())
 # No weights to train, and each example by itself: the stack shows them its teachers' batches as one. (`Activation` and

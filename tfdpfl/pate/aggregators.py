@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from tfdpfl.noise import Source
 
+__all__ = ["Aggregator", "Answers", "ConfidentGNMax", "GNMax", "InteractiveGNMax", "LNMax", "Threshold"]
+
 NO_LABEL = -1
 _FRESH_FROM = 20.0  # scales of Laplace noise, where our generator's normals are still exact to a part in 10^9
 

@@ -14,6 +14,8 @@ from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.pricing import best_epsilon, check_delta, check_orders, compose, epsilon_of_rdp, rdp_of_event
 from tfdpfl.pate.votes import as_counts
 
+__all__ = ["PySyftAnalysis", "optimal_order", "pysyft_analysis", "rdp_data_dependent", "rdp_data_independent"]
+
 
 def rdp_data_independent(mechanism: Aggregator, orders: Arrays, num_queries: int | None = None) -> np.ndarray:
     """Returns the RDP of one query whatever its votes, `[orders]`; `[num_queries, orders]` where that is given.

@@ -10,6 +10,16 @@ from __future__ import annotations
 import numpy as np
 from scipy import special
 
+__all__ = [
+    "capped_log_q",
+    "log_q",
+    "log_q_gaussian_of_gap",
+    "log_q_laplace_of_gap",
+    "log_q_threshold",
+    "rdp_gaussian",
+    "rdp_laplace",
+]
+
 # A log of q far below what votes can reach; minus infinity would turn products with zero into NaN.
 _LEAST_LOG_Q = -1e100
 

@@ -7,6 +7,8 @@ from typing import Any
 from tfdpfl._types import Json
 from tfdpfl.accounting.promises import Promise, fixed
 
+__all__ = ["WARNING", "Epsilon", "votes_promise"]
+
 _COVERED = (
     "Covered: the answers to the student's queries, the student, and what is computed from them.",
     "Not covered: the teachers and their votes, any figure that was computed from the votes, and the student's "

@@ -28,6 +28,8 @@ from tfdpfl.pate.votes import as_counts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["PATE", "PATEReport"]
+
 _INTERACTIVE_BATCHES = 5
 
 

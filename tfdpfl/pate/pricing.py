@@ -18,6 +18,18 @@ from tfdpfl.pate.epsilon import Epsilon
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+__all__ = [
+    "ORDERS",
+    "best_epsilon",
+    "check_delta",
+    "check_orders",
+    "compose",
+    "composed_rdp",
+    "epsilon_of_rdp",
+    "price_of",
+    "rdp_of_event",
+]
+
 CONVERSIONS = ("tight", "classic")
 _CHUNK = 20_000  # queries whose [queries, orders] arrays are held at once
 # λ - 1 from 0.02 to 10,000: the least orders serve ε in the hundreds, the greatest ε near 0.

@@ -32,6 +32,14 @@ from tfdpfl.pate.aggregators import Aggregator, Answers, Threshold
 from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.votes import as_counts
 
+__all__ = [
+    "SanitizedEpsilon",
+    "published_release_cost",
+    "release_cost",
+    "smooth_sensitivity",
+    "smooth_sensitivity_release",
+]
+
 _CELLS_PER_STEP = 16
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from tfdpfl.pate._stacked import Stack
 
+__all__ = ["TeacherEnsemble", "compiled", "inputs_of", "labels_for", "like_zero"]
+
 _STACK = 25  # teachers trained together: beyond, their weights no longer gain from each other's company
 _ONE_HOT = "CategoricalCrossentropy CategoricalFocalCrossentropy CategoricalHinge KLDivergence Dice Tversky".split()
 

@@ -6,6 +6,8 @@ import numpy as np
 
 from tfdpfl._types import Arrays
 
+__all__ = ["as_counts"]
+
 _FEW_CLASSES = 32
 
 

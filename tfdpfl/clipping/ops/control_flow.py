@@ -22,6 +22,8 @@ from tfdpfl.clipping.states import (
     plain,
 )
 
+__all__ = ["blank", "join"]
+
 
 @batching_rule(*CALLS, any_rank=True, entries=True)
 def call(view, op, states):

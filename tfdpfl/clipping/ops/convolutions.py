@@ -31,6 +31,8 @@ from tfdpfl.clipping.registry import View, batching_rule, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
 
+__all__: list[str] = []
+
 CONVOLUTIONS = frozenset("Conv2D Conv3D DepthwiseConv2dNative".split())
 TRANSPOSED = frozenset("Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput".split())
 SPATIAL = frozenset(

@@ -11,6 +11,8 @@ from tfdpfl.clipping.registry import View, batching_rule, ends_gradient
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import Batch, Entries, Public, State
 
+__all__: list[str] = []
+
 
 @ends_gradient("ctc_loss_dense.")
 def dense(view: View, op: tf.Operation, states: list[State]) -> list[State] | None:

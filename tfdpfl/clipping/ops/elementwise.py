@@ -26,6 +26,8 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
+__all__: list[str] = []
+
 ELEMENTWISE = frozenset(
     """Abs Acos Acosh Add AddN AddV2 ApproximateEqual Asin Asinh Atan Atan2 Atanh Betainc BitwiseAnd BitwiseOr
     BitwiseXor Cast Ceil CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Erfinv Exp Expm1

@@ -6,6 +6,8 @@ from tfdpfl.clipping.ops.control_flow import blank
 from tfdpfl.clipping.registry import batching_rule
 from tfdpfl.clipping.states import Batch, Items, Public, Size, is_batch_free, mixed
 
+__all__: list[str] = []
+
 
 @batching_rule("TensorListReserve", "EmptyTensorList", any_rank=True)
 def reserve(view, op, states):

@@ -26,6 +26,8 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
+__all__: list[str] = []
+
 
 @batching_rule("ReadVariableOp")
 def read(view: View, op: tf.Operation, states: list[State]) -> State:

@@ -7,6 +7,8 @@ from tfdpfl.clipping.registry import batching_rule
 from tfdpfl.clipping.rows import together
 from tfdpfl.clipping.states import Batch, mixed
 
+__all__: list[str] = []
+
 
 @batching_rule("MatrixSolve", "MatrixTriangularSolve")
 def solved(view, op, states):

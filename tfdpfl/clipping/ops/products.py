@@ -13,6 +13,8 @@ from tfdpfl.clipping.registry import View, batching_rule, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
 
+__all__: list[str] = []
+
 PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
 
 

@@ -8,6 +8,8 @@ from tfdpfl.clipping.registry import View, batching_rule
 from tfdpfl.clipping.rows import shaped
 from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
 
+__all__ = ["DRAWS", "RANDOM"]
+
 # Draw from a kernel's own state, and write nothing that another op reads.
 DRAWS = frozenset("RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt".split())
 RANDOM = DRAWS | frozenset(

@@ -10,6 +10,8 @@ from tfdpfl.clipping.registry import View, batching_rule
 from tfdpfl.clipping.rows import row_free, rowwise
 from tfdpfl.clipping.states import UNKNOWN, Batch, Public, Size, State, deps, is_batch_free, mixed
 
+__all__: list[str] = []
+
 REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMin".split())
 # One axis (an input, or the last ones) is worked along; the others are untouched.
 ALONG_AN_AXIS = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}

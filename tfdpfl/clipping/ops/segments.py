@@ -7,6 +7,8 @@ import tensorflow as tf
 from tfdpfl.clipping.registry import View, batching_rule
 from tfdpfl.clipping.states import Batch, State, mixed
 
+__all__: list[str] = []
+
 SEGMENTS = frozenset(
     """SegmentMax SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd SegmentProdV2 SegmentSum SegmentSumV2
     UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum""".split()

@@ -27,6 +27,8 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
+__all__: list[str] = []
+
 # -- shapes, and numbers made of them ----------------------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import dims_of, products, reshaped, volume
 
+__all__ = ["Window", "places_of"]
+
 # Pixels that are copied one by one cost alike, however few their channels. With fewer than GATHERED_CHANNELS, a row of
 # the window is laid out first, by a convolution with an identity, if it has at most ROW_ENTRIES; and a whole window, if
 # it has at most IDENTITY_ENTRIES.
