@@ -78,7 +78,8 @@ def _kernels() -> Finding:
         remedy = f"unset {native.SWITCH}" if native.SWITCH in missing else _FROM_SOURCE
         return Finding("kernels", f"none: {missing}", f"On a CPU {_COST_OF_NO_KERNELS}: {remedy}")
     threads = f"{native.count_threads()} threads"
-    return Finding("kernels", f"{found.instructions}, {threads}, for convolutions in float32 and for noise")
+    noise = "for noise" if found.draws else "for the normals of noise, not its words: this processor has no AES"
+    return Finding("kernels", f"{found.instructions}, {threads}, for convolutions in float32 and {noise}")
 
 
 def _noise(tf: ModuleType) -> Finding:

@@ -10,7 +10,7 @@ for kind in address,undefined thread; do
     first=${kind%%,*}
     case $first in address) library=libasan.so ;; *) library=libtsan.so ;; esac
     cc -std=gnu11 -O1 -g -fno-math-errno -fno-omit-frame-pointer -fsanitize="$kind" -fno-sanitize-recover=all -fPIC -shared \
-        -o "$work/_kernels.so" tfdpfl/native/kernels.c tfdpfl/native/tensorflow.c -lpthread -ldl
+        -o "$work/_kernels.so" tfdpfl/native/kernels.c tfdpfl/native/tensorflow.c -lpthread -ldl -lm
     # Python itself frees little at its end, so that leaks are not looked for.
     ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$(cc -print-file-name=$library)" \
         TFDPFL_LIBRARY="$work/_kernels.so" "$python" -m pytest -q -s -p no:cacheprovider -c /dev/null --rootdir . \

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,6 +179,69 @@ def test_normals_are_those_of_box_and_muller(half, instructions):
 def test_normals_of_no_size_are_refused():
     for half, instructions in ((-1, 0), (1 << 33, 0), (0, -1), (0, SETS[-1] + 1)):
         assert LIBRARY.tfdpfl_normals(None, half, 1.0, None, None, instructions) == -1
+
+
+class Arrays(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int), *((name, ctypes.c_void_p) for name in ("starts", "sizes", "data"))]
+
+
+def drawn_in_c(key, sizes, stddev, instructions):
+    """One call's normals, an array for each size, as the op has them laid out: each array begins a line of 16."""
+    starts = np.cumsum([0] + [-(-size // 16) * 16 for size in sizes])
+    arrays = [guarded(np.zeros(size, np.float32)) for size in sizes]
+    places = np.array([a.ctypes.data for a, _ in arrays], np.uint64)
+    begins, lengths = (np.array(x, np.int64) for x in (starts[:-1], sizes))
+    to = Arrays(len(sizes), begins.ctypes.data, lengths.ctypes.data, places.ctypes.data)
+    code = LIBRARY.tfdpfl_draw(key, ctypes.byref(to), ctypes.c_int64(starts[-1]), ctypes.c_float(stddev), instructions)
+    for inside, memory in arrays:
+        assert np.isnan(memory[:GUARD]).all() and np.isnan(memory[GUARD + inside.size :]).all()
+    return code, starts, [inside for inside, _ in arrays]
+
+
+def normals_of(key, total, stddev):
+    """Float64 normals of AES-128's key stream, by another library: of stretches of 2^17 radii, as many angles, and 64
+    bits more for each radius near an end."""
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    bits = lambda dtype, n: np.frombuffer(encryptor.update(bytes(n * np.dtype(dtype).itemsize)), dtype)
+    parts = []
+    for at in range(0, total, 2**18):
+        half = min(2**17, (total - at) // 2)
+        radii, turns = bits(np.uint32, half).astype(np.float64), bits(np.int32, half) * (np.pi * 2.0**-31)
+        near = (radii < 2**20) | (radii >= 2**32 - 2**20)
+        more = (bits(np.uint64, near.sum()) + 0.5) * 2.0**-64
+        above = radii[near] >= 2**31
+        ends = (np.where(above, 2.0**32 - 1 - radii[near], radii[near]) + more) * 2.0**-32
+        square = -2 * np.log(np.maximum(radii, 1) * 2.0**-32)
+        square[near] = -2 * np.where(above, np.log1p(-ends), np.log(ends))
+        parts += [np.sqrt(square) * np.cos(turns), np.sqrt(square) * np.sin(turns)]
+    return stddev * np.concatenate(parts)
+
+
+draws = pytest.mark.skipif(not LIBRARY.tfdpfl_draws(SETS[-1]), reason="this processor has no instructions for AES")
+
+
+@draws
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("sizes", [[1], [16], [33, 1, 0, 700], [5] * 40, [2047, 2048, 2049], [300_001, 7, 2**18]],
+                         ids=str)  # fmt: skip
+def test_a_draw_is_the_key_stream_by_box_and_muller(sizes, instructions):
+    key = bytes(range(len(sizes), len(sizes) + 16))
+    code, starts, got = drawn_in_c(key, sizes, 2.5, instructions)
+    want = normals_of(key, int(starts[-1]), 2.5)
+    assert code == 0
+    for start, normals in zip(starts, got, strict=False):
+        np.testing.assert_allclose(normals, want[start : start + normals.size], rtol=1e-4, atol=1e-5)
+    if sum(sizes) > 2**18:  # one normal of 32,000 is beyond 4.2 deviations
+        assert np.abs(got[0]).max() > 4.2 * 2.5
+
+
+@draws
+def test_draws_that_no_stream_has_are_refused():
+    bad = {"odd": (15, 0), "negative": (-2, 0), "unknown instructions": (16, -1), "lacking": (16, SETS[-1] + 1)}
+    to = Arrays(1, *[np.zeros(1, np.int64).ctypes.data] * 3)
+    for total, instructions in bad.values():
+        call = bytes(16), ctypes.byref(to), ctypes.c_int64(total), ctypes.c_float(1), instructions
+        assert LIBRARY.tfdpfl_draw(*call) == 1
 
 
 def test_a_forked_process_computes_the_same():

@@ -1,6 +1,10 @@
 """The kernels inside the engine: where they are used, and that they change no more than rounding."""
 
 import functools
+import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from tfdpfl import native
 from tfdpfl.clipping import clipped_gradients
 from tfdpfl.clipping.gradients import Costs
 from tfdpfl.clipping.native import OPS
+from tfdpfl.noise import source
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +147,66 @@ def test_an_op_refuses_shapes_and_settings_that_do_not_fit(images, gradients, se
 
     with pytest.raises(tf.errors.OpError, match="tfdpfl"):
         made()
+
+
+draws = pytest.mark.skipif(not native.kernels().draws, reason="this processor has no instructions for AES")
+
+
+def op_of(key, stddev, count, settings):
+    """A function that runs the op that draws."""
+    from tensorflow.python.framework import op_def_library
+
+    assert not native.register_ops()
+    inputs = {"key": key, "stddev": stddev, "N": count, "settings": settings}
+    return tf.function(lambda: op_def_library.apply_op(native.DRAW, **inputs))
+
+
+@draws
+def test_a_key_gives_the_normals_that_python_makes_of_it():
+    shapes, key = [(1000, 1000), (), (3, 0), (17,), (2, 64)], source.new_key(3)
+    drawn = tf.function(lambda: source.Source().gaussian(shapes, 0.5, tf.constant(key)))
+    (op,) = (op for op in drawn.get_concrete_function().graph.get_operations() if op.type == native.DRAW)
+    assert op.op_def.is_stateful  # else TensorFlow may take two draws for one, or a draw for a constant
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    starts = np.cumsum([0] + [-(-size // 16) * 16 for size in sizes])
+    whole = source.KeyStream(key).normals(int(starts[-1]), np.float32(0.5))
+    for normals, shape, size, start in zip(drawn(), shapes, sizes, starts, strict=False):
+        assert normals.shape == shape
+        np.testing.assert_allclose(np.ravel(normals), whole[start : start + size], rtol=1e-5, atol=1e-7)
+
+
+@draws
+@pytest.mark.parametrize("key, stddev, count, settings", [
+    ([1], 1.0, 1, [0, 5]), ([[1, 2]], 1.0, 1, [0, 5]), ([1, 2, 3], 1.0, 1, [0, 5]), ([], [1.0], 1, [0, 5]),
+    ([], 1.0, 2, [0, 5]), ([], 1.0, 1, [0]), ([], 1.0, 1, []), ([], 1.0, 1, [0, -1]), ([], 1.0, 1, [0, 1 << 40]),
+    ([], 1.0, 1, [9, 5]), ([], 1.0, 1, [-1, 5]),
+])  # fmt: skip
+def test_a_draw_refuses_what_does_not_fit(key, stddev, count, settings):
+    with pytest.raises(tf.errors.OpError, match="tfdpfl"):
+        op_of(tf.constant(key, tf.int64), tf.constant(stddev, tf.float32), count, settings)()
+
+
+WITHOUT_ENTROPY = """
+import tensorflow as tf
+from tfdpfl import noise
+
+source = noise.Source()  # Python asks the system by another call
+step = tf.function(lambda: source.gaussian([[1000]], 1.0)[0])
+try:
+    print(step())
+except tf.errors.InternalError as error:
+    print("refused:", "no random bytes" in error.message)
+"""
+
+
+@draws
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
+def test_a_system_without_entropy_fails_the_step(tmp_path):
+    (tmp_path / "none.c").write_text("int getentropy(void *b, unsigned long n) { (void)b, (void)n; return -1; }")
+    library = str(tmp_path / "none.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "none.c")], check=True)
+    environment = {**os.environ, "LD_PRELOAD": library, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop(native.SWITCH, None)
+    run = subprocess.run([sys.executable, "-c", WITHOUT_ENTROPY], env=environment, capture_output=True, text=True)
+    assert run.stdout == "refused: True\n", run.stderr

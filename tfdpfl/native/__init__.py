@@ -18,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["INSTRUCTIONS", "SWITCH", "Kernels", "count_threads", "kernels", "register_ops"]
+__all__ = ["DRAW", "INSTRUCTIONS", "SWITCH", "Kernels", "count_threads", "kernels", "register_ops"]
 
 SWITCH = "TFDPFL_NATIVE"
 INSTRUCTIONS = ("plain", "avx2", "avx512")  # by the number that the kernels know them by
+DRAW = "TfdpflNormals"
 LIBRARY = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 2  # that of tensorflow.c
+_INTERFACE = 3  # that of tensorflow.c
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Kernels:
     library: ctypes.CDLL | None
     instructions: str = ""
     missing: str = ""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the op `DRAW` makes normals here, faster than NumPy does."""
+        return self.library is not None and bool(self.library.tfdpfl_draws(INSTRUCTIONS.index(self.instructions)))
 
     def normals(self, words: np.ndarray, stddev: float, out: np.ndarray, near: np.ndarray) -> np.ndarray:
         """Fills ``out`` with normals, of words for the radii and as many for the angles.
@@ -101,6 +107,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     library.tfdpfl_register.argtypes = [ctypes.c_char_p]
     library.tfdpfl_normals.argtypes = [pointer, ctypes.c_int64, ctypes.c_float, pointer, pointer, number]
     library.tfdpfl_normals.restype = ctypes.c_int64
+    library.tfdpfl_draws.argtypes = [number]
     return library, ""
 
 

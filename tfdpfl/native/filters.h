@@ -29,6 +29,13 @@ typedef struct {
     double *square; /* to which the gradient's squared norm is added */
 } Result;
 
+/* Arrays that share a row of numbers: each has sizes[k] of them, from number starts[k] on. Starts ascend. */
+typedef struct {
+    int count;
+    const int64_t *starts, *sizes;
+    float *const *data;
+} Arrays;
+
 typedef void (*Example)(const Pass *, const float *image, const float *gradient, Result);
 
 #define EXPORTED __attribute__((visibility("default")))
@@ -40,5 +47,7 @@ EXPORTED int tfdpfl_filters(const Geometry *, const float *images, const float *
                             float *each, float *norms, float *total, int threads, int instructions);
 EXPORTED int64_t tfdpfl_normals(const uint32_t *words, int64_t half, float stddev, float *out, uint32_t *near,
                                 int instructions);
+EXPORTED int tfdpfl_draws(int instructions);
+EXPORTED int tfdpfl_draw(const uint8_t *key, const Arrays *to, int64_t total, float stddev, int instructions);
 
 #endif

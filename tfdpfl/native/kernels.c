@@ -4,8 +4,10 @@
  * No framework is needed to build this, and none to call it: see tfdpfl_filters. tensorflow.c makes TensorFlow ops of it.
  * There is no state, and threads live as long as a call, so that a process may fork at any time. */
 
+#define _GNU_SOURCE
 #include "filters.h"
 
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +18,7 @@
 #define GROUP 128
 
 #if defined(__x86_64__)
+#include "aes.h"
 #define LANES 16
 #define TILE_ROWS 13
 #define TARGET __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")))
@@ -267,15 +270,119 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
     return result;
 }
 
+typedef int64_t (*Normals)(const uint32_t *radii, const uint32_t *turns, int64_t count, float stddev, float *cosines,
+                           float *sines, uint32_t *near);
+
+static Normals normals_of(int instructions) {
+#if defined(__x86_64__)
+    if (instructions == AVX512) return normals_avx512;
+    if (instructions == AVX2) return normals_avx2;
+#endif
+    (void)instructions;
+    return normals_plain;
+}
+
 /* Normals of deviation stddev: out[i] and out[half + i] of words[i], which gives the radius, and words[half + i], the
  * angle. The places i of words near 0 or 2^32 are written to near [half]: the caller makes these pairs anew, of more bits.
  *
  * Returns how many these are; -1 if sizes or instructions are out of range. */
 int64_t tfdpfl_normals(const uint32_t *words, int64_t half, float stddev, float *out, uint32_t *near, int instructions) {
     if (half < 0 || half > UINT32_MAX || instructions < PLAIN || instructions > tfdpfl_instructions()) return -1;
+    return normals_of(instructions)(words, words + half, half, stddev, out, out + half, near);
+}
+
 #if defined(__x86_64__)
-    if (instructions == AVX512) return normals_avx512(words, half, stddev, out, near);
-    if (instructions == AVX2) return normals_avx2(words, half, stddev, out, near);
+
+/* So many pairs are made of a stretch of the stream, as KeyStream in tfdpfl/noise/source.py has it, */
+#define STRETCH (1 << 17)
+/* and so many at a time, of words that stay in a core's first cache. */
+#define AT_ONCE 1024
+
+/* The pair of two words of which the radius' has more bits below it. */
+static void finer_pair(uint32_t radius, uint32_t turn, uint64_t more, float stddev, float *cosine, float *sine) {
+    const int low = radius < NEAR;
+    const double distance = ((low ? radius : ~radius) + ((double)more + 0.5) * 0x1p-64) * 0x1p-32; /* to the end */
+    const double length = sqrt(-2 * (low ? log(distance) : log1p(-distance))) * stddev;
+    const double angle = (int32_t)turn * (M_PI * 0x1p-31);
+    *cosine = (float)(length * cos(angle));
+    *sine = (float)(length * sin(angle));
+}
+
+/* Where number `at` of all is, and the next count - 1 behind it; NULL if they are not all in one array. */
+static float *place_of(const Arrays *to, int *k, int64_t at, int64_t count) {
+    while (*k + 1 < to->count && to->starts[*k + 1] <= at) ++*k;
+    const int64_t from = at - to->starts[*k];
+    return from >= 0 && from + count <= to->sizes[*k] ? to->data[*k] + from : NULL;
+}
+
+static void spread(const Arrays *to, int k, int64_t at, int64_t count, const float *numbers) {
+    for (; k < to->count && to->starts[k] < at + count; k++) {
+        const int64_t from = larger(at, to->starts[k]), until = smaller(at + count, to->starts[k] + to->sizes[k]);
+        if (from < until)
+            memcpy(to->data[k] + from - to->starts[k], numbers + from - at, sizeof(float) * (size_t)(until - from));
+    }
+}
+
 #endif
-    return normals_plain(words, half, stddev, out, near);
+
+/* Normals of deviation stddev, of the key stream of AES-128 in counter mode: the same, to rounding in the far tails, as
+ * KeyStream(key).normals(total) makes, of which each array receives those from its start on.
+ *
+ * Returns 0; 1 if sizes or instructions are out of range, or the processor does not have AES. */
+int tfdpfl_draw(const uint8_t *key, const Arrays *to, int64_t total, float stddev, int instructions) {
+#if defined(__x86_64__)
+    if (total < 0 || total % 2 || to->count < 1 || instructions < PLAIN || instructions > tfdpfl_instructions() || !has_aes())
+        return INVALID;
+    const Normals normals = normals_of(instructions);
+    void (*const blocks)(const Schedule *, uint64_t, int64_t, uint8_t *) =
+        instructions == AVX512 && has_vaes() ? blocks_vaes : blocks_aes;
+    float numbers[2][AT_ONCE];
+    uint32_t near[AT_ONCE];
+    uint8_t words[2][4 * AT_ONCE + 16];
+    Schedule schedule;
+    expand_key(key, &schedule);
+    uint64_t position = 0; /* in the stream, in bytes */
+    int cosines_in = 0, sines_in = 0;
+    for (int64_t start = 0; start < total; start += 2 * STRETCH) {
+        const int64_t half = smaller(STRETCH, (total - start) / 2);
+        uint64_t more_at = position + 8 * (uint64_t)half; /* of the bits for words near an end */
+        for (int64_t i = 0; i < half; i += AT_ONCE) {
+            const int64_t count = smaller(AT_ONCE, half - i);
+            const uint32_t *of[2]; /* radii, turns */
+            for (int k = 0; k < 2; k++) {
+                const uint64_t from = position + 4 * (uint64_t)(k * half + i), behind = from % 16;
+                blocks(&schedule, from / 16, ((int64_t)behind + 4 * count + 15) / 16, words[k]);
+                of[k] = (const uint32_t *)(words[k] + behind);
+            }
+            float *cosines = place_of(to, &cosines_in, start + i, count);
+            float *sines = place_of(to, &sines_in, start + half + i, count);
+            float *const x = cosines ? cosines : numbers[0], *const y = sines ? sines : numbers[1];
+            const int64_t found = normals(of[0], of[1], count, stddev, x, y, near);
+            for (int64_t k = 0; k < found; k++, more_at += 8) {
+                uint64_t more[2];
+                blocks(&schedule, more_at / 16, 1, (uint8_t *)more);
+                const uint32_t n = near[k];
+                finer_pair(of[0][n], of[1][n], more[more_at % 16 / 8], stddev, x + n, y + n);
+            }
+            if (!cosines) spread(to, cosines_in, start + i, count, x);
+            if (!sines) spread(to, sines_in, start + half + i, count, y);
+        }
+        position = more_at;
+    }
+    memset(&schedule, 0, sizeof schedule);
+    __asm__ volatile("" : : "r"(&schedule) : "memory"); /* so that the key is not left on the stack */
+    return DONE;
+#else
+    (void)key, (void)to, (void)total, (void)stddev, (void)instructions;
+    return INVALID;
+#endif
+}
+
+/* Whether tfdpfl_draw works here, and is faster than NumPy. */
+int tfdpfl_draws(int instructions) {
+#if defined(__x86_64__)
+    return instructions > PLAIN && has_aes();
+#else
+    return (void)instructions, 0;
+#endif
 }

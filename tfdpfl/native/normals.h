@@ -43,29 +43,30 @@ INLINE U NAME(pairs)(U radius, U turn, float stddev, float *cosines, float *sine
     return (U)(radius + NEAR < 2 * NEAR);
 }
 
-static TARGET int64_t NAME(normals)(const uint32_t *words, int64_t half, float stddev, float *out, uint32_t *near) {
+static TARGET int64_t NAME(normals)(const uint32_t *radii, const uint32_t *turns, int64_t count, float stddev,
+                                    float *cosines, float *sines, uint32_t *near) {
     int64_t found = 0;
-    for (int64_t at = 0; at < half; at += GROUP) {
-        const int64_t end = at + GROUP < half ? at + GROUP : half;
+    for (int64_t at = 0; at < count; at += GROUP) {
+        const int64_t end = at + GROUP < count ? at + GROUP : count;
         U any = {0};
         int64_t i = at;
         for (; i + LANES <= end; i += LANES)
-            any |= NAME(pairs)(*(const U *)(words + i), *(const U *)(words + half + i), stddev, out + i, out + half + i);
+            any |= NAME(pairs)(*(const U *)(radii + i), *(const U *)(turns + i), stddev, cosines + i, sines + i);
         if (i < end) { /* what is left of a vector */
             U pair[2] = {{0}};
             F made[2];
             const size_t left = sizeof(float) * (size_t)(end - i);
-            memcpy(&pair[0], words + i, left);
-            memcpy(&pair[1], words + half + i, left);
+            memcpy(&pair[0], radii + i, left);
+            memcpy(&pair[1], turns + i, left);
             any |= NAME(pairs)(pair[0], pair[1], stddev, (float *)&made[0], (float *)&made[1]);
-            memcpy(out + i, &made[0], left);
-            memcpy(out + half + i, &made[1], left);
+            memcpy(cosines + i, &made[0], left);
+            memcpy(sines + i, &made[1], left);
         }
         uint32_t hit = 0;
         for (int k = 0; k < LANES; k++) hit |= any[k];
         if (hit)
             for (int64_t k = at; k < end; k++)
-                if (words[k] + NEAR < 2 * NEAR) near[found++] = (uint32_t)k;
+                if (radii[k] + NEAR < 2 * NEAR) near[found++] = (uint32_t)k;
     }
     return found;
 }

@@ -7,7 +7,13 @@
 #include "filters.h"
 
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#if defined(__APPLE__)
+#include <sys/random.h>
+#endif
 
 typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
@@ -16,8 +22,8 @@ typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
 typedef struct TF_KernelBuilder TF_KernelBuilder;
 typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
 typedef struct TF_OpKernelContext TF_OpKernelContext;
-enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8 };
-enum { TF_FLOAT = 1 };
+enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8, TF_INTERNAL = 13 };
+enum { TF_FLOAT = 1, TF_INT64 = 9 };
 
 #define FUNCTIONS(F)                                                                                                   \
     F(TF_Status *, TF_NewStatus, (void))                                                                               \
@@ -28,6 +34,7 @@ enum { TF_FLOAT = 1 };
     F(void, TF_OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder *, const char *))                                   \
     F(void, TF_OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder *, const char *))                                  \
     F(void, TF_OpDefinitionBuilderAddOutput, (TF_OpDefinitionBuilder *, const char *))                                 \
+    F(void, TF_OpDefinitionBuilderSetIsStateful, (TF_OpDefinitionBuilder *, bool))                                     \
     F(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                                           \
       (TF_OpDefinitionBuilder *, void (*)(TF_ShapeInferenceContext *, TF_Status *)))                                   \
     F(void, TF_RegisterOpDefinition, (TF_OpDefinitionBuilder *, TF_Status *))                                          \
@@ -36,12 +43,17 @@ enum { TF_FLOAT = 1 };
       (const char *, const char *, void *(*)(TF_OpKernelConstruction *), void (*)(void *, TF_OpKernelContext *),       \
        void (*)(void *)))                                                                                              \
     F(void, TF_RegisterKernelBuilder, (const char *, TF_KernelBuilder *, TF_Status *))                                 \
+    F(void, TF_OpKernelConstruction_GetAttrSize,                                                                       \
+      (TF_OpKernelConstruction *, const char *, int32_t *, int32_t *, TF_Status *))                                    \
+    F(void, TF_OpKernelConstruction_GetAttrInt64List,                                                                  \
+      (TF_OpKernelConstruction *, const char *, int64_t *, int, TF_Status *))                                          \
     F(void, TF_OpKernelConstruction_GetAttrInt32List,                                                                  \
       (TF_OpKernelConstruction *, const char *, int32_t *, int, TF_Status *))                                          \
     F(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction *, TF_Status *))                                 \
     F(void, TF_GetInput, (TF_OpKernelContext *, int, TF_Tensor **, TF_Status *))                                       \
     F(TF_Tensor *, TF_AllocateOutput,                                                                                  \
       (TF_OpKernelContext *, int, int, const int64_t *, int, size_t, TF_Status *))                                     \
+    F(int, TF_NumOutputs, (TF_OpKernelContext *))                                                                      \
     F(void, TF_OpKernelContext_Failure, (TF_OpKernelContext *, TF_Status *))                                           \
     F(int, TF_TensorType, (const TF_Tensor *))                                                                         \
     F(int, TF_NumDims, (const TF_Tensor *))                                                                            \
@@ -55,6 +67,7 @@ FUNCTIONS(DECLARE)
  * each of height and width; threads and instruction set. */
 enum { SETTINGS = 10 };
 enum { FORM, NORMS, SUM };
+static const char *const NORMALS = "TfdpflNormals";
 static const char *const NAMES[] = {"TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum"};
 
 static void *create(TF_OpKernelConstruction *construction) {
@@ -136,33 +149,126 @@ static void compute_form(void *settings, TF_OpKernelContext *context) { compute(
 static void compute_norms(void *settings, TF_OpKernelContext *context) { compute(NORMS, settings, context); }
 static void compute_sum(void *settings, TF_OpKernelContext *context) { compute(SUM, settings, context); }
 
+/* What a draw is made of: attribute "settings" has the instruction set, then the size of each output. */
+typedef struct {
+    int instructions, count;
+    int64_t total, *sizes, *starts;
+} Draw;
+
+static void delete_draw(void *made) {
+    Draw *draw = made;
+    if (draw) free(draw->sizes);
+    free(draw);
+}
+
+static void *create_draw(TF_OpKernelConstruction *construction) {
+    TF_Status *status = TF_NewStatus();
+    int32_t length = 0, bytes = 0;
+    TF_OpKernelConstruction_GetAttrSize(construction, "settings", &length, &bytes, status);
+    Draw *draw = calloc(1, sizeof *draw);
+    int64_t *settings = length > 1 ? calloc(2 * (size_t)length, sizeof *settings) : NULL;
+    if (TF_GetCode(status) == TF_OK && (!draw || !settings))
+        TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, "tfdpfl: there is no memory for a draw, or nothing to draw.");
+    if (TF_GetCode(status) == TF_OK)
+        TF_OpKernelConstruction_GetAttrInt64List(construction, "settings", settings, length, status);
+    if (TF_GetCode(status) == TF_OK) {
+        *draw = (Draw){(int)settings[0], length - 1, 0, settings, settings + length};
+        for (int k = 1; k < length; k++) {
+            const int64_t size = settings[k];
+            if (size < 0 || size > (int64_t)1 << 36) TF_SetStatus(status, TF_INVALID_ARGUMENT, "tfdpfl: a size is out of range.");
+            draw->starts[k - 1] = draw->total;
+            draw->total += (size + 15) / 16 * 16; /* as Source in tfdpfl/noise/source.py lays them out */
+            settings[k - 1] = size;
+        }
+    }
+    if (TF_GetCode(status) != TF_OK) TF_OpKernelConstruction_Failure(construction, status);
+    if (!draw || draw->sizes != settings) free(settings);
+    TF_DeleteStatus(status);
+    return draw;
+}
+
+/* Fills the key with the operating system's entropy, in a forked process, too. Returns whether it could. */
+static int from_entropy(uint8_t *key) { return !getentropy(key, 16); }
+
+static void compute_normals(void *made, TF_OpKernelContext *context) {
+    const Draw *draw = made;
+    TF_Status *status = TF_NewStatus();
+    TF_Tensor *key = NULL, *stddev = NULL;
+    TF_Tensor **outputs = calloc((size_t)draw->count, sizeof *outputs);
+    float **data = calloc((size_t)draw->count, sizeof *data);
+    uint8_t bytes[16];
+    TF_GetInput(context, 0, &key, status);
+    if (TF_GetCode(status) == TF_OK) TF_GetInput(context, 1, &stddev, status);
+    if (TF_NumOutputs(context) != draw->count)
+        TF_SetStatus(status, TF_INVALID_ARGUMENT, "tfdpfl: a draw has one size for each output.");
+    if (!outputs || !data) TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, "tfdpfl: there is no memory for a draw.");
+    for (int k = 0; k < draw->count && TF_GetCode(status) == TF_OK; k++)
+        data[k] = allocated(context, k, draw->sizes + k, 1, &outputs[k], status);
+    if (TF_GetCode(status) == TF_OK) {
+        const int64_t words = TF_NumDims(key) == 1 ? TF_Dim(key, 0) : -1;
+        const Arrays to = {draw->count, draw->starts, draw->sizes, data};
+        if (TF_TensorType(key) != TF_INT64 || TF_TensorType(stddev) != TF_FLOAT || TF_NumDims(stddev) || (words && words != 2))
+            TF_SetStatus(status, TF_INVALID_ARGUMENT, "tfdpfl: a draw takes int64 [2] or [0], and a scalar.");
+        else if (!words && !from_entropy(bytes))
+            TF_SetStatus(status, TF_INTERNAL, "tfdpfl: the operating system gives no random bytes (getentropy), so there is no private noise: run where it does.");
+        else if (tfdpfl_draw(words ? TF_TensorData(key) : bytes, &to, draw->total, *(float *)TF_TensorData(stddev),
+                             draw->instructions))
+            TF_SetStatus(status, TF_INVALID_ARGUMENT, "tfdpfl: this processor does not make normals of AES.");
+    }
+    if (TF_GetCode(status) != TF_OK) TF_OpKernelContext_Failure(context, status);
+    memset(bytes, 0, sizeof bytes);
+    __asm__ volatile("" : : "r"(bytes) : "memory"); /* so that no key is left on the stack */
+    if (key) TF_DeleteTensor(key);
+    if (stddev) TF_DeleteTensor(stddev);
+    for (int k = 0; outputs && k < draw->count; k++)
+        if (outputs[k]) TF_DeleteTensor(outputs[k]);
+    free(outputs);
+    free(data);
+    TF_DeleteStatus(status);
+}
+
 /* Whoever makes the ops in Python sets their shapes. */
 static void leave_shapes(TF_ShapeInferenceContext *context, TF_Status *status) {
     TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-static int register_one(int what) {
-    void (*const computes[])(void *, TF_OpKernelContext *) = {compute_form, compute_norms, compute_sum};
+static int registered(const char *name, TF_OpDefinitionBuilder *op, void *(*make)(TF_OpKernelConstruction *),
+                      void (*run)(void *, TF_OpKernelContext *), void (*drop)(void *)) {
     TF_Status *status = TF_NewStatus();
+    TF_OpDefinitionBuilderAddAttr(op, "settings: list(int)");
+    TF_OpDefinitionBuilderSetShapeInferenceFunction(op, leave_shapes);
+    TF_RegisterOpDefinition(op, status);
+    if (TF_GetCode(status) == TF_OK)
+        TF_RegisterKernelBuilder(name, TF_NewKernelBuilder(name, "CPU", make, run, drop), status);
+    const int code = TF_GetCode(status);
+    TF_DeleteStatus(status);
+    return code;
+}
+
+static int register_filters(int what) {
+    void (*const computes[])(void *, TF_OpKernelContext *) = {compute_form, compute_norms, compute_sum};
     TF_OpDefinitionBuilder *op = TF_NewOpDefinitionBuilder(NAMES[what]);
     TF_OpDefinitionBuilderAddInput(op, "images: float");
     TF_OpDefinitionBuilderAddInput(op, "gradients: float");
     if (what == SUM) TF_OpDefinitionBuilderAddInput(op, "factors: float");
     if (what == FORM) TF_OpDefinitionBuilderAddOutput(op, "each: float");
     TF_OpDefinitionBuilderAddOutput(op, what == SUM ? "total: float" : "norms: float");
-    TF_OpDefinitionBuilderAddAttr(op, "settings: list(int)");
-    TF_OpDefinitionBuilderSetShapeInferenceFunction(op, leave_shapes);
-    TF_RegisterOpDefinition(op, status);
-    if (TF_GetCode(status) == TF_OK)
-        TF_RegisterKernelBuilder(NAMES[what], TF_NewKernelBuilder(NAMES[what], "CPU", create, computes[what], free),
-                                 status);
-    const int code = TF_GetCode(status);
-    TF_DeleteStatus(status);
-    return code;
+    return registered(NAMES[what], op, create, computes[what], free);
+}
+
+static int register_normals(void) {
+    TF_OpDefinitionBuilder *op = TF_NewOpDefinitionBuilder(NORMALS);
+    TF_OpDefinitionBuilderAddInput(op, "key: int64");
+    TF_OpDefinitionBuilderAddInput(op, "stddev: float");
+    TF_OpDefinitionBuilderAddOutput(op, "normals: N * float");
+    TF_OpDefinitionBuilderAddAttr(op, "N: int >= 1");
+    /* Else TensorFlow would take two draws for one, or a draw for a constant. */
+    TF_OpDefinitionBuilderSetIsStateful(op, true);
+    return registered(NORMALS, op, create_draw, compute_normals, delete_draw);
 }
 
 /* What the functions' arguments are, and the ops' attributes: a library of another number is not used. */
-int tfdpfl_interface(void) { return 2; }
+int tfdpfl_interface(void) { return 3; }
 
 /* Registers the ops with the TensorFlow whose library of this path is in memory. Returns 0; -1 if it is not, or lacks a
  * function; TensorFlow's code of an error. To be called once. */
@@ -173,9 +279,7 @@ int tfdpfl_register(const char *path) {
     *(void **)&name = dlsym(library, #name);                                                                           \
     if (!name) return -1;
     FUNCTIONS(LOOK_UP)
-    for (int what = FORM; what <= SUM; what++) {
-        const int code = register_one(what);
-        if (code) return code;
-    }
-    return 0;
+    int code = register_normals();
+    for (int what = FORM; what <= SUM && !code; what++) code = register_filters(what);
+    return code;
 }

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from tensorflow.python.framework import op_def_library
 from tensorflow.python.ops import control_flow_util
 
 from tfdpfl import native
@@ -114,6 +115,8 @@ class Source:
         stddev = tf.cast(stddev, tf.float32)
         if _on_host():
             self.generator = AES
+            if shapes and (self._seed is None or key is not None) and draws_in_c():
+                return _from_c(shapes, stddev, key)
             return self._from_host(shapes, stddev, key)
         self.generator = PHILOX
         return gaussian(shapes, stddev, self._philox_key() if key is None else key, tf.zeros([], tf.int64))
@@ -218,7 +221,7 @@ class Source:
         self, shapes: list[tf.TensorShape], stddev: tf.Tensor, key: tf.Tensor | None = None
     ) -> list[tf.Tensor]:
         sizes = [shape.num_elements() for shape in shapes]
-        line = _ALIGNED // 4
+        line = _ALIGNED // 4  # tensorflow.c lays them out likewise
         starts = np.cumsum([0] + [-(-size // line) * line for size in sizes]).tolist()
         places = [(at, at + size, shape.as_list()) for at, size, shape in zip(starts, sizes, shapes, strict=False)]
 
@@ -257,9 +260,26 @@ def _on_host() -> bool:
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
 
 
+def draws_in_c() -> bool:
+    """Returns whether what is traced here can draw by the kernels' op, of which all memory is TensorFlow's own: it is
+    added to in place, without a call of Python."""
+    graph = not tf.executing_eagerly() and tf.compat.v1.executing_eagerly_outside_functions()
+    return graph and native.kernels().draws and not native.register_ops()
+
+
+def _from_c(shapes: list[tf.TensorShape], stddev: tf.Tensor, key: tf.Tensor | None) -> list[tf.Tensor]:
+    settings = [native.INSTRUCTIONS.index(native.kernels().instructions), *(shape.num_elements() for shape in shapes)]
+    if key is None:
+        key = tf.zeros([0], tf.int64)  # in every run the op takes a key of its own from the system's entropy
+    made = op_def_library.apply_op(native.DRAW, key=key, stddev=stddev, N=len(shapes), settings=settings)
+    for normals, size in zip(made, settings[1:], strict=True):
+        normals.set_shape([size])
+    return [tf.reshape(normals, shape) for normals, shape in zip(made, shapes, strict=True)]
+
+
 def bits_of_normals() -> int:
     """Returns a number that machines share if they make the same normals of a key, which depends on the processor."""
-    kind = AES if _on_host() else PHILOX
+    kind = f"{AES} {native.kernels().draws}" if _on_host() else PHILOX
     return zlib.crc32(kind.encode() + KeyStream(np.zeros(2, np.int64)).normals(4096, np.float32(1)).tobytes())
 
 
