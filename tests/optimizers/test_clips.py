@@ -131,7 +131,7 @@ def test_a_hundred_steps_find_the_median_from_anywhere(initial, k):
     norms /= np.median(norms)
     clip = AdaptiveClip(initial=initial, clipped_count_stddev=5.0)
     model, x, y = linear(norms, clip, 1.0, gradient_accumulation_steps=k, expected_batch_size=256)
-    model.fit(x, y, batch_size=256 // k, epochs=100, verbose=0)
+    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(256 // k).repeat(100), verbose=0)
     assert model.optimizer.num_dp_steps == 100
     assert 0.9 < model.optimizer.current_clip < 1.1
 

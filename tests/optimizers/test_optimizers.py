@@ -597,7 +597,7 @@ def test_the_wrapper_that_keras_2_adds_by_itself_trains_and_keeps_the_noise():
 
 
 @pytest.mark.skipif(not KERAS3, reason="Keras 2 hands the scaled loss to the optimizer")
-@pytest.mark.parametrize("by", ["the policy", "hand", pytest.param("hand, k = 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", ["the policy", "hand, k = 2"])
 @pytest.mark.slow
 def test_the_loss_scaling_that_keras_3_adds_by_itself_trains_and_keeps_the_noise(by, tmp_path):
     x, y = c.examples(12)
