@@ -48,6 +48,8 @@ def test_poisson_batches_are_priced_by_the_steps_that_ran():
     want = [price(batch_size=20, noise_multiplier=2.0, num_steps=k) for k in (7, 14)]
     assert log.history["epsilon"] == pytest.approx(want)
     assert budget.report().sampling == "poisson" and budget.report().steps == 14
+    assert budget.epsilon() == log.history["epsilon"][-1]
+    assert budget.epsilon(1e-3) == pytest.approx(price(batch_size=20, noise_multiplier=2.0, num_steps=14, delta=1e-3))
 
 
 @pytest.mark.slow

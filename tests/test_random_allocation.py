@@ -91,6 +91,17 @@ def test_an_epoch_that_was_begun_costs_as_much_as_a_whole_one():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [({"sampling": "random_allocation"}, "sampling='random_allocation'"), ({"truncated_batch_size": 20}, "truncated")],
+)
+def test_rdp_says_that_it_has_no_answer(more, named):
+    run = dict(num_examples=100, batch_size=10, noise_multiplier=1.0, num_epochs=1, delta=1e-4, **more)
+    with pytest.warns(UserWarning, match=f"accountant='rdp' has no ε for {named}.*Leave accountant out") as caught:
+        asked = tfdpfl.compute_epsilon(**run, accountant="rdp")
+    assert caught[0].filename == __file__ and asked == tfdpfl.compute_epsilon(**run)
+
+
 def test_noise_steps_and_batch_size_are_found_for_a_target():
     given = {**RUN, "target_epsilon": 1.0, "delta": 1e-5}
     sigma = compute_noise_multiplier(**given, num_epochs=1)

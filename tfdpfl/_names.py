@@ -19,6 +19,11 @@ _ANY_MODEL = "any Keras model trains privately once you compile it with tfdpfl.D
 _ONE_LINE = "compile your model with tfdpfl.DPAdam(l2_norm_clip, noise_multiplier), or call tfdpfl.plan(...)"
 _EVERY = "it clips every example by itself unless you pass num_microbatches"
 _LEDGER = "use tfdpfl.PrivacyLedger, or tfdpfl.callbacks.PrivacyBudget in fit"
+_SUMS = (
+    "a DP optimizer clips, sums and adds noise to gradients; tfdpfl.clipping.clipped_gradients(...) clips in your loop"
+)
+_CLIENTS = "use a process of tfdpfl.federated, whose clients add the noise"
+_CONVEX = "use tfdpfl.convex.DPLogisticRegression"
 _KERAS_LAYER = "use the layer of Keras: tfdpfl clips its gradients as it is"
 
 # Names of other packages, and what to use in their place.
@@ -51,7 +56,39 @@ ELSEWHERE: dict[str, str] = {
     "TreeAggregation": "use tfdpfl.noise.Tree(...) as noise= of an optimizer",
     "RdpAccountant": _LEDGER,
     "PLDAccountant": _LEDGER,
+    "compute_rdp": "use tfdpfl.compute_epsilon(..., accountant='rdp')",
+    "compute_rdp_sample_without_replacement": "use tfdpfl.compute_epsilon(..., sampling='fixed_size')",
+    "get_privacy_spent": "use tfdpfl.compute_epsilon(...)",
+    "GaussianSumQuery": _SUMS,
+    "GaussianAverageQuery": _SUMS,
+    "NormalizedQuery": _SUMS,
+    "NestedQuery": "use tfdpfl.PerLayerClip(...) as l2_norm_clip= of an optimizer",
+    "QuantileAdaptiveClipSumQuery": "use tfdpfl.AdaptiveClip(...) as l2_norm_clip= of an optimizer",
+    "QuantileEstimatorQuery": "use tfdpfl.AdaptiveClip(...) as l2_norm_clip= of an optimizer",
+    "TreeCumulativeSumQuery": "use tfdpfl.noise.Tree(...) as noise= of an optimizer",
+    "TreeResidualSumQuery": "use tfdpfl.noise.Tree(...) as noise= of an optimizer",
+    "RestartQuery": "use tfdpfl.noise.Tree(...) as noise= of an optimizer",
+    "DiscreteGaussianSumQuery": "pass secure_noise=True to an optimizer",
+    "DistributedDiscreteGaussianSumQuery": _CLIENTS,
+    "DistributedSkellamSumQuery": _CLIENTS,
+    "NoPrivacySumQuery": "use the optimizer of Keras",
+    "NoPrivacyAverageQuery": "use the optimizer of Keras",
+    "DPQuery": _SUMS,
+    "SumAggregationDPQuery": _SUMS,
+    "clip_and_aggregate_gradients": "use tfdpfl.clipping.clipped_gradients(...)",
+    "compute_gradient_norms": "use tfdpfl.clipping.clipped_gradients(...)",
+    "LayerRegistry": "use tfdpfl.clipping.register_rule(...)",
+    "make_default_layer_registry": "most layers need no rule; tfdpfl.clipping.register_rule(...) adds one",
+    "BoltOn": _CONVEX,
+    "BoltOnModel": _CONVEX,
+    "StrongConvexHuber": _CONVEX,
+    "StrongConvexBinaryCrossentropy": _CONVEX,
+    "DPBinaryClassHead": _ANY_MODEL,
+    "DPMultiClassHead": _ANY_MODEL,
+    "DNNClassifier": _ANY_MODEL,
     "run_attacks": "use tfdpfl.audit.membership_inference(...)",
+    "AttackInputData": "use tfdpfl.audit.membership_inference(...)",
+    "MembershipInferenceCallback": "use tfdpfl.audit.membership_inference(...)",
     # Opacus
     "PrivacyEngine": _ONE_LINE,
     "make_private": _ONE_LINE,

@@ -10,21 +10,24 @@ from collections.abc import Iterator
 __all__ = ["explain_wait"]
 
 _PATIENCE = 1.0  # seconds
+_thread = threading.local()  # explaining: whether a call around this one explains the wait already
 
 
 @contextlib.contextmanager
 def explain_wait(doing: str) -> Iterator[None]:
     """Prints what is being done to standard error if it takes longer than a second.
 
-    Logs of programs get nothing: nobody waits there.
+    Logs of programs get nothing: nobody waits there. A call inside of another one that explains itself is silent.
     """
-    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+    if getattr(_thread, "explaining", False) or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         yield
         return
+    _thread.explaining = True
     timer = threading.Timer(_PATIENCE, lambda: print(f"tfdpfl: {doing} ...", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
+        _thread.explaining = False
         timer.cancel()

@@ -16,7 +16,7 @@ from tfdpfl.accounting.arguments import (
     build_run,
     shows_arguments,
 )
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, delta_warning, price
+from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, delta_warning, is_of_pld_alone, price
 from tfdpfl.accounting.run import Run
 from tfdpfl.errors import PrivacyError
 
@@ -59,7 +59,8 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
             `batch_size` double the sensitivity, so σ counts as σ/2. It is taken for granted that an example's
             presence does not regroup the others.
         accountant: `"pld"` (tight) or `"rdp"`. If PLD has no answer ("fixed_size", δ below 1e-12) RDP's is
-            given; `privacy_report` names the accountant that was used.
+            given. RDP has no answer for "random_allocation" and `truncated_batch_size`: PLD's is given, with a warning.
+            `privacy_report` names the accountant that was used.
         adjacency: Which data sets are neighbours; None takes the sampling's own: `"add_or_remove_one"` for
             poisson and none, `"zero_out"` for shuffle, `"replace_one"` for fixed_size.
         max_examples_per_user: How many examples neighbours may differ in: the ε of a user who has no more.
@@ -74,8 +75,7 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
     """
     made = build_run(**run)
     pricer = _pricer(delta, accountant, made)
-    with explain_wait("computing epsilon"):
-        return pricer(made)
+    return pricer(made)
 
 
 @shows_arguments(NoiselessRunArguments)
@@ -168,6 +168,7 @@ def compute_num_steps(
     return steps_each * uses
 
 
+@explain_wait("searching for the number of steps; each try computes one epsilon")
 def largest_count(epsilon: Callable[[int], float], target: float) -> int | None:
     """Returns the largest number whose ε, which must not fall as the number grows, is at most ``target``, as that of 1
     is; None if 2⁴⁰ meets it, too."""
@@ -210,9 +211,8 @@ def compute_batch_size(
             "raise the target or noise_multiplier, or take fewer steps"
         )
     n = smallest.num_examples
-    if epsilon(n) <= target:
-        return n
-    return _largest(pricer, with_size, target, 1, n)
+    with explain_wait("searching for the batch size; each try computes one epsilon"):
+        return n if epsilon(n) <= target else _largest(pricer, with_size, target, 1, n)
 
 
 def _largest(pricer: Callable[[Any], float], run_of: Callable[[int], Any], target: float, low: int, high: int) -> int:
@@ -237,6 +237,12 @@ def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
     too_large = delta_warning(delta, run.num_examples)
     if too_large:
         warnings.warn(too_large, stacklevel=4)  # at the caller of a function that `shows_arguments` wraps
+    if accountant == "rdp" and is_of_pld_alone(run.dp_event):
+        what = f"sampling={run.sampling!r}" if run.truncated_batch_size is None else "truncated_batch_size"
+        warnings.warn(
+            f"accountant='rdp' has no ε for {what}, so this ε is that of accountant='pld'. Leave accountant out.",
+            stacklevel=4,
+        )
     assert run.adjacency is not None
     adjacency = run.adjacency
     return functools.cache(lambda run: price(run.dp_event, delta, accountant, adjacency).epsilon)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tfdpfl._types import Arrays
+from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.run import ADJACENCIES
 from tfdpfl.errors import PrivacyError
@@ -23,6 +24,7 @@ __all__ = [
     "beyond_support",
     "check_delta",
     "delta_warning",
+    "is_of_pld_alone",
     "leaves_of",
     "price",
 ]
@@ -91,6 +93,7 @@ class Price(NamedTuple):
     accountant: str
 
 
+@explain_wait("computing epsilon")
 def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: str = "add_or_remove_one") -> Price:
     """Returns the smallest ε that is proven for `event` at `delta`.
 
@@ -326,6 +329,11 @@ def _is_truncated(leaf: "DpEvent") -> bool:
 
 def _is_of_pld_alone(leaf: "DpEvent") -> bool:
     return _is_truncated(leaf) or hasattr(leaf, "losses")
+
+
+def is_of_pld_alone(event: "DpEvent") -> bool:
+    """Returns whether `price` uses the PLD accountant for this event even if it is asked for RDP."""
+    return any(_is_of_pld_alone(leaf) for leaf, _ in leaves_of(event))
 
 
 def _untruncated(leaf: "DpEvent") -> "DpEvent":

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import PLAN
 from tfdpfl._types import Keywords, Model, Optimizer
+from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
@@ -459,8 +460,22 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             seen |= stepped
         return list(seen.values())
 
-    def report(self) -> PrivacyReport:
-        """Returns the price of all that ran on the data, this far.
+    def epsilon(self, delta: float | None = None) -> float:
+        """Returns the ε of all that ran on the data so far; `report` says what it covers.
+
+        Args:
+          delta: the δ of this ε. None uses the ``delta`` of the callback.
+
+        Raises:
+          PrivacyError: as `report`.
+        """
+        return self.report(delta).epsilon
+
+    def report(self, delta: float | None = None) -> PrivacyReport:
+        """Returns the ε of all that ran on the data so far, with what it covers.
+
+        Args:
+          delta: the δ of this ε. None uses the ``delta`` of the callback.
 
         Raises:
           PrivacyError: the callback was given to no `fit`, so that it does not know what ran; or the model was trained
@@ -483,8 +498,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             *dict.fromkeys(_DRAWS if dp.seed is None else _KNOWN_DRAWS for dp in self._seen() if dp.draws_by_example),
             _START,
         ]
-        return self.ledger.report(self.delta, self.accountant, notes)
+        return self.ledger.report(self.delta if delta is None else delta, self.accountant, notes)
 
+    @explain_wait("searching for the last step that target_epsilon allows; each try computes one epsilon")
     def _allowed(self) -> int | None:
         """How many steps (passes, if shuffled) of this fit the target allows."""
         fit, past = self._running(), self.ledger
