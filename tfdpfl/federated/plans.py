@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger, _checks
@@ -175,15 +176,7 @@ def plan_federation(
     if num_rounds is not None:
         num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
     cohort = _cohort(population, sampling_rate, clients_per_round, max_participations, min_separation)
-    local = {"local_steps": local_steps, "batch_size": batch_size, "num_examples": num_examples}
-    if unit == "client" and any(value is not None for name, value in local.items() if name != "local_steps"):
-        raise ValueError(f"{_said(local)}: the ε of a client does not depend on these. Leave them out, or pass "
-                         "unit='example'")  # fmt: skip
-    if unit == "example" or local_steps is not None:
-        given = {name: value for name, value in local.items() if value is not None}
-        local |= {name: _checks.whole(name, value, 1, _LOCAL[name]) for name, value in given.items()}
-    if unit == "example" and None in local.values():
-        raise ValueError(f"{_said(local)}: the ε of examples needs all of them")
+    local = _local(unit, local_steps, batch_size, num_examples)
 
     def spent(noise_multiplier: float, rounds: int) -> float:
         run = RoundsRun(rounds=rounds, participation=cohort)
@@ -204,17 +197,7 @@ def plan_federation(
     elif num_rounds is None:
         assert target_epsilon is not None
         z = noise_multiplier
-        if spent(z, 1) > target_epsilon:
-            raise PrivacyError(
-                f"target_epsilon={target_epsilon:g} at delta={delta:g} leaves no room for one round, which costs "
-                f"{spent(z, 1):.4g}: raise noise_multiplier, or the target"
-            )
-        num_rounds = largest_count(lambda rounds: spent(z, rounds), target_epsilon)
-        if num_rounds is None:
-            raise PrivacyError(
-                f"noise_multiplier={z:g} meets target_epsilon={target_epsilon:g} in any number of rounds, so none is "
-                "the largest: give num_rounds, or lower noise_multiplier"
-            )
+        num_rounds = _most_rounds(lambda rounds: spent(z, rounds), target_epsilon, f"noise_multiplier={z:g}", delta)
     assert num_rounds is not None
     epsilon = spent(noise_multiplier, num_rounds)
     return FederatedPlan(
@@ -223,6 +206,35 @@ def plan_federation(
         sampling_rate=sampling_rate, clients_per_round=clients_per_round, max_participations=max_participations,
         min_separation=min_separation, accountant=accountant, **local,
     )  # fmt: skip
+
+
+def _most_rounds(spent: Callable[[int], float], target_epsilon: float, given: str, delta: float) -> int:
+    if spent(1) > target_epsilon:
+        raise PrivacyError(
+            f"target_epsilon={target_epsilon:g} at delta={delta:g} leaves no room for one round, which costs "
+            f"{spent(1):.4g}: raise noise_multiplier, or the target"
+        )
+    most = largest_count(spent, target_epsilon)
+    if most is None:
+        raise PrivacyError(
+            f"{given} meets target_epsilon={target_epsilon:g} in any number of rounds, so none is the largest: give "
+            "num_rounds, or lower noise_multiplier"
+        )
+    return most
+
+
+def _local(
+    unit: str, local_steps: int | None, batch_size: int | None, num_examples: int | None
+) -> dict[str, int | None]:
+    local = {"local_steps": local_steps, "batch_size": batch_size, "num_examples": num_examples}
+    if unit == "client" and any(value is not None for name, value in local.items() if name != "local_steps"):
+        raise ValueError(f"{_said(local)}: the ε of a client does not depend on these. Leave them out, or pass "
+                         "unit='example'")  # fmt: skip
+    if unit == "example" and None in local.values():
+        raise ValueError(f"{_said(local)}: the ε of examples needs all of them")
+    return {
+        name: None if value is None else _checks.whole(name, value, 1, _LOCAL[name]) for name, value in local.items()
+    }
 
 
 def _cohort(
