@@ -59,6 +59,8 @@ def test_shuffled_arrays_are_priced_by_passes_without_amplification():
     want = [price(batch_size=30, noise_multiplier=2.0, num_epochs=k, sampling="shuffle") for k in (1, 2, 3)]
     assert log.history["epsilon"] == pytest.approx(want)
     assert budget.report().adjacency == "zero_out"
+    with pytest.warns(UserWarning, match="The loss is NaN. Look for missing values first"):
+        model.fit(np.where(X > 2, np.nan, X), Y, batch_size=30, callbacks=[budget], verbose=0)
     # An independent truth: k uses of one example at noise σ are one at σ / sqrt(k); its δ(ε) has a closed form.
     from scipy.stats import norm
 

@@ -100,6 +100,7 @@ def test_any_three_give_the_fourth():
         ({"num_epochs": None, "noise_multiplier": 1.5, "steps_per_epoch": 999}, "allows .* steps, and"),
         ({"batch_size": None, "noise_multiplier": 0.1}, "passed by batches of one example"),
         ({"y": Y[1:]}, "same first dimension"),
+        ({"y": np.array(["a", "b", "c"])[Y]}, r"y holds words, .*classes.index\(label\) for label in y"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_refused_in_one_sentence(changes, message):

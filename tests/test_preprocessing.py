@@ -13,6 +13,7 @@ from tfdpfl import DPSGD, preprocessing
 from tfdpfl.accounting import PrivacyLedger, price
 from tfdpfl.accounting.events import thresholded
 from tfdpfl.callbacks import PrivacyBudget
+from tfdpfl.callbacks._statistics import uncovered_statistics
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 
@@ -239,3 +240,53 @@ def test_a_ledger_of_users_does_not_pay_for_sums_of_examples():
     ledger = PrivacyLedger().record(1.0, num_examples=10, batch_size=2, unit="user")
     with pytest.raises(PrivacyError, match="The ledger is of users"):
         preprocessing.class_weights([0, 1], num_classes=2, ledger=ledger, **COST)
+
+
+def test_statistics_that_epsilon_does_not_cover_are_named():
+    layers, x, words = tf.keras.layers, RNG.normal(size=(60, 2)).astype("float32"), np.array(["a", "b", "a"] * 60)
+    bins, normalization = layers.Discretization(num_bins=3), layers.Normalization(name="scaled")
+    lookup, texts = layers.StringLookup(), layers.TextVectorization(name="texts")
+    public = layers.Normalization(mean=[0.0, 0.0], variance=[1.0, 1.0]), layers.StringLookup(vocabulary=["a"])
+    for layer, data in [(bins, x), (normalization, x), (lookup, words), (texts, words)]:
+        layer.adapt(data)
+    named = lambda made, ledger=None: list(uncovered_statistics(held(*made), ledger or PrivacyLedger()))
+    assert not named([*public, layers.Dense(1), layers.TextVectorization(vocabulary=["a"])])
+    (said,) = named([normalization])
+    assert "the statistics of 'scaled' (Normalization): they count as public" in said
+    assert said.endswith("use tfdpfl.preprocessing.Normalization instead.")
+    (said,) = named([bins, lookup, texts, *public])
+    assert "(Discretization)" in said and "(StringLookup), 'texts' (TextVectorization): they" in said
+
+    mine, theirs = preprocessing.Normalization(name="mine"), preprocessing.TextVectorization(name="theirs")
+    mine.adapt(x, bounds=(-4, 4), **COST)
+    theirs.adapt(words, max_tokens_per_example=1, **COST)
+    (said,) = named([mine, theirs], PrivacyLedger().merge(mine.ledger))
+    assert said.startswith("ε does not include all that the adapt of 'mine' (Normalization), 'theirs'")
+    assert not named([mine, theirs], PrivacyLedger().merge(mine.ledger).merge(theirs.ledger))
+    twice = preprocessing.Normalization()
+    twice.adapt(x, bounds=(-4, 4), **COST)
+    assert named([mine, twice], mine.ledger) and not named(
+        [mine, twice], PrivacyLedger().merge(mine.ledger).merge(twice.ledger)
+    )
+
+
+def held(*layers):
+    """A model that holds layers, of which it calls none."""
+    model = tf.keras.Model()
+    model.held = list(layers)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_a_fit_warns_once_of_statistics_that_epsilon_does_not_cover():
+    x, y = RNG.normal(size=(60, 2)).astype("float32"), np.zeros((60, 1), "float32")
+    layer, budget = tf.keras.layers.Normalization(name="scaled"), PrivacyBudget(delta=1e-3)
+    layer.adapt(x)
+    model = tf.keras.Sequential([tf.keras.Input((2,)), layer, tf.keras.layers.Dense(1)])
+    model.compile(DPSGD(1.0, 1.0, learning_rate=0.1), loss="mse")
+    with pytest.warns(UserWarning, match="does not cover the statistics of 'scaled'") as caught:
+        for _ in range(2):
+            model.fit(x, y, batch_size=60, callbacks=[budget], verbose=0)
+    assert sum("scaled" in str(warning.message) for warning in caught) == 1
+    assert "does not cover the statistics of 'scaled'" in budget.report().statement()

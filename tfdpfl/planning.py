@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tfdpfl import clips
 from tfdpfl._frames import PLAN
 from tfdpfl._names import accept_old_names
-from tfdpfl._types import Arrays, Estimator, Keywords, Optimizer
+from tfdpfl._types import Arrays, Estimator, Keywords, Nest, Optimizer
 from tfdpfl.accounting import (
     PrivacyLedger,
     PrivacyReport,
@@ -273,6 +273,7 @@ def plan(
     data = x if y is None and sample_weight is None else (x, y, sample_weight)
     examples = examples_of(data)
     num_examples = examples.number
+    _check_labels(examples.spec)
     users = batches.get("user_ids")
     if users is not None:
         batches["user_ids"] = users = users_of(users, num_examples)
@@ -317,6 +318,18 @@ def plan(
         metrics=shown,
         batches=drawn,
     )
+
+
+def _check_labels(spec: Nest) -> None:
+    """Raises if the labels of (x, y) are words, of which no loss of Keras is a number."""
+    import tensorflow as tf
+
+    labels = spec[1] if isinstance(spec, tuple) and len(spec) > 1 else None
+    if any(label.dtype == tf.string for label in tf.nest.flatten(labels) if hasattr(label, "dtype")):
+        raise ValueError(
+            "y holds words, and a loss needs numbers. List the classes that you know without the data, and pass the "
+            "number of each label: y = np.array([classes.index(label) for label in y])."
+        )
 
 
 def _checked_metrics(metrics: PrivateMetrics | Sequence[str] | None) -> PrivateMetrics | None:

@@ -459,6 +459,9 @@ MENDS = {
     "Give every example the same values": (
         lambda w, x: tf.reduce_mean(tf.tanh(x @ w) * tf.cast(tf.range(tf.shape(x)[0]), tf.float32)[:, None]),
         lambda w, x: tf.reduce_mean(tf.tanh(x @ w) * tf.range(6.0))),
+    r"If the labels have another shape than the outputs.*y\.reshape\(len\(y\), 1\)": (
+        lambda w, x: tf.reduce_mean((x[:, 0] - tf.tanh(x @ w)[:, :1]) ** 2),
+        lambda w, x: tf.reduce_mean((x[:, :1] - tf.tanh(x @ w)[:, :1]) ** 2)),
     "Compare each example with what is public": (
         lambda w, x: tf.reduce_mean(tf.tanh(tf.matmul(x @ w, x @ w, transpose_b=True))),
         lambda w, x: tf.reduce_mean(tf.tanh(tf.matmul(x @ w, MASK, transpose_b=True)))),

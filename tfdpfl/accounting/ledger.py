@@ -386,6 +386,15 @@ class PrivacyLedger:
         ]
         return ledger
 
+    def covers(self, other: "PrivacyLedger") -> bool:
+        """Returns whether the releases (`add`) and the counted steps of `other` are in this ledger, too."""
+        held = [row for row in self._rows if isinstance(row, _Applied)]
+        return other.origins <= self.origins and all(
+            any(dataclasses.replace(mine, count=row.count) == row and mine.count >= row.count for mine in held)
+            for row in other._rows
+            if isinstance(row, _Applied)
+        )
+
     def __len__(self) -> int:
         """The number of rows."""
         return len(self._rows)

@@ -37,6 +37,7 @@ from tfdpfl.callbacks._fits import (
     weights_of,
 )
 from tfdpfl.callbacks._sampling import Sampling
+from tfdpfl.callbacks._statistics import uncovered_statistics
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.data import declared_sampling
 from tfdpfl.errors import PrivacyError
@@ -64,6 +65,10 @@ _DRAWS = (
 _KNOWN_DRAWS = (
     "The model's random numbers (dropout, noise, augmentation) come from the seeds that you set, because the optimizer "
     "has a seed. Anyone who knows these seeds can learn more of an example than ε says."
+)
+_NOT_A_NUMBER = (
+    "The loss is NaN. Look for missing values first: np.isnan(x).sum(axis=0) counts those of each column. ε "
+    "still holds, but an example whose gradient is not finite teaches the model nothing."
 )
 _START = "The weights that training began with are taken to be public."
 
@@ -313,6 +318,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         remember_weights(fit.model)
         if logs is not None:
             logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
+            if math.isnan(float(logs.get("loss", 0.0))):
+                warnings.warn(_NOT_A_NUMBER, stacklevel=3)
         self._check_announced()
         if self._is_full(fit.steps):
             self._stop()
@@ -357,6 +364,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         self._say_whose_weights(fit.model, ledger)
         self._say_what_batches_hold(fit)
+        for sentence in uncovered_statistics(fit.model, ledger):
+            self._say(sentence)
         self._note_conditions(fit)
 
     def _say_whose_weights(self, model: tf.keras.Model, ledger: PrivacyLedger) -> None:

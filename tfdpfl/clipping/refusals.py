@@ -45,6 +45,10 @@ _CONTRASTED = (
     "Compare each example with what is public, or with its own other parts: what compares the examples of a batch has "
     "no gradient of one example alone."
 )
+_RANKS = (
+    "If the labels have another shape than the outputs, for example [batch] and [batch, 1], give them the same one: "
+    "y.reshape(len(y), 1). "
+)
 _SIZED = "Leave out what the batch size goes into; the loss's mean over the batch is taken for you."
 _REMEDIES = {
     "normalises over the batch": _NORMALISED,
@@ -59,7 +63,7 @@ _REMEDIES = {
     "joins along the batch axis": _JOINED,
     "picks examples of the batch": _APART,
     "takes some examples of the batch, not all": _APART,
-    "combines the examples along one axis with the examples along another": _CONTRASTED,
+    "combines the examples along one axis with the examples along another": _RANKS + _CONTRASTED,
     "multiplies the examples along one axis with the examples along another": _CONTRASTED,
     "lets examples pick from one another": _CONTRASTED,
     "works along the batch axis": "Work along another axis: the examples are along this one.",
