@@ -439,11 +439,12 @@ def kills(nodes: int, rounds: int, rate: float, timeout: float) -> None:
     """A tenth of the SuperNodes is killed at random moments of the run, each once, and stays dead."""
     with tempfile.TemporaryDirectory(prefix="flower-kills-") as temporary, Federation(Path(temporary), nodes) as all_:
         run = all_.run(nodes=nodes, rounds=rounds, rate=rate, timeout=timeout, folder=temporary)
-        killed, dead = 0, max(1, nodes // 10)
+        killed, dead, memory = 0, max(1, nodes // 10), 0.0
         moments = sorted(random.sample(range(2, rounds), dead))
         victims = random.sample(range(nodes), dead)
         while run.poll() is None:
             time.sleep(1)
+            memory = max(memory, megabytes(temporary))
             seen = len(re.findall(r"\[ROUND \d+/", all_.said()))
             while killed < dead and seen >= moments[killed]:
                 all_.kill(f"node-{victims[killed]}")
@@ -451,13 +452,25 @@ def kills(nodes: int, rounds: int, rate: float, timeout: float) -> None:
         got = all_.result()
     note(
         "kills",
-        f"## SuperNodes that die\n\n{nodes} SuperNodes on loopback, Poisson cohorts at rate {rate:g}, {killed} of them "
-        "killed at random moments.\n\n"
-        "| rounds that were released | clients asked | updates in the sums | ε at 1e-5 | s a round | model finite |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
+        f"## SuperNodes that die\n\n{nodes} SuperNodes on loopback, each a process, Poisson cohorts at rate {rate:g}, "
+        f"{killed} of them killed at random moments. A round waits at most {timeout:g} s for a client that does not "
+        f"answer. `python benchmarks/flower.py kills --nodes {nodes} --rounds {rounds} --rate {rate:g} --timeout "
+        f"{timeout:g}`\n\n"
+        "| rounds that were released | clients asked | updates in the sums | ε at 1e-5 | s a round | model finite | "
+        "peak MB of all processes |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
         f"| {got['rounds']} | {got['asked']} | {got['replied']} | {got['epsilon']:.3f} | {got['s']:.1f} | "
-        f"{got['finite']} |",
+        f"{got['finite']} | {memory:,.0f} |",
     )
+
+
+def megabytes(folder: str) -> float:
+    """The memory of all processes of a folder; what several share counts once."""
+    total = 0
+    for process in of_folder(Path(folder)):
+        with contextlib.suppress(OSError):
+            total += int(re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{process}/smaps_rollup").read_text(), re.M)[1])
+    return total / 1000
 
 
 def server_kills(nodes: int, rounds: int, times: int, timeout: float) -> None:

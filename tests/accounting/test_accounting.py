@@ -522,14 +522,29 @@ def test_the_price_of_a_run_that_goes_on_is_cheap():
 
 
 @pytest.mark.parametrize(("rate", "sigma"), [(0.1, 2.0), (0.01, 0.8)])
-def test_uses_are_composed_as_dp_accounting_composes_them_to_the_last_bit(rate, sigma):
+def test_uses_are_composed_as_dp_accounting_composes_them(rate, sigma):
     step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     one = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3).compose(step)._pld
     compose = pricing._composer(one)
     for n in (1, 2, 60):
         a, b = ([vars(pmf) for pmf in (made._pmf_remove, made._pmf_add)] for made in (compose(n), one.self_compose(n)))
         for ours, theirs in zip(a, b, strict=True):
-            assert ours.pop("_probs").tobytes() == theirs.pop("_probs").tobytes() and ours == theirs
+            np.testing.assert_allclose(ours.pop("_probs"), theirs.pop("_probs"), rtol=0, atol=1e-16)
+            assert ours == theirs
+
+
+@pytest.mark.parametrize(("rate", "sigma", "uses"), [(0.1, 2.0, 1), (0.1, 2.0, 60), (0.9, 0.1, 3)])
+def test_epsilon_of_privacy_losses_is_the_least_that_holds(rate, sigma, uses):
+    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+    losses = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-2).compose(step, uses)._pld
+    for delta in (1e-12, 1e-5, 0.1, 0.99):
+        with pricing._numerics():
+            epsilon = pricing._least_epsilon(losses, delta)
+        assert losses.get_delta_for_epsilon(epsilon) <= delta * (1 + 1e-6)
+        assert epsilon == 0 or losses.get_delta_for_epsilon(epsilon - 1e-3) > delta
+        # dp-accounting's own stops at a point of the grid where the losses are too large for its floats.
+        assert epsilon == pytest.approx(losses.get_epsilon_for_delta(delta), rel=1e-9) or epsilon > 600
+    assert pricing._least_epsilon(losses, 1e-20) == math.inf
 
 
 @pytest.mark.parametrize(("rate", "sigma", "steps"), [(0.05, 1.1, 20), (0.01, 0.6, 16), (1 - 1e-9, 30.0, 16)])

@@ -471,7 +471,7 @@ class CohortCheck:
           PrivacyError: it does not happen by chance.
         """
         p, rate = self.participation, self.participation.clients_per_round / self.participation.population
-        if not p.scheme.sampled_anew or rate >= 1:
+        if not p.scheme.sampled_anew or rate >= 1 or not self.counts:
             return
         remedy = (
             "Draw every cohort anew as declared, as tfdpfl.federated.samplers do, or declare sampling='none', or "

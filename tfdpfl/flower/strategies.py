@@ -741,7 +741,7 @@ class DifferentialPrivacy(Strategy):
 
         if self._source is None:
             self._source = noise.Source(self._seed)
-        return [np.asarray(drawn) for drawn in self._source.gaussian(shapes, 1.0)]
+        return self._source.arrays(shapes)
 
 
 class DifferentialPrivacyFixedClipping(DifferentialPrivacy):

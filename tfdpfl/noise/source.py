@@ -121,12 +121,32 @@ class Source:
         self.generator = PHILOX
         return gaussian(shapes, stddev, self._philox_key() if key is None else key, tf.zeros([], tf.int64))
 
+    def arrays(self, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Draws what `gaussian` draws with a deviation of 1, for what runs outside of TensorFlow."""
+        assert tf.executing_eagerly(), "a graph would hold these numbers as constants"
+        if not _on_host():
+            return [drawn.numpy() for drawn in self.gaussian(shapes, 1.0)]
+        self.generator = AES
+        return self._arrays(shapes, np.float32(1))
+
+    def _arrays(
+        self, shapes: Sequence[Sequence[int]], stddev: np.ndarray | np.floating, *key: np.ndarray
+    ) -> list[np.ndarray]:
+        sizes, line = [math.prod(shape) for shape in shapes], _ALIGNED // 4  # tensorflow.c lays them out likewise
+        starts = np.cumsum([0] + [-(-size // line) * line for size in sizes]).tolist()
+        if key:
+            numbers = KeyStream(*key).normals(starts[-1], stddev)
+        else:
+            with self._lock:
+                numbers = self._opened().normals(starts[-1], stddev)
+        return [numbers[at : at + size].reshape(shape) for at, size, shape in zip(starts, sizes, shapes, strict=False)]
+
     def normals(self, shape: Sequence[int]) -> np.ndarray:
         """Draws float64 [shape]: independent normals of mean 0 and deviation 1, for what runs outside of TensorFlow.
 
         Each is a normal of `gaussian` and 2^-24 of another one, which fills the gaps that float32 leaves.
         """
-        coarse, fine = (part.numpy().astype(np.float64) for part in self.gaussian([shape, shape], 1.0))
+        coarse, fine = (part.astype(np.float64) for part in self.arrays([shape, shape]))
         return coarse + 2.0**-24 * fine
 
     def _opened(self) -> KeyStream:
@@ -220,18 +240,8 @@ class Source:
     def _from_host(
         self, shapes: list[tf.TensorShape], stddev: tf.Tensor, key: tf.Tensor | None = None
     ) -> list[tf.Tensor]:
-        sizes = [shape.num_elements() for shape in shapes]
-        line = _ALIGNED // 4  # tensorflow.c lays them out likewise
-        starts = np.cumsum([0] + [-(-size // line) * line for size in sizes]).tolist()
-        places = [(at, at + size, shape.as_list()) for at, size, shape in zip(starts, sizes, shapes, strict=False)]
-
         def draw(stddev, *key):
-            if key:
-                numbers = KeyStream(*key).normals(starts[-1], stddev)
-            else:
-                with self._lock:
-                    numbers = self._opened().normals(starts[-1], stddev)
-            return [numbers[at:end].reshape(shape) for at, end, shape in places]
+            return self._arrays([shape.as_list() for shape in shapes], stddev, *key)
 
         # One call for all tensors: a call costs more than the numbers of a small one.
         inputs = [stddev] if key is None else [stddev, key]
