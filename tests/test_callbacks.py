@@ -521,7 +521,7 @@ def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
     assert model.optimizer.num_dp_steps == 30
     assert budget.report().epsilon >= uses(3)
     model.compile(tfdpfl.DPSGD(1.0, 2.0))
-    with pytest.raises(PrivacyError, match=r"3 steps on 1 batches, so target_epsilon=.*one update a batch"):
+    with pytest.raises(PrivacyError, match=r"3 steps on 1 batches, so target_epsilon=.*one update on each batch"):
         model.fit(X, Y, batch_size=20, callbacks=[PrivacyBudget(N, DELTA, 100.0)], verbose=0)
 
 

@@ -105,11 +105,11 @@ def test_an_infinite_epsilon_is_strict_json():
         (["epsilon", *RUN, "--num-steps", "1", "--batch-size", "7000"], "batch_size must be at most"),
         (
             ["epsilon", *RUN, "--num-steps", "1", "--sampling", "shuffle", "--adjacency", "add_or_remove_one"],
-            "no price for adjacency",
+            "no known ε for adjacency",
         ),
         (["epsilon", *RUN, "--num-steps", "1", "--max-examples-per-user", "0"], "max_examples_per_user must be"),
         (["noise", *DATA, "--num-steps", "1", "--target-epsilon", "0"], "target_epsilon must be"),
-        (["steps", *RUN, *RDP, "--target-epsilon", "0.001"], "passed by a single use"),
+        (["steps", *RUN, *RDP, "--target-epsilon", "0.001"], "less than one use"),
         (["statement", *DATA, "--num-steps", "1", "--noise-multiplier", "-1"], "noise_multiplier must be"),
     ],
 )

@@ -98,7 +98,7 @@ def test_any_three_give_the_fourth():
         ({"sampling": "weighted"}, "sampling='weighted' has no plan"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be"),
         ({"num_epochs": None, "noise_multiplier": 1.5, "steps_per_epoch": 999}, "allows .* steps, and"),
-        ({"batch_size": None, "noise_multiplier": 0.1}, "passed by batches of one example"),
+        ({"batch_size": None, "noise_multiplier": 0.1}, "less than batches of one example cost"),
         ({"y": Y[1:]}, "same first dimension"),
         ({"y": np.array(["a", "b", "c"])[Y]}, r"y holds words, .*classes.index\(label\) for label in y"),
     ],

@@ -97,12 +97,12 @@ def test_validation_on_private_data_costs_its_own_ledger_and_public_figures_may_
     assert spy.seen["test_end"] == {"loss"} and not spy.seen["train_batch_end"]
     assert len(log.history["val_accuracy"]) == 2 and len(set(log.history["val_accuracy"])) == 1  # released once
     assert ours.ledger.steps == 1 and ours.ledger.epsilon(DELTA) == price(ours.event(60), DELTA).epsilon
-    with pytest.raises(PrivacyError, match="EarlyStopping stands before PrivateMetrics"):
+    with pytest.raises(PrivacyError, match="EarlyStopping comes before PrivateMetrics"):
         model.fit(X, Y, callbacks=[tf.keras.callbacks.EarlyStopping("loss"), PrivateMetrics()], verbose=0)
-    with pytest.raises(PrivacyError, match="depends on the examples beside it"):
+    with pytest.raises(PrivacyError, match="depends on the other examples"):
         coupled = lambda y, p: tf.nn.softmax(tf.reduce_sum(p, 1))
         model.fit(X, Y, callbacks=[PrivateMetrics(metrics={"coupled": coupled})], verbose=0)
-    with pytest.raises(PrivacyError, match="Which data PrivateMetrics is to evaluate"):
+    with pytest.raises(PrivacyError, match="PrivateMetrics cannot evaluate"):
         model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(9), callbacks=[PrivateMetrics()], verbose=0)
 
 
@@ -160,7 +160,7 @@ def test_accuracy_to_three_thousandths_costs_less_than_one_percent_of_the_noise(
         ({"metrics": ["auc"]}, "only 'loss' and 'accuracy' are known by name"),
         ({"metrics": []}, "nothing would be shown"),
         ({"noise_std": 0}, "noise_std"),
-        ({"validation": True}, "validation=True needs data"),
+        ({"validation": True}, "validation=True needs the validation data"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -224,7 +224,10 @@ def test_metrics_of_single_examples_do_not_add_up_with_steps_of_users():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda y, p: tf.fill(tf.shape(y), tf.reduce_min(tf.cast(tf.argmax(p, -1) == y, tf.float32))), "beside it"),
+        (
+            lambda y, p: tf.fill(tf.shape(y), tf.reduce_min(tf.cast(tf.argmax(p, -1) == y, tf.float32))),
+            "on the other examples",
+        ),
         (lambda y, p: tf.reduce_mean(tf.cast(tf.argmax(p, -1) == y, tf.float32)), "a number for each example"),
     ],
 )

@@ -292,8 +292,8 @@ def test_several_uses_a_pass_of_users_in_physical_batches_are_all_priced():
     ("optimizer", "fit", "message"),
     [
         ({"expected_batch_size": None}, {}, "the size of a batch is private"),
-        ({}, {"steps_per_epoch": 3}, "it is not seen where a pass ends"),
-        ({"gradient_accumulation_steps": 2}, {}, "an update of 2"),
+        ({}, {"steps_per_epoch": 3}, "the end of a pass is not visible"),
+        ({"gradient_accumulation_steps": 2}, {}, "one update from 2"),
         ({"num_microbatches": 4}, {}, "regroups the microbatches"),
     ],
 )
@@ -314,7 +314,7 @@ def own(batches):
     ("data", "message"),
     [
         (lambda: own(2), "an unknown number"),
-        (lambda: own(2).apply(tf.data.experimental.assert_cardinality(2)), "5 batches a pass.*has 2 batches"),
+        (lambda: own(2).apply(tf.data.experimental.assert_cardinality(2)), "5 batches in a pass.*has 2 batches"),
         (lambda: random_allocation((X, Y), expected_batch_size=12).concatenate(own(1)), "unknown number"),
         (lambda: random_allocation((X, Y), expected_batch_size=12).take(2), "has 2 batches"),
         (lambda: random_allocation((X, Y), expected_batch_size=12).unbatch().batch(60), "put into other batches"),
@@ -329,6 +329,6 @@ def test_a_pass_of_another_number_of_batches_than_is_priced_is_refused(data, mes
 
 def test_secure_noise_is_refused_before_the_first_step():
     model = compiled(secure_noise=True)
-    with pytest.raises(PrivacyError, match="discrete noise has no price"):
+    with pytest.raises(PrivacyError, match="no ε is known for discrete noise"):
         model.fit(random_allocation((X, Y), expected_batch_size=12), callbacks=[PrivacyBudget(delta=DELTA)], verbose=0)
     assert not int(model.optimizer.iterations)

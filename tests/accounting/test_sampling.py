@@ -81,5 +81,5 @@ def test_only_poisson_samples_name_a_shuffled_run_beside_them():
     "changes", [{"sampling": "fixed_size"}, {"sampling": "random_allocation"}, {"max_examples_per_user": 2}]
 )
 def test_discrete_noise_is_refused_where_it_has_no_price(changes):
-    with pytest.raises(PrivacyError, match="discrete noise has no price for sampling='fixed_size' or 'rand"):
+    with pytest.raises(PrivacyError, match="no ε is known for discrete noise with sampling='fixed_size' or 'rand"):
         Run(num_examples=100, batch_size=10, noise_multiplier=1.0, num_steps=10, secure_noise=True, **changes)

@@ -537,7 +537,7 @@ FAULTS = [
           patched(_words, "allocated",
                   lambda allocated: lambda self, number, steps, each: [np.arange(number)] * steps)),
     Fault("denominator by the size of the data", REPLAY, "noise or denominator", _by_size),
-    Fault("weighted sampler", REFUSAL, "has no price", refused(_favoured)),
+    Fault("weighted sampler", REFUSAL, "no ε is known", refused(_favoured)),
     # What goes round the noise.
     Fault("BatchNormalization", REFUSAL, "GroupNormalization", refused(_normalised)),
     Fault("moving statistics smuggled in past the check", REPLAY, "(moving_mean)", _smuggled,

@@ -52,7 +52,11 @@ def test_members_of_one_training_bound_nothing_and_of_many_do(files, name):
     assert done.exit_code == 0 and "no bound" in done.output and "AUC" in done.output
     assert json.loads(audit(files / name, "--json").output)["epsilon"] is None
     refused = audit(files / name, "--epsilon", 1)
-    assert refused.exit_code == 2 and "bound no epsilon" in refused.output and "--one-training-each" in refused.output
+    assert (
+        refused.exit_code == 2
+        and "give no bound on epsilon" in refused.output
+        and "--one-training-each" in refused.output
+    )
     found = json.loads(audit(files / name, "--one-training-each", *DELTA, "--json").output)
     # Two normals 3 apart, seen about 490 times each; sorted files would show one half of each alone.
     draw = lambda far, n: far + np.random.default_rng().normal(size=n)
@@ -75,7 +79,7 @@ def test_a_claim_stands_or_falls_and_the_exit_code_says_so(files):
 
 
 BAD = {
-    "score,member\n1.0,2\n0.5,0\n": "are not one of each",
+    "score,member\n1.0,2\n0.5,0\n": "must be one of each",
     "score,member\n1.0,\n": "holds no scores",
     "score,member\nnan,1\n1.0,0\n": "scores are not finite",
     "value,member\n1.0,1\n": "holds no scores",

@@ -134,7 +134,7 @@ def test_clients_that_do_not_fit_are_refused(attack):
     refused("two in the model's training and two that are not, got 40 and 0", members=members | True)
     torn = np.bincount(owner)[owner] == 2
     one = np.arange(len(owner)) == np.flatnonzero(torn)[0]  # of the two examples of a client
-    words = f"clients: {owner[one][0]} has examples in a training and others that are not: put all"
+    words = f"clients: {owner[one][0]} has some examples in a training and some outside: include all"
     refused(words, members=members ^ one)
     refused(words, inside=inside ^ (one & (np.arange(40) == 7)[:, None]))
 

@@ -309,7 +309,12 @@ def test_a_poisson_sample_in_parts_is_priced_as_the_sample_that_it_is():
         (1, sample(2), {}, "give it gradient_accumulation_steps=2"),
         (2, sample(1), {}, "1 batches of the data make one Poisson sample"),
         (3, sample(3, 4), {}, "ends in the middle of a Poisson sample"),
-        (2, sample(1).map(lambda *xy: xy), {"sampling": "poisson", "batch_size": 6, "num_examples": N}, "has no price"),
+        (
+            2,
+            sample(1).map(lambda *xy: xy),
+            {"sampling": "poisson", "batch_size": 6, "num_examples": N},
+            "no ε is known",
+        ),
     ],
 )
 def test_parts_that_make_no_sample_are_refused(k, data, said, message):

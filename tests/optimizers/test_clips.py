@@ -236,6 +236,6 @@ def test_batches_that_are_not_of_whole_units_are_refused():
         model.train_on_batch(X[:10], Y[:10])
     assert model.optimizer.num_dp_steps == 0
     for given in ({"shuffle": True}, {"shuffle": False, "batch_size": 4}):
-        with pytest.raises(PrivacyError, match="tears units apart"):
+        with pytest.raises(PrivacyError, match="would split units"):
             model.fit(X, Y, callbacks=[callbacks.PrivacyBudget(delta=1e-3)], verbose=0, **{"batch_size": 6, **given})
     np.testing.assert_array_equal(c.flat(model.get_weights()), c.flat(c.weights()))

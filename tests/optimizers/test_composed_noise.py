@@ -50,7 +50,7 @@ def test_batches_that_are_not_of_whole_units_are_refused():
     for data, rows, message in [
         (fixed_order((X, Y), 6), 2, "1 rows are one example, and the optimizer clips 2 as one"),
         (fixed_order((X, Y), 6, copies=2), 1, "2 rows are one example, and the optimizer clips each row by itself"),
-        (X, 3, "fit tears units apart"),
+        (X, 3, "fit would split units"),
     ]:
         model = model_of(Tree(), rows)
         fit = {} if isinstance(data, tf.data.Dataset) else {"y": Y, "batch_size": 6}

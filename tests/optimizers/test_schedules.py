@@ -109,7 +109,7 @@ def test_passes_of_shuffled_data_are_priced_at_the_least_noise_and_have_no_targe
     model, watched = c.compiled(tfdpfl.DPSGD(1.0, decay([2], [4.0, 2.0]))), budget()
     model.fit(X, Y, batch_size=12, epochs=2, verbose=0, callbacks=[watched])
     assert watched.report().epsilon == pytest.approx(priced((2.0, 1.0, 2)))
-    with pytest.raises(tfdpfl.PrivacyError, match="that of the least noise"):
+    with pytest.raises(tfdpfl.PrivacyError, match="the step with the least noise"):
         model.fit(X, Y, batch_size=12, verbose=0, callbacks=[budget(target_epsilon=99.0)])
     assert model.optimizer.num_dp_steps == 4
 

@@ -724,8 +724,8 @@ def slices(batch, drop=False):
             lambda: slices(20), {"sampling": "fixed_size", "batch_size": 20, "num_examples": 60_000},
             "ends after 10 batches",
         ),
-        (lambda: draws().cache(), {"sampling": "poisson", "batch_size": 2}, r"cache\(\) stands behind Poisson"),
-        (lambda: draws().cache().prefetch(1), {}, r"cache\(\) stands behind Poisson"),
+        (lambda: draws().cache(), {"sampling": "poisson", "batch_size": 2}, r"cache\(\) comes after Poisson"),
+        (lambda: draws().cache().prefetch(1), {}, r"cache\(\) comes after Poisson"),
         (
             lambda: tfdpfl.data.fixed_order((X, Y), 20).prefetch(1), {"sampling": "poisson", "batch_size": 20},
             "of kind 'fixed_order', which sampling='poisson' does not",
@@ -762,7 +762,7 @@ def test_an_expected_batch_size_far_from_the_batches_is_said():
 def test_a_seed_and_the_generator_are_in_the_statement():
     model, watched = compiled(seed=7), budget(N)
     fit(model, watched)
-    assert "seed=7: who knows it can take the noise off" in str(watched.report())
+    assert "seed=7: anyone who knows it can subtract the noise" in str(watched.report())
     assert model.optimizer._dp.source.generator in str(watched.report())
 
 

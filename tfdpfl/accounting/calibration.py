@@ -97,8 +97,8 @@ def compute_noise_multiplier(
     begun = build_run(**run, noise_multiplier=1.0)
     if begun.participations == 0:
         raise ValueError(
-            f"one of num_steps={run.get('num_steps')} and num_epochs={run.get('num_epochs')} must be above 0: "
-            "without a step ε is 0 whatever the noise"
+            f"one of num_steps={run.get('num_steps')} and num_epochs={run.get('num_epochs')} must be above 0: without "
+            "a step, ε is 0 with any noise"
         )
     with_sigma = lambda sigma: dataclasses.replace(begun, noise_multiplier=sigma)  # noqa: E731
     pricer = _pricer(delta, accountant, begun)
@@ -122,9 +122,7 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float) 
     while low == high or epsilon(low) <= target:
         low, high = low / 2, low
         if low < _SMALLEST_SIGMA:
-            raise PrivacyError(
-                f"target_epsilon={target:g} is met almost without noise, which protects nothing: lower it"
-            )
+            raise PrivacyError(f"target_epsilon={target:g} needs almost no noise, which protects nothing: lower it")
 
     sigma = _calibrate(epsilon, lambda sigma: sigma, target, low, high, _TOLERANCE * low)
     nudge = _TOLERANCE
@@ -156,14 +154,15 @@ def compute_num_steps(
     epsilon = lambda uses: pricer(with_uses(uses))  # noqa: E731
     if epsilon(1) > target:
         raise ValueError(
-            f"target_epsilon={target:g} is passed by a single use of an example (ε = {epsilon(1):.4g}): "
-            "raise the target or noise_multiplier, or take a smaller batch"
+            f"target_epsilon={target:g} is less than one use of an example costs (ε = {epsilon(1):.4g}): raise the "
+            "target or noise_multiplier, or use a smaller batch"
         )
 
     uses = largest_count(epsilon, target)
     if uses is None:
         raise PrivacyError(
-            f"noise_multiplier={one_step.noise_multiplier:g} meets target_epsilon={target:g} for ever: lower it"
+            f"noise_multiplier={one_step.noise_multiplier:g} meets target_epsilon={target:g} after any number of "
+            "steps: lower it"
         )
     return steps_each * uses
 
@@ -200,15 +199,15 @@ def compute_batch_size(
     smallest = with_size(1)
     if not smallest.scheme.amplifies:
         raise PrivacyError(
-            f"sampling={smallest.sampling!r} costs the same at every batch size, so none is the largest: "
-            "give batch_size"
+            f"sampling={smallest.sampling!r} costs the same at every batch size, so no batch size is the largest: give "
+            "batch_size"
         )
     pricer = _pricer(delta, accountant, smallest)
     epsilon = lambda size: pricer(with_size(size))  # noqa: E731
     if epsilon(1) > target:
         raise ValueError(
-            f"target_epsilon={target:g} is passed by batches of one example (ε = {epsilon(1):.4g}): "
-            "raise the target or noise_multiplier, or take fewer steps"
+            f"target_epsilon={target:g} is less than batches of one example cost (ε = {epsilon(1):.4g}): raise the "
+            "target or noise_multiplier, or use fewer steps"
         )
     n = smallest.num_examples
     with explain_wait("searching for the batch size; each try computes one epsilon"):

@@ -76,7 +76,7 @@ class CorrelatedRun:
             remedy = "count the uses of an example, or leave it out"
             put("max_participations", _checks.whole("max_participations", self.max_participations, 0, remedy))
         if self.sampling_rate is not None:
-            remedy = "give the probability with which a group's example is taken, or None"
+            remedy = "give the probability that an example of a group is sampled, or None"
             put("sampling_rate", _checks.real("sampling_rate", self.sampling_rate, remedy, above=0))
             if self.sampling_rate > 1:
                 raise ValueError(f"sampling_rate={self.sampling_rate!r} is above 1: {remedy}")
@@ -85,7 +85,7 @@ class CorrelatedRun:
         if self.adjacency not in offered:
             how = "without sampling" if self.sampling_rate is None else "with cyclic sampling"
             raise PrivacyError(
-                f"correlated noise {how} has no price for adjacency={self.adjacency!r}: take "
+                f"no ε is known for correlated noise {how} under adjacency={self.adjacency!r}: use "
                 f"{' or '.join(map(repr, offered))}"
             )
 

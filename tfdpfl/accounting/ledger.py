@@ -78,8 +78,8 @@ class _Counted:
 
     def text(self) -> str:
         return (
-            f"{self.steps} steps of which only the noise multiplier {self.run.noise_multiplier:g} is known: "
-            "priced as if every example took part in each"
+            f"{self.steps} steps of which only the noise multiplier {self.run.noise_multiplier:g} is known: ε counts "
+            "them as if every example took part in each"
         )
 
 

@@ -71,14 +71,14 @@ def delta_warning(delta: float, num_examples: int | None) -> str | None:
     if num_examples is None or delta < 1 / num_examples:
         return None
     return (
-        f"delta = {delta:g} is not below 1 / num_examples = {1 / num_examples:g}: "
-        "publishing one random example whole could meet it."
+        f"delta = {delta:g} is not below 1 / num_examples = {1 / num_examples:g}: even a release of one whole example "
+        "could meet this guarantee."
     )
 
 
 def check_delta(delta: float) -> float:
     """Returns `delta` as a float, or raises a `ValueError` with the remedy."""
-    return _checks.probability("delta", delta, "take a value well below 1 / num_examples, for instance 1e-5")
+    return _checks.probability("delta", delta, "use a value well below 1 / num_examples, for example 1e-5")
 
 
 class Price(NamedTuple):
@@ -192,18 +192,18 @@ def _no_price(leaves: Leaves, adjacency: str) -> str:
     sampled = any(isinstance(leaf, dp_event.PoissonSampledDpEvent) for leaf, _ in leaves)
     if any(_is_of_pld_alone(leaf) for leaf, _ in leaves) and adjacency == "add_or_remove_one":
         return (
-            "truncated batches and random allocation are priced by privacy loss distributions alone, which gave no "
-            "figure here: take a δ of at least 1e-12, and no more than 3 million steps"
+            "only the PLD accountant computes ε for truncated batches and random allocation, and it has no figure "
+            "here: use a δ of at least 1e-12, and at most 3 million steps"
         )
     if adjacency == "replace_one" and sampled and not _pld_replaces():
         return (
-            "sampling='poisson' under adjacency='replace_one' is priced by dp-accounting 0.6, and an older one is "
-            "installed: upgrade dp-accounting, or take adjacency='add_or_remove_one'"
+            "sampling='poisson' under adjacency='replace_one' needs dp-accounting 0.6, and an older one is installed: "
+            "upgrade dp-accounting, or use adjacency='add_or_remove_one'"
         )
     events = ", ".join(sorted({str(leaf) for leaf, _ in leaves}))
     return (
-        f"no accountant prices {events} for adjacency={adjacency!r}: "
-        "give the adjacency that its mechanism is stated for, or the other accountant"
+        f"no accountant knows an ε of {events} for adjacency={adjacency!r}: give the adjacency that its mechanism is "
+        "stated for, or the other accountant"
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["PLANNED", "SEEDED", "NoPromisesError", "Promise", "fixed", "promises_of"]
 
 PLANNED = "planned: nothing of it has run"
-SEEDED = "its {0} is fixed, and whoever knows it can take the noise away: {0}=None draws a secret one"
+SEEDED = "its {0} is fixed, and anyone who knows it can subtract the noise: {0}=None draws a secret one"
 
 
 @dataclass(frozen=True, kw_only=True)

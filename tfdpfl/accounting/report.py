@@ -33,8 +33,8 @@ ADJACENCY_TEXT = {
     "replace_one": "data sets of the same size that differ in one example",
 }
 _USER = (
-    "No user may have more than {k} examples, which is taken for granted. Each of them is clipped by itself, and all "
-    "may be in one batch."
+    "No user may have more than {k} examples: this ε assumes that. Each of them is clipped by itself, and all may be "
+    "in one batch."
 )
 _USERS_ARE_UNITS = (
     "The unit is a user: each is sampled with all their examples or not at all, and a batch's examples of one user "
@@ -42,12 +42,11 @@ _USERS_ARE_UNITS = (
 )
 _ACCOUNTANT_TEXT = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi differential privacy (RDP)"}
 _GROUPED = (
-    "Microbatches clip group means, so one example can move the clipped sum by twice the clip: "
-    "sigma counts as half. "
-    "This takes for granted that an example's presence does not move other examples to other groups."
+    "Microbatches clip group means, so one example can move the clipped sum by twice the clip: sigma counts as half. "
+    "This assumes that an example's presence does not move other examples to other groups."
 )
 _WHOLE_PASSES = (
-    "The {steps} steps are taken for {passes} passes over the data, each with its last, smaller batch. If that batch "
+    "The {steps} steps count as {passes} passes over the data, each with its last, smaller batch. If that batch "
     "was dropped (drop_remainder), give num_epochs: the passes were shorter, so there were more of them."
 )
 _COVERED = "Covered: the trained weights, and whatever is computed from them alone."
@@ -55,7 +54,7 @@ _NOT_COVERED = (
     "Not covered: training loss and metrics measured on the batches, choices made by looking at the data, "
     "and other runs on the same data, whose costs add up."
 )
-_SEED = "The noise must come from a secret seed (seed=None draws one): whoever knows it can subtract the noise."
+_SEED = "The noise must come from a secret seed (seed=None draws one): anyone who knows it can subtract the noise."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ __all__ = ["ADJACENCIES", "OLD_NAMES", "SAMPLINGS", "SAVED_AS", "UNITS", "NoiseA
 
 Put: TypeAlias = Callable[[str, object], None]  # sets a field of a frozen dataclass
 UNITS = ("example", "user")
-_DISCRETE = "The noise is discrete Gaussian (secure_noise=True), which only Rényi DP prices."
+_DISCRETE = "The noise is discrete Gaussian (secure_noise=True), whose ε only Rényi DP knows."
 SAVED_AS = {"secure_noise": "discrete"}  # fields that files call otherwise
 OLD_NAMES = {"steps": "num_steps", "epochs": "num_epochs", "discrete": "secure_noise"}  # of arguments
 ADJACENCIES = ("add_or_remove_one", "replace_one", "zero_out")
@@ -97,8 +97,8 @@ class Run:
         put("batch_size", _checks.whole("batch_size", self.batch_size, 1, "count the examples of a batch"))
         if self.batch_size > self.num_examples:
             raise ValueError(
-                f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}: "
-                "take a smaller batch, or check that the two were not swapped"
+                f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}: use a smaller "
+                "batch, or check that you did not swap the two"
             )
         remedy = "give the standard deviation of the noise divided by the clip (0 for none)"
         put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, remedy, at_least=0))
@@ -112,7 +112,7 @@ class Run:
         if self.num_steps is not None:
             put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
         if self.num_epochs is not None:
-            remedy = "count the passes over the data, a fraction if need be"
+            remedy = "count the passes over the data, possibly a fraction"
             put("num_epochs", _checks.real("num_epochs", self.num_epochs, remedy, at_least=0))
         if self.num_epochs is not None and not self.uneven_batches and self.steps > self._steps_of_epochs:
             raise ValueError(
@@ -132,14 +132,14 @@ class Run:
         if self.secure_noise and (not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1):
             without = " or ".join(repr(s) for s in SAMPLINGS if not SCHEMES[s].prices_discrete_noise)
             raise PrivacyError(
-                f"discrete noise has no price for sampling={without} or several examples of a user: take "
+                f"no ε is known for discrete noise with sampling={without} or several examples of a user: use "
                 "sampling='poisson' or 'shuffle', or train without secure_noise"
             )
         if self.secure_noise and self.truncated_batch_size is not None:
             raise PrivacyError(
-                f"truncated_batch_size={self.truncated_batch_size} has no price with discrete noise: only PLD prices "
-                "truncated batches, and only Rényi DP discrete noise. Leave truncated_batch_size out, or train without "
-                "secure_noise"
+                f"truncated_batch_size={self.truncated_batch_size} has no known ε with discrete noise: only PLD knows "
+                "truncated batches, and only Rényi DP knows discrete noise. Leave truncated_batch_size out, or train "
+                "without secure_noise"
             )
 
     def _check_truncation(self, put: Put) -> None:
@@ -149,12 +149,12 @@ class Run:
         put("truncated_batch_size", _checks.whole("truncated_batch_size", self.truncated_batch_size, 1, remedy))
         if self.adjacency not in self.scheme.truncated_adjacencies:
             raise PrivacyError(
-                f"truncated_batch_size={self.truncated_batch_size} has a price for sampling='poisson' with "
+                f"truncated_batch_size={self.truncated_batch_size} has a known ε for sampling='poisson' with "
                 f"adjacency='add_or_remove_one', not for {self.sampling!r} with {self.adjacency!r}: leave it out"
             )
         if self.grouped or self.max_examples_per_user > 1:
             what = "num_microbatches" if self.grouped else "max_examples_per_user"
-            raise PrivacyError(f"truncated_batch_size has no price for {what}={getattr(self, what)}: leave one out")
+            raise PrivacyError(f"truncated_batch_size has no known ε for {what}={getattr(self, what)}: leave one out")
 
     def _check_microbatches(self, put: Put) -> None:
         if self.num_microbatches is None:
@@ -163,8 +163,8 @@ class Run:
         put("num_microbatches", _checks.whole("num_microbatches", self.num_microbatches, 1, remedy))
         if self.batch_size % self.num_microbatches:
             raise ValueError(
-                f"num_microbatches must divide batch_size={self.batch_size}, got {self.num_microbatches}: "
-                "take a divisor, or leave it out to clip every example by itself"
+                f"num_microbatches must divide batch_size={self.batch_size}, got {self.num_microbatches}: use a "
+                "divisor, or leave it out to clip every example by itself"
             )
 
     def _check_adjacency(self, put: Put) -> None:
@@ -174,12 +174,12 @@ class Run:
         put("adjacency", _checks.choice("adjacency", self.adjacency, ADJACENCIES))
         if self.adjacency not in offered:
             raise PrivacyError(
-                f"sampling={self.sampling!r} has no price for adjacency={self.adjacency!r}: "
-                f"take {' or '.join(map(repr, offered))}, or another sampling"
+                f"sampling={self.sampling!r} has no known ε for adjacency={self.adjacency!r}: use "
+                f"{' or '.join(map(repr, offered))}, or another sampling"
             )
 
     def _check_group(self, put: Put) -> None:
-        remedy = "count the examples of the user who has most, or leave it out"
+        remedy = "count the examples of the user with the most, or leave it out"
         put(
             "max_examples_per_user",
             _checks.whole("max_examples_per_user", self.max_examples_per_user, 1, remedy),
@@ -191,8 +191,8 @@ class Run:
             )
         if self.max_examples_per_user > 1 and self.adjacency not in self.scheme.group_adjacencies:
             raise PrivacyError(
-                f"sampling={self.sampling!r} under adjacency={self.adjacency!r} has no price for "
-                f"max_examples_per_user={self.max_examples_per_user}: take sampling='poisson' with "
+                f"sampling={self.sampling!r} under adjacency={self.adjacency!r} has no known ε for "
+                f"max_examples_per_user={self.max_examples_per_user}: use sampling='poisson' with "
                 "adjacency='add_or_remove_one', or sampling='shuffle'"
             )
 

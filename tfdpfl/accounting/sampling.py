@@ -148,8 +148,8 @@ class Poisson(SamplingScheme):
     codes = (Code(1, "add_or_remove_one"), Code(6, "add_or_remove_one", unit="user"))
     text = "every example joins every batch by an independent coin (Poisson)"
     note = (
-        "Batches must really be drawn by independent coins, as tfdpfl.data.poisson_batches does; "
-        "shuffled batches do not qualify."
+        "Batches must really be drawn by independent coins, as tfdpfl.data.poisson_batches does; shuffled batches do "
+        "not qualify."
     )
     independent = True
     sampled_anew = True
@@ -302,7 +302,7 @@ def truncated_event_type(size: int | None) -> type[DpEvent]:
     found = getattr(dp_event, "TruncatedSubsampledGaussianDpEvent", None)
     if found is None:
         raise PrivacyError(
-            f"truncated_batch_size={size} is priced by dp-accounting 0.6, and an older one is installed: upgrade "
+            f"truncated_batch_size={size} needs dp-accounting 0.6, and an older one is installed: upgrade "
             "dp-accounting, or leave it out"
         )
     return found

@@ -101,13 +101,13 @@ def report_of_scores(
     if not coins and not one_training_each:
         if claim is not None:
             raise ValueError(
-                "members and non-members of one training bound no epsilon: they share its noise, and no coin chose "
-                "them. Give the scores of canaries that coins put in (inserted), or of one training each "
+                "members and non-members of one training give no bound on epsilon, because they share its noise and no "
+                "coin chose them. Give the scores of canaries that coins put in (inserted), or of one training each "
                 "(--one-training-each)"
             )
         return ScoresReport(membership=found, confidence=confidence)
     if delta is None:
-        raise ValueError("delta is missing: the bound on epsilon is one at a delta, for instance --delta 1e-5")
+        raise ValueError("delta is missing: a bound on epsilon holds at one delta, for example --delta 1e-5")
     delta = check_delta(delta)
     one_run = None
     if coins:
@@ -150,7 +150,7 @@ def read_scores(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray, bool]:
             return np.concatenate([members, others]), np.repeat([True, False], [len(members), len(others)]), False
         scores, inside = np.asarray(named["scores"], np.float64), np.asarray(named["inserted" if coins else "member"])
         if scores.ndim != 1 or inside.shape != scores.shape or not np.isin(inside, [0, 1]).all():
-            raise ValueError(f"scores {scores.shape} and {inside.shape} of 0 and 1 are not one of each")
+            raise ValueError(f"scores {scores.shape} and {inside.shape} of 0 and 1 must be one of each")
     except (KeyError, ValueError, OSError, csv.Error) as error:
         said = f" ({error})" if str(error) and not isinstance(error, KeyError) else ""
         raise ValueError(f"{path} holds no scores{said}: give {FORMS}") from error

@@ -66,7 +66,7 @@ class OneRunAudit(tf.keras.callbacks.Callback):
         if len(self._x) != len(self._y) or len(self._x) < 20:
             raise ValueError(
                 f"canaries must be a pair (x, y) of at least 20 examples, got {len(self._x)} and {len(self._y)}: a few "
-                "hundred see an ε of about 3"
+                "hundred are enough to detect an ε of about 3"
             )
         self._delta = check_delta(delta)
         self._confidence = _checks.probability("confidence", confidence, "for instance 0.95")

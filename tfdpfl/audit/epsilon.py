@@ -66,11 +66,11 @@ def audit_epsilon(
     Source: Jagielski et al. 2020, arXiv:2006.07709; Clopper & Pearson 1934; for "gaussian" Dong, Roth & Su 2019,
     arXiv:1905.02383, and Nasr et al. 2023, arXiv:2302.07956.
     """
-    trials = _checks.whole("trials", trials, 20, "a few thousand runs see an ε of about 5")
+    trials = _checks.whole("trials", trials, 20, "a few thousand runs are enough to detect an ε of about 5")
     confidence = _checks.probability("confidence", confidence, "for instance 0.99")
     delta = _checks.real("delta", delta, "0 for pure ε-DP", at_least=0)
     if delta >= 1:
-        raise ValueError(f"delta must be below 1, got {delta!r}: take the δ of the claim")
+        raise ValueError(f"delta must be below 1, got {delta!r}: use the δ of the claim")
     if tradeoff is not None:
         _checks.choice("tradeoff", tradeoff, ("gaussian",))
         if delta == 0:
@@ -80,7 +80,7 @@ def audit_epsilon(
     if seen[0].shape[1:] != seen[1].shape[1:]:
         raise ValueError(
             f"mechanism returned outputs of the shapes {list(seen[0].shape[1:])} and {list(seen[1].shape[1:])}: return "
-            "what can be compared, equal shapes for both inputs"
+            "arrays of one shape for both inputs"
         )
     # One place on a known curve is found with fewer runs than any event.
     half = trials // (2 if tradeoff is None else 4)
@@ -179,7 +179,7 @@ def _likelihood_ratio(first: np.ndarray, second: np.ndarray) -> Callable[[np.nda
     if both.dtype.kind not in "biuf":
         raise ValueError(
             f"mechanism returned {len(known)} different outputs of dtype {both.dtype}, too many to count: return "
-            "numbers, or a summary"
+            "numbers, or a summary of the outputs"
         )
     if both.shape[1] == 1:
         up = 1 if first.mean() >= second.mean() else -1

@@ -154,8 +154,8 @@ def replay(
     one = _run(mechanism, data, first)
     if not first.seen:
         raise ValueError(
-            "mechanism made no release that can be seen: build and compile the model in it, on one device and with "
-            "jit_compile=False; noise of TFF's aggregators, and of your own, is not seen"
+            "the replay saw no release of mechanism: build and compile the model in it, on one device and with "
+            "jit_compile=False; noise of TFF's aggregators, and of your own, cannot be seen"
         )
     second = _Tape(first)
     other = _run(mechanism, neighbour, second)
@@ -167,8 +167,8 @@ def replay(
     by_itself = [f for f in same.findings if f.kind != "noise"]
     if by_itself:
         raise ValueError(
-            f"mechanism does not do the same twice on the same data ({by_itself[0]}): set the seeds in it, shuffle "
-            "with one, and build all anew"
+            f"mechanism does two different things on the same data ({by_itself[0]}): set all seeds inside of it, also "
+            "that of shuffle, and build everything anew in each call"
         )
     return report
 
@@ -288,7 +288,7 @@ class _Comparison:
         public, others = _public(a), _public(b)
         differs = [name for name in public if public[name] != others[name]]
         for name in differs:
-            message = f"{name} of release {number} hang on the data: {public[name]} and {others[name]}"
+            message = f"{name} of release {number} depend on the data: {public[name]} and {others[name]}"
             self.tell("public", _place(a.where), message)
         return "shapes" not in differs
 

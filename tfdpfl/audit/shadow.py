@@ -143,8 +143,8 @@ class _Owners:
         torn = (trainings != trainings[:, first][:, self._of]).any(0)
         if torn.any():
             raise ValueError(
-                f"clients: {names[self._of[torn.argmax()]].item()!r} has examples in a training and others that are "
-                "not: put all examples of a client in, or none"
+                f"clients: {names[self._of[torn.argmax()]].item()!r} has some examples in a training and some outside: "
+                "include all examples of a client, or none"
             )
         self.members = members[first]
         if not 2 <= self.members.sum() <= len(names) - 2:
@@ -181,7 +181,7 @@ def _counts(which: np.ndarray, least: int, name: str) -> np.ndarray:
     counts = which.sum(axis=0)
     if counts.min() < least:
         raise ValueError(
-            f"example {int(counts.argmin())} has {counts.min()} shadow models {name} it, and needs {least}: train more"
+            f"example {int(counts.argmin())} has {counts.min()} shadow models {name} it, but needs {least}: train more"
         )
     return counts
 

@@ -117,14 +117,14 @@ def private_optimizer(model: Model) -> Optimizer:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(optimizer, DPOptimizer):
         raise PrivacyError(
-            f"PrivacyBudget prices DP optimizers, but the model trains with {type(optimizer).__name__}. Compile it "
-            "with tfdpfl.DPAdam(l2_norm_clip=..., noise_multiplier=...) or another of tfdpfl's."
+            f"PrivacyBudget computes ε for DP optimizers, but the model trains with {type(optimizer).__name__}. "
+            "Compile it with tfdpfl.DPAdam(l2_norm_clip=..., noise_multiplier=...) or another optimizer of tfdpfl."
         )
     others = [name for name, value in vars(model).items() if isinstance(value, DPOptimizer) and value is not optimizer]
     if others:
         raise PrivacyError(
-            f"The model holds a second DP optimizer, {others[0]!r}, whose steps PrivacyBudget does not see. Price them "
-            "together with PrivacyLedger.add and each optimizer's ledger, without PrivacyBudget."
+            f"The model holds a second DP optimizer, {others[0]!r}, whose steps PrivacyBudget does not see. Train "
+            "without PrivacyBudget, and merge the ledgers of both optimizers: first.ledger.merge(second.ledger)."
         )
     return optimizer
 
@@ -309,8 +309,8 @@ class Fit:
                 return
             raise PrivacyError(
                 f"num_examples={self.data['num_examples']} in batches of {self.physical} make {self._pass} a pass, but "
-                f"the data ended after {self.seen} batches, so that a logical batch of {self.parts} may hold an "
-                "example more often than is priced. Give PrivacyBudget the number of examples that the data have."
+                f"the data ended after {self.seen} batches, so a logical batch of {self.parts} may hold an example "
+                "more often than ε counts. Give PrivacyBudget the number of examples of the data."
             )
 
     def begin_epoch(self) -> None:
@@ -333,16 +333,16 @@ class Fit:
             self._count_unknown(self.steps - steps, held)
             raise PrivacyError(
                 f"num_examples={n}, but this pass over the data has {in_pass} examples or more. One of them may be in "
-                "several steps, or several times in one, so the ε of one use a pass would be too small. If all are "
-                "different, give PrivacyBudget their number. If some are copies of one (flat_map, window), use "
-                "tfdpfl.data.poisson_batches(..., augment=..., copies=k) and an optimizer with rows_per_unit=k. If "
-                "the data set holds several passes, give fit one of them, and epochs."
+                "several steps, or several times in one, so an ε that counts one use in each pass would be too small. "
+                "If all examples are different, give PrivacyBudget their number. If some are copies of one (flat_map, "
+                "window), use tfdpfl.data.poisson_batches(..., augment=..., copies=k) and an optimizer with "
+                "rows_per_unit=k. If the data set holds several passes, give fit one of them, and epochs."
             )
         if in_batches > self.stride * self.physical:
             raise PrivacyError(
                 f"batch_size={self.physical}, but fit was given a batch of {-(-in_batches // self.stride)} examples or "
-                "more, so the number of passes cannot be told from the number of steps. Give PrivacyBudget the size of "
-                "the largest batch as batch_size."
+                "more, so the number of steps does not show the number of passes. Give PrivacyBudget the size of the "
+                "largest batch as batch_size."
             )
 
     def silence(self) -> None:

@@ -63,13 +63,13 @@ class Sampling:
             raise PrivacyError(
                 f"Training runs on {workers} workers, and the data were made for "
                 f"{'one' if declared is None or declared.workers == 1 else declared.workers}. Each worker shuffles and "
-                "samples for itself, so that a step may hold an example several times. Give fit "
+                "samples by itself, so a step may hold an example several times. Give fit "
                 "tfdpfl.data.poisson_batches(..., strategy=strategy), which shares the examples out."
             )
         if isinstance(x, tf.distribute.DistributedDataset) and declared is None:
             raise PrivacyError(
-                f"A {type(x).__name__} does not tell what it was made from, nor how many examples all replicas get in "
-                "a step. Give fit the data set itself, which it distributes, in batches for all replicas together."
+                f"A {type(x).__name__} does not state what it was made from, nor how many examples all replicas get in "
+                "a step. Give fit the data set itself, in batches for all replicas together: fit distributes it."
             )
 
     def _declared(self, declared: SamplingDeclaration, call: Call) -> Data:
@@ -100,7 +100,7 @@ class Sampling:
         rows = self._optimizer.rows_per_unit
         if rows > 1 and (call.get("shuffle", True) or length % rows or batch % rows):
             raise PrivacyError(
-                f"With rows_per_unit={rows} rows in a row are one unit, and fit tears units apart: give it "
+                f"With rows_per_unit={rows}, consecutive rows are one unit, and fit would split units: give it "
                 f"shuffle=False, whole units ({length} rows are given) and a batch_size (now {batch}) that {rows} "
                 "divides; or use tfdpfl.data.poisson_batches."
             )
@@ -125,8 +125,8 @@ class Sampling:
         if parts > 1 and (scheme.independent or not scheme.counts_passes):
             raise PrivacyError(
                 f"sampling={self.sampling!r}: an example may be in several of the batches that "
-                f"gradient_accumulation_steps={parts} adds up, which has no price. Use tfdpfl.data.poisson_batches, "
-                "which cuts one sample into batches, or sampling='shuffle'."
+                f"gradient_accumulation_steps={parts} adds up, and no ε is known for this. Use "
+                "tfdpfl.data.poisson_batches, which cuts one sample into batches, or sampling='shuffle'."
             )
         if origin is None:
             self._check_against(x, call)
@@ -155,20 +155,21 @@ class Sampling:
         again = passed_through(x, ("cache", "snapshot", "save"))
         if again is not None:
             raise PrivacyError(
-                f"{again}() stands behind Poisson batches: every epoch gets the batches of the first one again, "
-                "which are not drawn anew. Leave it out: poisson_batches prefetches, and keeps the data in memory."
+                f"{again}() comes after Poisson batches: every epoch repeats the batches of the first one, and draws "
+                "no new ones. Leave it out: poisson_batches prefetches, and keeps the data in memory."
             )
         if passed_through(x, ("unbatch", "batch")):
             raise PrivacyError(
                 f"The examples of {origin.kind!r} batches were put into other batches (unbatch or batch), which are no "
-                "samples of that kind. Pass the batches themselves to fit, with the expected_batch_size that you want."
+                "longer samples of that kind. Pass the batches themselves to fit, with the expected_batch_size that "
+                "you want."
             )
         if self.sampling != origin.kind:
             raise PrivacyError(
-                f"A {type(x).__name__} was made from Poisson batches, and what that does to their sampling is not "
-                "known. Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches) and change the data "
-                "before it; or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', "
-                "num_examples and batch_size (the expected one)."
+                f"A {type(x).__name__} was made from Poisson batches, and its effect on their sampling is not known. "
+                "Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches), and change the data before it. "
+                "Or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', num_examples and "
+                "batch_size (the expected one)."
             )
 
     def _check_whole_units(self, x: object) -> None:
@@ -179,9 +180,9 @@ class Sampling:
             )
         if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
             raise PrivacyError(
-                "sample_from_datasets with repeat() draws some examples more often than others (weighted or class-"
-                "balanced sampling), which has no price. Draw with tfdpfl.data.poisson_batches, and weight the loss, "
-                "by sample_weight or class_weight."
+                "sample_from_datasets with repeat() draws some examples more often than others (weighted or "
+                "class-balanced sampling), and no ε is known for this. Draw with tfdpfl.data.poisson_batches, and "
+                "weight the loss by sample_weight or class_weight."
             )
 
     def _check_passes(self, scheme: SamplingScheme, x: object, call: Call) -> None:
@@ -189,9 +190,9 @@ class Sampling:
         stream = call.get("steps_per_epoch") is not None or passed_through(x, ("repeat",))
         if scheme.counts_passes and stream:
             raise PrivacyError(
-                f"sampling={scheme.name!r} has a price for each pass over the data, and in a stream (steps_per_epoch="
-                f"{call.get('steps_per_epoch')}, or repeat) it is not seen where a pass ends. Leave steps_per_epoch "
-                "and .repeat() out, and give fit epochs."
+                f"sampling={scheme.name!r} has an ε for each pass over the data, and in a stream "
+                f"(steps_per_epoch={call.get('steps_per_epoch')}, or repeat) the end of a pass is not visible. Leave "
+                "steps_per_epoch and .repeat() out, and give fit epochs."
             )
 
     def _check_stream(self, x: Dataset, call: Call) -> None:
@@ -226,10 +227,11 @@ class Sampling:
             number = len(x) if hasattr(type(x), "__len__") else -1
         if number != priced:
             raise PrivacyError(
-                f"num_examples={self.num_examples} and batch_size={self.batch_size} make {priced} batches a pass, from "
-                f"which each example chooses, but a pass over the data has {number if number >= 0 else 'an unknown'} "
-                f"{'number' if number < 0 else 'batches'}. Use tfdpfl.data.random_allocation, or give the numbers that "
-                "the batches were made with (a data set states theirs by tf.data.experimental.assert_cardinality)."
+                f"num_examples={self.num_examples} and batch_size={self.batch_size} make {priced} batches in a pass, "
+                "from which each example chooses one, but a pass over the data has "
+                f"{number if number >= 0 else 'an unknown'} {'number' if number < 0 else 'batches'}. Use "
+                "tfdpfl.data.random_allocation, or give the numbers that the batches were made with (a data set states "
+                "theirs by tf.data.experimental.assert_cardinality)."
             )
 
     def _check_complete(self, x: object) -> None:
@@ -244,7 +246,7 @@ class Sampling:
         ]
         if missing:
             raise PrivacyError(
-                f"How {type(x).__name__} draws its batches is not known, so they cannot be priced. Use "
+                f"How {type(x).__name__} draws its batches is not known, so no ε can be computed. Use "
                 f"tfdpfl.data.poisson_batches, or give PrivacyBudget {' and '.join(missing)}, too."
             )
 
@@ -254,8 +256,8 @@ class Sampling:
         if several or origin.truncated_batch_size is not None:
             raise PrivacyError(
                 f"The data were made from batches with {origin.rows_per_unit} rows of each {origin.unit}, cut into "
-                f"{origin.physical_batches} or truncated, which has another price than what PrivacyBudget is told of "
-                "them. Pass those batches themselves to fit, and change the data before them (map_fn)."
+                f"{origin.physical_batches} or truncated, so their ε is not that of the sampling which PrivacyBudget "
+                "was given. Pass those batches themselves to fit, and change the data before them (map_fn)."
             )
         size = min(math.ceil(origin.expected_batch_size - 1e-9), origin.num_examples)
         if self.num_examples != origin.num_examples or (self.batch_size or 0) < size:
@@ -275,8 +277,8 @@ class Sampling:
         uses = (begun + epochs - (call.get("initial_epoch") or 0)) * each
         if uses > most:
             raise PrivacyError(
-                f"The data were declared with max_participations={most} uses of an example, but with these epochs "
-                f"there are {uses}. Train for fewer, or declare more."
+                f"The data were declared with max_participations={most} uses of an example, but these epochs make "
+                f"{uses}. Train for fewer epochs, or declare more uses."
             )
 
     def _check_against(self, x: Arrays, call: Call) -> None:
@@ -319,21 +321,21 @@ class Sampling:
         parts = self._optimizer._dp.parts
         if declared.physical_batches != parts:
             raise PrivacyError(
-                f"{declared.physical_batches} batches of the data make one Poisson sample, but the optimizer makes an "
-                f"update of {parts}: give it gradient_accumulation_steps={declared.physical_batches}, or draw the "
+                f"{declared.physical_batches} batches of the data make one Poisson sample, but the optimizer makes one "
+                f"update from {parts}: give it gradient_accumulation_steps={declared.physical_batches}, or draw the "
                 "batches with another physical_batch_size."
             )
         if parts > 1 and (self.params.get("steps") or 0) % parts:
             raise PrivacyError(
-                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which {parts} "
-                "make: leave steps_per_epoch out, and give poisson_batches the number of samples as steps."
+                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which has {parts} "
+                "batches: leave steps_per_epoch out, and give poisson_batches the number of samples as steps."
             )
         stream = call.get("steps_per_epoch")
         if parts > 1 and stream is not None:
             # Keras 3 takes a batch off a stream to build a model with, so that what follows is out of step.
             raise PrivacyError(
-                f"steps_per_epoch={stream} reads the batches as one stream, in which it is not seen where the "
-                f"{parts} of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
+                f"steps_per_epoch={stream} reads the batches as one stream, which does not show where the {parts} "
+                "batches of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
                 "steps."
             )
         more: Data = {"unit": declared.unit} if declared.unit != "example" else {}
@@ -345,9 +347,9 @@ class Sampling:
         """Of batches that hold each example once a pass; or once a round of passes, sampled."""
         if declared.scheme.in_groups:
             raise PrivacyError(
-                "cyclic_poisson bounds how often an example takes part, for correlated noise, and the optimizer's is "
-                "fresh for every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the optimizer "
-                "noise=."
+                "cyclic_poisson bounds how often an example takes part, for correlated noise, but the optimizer draws "
+                "fresh noise in every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the "
+                "optimizer noise=."
             )
         n, size = declared.num_examples, self._agreed(declared, SHUFFLED.name)
         self._check_groups(n, size, call)
@@ -369,9 +371,9 @@ class Sampling:
         scheme = None if sampling is None else SCHEMES[sampling]
         if scheme is not None and not scheme.separates_uses:
             raise PrivacyError(
-                f"sampling={sampling!r} does not bound how often an example takes part, which {type(noise).__name__} "
-                "noise is priced by. Give fit batches that do: tfdpfl.data.fixed_order or tfdpfl.data.cyclic_poisson; "
-                "arrays that fit shuffles; or train with noise=None."
+                f"sampling={sampling!r} does not bound how often an example takes part, and the ε of "
+                f"{type(noise).__name__} noise depends on this bound. Give fit tfdpfl.data.fixed_order, "
+                "tfdpfl.data.cyclic_poisson or arrays, or train with noise=None."
             )
         ordered = scheme is not None and scheme.same_order
         if ordered:
@@ -400,13 +402,13 @@ class Sampling:
         x = call.get("x")
         if declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
             raise PrivacyError(
-                "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so that an example's uses "
-                "may lie nearer to each other. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
+                "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so two uses of an example "
+                "may be closer together. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
             )
         if isinstance(x, of_batches()) and call.get("shuffle", True):
             raise PrivacyError(
-                f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so that "
-                "an example's uses may lie nearer to each other. Give fit shuffle=False."
+                f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so two "
+                "uses of an example may be closer together. Give fit shuffle=False."
             )
 
     def _check_epochs(self, call: Call) -> None:
@@ -418,9 +420,9 @@ class Sampling:
         epochs -= call.get("initial_epoch") or 0
         if begun + epochs > noise.max_participations:
             raise PrivacyError(
-                f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of "
-                f"an example, but with these {epochs} epochs there are {begun + epochs}. Train for fewer, or make "
-                "the noise for more."
+                f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of an "
+                f"example, but these {epochs} epochs make {begun + epochs}. Train for fewer epochs, or make the noise "
+                "for more uses."
             )
 
     def _bounded(self, declared: SamplingDeclaration) -> Data:
@@ -456,6 +458,6 @@ class Sampling:
             )
         if self._optimizer.num_microbatches is not None:
             raise PrivacyError(
-                "Under Poisson sampling one example more regroups the microbatches of all that follow it, which has no "
-                "price. Use num_microbatches=None."
+                "Under Poisson sampling one more example regroups the microbatches of all that follow, and no ε is "
+                "known for this. Use num_microbatches=None."
             )

@@ -46,10 +46,10 @@ class AveragedWeights(tf.keras.callbacks.Callback):
         batches = executions_of(self.model)
         if batches > 1:
             raise ValueError(
-                f"The model was compiled with steps_per_execution={batches}, so callbacks see the weights after some "
-                "updates alone, and AveragedWeights cannot average the others. Compile with "
-                "steps_per_execution=1; or leave this callback out and average in the step: "
-                f"use_ema=True, ema_momentum={self.decay:g} in the optimizer."
+                f"The model was compiled with steps_per_execution={batches}, so callbacks see the weights only after "
+                "some updates, and AveragedWeights cannot average the others. Compile with steps_per_execution=1. Or "
+                f"leave this callback out and average in the step: use_ema=True, ema_momentum={self.decay:g} in the "
+                "optimizer."
             )
         self._seen = self._iterations()
         self._trained = []

@@ -55,12 +55,12 @@ _ROWS = (
     "rows (overlapping windows, augmented copies, several visits): max_examples_per_user of compute_epsilon gives it."
 )
 _STREAM = (
-    "The data are a stream (steps_per_epoch or repeat), in which the end of a pass cannot be seen. That each "
-    "num_examples of its rows hold an example at most once is taken for granted."
+    "The data are a stream (steps_per_epoch or repeat), in which the end of a pass is not visible. This ε assumes that "
+    "each num_examples rows of it hold an example at most once."
 )
 _DRAWS = (
     "The model draws random numbers for each example (dropout, noise, augmentation), and ε holds if they are secret. "
-    "Their keys are, but TensorFlow's generators are no ciphers."
+    "Their keys are secret, but TensorFlow's generators are no ciphers."
 )
 _KNOWN_DRAWS = (
     "The model's random numbers (dropout, noise, augmentation) come from the seeds that you set, because the optimizer "
@@ -161,7 +161,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     ):
         super().__init__()
         if delta is None:
-            raise ValueError("delta=None: give the δ of the promise, for example 1e-5 (below 1 / num_examples).")
+            raise ValueError("delta=None: give the δ of the guarantee, for example 1e-5 (below 1 / num_examples).")
         if num_examples is not None:
             num_examples = _checks.whole("num_examples", num_examples, 1, "count the examples, or leave it to the data")
         self.num_examples = num_examples
@@ -176,7 +176,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if batch_size is not None:
             batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch, or leave it out")
             if num_examples is not None and batch_size > num_examples:
-                raise ValueError(f"batch_size={batch_size} is more than num_examples={num_examples}: one is off.")
+                raise ValueError(
+                    f"batch_size={batch_size} is more than num_examples={num_examples}: correct one of the two."
+                )
         self.batch_size = batch_size
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
         if ledger is not None and not isinstance(ledger, PrivacyLedger):
@@ -224,8 +226,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         if self._fit is not None and self._fit.model in running_models()[1:]:
             raise PrivacyError(
-                "This PrivacyBudget watches a fit that is still running, and was given to another inside of it. Give "
-                "the inner one a PrivacyBudget of its own, or train after the outer one has ended."
+                "This PrivacyBudget watches a fit that is still running, and was given to another fit inside of it. "
+                "Give the inner one a PrivacyBudget of its own, or train after the outer one has ended."
             )
         self._optimizer = optimizer = private_optimizer(self.model)
         call = fit_arguments(self.model)
@@ -240,7 +242,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if other._fit is not None and other._fit.batches != fit.batches:
                 raise PrivacyError(
                     "Two PrivacyBudgets of one fit say different things of its data (dataset_name, sampling, "
-                    "num_examples or batch_size), and a step is counted once. Give the fit one of them."
+                    "num_examples or batch_size), but each step counts once. Give the fit one of them."
                 )
         if self._fit is not None:
             self._fit.cut_off()
@@ -305,10 +307,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit = self._running()
         if self._limit is not None and fit.steps > fit.steps_in(fit.announced):
             raise PrivacyError(
-                f"The model took {fit.steps} steps on {fit.announced} batches, so target_epsilon="
-                f"{self.target_epsilon:g} cannot be held: only one update on a batch has a price that is known before. "
-                "Make one update a batch in train_step, leave train_on_batch out of callbacks, or train without "
-                "target_epsilon."
+                f"The model took {fit.steps} steps on {fit.announced} batches, so "
+                f"target_epsilon={self.target_epsilon:g} cannot be kept: ε is known in advance only for one update on "
+                "each batch. Make one update on each batch in train_step, leave train_on_batch out of callbacks, or "
+                "train without target_epsilon."
             )
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -353,12 +355,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         taken_back = fit.optimizer._dp.counter.taken_back(fit.optimizer._dp_ledger)
         if taken_back:
             self._say(
-                f"A state was loaded that knows of {taken_back} steps less than this optimizer has taken. They stay "
-                "counted: what ran, ran."
+                f"A state was loaded that knows of {taken_back} steps less than this optimizer has taken. These steps "
+                "stay counted, because they ran."
             )
         if ledger.unknown_steps:
             warnings.warn(
-                f"{ledger.unknown_steps} steps ran of which only the noise is known, and are priced as if every "
+                f"{ledger.unknown_steps} steps ran of which only the noise is known. ε counts them as if every "
                 "example took part in each. Give every fit on these data a PrivacyBudget.",
                 stacklevel=4,
             )
@@ -375,29 +377,29 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if steps == steps_on(model) and weights not in left:
             self._say(
                 "The weights are not those that private steps left: something else changed them (load_weights, "
-                "set_weights, training with another optimizer). What was spent on the new ones is in this ε only if "
+                "set_weights, training with another optimizer). This ε includes the cost of the new weights only if "
                 "this ledger has it."
             )
         for other, (steps, left) in list(LEFT.items()):
             theirs = [dp.ledger() for dp in stepping(other).values()] if weights in left else []
             if any(not taken.origins <= ledger.origins for taken in theirs):
                 self._say(
-                    f"The weights are those that {steps} private steps on another model left, which are not in this ε. "
-                    "If they were on these data, too, give PrivacyBudget that training's ledger=."
+                    f"The weights are those that {steps} private steps on another model left, and this ε does not "
+                    "include these steps. If they were on these data, too, pass the ledger of that training as ledger=."
                 )
 
     def _say_what_batches_hold(self, fit: Fit) -> None:
         if fit.uses > 1:
             self._say(
-                f"Batches reach from one pass over the data into the next, so that one may hold an example {fit.uses} "
-                f"times, and each pass is priced as {fit.uses}. Take a number of batches an epoch that "
-                "gradient_accumulation_steps divides, without .repeat() in front of .batch(), or Poisson batches."
+                "Batches continue from one pass over the data into the next, so one batch may hold an example "
+                f"{fit.uses} times, and ε counts each pass as {fit.uses}. Use a number of batches in an epoch that "
+                "gradient_accumulation_steps divides, without .repeat() before .batch(), or use Poisson batches."
             )
         expected, batch = fit.optimizer.expected_batch_size, fit.data["batch_size"]
         if expected is not None and not 0.5 <= batch / expected <= 2:
             self._say(
                 f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
-                f"steps are {batch / expected:.3g} times what the learning rate says. ε is as it would be."
+                f"steps are {batch / expected:.3g} times what the learning rate says. ε does not change."
             )
 
     def _note_conditions(self, fit: Fit) -> None:
@@ -410,19 +412,19 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         declared = declared_sampling(fit_arguments(self.model).get("x"))
         if declared is not None and declared.seed is not None:
             self._spent.notes[
-                f"The Poisson batches come from seed={declared.seed}: who knows it knows the batches, and the same "
-                "seed gives the same ones again. For a model to publish draw them with seed=None."
+                f"The Poisson batches come from seed={declared.seed}: anyone who knows it knows the batches, and the "
+                "same seed draws the same ones again. To publish the model, draw them with seed=None."
             ] = None
         segments = optimizer._dp.noise.segments
         if segments is not None and fit.scheme.same_order and segments.order_is_not_known:
             self._spent.notes[
-                "The training goes on from a saved state. That an example's uses lie as far apart as is priced holds "
-                "if the data come in the same order as before it: not shuffled, or with a fixed seed."
+                "The training continues from a saved state. ε holds if the data come in the same order as before: not "
+                "shuffled, or with a fixed seed. The uses of an example are then as far apart as ε assumes."
             ] = None
         if optimizer._dp.seed is not None:
             self._spent.notes[
-                f"The noise comes from seed={optimizer._dp.seed}: who knows it can take the noise off. For a model to "
-                "publish train with seed=None."
+                f"The noise comes from seed={optimizer._dp.seed}: anyone who knows it can subtract the noise. To "
+                "publish the model, train with seed=None."
             ] = None
 
     def _say(self, text: str) -> None:
@@ -497,8 +499,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             since = getattr(since, "inner_optimizer", since)
             if not hasattr(since, "_dp") and int(tf.convert_to_tensor(getattr(since, "iterations", 0))) > 0:
                 raise PrivacyError(
-                    f"The model was compiled with {type(since).__name__} since and trained on, without privacy: its "
-                    "weights have no ε any more. Read the report before that, or train with a private optimizer alone."
+                    f"The model was compiled with {type(since).__name__} since and trained on, without privacy, so its "
+                    "weights have no ε any more. Read the report before that, or train with private optimizers only."
                 )
         generators = dict.fromkeys(dp.source.generator for dp in self._seen() if not dp.noise.discrete)
         notes = [
@@ -522,7 +524,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if changes and fit.shuffled and self.target_epsilon is not None:
             raise PrivacyError(
                 "target_epsilon with a noise_multiplier that changes: an example of shuffled data is in one step of a "
-                "pass, which may be that of the least noise. Use tfdpfl.data.poisson_batches, or give one multiplier."
+                "pass, which may be the step with the least noise. Use tfdpfl.data.poisson_batches, or give one "
+                "multiplier."
             )
         # Over the sensitivity to one example; where it changes, the one that allows most.
         multiplier = (max(changes.values) if changes else dp.noise_multiplier) / over

@@ -126,9 +126,9 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         if not functions:
             raise ValueError("metrics is empty, so nothing would be shown: give 'loss', 'accuracy' or functions.")
         if validation and data is None:
-            raise ValueError("validation=True needs data, the validation data: PrivateMetrics((x_val, y_val), ...).")
+            raise ValueError("validation=True needs the validation data: PrivateMetrics((x_val, y_val), ...).")
         self._functions, self._data, self._user_ids = functions, data, user_ids
-        fix = "give the noise in a metric as a fraction of its bound, such as 0.003"
+        fix = "give the noise of a metric as a fraction of its bound, such as 0.003"
         self.noise_std = _checks.real("noise_std", noise_std, fix, above=0)
         self.loss_bound = _checks.real("loss_bound", loss_bound, "give the largest loss that counts", above=0)
         self.every = _checks.whole("every", every, 1, "release after so many epochs")
@@ -176,8 +176,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         before = [c for c in others[: others.index(self)] if not isinstance(c, PrivateMetrics)]
         if before:
             raise PrivacyError(
-                f"{type(before[0]).__name__} stands before PrivateMetrics among the callbacks, so it would see the "
-                "figures that are to be hidden. Put PrivateMetrics first: callbacks=[metrics, ...]."
+                f"{type(before[0]).__name__} comes before PrivateMetrics among the callbacks, so it would see the "
+                "figures that PrivateMetrics hides. Put PrivateMetrics first: callbacks=[metrics, ...]."
             )
         budgets = [c for c in others if isinstance(c, PrivacyBudget)]
         self._hides = not any(isinstance(c, PrivateMetrics) for c in others[: others.index(self)])
@@ -229,8 +229,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         data, users, x = self._data, self._user_ids, call.get("x")
         if self.validation and _objects(data) & _objects(x):
             raise PrivacyError(
-                "validation=True is for data of other people, whose figures cost the training nothing, and "
-                "PrivateMetrics was given the training data. Leave validation out, or give the validation data."
+                "validation=True is for data of other people, whose figures cost the training nothing, but "
+                "PrivateMetrics was given the training data. Leave validation out, or give it the validation data."
             )
         map_fn, unit = None, getattr(declared_sampling(x), "unit", "example")
         if data is None and source_of(x) is not None:
@@ -244,8 +244,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             )
         elif data is None:
             raise PrivacyError(
-                f"Which data PrivateMetrics is to evaluate cannot be seen in a {type(x).__name__}, of which each pass "
-                "may be another. Give it the training data: PrivateMetrics((x, y), ...)."
+                f"PrivateMetrics cannot evaluate a {type(x).__name__}, because each pass over it may hold other data. "
+                "Give it the training data: PrivateMetrics((x, y), ...)."
             )
         examples = examples_of(data)
         if users is None:
@@ -303,8 +303,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         loss = tf.keras.losses.get(loss) if isinstance(loss, str) else loss
         if not callable(loss) or tf.nest.is_nested(y) or tf.nest.is_nested(predicted):
             raise PrivacyError(
-                f"The model has the loss {loss!r:.99} on several outputs or none of its own, of which PrivateMetrics "
-                "knows no loss of one example. Give it metrics={name: function} that computes it."
+                f"The model has the loss {loss!r:.99} on several outputs or none of its own, and PrivateMetrics knows "
+                "no loss of one example for this. Give it metrics={name: function} that computes it."
             )
         if y.shape.rank == predicted.shape.rank - 1 and predicted.shape[-1] == 1:
             y = y[..., None]  # Keras 2 would compare each label with each prediction
@@ -342,8 +342,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             ) from error
         if not np.allclose(together, alone, atol=1e-4):
             raise PrivacyError(
-                f"A metric of one example ({', '.join(self._functions)}) depends on the examples beside it, so one "
-                "example could move the whole sum. Give a function of one example at a time."
+                f"A metric of one example ({', '.join(self._functions)}) depends on the other examples, so one example "
+                "could move the whole sum. Give a function of one example at a time."
             )
 
 
