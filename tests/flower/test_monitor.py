@@ -4,10 +4,13 @@ import json
 import logging
 import re
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
 from flower_fakes import FakeGrid, arrays_in, model, reply
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import strategy as flower
 
 from tfdpfl.flower import DifferentialPrivacyFixedClipping
@@ -16,14 +19,17 @@ from tfdpfl.flower.monitor import METRICS, PUBLIC_COHORTS_ONLY, prometheus
 SAMPLE = re.compile(r"tfdpfl_(\w+) (\S+)$", re.M)
 
 
-def watched(folder, nodes=4, **how):
+def one_drops_out(message, n):
+    return reply(message, arrays_in(message)) if n else None
+
+
+def watched(folder, nodes=4, answer=one_drops_out, **how):
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     strategy = DifferentialPrivacyFixedClipping(
         flower.FedAvg(fraction_evaluate=0.0), noise_multiplier=1.0, l2_norm_clip=0.5, delta=1e-5, accountant="rdp",
         target_epsilon=50.0, monitor_folder=folder, **how,
     )  # fmt: skip
-    answers = FakeGrid(nodes, lambda message, n: reply(message, arrays_in(message)) if n else None)  # one drops out
-    strategy.start(answers, model(), num_rounds=3)
+    strategy.start(FakeGrid(nodes, answer), model(), num_rounds=3)
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return strategy, lines, dict(SAMPLE.findall((folder / "metrics.prom").read_text()))
 
@@ -48,6 +54,35 @@ def test_with_sampling_nothing_that_depends_on_the_cohort_is_shown(tmp_path):
     _, many, now = watched(tmp_path / "many", nodes=9, sampling_rate=1.0)
     assert few == many and not {*PUBLIC_COHORTS_ONLY, "time"} & {*few[0]}
     assert not {*PUBLIC_COHORTS_ONLY} & {*now}
+
+
+def test_what_an_answer_holds_is_not_shown(tmp_path):
+    def nan(message):
+        return reply(message, {"w": np.full((3, 2), np.nan, np.float32), "b": np.zeros(4, np.float32)})
+
+    def error(code):
+        return lambda message: Message(Error(code, "why"), reply_to=message)
+
+    answers = {
+        "nan": nan,
+        "error": error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION),
+        "away": error(ErrorCode.NODE_UNAVAILABLE),
+    }
+    shown = {}
+    for name, of_one in answers.items():
+        answer = lambda message, n, of_one=of_one: reply(message, arrays_in(message)) if n else of_one(message)
+        strategy, lines, _ = watched(tmp_path / name, answer=answer, clients_per_round=4)
+        shown[name] = [(line["clients_asked"], line["clients_replied"], line["dropouts"]) for line in lines]
+        assert all(len(replied) == 3 for replied in strategy.contributors)
+    assert shown == {"nan": [(4, 4, 0)] * 3, "error": [(4, 4, 0)] * 3, "away": [(4, 3, 1)] * 3}
+
+
+def test_with_sampling_no_file_tells_by_its_time_how_long_a_round_took(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdpfl.flower.monitor.time.time", lambda: 1000.0)
+    watched(tmp_path / "secret", sampling_rate=1.0)
+    watched(tmp_path / "public", clients_per_round=4)
+    for name in (".", "metrics.prom", "rounds.jsonl"):
+        assert (tmp_path / "secret" / name).stat().st_mtime == 1000 < (tmp_path / "public" / name).stat().st_mtime
 
 
 def test_a_folder_that_is_lost_stops_no_training(tmp_path):

@@ -149,8 +149,7 @@ def test_a_register_that_is_put_beside_an_old_ledger_counts_its_rounds(tmp_path,
     strategy = server(tmp_path, "ledger", clients_per_round=2)
     strategy.start(grid(101, 102), model(), num_rounds=2)
     strategy._journal.close()
-    (tmp_path / "register.db").unlink()
-    for more in ("-wal", "-shm"):
+    for more in ("", ".made", "-wal", "-shm"):
         (tmp_path / f"register.db{more}").unlink(missing_ok=True)
     server(tmp_path, "ledger", clients_per_round=2)
     assert "has rounds that register_path=" in caplog.text
@@ -222,11 +221,31 @@ def test_nobody_is_asked_once_the_register_was_replaced_under_a_server(tmp_path,
     strategy = server(tmp_path, "ledger", clients_per_round=2)
     strategy.start(grid(101, 102), model(), num_rounds=1)
     (tmp_path / "register.db").rename(tmp_path / "away.db")
+    (tmp_path / "register.db.made").unlink()
     Register(tmp_path / "register.db").close()
     asked = grid(101, 102)
     strategy.start(asked, model(), num_rounds=2)
     assert "no messages are sent" in caplog.text and strategy.rounds_charged == 1
     assert not any(asked.sent)
+
+
+def test_a_register_that_was_deleted_is_not_made_anew(tmp_path):
+    first = server(tmp_path, "first")
+    first.start(grid(101), model(), num_rounds=1)
+    first._register.close()
+    saved = tmp_path / "register.db"
+    shutil.copy(saved, tmp_path / "backup")
+    for file in tmp_path.glob("register.db*"):
+        if file.suffix != ".made":
+            file.unlink()
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match=r"gone or empty, but register\.db\.made shows that it was there"):
+            server(tmp_path, "second")
+    shutil.copy(tmp_path / "backup", saved)
+    server(tmp_path, "second")._journal.close()
+    saved.unlink()
+    (tmp_path / "register.db.made").unlink()
+    Register(saved).close()
 
 
 def test_a_register_put_beside_a_ledger_counts_rounds_in_which_coins_asked_nobody(tmp_path):

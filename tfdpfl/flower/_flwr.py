@@ -32,6 +32,7 @@ except ImportError as error:
 
 __all__ = [
     "COMPARE",
+    "GONE",
     "ArrayRecord",
     "ConfigRecord",
     "Context",
@@ -54,6 +55,9 @@ __all__ = [
 ]
 
 log = logging.getLogger("flwr")  # where `flwr run` shows what is logged
+
+# Codes of errors that Flower itself makes where no answer came: message, reply or node unavailable.
+GONE = (3, 4, 5)
 
 # They compare the clients' updates with each other, or sum trees. Beside a noisy mean they would compare nothing.
 COMPARE = tuple(

@@ -1,7 +1,8 @@
 """Shows what an operator may see of a training: files that Prometheus, scripts and a browser read. No Flower here.
 
 Amplification by sampling needs it to be secret who took part in a round, and how many did. So with a sampling rate
-these files hold neither sizes of cohorts, nor dropouts, nor times of rounds, because these depend on who was asked.
+these files hold neither sizes of cohorts, nor dropouts, nor times of rounds, because these depend on who was asked. For
+the same reason their times of modification are that of the start.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ METRICS = {
     "clip": ("gauge", "The clip of the last round."),
     "noise_multiplier": ("gauge", "The noise's standard deviation over the clip."),
     "clients_asked": ("gauge", "Clients that the last round asked, if its size is public."),
-    "clients_replied": ("gauge", "Clients whose update is in the sum, if that is public."),
-    "dropouts": ("gauge", "Clients that were asked and whose update is not in the sum, if that is public."),
+    "clients_replied": ("gauge", "Clients that answered, whatever they sent, if that is public."),
+    "dropouts": ("gauge", "Clients that were asked and did not answer, if that is public."),
     "round_seconds": ("gauge", "Time from the messages of the last round to its result, if that is public."),
 }
 PUBLIC_COHORTS_ONLY = ("clients_asked", "clients_replied", "dropouts", "round_seconds")
@@ -52,7 +53,7 @@ class Monitor:
         self._folder.mkdir(parents=True, exist_ok=True)
         page = importlib.resources.files(journal.__package__).joinpath("dashboard.html").read_text("utf-8")
         (self._folder / "index.html").write_text(page, "utf-8")
-        self._began = time.monotonic()
+        self._began, self._started = time.monotonic(), time.time()
 
     def begin(self) -> None:
         """A round's messages leave."""
@@ -77,6 +78,9 @@ class Monitor:
             new = self._folder / "metrics.prom.new"
             new.write_text(prometheus(shown), "utf-8")
             os.replace(new, self._folder / "metrics.prom")
+            if not self._public:
+                for name in ("metrics.prom", "rounds.jsonl", "."):
+                    os.utime(self._folder / name, (self._started, self._started))
         except OSError as error:
             from tfdpfl.flower._flwr import log
 

@@ -58,7 +58,8 @@ class Register:
 
     Raises:
       ValueError: it is no such database, or cannot be opened.
-      PrivacyError: a newer release made it.
+      PrivacyError: a newer release made it, or it was made once and is gone, as a file beside it shows whose name ends
+        in ``.made``.
     """
 
     def __init__(self, path: str | os.PathLike, new: bool = True):
@@ -67,6 +68,7 @@ class Register:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         self._prices: dict[Hashable, float] = {}
+        made = self._path.with_name(self._path.name + ".made")
         try:
             self._db = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
@@ -74,6 +76,12 @@ class Register:
             with self._alone():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
                 if not version and not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                    if made.exists():
+                        raise PrivacyError(
+                            f"register_path={str(path)!r} is gone or empty, but {made.name} shows that it was there. "
+                            "Epsilon would lack what clients spent in all runs. Restore it from a backup, or delete "
+                            f"{str(made)!r} if no client took part in any run"
+                        )
                     for statement in _TABLES.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version={_VERSION}")
@@ -84,6 +92,8 @@ class Register:
                 "Epsilon would lack what clients spent in other runs. Restore it from a backup, or give the path "
                 "of a new file on a local disk"
             ) from error
+        if new:
+            made.touch()
         _formats.refuse_newer(f"register_path={str(path)!r}", {"version": version or None}, _VERSION)
         if mode != "wal":
             raise ValueError(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tfdpfl.errors import PrivacyError
-from tfdpfl.flower._flwr import Message, log
+from tfdpfl.flower._flwr import GONE, Message, log
 
 __all__ = ["Round", "open_round"]
 
@@ -21,12 +21,15 @@ class Round:
     base: dict[str, np.ndarray]
     groups: dict[int, str]  # the clients that were asked, and the group that a reply of each must name
     clients: dict[int, str] = dataclasses.field(default_factory=dict)  # the names of those that were asked
+    answered: set[int] = dataclasses.field(default_factory=set)  # also with an error, or with what cannot be summed
     seen: set[int] = dataclasses.field(default_factory=set)
 
     def valid(self, replies: Iterable[Message]) -> Iterable[tuple[int, Message]]:
         """The first answer of each client that was asked, to what it was asked."""
         for reply in replies:
             node = reply.metadata.src_node_id
+            if not reply.has_error() or reply.error.code not in GONE:
+                self.answered |= {node} & self.groups.keys()
             if reply.has_error():
                 log.warning("Node %d: %s", node, reply.error.reason)
             elif node not in self.groups:

@@ -546,7 +546,7 @@ class DifferentialPrivacy(Strategy):
         result, about = self._released(self._done + server_round, opened, noisy)
         told = MetricRecord({**(about or {}), "clip": clip, "epsilon": self.epsilon})
         if self._monitor is not None:
-            self._show(self._done + server_round, told, len(opened.groups), len(found.replied))
+            self._show(self._done + server_round, told, len(opened.groups), len(opened.answered))
         names = names_of(self._train_metrics)
         if names:
             told.update(means_of(found.metrics / clients, names, self._train_metrics))
@@ -618,15 +618,16 @@ class DifferentialPrivacy(Strategy):
             self._save(server_round, result)
         return result, about
 
-    def _show(self, server_round: int, told: Mapping[str, Any], asked: int, replied: int) -> None:
-        """Shows the round to operators; the monitor leaves out what depends on secret cohorts."""
+    def _show(self, server_round: int, told: Mapping[str, Any], asked: int, answered: int) -> None:
+        """Shows the round to operators, but not whether an answer could be summed, because that depends on data. The
+        monitor leaves out what depends on secret cohorts."""
         assert self._monitor is not None
         target, epsilon = self.target_epsilon, told["epsilon"]
         self._monitor.round(server_round, {
             "epsilon": epsilon, "target_epsilon": target, "delta": self.delta, "clip": told["clip"],
             "epsilon_left": None if target is None else max(0.0, target - epsilon),
             "rounds_charged": self.rounds_charged, "noise_multiplier": self.privacy[0].noise_multiplier,
-            "clients_asked": asked, "clients_replied": replied, "dropouts": asked - replied,
+            "clients_asked": asked, "clients_replied": answered, "dropouts": asked - answered,
         })  # fmt: skip
 
     def _content(self, arrays: ArrayRecord) -> RecordDict:
