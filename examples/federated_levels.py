@@ -200,7 +200,7 @@ def main() -> None:
     most = min(compared, key=lambda name: compared[name]["accuracy"][-1])
     left.set_title(f"All planned for ε = {epsilon:g}: the {most} costs most")
     left.legend(loc="upper right")
-    points = [(histories[f"σ = {m:g}"].epsilon["client"], histories[f"σ = {m:g}"]["accuracy"][-1], m) for m in VARIED]
+    points = [(histories[f"σ = {m:g}"].epsilon["client"], histories[f"σ = {m:g}"]["accuracy"][-1], m) for m in varied]
     right.plot([e for e, _, _ in points], [a for _, a, _ in points], "o-", color="C1")
     for e, a, m in points:
         right.annotate(f"σ = {m:g}", (e, a), textcoords="offset points", xytext=(8, -12))
