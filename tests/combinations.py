@@ -78,16 +78,6 @@ REASONS: list[tuple[str, str, str]] = [
         "All steps are one mechanism, which is priced for noise of one size.",
     ),
     (
-        r"gradient_accumulation_steps=\d+ together with noise=", "not built",
-        "The distance between two uses of an example is counted in batches, and would have to be counted in logical "
-        "batches.",
-    ),
-    (
-        r"num_microbatches=\d+ together with noise=", "not built",
-        "One example moves the clipped mean of its group by up to twice the clip, so it needs twice the noise. Use "
-        "`rows_per_unit`: a unit of several rows needs no more noise than an example.",
-    ),
-    (
         r"AdaptiveClip.* together with noise=", "not built",
         "The clip releases a noisy count in each step, which would have to be priced together with the one mechanism "
         "of all steps. A schedule of clips works.",

@@ -307,7 +307,7 @@ def test_a_poisson_sample_in_parts_is_priced_as_the_sample_that_it_is():
     "k, data, said, message",
     [
         (1, sample(2), {}, "give it gradient_accumulation_steps=2"),
-        (2, sample(1), {}, "1 batches of the data make one Poisson sample"),
+        (2, sample(1), {}, "1 batches of the data make one sample"),
         (3, sample(3, 4), {}, "ends in the middle of a Poisson sample"),
         (
             2,

@@ -6,10 +6,12 @@ import pytest
 import tensorflow as tf
 
 import tfdpfl
+from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.callbacks import PrivacyBudget
-from tfdpfl.data import fixed_order
+from tfdpfl.data import cyclic_poisson, declared_sampling, fixed_order
 from tfdpfl.errors import PrivacyError
-from tfdpfl.noise import BLT, Banded, Tree
+from tfdpfl.noise import BLT, Banded, Source, Tree
+from tfdpfl.optimizers import _accumulator, _step_table
 
 X, Y = c.examples(24)
 HOW = {"min_separation": 4, "max_participations": 2}
@@ -103,3 +105,243 @@ def test_an_example_moves_each_step_by_the_clip_of_that_step():
         moved.append(updates)
     sizes = np.linalg.norm(np.subtract(*moved), axis=1)
     assert sizes == pytest.approx([0.5, 0.25], rel=1e-3)
+
+
+# -- updates of several batches ----------------------------------------------------------------------------------
+
+BANDED = Banded(bands=2, **HOW)
+
+
+def fitted(data, parts=1, noise=BANDED, epochs=2, multiplier=2.0, **kwargs):
+    """The weights, and the trainings in the ledger."""
+    fit, budget = kwargs.pop("fit", {}), kwargs.pop("budget", None) or PrivacyBudget(delta=1e-5)
+    model = c.compiled(tfdpfl.DPSGD(0.4, multiplier, noise=noise, gradient_accumulation_steps=parts,
+                                    learning_rate=1.0, seed=5, **kwargs))  # fmt: skip
+    model.fit(data, epochs=epochs, callbacks=[budget], verbose=0, **fit)
+    return c.flat(model.get_weights()), [row["correlated"] for row in budget.ledger.to_dict()["rows"]]
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_an_update_of_several_batches_is_that_of_one_large_batch():
+    whole, training = fitted(fixed_order((X, Y), 6))
+    ((steps, apart, uses),) = [(t["num_steps"], t["min_separation"], t["max_participations"]) for t in training]
+    assert (steps, apart, uses) == (8, 4, 2)
+    cut = fixed_order((X, Y), 6, physical_batch_size=2)
+    assert declared_sampling(cut).physical_batches == 3 and len(list(cut)) == 12
+    own = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2)
+    stated = PrivacyBudget(24, 1e-5, sampling="fixed_order", batch_size=2)
+    for data, kwargs in [(cut, {}), (fixed_order((X, Y), 2), {}), (own, {"budget": stated})]:
+        weights, found = fitted(data, 3, **kwargs)
+        assert found == training
+        np.testing.assert_allclose(weights, whole, atol=1e-5)
+
+
+def products(y, prediction):
+    """A loss whose gradient at an example does not depend on the weights."""
+    return tf.reduce_sum(y * prediction, -1)
+
+
+def linear(*args, **kwargs):
+    model = tf.keras.Sequential([tf.keras.Input((X.shape[1],)), tf.keras.layers.Dense(2, use_bias=False)])
+    settings = {"noise": BANDED, "gradient_accumulation_steps": 3, "expected_batch_size": 5, "learning_rate": 0.5}
+    model.compile(tfdpfl.DPSGD(*args, **settings, **kwargs), loss=products)
+    return model
+
+
+def clipped_sum(x, y, clip):
+    products = x[:, :, None] * y[:, None]
+    norms = np.sqrt((products**2).sum((1, 2), keepdims=True))
+    return (products * np.minimum(1, clip / np.maximum(norms, 1e-12))).sum(0)
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_an_example_moves_all_updates_together_by_what_the_noise_is_made_for():
+    """Without noise: one example counts in two of eight updates, which are four apart, and in no more of them."""
+    model, sums = linear(0.4, 0.0), []
+    for gone in (None, 0, 11):
+        x = np.where(np.arange(24)[:, None] == gone, 0, X).astype("float32")
+        weights = []
+        for number, batch in enumerate(2 * list(fixed_order((x, 9 * X[:, :2]), 6, physical_batch_size=2))):
+            weights += [model.get_weights()[0]] if number % 3 == 0 else []
+            model.train_on_batch(*batch)
+        sums.append(np.diff([*weights, model.get_weights()[0]], axis=0) * 5 / 0.5 / 0.4)
+    for moved, uses in zip(sums[0] - sums[1:], ([0, 4], [1, 5]), strict=True):
+        assert np.flatnonzero(np.abs(moved).max((1, 2)) > 1e-4).tolist() == uses
+        size = np.linalg.norm(BANDED.matrix(8) @ moved.reshape(8, -1))
+        assert 0.999 * BANDED.unit < size < BANDED.unit * (1 + 1e-4)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_updates_of_several_batches_are_those_of_numpy_also_if_one_is_interrupted_and_the_model_loaded(
+    tmp_path, monkeypatch
+):
+    """The batch of the update that was not made counts for nothing: neither its gradient, nor a row of noise."""
+    z, at = np.random.default_rng(0).normal(size=(5, 2 * X.shape[1])).astype("float32"), tf.Variable(0)
+    monkeypatch.setattr(
+        Source, "gaussian", lambda self, shapes, stddev, key=None: [stddev * tf.constant(z)[at.assign_add(1) - 1]]
+    )
+    data, model = fixed_order((X, X[:, :2]), 6, physical_batch_size=2), linear(0.3, 1.7)
+    weights = model.get_weights()[0].astype("float64")
+
+    def stop(batch, logs=None):
+        if batch == 3:
+            raise Stop
+
+    budget = PrivacyBudget(delta=1e-5)
+    with pytest.raises(Stop):
+        model.fit(data, verbose=0, callbacks=[budget, tf.keras.callbacks.LambdaCallback(on_train_batch_end=stop)])
+    path = str(tmp_path / ("model.keras" if c.keras3() else "model.h5"))
+    model.save(path)
+    model = tf.keras.models.load_model(path, custom_objects={"products": products})
+    budget = PrivacyBudget(delta=1e-5)
+    model.fit(data, verbose=0, callbacks=[budget])
+
+    noise = np.linalg.solve(BANDED.matrix(5), z.astype("float64")) * 1.7 * 0.3 * BANDED.unit
+    for row, begin in zip(noise, [0, 0, 6, 12, 18], strict=True):
+        part = slice(begin, begin + 6)
+        weights -= 0.5 * (clipped_sum(X[part], X[part, :2], 0.3) + row.reshape(-1, 2)) / 5
+    np.testing.assert_allclose(model.get_weights()[0], weights, atol=1e-5)
+    # The examples of the first update came again in the next one.
+    (run,) = [row["correlated"] for row in budget.ledger.to_dict()["rows"]]
+    assert (run["num_steps"], run["min_separation"], run["max_participations"]) == (5, 1, 2)
+    assert run["noise_multiplier"] == 1.7
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_groups_that_are_sampled_in_turns_may_be_cut_into_batches():
+    once = Banded(bands=2, min_separation=2, max_participations=1)
+    data = cyclic_poisson((X, Y), 4, groups=2, expected_batch_size=6, physical_batch_size=3)
+    _, (training,) = fitted(data, 2, once, expected_batch_size=6)
+    assert (training["num_steps"], training["min_separation"], training["sampling_rate"]) == (8, 2, 0.5)
+    assert training["noise_multiplier"] == 2.0
+    parts = [set(np.unique(x)) for x in cyclic_poisson(np.arange(1, 25), 4, groups=2, expected_batch_size=6,
+                                                       physical_batch_size=3)]  # fmt: skip
+    assert all(not a & b for a, b in zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_a_target_counts_updates_of_several_batches():
+    data = fixed_order((X, Y), 3)
+    _, (three,) = fitted(data, 2, Tree(), epochs=3)
+    target = tfdpfl.PrivacyLedger().count_correlated((), CorrelatedRun.from_dict(three)).epsilon(1e-5)
+    budget = PrivacyBudget(delta=1e-5, target_epsilon=1.0001 * target)
+    _, (found,) = fitted(data, 2, Tree(), epochs=4, budget=budget)
+    assert found["num_steps"] == 12
+
+
+@pytest.mark.parametrize(
+    "data, parts, fit, message",
+    [
+        (fixed_order((X, Y), 5), 2, {}, "gradient_accumulation_steps=2 batches may reach into the next pass"),
+        (fixed_order((X, Y), 4), 2, {"steps_per_epoch": 4}, "may reach into the next pass"),
+        (fixed_order((X, Y), 6, physical_batch_size=2), 2, {}, "3 batches of the data make one sample"),
+        (fixed_order((X, Y), 4), 3, {}, "made for min_separation=4 steps .* keep 2"),
+    ],
+)
+def test_batches_that_do_not_make_whole_updates_are_refused(data, parts, fit, message):
+    with pytest.raises(PrivacyError, match=message):
+        fitted(data, parts, fit=fit)
+
+
+def test_batches_that_reach_into_the_next_pass_are_refused():
+    """One of them may hold an example twice, and moves it by two clips."""
+    stream = tf.data.Dataset.from_tensor_slices((X, Y)).repeat().batch(5)
+    with pytest.raises(PrivacyError, match="gradient_accumulation_steps=1 batches may reach"):
+        fitted(stream, noise=Tree(), fit={"steps_per_epoch": 5},
+               budget=PrivacyBudget(24, 1e-5, sampling="shuffle", batch_size=5))  # fmt: skip
+
+
+def test_a_last_batch_that_has_no_example_for_each_part_is_refused():
+    with pytest.raises(ValueError, match=r"physical_batch_size=3 cuts each batch into 2 parts, .* pass has 1 examples"):
+        fixed_order(X[:7], 6, physical_batch_size=3)
+
+
+@pytest.mark.one_stack
+def test_an_update_that_was_given_up_leaves_the_turns_of_the_next_unknown():
+    """The groups' turns have moved on, and the noise has not: an example comes back a step too early."""
+    counter, found = _step_table.Counter(), []
+    part = lambda: _accumulator.Part(
+        [tf.ones([2])], tf.ones([]), counter.drawn(tf.zeros([])), tf.constant(6.0, tf.float64), tf.ones([])
+    )
+    partial = _accumulator.GradientAccumulator(2, part(), in_turns=True)
+
+    def done(whole):
+        found.append((whole.drawn.known.numpy().tolist(), float(whole.multiplier)))
+        return whole.sums
+
+    said = (0.0, 8, 24, 6, 0)
+    counter.announce(said, 2, 0, 2)
+    partial.add(part(), done)
+    partial.drop()
+    partial.add(part(), done)  # the second of its update, of which the first is lost
+    for _ in range(2):
+        counter.announce(said, 2, 0, 2)
+        for _ in range(2):
+            partial.add(part(), done)
+    assert found == [([0.0] * 6, 3.0), ([*said, 0], 6.0)]
+
+
+# -- how far an example moves a step -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+@pytest.mark.parametrize(
+    "how", [{"num_microbatches": 2}, {"gradient_accumulation_steps": 3}], ids=lambda how: next(iter(how))
+)
+def test_an_example_that_moves_a_step_by_several_clips_costs_as_much(how):
+    """Its group's clipped mean turns round; or all three parts hold it, since nothing is known of them."""
+    clips, updates = 2 if "num_microbatches" in how else 3, []
+    for sign in (1, -1) if clips == 2 else (1, 0):
+        model = c.compiled(
+            tfdpfl.DPSGD(0.4, 2.0, noise=Tree(), expected_batch_size=1, learning_rate=1.0, seed=5, **how)
+        )
+        before = c.flat(model.get_weights())
+        weights = np.where(np.arange(24) == 0, 1e4 * sign, 1e-3).astype("float32")
+        for _ in range(how.get("gradient_accumulation_steps", 1)):
+            model.train_on_batch(X, Y, sample_weight=weights)
+        updates.append(c.flat(model.get_weights()) - before)
+    moved = np.linalg.norm(np.subtract(*updates)) / 0.4
+    assert 0.95 * clips < moved <= clips * (1 + 1e-4)
+    (training,) = [row["correlated"] for row in model.optimizer.ledger.to_dict()["rows"]]
+    assert training["noise_multiplier"] == 2.0 / clips
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_a_target_knows_that_groups_cost_twice():
+    data = fixed_order((X, Y), 6)
+    _, (training,) = fitted(data, epochs=1, num_microbatches=2)
+    assert training["noise_multiplier"] == 1.0
+    target = tfdpfl.PrivacyLedger().count_correlated((), CorrelatedRun.from_dict(training)).epsilon(1e-5)
+    _, (found,) = fitted(
+        data, epochs=2, num_microbatches=2, budget=PrivacyBudget(delta=1e-5, target_epsilon=1.001 * target)
+    )
+    assert found == training
+
+
+@pytest.mark.one_stack
+def test_the_least_noise_of_all_steps_prices_them_all():
+    model = model_of(Tree(), 1)
+    for _ in range(2):
+        model.train_on_batch(X, Y)
+    dp = model.optimizer._dp
+    rows = dp.rows()
+    rows = np.concatenate([rows, rows])
+    rows[1, [_step_table.MULTIPLIER, _step_table.STEPS]] = [0.5, 1]
+    stray = rows[1:].copy()
+    stray[:, _step_table.ORIGIN] += 1
+    for counted, multiplier in [(rows[:1], 2.0), (rows, 0.5), (np.concatenate([rows[:1], stray]), 0.5)]:
+        found = [row["correlated"] for row in dp.noise.segments.ledger(counted).to_dict()["rows"]]
+        assert {row["noise_multiplier"] for row in found} == {multiplier}
+    earlier, later = (dp.noise.segments.ledger(some) for some in (rows[:1], rows))
+    assert earlier.merge(later).steps == 3

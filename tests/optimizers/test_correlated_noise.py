@@ -344,8 +344,8 @@ def test_more_epochs_than_the_noise_was_made_for_are_refused():
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="noise='tree'"):
         tfdpfl.DPSGD(1.0, 1.0, noise="tree")
-    with pytest.raises(ValueError, match="num_microbatches=4"):
-        tfdpfl.DPFTRL(1.0, 1.0, num_microbatches=4)
+    with pytest.raises(ValueError, match=r"AdaptiveClip.* together with noise=Tree"):
+        tfdpfl.DPFTRL(tfdpfl.AdaptiveClip(initial=1.0), 1.0)
 
 
 def fixed(order=slice(None)):

@@ -112,9 +112,9 @@ class _Correlated:
         """Whether the other is what this one was earlier, or the same."""
         begun = tuple(origin for origin in self.origins if origin[1] < other.steps)
         alike = self.dataset == other.dataset and begun == other.origins and self.steps >= other.steps
-        return alike and bool(other.origins) and (self.run.noise, self.run.noise_multiplier) == (
-            other.run.noise, other.run.noise_multiplier,
-        )  # fmt: skip
+        # Steps that an example moves by more clips count for the earlier ones, too.
+        alike &= self.run.noise == other.run.noise and self.run.noise_multiplier <= other.run.noise_multiplier
+        return alike and bool(other.origins)
 
 
 _USER_RULES = (

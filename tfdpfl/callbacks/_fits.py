@@ -186,6 +186,7 @@ class Fit:
       physical: size of the batches that come in.
       parts: how many of them make a logical batch, and an update.
       uses: how often one logical batch may hold an example.
+      clips: how many clips an example moves the sum of a batch by, if that holds it once.
       stride: batches of an execution.
       own: whether the data are of the caller's making, and nothing but what was said is known of their passes.
       whole: whether a pass may end with a smaller batch, after which the next one begins a batch of its own.
@@ -203,7 +204,7 @@ class Fit:
         steps: int | None,
     ):  # fmt: skip
         self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride
-        self.parts, self.physical = optimizer._dp.parts, data["batch_size"]
+        self.parts = optimizer._dp.parts
         self._counter = optimizer._dp.counter
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= length(call.get("x")) is not None
@@ -215,9 +216,13 @@ class Fit:
         self.ended, self.awaited, self.counts_passes = False, False, True
         self.first: int | None = None
         self._begun_at = (0.0, 0.0, 0)  # what the counter had seen before this epoch, before this batch; steps before
-        self._declared, cut_up = declared, self.shuffled and not self.scheme.independent
-        self.uses = self._uses(steps) if cut_up else 1
-        if cut_up:
+        # Batches of a pass: made into logical ones; or cut out of those that were drawn.
+        added_up = self.scheme.once_a_pass and not self.scheme.independent
+        cut = declared.physical_batches if added_up and declared is not None else 1
+        self._declared, self.physical = declared, -(-data["batch_size"] // cut)
+        self.uses = self._uses(steps) if added_up and self.shuffled else 1
+        self.clips = 1 if optimizer.num_microbatches in (None, self.physical) else 2
+        if added_up and cut == 1:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
         sampling = self.scheme.code(data.get("adjacency"), data.get("unit", "example"), across_passes=self.uses > 1)
         cut = data.get("truncated_batch_size") or 0
@@ -226,6 +231,8 @@ class Fit:
     def _uses(self, steps: int | None) -> int:
         """In how many passes a logical batch may lie."""
         n, b = self.data["num_examples"], self.physical
+        if self.parts > 1 and self.optimizer.noise is not None:
+            return 1  # each epoch is a pass, and begins a logical batch
         self._pass = pass_ = max(min(n // b, steps or n // b), 1)
         if not self.whole:
             return 1 if self.parts == 1 and n % b == 0 else 1 + math.ceil((self.parts * b - 1) / n)
@@ -257,7 +264,9 @@ class Fit:
         """How many passes over the data so many steps in a row begin; where an example has several uses in a pass, so
         many."""
         declared = self._declared
-        if declared is not None and declared.scheme.independent and self.shuffled:
+        if declared is not None and (declared.physical_batches > 1 or declared.scheme.independent) and (
+            self.scheme.once_a_pass
+        ):  # fmt: skip
             return declared.num_selected * math.ceil(steps / (declared.steps * declared.physical_batches))
         n, b = self.data["num_examples"], self.physical
         if not self.whole:  # batches may go across the border of two passes

@@ -82,7 +82,7 @@ class Sampling:
                 f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
             )
         if self._optimizer.noise is not None:
-            return self._bounded(declared)
+            return self._bounded(declared, call)
         return self._sampled(declared, call) if declared.scheme.amplifies else self._in_order(declared, call)
 
     def _arrays(self, length: int, call: Call) -> Data:
@@ -122,7 +122,7 @@ class Sampling:
             self._check_poisson()
             self._check_passes(scheme, x, call)
         parts = self._optimizer._dp.parts
-        if parts > 1 and (scheme.independent or not scheme.counts_passes):
+        if parts > 1 and not (scheme.once_a_pass and not scheme.independent):
             raise PrivacyError(
                 f"sampling={self.sampling!r}: an example may be in several of the batches that "
                 f"gradient_accumulation_steps={parts} adds up, and no ε is known for this. Use "
@@ -318,13 +318,8 @@ class Sampling:
         size = self._agreed(declared, declared.kind)
         self._check_poisson()
         self._check_passes(declared.scheme, call.get("x"), call)
+        self._check_parts(declared)
         parts = self._optimizer._dp.parts
-        if declared.physical_batches != parts:
-            raise PrivacyError(
-                f"{declared.physical_batches} batches of the data make one Poisson sample, but the optimizer makes one "
-                f"update from {parts}: give it gradient_accumulation_steps={declared.physical_batches}, or draw the "
-                "batches with another physical_batch_size."
-            )
         if parts > 1 and (self.params.get("steps") or 0) % parts:
             raise PrivacyError(
                 f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which has {parts} "
@@ -343,6 +338,14 @@ class Sampling:
             more["truncated_batch_size"] = declared.truncated_batch_size
         return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind, **more}
 
+    def _check_parts(self, declared: SamplingDeclaration) -> None:
+        parts, drawn = self._optimizer._dp.parts, declared.physical_batches
+        if drawn != parts:
+            raise PrivacyError(
+                f"{drawn} batches of the data make one sample, but the optimizer makes one update from {parts}: give "
+                f"it gradient_accumulation_steps={drawn}, or draw the batches with another physical_batch_size."
+            )
+
     def _in_order(self, declared: SamplingDeclaration, call: Call) -> Data:
         """Of batches that hold each example once a pass; or once a round of passes, sampled."""
         if declared.scheme.in_groups:
@@ -352,6 +355,8 @@ class Sampling:
                 "optimizer noise=."
             )
         n, size = declared.num_examples, self._agreed(declared, SHUFFLED.name)
+        if declared.physical_batches > 1:
+            self._check_parts(declared)
         self._check_groups(n, size, call)
         return {"num_examples": n, "batch_size": size, "sampling": SHUFFLED.name}
 
@@ -382,6 +387,8 @@ class Sampling:
             apart = self.num_examples // self.batch_size
         else:
             apart = getattr(declared, "min_separation", 1)
+        added = self._batches_added(declared, call)
+        apart = apart // added if ordered else apart
         if apart < noise.min_separation and sampling is not None:
             raise PrivacyError(
                 f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use "
@@ -396,6 +403,28 @@ class Sampling:
             )
         if not in_groups:
             self._check_epochs(call)
+
+    def _batches_added(self, declared: SamplingDeclaration | None, call: Call) -> int:
+        """How many batches of the data make one of the optimizer, which holds an example at most once."""
+        parts, x = self._optimizer._dp.parts, call.get("x")
+        stream = call.get("steps_per_epoch") is not None or passed_through(x, ("repeat",)) is not None
+        drawn = declared is not None and (declared.physical_batches > 1 or declared.scheme.independent)
+        if declared is not None and drawn and (parts == 1 or not stream):
+            self._check_parts(declared)
+            return 1
+        steps, n, size = self.params.get("steps"), self.num_examples, self.batch_size
+        if parts == 1:
+            crosses = stream and declared is None and length_of(x) is None and n and size and n % size
+        else:
+            crosses = stream or (steps or (math.ceil(n / size) if n and size else 0)) % parts
+        if crosses:
+            raise PrivacyError(
+                f"An update of gradient_accumulation_steps={parts} batches may reach into the next pass over the data "
+                f"and hold an example twice, and no ε of {type(self._optimizer.noise).__name__} noise is known for "
+                "this. Give fit whole passes, without steps_per_epoch and repeat, whose number of batches "
+                "gradient_accumulation_steps divides; or use tfdpfl.data.fixed_order(..., physical_batch_size=...)."
+            )
+        return parts
 
     def _check_order(self, declared: SamplingDeclaration | None, call: Call) -> None:
         """Raises if batches of a fixed order come in another one."""
@@ -425,11 +454,13 @@ class Sampling:
                 "for more uses."
             )
 
-    def _bounded(self, declared: SamplingDeclaration) -> Data:
+    def _bounded(self, declared: SamplingDeclaration, call: Call) -> Data:
         """What data say of themselves whose batches keep an example's uses apart."""
         size = self._agreed(declared, declared.kind)
         if declared.scheme.independent:
             self._check_poisson()
+        elif declared.physical_batches == 1:
+            self._check_groups(declared.num_examples, size, call)
         return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
 
     def _agreed(self, declared: SamplingDeclaration, kind: str) -> int:

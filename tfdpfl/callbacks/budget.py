@@ -518,8 +518,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         dp, discrete = fit.optimizer, fit.optimizer._dp.noise.discrete
         if dp.noise is not None:
             return self._allowed_of_correlated()
-        halved = dp.num_microbatches not in (None, fit.physical)
-        over = 2 if halved else 1
+        over = fit.clips
         changes = dp.noise_multiplier if isinstance(dp.noise_multiplier, PiecewiseConstant) else None
         if changes and fit.shuffled and self.target_epsilon is not None:
             raise PrivacyError(
@@ -574,13 +573,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         dp, data = fit.optimizer._dp, fit.data
 
         def priced(number: int) -> float:
-            passes = number if fit.shuffled else fit.passes_in(number)
+            passes = number if fit.shuffled else fit.passes_in(number * fit.parts)
             steps = number * math.ceil(data["num_examples"] / data["batch_size"]) if fit.shuffled else number
             ledger = PrivacyLedger().merge(self._given)
             for other in self._seen():
                 if other is not dp:
                     ledger.merge(other.ledger())
-            ledger.merge(dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches))
+            ledger.merge(dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches, fit.clips))
             for other in self._others():
                 other.add_to(ledger)
             return ledger.of_dataset(self._dataset).epsilon(self.delta, self.accountant)

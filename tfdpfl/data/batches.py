@@ -242,8 +242,9 @@ def _of_units(
     """The data set of logical batches that ``draw`` gives, in each of which a unit is with one chance."""
     if empty_batches not in _EMPTY_BATCHES:
         raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
-    rate, steps, truncated = declaration.sampling_rate, declaration.steps, declaration.truncated_batch_size
-    parts = _parts(physical_batch_size, rate * units.number * units.rows)
+    steps, truncated = declaration.steps, declaration.truncated_batch_size
+    rate = declaration.expected_batch_size / units.number
+    parts = _parts(physical_batch_size, declaration.expected_batch_size * units.rows)
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
 
     def cut(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
@@ -325,6 +326,7 @@ def fixed_order(
     batch_size: int,
     *,
     max_participations: int | None = None,
+    physical_batch_size: int | None = None,
     map_fn: Callable | None = None,
     augment: Callable | None = None,
     copies: int = 1,
@@ -346,25 +348,32 @@ def fixed_order(
             number to the length of the training.
 
     Raises:
-        ValueError: as `poisson_batches`.
+        ValueError: as `poisson_batches`; or the last batch of a pass cannot be cut into as many parts as the others.
     """
     examples = examples_of(arrays_or_dataset)
     size, steps = _batches_of(batch_size, examples.number)
     if max_participations is not None:
         max_participations = _positive("max_participations", max_participations, "count the passes, or leave it out")
     copies = _positive("copies", copies, "count the rows that each example becomes")
+    number, parts = examples.number, _parts(physical_batch_size, size * copies)
+    last = number % size or size
+    if last < parts:
+        raise ValueError(
+            f"physical_batch_size={physical_batch_size} cuts each batch into {parts} parts, but the last batch of a "
+            f"pass has {last} examples: take a larger physical_batch_size, or another batch_size."
+        )
 
     def draw(words: Words) -> Iterator[np.ndarray]:
-        number = examples.number
-        yield from (np.arange(at, min(at + size, number)) for at in range(0, number, size))
+        for at in range(0, number, size):
+            yield from np.array_split(np.arange(at, min(at + size, number)), parts)
 
     pipeline = _Pipeline(examples, map_fn, num_parallel_calls, augment, copies)
-    dataset = pipeline.dataset(Passes(draw, None), steps)
+    dataset = pipeline.dataset(Passes(draw, None), steps * parts)
     return declare(
         dataset,
         SamplingDeclaration(
-            "fixed_order", size / examples.number, examples.number, steps, min_separation=steps, rows_per_unit=copies,
-            max_participations=max_participations, order=_order_of(examples),
+            "fixed_order", size / number, number, steps, physical_batches=parts, min_separation=steps,
+            rows_per_unit=copies, max_participations=max_participations, order=_order_of(examples),
         ),
     )  # fmt: skip
 
@@ -395,6 +404,7 @@ def cyclic_poisson(
     groups: int,
     expected_batch_size: float,
     max_participations: int | None = None,
+    physical_batch_size: int | None = None,
     map_fn: Callable | None = None,
     num_parallel_calls: int | None = None,
     empty_batches: str = "auto",
@@ -426,14 +436,12 @@ def cyclic_poisson(
             f"steps={steps} is not a multiple of groups={groups}, so that a new pass would come too early to some of "
             f"them: take {max(steps // groups, 1) * groups}."
         )
-    if empty_batches not in _EMPTY_BATCHES:
-        raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
     if max_participations is not None:
         max_participations = _positive(
             "max_participations", max_participations, "count the uses of an example, or leave it out"
         )
-    examples = examples_of(arrays_or_dataset)
-    number = examples.number
+    units = _Units(arrays_or_dataset, None, None, 1)
+    examples, number = units.examples, units.number
     size = _real("expected_batch_size", expected_batch_size)
     if not 0 < size * groups <= number:
         raise ValueError(
@@ -450,21 +458,10 @@ def cyclic_poisson(
             yield group[words.each(len(group), rate)]
 
     pipeline = _Pipeline(examples, map_fn, num_parallel_calls)
-    fills = pipeline.fills_empty(empty_batches, math.log(steps) - size > math.log(1e-9))
-    dataset = pipeline.dataset(Passes(draw, None if seed is None else seed + 1), steps, _PLACEHOLDERS if fills else 0)
-    return declare(
-        dataset,
-        SamplingDeclaration(
-            "cyclic_poisson",
-            rate,
-            number,
-            steps,
-            seed,
-            min_separation=groups,
-            max_participations=max_participations,
-            blanks=fills,
-        ),
+    declaration = SamplingDeclaration(
+        "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations
     )
+    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches)
 
 
 # What `tfdpfl.plan` can plan: how the batches are made, of which size, and how many in a pass where that is free.

@@ -40,8 +40,16 @@ class GradientAccumulator:
     file: a restart begins the logical batch anew. (No tf.Module, which would be saved.)
     """
 
-    def __init__(self, parts: int, part: Part):
-        self.parts = parts
+    def __init__(self, parts: int, part: Part, in_turns: bool = False):
+        """Makes room for the parts.
+
+        Args:
+          parts: of a logical batch.
+          part: one of them.
+          in_turns: whether it counts which logical batch of a pass comes when. If one of them was given up, the next
+            one is of no known sampling.
+        """
+        self.parts, self._in_turns = parts, in_turns
         make = lambda like: in_memory(np.zeros(like.shape, like.dtype.as_numpy_dtype))  # noqa: E731
         self.at, self.mismatched = in_memory(np.int64(0)), in_memory(np.int64(0))
         self.sums = [make(s) for s in part.sums]
@@ -52,7 +60,8 @@ class GradientAccumulator:
         """Adds a part. Returns what ``done`` makes of the whole, zeros before the last part; and how many parts are
         there now, 0 after the last."""
         drawn = part.drawn
-        at = tf.where(tf.equal(drawn.place, 0), tf.zeros([], tf.int64), tf.convert_to_tensor(self.at))
+        pending = tf.convert_to_tensor(self.at)
+        at = tf.where(tf.equal(drawn.place, 0), tf.zeros([], tf.int64), pending)
         first = tf.equal(at, 0)
         # Parts that were drawn in different ways, or nobody knows how, or are not those that belong together, are of no
         # known sampling. Each holds an example once, all of them may hold the same one.
@@ -61,7 +70,10 @@ class GradientAccumulator:
         same = first | tf.reduce_all(tf.equal(here[:-1], drawn.known[:-1]))
         same &= tf.not_equal(drawn.known[SAMPLING - DATA], UNKNOWN)
         same &= (drawn.place < 0) | tf.equal(drawn.place, at)
-        mismatched = so_far(tf.convert_to_tensor(self.mismatched)) + tf.cast(~same, tf.int64)
+        given_up = tf.convert_to_tensor(self.mismatched)
+        mismatched = so_far(given_up) + tf.cast(~same, tf.int64)
+        if self._in_turns:
+            mismatched = tf.maximum(mismatched, tf.where(pending > 0, given_up, tf.zeros_like(given_up)))
         known = tf.concat([drawn.known[:-1], tf.maximum(drawn.known[-1:], here[-1:])], 0)
         known = tf.where(mismatched > 0, tf.zeros_like(known), known)
         units = part.units + so_far(tf.convert_to_tensor(self.units))

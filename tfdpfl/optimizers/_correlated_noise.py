@@ -17,11 +17,6 @@ from tfdpfl.optimizers._settings import Settings
 
 __all__ = ["CorrelatedNoise"]
 
-_PRICED_FOR = (
-    "correlated noise is priced for one batch a step, of which a unit moves the sum by one clip. Leave {} at {}, or "
-    "use noise=None."
-)
-
 
 class CorrelatedNoise(FreshNoise):
     """Adds rows of ``C⁻¹ Z``, and knows which steps share base normals.
@@ -29,12 +24,13 @@ class CorrelatedNoise(FreshNoise):
     A row is scaled by the clip of its step. What is released is the step's clip times (the sum over the clip, plus the
     row). So the mechanism is that of sums with a clip of 1, whichever clip a step has, if the clip depends on no
     example. (Later sums may depend on earlier releases: Denisov et al. 2022, arXiv:2202.08312.)
+
+    A step is a logical batch. If an example moves some steps by m clips, and none by more, it moves the mechanism by at
+    most m times what it moves it with one clip a step. So the ledger has the least multiplier of all steps.
     """
 
     constants = ("noise_multiplier",)
     excludes = MappingProxyType({
-        "num_microbatches": _PRICED_FOR.format("num_microbatches", None),
-        "gradient_accumulation_steps": _PRICED_FOR.format("gradient_accumulation_steps", 1),
         "adaptive clip": (
             "the noisy count of this clip has no price among steps that are one mechanism. Give a number or a "
             "schedule, or use noise=None."
@@ -72,9 +68,9 @@ class CorrelatedNoise(FreshNoise):
         return [row * (self.correlated.unit * mean.stddev) for row in rows]
 
     def add(self, mean: NoiselessMean, drawn: list[tf.Tensor]) -> list[tf.Tensor]:
-        # A unit moves each step's sum by the clip; no step's noise by itself hides that.
+        # An example moves a step's sum by so many clips; no step's noise by itself hides that.
         scales = [mean.clip / mean.denominator] * len(mean.sums)
-        bound = tf.ones([], tf.float64)
+        bound = self.settings.least_noise / mean.multiplier
         return shown(mean.sums, noisy_sums(mean.sums, drawn), drawn, scales, bound, independent=False)
 
     def ledger(self, counted: np.ndarray) -> PrivacyLedger:

@@ -213,7 +213,7 @@ class NoiseSegments:
     # -- what it costs -----------------------------------------------------------------------------------------------
 
     def ledger(
-        self, counted: np.ndarray, more_steps: int = 0, more_passes: int = 0, batches: tuple = ()
+        self, counted: np.ndarray, more_steps: int = 0, more_passes: int = 0, batches: tuple = (), clips: int = 1
     ) -> PrivacyLedger:
         """Returns what ran, and what would have run after more steps from the state as it is.
 
@@ -222,23 +222,26 @@ class NoiseSegments:
           more_steps: how many more; 0 for what ran.
           more_passes: how many passes over the data they begin.
           batches: how their batches would be drawn (see `Counter.announce`).
+          clips: how many clips an example would move each of them by, at most.
         """
         segments = {row[ID]: row for row in self.rows()}
         steps: dict[float, list[np.ndarray]] = {}
         for row in counted:
             steps.setdefault(row[_step_table.ORIGIN], []).append(row)
         # Steps of which it is not known where they belong may have come at any place.
-        strays = sum(int(row[_step_table.STEPS]) for i in steps if i not in segments for row in steps[i])
+        strays = _Training()
+        strays.add([row for i in steps if i not in segments for row in steps[i]])
         trainings = self._trainings(segments, steps)
         if more_steps:
             trainings = self._continued(trainings, segments, more_steps, more_passes, batches)
+            trainings[-1].multiplier = self.noise_multiplier / clips
         ledger = PrivacyLedger()
         for training in trainings:
             path = _path(segments, training.last)
             training.add([row for i in path for row in steps.get(i, [])])
             origins = tuple((f"{int(i):x}", int(segments[i][SINCE])) for i in reversed(path))
             ledger.count_correlated(origins, self._run(training, strays), dataset=training.dataset)
-        if strays:  # or of a training by itself, as what a file told without its segments
+        if strays.counted:  # or of a training by itself, as what a file told without its segments
             ledger.count_correlated((), self._run(_Training(), strays))
         return ledger
 
@@ -270,13 +273,12 @@ class NoiseSegments:
         next_.whole_passes = more_passes > 1
         return [*trainings, next_]
 
-    def _run(self, training: _Training, strays: int) -> CorrelatedRun:
-        how = training.limits(self.noise.min_separation)
-        if strays:
-            how = {"max_participations": how["max_participations"] + strays} if "max_participations" in how else {}
-        return CorrelatedRun(
-            noise=self.noise, noise_multiplier=self.noise_multiplier, num_steps=training.steps + strays, **how
-        )
+    def _run(self, training: _Training, strays: _Training) -> CorrelatedRun:
+        how, more = training.limits(self.noise.min_separation), strays.counted
+        if more:
+            how = {"max_participations": how["max_participations"] + more} if "max_participations" in how else {}
+        multiplier = min(training.multiplier, strays.multiplier, self.noise_multiplier)
+        return CorrelatedRun(noise=self.noise, noise_multiplier=multiplier, num_steps=training.steps + more, **how)
 
 
 @dataclasses.dataclass
@@ -290,6 +292,8 @@ class _Training:
       sampled: all ways in which its batches were drawn (data set, sampling, examples, batch size, cut).
       passes: over the data.
       whole_passes: whether it is taken to go on by whole passes.
+      counted: steps that the step table has of it.
+      multiplier: the noise of the base normals over the sensitivity of any of these steps, the least.
     """
 
     last: float = 0.0
@@ -298,11 +302,15 @@ class _Training:
     sampled: set[tuple] = dataclasses.field(default_factory=set)
     passes: int = 0
     whole_passes: bool = False
+    counted: int = 0
+    multiplier: float = math.inf
 
     def add(self, rows: list[np.ndarray]) -> None:
         """Adds what the step table tells of the segments."""
         self.sampled |= {tuple(row[_step_table.DATA : _step_table.MULTIPLIER]) for row in rows}
         self.passes += int(sum(row[_step_table.PASSES] for row in rows))
+        self.counted += int(sum(row[_step_table.STEPS] for row in rows))
+        self.multiplier = min([self.multiplier, *(float(row[_step_table.MULTIPLIER]) for row in rows)])
 
     @property
     def dataset(self) -> str | None:

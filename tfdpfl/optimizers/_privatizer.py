@@ -280,7 +280,8 @@ class GradientPrivatizer:
         """Returns what there is of the logical batch for these variables; steps on others are of another."""
         which = tuple(id(raw_variable(v)) for v in variables)
         if which not in self._accumulators:
-            self._accumulators[which] = GradientAccumulator(self.parts, part)
+            in_turns = self.noise.segments is not None
+            self._accumulators[which] = GradientAccumulator(self.parts, part, in_turns)
         return self._accumulators[which]
 
     def where_whole(self, apply: Callable[[], object]) -> None:
