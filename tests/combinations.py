@@ -66,7 +66,7 @@ FEATURES: dict[str, dict[str, Any] | Callable[[], contextlib.AbstractContextMana
 # Why a pair is refused: what the refusal says, what is missing, and the reason. A refusal must match one of them.
 REASONS: list[tuple[str, str, str]] = [
     (r"a step has one kind of noise", "choose one", "A step has one kind of noise."),
-    (r"both say whose mean", "choose one", "Both state whose mean gradient is clipped."),
+    (r"both state whose mean", "choose one", "Both state whose mean gradient is clipped."),
     (
         r"the grid is made for one sum", "not built",
         "The grid of discrete noise is made for one sum with one number as clip. Parts of a batch, groups of weights, "

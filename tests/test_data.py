@@ -600,11 +600,11 @@ def test_bad_sources_and_settings_are_refused_in_one_sentence():
     for make, kind, message in [
         (lambda: poisson_batches(type("Images", (batched,), {"__len__": len, "__getitem__": rows})(), 0.5, 2),
          ValueError, "Images gives whole batches"),
-        (lambda: poisson_batches(iter([1, 2]), 0.5, 2), ValueError, "in an order of its own"),
+        (lambda: poisson_batches(iter([1, 2]), 0.5, 2), ValueError, "in its own order"),
         (lambda: poisson_batches(Rows(rows, 0), 0.5, 2), ValueError, "at least one example"),
         (lambda: list(poisson_batches(Rows(rows), 1.0, 1)), Exception, "has the shape .*give all examples one shape"),
         (lambda: list(poisson_batches(Rows(lambda i: {"a": 1} if i < 9 else {"b": 1}), 1.0, 1)), Exception,
-         "Example 9 of the source is built otherwise"),
+         "Example 9 of the source has another structure"),
         (lambda: poisson_batches(ROWS, np.full(N, 0.1), 2), PrivacyError, "weighted or class-balanced"),
         (lambda: later(physical_batch_size=0), ValueError, "physical_batch_size must be"),
         (lambda: later(copies=0), ValueError, "copies must be"),

@@ -111,7 +111,7 @@ def test_a_plan_that_cannot_be_made_is_refused_in_one_sentence(changes, message)
 def test_what_the_plan_decides_is_not_given_to_its_optimizer():
     made = plan()
     for wrong in ({"noise_multiplier": 0.1}, {"l2_norm_clip": 9.0}, {"expected_batch_size": 5}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* is the plan's to decide"):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* is decided by the plan"):
             made.optimizer("sgd", **wrong)
     with pytest.raises(ValueError, match="must be a name or a class"):
         made.optimizer(tf.keras.optimizers.SGD(0.1))

@@ -178,7 +178,7 @@ def test_class_weights_are_inverse_to_noisy_frequencies():
         (lambda x: preprocessing.StringLookup().adapt(["a"], **COST), ValueError, "max_tokens_per_example is missing"),
         (lambda x: preprocessing.Discretization([1.0]).adapt(x, bounds=(0, 1), **COST), ValueError, "nothing to learn"),
         (lambda x: preprocessing.Normalization().adapt(x, bounds=(0, 1), adjacency="replace_one", **COST), PrivacyError,
-         "has no price for these sums"),
+         "has no known ε for these sums"),
         (lambda x: preprocessing.Normalization().promises(1e-5), PrivacyError, "was not adapted"),
     ],
 )  # fmt: skip

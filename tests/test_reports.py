@@ -159,7 +159,7 @@ def test_a_logistic_regression_is_a_part():
     objective.set_params(epsilon=0.5).fit(np.eye(4), [0, 1, 0, 1])
     known = report({"a": objective}, delta=DELTA).parts[0]
     assert known.figures.epsilon == 1.5 and "2 fits" in known.mechanisms[0]
-    assert "no smaller one" in report({"a": objective}, delta=1e-6).parts[0].figures.missing
+    assert "no smaller delta" in report({"a": objective}, delta=1e-6).parts[0].figures.missing
     planned = report({"a": DPLogisticRegression(1.0, 1e-6, random_state=987654)}, delta=DELTA)
     assert "nothing of it has run" in planned.warnings[0] and "random_state is fixed" in planned.warnings[1]
     assert planned.parts[0].figures.epsilon == 1.0 and "987654" not in planned.to_html()
@@ -402,8 +402,8 @@ def test_a_browser_shows_it(tmp_path):
     ("given", "message"),
     [
         ({"parts": {}}, "parts must be a dict"),
-        ({"parts": {"a": 3}}, "no part of a report"),
-        ({"parts": {"a": (3, 4)}}, "no part of a report"),
+        ({"parts": {"a": 3}}, "cannot be part of a report"),
+        ({"parts": {"a": (3, 4)}}, "cannot be part of a report"),
         ({"parts": {"a": gaussian(3.0).dp_event}}, "An event goes into a ledger"),
         ({"parts": {"a": GNMax(40.0)}}, "has no ε"),
         ({"delta": 1.0}, "delta must be"),

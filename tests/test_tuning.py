@@ -70,7 +70,7 @@ def test_the_best_run_is_kept_and_each_search_is_paid():
     assert len(seen) == 6 and best == Selected(seen[1:][np.argmax(scores)], max(scores), 2 + int(np.argmax(scores)))
     assert {p["rate"] for p in seen} <= {0.1, 0.2, 0.3} and len(set(scores)) == len(scores)
     first = one.report(1e-5)
-    assert "neither their number" in first.statement() and one.ledger.steps == 1
+    assert "does not cover their number" in first.statement() and one.ledger.steps == 1
     assert one.run(train, maximize=False).score == min(p["momentum"] for p in seen[len(scores) + 1 :])
     assert one.report(1e-5).epsilon > first.epsilon and one.ledger.steps == 2
 

@@ -153,8 +153,8 @@ class PerLayerClip:
         order = list(dict.fromkeys(layers))
         if isinstance(self.clips, tuple) and len(self.clips) != len(order):
             raise ValueError(
-                f"clips={self.clips!r} are {len(self.clips)}, but {len(order)} layers are trained ({', '.join(order)}):"
-                " give one for each, in this order, or one number for all."
+                f"clips={self.clips!r} has {len(self.clips)} clips, but {len(order)} layers are trained "
+                f"({', '.join(order)}): give one for each, in this order, or one number for all."
             )
         shares = self.clips if isinstance(self.clips, tuple) else [self.norm / math.sqrt(len(order))] * len(order)
         return [order.index(layer) for layer in layers], list(map(float, shares))

@@ -199,7 +199,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         if delta < least or (events and delta == least):
             raise PrivacyError(
                 f"delta={delta:g} has no price: fits that used solver='objective' are known at delta={least:g} in all, "
-                "and no smaller one. Give a larger delta."
+                "and at no smaller delta. Give a larger delta."
             )
         if not events:
             return Price(epsilon, accountant)
@@ -435,7 +435,7 @@ class _Problem:
                 return found
             found = found - cg(self._curved(found), slope, atol=0.0, maxiter=10 * self.size)[0]
         raise PrivacyError(
-            "the minimum was not found as well as its price demands: take a smaller C, data of a smaller data_norm, or "
+            "the minimum was not found as exactly as its ε requires: use a smaller C, data of a smaller data_norm, or "
             "solver='gradient'"
         )
 

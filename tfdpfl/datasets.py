@@ -271,7 +271,7 @@ def load_shakespeare(data_dir: str | os.PathLike | None = None) -> dict[str, str
 def _folder(data_dir: str | os.PathLike | None, name: str, file: str) -> Path:
     given = data_dir or os.environ.get(DATA_DIR_VARIABLE)
     if not given:
-        raise FileNotFoundError(f"No folder for {name}: give data_dir or set {DATA_DIR_VARIABLE}.")
+        raise FileNotFoundError(f"No folder for {name}: give data_dir, or set {DATA_DIR_VARIABLE}.")
     for folder in (Path(given) / name, Path(given)):
         if (folder / file).is_file():
             return folder

@@ -42,7 +42,7 @@ class AdaFEST:
     tables: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        _checks.real("threshold", self.threshold, "at 0 half of all rows pass; 4 times the noise is usual", above=0)
+        _checks.real("threshold", self.threshold, "at 0, half of all rows pass; 4 times the noise is usual", above=0)
         _checks.real("clip", self.clip, "1.0 is usual", above=0)
         if self.noise_multiplier is not None:
             remedy = "it must be above the optimizer's; leave it out for twice that"
@@ -67,7 +67,7 @@ class AdaFEST:
         if counts <= z:
             raise ValueError(
                 f"sparse={self!r}: noise_multiplier={counts:g} of the counts is not above the optimizer's {z:g}, so "
-                "they alone would cost more than the whole step may. Raise it, or leave it out for twice that."
+                "the counts alone would cost more than the whole step may. Raise it, or leave it out for twice that."
             )
         return (z**-2 - counts**-2) ** -0.5, counts
 

@@ -123,8 +123,8 @@ class PrivacyPlan:
         taken = sorted((decided.keys() & kwargs.keys()) - same)
         if taken:
             raise ValueError(
-                f"{taken[0]}={kwargs[taken[0]]!r} is the plan's to decide ({decided[taken[0]]!r}), so that "
-                "its pieces agree. Leave it out, or make another plan with it."
+                f"{taken[0]}={kwargs[taken[0]]!r} is decided by the plan ({decided[taken[0]]!r}), so that all its "
+                "parts agree. Leave it out, or make another plan with it."
             )
         if isinstance(optimizer, str):
             optimizer = type(tf.keras.optimizers.get(optimizer))
@@ -202,7 +202,7 @@ class PrivacyPlan:
             )
         if not any(getattr(callback, PLAN, None) is self for callback in callbacks):
             raise PrivacyError(
-                "The plan's callback is not among the callbacks of this fit, so that nothing would stop it at "
+                "The plan's callback is not among the callbacks of this fit, so nothing would stop it at "
                 "target_epsilon. Give fit callbacks=[plan.callback]."
             )
         wanted = {**_DEFAULTS, **self._settings}
@@ -210,8 +210,8 @@ class PrivacyPlan:
         other = next((name for name in wanted if has[name] != wanted[name]), None)
         if other is not None:
             raise PrivacyError(
-                f"The model's optimizer has {other}={has[other]!r}, and the plan {wanted[other]!r}: it is another's. "
-                "Compile the model with plan.optimizer(...)."
+                f"The model's optimizer has {other}={has[other]!r}, and the plan has {wanted[other]!r}: the optimizer "
+                "belongs to another plan. Compile the model with plan.optimizer(...)."
             )
 
 

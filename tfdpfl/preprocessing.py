@@ -53,14 +53,14 @@ class _Release:
         self.ledger = PrivacyLedger() if ledger is None else ledger
         if self.ledger.unit == "user":
             raise PrivacyError(
-                "The ledger is of users, and these sums protect one example each. A user with several examples would "
-                "be protected less. Adapt on one example of each user, and give a ledger of its own."
+                "The ledger is of users, but these sums protect one example each, so a user with several examples "
+                "would be protected less. Adapt on one example of each user, and give a separate ledger."
             )
         self.adjacency = self.ledger.adjacency if adjacency is None else adjacency
         if self.adjacency not in _ADJACENCIES:
             raise PrivacyError(
-                f"adjacency={self.adjacency!r} has no price for these sums, which an example that is replaced moves "
-                f"further. Take {' or '.join(map(repr, _ADJACENCIES))}."
+                f"adjacency={self.adjacency!r} has no known ε for these sums, which a replaced example moves further. "
+                f"Use {' or '.join(map(repr, _ADJACENCIES))}."
             )
         self.noise_multiplier = _noise_multiplier(epsilon, delta - self.chance)
         self._source, self._seeded = Source(seed), seed is not None
@@ -106,7 +106,7 @@ class _Adapted:
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
         if self.ledger is None:
-            raise PrivacyError(f"{type(self).__name__} was not adapted, so it has no price. Call adapt first.")
+            raise PrivacyError(f"{type(self).__name__} was not adapted, so it has no ε. Call adapt first.")
         return self.ledger.promises(delta)
 
 
@@ -197,7 +197,7 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         axes = () if self.axis is None else self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,)
         kept = sorted(axis % rows.ndim for axis in axes)
         if 0 in kept:
-            raise ValueError(f"axis={self.axis!r} is that of the examples, each of which would be published.")
+            raise ValueError(f"axis={self.axis!r} is the axis of the examples, so each example would be published.")
         others = tuple(axis for axis in range(1, rows.ndim) if axis not in kept)
         shape = tuple(rows.shape[axis] for axis in kept)
         whole = tuple(n if axis in kept else 1 for axis, n in enumerate(rows.shape) if axis)
@@ -376,7 +376,7 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
         most = _checked_most(max_tokens_per_example)
         if getattr(self, "_output_mode", None) == "tf_idf":
             raise PrivacyError(
-                "output_mode='tf_idf' needs document frequencies, which adapt does not publish. Take 'count' or 'int'."
+                "output_mode='tf_idf' needs document frequencies, which adapt does not publish. Use 'count' or 'int'."
             )
         texts = _rows(data)
         texts = texts.reshape(-1, 1) if texts.ndim < 2 else texts

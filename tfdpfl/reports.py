@@ -355,9 +355,9 @@ def _promises(name: str, what: Promiser, delta: float) -> list[Promise]:
         raise ValueError(f"{name}: {error}") from error
     except NoPromisesError as error:
         raise ValueError(
-            f"{name}: {what!r:.99} is no part of a report: give a ledger, a PrivacyBudget, a PrivacyReport, a label "
-            "mechanism, a DPLogisticRegression, PATE's answers, a History, a Flower strategy or a RandomSearch, or "
-            "give your own class a method promises(delta). An event goes into a ledger first: "
+            f"{name}: {what!r:.99} cannot be part of a report: give a ledger, a PrivacyBudget, a PrivacyReport, a "
+            "label mechanism, a DPLogisticRegression, PATE's answers, a History, a Flower strategy or a RandomSearch, "
+            "or give your own class a method promises(delta). An event goes into a ledger first: "
             "PrivacyLedger().add(event, adjacency=...)"
         ) from error
 

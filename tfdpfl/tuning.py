@@ -90,7 +90,7 @@ class HyperParameters:
             ValueError: there are none.
         """
         if not len(values):
-            raise ValueError(f"values={values!r} of {name!r} must be what there is to choose from.")
+            raise ValueError(f"values={values!r} of {name!r} must list the values to choose from.")
         return self._ask(name, lambda uniform: values[int(uniform * len(values))])
 
     def Boolean(self, name: str, default: object = False) -> bool:
@@ -176,8 +176,7 @@ class RandomSearch:
         if num_runs is not None or mean_runs is None:
             raise PrivacyError(
                 f"num_runs={num_runs!r}: the best of a fixed number of runs may cost as many times what one costs, "
-                "since who sees it knows that all the others were worse. Give mean_runs: the number is then drawn at "
-                "random."
+                "because it shows that all others were worse. Give mean_runs: the number is then drawn at random."
             )
         self.mean_runs = _checks.real("mean_runs", mean_runs, "give the mean number of runs", at_least=1)
         remedy = "1 is geometric, 0 logarithmic"
@@ -244,8 +243,8 @@ class RandomSearch:
     def report(self, delta: float) -> PrivacyReport:
         """The price of `ledger`."""
         note = (
-            f"The best of a random number of runs, {self.mean_runs:g} in the mean, is kept; neither their number nor "
-            "anything of the others is covered, nor are examples that scores were measured on."
+            f"The best of a random number of runs, {self.mean_runs:g} in the mean, is kept. ε does not cover their "
+            "number, the other runs, or the examples that scores were measured on."
         )
         return self.ledger.report(delta, "rdp", [note])
 
@@ -255,8 +254,8 @@ class RandomSearch:
         if more is not None or adjacency != self.adjacency:
             raise PrivacyError(
                 f"A run spent {has[more] if more is not None else 0} x {more} ({adjacency}), and spends= allows "
-                f"{said[more]} ({self.adjacency}). All runs must cost the same: tune what changes no ε (learning "
-                "rates, clips, layers), or give spends= the run that costs most in each."
+                f"{said[more]} ({self.adjacency}). All runs must cost the same: tune only settings that do not change "
+                "ε (learning rates, clips, layers), or give spends= the most expensive run."
             )
 
     def _draws(self) -> list[Any]:

@@ -389,7 +389,7 @@ def drawn_from_a_kept_seed(x):
     random_weight, counted, counted_in_a_call, drawn_from_a_seed, drawn_from_a_kept_seed])  # fmt: skip
 def test_draws_and_writes_that_neither_way_can_keep_are_refused(f):
     """The fallback would draw other numbers than the loss saw, and write once more."""
-    with pytest.raises(PrivacyError, match=r"would draw or write \(\w+.*otherwise than it did for the loss"):
+    with pytest.raises(PrivacyError, match=r"would draw or write \(\w+.*other values than it did for the loss"):
         falls_back(f, [A, R])
 
 

@@ -363,7 +363,7 @@ TOLD = {
     "roll": "Roll.*along the batch axis",
     "reversed batch": "StridedSlice.*takes some examples",
     "cumulative sum": "Cumsum.*along the batch axis",
-    "pairs of examples": "MatMul.*multiplies the examples along one axis.*Compare each example with what is public",
+    "pairs of examples": "MatMul.*multiplies the examples along one axis.*Compare each example with public values",
     "products over the batch": "MatMul.*sums over the batch",
     "sorted batch": "TopKV2.*depend on the batch size",
     "unique": "Unique.*not known to keep examples apart",

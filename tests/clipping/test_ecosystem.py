@@ -1155,7 +1155,7 @@ MENDED = {
     segmentation_with_skips: FIX,
     crops_of_a_spatial_transformer: r"tf\.gather\(x, indices, batch_dims=1\)",
     point_clouds: FIX,
-    adversaries_that_judge_all_at_once: "Call the model on each part and add the losses",
+    adversaries_that_judge_all_at_once: "Call the model on each part, and add the losses",
     experts_chosen_for_each_word: "axis=1 and up",
     deep_and_cross: FIX,
     random_features_and_a_hinge: r"tf\.reduce_mean\(tf\.maximum\(1 - t \* p, 0\), -1\)",
@@ -1172,7 +1172,7 @@ BOTH = {
     cats_and_dogs_from_scratch, adversaries_that_judge_all_at_once, q_learning, captcha,
 }  # fmt: skip
 REFUSED = {
-    contrast_with_the_rest_of_the_batch: "what compares the examples of a batch",
+    contrast_with_the_rest_of_the_batch: "a loss that compares the examples of a batch",
     nodes_of_one_graph: "examples",
 }
 

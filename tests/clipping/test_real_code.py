@@ -404,7 +404,7 @@ def test_real_and_generated_examples_are_added_not_joined():
         real, made = x @ w, z @ w
         return tf.reduce_mean(entropy(tf.ones_like(real), real)) + tf.reduce_mean(entropy(tf.zeros_like(made), made))
 
-    refused(joined, X, X[::-1].copy(), match="Call the model on each part and add the losses")
+    refused(joined, X, X[::-1].copy(), match="Call the model on each part, and add the losses")
     agrees(added, X, X[::-1].copy())
 
 
@@ -450,7 +450,7 @@ MENDS = {
     "compute on the whole batch at once: tf.map_fn": (
         lambda w, x: tf.reduce_mean(tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(w, row, transpose_a=True)), x)),
         lambda w, x: tf.reduce_mean(tf.tanh(x @ w))),
-    "Leave out what the batch size goes into": (
+    "Leave out the use of the batch size": (
         lambda w, x: tf.reduce_mean(tf.tanh(x @ w * tf.cast(tf.shape(x)[0], tf.float32))),
         lambda w, x: tf.reduce_mean(tf.tanh(x @ w))),
     "Work along another axis": (
@@ -462,7 +462,7 @@ MENDS = {
     r"If the labels have another shape than the outputs.*y\.reshape\(len\(y\), 1\)": (
         lambda w, x: tf.reduce_mean((x[:, 0] - tf.tanh(x @ w)[:, :1]) ** 2),
         lambda w, x: tf.reduce_mean((x[:, :1] - tf.tanh(x @ w)[:, :1]) ** 2)),
-    "Compare each example with what is public": (
+    "Compare each example with public values": (
         lambda w, x: tf.reduce_mean(tf.tanh(tf.matmul(x @ w, x @ w, transpose_b=True))),
         lambda w, x: tf.reduce_mean(tf.tanh(tf.matmul(x @ w, MASK, transpose_b=True)))),
     "Write it with TensorFlow operations": (
@@ -471,7 +471,7 @@ MENDS = {
     r"tf\.where\(condition, a, b\)": (
         lambda w, x: tf.reduce_mean(tf.cond(tf.reduce_all(x > -9), lambda: tf.tanh(x @ w), lambda: x @ w)),
         lambda w, x: tf.reduce_mean(tf.where(x[:, :1] > 0, tf.tanh(x @ w), x @ w))),
-    r"tf\.where\(done, y, y_of_the_next_turn\)": (
+    r"tf\.where\(done, y, next_y\)": (
         lambda w, x: tf.reduce_mean(tf.while_loop(lambda y: tf.reduce_all(y < 2), lambda y: (y + tf.tanh(x @ w),),
                                                   (x @ w,))[0]),
         lambda w, x: tf.reduce_mean(last_turn(w, x, lambda y: y > 2) ** 2)),

@@ -511,7 +511,7 @@ def test_what_an_automatic_prior_was_paid_is_left_of_a_new_total():
     mechanism = RandomizedResponseWithPrior(1.0, KMeansPrior("auto", clusterer=clusterer), 10).fit(x, y)
     share = mechanism.prior_.epsilon_
     mechanism.set_params(epsilon=share)
-    with pytest.raises(ValueError, match=r"epsilon=.* is not above the .* that the prior was paid at fit: call fit"):
+    with pytest.raises(ValueError, match=r"epsilon=.* is not above the .* that the prior spent at fit: call fit"):
         mechanism.transform(x, y)
     assert mechanism.releases_ == 0
     mechanism.set_params(epsilon=0.7).transform(x, y)
@@ -950,7 +950,7 @@ def test_what_releases_labels_takes_no_features_in_their_place(make):
     # A step of a pipeline is handed X, and the labels would go past it as they are.
     mechanism = make()
     pipeline = make_pipeline(mechanism, LogisticRegression())
-    with pytest.raises(ValueError, match=r"releases labels.*was handed two arrays.*fit_transform\(y\) before"):
+    with pytest.raises(ValueError, match=r"releases labels.*received two arrays.*fit_transform\(y\) before"):
         pipeline.fit(np.arange(60)[:, None] % 10, np.arange(60) % 3)
     assert mechanism.releases_ == 0 and mechanism.epsilon_spent == 0
 
@@ -1014,7 +1014,7 @@ X, Y = blobs(60)
         (lambda: KMeansPrior("auto", local=True), "epsilon='auto' .* local=True.*give a number"),
         (lambda: KMeansPrior(0.1, local="yes"), "local must be True or False, got 'yes'"),
         (lambda: KMeansPrior("auto", seed=-1), "seed.*-1"),
-        (lambda: KMeansPrior("auto", 3).fit(X, Y), "epsilon='auto' is a share of a mechanism's total.*give a number"),
+        (lambda: KMeansPrior("auto", 3).fit(X, Y), "epsilon='auto' is a share of the ε of a mechanism.*give a number"),
         (lambda: KMeansPrior(1.0, n_clusters=0), "n_clusters.*got 0"),
         (lambda: KMeansPrior(1.0, n_components=0), "n_components.*got 0"),
         (lambda: KMeansPrior(1.0).fit(X, Y), "n_clusters=100 but X has only n_samples=60"),
@@ -1065,7 +1065,7 @@ def test_bad_input_is_refused_by_name(call, message):
     lambda prior: PublicPrior(make_pipeline(prior).predict_proba),
 ])  # fmt: skip
 def test_a_paying_prior_may_not_hide(hide):
-    with pytest.raises(PrivacyError, match="hides a prior that pays"):
+    with pytest.raises(PrivacyError, match="hides a prior with an ε"):
         RandomizedResponseWithPrior(1.0, hide(KMeansPrior(0.1)))
 
 

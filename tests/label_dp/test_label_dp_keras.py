@@ -195,7 +195,7 @@ def test_the_forward_loss_recovers_the_true_classes():
         (dict(epsilon=1.0), "num_classes"),
         (dict(epsilon=-1.0, num_classes=3), "epsilon.*-1.0"),
         (dict(transition_matrix=np.ones((3, 3))), "rows that sum to one"),
-        (dict(transition_matrix=np.ones((7, 3, 3)) / 3), r"\[7, 3, 3\]: with several priors there is no one matrix"),
+        (dict(transition_matrix=np.ones((7, 3, 3)) / 3), r"\[7, 3, 3\]: several priors have several matrices"),
     ],
 )
 @pytest.mark.parametrize("cls", [ForwardCorrectedLoss, BackwardCorrectedLoss])

@@ -221,7 +221,7 @@ def test_no_noise_no_steps_and_neighbours_without_a_price():
         (lambda: BLT(max_participations=0), "max_participations"),
         (lambda: BLT(max_participations=1, num_steps=9, decay=(0.5, 1.5), scale=(0.1, 0.1)), "decay"),
         (lambda: BLT(max_participations=1, num_steps=9, decay=(0.5, 0.1), scale=(0.7, 0.4)), "scale"),
-        (lambda: BLT(max_participations=1, num_steps=9, decay=(0.5, 0.1)), "both of decay and scale"),
+        (lambda: BLT(max_participations=1, num_steps=9, decay=(0.5, 0.1)), "both decay and scale"),
         (lambda: BLT(buffers=20, max_participations=1), "buffers=20"),
         (lambda: noise_from_dict({"noise": "Pink"}), "Pink"),
         (lambda: noise_from_dict({"noise": "Tree", "leaves": 3}), "leaves"),

@@ -242,9 +242,9 @@ def tied():
 
 
 @pytest.mark.parametrize("why, make, given, more", [
-    ("used in another way", tied, {}, {}),
+    ("no lookup of rows", tied, {}, {}),
     ("has a regularizer", lambda: keras.Model(*layers(embeddings_regularizer="l2")), {}, {}),
-    ("finds no table", lambda: keras.Model(*layers()), {"tables": ["wards", "users"]}, {}),
+    ("finds none of its tables", lambda: keras.Model(*layers()), {"tables": ["wards", "users"]}, {}),
     ("XLA compiles", lambda: keras.Model(*layers()), {}, {"jit_compile": True}),
 ], ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
 def test_models_whose_rows_cannot_be_left_out_are_refused(why, make, given, more):
@@ -261,7 +261,7 @@ def test_models_whose_rows_cannot_be_left_out_are_refused(why, make, given, more
 
 def test_replicas_and_bias_correction_are_refused(monkeypatch):
     model = model_of(tfdpfl.DPAdamBC(1.0, 1.0, expected_batch_size=40, sparse=SPARSE))
-    with pytest.raises(PrivacyError, match="on some rows alone"):
+    with pytest.raises(PrivacyError, match="only to some rows"):
         model.train_on_batch(X, Y)
     monkeypatch.setattr(_replicas, "number", lambda: 2)
     monkeypatch.setattr(_replicas, "among_replicas", lambda: True)

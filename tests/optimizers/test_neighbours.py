@@ -247,7 +247,7 @@ def test_what_may_lose_the_marks_of_blank_rows_is_refused(change):
     data = poisson_batches((X, Y), 0.5, 2, truncated_batch_size=16)
     model = MODELS["plain"]()
     model.compile(tfdpfl.DPSGD(1.0, 1.0, expected_batch_size=6), K.losses.SparseCategoricalCrossentropy(True))
-    with pytest.raises(PrivacyError, match=r"(Map|Batch) stands behind batches that are filled up.*map_fn"):
+    with pytest.raises(PrivacyError, match=r"(Map|Batch) comes after batches that are filled up.*map_fn"):
         model.fit(change(data), verbose=0)
 
 
@@ -263,7 +263,7 @@ def test_a_function_that_does_not_take_in_the_marks_is_refused():
     x = K.Input((WIDTH,))
     model = Inner(x, L.Dense(CLASSES)(x))
     model.compile(tfdpfl.DPSGD(1.0, 1.0, expected_batch_size=6, learning_rate=0.1))
-    with pytest.raises(PrivacyError, match=r"'inner'.* does not take it in.*as an argument"):
+    with pytest.raises(PrivacyError, match=r"'inner'.* does not receive it.*as an argument"):
         model.fit(poisson_batches((X, Y), 0.5, 2, truncated_batch_size=16).prefetch(1), verbose=0)
 
 

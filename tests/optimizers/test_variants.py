@@ -344,7 +344,7 @@ for outside in (True, False):
         assert not outside, "was not refused: one batch for both"
         np.testing.assert_allclose(one, c.flat(model.get_weights()), atol=1e-6)
     except tfdpfl.PrivacyError as error:
-        assert outside and "Several replicas are handed the same batch" in str(error), error
+        assert outside and "Several replicas receive the same batch" in str(error), error
         assert model.optimizer.num_dp_steps == 0
 
 # Keras 3 hands train_on_batch's to all; and Keras 2 traces a replica without examples where a batch may be short.

@@ -175,7 +175,7 @@ try:
     fit(model, batches())
     raise SystemExit("workers with different settings trained")
 except tf.errors.OpError as error:
-    assert "optimizers differ" in str(error), error
+    assert "optimizers of the workers differ" in str(error), error
 assert model.optimizer.num_dp_steps == 0
 np.testing.assert_array_equal(c.flat(before), c.flat(model.get_weights()))
 end()
@@ -285,7 +285,7 @@ for what in ("order", "budget", "target", "step"):
             fit(model, data, target_epsilon=3.0 if other and what == "target" else 9.0)
         raise SystemExit("trained though the workers differ: " + what)
     except tf.errors.OpError as error:
-        said = "are not at the same step" if what == "step" else "say different things of the data"
+        said = "are not at the same step" if what == "step" else "disagree about the data"
         assert said in str(error), (what, error)
     assert model.optimizer.num_dp_steps == 0, what
     np.testing.assert_array_equal(c.flat(before), c.flat(model.get_weights()), what)
@@ -390,5 +390,5 @@ def test_the_order_of_data_and_whose_they_are_tells_workers_apart():
 def test_a_share_for_workers_has_no_size_of_its_own():
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     for name in ("physical_batch_size", "truncated_batch_size"):
-        with pytest.raises(ValueError, match=f"{name}=8 beside strategy"):
+        with pytest.raises(ValueError, match=f"{name}=8 together with strategy"):
             tfdpfl.data.poisson_batches(c.examples(12), 0.5, 2, strategy=strategy, **{name: 8})

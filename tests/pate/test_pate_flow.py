@@ -97,7 +97,7 @@ def test_a_budget_stops_the_answering_before_it_is_passed(make, data_dependent):
 def test_a_second_fit_would_pass_the_budget_unseen():
     pate = flow(GNMax(40.0), budget=1.5).fit(X)
     answered = len(pate.answers_)
-    with pytest.raises(PrivacyError, match=f"fit has let out {answered} answers already"):
+    with pytest.raises(PrivacyError, match=f"fit has released {answered} answers already"):
         pate.fit(X)
     assert len(pate.answers_) == answered
 

@@ -516,7 +516,7 @@ X40, Y40 = blobs(40)
         (lambda: quick(40).fit(X40, Y40, validation_split=0.1), "leaves teacher 0 none of its 1 examples"),
         (lambda: quick(2).fit(X40, Y40, class_weight={3: 1.0}), "classes from 0 to 2, got 3"),
         (lambda: quick(2).fit(X40, Y40, class_weight={0: -1.0}), r"class_weight\[0\] must be"),
-        (lambda: quick(2).fit(X40, Y40, callbacks=[None]), "one list for all would take what it saw"),
+        (lambda: quick(2).fit(X40, Y40, callbacks=[None]), "one list for all would carry data"),
         (lambda: quick(2, checkpoint_dir="x").fit(X40, Y40, callbacks=list), "leave one out"),
         (lambda: quick(2, Net).fit(X40, Y40), "model_fn must compile its Net"),
         (lambda: quick(2).votes(X40), r"call fit\(X, y\) first"),

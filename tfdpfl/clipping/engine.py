@@ -20,7 +20,7 @@ def check_clip(l2_norm_clip: float) -> None:
     _checks.real("l2_norm_clip", l2_norm_clip, "give the largest L2 norm that one example's gradient may have", above=0)
     if l2_norm_clip < LEAST_CLIP:
         raise ValueError(
-            f"l2_norm_clip={l2_norm_clip!r} is so small that longer gradients are lost when float32 squares them. "
+            f"l2_norm_clip={l2_norm_clip!r} is so small that float32 loses longer gradients when it squares them. "
             f"Scale the loss up, and l2_norm_clip with it, to {LEAST_CLIP:g} or more."
         )
 

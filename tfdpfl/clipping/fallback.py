@@ -44,7 +44,7 @@ class Replay:
         # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
         if again := side_effects(ops) - _REPEATABLE | RANDOM.intersection(op.type for op in within(ops)):
             raise self._refusal(
-                f"it would draw or write ({', '.join(sorted(again))}) otherwise than it did for the loss",
+                f"it would draw or write ({', '.join(sorted(again))}) other values than it did for the loss",
                 "Do that outside of it; layers that do (Keras 3's random layers write to their seeds) are to be called "
                 "as they are, not in a tf.function, a loop or a branch.",
             )

@@ -142,8 +142,8 @@ def _copy_of_subclass(model: Model, changes: list[str]) -> Model:
     shape = model.get_build_config()
     if not shape:
         raise PrivacyError(
-            f"{name} is a subclassed model that has seen no input, so it is not known what fix has to copy. Call it on "
-            "a batch before you fix it."
+            f"{name} is a subclassed model that has seen no input, so fix does not know what to copy. Call it on a "
+            "batch before you fix it."
         )
     try:
         made = type(model).from_config(model.get_config())
@@ -180,8 +180,8 @@ def _replacement(layer: Layer, changes: list[str]) -> Layer:
     spec = getattr(layer, "input_spec", None)
     if spec is None or not spec.axes:
         raise PrivacyError(
-            f"{layer.name!r} has seen no input, so it is not known which of its axes are spatial. Build the model "
-            "before you fix it: model.build(input_shape), or a call on a batch."
+            f"{layer.name!r} has seen no input, so its spatial axes are not known. Build the model before you fix it: "
+            "model.build(input_shape), or a call on a batch."
         )
     ((axis, channels),) = spec.axes.items()
     common = dict(

@@ -126,9 +126,9 @@ def close(graph: tf.Graph, loss: tf.Tensor) -> None:
     for op in graph_tools.ancestors([loss]).values() if drawn else ():
         if op.name in drawn:
             raise PrivacyError(
-                f"{op.type} ({op.name!r}) draws random numbers, and was read for another private update of this "
-                "tf.function: a second one would see others. Let one optimizer train all of the variables, or compute "
-                "the loss anew for each update."
+                f"{op.type} ({op.name!r}) draws random numbers, and another private update of this tf.function read "
+                "them already: a second update would see other numbers. Let one optimizer train all of the variables, "
+                "or compute the loss anew for each update."
             )
 
 

@@ -278,9 +278,9 @@ class PerExampleLoss:
             and value in (self.known_size, self.known_size * self.replicas)
         ):
             warnings.warn(
-                f"The loss is divided by the number {value:g}, and the batch has as many examples. A number is kept: "
-                f"each example's loss is divided by {value:g} before its gradient is clipped, which makes updates "
-                f"{value:g} times smaller than a mean's. If you mean the batch size, write tf.shape(x)[0].",
+                f"The loss is divided by the number {value:g}, and the batch has as many examples. The number is kept: "
+                f"each example's loss is divided by {value:g} before its gradient is clipped, so updates are {value:g} "
+                "times smaller than those of a mean. If you mean the batch size, write tf.shape(x)[0].",
                 stacklevel=2,
             )
 

@@ -116,13 +116,13 @@ def validate(model: Model, batch: Arrays, tolerance: float = 1e-4) -> None:
     size = len(tf.nest.flatten(x)[0])
     if size < 2:
         raise ValueError(
-            f"batch has {size} example; give two at least, so that one can be watched while another moves."
+            f"batch has {size} example; give at least two, because the check changes one and watches the other."
         )
     before = run(x, *rest)
     if not np.allclose(before.per_example, run(x, *rest).per_example, rtol=tolerance, atol=0, equal_nan=True):
         warnings.warn(
-            "The model draws at random outside of training, too, so validate read its graph but could not compare "
-            "numbers.",
+            "The model draws random numbers outside of training, too. So validate checked its graph, but could not "
+            "compare numbers.",
             stacklevel=2,
         )
         return
@@ -224,18 +224,15 @@ def _check_sums(model: Model, clipped: list, truth: list[np.ndarray], allowed: f
         v = model.trainable_variables[int(np.argmax([length([d]) for d in off]))]
         raise PrivacyError(
             f"The clipped sum is {length(off):.2g} away from that of exact gradients, whose length is "
-            f"{length(truth):.2g}; most of it in {getattr(v, 'path', None) or v.name}. A sum that is not of the "
-            f"examples' gradients has no bound by the clip. {_whose()}"
+            f"{length(truth):.2g}; most of it in {getattr(v, 'path', None) or v.name}. The clip does not bound a sum "
+            f"of anything but the examples' gradients. {_whose()}"
         )
 
 
 def _whose(otherwise: str = "a rule of tfdpfl is wrong") -> str:
     taught = ", ".join(sorted(user_rules()))
     if taught:
-        return (
-            f"Rules of yours are in force for {taught}: correct them, or return None from a rule to leave the use to "
-            "the exact fallback."
-        )
+        return f"Your rules are used for {taught}: correct them, or return None from a rule to use the exact fallback."
     return f"Please report it: {otherwise}."
 
 
@@ -244,7 +241,7 @@ def _parts(batch: Arrays) -> tuple:
     if isinstance(batch, tf.data.Dataset):
         batch = next(iter(batch), None)
         if batch is None:
-            raise ValueError("batch is a data set that holds no batch; give one that does.")
+            raise ValueError("batch is a data set without a batch; give one with at least one batch.")
     return batch if isinstance(batch, tuple) else (batch,)
 
 

@@ -109,8 +109,8 @@ class Recomputed(MaterializedGradient):
 
 def _refuse(op: tf.Operation, *_: tf.Tensor) -> None:
     raise NotImplementedError(
-        f"{op.type} has no gradient, so that you cannot differentiate through clipped gradients. Set "
-        f"{native.SWITCH}=0, and TensorFlow's own ops are used, which have gradients."
+        f"{op.type} has no gradient, so you cannot differentiate through clipped gradients. Set {native.SWITCH}=0 to "
+        "use TensorFlow's own ops, which have gradients."
     )
 
 

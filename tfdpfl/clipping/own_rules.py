@@ -57,7 +57,7 @@ def checked(rule: UserRule, use: Use, units: Units) -> Contribution | None:
         raise PrivacyError(
             f"Your rule for {use.op.type} ({rule}) does not give the gradients of {use.op.name!r}: on random numbers "
             f"{off}. A gradient that is longer than it seems moves the model by more than l2_norm_clip. Correct the "
-            "rule, or return None from it to leave the use to the exact fallback."
+            "rule, or return None from it to use the exact fallback."
         )
     rule.compared.add(known)
     return made

@@ -194,7 +194,7 @@ class ClippingPipeline:
         ragged = [s for s in tf.nest.flatten(signature) if isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec)]
         if ragged:
             raise PrivacyError(
-                f"The step takes in a {type(ragged[0]).__name__}, whose values are not rows of examples. Hand in a "
+                f"The step takes in a {type(ragged[0]).__name__}, whose values are not rows of examples. Pass a "
                 "tensor: to_tensor() of a ragged one, tf.sparse.to_dense of a sparse one."
             )
         if not sources:
@@ -209,9 +209,9 @@ class ClippingPipeline:
         free = [t for t in sources if t.shape.rank and None in t.shape[1:]]
         if free:
             warnings.warn(
-                f"The batch comes with lengths that are not fixed ({free[0].shape}). If batches are padded to their "
-                "longest example, that one changes the others' gradients, which the clip does not bound: mask the "
-                "padding, or pad all batches to one length. If all have one already, say so: "
+                f"The batch has lengths that are not fixed ({free[0].shape}). If batches are padded to their longest "
+                "example, this example changes the gradients of the others, and the clip does not bound that: mask the "
+                "padding, or pad all batches to one length. If all batches already have one length, state it: "
                 "tf.data.Dataset.from_generator(..., output_signature=...) in place of a generator.",
                 stacklevel=2,
             )
@@ -403,7 +403,7 @@ class ClippingPipeline:
     def leave_out(self, blank: tf.Tensor, sure: tf.Tensor) -> None:
         """Has units contribute nothing whose rows are all blank (bool [batch]), whatever the loss makes of them; and
         all units, unless it is ``sure`` that these are all."""
-        message = "tfdpfl: a batch was marked to hold blank rows, but the step was given other rows of it."
+        message = "tfdpfl: a batch was marked to hold blank rows, but the step received other rows of it."
         self.holds.append(sure)
         with tf.control_dependencies([graph_tools.require(sure, message)]):
             blank = tf.identity(blank)

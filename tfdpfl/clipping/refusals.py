@@ -11,27 +11,27 @@ __all__ = ["EAGER", "NO_BATCH", "OVERLAP", "WEIGHTED", "mixing"]
 EAGER = (
     "This training step runs eagerly, but per-example gradients are read from the graph of a step. Wrap the step in "
     "tf.function: write @tf.function above the function that computes the loss and applies the gradients. Compile a "
-    "Keras model without run_eagerly=True, and do without tf.config.run_functions_eagerly."
+    "Keras model without run_eagerly=True, and do not call tf.config.run_functions_eagerly."
 )
 NO_BATCH = (
-    "The loss does not depend on any batch of examples that the graph takes in, so no gradient belongs to one example. "
-    "Pass the batch as an argument of the tf.function (or through a tf.data iterator), not as a captured array. If the "
-    "loss is to depend on no example, as that of a GAN's generator which is computed from random draws alone, train "
-    "these weights by the plain optimizer (for example keras.optimizers.Adam), and draw a fixed number."
+    "The loss does not depend on any batch of examples that is an input of the graph, so no gradient belongs to one "
+    "example. Pass the batch as an argument of the tf.function (or through a tf.data iterator), not as a captured "
+    "array. If the loss needs no example, for example that of a GAN's generator on random draws alone, train these "
+    "weights by a plain optimizer (for example keras.optimizers.Adam), and draw a fixed number."
 )
 OVERLAP = "Give the loss the axes of one example: for images keras.losses.Dice(axis=(1, 2, 3)), and Tversky likewise."
 WEIGHTED = (
     "Use a reduction that divides by the batch size ('sum_over_batch_size') or none ('sum') in place of "
-    "'mean_with_sample_weight' or a weighted mean; in a loss of your own, divide each example's sum by its own: "
-    "tf.reduce_sum(loss * mask, 1) / tf.reduce_sum(mask, 1)."
+    "'mean_with_sample_weight' or a weighted mean; in your own loss, divide the sum of each example by its own "
+    "weights: tf.reduce_sum(loss * mask, 1) / tf.reduce_sum(mask, 1)."
 )
 _NORMALISED = (
     "Replace BatchNormalization by GroupNormalization or LayerNormalization (tfdpfl.clipping.fix(model).model does), "
-    "or freeze it: layer.trainable = False makes it use the statistics that it has."
+    "or freeze it: with layer.trainable = False it uses the statistics that it has."
 )
 _REDUCED = (
-    "Reduce over the other axes only (axis=1 and up), so that each example has values, and a loss, of its own; the "
-    "mean of the losses is taken afterwards."
+    "Reduce over the other axes only (axis=1 and up), so each example has its own values and its own loss. The mean of "
+    "the losses is computed for you afterwards."
 )
 _PLACED = (
     "Give every example the same values; to pick from each example's own rows, use tf.gather(x, indices, batch_dims=1)."
@@ -40,16 +40,18 @@ _APART = (
     "Let every example keep its place, and compute on the whole batch at once: tf.map_fn, tf.vectorized_map and "
     "tf.unstack hand the examples out one by one."
 )
-_JOINED = "Call the model on each part and add the losses: real and generated images, say, each with its own labels."
+_JOINED = (
+    "Call the model on each part, and add the losses: for example real and generated images, each with its own labels."
+)
 _CONTRASTED = (
-    "Compare each example with what is public, or with its own other parts: what compares the examples of a batch has "
-    "no gradient of one example alone."
+    "Compare each example with public values, or with other parts of itself: a loss that compares the examples of a "
+    "batch has no gradient of one example alone."
 )
 _RANKS = (
     "If the labels have another shape than the outputs, for example [batch] and [batch, 1], give them the same one: "
     "y.reshape(len(y), 1). "
 )
-_SIZED = "Leave out what the batch size goes into; the loss's mean over the batch is taken for you."
+_SIZED = "Leave out the use of the batch size: the mean of the loss over the batch is computed for you."
 _REMEDIES = {
     "normalises over the batch": _NORMALISED,
     "normalises examples together": _NORMALISED,
@@ -70,12 +72,13 @@ _REMEDIES = {
     "makes an example's result depend on the batch size": _SIZED,
     "makes the result depend on the batch size": _SIZED,
     "scales weights by the batch size": _SIZED,
-    "has a shape of unknown rank": "Say the shape where it is lost: tf.ensure_shape(x, [None, ...]), for example of "
-    "what is looked up in a mutable table.",
+    "has a shape of unknown rank": "State the shape where it is lost: tf.ensure_shape(x, [None, ...]), for example "
+    "after a lookup in a mutable table.",
     "does not have the batch as its first axis": "Transpose its input, so that the examples come first.",
     "takes a branch by data": "Choose for each example by itself: tf.where(condition, a, b).",
-    "runs for as many turns as the data says": "Turn as often for all, and tf.where(done, y, y_of_the_next_turn).",
-    "moves examples across axes": "Keep the batch axis: tf.reshape(x, [-1, ...]) with all other lengths given.",
+    "runs for as many turns as the data says": "Run the same number of iterations for all examples, with "
+    "tf.where(done, y, next_y).",
+    "moves examples across axes": "Keep the batch axis: tf.reshape(x, [-1, ...]), with all other lengths stated.",
     "runs Python code, which cannot be followed": "Write it with TensorFlow operations, or do it in the data set.",
 }
 
@@ -93,14 +96,15 @@ def _remedy(origin: Mixed, through: str) -> str:
             return remedy
     if "gradient_tape" in name and _REMEDIES.get(origin.why) is _SIZED:
         return (
-            "If this is the gradient of a mean over the batch with respect to inputs: take that of the sum of losses, "
-            "tape.gradient(tf.reduce_sum(losses), x), with a loss of reduction='none'. Its sign is the same."
+            "If this is the gradient of a mean over the batch with respect to inputs, use the gradient of the sum of "
+            "losses instead: tape.gradient(tf.reduce_sum(losses), x), with a loss of reduction='none'. Its sign is the "
+            "same."
         )
     if origin.why in _REMEDIES:
         return _REMEDIES[origin.why]
     if "not known" in origin.why:
         return "Rewrite it with operations whose batch axis can be followed."
-    return "Change the layer or the loss so that each example is treated by itself."
+    return "Change the layer or the loss so that it treats each example by itself."
 
 
 # By the op where examples meet, its name in small letters, and what it reaches the loss through: the first that holds.
@@ -112,9 +116,9 @@ _SPECIAL: tuple[tuple[Callable[[Mixed, str, str], bool], str], ...] = (
     ),
     (
         lambda op, name, through: "sampled_softmax_loss" in name or "nce_loss" in name,
-        "TensorFlow looks up the examples' classes and the sampled ones in one go. Look them up by two: "
-        "true = tf.reduce_sum(x * tf.gather(w, y), 1) and sampled = tf.matmul(x, tf.gather(w, ids), "
-        "transpose_b=True); the logits are tf.concat([true[:, None], sampled], 1), and the first one is right.",
+        "TensorFlow looks up the classes of the examples and the sampled classes together. Use two lookups: true = "
+        "tf.reduce_sum(x * tf.gather(w, y), 1) and sampled = tf.matmul(x, tf.gather(w, ids), transpose_b=True); the "
+        "logits are tf.concat([true[:, None], sampled], 1), and the first one is right.",
     ),
     (
         lambda op, name, through: through.startswith("CTCLoss") or "dense_to_sparse" in name,

@@ -116,8 +116,9 @@ def check_finished(graph: tf.Graph, kept: Sequence = ()) -> None:
         if handle in found:
             raise PrivacyError(
                 f"The step writes batch data to {name_of(v)!r}, which is saved with the model and has no noise. Keep "
-                "such statistics out of the model, or fix them before training; train weights by the private "
-                "optimizer, or from what is public (numbers drawn by the batch's size are not: draw a fixed number)."
+                "such statistics out of the model, or fix them before training. Train weights by the private "
+                "optimizer, or from public values (numbers that are drawn for each example are not public: draw a "
+                "fixed number)."
             )
     for handle, (kind, name) in read.items():
         if handle in found:
@@ -198,7 +199,7 @@ def _turns(analysis: BatchAxis, op: tf.Operation, states: list) -> list:
 
 def _chosen_by_examples(op: tf.Operation) -> PrivacyError:
     how = "as often as examples say" if op.type.endswith("While") else "or leaves it out, and examples decide which"
-    return PrivacyError(f"{op.type} ({op.name!r}) takes a private step {how}. Take the step on every batch, once.")
+    return PrivacyError(f"{op.type} ({op.name!r}) takes a private step {how}. Take the step once on every batch.")
 
 
 def check_public(i: int, v: tf.Tensor, state) -> None:
@@ -206,9 +207,9 @@ def check_public(i: int, v: tf.Tensor, state) -> None:
     if not is_batch_free(state):
         why = state.describe() if isinstance(state, Mixed) else "it holds rows of examples, or how many there are"
         raise PrivacyError(
-            f"variables[{i}] ({v.op.type} {v.op.name!r}) is computed from the batch: {why}. One example would "
-            "change the gradients of all. Compute weights from variables and from what is public, with noise on "
-            "what comes from examples; or give the argument of the function itself, if it holds weights."
+            f"variables[{i}] ({v.op.type} {v.op.name!r}) is computed from the batch: {why}. One example would change "
+            "the gradients of all. Compute weights from variables and public values, and add noise to everything that "
+            "comes from examples. If the argument of the function holds weights, pass the argument itself."
         )
 
 

@@ -121,17 +121,17 @@ def check_seen(found: Iterable[Unseen] | None, variables: Sequence) -> None:
     """
     if found is None:
         raise PrivacyError(
-            "Another tape records as well, so what this one did not record cannot be seen. Ask for gradients, or call "
-            "minimize, after the with blocks of all tapes."
+            "Another tape records as well, so operations outside of this tape cannot be seen. Ask for gradients, or "
+            "call minimize, after the with blocks of all tapes."
         )
     handles = {id(h) for v in variables for h in handles_of(v)}
     for name, behind in found:
         if behind & handles:
             op = tf.compat.v1.get_default_graph().get_tensor_by_name(name).op
             raise PrivacyError(
-                f"The tape takes {op.type} ({op.name!r}) for a constant, but it follows from weights that are trained, "
-                "by what was computed outside of the tape. If that is to be a constant, wrap it in "
-                "tf.stop_gradient(...); if not, compute it under the tape."
+                f"The tape treats {op.type} ({op.name!r}) as a constant, but it was computed from trained weights "
+                "outside of the tape. If you mean a constant, wrap it in tf.stop_gradient(...). Otherwise compute it "
+                "under the tape."
             )
 
 

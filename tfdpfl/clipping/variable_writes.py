@@ -176,7 +176,7 @@ def check_unwritten(op: tf.Operation, analysis: BatchAxis) -> None:
     write = written_since(op, analysis)
     if write is not None:
         raise PrivacyError(
-            f"{write.type} ({write.name!r}) writes to a variable that {op.type} ({op.name!r}) takes in, after it was "
-            "run for the loss. The private step runs it once more, and would find what was written: write to the "
+            f"{write.type} ({write.name!r}) writes to a variable that {op.type} ({op.name!r}) reads, after the loss "
+            "was computed. The private step reads the variable once more, and would find the new value: write to the "
             "variable before the loss is computed, or after the private step."
         )

@@ -133,11 +133,11 @@ def poisson_batches(
     for name, value in (("physical", physical_batch_size), ("truncated", truncated_batch_size)):
         if strategy is not None and value is not None:
             raise ValueError(
-                f"{name}_batch_size={value} beside strategy: each worker draws its own part of a batch, of which the "
-                "others know no size. Leave it out."
+                f"{name}_batch_size={value} together with strategy: each worker draws its own part of a batch, and the "
+                "others do not know its size. Leave it out."
             )
     if truncated_batch_size is not None:
-        mend = "take six √expected more than the expected size"
+        mend = "use six √expected more than the expected size"
         truncated_batch_size = _positive("truncated_batch_size", truncated_batch_size, mend)
         truncated_event_type(truncated_batch_size)
 
@@ -433,8 +433,8 @@ def cyclic_poisson(
     groups = _positive("groups", groups, "count the groups that the examples are assigned to")
     if steps % groups:
         raise ValueError(
-            f"steps={steps} is not a multiple of groups={groups}, so that a new pass would come too early to some of "
-            f"them: take {max(steps // groups, 1) * groups}."
+            f"steps={steps} is not a multiple of groups={groups}, so some groups would begin a new pass too early: use "
+            f"{max(steps // groups, 1) * groups}."
         )
     if max_participations is not None:
         max_participations = _positive(
@@ -525,9 +525,9 @@ class _Pipeline:
     def _check_weightable(self, asked: str, mend: str) -> None:
         if self._weight_shapes:
             raise ValueError(
-                f"{asked} fills batches up with blank rows, which are marked by one sample_weight each, but an "
-                f"example's sample_weight has the shape {self._weight_shapes[0]}. Give each example one weight (and "
-                f"weight its positions in the loss); or {mend}."
+                f"{asked} fills batches up with blank rows, each marked by one sample_weight, but an example's "
+                f"sample_weight has the shape {self._weight_shapes[0]}. Give each example one weight (and weight its "
+                f"positions in the loss); or {mend}."
             )
         if not _is_pair_or_triple(self._spec):
             raise ValueError(f"{asked} needs data of the form (x, y) or (x, y, sample_weight); {mend}.")
@@ -666,9 +666,9 @@ def _positive(name: str, value: object, remedy: str) -> int:
 def _checked_rate(sampling_rate: Arrays, expected_batch_size: object, num_examples: int) -> float:
     if np.ndim(sampling_rate):
         raise PrivacyError(
-            f"sampling_rate must be a number, got a {type(sampling_rate).__name__}. A rate of its own for each example "
-            "(weighted or class-balanced sampling) has no price: weight the loss instead, by sample_weight. Was it "
-            "meant as data, give all arrays as one tuple: poisson_batches((x, y), ...)."
+            f"sampling_rate must be a number, got a {type(sampling_rate).__name__}. No ε is known for a separate rate "
+            "of each example (weighted or class-balanced sampling): weight the loss by sample_weight instead. If you "
+            "meant data, give all arrays as one tuple: poisson_batches((x, y), ...)."
         )
     if (sampling_rate is None) == (expected_batch_size is None):
         raise ValueError(

@@ -114,8 +114,8 @@ def _gives_single_examples(data: Arrays) -> bool:
 
     if isinstance(data, of_batches()):
         raise ValueError(
-            f"{type(data).__name__} gives whole batches, all of which would be read for an example of each. Give an "
-            "object whose __len__ counts examples and whose __getitem__(i) gives one of them, such as (x_i, y_i)."
+            f"{type(data).__name__} gives whole batches, and each draw of one example would read a whole batch. Give "
+            "an object whose __len__ counts examples and whose __getitem__(i) gives one of them, such as (x_i, y_i)."
         )
     if isinstance(data, (list, tuple, Mapping, str, bytes, np.ndarray)) or tf.is_tensor(data):
         return False
@@ -125,7 +125,7 @@ def _gives_single_examples(data: Arrays) -> bool:
         return True
     if hasattr(data, "__next__") or hasattr(data, "__iter__"):
         raise ValueError(
-            f"A {type(data).__name__} gives its examples in an order of its own, and any may be drawn next. Give an "
+            f"A {type(data).__name__} gives its examples in its own order, but any example may be drawn next. Give an "
             "object with __len__ and __getitem__(i), or the arrays."
         )
     return False
@@ -148,7 +148,7 @@ def _from_rows(source: Dataset) -> Examples:
                 tf.nest.assert_same_structure(first, example)
                 values = [_cell(leaf.value) for leaf in tf.nest.flatten(example)]
             except (TypeError, ValueError) as error:
-                raise ValueError(f"Example {i} of the source is built otherwise than example 0: {error}") from error
+                raise ValueError(f"Example {i} of the source has another structure than example 0: {error}") from error
             for column, value in zip(columns, values, strict=True):
                 if value.shape != column.shape[1:]:
                     raise ValueError(
@@ -261,8 +261,8 @@ def _as_tensor(leaf: _Leaf) -> tf.Tensor:
             tensor = tf.convert_to_tensor(array)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"arrays_or_dataset holds a {type(value).__name__} that makes no tensor ({error}); "
-                "give rectangular arrays of numbers or strings."
+                f"arrays_or_dataset holds a {type(value).__name__} that TensorFlow cannot convert to a tensor "
+                f"({error}); give rectangular arrays of numbers or strings."
             ) from error
     if tensor.shape.rank == 0:
         raise ValueError(f"arrays_or_dataset must hold arrays [num_examples, ...], got the scalar {value!r}.")

@@ -137,7 +137,7 @@ class LabelMechanism(BaseEstimator):
         """
         spent = self.family_ledger
         times = f", {self.releases_} releases"
-        more = "; what its clones released is in the price" if len(spent) and spent != self.ledger else ""
+        more = "; ε includes what its clones released" if len(spent) and spent != self.ledger else ""
         return [label_promise(self, spent, times + more)]
 
     # -- for subclasses --------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class LabelMechanism(BaseEstimator):
 
     def _spend(self, *parts: tuple[float, int]) -> None:
         for epsilon, _ in parts:
-            _checks.real("epsilon", epsilon, "a release costs more than nothing", above=0)
+            _checks.real("epsilon", epsilon, "a release has an ε above 0", above=0)
         self._spent = (*self.__dict__.get("_spent", ()), *parts)
         self._relatives().extend(parts)
 
@@ -175,8 +175,8 @@ class LabelMechanism(BaseEstimator):
         if second is not None:
             name = type(self).__name__
             raise ValueError(
-                f"{name} releases labels, but was handed two arrays, as in a pipeline, which gives it X and lets y go "
-                f"past it as it is: call {name}.fit_transform(y) before, and fit the pipeline on what that returns"
+                f"{name} releases labels, but received two arrays, as in a pipeline, which passes y on unchanged: call "
+                f"{name}.fit_transform(y) before, and fit the pipeline on what that returns"
             )
 
     def _check_epsilon(self) -> None:

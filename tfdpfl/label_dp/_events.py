@@ -21,8 +21,8 @@ def check_epsilon(epsilon: object, remedy: str, name: str = "epsilon") -> float:
     if epsilon > LARGEST_PURE_EPSILON:
         raise ValueError(
             f"{name}={epsilon:g} is larger than {LARGEST_PURE_EPSILON:g}. The probability of a noisy label, "
-            f"e^(-{name}), is then too small for a float, so every label would be released as it is. Take a smaller "
-            "epsilon (10 already hides next to nothing), or train on the labels themselves, without a guarantee."
+            f"e^(-{name}), is then too small for a float, so every label would be released as it is. Use a smaller "
+            "epsilon (10 already hides almost nothing), or train on the labels themselves, without a guarantee."
         )
     return epsilon
 

@@ -37,7 +37,7 @@ def _array(y: Arrays, name: str) -> tuple[np.ndarray, Rebuild]:
     if tf is not None and (tf.is_tensor(y) or isinstance(y, tf.Variable)):
         if not hasattr(y, "numpy"):
             raise ValueError(
-                f"{name} is a symbolic tensor, whose labels would be drawn anew at every pass: use "
+                f"{name} is a symbolic tensor, so every pass would draw its labels anew: use "
                 "tfdpfl.label_dp.LabelPrivacy in a tf.data map, or privatise the labels before"
             )
         values = np.asarray(y.numpy())
@@ -73,8 +73,8 @@ def check_values(values: np.ndarray, name: str = "y") -> None:
         wrong = ~(np.isfinite(values) & (values == np.floor(values)))
         if wrong.any():
             raise ValueError(
-                f"{name} must be classes, got {values[wrong][0]!r}: drop missing labels; "
-                "continuous ones are for RROnBins or UnbiasedRandomizer"
+                f"{name} must be classes, got {values[wrong][0]!r}: drop missing labels; for continuous labels use "
+                "RROnBins or UnbiasedRandomizer"
             )
     elif values.dtype == object and (gone := [v for v in values if is_missing(v)]):
         raise ValueError(f"{name} must be classes, got {gone[0]!r}: drop missing labels")
@@ -105,12 +105,12 @@ def find_classes(values: np.ndarray, num_classes: int | None, classes: Arrays) -
         raise ValueError(f"y mixes kinds of labels ({error}): make them all strings, or all integers") from error
     if num_classes is not None and num_classes != len(known):
         raise ValueError(
-            f"num_classes={num_classes}, but y names {len(known)} classes: for labels that are no integers below "
-            "num_classes list them in classes"
+            f"num_classes={num_classes}, but y names {len(known)} classes: if labels are not integers below "
+            "num_classes, list them in classes"
         )
     if len(known) < 2:
         raise ValueError(
-            f"y names only one class, {known[0]!r}, so there is nothing to hide it among: give num_classes or classes"
+            f"y names only one class, {known[0]!r}, so no other class could hide it: give num_classes or classes"
         )
     return known
 

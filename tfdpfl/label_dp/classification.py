@@ -113,8 +113,8 @@ class RandomizedResponse(ClassTransformer):
         check_is_fitted(self, "classes_")
         if _top_k.keep_probability(self.epsilon, len(self.classes_)) * -np.expm1(-self.epsilon) < 1e-8:
             raise ValueError(
-                f"epsilon={self.epsilon:g} leaves nothing to count. A label becomes any other class as often as it "
-                "stays what it is. Take a larger epsilon."
+                f"epsilon={self.epsilon:g} leaves nothing to count: a label becomes any other class as often as it "
+                "keeps its own. Use a larger epsilon."
             )
         codes = _labels.encode(_labels.read(noisy, "noisy")[0], self.classes_, "noisy")
         return debiased_by_response(np.bincount(codes, minlength=len(self.classes_)), self.epsilon)
@@ -183,7 +183,7 @@ class _PriorTransformer(ClassTransformer):
         epsilon = self._response_epsilon
         if not epsilon > 0:
             raise ValueError(
-                f"epsilon={self.epsilon:g} is not above the {self.epsilon - epsilon:g} that the prior was paid at fit: "
+                f"epsilon={self.epsilon:g} is not above the {self.epsilon - epsilon:g} that the prior spent at fit: "
                 "call fit again, or give more"
             )
         self._table, self._row = self._look_up(X, len(values))
@@ -292,8 +292,8 @@ class _PriorTransformer(ClassTransformer):
                 )
         elif _pays(prior):
             raise PrivacyError(
-                f"prior={type(prior).__name__} hides a prior that pays, whose ε would go uncounted: give the "
-                "KMeansPrior itself, and what goes before it as clusterer=make_pipeline(scaler, KMeans(...))"
+                f"prior={type(prior).__name__} hides a prior with an ε, which would not be counted: give the "
+                "KMeansPrior itself, and the steps before it as clusterer=make_pipeline(scaler, KMeans(...))"
             )
 
     def _check_k(self, num_classes: int) -> None:

@@ -65,8 +65,8 @@ class _Matrix:
         square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and len(matrix) > 1
         if not square or (matrix < 0).any() or not np.allclose(matrix.sum(axis=1), 1, atol=1e-6):
             raise ValueError(
-                f"transition_matrix must be [K, K] with rows that sum to one, got the shape {list(matrix.shape)}: with "
-                "several priors there is no one matrix; use the plain loss"
+                f"transition_matrix must be [K, K] with rows that sum to one, got the shape {list(matrix.shape)}: "
+                "several priors have several matrices; use the plain loss"
             )
         self.size, self._inverse = len(matrix), inverse_of(matrix)
         self.config: Json = {"transition_matrix": matrix.tolist()}

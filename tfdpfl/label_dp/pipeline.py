@@ -67,7 +67,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
         """The released labels, in the shape and dtype of `labels`."""
         if ids is None:
             raise ValueError(
-                "ids=None: without an id each pass would draw new noise, and cost ε again. Give every example's stable "
+                "ids=None: without an id, each pass would draw new noise and cost ε again. Give every example's stable "
                 "id (a key column, or enumerate() before any shuffle), or use LabelPrivacy.cached(dataset)"
             )
         labels, ids = tf.convert_to_tensor(labels), tf.convert_to_tensor(ids)
@@ -79,8 +79,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
             raise ValueError(f"ids must be integers or strings, got {ids.dtype.name}: rounded numbers are not unique")
         if not ids.shape.is_compatible_with(labels.shape):
             raise ValueError(
-                f"ids must have the shape of labels, {labels.shape}, got {ids.shape}: give each label an id of its own "
-                "(enumerate() before batch(), not behind it), since labels under one id share their noise"
+                f"ids must have the shape of labels, {labels.shape}, got {ids.shape}: give each label its own id "
+                "(enumerate() before batch(), not after it), because labels with one id share their noise"
             )
         self._by_id = True
         alike = tf.debugging.assert_equal(tf.shape(ids), tf.shape(labels), "ids must have the shape of labels")

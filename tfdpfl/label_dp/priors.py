@@ -80,8 +80,8 @@ class PublicPrior:
                 output = source.predict_proba(X)
             except NotFittedError as error:
                 raise ValueError(
-                    f"prior={source!r} is not fitted, and fitting it on the private labels would give them away: fit "
-                    "it on public data, or use KMeansPrior"
+                    f"prior={source!r} is not fitted, and fitting it on the private labels would reveal them: fit it "
+                    "on public data, or use KMeansPrior"
                 ) from error
             columns = getattr(source, "classes_", None)
         elif hasattr(source, "predict"):
@@ -166,7 +166,9 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
 
     def _check_epsilon(self) -> None:
         if not isinstance(self.local, bool):
-            raise ValueError(f"local must be True or False, got {self.local!r}: True is for labels that no one holds")
+            raise ValueError(
+                f"local must be True or False, got {self.local!r}: True is for labels that stay with their owners"
+            )
         if self._is_auto and self.local:
             raise ValueError("epsilon='auto' does not know the noise of local=True: give a number, half of the total")
         if not self._is_auto:
@@ -189,7 +191,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         """
         if self._is_auto:
             raise ValueError(
-                "epsilon='auto' is a share of a mechanism's total, and this prior is fitted on its own: give a number, "
+                "epsilon='auto' is a share of the ε of a mechanism, but this prior is fitted by itself: give a number, "
                 f"or RandomizedResponseWithPrior(epsilon, prior={type(self).__name__}('auto'))"
             )
         return self._fit(X, y, classes, lambda sizes, size: float(self.epsilon))

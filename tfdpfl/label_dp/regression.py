@@ -119,13 +119,13 @@ class _RegressionMechanism(LabelTransformer):
             return self._checked_grid(np.asarray(self.values, np.float64), "values")
         values = np.unique(numbers)
         if len(values) < 2:
-            raise ValueError(f"y has only the value {values[0]:g}, so there is no range to hide it in: give values")
+            raise ValueError(f"y has only the value {values[0]:g}, so no other value could hide it: give values")
         if len(values) > self._largest_grid:
             values = np.linspace(values[0], values[-1], self._largest_grid)
         warnings.warn(
-            f"{type(self).__name__} took the values that labels can have from the labels themselves "
-            f"({values[0]:g} to {values[-1]:g}), as public knowledge. Give values=np.linspace(low, high, "
-            f"{self._largest_grid}), chosen without a look at them.",
+            f"{type(self).__name__} read the possible values from the labels themselves ({values[0]:g} to "
+            f"{values[-1]:g}), as if they were public. Give values=np.linspace(low, high, {self._largest_grid}), "
+            "chosen without the labels.",
             stacklevel=4,
         )
         return values
@@ -136,7 +136,7 @@ class _RegressionMechanism(LabelTransformer):
         if len(values) > self._largest_grid:
             raise ValueError(
                 f"{name} has {len(values)} numbers, more than the {self._largest_grid} that {type(self).__name__} can "
-                "plan for: take a coarser grid"
+                "plan for: use a coarser grid"
             )
         return values
 
@@ -196,7 +196,7 @@ class RROnBins(_RegressionMechanism):
 
     def _solve(self) -> None:
         if self.loss == "poisson" and self.values_[0] < 0:
-            raise ValueError(f"loss='poisson' is for labels from 0 up, got {self.values_[0]:g}: take 'squared'")
+            raise ValueError(f"loss='poisson' needs labels of at least 0, got {self.values_[0]:g}: use 'squared'")
         cost, output = _interval_costs(self.values_, self.probabilities_, self._response_epsilon, self.loss)
         self.bins_, intervals, self.expected_loss_ = _best_bins(cost, self._response_epsilon)
         self.outputs_ = np.array([output(first, last) for first, last in intervals])
@@ -412,8 +412,8 @@ def _unbiased_program(inputs: np.ndarray, p: np.ndarray, outputs: np.ndarray, ep
     used = matrix[:, matrix.max(axis=0) > 0]
     if used.min() <= 0 or (used.max(axis=0) / used.min(axis=0)).max() > np.exp(epsilon):
         raise PrivacyError(
-            f"the linear program's answer at ε={epsilon:g} is not {epsilon:g}-DP in floating point: take a coarser "
-            "grid, or use RROnBins"
+            f"the linear program's answer at ε={epsilon:g} is not {epsilon:g}-DP in floating point: use a coarser "
+            "grid, or RROnBins"
         )
     return matrix
 
@@ -427,7 +427,7 @@ def _numbers(y: Arrays) -> tuple[np.ndarray, Callable]:
     try:
         numbers = values.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"y must be numbers, got dtype {values.dtype}: for classes take RandomizedResponse") from error
+        raise ValueError(f"y must be numbers, got dtype {values.dtype}: for classes use RandomizedResponse") from error
     if not np.isfinite(numbers).all():
         raise ValueError(f"y must be finite, got {numbers[~np.isfinite(numbers)][0]}: drop missing labels")
     return numbers, rebuild

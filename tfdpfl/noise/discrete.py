@@ -52,8 +52,8 @@ def grid(l2_norm_clip: float, noise_multiplier: float, size: int) -> tuple[float
 
     if noise_multiplier * root > _LARGEST / 2:
         raise ValueError(
-            f"noise_multiplier={noise_multiplier!r} on {size} weights is more than a grid of 2^31 steps holds: "
-            "take less."
+            f"noise_multiplier={noise_multiplier!r} on {size} weights is more than a grid of 2^31 steps holds: use "
+            "less."
         )
     while deviations(exponent) > _LARGEST:
         exponent += 1

@@ -60,8 +60,8 @@ def _entropy(count: int, seed: int | None) -> np.ndarray:
         return np.frombuffer(secrets.token_bytes(8 * count), np.int64).copy()
     except (NotImplementedError, OSError) as error:
         raise PrivacyError(
-            "The operating system gives no random bytes (os.urandom failed), so there is no key for private noise: "
-            "run where it does."
+            "The operating system gives no random bytes (os.urandom failed), so there is no key for private noise: run "
+            "on a system where os.urandom works."
         ) from error
 
 
@@ -195,7 +195,7 @@ class Source:
         if not _on_host():
             raise PrivacyError(
                 "secure_noise=True draws on the host's CPU, but XLA compiles this step or it runs on an accelerator. "
-                "Compile the model with jit_compile=False, and train where TensorFlow sees none."
+                "Compile the model with jit_compile=False, and train where TensorFlow sees no accelerator."
             )
         self.generator = AES
 

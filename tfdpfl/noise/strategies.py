@@ -81,8 +81,8 @@ class Noise:
         other = KINDS.setdefault(cls.__name__, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"The noise {cls.__name__} of {cls.__module__} has the name of one in {other.__module__}. Saved files "
-                "tell kinds of noise apart by their names, so each has its own. Give the class another name."
+                f"The noise {cls.__name__} of {cls.__module__} has the same name as a noise of {other.__module__}. "
+                "Saved files identify kinds of noise by their names. Give the class another name."
             )
         KINDS[cls.__name__] = cls  # the class may be defined anew, as notebooks do
 
@@ -357,8 +357,8 @@ class Banded(_Toeplitz):
         self._put("bands", _checks.whole("bands", self.bands, 1, "count the diagonals of C; 1 is independent noise"))
         if self.bands > self.min_separation:
             raise ValueError(
-                f"bands={self.bands} is more than min_separation={self.min_separation}: an example would meet its own "
-                "last use. Take fewer bands, or data that keep uses further apart."
+                f"bands={self.bands} is more than min_separation={self.min_separation}: the noise of one use of an "
+                "example would overlap with its last use. Use fewer bands, or data that keep uses further apart."
             )
         mend = f"give {self.bands} numbers, the first of them above 0, or leave it out"
         if self.coefficients is None:
@@ -436,9 +436,9 @@ class BLT(_Toeplitz):
         super().__post_init__()
         self._put("buffers", _checks.whole("buffers", self.buffers, 1, "2 to 5 are usual"))
         if self.buffers > self._MOST:
-            raise ValueError(f"buffers={self.buffers} is more than {self._MOST}: 5 come near the best.")
+            raise ValueError(f"buffers={self.buffers} is more than {self._MOST}: 5 are close to the best.")
         if (self.decay is None) != (self.scale is None):
-            raise ValueError("Give both of decay and scale, or neither.")
+            raise ValueError("Give both decay and scale, or neither.")
         if self.decay is None:
             most = most_participations(self.num_steps, self.min_separation, self.max_participations)
             decay, scale = best_buffers(self.buffers, self.num_steps, self.min_separation, most, self.objective)

@@ -119,7 +119,7 @@ def _setting(name: str, of_noise: str | None = None) -> property:
     def change(self, value):
         raise AttributeError(
             f"{name} is part of steps that are traced already. Compile the model again, with "
-            f"{type(self).__name__}({name}={value!r}, ...); set_weights and a ledger carry on what ran."
+            f"{type(self).__name__}({name}={value!r}, ...); set_weights and a ledger keep what ran."
         )
 
     def read(self):
@@ -158,8 +158,8 @@ class DPOptimizer:
         if positional:
             given = ", ".join(map(repr, (l2_norm_clip, noise_multiplier, *positional)))
             raise TypeError(
-                f"{type(self).__name__}({given}): the first two arguments are l2_norm_clip and noise_multiplier, and "
-                "all others are named, so that no learning rate is taken for a clip. Write "
+                f"{type(self).__name__}({given}): the first two arguments are l2_norm_clip and noise_multiplier. Pass "
+                "all others by name, so that no learning rate is mistaken for a clip. Write "
                 f"{type(self).__name__}(l2_norm_clip, noise_multiplier, learning_rate=...), and num_microbatches=... "
                 "by its name."
             )
@@ -230,7 +230,7 @@ class DPOptimizer:
         if isinstance(weights, dict) and len(set(weights.values())) > 1:
             warnings.warn(
                 f"class_weight={weights!r} multiplies losses before gradients are clipped to "
-                f"l2_norm_clip={self.l2_norm_clip!r}, so it changes nothing for an example whose gradient is longer. "
+                f"l2_norm_clip={self.l2_norm_clip!r}, so it changes nothing for an example with a longer gradient. "
                 "Raise l2_norm_clip until predictions for public data move with the weights; or leave class_weight out "
                 "and choose another decision threshold.",
                 stacklevel=2,

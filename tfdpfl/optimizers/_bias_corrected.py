@@ -65,12 +65,12 @@ def _noise_variance(privatizer: GradientPrivatizer) -> float:
     if size is None or changes:
         give = "expected_batch_size" if size is None else "a clip and noise that do not change"
         raise PrivacyError(
-            f"DPAdamBC takes off the noise's variance, which must be the same in every step: give it {give}, or take "
-            "DPAdam."
+            f"DPAdamBC subtracts the variance of the noise, which must be the same in every step: give it {give}, or "
+            "use DPAdam."
         )
     if privatizer.noise.sparse is not None:
         raise PrivacyError(
-            "DPAdamBC takes off the noise's variance, which sparse=AdaFEST puts on some rows alone. Take DPAdam."
+            "DPAdamBC subtracts the variance of the noise, but sparse=AdaFEST adds noise only to some rows. Use DPAdam."
         )
     stddev = settings.least_noise * privatizer.clipping.first
     return (stddev / size) ** 2

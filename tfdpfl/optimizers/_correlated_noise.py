@@ -55,8 +55,8 @@ class CorrelatedNoise(FreshNoise):
     def check_replicas(self, replicas: int, workers: int) -> None:
         if workers > 1:
             raise PrivacyError(
-                f"{self.label} on {workers} workers: correlated noise is drawn again from keys that one process has. "
-                "Use noise=None, or train under MirroredStrategy."
+                f"{self.label} on {workers} workers: correlated noise is drawn again from keys that only one process "
+                "has. Use noise=None, or train under MirroredStrategy."
             )
 
     @property

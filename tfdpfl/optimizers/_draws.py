@@ -149,23 +149,24 @@ def _check_seed(op: tf.Operation, outermost: bool) -> None:
     if at is not None and _is_constant(op.inputs[at]):
         raise PrivacyError(
             f"{name} draws numbers for each example from a constant seed. Anyone who knows the seed knows the numbers "
-            "of each place in the batch, and one example less moves all that follow to other places, by more than one "
-            "clip together. Draw without a seed (tf.random.normal(shape), or a layer such as GaussianNoise or Dropout)."
+            "of each place in the batch, and one example less moves all later examples to other places, by more than "
+            "one clip together. Draw without a seed (tf.random.normal(shape), or a layer such as GaussianNoise or "
+            "Dropout)."
         )
     if outermost or (at is None and all(op.get_attr(seed) in (0, *_NEW_SEEDS) for seed in _SEEDS)):
         return
     if at is None:
         raise PrivacyError(
             f"{name} draws numbers for each example in a tf.function, from the seed that tf.random.set_seed (or "
-            "keras.utils.set_random_seed) has set, or that it was given. Anyone who knows the "
-            "seed knows the numbers of each place in the batch, and one example less moves all that follow to other "
-            "places. Call tf.random.set_seed(None) before fit and draw without a seed, or draw outside of it."
+            "keras.utils.set_random_seed) has set, or that it was given. Anyone who knows the seed knows the numbers "
+            "of each place in the batch, and one example less moves all later examples to other places. Call "
+            "tf.random.set_seed(None) before fit and draw without a seed, or draw outside of it."
         )
     states = [t for o in graph_tools.ancestors([op.inputs[at]]).values() for t in [*o.inputs, *o.outputs]]
     if not any(t.dtype == tf.resource and t.op.type.startswith("Placeholder") for t in states):
         raise PrivacyError(
-            f"{name} draws numbers for each example in a loop, a branch or a tf.function, from a seed that is handed "
-            "in, and that somebody may know. One example less moves all that follow to other places. Draw without a "
+            f"{name} draws numbers for each example in a loop, a branch or a tf.function, from a seed that is passed "
+            "in, and that somebody may know. One example less moves all later examples to other places. Draw without a "
             "seed (tf.random.normal(shape)), or outside of it."
         )
 

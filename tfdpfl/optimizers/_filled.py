@@ -36,8 +36,8 @@ def leave_out_blanks(plan: ClippingPipeline) -> None:
         given = [getattr(spec, "_value_specs", [spec])[0] for spec in tf.nest.flatten(data.element_spec)]
         if len(marking) < sum(map(_blanks.may_mark, given)):
             raise PrivacyError(
-                f"The batches are filled up with blank rows, which their sample_weight marks, but the function that "
-                f"computes the loss ({getattr(plan.graph, 'name', 'a tf.function')!r}) does not take it in. Blank rows "
+                "The batches are filled up with blank rows, which their sample_weight marks, but the function that "
+                f"computes the loss ({getattr(plan.graph, 'name', 'a tf.function')!r}) does not receive it. Blank rows "
                 "would count as examples, and move the sum by one clip each. Give the function the sample weights as "
                 "an argument, too, or compute the loss in train_step itself."
             )
@@ -69,7 +69,7 @@ def check_kept(data: Dataset) -> None:
     declared, changing = made_from(data), transformed_by(data, _KEEPS)
     if declared is not None and declared.blanks and changing is not None:
         raise PrivacyError(
-            f"{changing} stands behind batches that are filled up with blank rows (truncated_batch_size, or "
+            f"{changing} comes after batches that are filled up with blank rows (truncated_batch_size, or "
             "empty_batches). It may lose the mark of the blank rows, which would then count as examples. Give fit the "
             "batches themselves, and change the data before them, by map_fn."
         )

@@ -11,7 +11,7 @@ from tfdpfl.optimizers._fresh_noise import FreshNoise, NoiselessMean, shown
 __all__ = ["GridNoise"]
 
 _ONE_SUM = (
-    "the grid is made for one sum of a known sensitivity. Give l2_norm_clip a number and take whole batches, or leave "
+    "the grid is made for one sum of a known sensitivity. Give l2_norm_clip a number and use whole batches, or leave "
     "secure_noise out."
 )
 

@@ -66,8 +66,8 @@ class Keras3Adapter:
         self._check_graph(loss)
         if self._pending is not None and self._pending.graph is loss.graph:
             raise PrivacyError(
-                f"scale_loss was handed {loss.op.name!r} when it had {self._pending.op.name!r}, and no update had been "
-                "made from that. Add the losses up, and hand over their sum once."
+                f"scale_loss received {loss.op.name!r} after {self._pending.op.name!r}, without an update in between. "
+                "Add the losses up, and pass their sum once."
             )
         self._pending = loss
         self._handed = tf.stop_gradient(loss)

@@ -95,7 +95,7 @@ class NoiseSegments:
         if not self._places.keys() >= set(ids):
             raise PrivacyError(
                 "The optimizer's correlated noise was made for other weights than this step trains. Compile the model "
-                "again with a new optimizer, or freeze and thaw layers before its first step."
+                "again with a new optimizer, or freeze and unfreeze layers before its first step."
             )
         step = self._go_on(source, counter, known)
         rows = self.stream.next(source, tf.cast(step, tf.int64))
@@ -194,7 +194,7 @@ class NoiseSegments:
         own = self._own.numpy()
         if max(saved[0, LOST], own[0, LOST]) > 0:
             raise PrivacyError(
-                f"This training was taken up more than {ROWS} times from saved states: its ε is not known any more."
+                f"This training was continued from saved states more than {ROWS} times: its ε is not known any more."
             )
         self.loaded = merge_tables(self.loaded, saved[1:], own[1:])
         return self.loaded

@@ -36,10 +36,10 @@ _GRAPHS: weakref.WeakKeyDictionary[GradientPrivatizer, weakref.WeakKeyDictionary
     weakref.WeakKeyDictionary())  # fmt: skip
 
 NO_LOSS = (
-    "These gradients did not come through the clip, so they were not applied. Hand over what tape.gradient(loss, "
-    "variables) gave as it is, in the same tf.function: what was clipped, scaled or added to is refused (the optimizer "
-    "takes clipnorm, global_clipnorm and weight_decay, and the loss a factor). Or take the step by "
-    "optimizer.minimize(loss, variables, tape=tape), in a train_step self.optimizer.minimize(loss, "
+    "These gradients did not come through the clip, so they were not applied. Pass exactly the tensors that "
+    "tape.gradient(loss, variables) returned, in the same tf.function: gradients that were clipped, scaled or added to "
+    "are refused (the optimizer accepts clipnorm, global_clipnorm and weight_decay, and the loss accepts a factor). Or "
+    "take the step by optimizer.minimize(loss, variables, tape=tape), in a train_step self.optimizer.minimize(loss, "
     "self.trainable_variables, tape=tape); each of several optimizers its own. Or use "
     "tfdpfl.clipping.clipped_gradients and add the noise yourself."
 )
@@ -133,7 +133,7 @@ class GradientPrivatizer:
             return
         if not _replicas.among_replicas():
             raise PrivacyError(
-                "This step is taken outside of the replicas, under a strategy's scope. Have each of them take it: "
+                "This step is taken outside of the replicas, under a strategy's scope. Let each replica take it: "
                 "strategy.run(step, args=(batch,))."
             )
         if compiled():
@@ -144,7 +144,7 @@ class GradientPrivatizer:
         if self.settings.num_microbatches is not None:
             raise PrivacyError(
                 f"num_microbatches={self.settings.num_microbatches} on {replicas} replicas, which each see a part of "
-                "the batch: a group's examples may be on several. Leave it out, or train on one device."
+                "the batch: the examples of a group may be on several replicas. Leave it out, or train on one device."
             )
         self.noise.check_replicas(replicas, _replicas.workers())
 

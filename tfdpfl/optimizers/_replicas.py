@@ -25,13 +25,13 @@ def number() -> int:
     name, count = type(strategy).__name__, strategy.num_replicas_in_sync
     if "ParameterServer" in name:
         raise PrivacyError(
-            f"{name} lets workers take steps on weights of different age, each with noise of its own. Train under "
+            f"{name} lets workers take steps on weights of different ages, each with its own noise. Train under "
             "MirroredStrategy, or on one device."
         )
     if count > 1 and name != "MirroredStrategy" and "CollectiveAllReduce" not in name:
         raise PrivacyError(
-            f"{name} runs {count} replicas, of which each would draw noise of its own. Train under MirroredStrategy "
-            "(several devices of one machine), or on one device."
+            f"{name} runs {count} replicas, and each would draw its own noise. Train under MirroredStrategy (several "
+            "devices of one machine), or on one device."
         )
     return count
 
@@ -113,8 +113,8 @@ def check_apart(batch: Sequence[tf.Tensor]) -> None:
     for t in map(original, batch):
         if _BATCHES.setdefault(t.graph, {}).setdefault(t.name, replica) != replica:
             raise PrivacyError(
-                f"Several replicas are handed the same batch ({t.op.name!r}), so that each of its examples would count "
-                "several times. Give each replica a share: fit does (train_on_batch of Keras 3 does not), and so does "
+                f"Several replicas receive the same batch ({t.op.name!r}), so each of its examples would count several "
+                "times. Give each replica a share: fit does (train_on_batch of Keras 3 does not), and so does "
                 "strategy.run(step, args=(batch,)) with a batch from strategy.experimental_distribute_dataset(dataset)."
             )
 

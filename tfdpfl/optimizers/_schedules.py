@@ -70,9 +70,9 @@ def schedule_of(name: str, given: Any) -> PiecewiseConstant | None:
         boundaries, values = given.boundaries, given.values
     elif callable(given) or isinstance(given, tf.keras.optimizers.schedules.LearningRateSchedule):
         raise ValueError(
-            f"{name}={type(given).__name__}: of a value that is another in each step the ledger would need a row for "
-            "each. Give a number, or keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, values) of up to "
-            f"{MOST_VALUES} values: the smallest, or largest, of each stretch."
+            f"{name}={type(given).__name__}: if the value changes in each step, the ledger needs an entry for each "
+            "step. Give a number, or keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, values) of up to "
+            f"{MOST_VALUES} values."
         )
     else:
         return None

@@ -60,8 +60,9 @@ class Settings:
         self._put("seed", None if self.seed is None else int(self.seed))
         if self.rows_per_unit > 1 and self.num_microbatches is not None:
             raise ValueError(
-                f"rows_per_unit={self.rows_per_unit} and num_microbatches={self.num_microbatches} both say whose mean "
-                "gradient is clipped. Leave num_microbatches out: a unit is a group of its own, and costs half as much."
+                f"rows_per_unit={self.rows_per_unit} and num_microbatches={self.num_microbatches} both state whose "
+                "mean gradient is clipped. Leave num_microbatches out: each unit is then its own group, and costs half "
+                "as much."
             )
         self._check_stddev()
         if self.changing is not None and isinstance(self.l2_norm_clip, clips.AdaptiveClip):
@@ -76,8 +77,8 @@ class Settings:
         if self.least_noise > 0 and stddev < LEAST_STDDEV:
             raise ValueError(
                 f"l2_norm_clip={self.l2_norm_clip!r} with noise_multiplier={self.noise_multiplier!r} and "
-                f"expected_batch_size={self.expected_batch_size!r} is noise of {stddev:.2g}, which float32 loses where "
-                "it may keep the gradient. Scale the loss and l2_norm_clip up."
+                f"expected_batch_size={self.expected_batch_size!r} is noise of {stddev:.2g}, so small that float32 may "
+                "lose the noise and keep the gradient. Scale the loss and l2_norm_clip up."
             )
 
     @property
@@ -101,8 +102,7 @@ class Settings:
         """Returns why a setting that changes cannot go with another argument, as the user typed that."""
         name = self.changing
         return (
-            f"{name} that changes together with {other}, which is made for one {name}: give a number, or leave the "
-            "other out."
+            f"{name} that changes together with {other}, which needs one {name}: give a number, or leave the other out."
         )
 
     def unusual(self) -> dict[str, str]:

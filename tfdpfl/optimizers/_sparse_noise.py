@@ -58,8 +58,8 @@ class SparseNoise(FreshNoise):
 
     def check_replicas(self, replicas: int, workers: int) -> None:
         raise PrivacyError(
-            f"sparse=AdaFEST on {replicas} replicas, which each look up rows of their own: those that are kept are "
-            "chosen in the middle of the step, from the counts of all. Leave it out, or train on one device."
+            f"sparse=AdaFEST on {replicas} replicas, which each look up their own rows: AdaFEST chooses rows in the "
+            "middle of the step, from the counts of all replicas. Leave it out, or train on one device."
         )
 
     def multiplier_of_sums(self, noise_multiplier: float | tf.Tensor) -> float | tf.Tensor:
@@ -68,7 +68,7 @@ class SparseNoise(FreshNoise):
     def tables_of(self, plan: ClippingPipeline, variables: Sequence) -> list[int]:
         if compiled():
             raise PrivacyError(
-                "sparse=AdaFEST in a step that XLA compiles: how many rows are kept is known only while it runs. "
+                "sparse=AdaFEST in a step that XLA compiles: the number of rows is known only while the step runs. "
                 "Compile the model with jit_compile=False."
             )
         found, names = plan.looked_up(), self.sparse.tables
@@ -79,7 +79,7 @@ class SparseNoise(FreshNoise):
         if not found:
             have = ", ".join(layer.strip("/") for layer in layers.values()) or "none"
             raise PrivacyError(
-                f"{self.label} finds no table that it is for: rows are looked up in the weights of {have}. Leave "
+                f"{self.label} finds none of its tables: the model looks up rows in the weights of {have}. Leave "
                 "sparse out, or name these layers."
             )
         plan.leave_in_rows(found)
@@ -136,11 +136,11 @@ def _check_tables(clipped: ClippedGradients, tables: list[int], variables: Seque
     for i in tables:
         if not isinstance(clipped.sum[i], tf.IndexedSlices):
             raise PrivacyError(
-                f"The table {name_of(variables[i])!r} is used in another way than by looking up its rows (tied "
-                f"weights, a product with all of it), so sparse=AdaFEST cannot leave rows out. Untie it, {_OTHERS}."
+                f"The table {name_of(variables[i])!r} has a use that is no lookup of rows (tied weights, or a product "
+                f"with the whole table), so sparse=AdaFEST cannot leave rows out. Untie it, {_OTHERS}."
             )
         if clipped.regularization[i] is not None:
             raise PrivacyError(
-                f"The table {name_of(variables[i])!r} has a regularizer, whose gradient is of all rows, so "
+                f"The table {name_of(variables[i])!r} has a regularizer, whose gradient has all rows, so "
                 f"sparse=AdaFEST cannot leave rows out. Leave it out, {_OTHERS}."
             )

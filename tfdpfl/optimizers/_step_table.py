@@ -101,8 +101,8 @@ def refuse_newer(table: np.ndarray) -> None:
         strange = codes[~np.isin(codes % DISCRETE, list(BY_CODE)) | (codes >= 2 * DISCRETE)]
         for code in strange[:1]:
             raise _formats.NewerFormatError(
-                f"The optimizer's saved table of steps has batches that were drawn in a way of number {code:.0f}, "
-                f"which tfdpfl {__version__} does not know and cannot price: upgrade with pip install --upgrade tfdpfl."
+                f"The optimizer's saved table of steps has batches with the sampling of number {code:.0f}, which "
+                f"tfdpfl {__version__} does not know: upgrade with pip install --upgrade tfdpfl."
             )
 
 

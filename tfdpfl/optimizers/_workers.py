@@ -27,18 +27,18 @@ __all__ = ["WorkerAgreement", "agree"]
 _SECONDS = 5  # far longer than a few numbers take to another worker
 
 _SETTINGS = (
-    "tfdpfl: the workers' optimizers differ in what privacy hangs on (l2_norm_clip, noise_multiplier, "
-    "expected_batch_size, seed, ... or the weights that are trained), or their processors make other noise of one key, "
-    "so that no ε would be true. Give all workers the same settings, and machines of one kind."
+    "tfdpfl: the optimizers of the workers differ in settings that ε depends on (l2_norm_clip, noise_multiplier, "
+    "expected_batch_size, seed, ... or the trained weights), or their processors draw different noise from one key, so "
+    "no ε would be true. Give all workers the same settings, and machines of one kind."
 )
 _DATA = (
-    "tfdpfl: the workers say different things of the data (their examples or the order of these, sampling, sizes, "
-    "dataset_name, target_epsilon, what ran before; or one has no PrivacyBudget), so that an example may be on two of "
-    "them. Give all workers the same arrays in the same order, and PrivacyBudgets of the same settings."
+    "tfdpfl: the workers disagree about the data (their examples or the order of these, sampling, sizes, dataset_name, "
+    "target_epsilon, what ran before; or one has no PrivacyBudget), so one example may be on two workers. Give all "
+    "workers the same arrays in the same order, and PrivacyBudgets of the same settings."
 )
 _STATE = (
-    "tfdpfl: the workers are not at the same step (iterations, logical batch or clip differ): one began from another "
-    "file. Give all workers the same backup."
+    "tfdpfl: the workers are not at the same step (iterations, logical batch or clip differ): one of them began from "
+    "another file. Give all workers the same backup."
 )
 
 

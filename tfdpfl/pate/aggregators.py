@@ -425,8 +425,8 @@ class LNMax(Aggregator):
         if 2 * self.gamma > LARGEST_PURE_EPSILON:
             raise ValueError(
                 f"gamma={self.gamma:g} is larger than {LARGEST_PURE_EPSILON / 2:g}. A query costs epsilon = 2 gamma, "
-                "and noise that changes its answer is then too rare for a float, so every answer would be the true "
-                "plurality. Take a smaller gamma, for instance 0.05."
+                "and noise that changes the answer is then too rare for a float, so every answer would be the true "
+                "plurality. Use a smaller gamma, for example 0.05."
             )
         super().__post_init__()
 
@@ -570,7 +570,7 @@ def student_scores(counts: np.ndarray, student: Arrays) -> tuple[np.ndarray, np.
         raise ValueError(f"student must have the shape of the counts, {counts.shape}, got {probabilities.shape}.")
     in_range = np.isfinite(probabilities).all() and probabilities.min() >= 0
     if not in_range or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3:
-        raise ValueError("student must hold probabilities whose rows sum to 1: put logits through a softmax.")
+        raise ValueError("student must hold probabilities whose rows sum to 1: apply a softmax to logits.")
     return counts - counts[0].sum() * probabilities, probabilities
 
 

@@ -74,7 +74,7 @@ class PATEReport:
             f"{self.mechanism}: {self.queries} queries to {self.num_teachers} teachers, {self.answered} answered, "
             f"{self.answered_by_teachers} by the teachers"
         )
-        note = "The sanitised figure, once it is published, costs more than is said here."
+        note = "If you publish the sanitised figure, the total costs more than this."
         return self.epsilon.promises(delta, self.budget_data_dependent, mechanisms=[text], notes=[note])
 
     def __str__(self) -> str:
@@ -248,8 +248,8 @@ class PATE:
         released = len(vars(self).get("answers_", ()))
         if released:
             raise PrivacyError(
-                f"fit has let out {released} answers already, and budget and report know of one fit: make "
-                "another PATE, and add up what both cost (answers_.dp_event in a PrivacyLedger)."
+                f"fit has released {released} answers already, and budget and report cover one fit: make another PATE, "
+                "and add up what both cost (answers_.dp_event in a PrivacyLedger)."
             )
         X = self._inputs(X)
         self.queries_ = self._choose(_examples.size(X), num_queries, queries, seed)

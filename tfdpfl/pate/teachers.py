@@ -124,8 +124,8 @@ class TeacherEnsemble:
         classes, columns = _examples.as_classes(y, _examples.size(X))
         if callbacks is not None and not callable(callbacks):
             raise ValueError(
-                "callbacks must be a function of a teacher's number that makes a new list: one list for all would take "
-                f"what it saw of one teacher to the next; got {callbacks!r}."
+                "callbacks must be a function of a teacher's number that makes a new list: one list for all would "
+                f"carry data from one teacher to the next; got {callbacks!r}."
             )
         if callbacks is not None and self.checkpoint_dir is not None:
             raise ValueError("callbacks change the training, and checkpoint_dir does not see how: leave one out.")
@@ -232,14 +232,16 @@ class TeacherEnsemble:
         if every.min() < 0 or every.max() >= examples:
             raise ValueError(f"shards must hold indices from 0 to {examples - 1}, got {every.min()} to {every.max()}.")
         if len(np.unique(every)) != len(every):
-            raise ValueError("shards must be disjoint: an example in two shards has two votes, and twice the cost.")
+            raise ValueError(
+                "shards must be disjoint: an example in two shards has two votes, and costs twice as much."
+            )
         return arrays
 
     def _set_apart(self, rng: np.random.Generator, part: float) -> None:
         """What each teacher is trained on, and what it is measured on."""
         part = _checks.real("validation_split", part, "the part of each shard, for instance 0.1", at_least=0)
         if part >= 1:
-            raise ValueError(f"validation_split must be below 1, got {part:g}: the rest is trained on.")
+            raise ValueError(f"validation_split must be below 1, got {part:g}: training needs the rest.")
         self._trained_on, self._measured_on = list(self.shards_), [shard[:0] for shard in self.shards_]
         for teacher, shard in enumerate(self.shards_):
             if part:
