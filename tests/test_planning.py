@@ -135,9 +135,9 @@ def plans():
         (0, "arrays", 0, "fit was given an object of type ndarray, not the batches"),
         (0, "drawn", 0, "fit was given an object of type .*, not the batches"),
         (0, "mapped", 0, "fit was given an object of type .*, not the batches"),
-        ("own", 0, 0, "optimizer has noise_multiplier=.*another's"),
+        ("own", 0, 0, "optimizer has noise_multiplier=.*another plan"),
         ("own", 0, None, "callback is not among"),
-        ("clip", 0, 0, "optimizer has l2_norm_clip=5.0, and the plan 1.0"),
+        ("clip", 0, 0, "optimizer has l2_norm_clip=5.0, and the plan has 1.0"),
     ],
 )
 def test_a_piece_with_what_is_not_its_plans_is_refused_before_the_first_update(
@@ -211,7 +211,7 @@ def test_a_plan_of_secure_noise_ends_where_it_was_planned_to():
     model.fit(made.batches, epochs=made.epochs, callbacks=[made.callback], verbose=0)
     assert model.optimizer.secure_noise and model.optimizer.num_dp_steps == 20
     assert made.callback.report().epsilon == pytest.approx(made.epsilon) and 1.98 < made.epsilon <= 2.0
-    with pytest.raises(ValueError, match="secure_noise=True is the plan's to decide"):
+    with pytest.raises(ValueError, match="secure_noise=True is decided by the plan"):
         plan().optimizer("sgd", secure_noise=True)
     with pytest.raises(PrivacyError, match="optimizer has secure_noise=False, and the plan True"):
         model_with(tfdpfl.DPSGD(1.0, made.noise_multiplier, expected_batch_size=20)).fit(

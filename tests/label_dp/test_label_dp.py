@@ -1045,7 +1045,7 @@ X, Y = blobs(60)
         (lambda: RROnBins(1.0, 0.1, values=[0, 1]).fit(["a"]), "must be numbers"),
         (lambda: RROnBins(1.0, 0.1, values=[0, 1]).fit([]), "at least one label"),
         (lambda: RROnBins(1.0, 0.1).fit([3.0, 3.0]), "only the value 3"),
-        (lambda: RROnBins(1.0, prior=([-1, 1], [0.5, 0.5]), loss="poisson").fit([0]), "from 0 up, got -1"),
+        (lambda: RROnBins(1.0, prior=([-1, 1], [0.5, 0.5]), loss="poisson").fit([0]), "labels of at least 0, got -1"),
         (lambda: UnbiasedRandomizer(1.0, 0.1, num_outputs=1), "num_outputs.*1"),
         (lambda: debiased_label_counts([0, 1], np.ones((2, 2)) / 2), "cannot be inverted"),
         (lambda: RandomizedResponse(1e-9, 2).fit([0]).label_counts([0, 1]), "epsilon=1e-09 leaves nothing to count"),
