@@ -350,7 +350,7 @@ for outside in (True, False):
 # Keras 3 hands train_on_batch's to all; and Keras 2 traces a replica without examples where a batch may be short.
 with mirrored.scope():
     model = compiled(tfdpfl.DPSGD(0.6, 0.0, learning_rate=1.0), jit_compile=False)
-take, why = (model.train_on_batch, "handed the same batch") if c.keras3() else (model.fit, "drop_remainder=True")
+take, why = (model.train_on_batch, "receive the same batch") if c.keras3() else (model.fit, "drop_remainder=True")
 try:
     take(x[:13], y[:13])
     raise SystemExit("was not refused: " + why)
