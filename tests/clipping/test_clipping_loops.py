@@ -581,11 +581,10 @@ def test_two_plans_may_open_loops_of_which_one_starts_where_the_other_ends():
     assert_close([s.numpy() for s in sums], clipped_sums(each, 0.5))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dropout", marks=pytest.mark.slow), "recurrent_dropout"])
 @pytest.mark.slow
-def test_fit_takes_layers_that_drop_out_over_time(kind):
+def test_fit_takes_layers_that_drop_out_over_time():
     """Keras 2's hold what cannot be walked through as modules are."""
-    model = K.Sequential([K.Input((T, D)), L.LSTM(U, **{kind: 0.5}), L.Dense(2)])
+    model = K.Sequential([K.Input((T, D)), L.LSTM(U, dropout=0.5, recurrent_dropout=0.5), L.Dense(2)])
     model.compile(tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=1.0), "mse")
     before = [w.copy() for w in model.get_weights()]
     model.fit(X, X[:, 0, :2], batch_size=3, verbose=0)
@@ -636,10 +635,9 @@ def test_random_loops_agree():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", ["LSTM", pytest.param("GRU", marks=pytest.mark.one_stack)])
-def test_fit_of_arrays_whose_number_the_batch_size_divides_takes_loops_over_time(layer):
+def test_fit_of_arrays_whose_number_the_batch_size_divides_takes_loops_over_time():
     """Keras then traces a batch of fixed size."""
-    model = K.Sequential([K.Input((T, D)), getattr(L, layer)(U), L.Dense(2)])
+    model = K.Sequential([K.Input((T, D)), L.LSTM(U), L.Dense(2)])
     x, y = normal(6, T, D), rng(1).integers(0, 2, 6)
     loss = K.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     before, want = model.get_weights(), [np.zeros_like(w) for w in model.get_weights()]

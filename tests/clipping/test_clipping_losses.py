@@ -185,12 +185,10 @@ def recurrent():
     return [L.LSTM(3, return_sequences=True)]
 
 
-@pytest.mark.parametrize(("layers", "loss", "mask"), [  # each two of these at least once
-    pytest.param(list, "sparse_categorical_crossentropy", False, marks=pytest.mark.slow),
-    (list, "categorical_crossentropy", True), (list, "mse", True),
-    *[pytest.param(recurrent, *c, marks=pytest.mark.slow) for c in [
-        ("sparse_categorical_crossentropy", True), ("categorical_crossentropy", False)]],
-    pytest.param(recurrent, "mse", False, marks=[pytest.mark.slow, pytest.mark.one_stack]),
+@pytest.mark.parametrize(("layers", "loss", "mask"), [
+    (list, "sparse_categorical_crossentropy", False), (list, "categorical_crossentropy", True), (list, "mse", True),
+    (recurrent, "sparse_categorical_crossentropy", True),
+    pytest.param(recurrent, "mse", False, marks=pytest.mark.one_stack),
 ])  # fmt: skip
 @pytest.mark.slow
 def test_a_loss_at_each_position_in_batches_of_any_size(layers, loss, mask):
