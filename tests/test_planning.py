@@ -213,7 +213,7 @@ def test_a_plan_of_secure_noise_ends_where_it_was_planned_to():
     assert made.callback.report().epsilon == pytest.approx(made.epsilon) and 1.98 < made.epsilon <= 2.0
     with pytest.raises(ValueError, match="secure_noise=True is decided by the plan"):
         plan().optimizer("sgd", secure_noise=True)
-    with pytest.raises(PrivacyError, match="optimizer has secure_noise=False, and the plan True"):
+    with pytest.raises(PrivacyError, match="optimizer has secure_noise=False, and the plan has True"):
         model_with(tfdpfl.DPSGD(1.0, made.noise_multiplier, expected_batch_size=20)).fit(
             made.batches, callbacks=[made.callback], verbose=0
         )

@@ -213,10 +213,10 @@ def _every_second(gaussian: Any) -> Any:
     return broken
 
 
-def _same_key(opened: Any) -> Any:
-    from tfdpfl.noise.source import KeyStream, new_key
+def _same_key(gaussian: Any) -> Any:
+    import tensorflow as tf
 
-    return lambda self: KeyStream(new_key(7))
+    return lambda self, shapes, stddev, key=None: gaussian(self, shapes, stddev, tf.constant([1, 2], tf.int64))
 
 
 def _same_node(fresh_key: Any) -> Any:
@@ -517,7 +517,7 @@ FAULTS = [
           patched(_source, "gaussian", _every_second)),
     Fault("noise on some of the variables alone", REPLAY, "is not the values with their noise", PLAINLY,
           patched(_noise, "added", _noise_of_kernels)),
-    Fault("key used again", REPLAY, "is that of release 0", PLAINLY, patched(_source, "_opened", _same_key)),
+    Fault("key used again", REPLAY, "is that of release 0", PLAINLY, patched(_source, "gaussian", _same_key)),
     Fault("seed in the source", REPLAY, "its seed is no secret", _seeded_votes),
     Fault("correlated noise begun anew with the same nodes", BOUND, "is claimed",
           bounded("DPFTRL (tree noise)"), patched(_source, "fresh_key", _same_node)),
@@ -537,7 +537,7 @@ FAULTS = [
           patched(_words, "allocated",
                   lambda allocated: lambda self, number, steps, each: [np.arange(number)] * steps)),
     Fault("denominator by the size of the data", REPLAY, "noise or denominator", _by_size),
-    Fault("weighted sampler", REFUSAL, "no ε is known", refused(_favoured)),
+    Fault("weighted sampler", REFUSAL, "No ε is known", refused(_favoured)),
     # What goes round the noise.
     Fault("BatchNormalization", REFUSAL, "GroupNormalization", refused(_normalised)),
     Fault("moving statistics smuggled in past the check", REPLAY, "(moving_mean)", _smuggled,

@@ -106,7 +106,7 @@ LEAKS = {
     "in a branch": (dict(after=lambda self, x: tf.cond(
         of(x) > 0.0, lambda: raw(self.dense.bias).assign([1.0]), lambda: raw(self.dense.bias).read_value())), "bias"),
     "a step now and then": (dict(around=now_and_then), "leaves it out|bias|kernel"),
-    "steps as often as": (dict(around=as_often_as), "number of iterations|bias|kernel"),
+    "steps as often as": (dict(around=as_often_as), "as often as examples say|bias|kernel"),
     "iterations": (dict(after=lambda self, x: raw(self.optimizer.iterations).assign_add(
         tf.cast(of(x) > 0.0, self.optimizer.iterations.dtype))), "iteration"),
 }  # fmt: skip

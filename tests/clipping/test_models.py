@@ -176,7 +176,7 @@ def test_validate_compares_rules_with_exact_gradients(rules):
     short = lambda use: tf.where(tf.reduce_max(use.inputs[0]) > 1000, 0.01, 1.0) * products(use)
     register_rule("MatMul")(lambda use, units: MaterializedGradient([short(use)]))
     model, (x, y) = flat()
-    with pytest.raises(PrivacyError, match="Rules of yours are in force for MatMul"):
+    with pytest.raises(PrivacyError, match="Your rules are used for MatMul"):
         validate(model, (5000 * x, y))
 
 

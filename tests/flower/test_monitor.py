@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_what_an_answer_holds_is_not_shown(tmp_path):
 
 
 def test_with_sampling_no_file_tells_by_its_time_how_long_a_round_took(tmp_path, monkeypatch):
-    monkeypatch.setattr("tfdpfl.flower.monitor.time.time", lambda: 1000.0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
     watched(tmp_path / "secret", sampling_rate=1.0)
     watched(tmp_path / "public", clients_per_round=4)
     for name in (".", "metrics.prom", "rounds.jsonl"):

@@ -25,7 +25,7 @@ _WHERE = {
     "compute_correlated_noise_multiplier": "tfdpfl.accounting.correlated",
 }
 
-__all__ = [*strategies.__all__, *_WHERE]
+__all__ = ["Noise", *strategies.KINDS, *_WHERE]  # noqa: F405
 
 if TYPE_CHECKING:
     from tfdpfl.accounting.correlated import Compared, compare, compute_correlated_noise_multiplier
