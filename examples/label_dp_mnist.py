@@ -1,4 +1,4 @@
-"""Compares private labels on MNIST: randomized response, with a KMeans prior, in stages; and DP-SGD.
+"""Compares private labels on MNIST: randomized response, soft labels, a KMeans prior, stages; and DP-SGD.
 
 This is the comparison of the "How to DP-fy ML" notebook with budgets that add up:
 
@@ -25,6 +25,8 @@ from tqdm import tqdm
 import tfdpfl
 from tfdpfl import datasets
 from tfdpfl.label_dp import (
+    ALIBI,
+    ALIBILoss,
     ForwardCorrectedLoss,
     KMeansPrior,
     MultiStageTraining,
@@ -64,7 +66,7 @@ class Rows:
         self.rows: list[tuple[str, float, list[float], float, float]] = []
 
     def accuracy(self, model: tf.keras.Model) -> float:
-        return float(model.evaluate(self.data.x_test, self.data.y_test, verbose=0)[1])
+        return float(np.mean(model.predict(self.data.x_test, verbose=0).argmax(1) == self.data.y_test))
 
     def run(self, name: str, epsilon: float, method: Callable) -> None:
         began, accuracies = time.perf_counter(), []
@@ -92,6 +94,13 @@ class Rows:
         model = make_model(self.data, loss)
         model.fit(self.data.x_train, noisy, **self.fit)
         return self.accuracy(model), np.mean(noisy == self.data.y_train), mechanism.epsilon_spent
+
+    def alibi(self, epsilon: float):
+        mechanism = ALIBI(epsilon, self.data.num_classes)
+        soft = mechanism.fit_transform(self.data.y_train)
+        model = make_model(self.data, ALIBILoss(from_logits=True))
+        model.fit(self.data.x_train, soft, **self.fit)
+        return self.accuracy(model), np.mean(soft.argmax(1) == self.data.y_train), mechanism.epsilon_spent
 
     def prior(self, epsilon: float):
         prior = KMeansPrior("auto", n_clusters=self.clusters)  # as much of ε as the clusters' sizes call for
@@ -179,8 +188,8 @@ def main() -> None:
     parser.add_argument("--data-dir", help="a folder with MNIST; default: $TFDPFL_DATA_DIR, else a download")
     parser.add_argument("--quick", action="store_true", help="scikit-learn's digits instead")
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.5, 1.0, 2.0])
-    parser.add_argument("--methods", nargs="+", default=["rr", "forward", "prior", "stages", "dpsgd"],
-                        choices=["rr", "forward", "prior", "stages", "dpsgd"])  # fmt: skip
+    parser.add_argument("--methods", nargs="+", default=["rr", "forward", "alibi", "prior", "stages", "dpsgd"],
+                        choices=["rr", "forward", "alibi", "prior", "stages", "dpsgd"])  # fmt: skip
     parser.add_argument("--epochs", type=int, help="passes over the data; default 10 (40 for digits)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each row: mean (least to most)")
     parser.add_argument("--output", default="label_dp_mnist.png", help="the picture to write")
@@ -195,6 +204,7 @@ def main() -> None:
     methods = {
         "rr": ("randomized response", rows.response),
         "forward": ("randomized response, forward loss", lambda epsilon: rows.response(epsilon, corrected=True)),
+        "alibi": ("ALIBI", rows.alibi),
         "prior": ("RR with KMeans prior", rows.prior),
         "stages": ("LP-MST, two stages", lambda epsilon: rows.stages(epsilon, 2)),
         "dpsgd": ("DP-SGD (images, too)", rows.dp_sgd),

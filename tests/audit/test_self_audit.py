@@ -67,7 +67,7 @@ NO_CASE = {
     "sampling, whose amplification the case of poisson_batches tests": "data SamplingDeclaration cyclic_poisson "
     "declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
     "AvailabilityClientSampler BoundedParticipationSampler samplers",
-    "made of what is private already": "AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
+    "made of what is private already": "ALIBILoss AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",
     "public, or taken for it": "datasets LabelPrior PublicPrior Roster CENSUS_VALUES CensusData DATA_DIR_VARIABLE "
     "ImageData load_adult load_census load_digits load_image_data load_mnist load_shakespeare",

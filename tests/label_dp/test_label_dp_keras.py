@@ -14,6 +14,8 @@ import tfdpfl
 from tfdpfl import datasets
 from tfdpfl.accounting import price
 from tfdpfl.label_dp import (
+    ALIBI,
+    ALIBILoss,
     BackwardCorrectedLoss,
     ForwardCorrectedLoss,
     KMeansPrior,
@@ -53,6 +55,24 @@ def test_the_forward_loss_is_cross_entropy_of_the_released_label(from_logits):
     given = logits if from_logits else p
     for labels in (y, y[:, None], np.eye(3)[y], tf.constant(y, tf.uint8)):
         assert loss(labels, given).numpy() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("from_logits", [True, False])
+def test_alibis_loss_moves_a_model_as_the_posterior_under_its_own_prior_does(from_logits):
+    alibi, y = ALIBI(1.0, 3), np.arange(8) % 3
+    soft = alibi.fit_transform(y)
+    logits = tf.constant(np.random.default_rng(0).normal(size=(8, 3)) * 3, tf.float32)
+    loss = ALIBILoss(from_logits=from_logits, reduction="none")
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        value = loss(soft, logits if from_logits else tf.nn.softmax(logits))
+    p = tf.nn.softmax(logits).numpy()
+    np.testing.assert_allclose(value, -np.log((soft * p).sum(1)), rtol=1e-4)
+    # Of cross-entropy with fixed targets the gradient in the logits is the model's probability minus the target.
+    np.testing.assert_allclose(tape.gradient(value, logits), p - alibi.posterior(p), atol=1e-5)
+    assert ALIBILoss.from_config(loss.get_config()).from_logits == from_logits
+    with pytest.raises(ValueError, match="soft labels"):
+        loss(y, p)
 
 
 @pytest.mark.parametrize("from_logits", [True, False])

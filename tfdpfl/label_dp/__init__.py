@@ -22,7 +22,7 @@ _MODULES = {
     "regression": ["RROnBins", "UnbiasedRandomizer"],
     "multi_stage": ["MultiStageTraining"],
     "alibi": ["ALIBI"],
-    "losses": ["ForwardCorrectedLoss", "BackwardCorrectedLoss"],
+    "losses": ["ALIBILoss", "ForwardCorrectedLoss", "BackwardCorrectedLoss"],
     "pipeline": ["LabelPrivacy"],
     "counts": ["debiased_label_counts"],
 }
@@ -30,6 +30,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "ALIBI",
+    "ALIBILoss",
     "BackwardCorrectedLoss",
     "ForwardCorrectedLoss",
     "KMeansPrior",
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
         randomized_response,
     )
     from tfdpfl.label_dp.counts import debiased_label_counts
-    from tfdpfl.label_dp.losses import BackwardCorrectedLoss, ForwardCorrectedLoss
+    from tfdpfl.label_dp.losses import ALIBILoss, BackwardCorrectedLoss, ForwardCorrectedLoss
     from tfdpfl.label_dp.multi_stage import MultiStageTraining
     from tfdpfl.label_dp.pipeline import LabelPrivacy
     from tfdpfl.label_dp.priors import KMeansPrior, LabelPrior, NoisyHistogram, PublicPrior

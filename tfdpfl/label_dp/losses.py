@@ -13,7 +13,7 @@ from tfdpfl.label_dp._events import check_epsilon
 from tfdpfl.label_dp._top_k import keep_probability, matrices
 from tfdpfl.label_dp.counts import check_condition, inverse_of
 
-__all__ = ["BackwardCorrectedLoss", "ForwardCorrectedLoss"]
+__all__ = ["ALIBILoss", "BackwardCorrectedLoss", "ForwardCorrectedLoss"]
 
 _DOC = """
     Args:
@@ -182,3 +182,44 @@ class BackwardCorrectedLoss(_NoisyLabelLoss):
         y_pred = tf.convert_to_tensor(y_pred)
         weights = self._noise.unbiased(self._one_hot(y_true, y_pred.dtype))
         return -tf.reduce_sum(weights * self._log_probabilities(y_pred), axis=-1)
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class ALIBILoss(tf.keras.losses.Loss):
+    """Computes the negative log-likelihood of the noisy vectors that `ALIBI` released: -log Σ_k q_k·p_k.
+
+    q are ALIBI's soft labels under its uniform prior, and p the model's probabilities. The gradient is that of the
+    cross-entropy with the posterior under the prior p, so each step denoises the labels by what the model knows by then
+    (Malek et al. 2021, arXiv:2106.03408). Plain cross-entropy with q learns the noise.
+
+    Args:
+        from_logits: Whether the model's outputs are logits; else probabilities.
+        reduction, name: As in every Keras loss.
+
+    Guarantee: It adds no noise and costs no ε. The soft labels are ε-DP, and so is all that is computed from them.
+
+    Example:
+        alibi = ALIBI(epsilon=1.0, num_classes=10)
+        model.compile("adam", loss=ALIBILoss(from_logits=True))
+        model.fit(x, alibi.fit_transform(y))
+    """
+
+    def __init__(self, from_logits: bool = False, reduction: str = "sum_over_batch_size", name: str = "ALIBILoss"):
+        super().__init__(reduction=reduction, name=name)
+        self.from_logits = from_logits
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        y_pred = tf.convert_to_tensor(y_pred)
+        soft = tf.cast(y_true, y_pred.dtype)
+        if y_pred.shape.rank != 2 or not soft.shape.is_compatible_with(y_pred.shape):
+            raise ValueError(
+                f"y_true must hold ALIBI's soft labels [n, K] for outputs [n, K], got the shapes {soft.shape} and "
+                f"{y_pred.shape}: pass alibi.fit_transform(y) to fit, and keras.utils.to_categorical(y, K) to evaluate."
+            )
+        tiny = tf.keras.backend.epsilon()
+        clipped = lambda p: tf.math.log(tf.maximum(p, tf.cast(tiny, p.dtype)))  # noqa: E731
+        log_p = tf.nn.log_softmax(y_pred) if self.from_logits else clipped(y_pred)
+        return -tf.reduce_logsumexp(clipped(soft) + log_p, axis=-1)
+
+    def get_config(self) -> Json:
+        return {**super().get_config(), "from_logits": self.from_logits}
