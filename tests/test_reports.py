@@ -234,6 +234,16 @@ def test_a_report_asks_for_promises_and_for_no_types():
     assert "isinstance" not in source
 
 
+def test_figures_of_utility_are_numbers_or_text():
+    found = report(
+        {"a": gaussian(3.0)}, delta=DELTA, utility={"share": np.float32(0.5), "model": np.str_("CNN")}
+    ).utility
+    assert found == {"share": 0.5, "model": "CNN"} and type(found["share"]) is float
+    for figure in (None, {}):
+        with pytest.raises(TypeError):
+            report({"a": gaussian(3.0)}, delta=DELTA, utility={"share": figure})
+
+
 def test_every_mechanism_of_the_package_is_a_part():
     ready = {type(each): each for each in mechanisms()}
     for each in ready.values():

@@ -19,7 +19,7 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["NewerFormatError", "agrees", "describe", "refuse_newer", "restore", "stamp", "strict"]
+__all__ = ["NewerFormatError", "agrees", "describe", "number_or_text", "refuse_newer", "restore", "stamp", "strict"]
 
 
 class NewerFormatError(PrivacyError):
@@ -63,6 +63,11 @@ def strict(value: object) -> JsonValue:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
+
+
+def number_or_text(value: float | str) -> float | str:
+    """Returns text as it is, and any other number as Python's own."""
+    return value if isinstance(value, str) else float(value)
 
 
 def describe(value: object) -> JsonValue:

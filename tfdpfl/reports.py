@@ -272,7 +272,7 @@ def report(
         totals=tuple(totals),
         not_added=tuple(_not_added(totals)),
         measured=tuple(measured),
-        utility={str(k): float(v) if hasattr(v, "__float__") else str(v) for k, v in (utility or {}).items()},
+        utility={str(k): _formats.number_or_text(v) for k, v in (utility or {}).items()},
         warnings=tuple(_warnings(found, made, measured, delta)),
         versions=_versions(),
     )
