@@ -44,7 +44,9 @@ class Kernels:
     @property
     def draws(self) -> bool:
         """Whether the op `DRAW` makes normals here, faster than NumPy does."""
-        return self.library is not None and bool(self.library.tfdpfl_draws(INSTRUCTIONS.index(self.instructions)))
+        if self.library is None or register_ops():
+            return False
+        return bool(self.library.tfdpfl_draws(INSTRUCTIONS.index(self.instructions)))
 
     def normals(self, words: np.ndarray, stddev: float, out: np.ndarray, near: np.ndarray) -> np.ndarray:
         """Fills ``out`` with normals, of words for the radii and as many for the angles.

@@ -274,7 +274,7 @@ def draws_in_c() -> bool:
     """Returns whether what is traced here can draw by the kernels' op, of which all memory is TensorFlow's own: it is
     added to in place, without a call of Python."""
     graph = not tf.executing_eagerly() and tf.compat.v1.executing_eagerly_outside_functions()
-    return graph and native.kernels().draws and not native.register_ops()
+    return graph and native.kernels().draws
 
 
 def _from_c(shapes: list[tf.TensorShape], stddev: tf.Tensor, key: tf.Tensor | None) -> list[tf.Tensor]:
