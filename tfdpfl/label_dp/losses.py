@@ -81,6 +81,14 @@ class _Matrix:
         return tf.matmul(released, tf.constant(self._inverse, released.dtype))
 
 
+def _log_probabilities(y_pred: tf.Tensor, from_logits: bool) -> tf.Tensor:
+    """Returns the logarithms of a model's outputs [n, K] as probabilities that sum to one."""
+    if from_logits:
+        return tf.nn.log_softmax(y_pred)
+    tiny = tf.keras.backend.epsilon()
+    return tf.math.log(tf.clip_by_value(y_pred / tf.reduce_sum(y_pred, -1, keepdims=True), tiny, 1.0))
+
+
 class _NoisyLabelLoss(tf.keras.losses.Loss):
     def __init__(
         self,
@@ -120,10 +128,7 @@ class _NoisyLabelLoss(tf.keras.losses.Loss):
             )
         if width == 1:
             y_pred = tf.concat([tf.zeros_like(y_pred) if self.from_logits else 1 - y_pred, y_pred], axis=-1)
-        if self.from_logits:
-            return tf.nn.log_softmax(y_pred)
-        tiny = tf.keras.backend.epsilon()
-        return tf.math.log(tf.clip_by_value(y_pred / tf.reduce_sum(y_pred, -1, keepdims=True), tiny, 1.0))
+        return _log_probabilities(y_pred, self.from_logits)
 
     def _one_hot(self, y_true: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """[n, K]; Keras may hand classes over as [n] or [n, 1], and as floats."""
@@ -216,10 +221,8 @@ class ALIBILoss(tf.keras.losses.Loss):
                 f"y_true must hold ALIBI's soft labels [n, K] for outputs [n, K], got the shapes {soft.shape} and "
                 f"{y_pred.shape}: pass alibi.fit_transform(y) to fit, and keras.utils.to_categorical(y, K) to evaluate."
             )
-        tiny = tf.keras.backend.epsilon()
-        clipped = lambda p: tf.math.log(tf.maximum(p, tf.cast(tiny, p.dtype)))  # noqa: E731
-        log_p = tf.nn.log_softmax(y_pred) if self.from_logits else clipped(y_pred)
-        return -tf.reduce_logsumexp(clipped(soft) + log_p, axis=-1)
+        log_soft = tf.math.log(tf.maximum(soft, tf.keras.backend.epsilon()))
+        return -tf.reduce_logsumexp(log_soft + _log_probabilities(y_pred, self.from_logits), axis=-1)
 
     def get_config(self) -> Json:
         return {**super().get_config(), "from_logits": self.from_logits}
