@@ -255,7 +255,7 @@ def test_batches_that_do_not_make_whole_updates_are_refused(data, parts, fit, me
 def test_batches_that_reach_into_the_next_pass_are_refused():
     """One of them may hold an example twice, and moves it by two clips."""
     stream = tf.data.Dataset.from_tensor_slices((X, Y)).repeat().batch(5)
-    with pytest.raises(PrivacyError, match="gradient_accumulation_steps=1 batches may reach"):
+    with pytest.raises(PrivacyError, match="A batch of this stream may reach"):
         fitted(stream, noise=Tree(), fit={"steps_per_epoch": 5},
                budget=PrivacyBudget(24, 1e-5, sampling="shuffle", batch_size=5))  # fmt: skip
 

@@ -102,6 +102,11 @@ class SamplingScheme:
         return self.once_a_pass and self.fresh_noise
 
     @property
+    def partitions(self) -> bool:
+        """Whether a pass over the data is cut into batches that share no example and have a public size."""
+        return self.once_a_pass and not self.independent
+
+    @property
     def amplifies(self) -> bool:
         """Whether ε depends on the size of a batch."""
         return self.sampled_anew or (self.independent and self.fresh_noise)

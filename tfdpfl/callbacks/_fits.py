@@ -217,16 +217,16 @@ class Fit:
         self.first: int | None = None
         self._begun_at = (0.0, 0.0, 0)  # what the counter had seen before this epoch, before this batch; steps before
         # Batches of a pass: made into logical ones; or cut out of those that were drawn.
-        added_up = self.scheme.once_a_pass and not self.scheme.independent
-        cut = declared.physical_batches if added_up and declared is not None else 1
-        self._declared, self.physical = declared, -(-data["batch_size"] // cut)
-        self.uses = self._uses(steps) if added_up and self.shuffled else 1
+        partitions = self.scheme.partitions
+        pieces = declared.physical_batches if partitions and declared is not None else 1
+        self._declared, self.physical = declared, -(-data["batch_size"] // pieces)
+        self.uses = self._uses(steps) if partitions and self.shuffled else 1
         self.clips = 1 if optimizer.num_microbatches in (None, self.physical) else 2
-        if added_up and cut == 1:
+        if partitions and pieces == 1:
             self.data = {**data, "batch_size": min(self.parts * self.physical, data["num_examples"])}
         sampling = self.scheme.code(data.get("adjacency"), data.get("unit", "example"), across_passes=self.uses > 1)
-        cut = data.get("truncated_batch_size") or 0
-        self.batches = (data_number, sampling, data["num_examples"], self.data["batch_size"], cut)
+        truncated = data.get("truncated_batch_size") or 0
+        self.batches = (data_number, sampling, data["num_examples"], self.data["batch_size"], truncated)
 
     def _uses(self, steps: int | None) -> int:
         """In how many passes a logical batch may lie."""
@@ -264,9 +264,7 @@ class Fit:
         """How many passes over the data so many steps in a row begin; where an example has several uses in a pass, so
         many."""
         declared = self._declared
-        if declared is not None and (declared.physical_batches > 1 or declared.scheme.independent) and (
-            self.scheme.once_a_pass
-        ):  # fmt: skip
+        if declared is not None and declared.draws_logical_batches and self.scheme.once_a_pass:
             return declared.num_selected * math.ceil(steps / (declared.steps * declared.physical_batches))
         n, b = self.data["num_examples"], self.physical
         if not self.whole:  # batches may go across the border of two passes

@@ -122,7 +122,7 @@ class Sampling:
             self._check_poisson()
             self._check_passes(scheme, x, call)
         parts = self._optimizer._dp.parts
-        if parts > 1 and not (scheme.once_a_pass and not scheme.independent):
+        if parts > 1 and not scheme.partitions:
             raise PrivacyError(
                 f"sampling={self.sampling!r}: an example may be in several of the batches that "
                 f"gradient_accumulation_steps={parts} adds up, and no ε is known for this. Use "
@@ -408,8 +408,7 @@ class Sampling:
         """How many batches of the data make one of the optimizer, which holds an example at most once."""
         parts, x = self._optimizer._dp.parts, call.get("x")
         stream = call.get("steps_per_epoch") is not None or passed_through(x, ("repeat",)) is not None
-        drawn = declared is not None and (declared.physical_batches > 1 or declared.scheme.independent)
-        if declared is not None and drawn and (parts == 1 or not stream):
+        if declared is not None and declared.draws_logical_batches and (parts == 1 or not stream):
             self._check_parts(declared)
             return 1
         steps, n, size = self.params.get("steps"), self.num_examples, self.batch_size
@@ -418,11 +417,15 @@ class Sampling:
         else:
             crosses = stream or (steps or (math.ceil(n / size) if n and size else 0)) % parts
         if crosses:
+            update, divides, cut = "A batch of this stream", "", ""
+            if parts > 1:
+                update = f"An update of gradient_accumulation_steps={parts} batches"
+                divides = ", whose number of batches gradient_accumulation_steps divides"
+                cut = "(..., physical_batch_size=...)"
             raise PrivacyError(
-                f"An update of gradient_accumulation_steps={parts} batches may reach into the next pass over the data "
-                f"and hold an example twice, and no ε of {type(self._optimizer.noise).__name__} noise is known for "
-                "this. Give fit whole passes, without steps_per_epoch and repeat, whose number of batches "
-                "gradient_accumulation_steps divides; or use tfdpfl.data.fixed_order(..., physical_batch_size=...)."
+                f"{update} may reach into the next pass over the data and hold an example twice, and no ε of "
+                f"{type(self._optimizer.noise).__name__} noise is known for this. Give fit whole passes, without "
+                f"steps_per_epoch and repeat{divides}; or use tfdpfl.data.fixed_order{cut}."
             )
         return parts
 

@@ -78,6 +78,11 @@ class SamplingDeclaration:
         return SCHEMES[self.kind]
 
     @property
+    def draws_logical_batches(self) -> bool:
+        """Whether a logical batch is drawn as a whole, so that nothing but its own batches belongs into its update."""
+        return self.physical_batches > 1 or self.scheme.independent
+
+    @property
     def expected_batch_size(self) -> float:
         """The mean number of units in a logical batch (before it is truncated); the denominator for a DP optimizer's
         `expected_batch_size`."""
