@@ -17,7 +17,7 @@ RUNS = {
         r"debiased +\d+\n(.*\n)*.*label_dp_census\.png",
     ),
     "label_dp_mnist": (
-        ["--quick", "--epsilons", "1", "--epochs", "1", "--methods", "forward", "prior", "stages", "dpsgd"],
+        ["--quick", "--epsilons", "1", "--epochs", "1", "--methods", "forward", "alibi", "prior", "stages", "dpsgd"],
         r"digits, total ε = 2\.05: \d+\.\d+% of the labels are flipped",
     ),
     "label_dp_regression": (["--quick"], r"Laplace noise +1 +\d+\.\d +\d+\.\d+ ± 0\.00"),
