@@ -146,8 +146,8 @@ def simulate(clients_in_many: int, rounds: int) -> None:
             f"Ray, {ACTORS} client processes on {os.cpu_count()} cores, a model of 100,000 weights in numpy. Rounds of "
             f"FedAvg and of the fixed clip around it take turns in one simulation, {rounds} of each after one that is "
             f"not counted; medians. {got['answers']:,} clients answered, all that were asked. The server has a peak of "
-            f"{got['mb']:.0f} MB. What privacy adds is CPU time of the strategy (whom it asks, its sum, noise, ε), as "
-            "a part of the CPU time of all processes in a round of FedAvg.\n\n"
+            f"{got['mb']:.0f} MB. The overhead of privacy is the CPU time of the strategy (whom it asks, its sum, "
+            "noise, ε), as a part of the CPU time of all processes in a round of FedAvg.\n\n"
             "| | s a round | CPU s of all processes | CPU ms of the strategy | privacy adds |\n"
             "| --- | --- | --- | --- | --- |\n" + "\n".join(cells),
         )
