@@ -7,6 +7,7 @@ import os
 
 import dp_accounting
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
@@ -21,6 +22,7 @@ from tfdpfl.data import (
     shuffled_batches,
 )
 from tfdpfl.data.draws import Words
+from tfdpfl.data.sources import examples_of
 from tfdpfl.data.users import users_of
 from tfdpfl.errors import PrivacyError
 
@@ -538,6 +540,15 @@ def test_ids_of_one_value_are_one_user(ids):
     users = users_of(ids, 6)
     rows = [users.rows[a:b].tolist() for a, b in itertools.pairwise(users.starts)]
     assert sorted(map(sorted, rows)) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_table_of_numbers_and_truth_values_holds_floats_and_other_columns_are_named():
+    table = pd.DataFrame({"age": [61.0, np.nan], "smokes": [True, False], "visits": pd.array([1, None], "Int64")})
+    rows = examples_of(table).take(np.array([1, 0]))
+    assert rows.dtype == tf.float32 and np.array_equal(rows, [[np.nan, 0, np.nan], [61, 1, 1]], equal_nan=True)
+    assert examples_of(pd.DataFrame({"a": ["x"], "b": ["y"]})).spec.dtype == tf.string
+    with pytest.raises(ValueError, match=r"columns 'city', 'ward' .* not hold numbers.*\['city'\] == 'Bern'"):
+        examples_of(table.assign(city=["Bern", "Genf"], ward=["A", "B"]))
 
 
 def order_of(data):

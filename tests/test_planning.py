@@ -108,6 +108,15 @@ def test_a_plan_that_cannot_be_made_is_refused_in_one_sentence(changes, message)
         plan(**changes)
 
 
+def test_an_argument_by_another_name_is_named_by_ours():
+    for wrong, ours in (("epsilon", "target_epsilon"), ("max_grad_norm", "l2_norm_clip"), ("users", "user_ids")):
+        with pytest.raises(TypeError, match=rf"plan\(\) got an unexpected keyword argument '{wrong}': .*{ours}\?"):
+            plan(**{wrong: 1})
+    for wrong, ours in (("number_of_examples", "num_examples"), ("sigma", "noise_multiplier"), ("zzz", "help")):
+        with pytest.raises(TypeError, match=rf"privacy_statement\(\) got an unexpected .*'{wrong}': .*{ours}"):
+            tfdpfl.privacy_statement(**{wrong: 1})
+
+
 def test_what_the_plan_decides_is_not_given_to_its_optimizer():
     made = plan()
     for wrong in ({"noise_multiplier": 0.1}, {"l2_norm_clip": 9.0}, {"expected_batch_size": 5}):

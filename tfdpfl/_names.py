@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-__all__ = ["accept_old_names", "sentence"]
+__all__ = ["accept_old_names", "sentence", "unexpected"]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -157,6 +157,18 @@ def _places(modules: tuple[str, ...]) -> dict[str, str]:
             for name in names:
                 found.setdefault(name, module)
     return found
+
+
+# What others call an argument, where it is not like its name here.
+_ARGUMENTS = {"clip": "l2_norm_clip", "max_grad_norm": "l2_norm_clip", "n": "num_examples", "sigma": "noise_multiplier"}
+
+
+def unexpected(function: str, name: str, known: Iterable[str]) -> str:
+    """Returns what a TypeError says of an argument that a function does not have."""
+    known = list(known)
+    close = [_ARGUMENTS[name]] if _ARGUMENTS.get(name) in known else difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"help({function}) lists those that it has."
+    return f"{function}() got an unexpected keyword argument {name!r}: {hint}"
 
 
 def accept_old_names(**new_of_old: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:

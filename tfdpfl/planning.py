@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfdpfl import clips
 from tfdpfl._frames import PLAN
-from tfdpfl._names import accept_old_names
+from tfdpfl._names import accept_old_names, unexpected
 from tfdpfl._types import Arrays, Estimator, Keywords, Nest, Optimizer
 from tfdpfl.accounting import (
     PrivacyLedger,
@@ -28,7 +28,14 @@ from tfdpfl.accounting.arguments import build_run
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.promises import PLANNED, Promise
 from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SCHEMES
-from tfdpfl.data import declared_sampling, examples_of, users_of
+from tfdpfl.data import (
+    declared_sampling,
+    examples_of,
+    poisson_batches,
+    random_allocation,
+    shuffled_batches,
+    users_of,
+)
 from tfdpfl.data.batches import PLANNED as BATCHES
 from tfdpfl.errors import PrivacyError
 
@@ -43,6 +50,12 @@ Number: TypeAlias = Any  # None until it is found
 Clip: TypeAlias = Any  # what an optimizer accepts as l2_norm_clip
 
 BEST = "best"  # of the samplings that have the neighbours of Poisson batches
+
+_BATCH_ARGUMENTS = {
+    name
+    for function in (poisson_batches, random_allocation, shuffled_batches)
+    for name in inspect.signature(function).parameters
+}
 
 # What an optimizer has where it is not told otherwise.
 _DEFAULTS = {
@@ -270,6 +283,8 @@ def plan(
       ValueError: an argument is out of its range, or not three of the four are given.
       PrivacyError: no plan meets the target.
     """
+    for name in batches.keys() - _BATCH_ARGUMENTS:
+        raise TypeError(unexpected("plan", name, [*inspect.signature(plan).parameters, *_BATCH_ARGUMENTS]))
     data = x if y is None and sample_weight is None else (x, y, sample_weight)
     examples = examples_of(data)
     num_examples = examples.number

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
+from tfdpfl._names import unexpected
 from tfdpfl.accounting.run import NoiseArguments, Run
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def shows_arguments(shared: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs.keys() - signature.parameters.keys():
+                raise TypeError(unexpected(function.__name__, name, signature.parameters))
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:

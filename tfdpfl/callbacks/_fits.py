@@ -118,7 +118,8 @@ def private_optimizer(model: Model) -> Optimizer:
     if not isinstance(optimizer, DPOptimizer):
         raise PrivacyError(
             f"PrivacyBudget computes ε for DP optimizers, but the model trains with {type(optimizer).__name__}. "
-            "Compile it with tfdpfl.DPAdam(l2_norm_clip=..., noise_multiplier=...) or another optimizer of tfdpfl."
+            "Compile it with plan.optimizer(...) if you have a plan, else with tfdpfl.DPAdam(l2_norm_clip=..., "
+            "noise_multiplier=...) or another optimizer of tfdpfl."
         )
     others = [name for name, value in vars(model).items() if isinstance(value, DPOptimizer) and value is not optimizer]
     if others:

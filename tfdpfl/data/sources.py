@@ -243,6 +243,23 @@ class _Leaf:
         self.value = value
 
 
+def _array_of_table(table: Nest) -> np.ndarray:
+    """Returns the values of a table. One of numbers and truth values holds floats, as if each column were numbers."""
+    array = table.to_numpy()
+    if array.dtype != object or not hasattr(getattr(table, "dtypes", None), "items"):
+        return array
+    other = [name for name, dtype in table.dtypes.items() if getattr(dtype, "kind", "O") not in "biuf"]
+    if not other:
+        return table.to_numpy(dtype=np.float64, na_value=np.nan)
+    if len(other) == len(table.dtypes):
+        return array  # of words alone
+    raise ValueError(
+        f"The columns {', '.join(map(repr, other)):.200} of a table do not hold numbers, and its other columns do. "
+        "Encode words by a list of values that you know without the data, as in df['city'] == 'Bern', or leave these "
+        "columns out."
+    )
+
+
 def _as_tensor(leaf: _Leaf) -> tf.Tensor:
     import tensorflow as tf
 
@@ -251,17 +268,19 @@ def _as_tensor(leaf: _Leaf) -> tf.Tensor:
         raise ValueError(
             f"arrays_or_dataset must hold dense arrays, got a {type(value).__name__}; make it dense first."
         )
+    if hasattr(value, "to_numpy"):
+        value = _array_of_table(value)
     if tf.is_tensor(value) or isinstance(value, tf.Variable):
         tensor = tf.convert_to_tensor(value)
     else:
         try:
-            array = value.to_numpy() if hasattr(value, "to_numpy") else np.asarray(value)
+            array = np.asarray(value)
             if array.dtype == np.float64:
                 array = array.astype(tf.keras.backend.floatx())
             tensor = tf.convert_to_tensor(array)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"arrays_or_dataset holds a {type(value).__name__} that TensorFlow cannot convert to a tensor "
+                f"arrays_or_dataset holds a {type(leaf.value).__name__} that TensorFlow cannot convert to a tensor "
                 f"({error}); give rectangular arrays of numbers or strings."
             ) from error
     if tensor.shape.rank == 0:
