@@ -145,10 +145,30 @@ def _write_pages(app, config):
     notebooks.write(ROOT / "docs/_pages/notebooks")
 
 
+# A page whose snippets use what docs/prelude.py makes begins with its lines, folded. A tutorial makes all that it uses.
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+PRELUDE = (
+    "<details>\n<summary>To run the snippets of this page, begin with these lines</summary>\n\n```python\n"
+    + (ROOT / "docs/prelude.py").read_text("utf-8").replace("  # noqa: F401", "")
+    + "```\n\n</details>\n\n"
+)
+
+
+def _uses_prelude(page):
+    nodes = [node for block in PYTHON.findall(page) for node in ast.walk(ast.parse(block))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    loaded = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+    imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    bound = {name.id for name in names if isinstance(name.ctx, ast.Store)} | {a.asname or a.name for a in imports}
+    return (loaded - bound) & {"x", "y", "model", "make_model", "np", "tf", "tfdpfl"}
+
+
 def _read_source(app, docname, source):
     if docname.startswith("tutorial"):
         link = f"{{download}}`Download this page as a notebook <_pages/notebooks/{docname}.ipynb>`"
         source[0] = re.sub(r"\n", f"\n\n{link}\n", source[0], count=1)
+    elif docname != "index" and _uses_prelude(source[0]):
+        source[0] = PYTHON.sub(lambda block: PRELUDE + block[0], source[0], count=1)
     if not docname.startswith("_pages/"):
         page = ROOT / "docs" / docname
         source[0] = _link_to_pages(source[0], page.parent, page)

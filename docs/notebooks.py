@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-PRELUDE = (DOCS / "prelude.py").read_text("utf-8")
 BLOCK = re.compile(r"^```(python|console|text)\n(.*?)^```$\n?", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:)[^)]*\)")
 
@@ -24,8 +23,7 @@ def _cell(kind: str, source: str, output: str | None = None) -> dict:
 def notebook(page: str) -> dict:
     """Returns the notebook of a page's Markdown, as JSON holds it.
 
-    Its first cell makes what the snippets of all pages may use. A block that begins with the name of a file becomes a
-    cell that saves it.
+    A block that begins with the name of a file becomes a cell that saves it.
     """
     cells, end = [], 0
     for block in BLOCK.finditer(page):
@@ -45,7 +43,6 @@ def notebook(page: str) -> dict:
         else:
             cells.append(_cell("markdown", block[0]))
     cells.append(_cell("markdown", LINK.sub(r"*\1*", page[end:])))
-    cells.insert(1, _cell("code", PRELUDE))
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4}
 

@@ -1,4 +1,4 @@
-"""The commands below `tfdpfl ledger`: what files of privacy say, whether they are whole, and what they cost together.
+"""The commands of `tfdpfl ledger`: what ledgers hold, whether they are whole, and what they cost together.
 
 A FILE is a ledger, as `PrivacyLedger.to_dict` or a federation's client writes it, or the journal of a Flower server.
 """
@@ -29,7 +29,7 @@ _BROKEN = "Not all rounds can be read. The figure counts every line that is left
 
 @click.group()
 def ledger() -> None:
-    """Inspect, verify, merge and migrate files of privacy; epsilon of a run that stopped or broke.
+    """Inspect, verify, merge and migrate ledgers, and compute the epsilon of a run that stopped or broke.
 
     The exit code is 0 if all is well, 1 if a file is damaged or a target is passed, and 2 if a command cannot run.
     """
@@ -158,7 +158,7 @@ class Opened:
 @_FILE
 @JSON
 def inspect(file: Path, as_json: bool) -> None:
-    """Shows the format, rounds and settings of FILE. It names no client."""
+    """Show the format, rounds and settings of FILE. No client is named."""
     with clean_errors():
         opened = Opened(file)
         _show(opened.facts(), as_json)
@@ -169,7 +169,7 @@ def inspect(file: Path, as_json: bool) -> None:
 @_FILES
 @JSON
 def verify(files: tuple[Path, ...], as_json: bool) -> None:
-    """Whether FILES are whole: hashes, gaps, and rounds against the model that lies beside a journal.
+    """Check that FILES are whole: their hashes, gaps, and rounds against the model that is saved next to a journal.
 
     A hash covers all lines before it. So a line that was changed, lost or put in is found, but lines that were cut off
     at the end are found only by a saved model that came after them.
@@ -205,7 +205,7 @@ def verify(files: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--target-epsilon", type=float, help="Exit with 1 if epsilon passes it.")
 @JSON
 def epsilon(file: Path, delta: float, accountant: str, target_epsilon: float | None, as_json: bool) -> None:
-    """Epsilon of what FILE holds, also of a run that was stopped or whose journal broke."""
+    """Compute the epsilon of FILE, also of a run that was stopped or whose journal broke."""
     with clean_errors():
         from tfdpfl.accounting.pricing import check_delta
 
@@ -246,7 +246,7 @@ def _show_prices(
 @click.option("--target-epsilon", type=float, help="What each client may spend. Exit with 1 if one has spent more.")
 @JSON
 def clients(file: Path, delta: float, accountant: str, target_epsilon: float | None, as_json: bool) -> None:
-    """Shows what each client has spent over all runs, from the database FILE that a server's register_path= names."""
+    """Show what each client has spent over all runs, from the database FILE that a server's register_path= names."""
     with clean_errors():
         from tfdpfl._formats import strict
         from tfdpfl.accounting.pricing import check_delta

@@ -67,7 +67,7 @@ def _stack() -> Iterator[Finding]:
     yield _entropy()
     yield _devices(tf)
     yield _memory()
-    yield _package("federated", "tensorflow-federated", "tfdpfl.federated needs Python 3.11: see the page Install")
+    yield _package("federated", "tensorflow-federated", "it needs Python 3.10 or 3.11: see the page Install")
     yield _package("flower", "flwr", "tfdpfl.flower needs it: pip install 'tfdpfl[flower]'")
 
 
