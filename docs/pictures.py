@@ -1,5 +1,6 @@
-"""Draws the pictures of docs/concepts.md into docs/_static: python docs/pictures.py."""
+"""Draws the pictures of docs/concepts.md and docs/random-allocation.md into docs/_static: python docs/pictures.py."""
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -17,13 +18,14 @@ RUN = dict(num_examples=60_000, batch_size=256, delta=1e-5)
 
 
 def axes():
-    _, ax = plt.subplots(figsize=(6, 3.6), dpi=120, layout="constrained")
+    # As wide as a phone: a reader there need not scroll. textwrap keeps the titles within it.
+    _, ax = plt.subplots(figsize=(4.8, 3.4), dpi=160, layout="constrained")
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
 def save(ax, name, title):
-    ax.set_title(title, fontsize=11, loc="left")
+    ax.set_title(textwrap.fill(title, 50), fontsize=11, loc="left")
     ax.figure.savefig(HERE / f"{name}.png")
     plt.close(ax.figure)
 
@@ -64,9 +66,10 @@ def sampling():
 def allocation():
     ax = axes()
     epochs = [1, 2, 5, 10, 20, 50, 100]
-    for kind in ("shuffle", "poisson", "random_allocation"):
+    labels = {"shuffle": "shuffled batches", "poisson": "Poisson batches", "random_allocation": "random allocation"}
+    for kind, label in labels.items():
         values = [tfdpfl.compute_epsilon(noise_multiplier=1.1, num_epochs=e, sampling=kind, **RUN) for e in epochs]
-        ax.plot(epochs, values, marker="o", label=kind)
+        ax.plot(epochs, values, marker="o", label=label)
     ax.set(xscale="log", yscale="log", xlabel="epochs", ylabel="ε at δ = 1e-5")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -84,11 +87,11 @@ def batch():
             for b in sizes
         ]  # fmt: skip
         ax.plot(sizes, noise, marker="o", label=f"ε = {epsilon}")
-    ax.set(xscale="log", yscale="log", xlabel="batch size", ylabel="noise in the mean gradient / clip")
+    ax.set(xscale="log", yscale="log", xlabel="batch size, for ten epochs", ylabel="noise in the mean gradient / clip")
     ax.xaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.legend()
-    save(ax, "concept-batch", "Larger batches have less noise in each step (ten epochs)")
+    save(ax, "concept-batch", "Larger batches have less noise in each step")
 
 
 def accountants():
@@ -115,5 +118,5 @@ def units():
 
 
 if __name__ == "__main__":
-    for draw in (attacker, sampling, batch, accountants, units):
+    for draw in (attacker, sampling, allocation, batch, accountants, units):
         draw()

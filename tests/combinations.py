@@ -192,7 +192,7 @@ def page() -> str:
             return "·"
         return number[reason(said)] if said else "✓"
 
-    rows = [["", *names[1:]]] + [
+    rows = [["feature", *names[1:]]] + [
         [one, *(cell(one, other) if i < j else "" for j, other in enumerate(names[1:], 1))]
         for i, one in enumerate(names[:-1])
     ]
