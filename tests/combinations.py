@@ -68,12 +68,6 @@ REASONS: list[tuple[str, str, str]] = [
     (r"a step has one kind of noise", "choose one", "A step has one kind of noise."),
     (r"both state whose mean", "choose one", "Both state whose mean gradient is clipped."),
     (
-        r"the grid is made for one sum", "not built",
-        "The grid of discrete noise is made for one sum with one number as clip. Parts of a batch, groups of weights, "
-        "and a count next to the sum would each need a grid.",
-    ),
-    (r"changes together with secure_noise", "not built", "The grid of discrete noise is made for one size."),
-    (
         r"noise_multiplier that changes together with noise=", "not built",
         "All steps are one mechanism, which is priced for noise of one size.",
     ),
@@ -86,7 +80,6 @@ REASONS: list[tuple[str, str, str]] = [
         r"rows are chosen by the examples of one batch|changes together with sparse=", "not built",
         "`AdaFEST` chooses rows by the examples of one batch, with one clip and noise of one size.",
     ),
-    (r"changes together with l2_norm_clip=AdaptiveClip", "not built", "The noise of the count is made for one size."),
     (
         r"sparse=AdaFEST.* on \d replicas", "not built",
         "`AdaFEST` chooses rows in the middle of a step, from the counts of all replicas.",

@@ -59,7 +59,7 @@ class AdaptiveClip:
         if self.clipped_count_stddev is not None:
             _checks.real("clipped_count_stddev", self.clipped_count_stddev, "leave it out for a safe value", at_least=0)
 
-    def split(self, noise_multiplier: float, cohort: Any, larger: Callable[[Any, Any], Any] = max) -> tuple[Any, Any]:
+    def split(self, noise_multiplier: Any, cohort: Any, larger: Callable[[Any, Any], Any] = max) -> tuple[Any, Any]:
         """(noise multiplier of the sum, standard deviation of the count) that together give ``noise_multiplier``.
 
         One of the ``cohort`` (a number, or a tensor, with ``larger`` for such) moves the centred count by 1/2, so
@@ -68,12 +68,12 @@ class AdaptiveClip:
         Raises:
           ValueError: the count's noise is too small to leave anything for the sum.
         """
-        stddev = self.clipped_count_stddev
-        if noise_multiplier == 0:
+        stddev, known = self.clipped_count_stddev, isinstance(noise_multiplier, float | int)
+        if known and noise_multiplier == 0:
             return 0.0, 0.0 if stddev is None else stddev
         if stddev is None:
             stddev = larger(0.05 * cohort, noise_multiplier)
-        elif 2 * stddev <= noise_multiplier:
+        elif known and 2 * stddev <= noise_multiplier:
             raise ValueError(
                 f"clipped_count_stddev={stddev:g} is at most half of noise_multiplier={noise_multiplier:g}, so the "
                 "count alone would cost more than the whole step may: raise it, or leave it out for a safe value"

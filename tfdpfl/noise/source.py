@@ -186,7 +186,7 @@ class Source:
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
 
     @tf.autograph.experimental.do_not_convert
-    def discrete(self, size: int, sigma: int, key: tf.Tensor | None = None) -> tf.Tensor:
+    def discrete(self, size: int, sigma: float | tf.Tensor, key: tf.Tensor | None = None) -> tf.Tensor:
         """Draws int64 [size]: independent discrete Gaussians of this many whole steps; see `tfdpfl.noise.discrete`.
         ``key`` is as for `gaussian`.
 
@@ -199,13 +199,14 @@ class Source:
             )
         self.generator = AES
 
-        def draw(*key):
+        def draw(sigma, *key):
             if key:
-                return discrete_gaussian(KeyStream(*key).words, size, sigma)
+                return discrete_gaussian(KeyStream(*key).words, size, int(sigma))
             with self._lock:
-                return discrete_gaussian(self._opened().words, size, sigma)
+                return discrete_gaussian(self._opened().words, size, int(sigma))
 
-        return tf.ensure_shape(tf.numpy_function(draw, [] if key is None else [key], tf.int64), [size])
+        inputs = [tf.cast(sigma, tf.int64), *([] if key is None else [key])]
+        return tf.ensure_shape(tf.numpy_function(draw, inputs, tf.int64), [size])
 
     def unique(self) -> tf.Tensor:
         """Returns an int64 that no other run, object or process gets: a name, no secret."""

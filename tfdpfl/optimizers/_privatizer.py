@@ -229,7 +229,7 @@ class GradientPrivatizer:
         """Counts the step, and returns the noisy mean of a whole batch; what else was summed goes to the clip."""
         sums, denominator, at = whole.sums, self._denominator(whole.units), len(step.used)
         stddev_of_count = self.clipping.split(self._now(tf.float32), denominator)[1]
-        if self.parts > 1 and self.settings.expected_batch_size is None:  # which only now is known
+        if self.parts > 1 and self.settings.expected_batch_size is None and not self.noise.divides:  # only now known
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
         noise = None
         if self.least_noise > 0:

@@ -65,14 +65,15 @@ class Settings:
                 "as much."
             )
         self._check_stddev()
-        if self.changing is not None and isinstance(self.l2_norm_clip, clips.AdaptiveClip):
-            raise ValueError(self.excluded_by(f"l2_norm_clip={self.l2_norm_clip!r}"))
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the way to set a frozen dataclass's fields
 
     def _check_stddev(self) -> None:
         size, clipping = self.expected_batch_size or 1.0, clipping_of(self.l2_norm_clip)
+        z = self.noise_multiplier
+        for multiplier in z.values if isinstance(z, PiecewiseConstant) else ():
+            clipping.split(multiplier, size)  # which refuses noise that leaves nothing for the gradients
         stddev = clipping.split(self.least_noise, size)[0] * clipping.first / size
         if self.least_noise > 0 and stddev < LEAST_STDDEV:
             raise ValueError(
