@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                    # the whole table; half an hour on a GPU
     python benchmarks/gpu.py --quick            # two small models; a few minutes on two cores
+    python benchmarks/gpu.py --devices GPU --parts steps --minutes 5 --output gpu.md   # what five minutes allow
 
 Run it where TensorFlow sees the device that you want to know about. For a machine without internet, download the wheels
 elsewhere, then install from the folder:
@@ -12,15 +13,17 @@ elsewhere, then install from the folder:
 The report has five parts: the machine; the noise's scale, tested on both sides; norms and clipped sums against one
 example at a time, to 1e-4; a private fine-tuning of a KerasHub model by LoRA; a plain and a private step (Adam, noise
 multiplier 1.1) with and without XLA, in float32 and in bfloat16. A device that TensorFlow does not see has rows that
-say "not measured". Then XLA on the CPU is the nearest thing.
+say "not measured". Then XLA on the CPU is the nearest thing. The file of `--output` is written after each row.
 
-Times are medians over rounds that alternate between plain and private: wall time on a GPU, CPU time on a CPU.
+Times are medians over rounds that alternate between plain and private: wall time on a GPU, CPU time on a CPU. Plain
+LSTMs use cuDNN's kernel where Keras does; private ones are built with `use_cudnn=False`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import platform
 import statistics
@@ -46,6 +49,7 @@ CLIP, NOISE_MULTIPLIER = 1.0, 1.1
 TOLERANCE = 1e-4
 FULL, QUICK = ["mlp", "mnist_cnn", "resnet", "transformer", "embedding", "lstm"], ["mlp", "mnist_cnn"]
 POLICIES = ["float32", "mixed_bfloat16"]
+PARTS = ["machine", "noise", "sums", "lora", "steps"]
 NOT_MEASURED = "not measured"
 NOISE_HEADER = ["device", "generator", "deviation over wanted", "KS p", "beyond 4 deviations", "right"]
 SUMS_HEADER = ["device", "layers", "XLA", "largest error", "right"]
@@ -64,10 +68,22 @@ def describe_machine() -> Iterator[str]:
         yield f"- {device.name} {details.get('device_name', '')}".rstrip()
 
 
-def devices() -> list[tuple[str, str | None]]:
+def devices(kinds: list[str]) -> list[tuple[str, str | None]]:
     """Returns the kinds of devices that rows are about, with TensorFlow's name of each, None if there is none."""
-    gpu = bool(tf.config.list_physical_devices("GPU"))
-    return [("GPU", "/GPU:0" if gpu else None), ("CPU", "/CPU:0")]
+    return [(kind, f"/{kind}:0" if tf.config.list_physical_devices(kind) else None) for kind in kinds]
+
+
+def steps_on(device: str) -> Any:
+    """Returns where `fit` runs on a device: a GPU is TensorFlow's default, and the pipeline of its data the host's."""
+    return tf.device(None if "GPU" in device else device)
+
+
+def without_cudnn(model: Any) -> Any:
+    """Returns the model, whose LSTMs will run in TensorFlow's own ops: cuDNN's give no example's gradient."""
+    for layer in model.layers:
+        if getattr(layer, "use_cudnn", None):
+            layer.use_cudnn, layer.supports_jit = False, True
+    return model
 
 
 def make_table(header: list[str], rows: list[list[str]]) -> str:
@@ -105,7 +121,8 @@ def compare_steps(name: str, size: int, xla: bool, clock: Callable[[], float], o
     """Returns the cells of a row: times of a plain and of a private step, their ratio, and those of first steps."""
     batch = MODELS[name].batch(size)
     optimizers = [KERAS.optimizers.Adam(), tfdpfl.DPAdam(l2_norm_clip=CLIP, noise_multiplier=NOISE_MULTIPLIER)]
-    plain, private = (Training(MODELS[name].build(KERAS), optimizer, batch, xla) for optimizer in optimizers)
+    models = MODELS[name].build(KERAS), without_cudnn(MODELS[name].build(KERAS))
+    plain, private = (Training(m, optimizer, batch, xla) for m, optimizer in zip(models, optimizers, strict=True))
     both = plain, private
     steps = max(1, min(options.steps, int(options.round_seconds / max(private.seconds(1, time.perf_counter), 1e-6))))
     rounds = [[each.seconds(steps, clock) for each in both] for _ in range(options.rounds)]
@@ -115,27 +132,27 @@ def compare_steps(name: str, size: int, xla: bool, clock: Callable[[], float], o
 
 
 def step_rows(options: Any) -> Iterator[list[str]]:
-    """Yields the rows of the table of steps. A row that fails says how."""
-    for kind, device in devices():
-        clock = time.process_time if kind == "CPU" else time.perf_counter
-        for name in options.models:
-            for size in options.batches:
-                for policy in POLICIES:
-                    for xla in (False, True):
-                        row = [kind, name, str(size), policy.removeprefix("mixed_"), "yes" if xla else "no"]
-                        if device is None:
-                            yield [*row, NOT_MEASURED, "", "", "", ""]
-                            continue
-                        KERAS.backend.clear_session()
-                        KERAS.mixed_precision.set_global_policy(policy)
-                        try:
-                            with tf.device(device):
-                                cells = compare_steps(name, size, xla, clock, options)
-                        except Exception as error:
-                            cells = [f"fails: {type(error).__name__}", "", "", "", ""]
-                        finally:
-                            KERAS.mixed_precision.set_global_policy("float32")
-                        yield [*row, *cells]
+    """Yields the rows of the table of steps, until the time is over. A row that fails says how."""
+    for size, xla, policy in itertools.product(options.batches, (False, True), POLICIES):
+        for name, (kind, device) in itertools.product(options.models, devices(options.devices)):
+            row = [kind, name, str(size), policy.removeprefix("mixed_"), "yes" if xla else "no"]
+            if time.monotonic() > options.deadline:
+                return
+            if device is None:
+                yield [*row, NOT_MEASURED, "", "", "", ""]
+                continue
+            KERAS.backend.clear_session()
+            KERAS.mixed_precision.set_global_policy(policy)
+            clock = time.process_time if kind == "CPU" else time.perf_counter
+            try:
+                with steps_on(device):
+                    cells = compare_steps(name, size, xla, clock, options)
+            except Exception as error:
+                cells = [f"fails: {type(error).__name__}", "", "", "", ""]
+                print(error, file=sys.stderr)
+            finally:
+                KERAS.mixed_precision.set_global_policy("float32")
+            yield [*row, *cells]
 
 
 # Exactness.
@@ -157,7 +174,7 @@ def small_models() -> dict[str, tuple[Any, np.ndarray]]:
         "dense": (KERAS.Sequential([layers.Dense(20, "tanh"), layers.Dense(3)]), series[:, 0]),
         "convolutions": (KERAS.Sequential([*convolutions, layers.Dense(3)]), image),
         "attention": (attention, words),
-        "LSTM": (KERAS.Sequential([layers.LSTM(12), layers.Dense(3)]), series),
+        "LSTM": (without_cudnn(KERAS.Sequential([layers.LSTM(12), layers.Dense(3)])), series),
     }
 
 
@@ -191,10 +208,10 @@ def largest_error(model: Any, x: np.ndarray, device: str, xla: bool) -> float:
     return max(errors[0] / norms.max(), max(errors[1:]) / scale)
 
 
-def exactness_rows() -> Iterator[list[str]]:
+def exactness_rows(kinds: list[str]) -> Iterator[list[str]]:
     """Yields the rows of the table of errors."""
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    for kind, device in devices():
+    for kind, device in devices(kinds):
         for name, (model, x) in small_models().items():
             for xla in (False, True):
                 row = [kind, name, "yes" if xla else "no"]
@@ -205,6 +222,7 @@ def exactness_rows() -> Iterator[list[str]]:
                     error = largest_error(model, x, device, xla)
                     yield [*row, f"{error:.1e}", "yes" if error <= TOLERANCE else "NO"]
                 except Exception as error:
+                    print(error, file=sys.stderr)
                     yield [*row, f"fails: {type(error).__name__}", "NO"]
     tf.config.experimental.enable_tensor_float_32_execution(True)
 
@@ -212,10 +230,10 @@ def exactness_rows() -> Iterator[list[str]]:
 # Noise.
 
 
-def noise_rows(count: int) -> Iterator[list[str]]:
+def noise_rows(kinds: list[str], count: int) -> Iterator[list[str]]:
     """Yields the rows of the table of noise: its scale is accepted, and two thirds and three halves of it are not."""
     stddev = 2.5
-    for kind, device in devices():
+    for kind, device in devices(kinds):
         if device is None:
             yield [kind, NOT_MEASURED, "", "", "", ""]
             continue
@@ -256,16 +274,16 @@ def fine_tune(device: str, quick: bool) -> str:
     inputs = {"token_ids": KERAS.Input((16,), dtype="int32"), "padding_mask": KERAS.Input((16,), dtype="int32")}
     model = KERAS.Model(inputs, KERAS.layers.Dense(2)(backbone(inputs)[:, -1]))
     x, y = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, tokens[:, 0] % 2
-    with tf.device(device):
+    with steps_on(device):
         training = Training(model, tfdpfl.DPAdam(l2_norm_clip=CLIP, noise_multiplier=NOISE_MULTIPLIER), (x, y), False)
         seconds = training.seconds(5, time.perf_counter)
     weights = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     return f"{weights} trainable weights, first step {training.first:.1f} s, then {1000 * seconds:.1f} ms a step"
 
 
-def fine_tuning_rows(quick: bool) -> Iterator[list[str]]:
+def fine_tuning_rows(kinds: list[str], quick: bool) -> Iterator[list[str]]:
     """Yields the rows on KerasHub."""
-    for kind, device in devices():
+    for kind, device in devices(kinds):
         if importlib.util.find_spec("keras_hub") is None:
             yield [kind, f"{NOT_MEASURED}: keras_hub is not installed"]
         elif device is None:
@@ -281,6 +299,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints the report, and writes it. Returns 1 if something was not right, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two small models, one batch size, few rounds")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--devices", type=lambda text: text.split(","), default=["GPU", "CPU"], help="GPU, CPU")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after these, no row of steps begins")
     parser.add_argument("--models", type=lambda text: text.split(","), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--batches", type=lambda text: [int(size) for size in text.split(",")])
     parser.add_argument("--rounds", type=int)
@@ -290,7 +311,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     tf.get_logger().setLevel("ERROR")
     warnings.simplefilter("ignore", UserWarning)
-    quick = options.quick
+    quick, kinds = options.quick, options.devices
+    options.deadline = time.monotonic() + 60 * options.minutes
     options.models = options.models or (QUICK if quick else FULL)
     options.batches = options.batches or ([64] if quick else [64, 256, 1024])
     options.rounds = options.rounds or (3 if quick else 7)
@@ -300,8 +322,12 @@ def main(arguments: list[str] | None = None) -> int:
     def write(text: str) -> None:
         print(text, flush=True)
         lines.append(text)
+        if options.output:
+            options.output.write_text("\n".join(lines) + "\n")
 
-    def write_rows(title: str, header: list[str], rows: Iterator[list[str]]) -> list[list[str]]:
+    def write_rows(part: str, title: str, header: list[str], rows: Iterator[list[str]]) -> list[list[str]]:
+        if part not in options.parts:
+            return []
         write(f"\n## {title}\n\n{make_table(header, [])}")
         made = []
         for row in rows:
@@ -310,17 +336,15 @@ def main(arguments: list[str] | None = None) -> int:
         return made
 
     write(f"# `python benchmarks/gpu.py {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}\n")
-    for line in describe_machine():
+    for line in describe_machine() if "machine" in options.parts else ():
         write(line)
     accepted = "Noise: its scale is accepted, and two thirds and three halves of it are not"
-    checked = write_rows(accepted, NOISE_HEADER, noise_rows(1 << (18 if quick else 22)))
-    checked += write_rows(
-        f"Clipped sums against one example at a time, to {TOLERANCE:g}", SUMS_HEADER, exactness_rows()
-    )
-    write_rows("LoRA of a KerasHub model", ["device", "private fine-tuning"], fine_tuning_rows(quick))
-    write_rows("Steps", STEPS_HEADER, step_rows(options))
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
+    sums = f"Clipped sums against one example at a time, to {TOLERANCE:g}"
+    checked = write_rows("noise", accepted, NOISE_HEADER, noise_rows(kinds, 1 << (18 if quick else 22)))
+    checked += write_rows("sums", sums, SUMS_HEADER, exactness_rows(kinds))
+    tuned = fine_tuning_rows(kinds, quick)
+    write_rows("lora", "LoRA of a KerasHub model", ["device", "private fine-tuning"], tuned)
+    write_rows("steps", "Steps", STEPS_HEADER, step_rows(options))
     return int(any(row[-1] == "NO" for row in checked))
 
 

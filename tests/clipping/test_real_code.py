@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -431,6 +432,17 @@ def test_a_switch_by_a_number_is_chosen_in_python():
 
     refused(switched, X, match="Choose the branch in Python")
     agrees(lambda w, x: tf.reduce_mean(branches[1](x, w) ** 2), X)
+
+
+@pytest.mark.skipif(not keras3(), reason="Keras 2 replaces the loop only when the step runs")
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_recurrence_that_a_gpu_runs_in_cudnn_is_refused_with_what_to_build_instead(kind, monkeypatch):
+    layer = getattr(L, kind)(2)
+    layer.build((None, 1, 4))
+    monkeypatch.setattr(sys.modules["keras.src.backend.tensorflow.rnn"], "cudnn_ok", lambda *_, **__: True)
+    refused(
+        lambda w, x: tf.reduce_mean(layer((x @ w)[:, None, :4])), X, match=r"CudnnRNNV3.*LSTM\(64, use_cudnn=False\)"
+    )
 
 
 # -- mends in general ----------------------------------------------------------------------------------------------

@@ -48,6 +48,12 @@ def branch(view, op, states):
     return [join(op, t, a, b) for t, a, b in zip(op.outputs, *branches, strict=True)]
 
 
+@batching_rule("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", mixed=True, any_rank=True)
+def cudnn_loop(view, op, states):
+    """The loop of a Keras 3 LSTM or GRU on a GPU. Its gradient of the weights is one sum over examples and steps."""
+    return mixed(op, "runs its loop in a kernel of cuDNN")
+
+
 @batching_rule("While", "StatelessWhile", any_rank=True)
 def loop(view, op, states):
     states = list(states)
