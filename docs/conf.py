@@ -145,7 +145,7 @@ def _write_pages(app, config):
     notebooks.write(ROOT / "docs/_pages/notebooks")
 
 
-# A page whose snippets use what docs/prelude.py makes begins with its lines, folded. A tutorial makes all that it uses.
+# A page whose snippets use what docs/prelude.py makes begins with these lines, folded. A tutorial makes all that it uses.
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 PRELUDE = (
     "<details>\n<summary>To run the snippets of this page, begin with these lines</summary>\n\n```python\n"
@@ -168,7 +168,7 @@ def _read_source(app, docname, source):
         link = f"{{download}}`Download this page as a notebook <_pages/notebooks/{docname}.ipynb>`"
         source[0] = re.sub(r"\n", f"\n\n{link}\n", source[0], count=1)
     elif docname != "index" and _uses_prelude(source[0]):
-        source[0] = PYTHON.sub(lambda block: PRELUDE + block[0], source[0], count=1)
+        source[0] = source[0].replace("\n", f"\n\n{PRELUDE}", 1)
     if not docname.startswith("_pages/"):
         page = ROOT / "docs" / docname
         source[0] = _link_to_pages(source[0], page.parent, page)
