@@ -40,20 +40,13 @@ from tfdpfl.federated._tff import tff
 
 add_one = tff.tensorflow.computation(lambda x: x + 1, np.int32)
 
-def end():
+with local_runtime():
     print("result", add_one(41), flush=True)
-    if "wait" in sys.argv:
+    if "within" in sys.argv:
         time.sleep(600)
-
-if "default" in sys.argv:
-    runtime.ensure_default()
-    end()
-else:
-    with local_runtime():
-        end()
-    if "after" in sys.argv:
-        print("after", add_one(42), flush=True)
-print("done", flush=True)
+runtime.ensure_default()
+print("result", add_one(42), flush=True)
+time.sleep(600)
 """
 
 
@@ -78,10 +71,9 @@ def assert_gone(mark):
 @pytest.mark.parametrize(
     ("arguments", "ended_by"),
     [
-        (["wait"], signal.SIGINT),  # an exception that leaves the block
-        (["wait"], signal.SIGKILL),  # SIGTERM is the same to local_runtime, which handles no signal
-        (["after"], None),  # local_runtime's worker, and then that of the default
-        (["default", "wait"], signal.SIGTERM),
+        (["within"], signal.SIGINT),  # an exception that leaves the block
+        (["within"], signal.SIGKILL),  # SIGTERM is the same to local_runtime, which handles no signal
+        ([], signal.SIGTERM),  # local_runtime's worker has ended, and that of the default serves
     ],
 )
 def test_no_process_is_left_and_a_pipe_that_reads_the_output_ends(arguments, ended_by):
@@ -94,14 +86,11 @@ def test_no_process_is_left_and_a_pipe_that_reads_the_output_ends(arguments, end
         said = b""
         for line in script.stdout:
             said += line
-            if line.endswith(b"result 42\n"):
-                if "wait" in arguments:  # else it may be over by now
-                    assert any("worker_binary" in process for process in marked(mark))
-                if ended_by is not None:
-                    script.send_signal(ended_by)
+            if line.endswith(b"result 42\n" if arguments else b"result 43\n"):
+                assert any("worker_binary" in process for process in marked(mark))
+                script.send_signal(ended_by)
         assert b"result 42\n" in said  # and the output has come to its end
-        assert (b"done\n" in said) == ("wait" not in arguments)
-        assert script.wait() == -(ended_by or 0)
+        assert script.wait() == -ended_by
         assert_gone(mark)
     finally:
         script.kill()
