@@ -145,7 +145,7 @@ def _write_pages(app, config):
     notebooks.write(ROOT / "docs/_pages/notebooks")
 
 
-# A page whose snippets use what docs/prelude.py makes begins with these lines, folded. A tutorial makes all that it uses.
+# A page whose snippets use what docs/prelude.py makes begins with these lines, folded. A tutorial needs none.
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 PRELUDE = (
     "<details>\n<summary>To run the snippets of this page, begin with these lines</summary>\n\n```python\n"

@@ -78,8 +78,8 @@ _REMEDIES = {
     "takes a branch by data": "Choose for each example by itself: tf.where(condition, a, b).",
     "runs for as many turns as the data says": "Run the same number of iterations for all examples, with "
     "tf.where(done, y, next_y).",
-    "runs its loop in a kernel of cuDNN": "Build the layer with use_cudnn=False, for example LSTM(64, use_cudnn=False): "
-    "TensorFlow's own loop, which runs on a GPU too, has the gradient of each example.",
+    "runs its loop in a kernel of cuDNN": "Build the layer with use_cudnn=False, for example LSTM(64, use_cudnn=False):"
+    " TensorFlow's own loop, which runs on a GPU too, has the gradient of each example.",
     "moves examples across axes": "Keep the batch axis: tf.reshape(x, [-1, ...]), with all other lengths stated.",
     "runs Python code, which cannot be followed": "Write it with TensorFlow operations, or do it in the data set.",
 }
