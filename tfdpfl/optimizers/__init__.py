@@ -131,6 +131,11 @@ def _setting(name: str, of_noise: str | None = None) -> property:
 class DPOptimizer:
     """Holds what all DP optimizers have in common; see `DPSGD`. Do not use it by itself."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Whatever a Keras optimizer has."""
+
     _dp: GradientPrivatizer
     _dp_ledger: tf.Variable  # Keras 3: keras.Variable; the saved table of what ran
     _add_state: Callable[[str, np.ndarray | np.floating], tf.Variable]  # the adapter's
@@ -445,7 +450,7 @@ def _check_backend() -> None:
         )
 
 
-def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
+def make_dp_optimizer_class(keras_optimizer_class: type) -> type[DPOptimizer]:
     """Returns a DP version of any Keras optimizer class, Keras 2 or Keras 3.
 
     Args:
@@ -462,7 +467,7 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
 
 
 @functools.cache
-def _make(base: type, name: str) -> type:
+def _make(base: type, name: str) -> type[DPOptimizer]:
     _check_backend()
     if not inspect.isclass(base):
         raise TypeError(f"keras_optimizer_class={base!r} is not a class; give the class, not an instance.")
@@ -517,7 +522,7 @@ def _keras2_of(base: type):
     return tf.keras
 
 
-def _make_ftrl() -> type:
+def _make_ftrl() -> type[DPOptimizer]:
     """Makes DPSGD with another default."""
 
     def __init__(self, l2_norm_clip, noise_multiplier, *args, noise=None, **kwargs):
