@@ -68,15 +68,6 @@ REASONS: list[tuple[str, str, str]] = [
     (r"a step has one kind of noise", "choose one", "A step has one kind of noise."),
     (r"both state whose mean", "choose one", "Both state whose mean gradient is clipped."),
     (
-        r"noise_multiplier that changes together with noise=", "not built",
-        "All steps are one mechanism, which is priced for noise of one size.",
-    ),
-    (
-        r"AdaptiveClip.* together with noise=", "not built",
-        "The clip releases a noisy count in each step, which would have to be priced together with the one mechanism "
-        "of all steps. A schedule of clips works.",
-    ),
-    (
         r"rows are chosen by the examples of one batch|changes together with sparse=", "not built",
         "`AdaFEST` chooses rows by the examples of one batch, with one clip and noise of one size.",
     ),

@@ -1,5 +1,7 @@
 """Correlated noise for units of several rows, and with a clip that changes: what a unit moves, and what it costs."""
 
+import itertools
+
 import conftest as c
 import numpy as np
 import pytest
@@ -74,21 +76,69 @@ STEPS = 6
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [Tree(), Banded(bands=2, **HOW), BLT(**HOW)], ids=lambda noise: type(noise).__name__)
-def test_the_noise_of_each_step_has_the_size_of_its_clip(noise):
-    """The clip changes in the middle. A kernel without a gradient shows the noise: over the clip, that of one clip."""
-    halved = tf.keras.optimizers.schedules.PiecewiseConstantDecay([STEPS // 2 - 1], [0.5, 0.25])
+def test_the_noise_of_each_step_has_the_size_of_its_clip_and_multiplier(noise):
+    """They change in the middle. A kernel without a gradient shows the noise: over both, that of one clip."""
+    halved = tf.keras.optimizers.schedules.PiecewiseConstantDecay([STEPS // 2 - 1], [1.0, 0.5])
     seen = []
-    for clip in (0.5, halved):
+    for clip, multiplier in ((1.0, 2.0), (halved, 2.0), (2.0, halved)):
         model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
-        model.compile(tfdpfl.DPSGD(clip, 2.0, noise=noise, seed=5, expected_batch_size=1, learning_rate=1.0), "mse")
+        model.compile(
+            tfdpfl.DPSGD(clip, multiplier, noise=noise, seed=5, expected_batch_size=1, learning_rate=1.0), "mse"
+        )
         weights = [model.get_weights()[0]]
         for _ in range(STEPS):
             model.train_on_batch(np.zeros((2, 3), "float32"), np.zeros((2, 2), "float32"))
             weights.append(model.get_weights()[0])
         seen.append(np.diff(weights, axis=0).reshape(STEPS, -1))
-    one, changing = seen
-    np.testing.assert_allclose(changing, one * np.repeat([1, 0.5], STEPS // 2)[:, None], atol=1e-6)
+    one, *changing = seen
+    for other in changing:
+        np.testing.assert_allclose(other, one * np.repeat([1, 0.5], STEPS // 2)[:, None], atol=1e-6)
     assert (np.abs(one) > 0).all()
+    assert model.optimizer.ledger.to_dict()["rows"][0]["correlated"]["noise_multiplier"] == 0.5  # the least
+
+
+EACH_KIND = [Tree(), Banded(bands=2, **HOW), BLT(**HOW)]
+
+
+@pytest.mark.parametrize("noise", EACH_KIND, ids=lambda noise: type(noise).__name__)
+def test_sums_and_counts_together_are_within_the_event_of_the_noise(noise):
+    """Of every choice of steps that an example may be in: what it moves of all base normals and all counts."""
+    z, of_count, (steps, apart, most) = 1.5, 1.0, (8, 4, 2)
+    of_sums, _ = tfdpfl.AdaptiveClip(clipped_count_stddev=of_count).split(z, 8)
+    run = CorrelatedRun(noise=noise, noise_multiplier=z, num_steps=steps, min_separation=apart, max_participations=most)
+    moved = []
+    for used in itertools.product([0, 1], repeat=steps):
+        at = np.flatnonzero(used)
+        if len(at) <= most and (np.diff(at) >= apart).all():
+            sums = np.linalg.norm(noise.matrix(steps) @ used) / (noise.unit * of_sums)
+            counts = np.sqrt(len(at)) / 2 / (of_count * noise.unit / noise.least_shift)
+            moved.append(np.hypot(sums, counts))
+    assert 0.7 < max(moved) * run.dp_event.gaussian.noise_multiplier <= 1 + 1e-9
+    assert noise.least_shift <= np.linalg.norm(noise.matrix(steps), axis=0).min() * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+@pytest.mark.parametrize("noise", EACH_KIND[:2], ids=lambda noise: type(noise).__name__)
+def test_an_adaptive_clip_has_fresh_noise_on_its_count_beside_the_correlated_rows(noise):
+    z, of_count, eta, width = 1.5, 1.0, 0.02, 20_000
+    clip = tfdpfl.AdaptiveClip(initial=2.0, clipped_count_stddev=of_count, learning_rate=eta)
+    model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(width, use_bias=False)])
+    model.compile(tfdpfl.DPSGD(clip, z, noise=noise, learning_rate=1.0, expected_batch_size=8), loss="mse")
+    x, y = np.zeros((2, 1), "float32"), np.zeros((2, width), "float32")
+    step = lambda: c.flat(c.update_of(model, lambda: model.train_on_batch(x, y))) * 8
+    clips = [2.0]
+    for i in range(60):
+        drawn = step()
+        if i == 0:
+            first = 1.0 if isinstance(noise, Tree) else noise.coefficients[0]
+            assert drawn.std() * first == pytest.approx(clip.split(z, 8)[0] * 2.0 * noise.unit, rel=0.03)
+        clips.append(model.optimizer.current_clip)
+    counts = -np.diff(np.log(clips)) / eta * 8
+    # 60 normals: chi-square tails below 1e-6
+    assert 0.62 < np.std(counts) / (of_count * noise.unit / noise.least_shift) < 1.48
+    (row,) = model.optimizer.ledger.to_dict()["rows"]
+    assert row["correlated"]["noise_multiplier"] == z and row["correlated"]["num_steps"] == 60
 
 
 @pytest.mark.slow

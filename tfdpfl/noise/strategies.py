@@ -111,6 +111,14 @@ class Noise:
         """The standard deviation of the base normals over C, at a noise multiplier of 1."""
         raise NotImplementedError
 
+    @property
+    def least_shift(self) -> float:
+        """How far one use moves the base normals at least, in clips, at any step: the least norm of a column of C.
+
+        0, the default, states nothing. An `AdaptiveClip` is then refused.
+        """
+        return 0.0
+
     def matrix(self, num_steps: int) -> np.ndarray:
         """Returns C, whole: for looking at it, and for tests."""
         raise NotImplementedError
@@ -211,6 +219,10 @@ class Tree(Noise):
     def unit(self) -> float:
         return 1.0
 
+    @property
+    def least_shift(self) -> float:
+        return 1.0  # each step closes a node that holds it
+
     def sensitivity(self, num_steps: int, min_separation: int = 1, max_participations: int | None = None) -> float:
         most = most_participations(num_steps, min_separation, max_participations)
         return math.sqrt(tree_sensitivity(num_steps, most, min_separation, self.restart_every, prefixes_only=True))
@@ -286,6 +298,10 @@ class _Toeplitz(Noise):
     def column(self, num_steps: int) -> np.ndarray:
         """Returns the first column of C, as long as it is not zero."""
         raise NotImplementedError
+
+    @property
+    def least_shift(self) -> float:
+        return abs(float(self.column(1)[0]))  # the last step has no other noise after it
 
     def sensitivity(self, num_steps: int, min_separation: int = 1, max_participations: int | None = None) -> float:
         return float(np.linalg.norm(self._moved(Uses(num_steps, min_separation, max_participations))))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 import numpy as np
 import tensorflow as tf
 
@@ -26,16 +24,14 @@ class CorrelatedNoise(FreshNoise):
     example. (Later sums may depend on earlier releases: Denisov et al. 2022, arXiv:2202.08312.)
 
     A step is a logical batch. If an example moves some steps by m clips, and none by more, it moves the mechanism by at
-    most m times what it moves it with one clip a step. So the ledger has the least multiplier of all steps.
+    most m times what it moves it with one clip a step. So the ledger has the least multiplier of all steps. The same
+    holds for a multiplier that changes: where it is larger, the sum counts for less of the base normals.
+
+    The count of an adaptive clip has independent noise, and is one mechanism with the sums. u uses of an example move
+    all counts by sqrt(u) / 2, and the base normals by at least sqrt(u) times `Noise.least_shift`. So the
+    multiplier of a step is split as without correlation, if the count's noise is times `Noise.unit` over that shift.
     """
 
-    constants = ("noise_multiplier",)
-    excludes = MappingProxyType({
-        "adaptive clip": (
-            "the noisy count of this clip has no price among steps that are one mechanism. Give a number or a "
-            "schedule, or use noise=None."
-        ),
-    })  # fmt: skip
     correlated: Noise
     segments: NoiseSegments
 
@@ -52,6 +48,15 @@ class CorrelatedNoise(FreshNoise):
     def label(self) -> str:
         return f"noise={type(self.correlated).__name__}"
 
+    def check(self) -> None:
+        given = self.settings.unusual()
+        if "adaptive clip" in given and not self.correlated.least_shift > 0:
+            raise ValueError(
+                f"{given['adaptive clip']} together with {self.label}, whose class does not state least_shift, so the "
+                "clip's noisy count has no price among its steps. Define that property, or give a number or a schedule "
+                "as l2_norm_clip."
+            )
+
     def check_replicas(self, replicas: int, workers: int) -> None:
         if workers > 1:
             raise PrivacyError(
@@ -65,13 +70,17 @@ class CorrelatedNoise(FreshNoise):
 
     def draw(self, mean: NoiselessMean, counter: _step_table.Counter) -> list[tf.Tensor]:
         rows = self.segments.next(self.source, counter, mean.known, mean.ids)
-        return [row * (self.correlated.unit * mean.stddev) for row in rows]
+        at, unit = len(rows), self.correlated.unit
+        counts = [
+            self.source.gaussian([s.shape], std * (unit / self.correlated.least_shift), mean.key)[0]
+            for s, std in zip(mean.sums[at:], mean.stddevs[at:], strict=True)
+        ]
+        return [row * (unit * mean.stddev) for row in rows] + counts
 
     def add(self, mean: NoiselessMean, drawn: list[tf.Tensor]) -> list[tf.Tensor]:
-        # An example moves a step's sum by so many clips; no step's noise by itself hides that.
-        scales = [mean.clip / mean.denominator] * len(mean.sums)
-        bound = self.settings.least_noise / mean.multiplier
-        return shown(mean.sums, noisy_sums(mean.sums, drawn), drawn, scales, bound, independent=False)
+        # An example moves a step's sums by so many clips; no step's noise by itself hides that.
+        noisy = noisy_sums(mean.sums, drawn)
+        return shown(mean.sums, noisy, drawn, mean.stddevs, 1 / mean.multiplier, independent=False)
 
     def ledger(self, counted: np.ndarray) -> PrivacyLedger:
         return self.segments.ledger(counted)
