@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parent.parent
 ASIDES = re.compile(r"^(Who|What(?! works)|Where|Of (which|what|whom))\b(?!.*\?$)")  # "What works" is a page
+SECTION = re.compile(r"^(?:Args|Attributes|Call arguments|Raises|Returns):\n((?: +\S.*(?:\n|\Z)|\n(?= ))+)", re.M)
+ENTRY = re.compile(r"\*{0,2}\w+(?:, \*{0,2}\w+)*: ")
 EXPECTED = ("because", "for example", "you")
 
 
@@ -30,7 +33,7 @@ def sentences(prose: str) -> Iterator[str]:
     blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
     for block in blocks:
         block = re.sub(r"^\s*(?:[-*]|\d+\.) ", "", " ".join(block.split()))
-        for sentence in re.split(r"(?<=[.!?:])[\"”)*]* +(?=[\"“*A-ZεδσC])", block.replace("**", "")):
+        for sentence in re.split(r"(?<=[.!?:])[\"”)*]* +(?=[\"“*(A-ZεδσC])", block.replace("**", "")):
             if len(sentence.split()) > 2:
                 yield sentence.strip()
 
@@ -41,7 +44,13 @@ def docstrings(source: str) -> Iterator[str]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             text = ast.get_docstring(node)
             if text and not getattr(node, "name", "").startswith("_"):
-                yield text
+                yield SECTION.sub(_entries, text)
+
+
+def _entries(section: re.Match) -> str:
+    """Returns the entries of a section as paragraphs: each is a sentence of its own, and none is code."""
+    lines = textwrap.dedent(section[1]).split("\n")
+    return "\n".join("\n" + ENTRY.sub("", line) if ENTRY.match(line) else line.strip() for line in lines) + "\n\n"
 
 
 def sentences_of(path: Path) -> list[str]:

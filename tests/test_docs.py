@@ -92,9 +92,11 @@ def test_the_pages_show_the_figures_that_were_measured(monkeypatch):
     assert step.pages(results) != pages
 
 
-def test_the_pages_are_written_in_short_sentences(monkeypatch):
+def test_pages_and_docstrings_are_written_in_short_sentences(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     sentences = importlib.import_module("sentences")
+    docstrings = [sentence for path in sentences.groups()["docstrings"] for sentence in sentences.sentences_of(path)]
+    assert len(docstrings) > 3000 and sentences.figures(docstrings)["longer than 25"] < 0.04
     found = [sentence for page in PAGES for sentence in sentences.sentences_of(page)]
     measured = sentences.figures(found)
     assert len(found) > 1000 and measured["median words"] <= 14 and measured["longer than 25"] < 0.05
@@ -102,6 +104,11 @@ def test_the_pages_are_written_in_short_sentences(monkeypatch):
     text = "| a b c |\n\nWhat is `this`\none. And that is [a link](b.md):\n\n- A third one\n"
     assert list(sentences.sentences(text)) == ["What is CODE one.", "And that is a link:", "A third one"]
     assert list(sentences.docstrings('def f():\n    "One. Two."\n\ndef _g():\n    "Three."\n')) == ["One. Two."]
+    entries = (
+        'def f():\n    """One.\n\n    Args:\n      a, b: it is one\n        entry.\n      c: and a third.\n    """\n'
+    )
+    (text,) = sentences.docstrings(entries)
+    assert list(sentences.sentences(text)) == ["it is one entry.", "and a third."]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

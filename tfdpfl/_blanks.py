@@ -1,7 +1,7 @@
 """Which rows of a batch are blank: they fill it up to a size, and are no examples.
 
-Data sets of tfdpfl mark a blank row where it cannot get lost: its sample weight is -0.0, which is a zero in all
-arithmetic, and which no example has. So the mark goes through rebatching, prefetching and `fit` of every Keras, and a
+Data sets of tfdpfl mark a blank row where it cannot get lost: its sample weight is -0.0. This is a zero in all
+arithmetic, and no example has it. So the mark goes through rebatching, prefetching and `fit` of every Keras. A
 step finds it in the tensors that it takes in, whether or not its loss uses weights.
 """
 

@@ -171,7 +171,7 @@ def inspect(file: Path, as_json: bool) -> None:
 def verify(files: tuple[Path, ...], as_json: bool) -> None:
     """Check that FILES are whole: their hashes, gaps, and rounds against the model that is saved next to a journal.
 
-    A hash covers all lines before it. So a line that was changed, lost or put in is found, but lines that were cut off
+    A hash covers all lines before it. So a line that was changed, lost or put in is found. But lines that were cut off
     at the end are found only by a saved model that came after them.
     """
     told, sound = [], True

@@ -1,5 +1,5 @@
-"""Names for the kinds of values that TensorFlow, TFF and scikit-learn have no types for: a checker takes them as they
-come, and a reader learns what they are."""
+"""Names for the kinds of values that TensorFlow, TFF and scikit-learn have no types for. A checker takes them as they
+come. A reader learns what they are."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ LEAST_ADAPTED, MOST_ADAPTED = 1e-8, 1e10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveClip:
-    """A clip that follows a quantile of the norms (Andrew et al. 2021, arXiv:1905.03871): of the gradients of examples
-    in an optimizer, of the updates of clients in a federated process.
+    """A clip that follows a quantile of the norms (Andrew et al. 2021, arXiv:1905.03871). These are the norms of the
+    gradients of examples in an optimizer, of the updates of clients in a federated process.
 
     Every step (round) the clip is multiplied by ``exp(-learning_rate * (b - target_quantile))``, where b is a noisy
     estimate of the fraction of norms that were within the clip. The noise on b is charged: ``noise_multiplier`` is the
@@ -39,7 +39,7 @@ class AdaptiveClip:
       target_quantile: the fraction of examples (clients) that shall stay unclipped.
       learning_rate: the clip changes by a factor of at most exp(learning_rate) a step.
       clipped_count_stddev: standard deviation of the noise on the count of those unclipped. None takes the larger of a
-        twentieth of the batch (cohort), which is the paper's, and the noise multiplier, so that the other noise rises
+        twentieth of the batch (cohort), which is the paper's, and the noise multiplier. The other noise then rises
         by at most 15.5 % however small the batch is. Half the noise multiplier or less cannot be met.
 
     Raises:

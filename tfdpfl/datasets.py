@@ -148,7 +148,7 @@ def load_adult(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns UCI's census income as `(X_train, y_train, X_test, y_test)`, float32, and int32: 1 is over 50K.
 
-    Numeric columns are standardised by the training rows' mean and deviation, the others one-hot over the
+    Numeric columns are standardised by the training rows' mean and deviation. The others are one-hot over the
     values that the training rows have, missing (`?`) among them. These means, deviations and value lists are
     taken as public.
 

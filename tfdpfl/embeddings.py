@@ -13,15 +13,15 @@ __all__ = ["AdaFEST"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaFEST:
-    """Of each embedding table only the rows that many examples look up are trained, so that only they need noise
+    """Of each embedding table only the rows that many examples look up are trained. So only they need noise
     (DP-AdaFEST, Ghazi et al. 2023, arXiv:2311.08357, algorithm 1). Give it to any DP optimizer as ``sparse=``.
 
     In every step each example has a vector of one entry for each row of every table: 1 where it looks the row up, else
     0. That vector, of all tables together, is clipped to an L2 norm of ``clip``. The vectors are added up, and normal
     noise of standard deviation ``noise_multiplier * clip`` goes on every count. Rows whose noisy count is at or above
-    ``threshold`` get their clipped gradient with noise, looked up or not; the gradient of the others is left out.
+    ``threshold`` get their clipped gradient with noise, looked up or not. The gradient of the others is left out.
 
-    The counts are paid for: the optimizer's ``noise_multiplier`` z is the total, and the noise on the gradients rises
+    The counts are paid for. The optimizer's ``noise_multiplier`` z is the total. The noise on the gradients rises
     to z₂ with z⁻² = z₁⁻² + z₂⁻², where z₁ is the one given here.
 
     Args:

@@ -1,6 +1,6 @@
 """One report for a whole project, on one page: its parts, each with its price, what adds up and what does not.
 
-Here nothing is priced in a new way: a part brings its ledger, its event or a price of its own, and those that are
+Here nothing is priced in a new way. A part brings its ledger, its event or a price of its own. Those that are
 stated for the same neighbours are composed.
 """
 
@@ -174,7 +174,7 @@ class ProjectReport:
         return "\n".join([*lines, "  " + ", ".join(f"{name} {version}" for name, version in self.versions.items())])
 
     def to_dict(self) -> Json:
-        """The report as values that strict JSON can hold: an infinite ε is the string "inf", and what is not known or
+        """The report as values that strict JSON can hold. An infinite ε is the string "inf", and what is not known or
         may not be published is None."""
         return _formats.strict({**_formats.stamp(_VERSION), **dataclasses.asdict(self)})
 
@@ -224,8 +224,8 @@ def report(
         page = report({"labels": randomizer, "training": budget}, delta=1e-5, audits={"training": one_run.report})
         page.to_html("privacy.html")
 
-    Parts that protect the same unit of the same data under the same neighbouring relation are composed: ledgers are
-    merged, so that steps that two of them saw count once; events are priced together; parts that have a price and no
+    Parts that protect the same unit of the same data under the same neighbouring relation are composed. Ledgers are
+    merged, so that steps that two of them saw count once. Events are priced together. Parts that have a price and no
     event share δ. All others are not added up, and the report says so. No part is left out of a total in silence.
 
     Args:

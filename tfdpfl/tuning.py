@@ -1,6 +1,6 @@
 """Hyperparameters by random search, priced as one mechanism: many private runs, of which the best alone is kept.
 
-The number of runs must be random. Of a fixed number the best costs up to as many times the ε of one; with a random one
+The number of runs must be random. Of a fixed number the best costs up to as many times the ε of one. With a random one
 that is drawn apart from the data, the price hardly grows with it (Liu & Talwar 2019, arXiv:1811.07971; Papernot &
 Steinke 2022, arXiv:2110.03620).
 """
@@ -145,8 +145,9 @@ class RandomSearch:
     `RepeatAndSelectDpEvent` (arXiv:2110.03620, Theorem 2), in Rényi DP.
 
     It takes for granted that nothing else of the runs gets out, not their number, nor the scores of the others (no
-    logs). And the score is of the run's private result alone: measured on public data, or by another private mechanism
-    that is in what a run spends. Of a validation set that is private and read in plain, its examples are not protected.
+    logs). And the score is of the run's private result alone. It is measured on public data, or by another private
+    mechanism that is in what a run spends. Of a validation set that is private and read in plain, its examples are not
+    protected.
 
     Args:
         space: {name: values}, each a list, or a distribution with `rvs` (scipy's): as scikit-learn's

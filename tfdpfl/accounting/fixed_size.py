@@ -20,7 +20,7 @@ _TAIL = 10.0  # standard deviations: what lies beyond, a mass of e^-53, counts a
 
 def losses(event: SampledWithoutReplacementDpEvent, interval: float) -> Arrays:
     """The privacy loss distribution of one use of the event, on a grid, rounded towards less privacy, where a member's
-    contribution is blanked (``"zero_out"``). σ is relative to the clip C: another member in its place moves the sum by
+    contribution is blanked (``"zero_out"``). σ is relative to the clip C. Another member in its place moves the sum by
     up to 2C, nothing in its place by up to C.
     """
     from dp_accounting.pld import pld_pmf

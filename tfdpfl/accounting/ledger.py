@@ -453,8 +453,8 @@ class PrivacyLedger:
 
     @property
     def adjacency(self) -> str:
-        """The neighbouring relation that all rows hold for: the one that they were recorded for, or where these
-        differ, `"replace_one"` if some are for that and all can be, else `"zero_out"`.
+        """The neighbouring relation that all rows hold for. It is the one that they were recorded for. Where these
+        differ, it is `"replace_one"` if some are for that and all can be, else `"zero_out"`.
 
         Raises:
             PrivacyError: There is none.

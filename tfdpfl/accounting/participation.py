@@ -1,7 +1,7 @@
 """How far one example can move correlated noise, given how often it takes part and how far apart. No noise here.
 
 With correlated noise, step t gets row t of ``C⁻¹ Z``, Z being independent normals. So ``C x + Z``, x the clipped sums,
-is what an observer has, and the sensitivity is the largest norm of ``C u`` over all that one example can add: at most
+is what an observer has. The sensitivity is the largest norm of ``C u`` over all that one example can add: at most
 one clip in each of at most ``most`` steps, ``separation`` or more of them apart (Choquette-Choo et al. 2023,
 arXiv:2306.08153). It holds for data that adapt to what was released, too (Denisov et al. 2022, arXiv:2202.08312).
 """
@@ -27,7 +27,7 @@ def moved_by_toeplitz(column: np.ndarray, steps: int, separation: int, most: int
 
     If the column does not grow and is not negative, no participations are worse than those at steps 0, separation,
     2 · separation, … (Kalinin & Lampert 2024, arXiv:2405.13763). Any other column is replaced by the least such one
-    that is above its absolute values: the norm of the result is an upper bound then. If participations are further
+    that is above its absolute values. The norm of the result is an upper bound then. If participations are further
     apart than the column is long they do not meet, and the column stays as it is.
 
     Args:
@@ -54,9 +54,10 @@ def tree_sensitivity(
     """The largest squared L2 norm of what one client adds to the nodes of the trees over ``rounds``, in clips.
 
     A node holds the sum over its rounds, so a client that is in c of them adds c clips to it. This is the largest sum
-    of c² over all ways to choose at most ``most`` rounds, at least ``separation`` apart: what TF Privacy's
-    tree_aggregation_accountant searches for, found by dynamic programming over levels instead of subtrees. If that
-    would take long, and for separations above 64, which are rounded down by up to 1/32, it is an upper bound.
+    of c² over all ways to choose at most ``most`` rounds, at least ``separation`` apart. TF Privacy's
+    tree_aggregation_accountant searches for the same. Here it is found by dynamic programming over levels instead of
+    subtrees. If that would take long, and for separations above 64, which are rounded down by up to 1/32, it is an
+    upper bound.
 
     Args:
       rounds: leaves in all.

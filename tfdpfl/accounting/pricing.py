@@ -97,15 +97,15 @@ class Price(NamedTuple):
 def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: str = "add_or_remove_one") -> Price:
     """Returns the smallest ε that is proven for `event` at `delta`.
 
-    ε is an upper bound, never NaN, and infinite where nothing is promised: also for an event whose noise no float can
-    express, whatever it is composed with. Noise that a computer draws ends at
-    `SUPPORT` standard deviations; what that loses is taken from δ, and where nothing of it is left, ε is infinite.
+    ε is an upper bound, never NaN, and infinite where nothing is promised. This includes an event whose noise no float
+    can express, whatever it is composed with. Noise that a computer draws ends at
+    `SUPPORT` standard deviations. What that loses is taken from δ. If nothing of δ is left, ε is infinite.
 
     The price of the same steps in another number is cheap, since a step's privacy losses are remembered.
 
     Args:
-        event: What ran. Noise multipliers in it are relative to the sensitivity under `adjacency`: a clipped
-            sum of examples under `"replace_one"` has sensitivity 2C, so its event holds σ/2.
+        event: What ran. Noise multipliers in it are relative to the sensitivity under `adjacency`. For example, a
+            clipped sum of examples under `"replace_one"` has sensitivity 2C, so its event holds σ/2.
         delta: δ, strictly between 0 and 1.
         accountant: `"pld"` (privacy loss distributions, Doroshenko et al. 2022, arXiv:2207.04380) or `"rdp"`
             (Mironov et al. 2019, arXiv:1908.10530, with the conversion of Canonne et al. 2020,

@@ -41,7 +41,7 @@ class Run:
 
             - `"poisson"`: by an independent coin of bias `batch_size / num_examples` at every step.
             - `"shuffle"`: what `fit` does: once in every epoch. Given the order, an example touches one step
-              an epoch, so an epoch costs one Gaussian mechanism; no amplification is claimed, since none is
+              an epoch, so an epoch costs one Gaussian mechanism. No amplification is claimed, since none is
               proven for it.
             - `"fixed_size"`: by a fresh uniformly random subset of exactly `batch_size` examples at every
               step.
@@ -60,9 +60,9 @@ class Run:
             - `"replace_one"` (fixed_size, shuffle, none, and with dp-accounting 0.6 poisson): one example is any
               other; the sensitivity is 2C.
         max_examples_per_user: How many examples neighbours may differ in: the ε then is that of a user who has no
-            more of them. They may all be in one batch, whose noise counts as σ over their number; under Poisson
+            more of them. They may all be in one batch, whose noise counts as σ over their number. Under Poisson
             sampling each comes by a coin of its own (Choquette-Choo et al. 2024, arXiv:2401.10294), which
-            dp-accounting 0.6 prices closely; an older one has only looser bounds.
+            dp-accounting 0.6 prices closely. An older one has only looser bounds.
         truncated_batch_size: With Poisson sampling: of a larger sample a uniform subset of so many stays
             (arXiv:2508.15089).
         unit: What is sampled and clipped, and what an "example" is then in all of the above: `"example"` or `"user"`.

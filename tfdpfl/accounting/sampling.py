@@ -112,8 +112,8 @@ class SamplingScheme:
         return self.sampled_anew or (self.independent and self.fresh_noise)
 
     def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
-        """Returns a step on a batch of so many of a population, given the step on all of them; where ε depends on the
-        number of passes, a whole pass."""
+        """Returns a step on a batch of so many of a population, given the step on all of them. Where ε depends on the
+        number of passes, it is a whole pass."""
         return step
 
     def cut(self, step: DpEvent, population: int, size: float, most: int) -> DpEvent:

@@ -24,9 +24,9 @@ class OneRunAudit(tf.keras.callbacks.Callback):
         print(audit.report)
 
     A fair coin decides for each canary whether it is in the data. After training the losses are compared with those
-    before it: those that fell most are guessed to be in, those that fell least to be out, and the others are passed
+    before it. Those that fell most are guessed to be in, those that fell least to be out. The others are passed
     over. How many are guessed is one of a few numbers fixed beforehand, whose tests share the error. The adversary sees
-    the first and the last weights and no step (a black box): what it finds is far below what the steps give away. The
+    the first and the last weights and no step (a black box). What it finds is far below what the steps give away. The
     cost is two passes over the canaries, forwards.
 
     The bound is for neighbours by adding or removing one example. It holds whatever the canaries are; it is larger the

@@ -31,7 +31,7 @@ def audit_epsilon(
 
         audit_epsilon(lambda y: RandomizedResponse(1.0, 10).fit_transform(y)[0], y, y_other, trials=20_000)
 
-    Half of the runs choose the outputs that tell the two inputs apart best; the others, untouched by that choice,
+    Half of the runs choose the outputs that tell the two inputs apart best. The others, untouched by that choice,
     count how often each input leads there. If p and q are the two frequencies' Clopper-Pearson bounds, from below and
     above, then ε ≥ ln((p - δ) / q).
 
@@ -39,8 +39,8 @@ def audit_epsilon(
     one proves nothing: with n trials no more than about ln(n / 12) can be seen.
 
     With ``tradeoff="gaussian"`` the same two bounds say how far apart two unit normals are that are as easy to tell
-    apart: μ ≥ Φ⁻¹(p) - Φ⁻¹(q); returned is the ε of that μ at δ, which is far more. That the mechanism is μ-GDP for no
-    smaller μ assumes nothing. That its ε at δ is no smaller is an assumption: that the pair is, at every error rate, as
+    apart: μ ≥ Φ⁻¹(p) - Φ⁻¹(q). Returned is the ε of that μ at δ, which is far more. That the mechanism is μ-GDP for no
+    smaller μ assumes nothing. That its ε at δ is no smaller is an assumption. The pair must be, at every error rate, as
     hard to tell apart as two normals. So it is where Gaussian noise on a value of bounded L2 norm is all that touches
     the data, once or many times, and a claim made for that is what it refutes. Of Laplace noise, randomized response or
     sampled batches it may say too much: take the default there.

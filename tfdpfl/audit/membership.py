@@ -26,7 +26,7 @@ class MembershipReport:
       auc_interval: (low, high), by DeLong on the logit scale.
       tpr_at_low_fpr: the largest fraction of members found while at most ``fpr`` of the non-members are accused.
       tpr_interval: (low, high) for the true positive rate of the best threshold that accuses at most ``fpr`` of all
-        non-members there are. The place of that threshold is unknown too: order statistics of the non-members enclose
+        non-members there are. The place of that threshold is unknown too. Order statistics of the non-members enclose
         it whatever their distribution, and the members beyond are counted (Clopper and Pearson). With fewer than some
         440 non-members (at 95 %) nothing encloses it from above, and ``low`` is 0.
       fpr: 0.01. With fewer than 100 non-members it means that none is accused.
@@ -101,8 +101,8 @@ def membership_inference(
     The loss-threshold attack takes an example for a member where its loss is low. A trained one learns from a random
     half of the examples what members look like, and scores the other half, which the report is about. The attack reads
     each example's loss and, if the model returns probabilities or logits of classes, the logit of the largest
-    probability and the entropy. The halves do not change places: two attacks that each learned from what the other
-    scores err in the same direction, and an interval that takes them for independent is too narrow.
+    probability and the entropy. The halves do not change places. Two attacks that each learned from what the other
+    scores err in the same direction. An interval that takes them for independent is too narrow.
 
     Members and non-members should come from one distribution, or the attack tells distributions apart: so should those
     of each slice. An attack that fails proves nothing; one that succeeds beyond what (ε, δ) allows refutes the claim.

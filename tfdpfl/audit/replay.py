@@ -119,9 +119,9 @@ def replay(
         print(replay(train, (x, y), (x, y_with_another_label)))
 
     The first run records what enters each noise, and what comes out. In the second one the same comes out, whatever
-    enters. So both have the same weights after each step, and what enters can differ only by what the step in hand
+    enters. So both have the same weights after each step. What enters can differ only by what the step in hand
     makes of the data: by no more than the step is charged for. All else must be equal: which releases there are, their
-    shapes, noise and denominators, and what is returned. It is deterministic, but for the size of the noise, which is
+    shapes, noise and denominators, and what is returned. It is deterministic, but for the size of the noise. This is
     tested at seven standard deviations where there are at least 64 numbers of it.
 
     Seen is noise of the optimizers (not on several replicas, and not in a step that XLA compiles), of the label
@@ -143,7 +143,7 @@ def replay(
 
     Raises:
       ValueError: an argument is out of its range; nothing was released where it can be seen; the mechanism does not do
-        the same twice on the same data; or a replay is running already.
+        the same twice on the same data. Or a replay is running already.
 
     Source: arXiv:2602.17454.
     """

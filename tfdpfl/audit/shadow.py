@@ -30,15 +30,15 @@ def lira(
 
     Shadow models are trained like the model, each on a random half of the examples. Online, an example's score is
     compared with two normals: of the shadows that had it and of those that had not. Offline, with the second alone.
-    Every score of an example must come of the model's output for it by one rule; Carlini's is the logit of the right
+    Every score of an example must come of the model's output for it by one rule. Carlini's is the logit of the right
     class's probability, ln(p / (1 - p)), which is nearly normal. Higher must mean likelier to be a member.
 
     The variance is each example's own where it has at least 32 shadows of either kind, else common to all.
 
     Of a federated model whole clients are in a training or out of it. With ``clients`` a client's score is the sum of
-    its examples' log-likelihood ratios; offline, the sum of their z-scores over the root of their number (Stouffer).
-    This takes the examples' scores to be independent, given whose models had the client: where they are not, the
-    attack is weaker than it could be, and its report is still right.
+    its examples' log-likelihood ratios. Offline it is the sum of their z-scores over the root of their number
+    (Stouffer). This takes the examples' scores to be independent, given whose models had the client. If they are not,
+    the attack is weaker than it could be, and its report is still right.
 
     Args:
       scores: ``[examples]``, of the model that is attacked.
@@ -81,8 +81,8 @@ def rmia(
     clients: Arrays = None,
     confidence: float = 0.95,
 ) -> MembershipReport:
-    """Attacks a model by comparing each example with others of the population (RMIA, online): how many of the others'
-    likelihood ratios does its own beat by a factor of γ? It needs fewer shadows than LiRA; one pair is enough.
+    """Attacks a model by comparing each example with others of the population (RMIA, online). It asks how many of the
+    others' likelihood ratios its own beats by a factor of γ. It needs fewer shadows than LiRA; one pair is enough.
 
     The others are all examples that are attacked, but itself. With ``clients`` a client's ratio is the geometric mean
     of its examples', and is compared with the other clients'.

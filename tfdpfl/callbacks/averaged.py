@@ -16,7 +16,7 @@ class AveragedWeights(tf.keras.callbacks.Callback):
 
         model.fit(x, y, validation_data=validation, callbacks=[budget, tfdpfl.callbacks.AveragedWeights(decay=0.999)])
 
-    Noise that each step adds is averaged out of the weights, so that a privately trained model is often better for it
+    Noise that each step adds is averaged out of the weights. A privately trained model is often better for it
     (De et al. 2022, arXiv:2204.13650, section 3). It costs no privacy: what is averaged is private already.
 
     The model holds the averages from validation to the beginning of the next epoch, so what Keras validates is what

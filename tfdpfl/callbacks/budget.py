@@ -121,7 +121,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
       example took part in it. A `fit` without the callback is known if its data state their sampling.
 
     Use one callback for one data set. It counts all steps of the optimizers of the models that it sees, restarts
-    included. Its copies share one budget: a search that copies its callbacks for each trial (keras-tuner,
+    included. Its copies share one budget. A search that copies its callbacks for each trial (keras-tuner,
     scikit-learn's `clone`) spends one ``target_epsilon``, and each copy reports what all of them spent.
 
     Args:
@@ -140,9 +140,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
       ledger: what ran so far, as a `PrivacyLedger`. Save its `to_dict()` next to the model. `report` returns its ε.
 
     Raises:
-      PrivacyError: when training begins, if the optimizer is not private or the model holds another one; if the
-        sampling is unknown or contradicts the data; if Poisson batches meet an optimizer without
-        ``expected_batch_size``; or if not even one step fits the target. After the first step, if it writes batch data
+      PrivacyError: when training begins, if the optimizer is not private or the model holds another one. It is also
+        raised if the sampling is unknown or contradicts the data, if Poisson batches meet an optimizer without
+        ``expected_batch_size``, or if not even one step fits the target. After the first step, if it writes batch data
         to a variable that the loss reads or that is saved with the model (also weights that are trained without the
         optimizer), or if there is a target and several updates on one batch.
     """

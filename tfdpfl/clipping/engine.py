@@ -34,7 +34,7 @@ def clipped_gradients(
 ) -> ClippedGradients:
     """Clips every example's gradient to an L2 norm of ``l2_norm_clip`` and sums, inside any `tf.function`.
 
-    ``loss`` may be reduced (sum, mean, weighted sum of several losses) or not; an example's loss is what the same
+    ``loss`` may be reduced (sum, mean, weighted sum of several losses) or not. An example's loss is what the same
     expression gives on a batch of one. Terms that do not depend on data come back apart, unclipped.
 
     Args:

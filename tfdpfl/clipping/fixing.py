@@ -42,12 +42,12 @@ def fix(model: Model) -> Fixed:
     BatchNormalization becomes GroupNormalization (up to 32 groups of channels), or LayerNormalization after layers
     without spatial axes, with the same gamma and beta. Nested models and layers inside of your own layers are fixed,
     too. The statistics that a batch normalization had learned have no place in the new layer: train, or fine-tune. A
-    frozen one (``trainable=False``, as in a pretrained model that is not trained) stays as it is, because Keras then
+    frozen one (``trainable=False``, as in a pretrained model that is not trained) stays as it is. Keras then
     normalizes each example by the statistics that it has learned.
 
     All other layers keep what they learned: weights, statistics and vocabularies of `adapt`, states of random
     generators. Before it returns, `fix` compares the state and the output of each copied layer with the original's.
-    Layers without weights, and layers that Keras cannot make from their config, are in both models; ``changes`` names
+    Layers without weights, and layers that Keras cannot make from their config, are in both models. ``changes`` names
     the latter, because training one model then changes the other.
 
         fixed = tfdpfl.clipping.fix(model)

@@ -6,7 +6,7 @@ several such outputs. The gradient of the loss with respect to that list is the 
 at each turn. Together they are one such op on rows (example, turn), outside of the loop, which any rule can take.
 
 Users of the loop or the call use what stands for it from then on: there is one forward and one backward pass. A
-function runs all loops and calls that read variables, also those that nobody uses: once all of it is traced, what was
+function runs all loops and calls that read variables, also those that nobody uses. Once all of it is traced, what was
 replaced is taken off that list.
 """
 
@@ -118,8 +118,8 @@ def _element(like: tf.Tensor, each: int, batch_size: tf.Tensor) -> tf.Tensor:
 def close(graph: tf.Graph, loss: tf.Tensor) -> None:
     """Hands back what `InlinedControlFlow` replaced: another plan for the same graph is to find it as it was.
 
-    Random numbers that were drawn stay, as the earlier plan's gradients are of these: a call's ops are read like
-    others, and a loop is refused, since it would be opened, and draw, once more.
+    Random numbers that were drawn stay, as the earlier plan's gradients are of these. A call's ops are read
+    like others. A loop is refused, since it would be opened, and draw, once more.
     """
     graph_tools.restore(graph)
     drawn = graph_tools.record_of(graph).drawn

@@ -1,7 +1,7 @@
 """From the loss of a batch to one loss an example: the value that the loss has on a batch of one.
 
 The tail of the graph, from the reductions over the batch to the loss, is replayed with one more axis in front, the
-examples: a sum or a mean over the batch becomes a sum or a mean over the example's own part, the batch size becomes
+examples. A sum or a mean over the batch becomes a sum or a mean over the example's own part, the batch size becomes
 one. Terms that do not depend on data (regularisers) are set apart. A tail that is not linear in the examples, such as a
 loss divided by the sum of the batch's sample weights, is refused.
 """

@@ -95,8 +95,8 @@ def validate(model: Model, batch: Arrays, tolerance: float = 1e-4) -> None:
 
     It prints one line on what it found.
 
-    First it reads the graph of a training step. Then it compares numbers, without dropout: one example is changed, and
-    the losses and gradient norms of the others must stay as they were; and the norms and clipped sums of the first 16
+    First it reads the graph of a training step. Then it compares numbers, without dropout. One example is changed, and
+    the losses and gradient norms of the others must stay as they were. The norms and clipped sums of the first 16
     examples must be those of gradients that TensorFlow takes one example at a time. The second comparison finds a rule
     of `register_rule` that is wrong on this batch. It cannot show that a rule is right on all others.
 

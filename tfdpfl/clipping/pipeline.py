@@ -401,8 +401,8 @@ class ClippingPipeline:
         return total
 
     def leave_out(self, blank: tf.Tensor, sure: tf.Tensor) -> None:
-        """Has units contribute nothing whose rows are all blank (bool [batch]), whatever the loss makes of them; and
-        all units, unless it is ``sure`` that these are all."""
+        """Has units contribute nothing whose rows are all blank (bool [batch]), whatever the loss makes of them. The
+        others contribute nothing either, unless it is ``sure`` that these are all."""
         message = "tfdpfl: a batch was marked to hold blank rows, but the step received other rows of it."
         self.holds.append(sure)
         with tf.control_dependencies([graph_tools.require(sure, message)]):

@@ -1,7 +1,7 @@
 """Reads every step with the size of its batches free, also where TensorFlow knows that size.
 
 TensorFlow writes the lengths that it knows into the graph as plain numbers. In such a graph nothing tells a batch of 6
-examples from a list of 6 words, so the engine does not read it: it has the function traced once more, with the first
+examples from a list of 6 words, so the engine does not read it. It has the function traced once more, with the first
 axis of the batch free. So batches of a known size and batches of a free size have the same clipped sums, or are refused
 for the same reason.
 """

@@ -2,8 +2,8 @@
 
 A train step of one's own asks a tape for gradients and hands them to the optimizer. A private optimizer takes none of
 them: it needs the loss, and finds the private gradient of that. So from the first private optimizer on, each call of
-``tape.gradient`` in a graph is noted: which tensors came out, and for which loss and variable. Only these very tensors
-are looked up. A gradient that was scaled, clipped or added up since is another tensor, and is not found.
+``tape.gradient`` in a graph is noted, with the tensors that came out, its loss and its variables. Only these very
+tensors are looked up. A gradient that was scaled, clipped or added up since is another tensor, and is not found.
 """
 
 from __future__ import annotations

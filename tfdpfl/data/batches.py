@@ -75,8 +75,8 @@ def poisson_batches(
     Args:
         arrays_or_dataset: The data: `x`, `(x, y)` or `(x, y, sample_weight)`, where each may be an array, a tuple, a
             list of arrays (it becomes a tuple) or a dict. Arrays `[num_examples, ...]` may be numpy, tensors, pandas or
-            lists of numbers, which stay in memory; or `np.memmap`, h5py's and other arrays on disk, which are read row
-            by row. float64 arrays become Keras's `floatx`, as in `fit`. Or an object with `__len__` and
+            lists of numbers, which stay in memory. Or they are `np.memmap`, h5py's and other arrays on disk, which are
+            read row by row. float64 arrays become Keras's `floatx`, as in `fit`. Or an object with `__len__` and
             `__getitem__(i)` that returns single examples (of grain, Hugging Face, your own); several threads call it.
             Or a finite `tf.data.Dataset` of *single* examples of equal shapes, which is read once into memory. Call
             `.unbatch()` on a batched one, because privacy protects each element.
@@ -183,7 +183,7 @@ def random_allocation(
     * A pass has num_selected · ⌈number of units / expected_batch_size⌉ logical batches, which is public.
     * The draws, the shapes and the declaration are those of `poisson_batches`.
 
-    ε counts passes: each costs as ``num_selected`` passes of which each has a unit once, and one that was begun costs
+    ε counts passes: each costs as ``num_selected`` passes of which each has a unit once. One that was begun costs
     as much as a whole one. So leave ``steps_per_epoch`` out of `fit`, and end a training with a pass.
 
     Guarantee:

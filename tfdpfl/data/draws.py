@@ -63,8 +63,8 @@ class Words:
         return of[np.sort(np.argsort(self(len(of)))[:count])]
 
     def allocated(self, number: int, steps: int, each: int) -> list[np.ndarray]:
-        """Draws who of ``number`` is in each of ``steps``, in order, if each is in ``each`` of them: a uniform subset,
-        chosen for each by itself (Floyd's algorithm; a word's remainder is even to steps / 2^64)."""
+        """Draws who of ``number`` is in each of ``steps``, in order, if each is in ``each`` of them. It is a uniform
+        subset, chosen for each by itself (Floyd's algorithm; a word's remainder is even to steps / 2^64)."""
         chosen = np.empty([number, each], np.int64)
         for i, last in enumerate(range(steps - each, steps)):
             drawn = (self(number) % np.uint64(last + 1)).astype(np.int64)

@@ -29,7 +29,7 @@ class Users:
     def some_of(self, users: np.ndarray, each: int, words: Words) -> np.ndarray:
         """``each`` random examples of every user, one user after the other: int64 [len(users) * each].
 
-        A user who has fewer comes with all of them, again and again in one random order, so that each of their examples
+        A user who has fewer comes with all of them, again and again in one random order. So each of their examples
         stands for its share of the user's mean on average.
         """
         begin, count = self.starts[users], np.diff(self.starts)[users]

@@ -1,8 +1,8 @@
 """How clients' updates become one: clipped, summed, given noise, divided by a fixed number of clients.
 
-TFF's own DP aggregators draw Gaussian noise from a generator that is seeded with 32 bits, tree noise from the clock,
-and Skellam noise from the microsecond at which a client runs, which clients share. Here every draw has a fresh key of
-128 bits, derived from one of the operating system's that is sealed into the process when it is built: keep built
+TFF's own DP aggregators draw Gaussian noise from a generator that is seeded with 32 bits. They draw tree noise from the
+clock, and Skellam noise from the microsecond at which a client runs, which clients share. Here every draw has a fresh
+key of 128 bits, derived from one of the operating system's that is sealed into the process when it is built. Keep built
 processes and their states secret, as one does with noise. No draw depends on a saved state, so a round that is run
 again from a checkpoint has noise of its own.
 """
@@ -166,8 +166,8 @@ class TreeSum(tfp.SumAggregationDPQuery):
     """Each round's sum of clipped records, with noise whose running total is tree-aggregated.
 
     The running total over t rounds has the noise of the at most log2(t) + 1 nodes that make up [1, t], each combined
-    with its children's as in Honaker (2015), so that all nodes are used (the variance of a node of level k is
-    1 / (2 - 2^-k) of the noise's). A node's noise is drawn in the round that closes it, never before. It is kept while
+    with its children's as in Honaker (2015), so that all nodes are used. The variance of a node of level k is
+    1 / (2 - 2^-k) of the noise's. A node's noise is drawn in the round that closes it, never before. It is kept while
     its subtree is open, rather than made again from a seed: with its children's, that would be all noise so far.
     """
 

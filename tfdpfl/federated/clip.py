@@ -22,7 +22,7 @@ class NoisedMetrics:
         NoisedMetrics(noise_multiplier=3.0, bound={"loss": 6.0, "accuracy": 1.0})
 
     A client's value of each metric that is asked for is clipped to [0, its bound] and divided by the bound. The sums
-    over clients get Gaussian noise together, so that each more costs all of them: the noise of a mean over n clients
+    over clients get Gaussian noise together, so that each more costs all of them. The noise of a mean over n clients
     has a standard deviation of ``noise_multiplier * sqrt(number of metrics) * bound / n``. The mean is over the
     process's ``clients_per_round``, whoever came.
 
@@ -31,9 +31,9 @@ class NoisedMetrics:
         costs what one Gaussian of (z^-2 + noise_multiplier^-2)^(-1/2) does.
       bound: by the name of each metric that is asked for, the largest value that it is believed to take; nothing else
         is measured. ``"contributing"`` is the share of clients that took part with a finite update and any data; its
-        bound is 1. ``"update_norm"`` is the L2 norm of a client's update, cut at its bound: with the clip as the bound,
-        the average clipped norm. One number is the bound of all of the model's own metrics, the loss among them, and
-        not of TFF's counts of examples and batches.
+        bound is 1. ``"update_norm"`` is the L2 norm of a client's update, cut at its bound. With the clip as the bound,
+        it is the average clipped norm. One number is the bound of all of the model's own metrics, the loss among them,
+        and not of TFF's counts of examples and batches.
 
     Raises:
       ValueError: an argument is out of its range.

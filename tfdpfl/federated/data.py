@@ -56,8 +56,8 @@ class ClientDatasets(Mapping):
 
     @property
     def num_examples(self) -> dict[str, int]:
-        """How many examples each client holds; after `preprocess`, counted by one pass when first asked for, as rows of
-        batches where it is clear that they are, and else as elements."""
+        """How many examples each client holds. After `preprocess`, they are counted by one pass when first asked for:
+        as rows of batches where it is clear that they are, and else as elements."""
         if self._num_examples is None:
             rows = {client: _rows(self[client]) if self._batched else _size(client, self[client]) for client in self}
             self._num_examples = {client: n // self.epochs for client, n in rows.items()}

@@ -50,8 +50,8 @@ def build_example_dp_fed_avg(
     model_aggregator: tff.aggregators.AggregationFactory | None = None,
     model_distributor: tff.templates.MeasuredProcess | None = None,
 ) -> tff.learning.templates.LearningProcess:
-    """Federated averaging of models that clients train by DP-SGD with this package's own engine, each by itself, so
-    that neither the server nor anyone else learns of a single example.
+    """Federated averaging of models that clients train by DP-SGD with this package's own engine, each by itself.
+    So neither the server nor anyone else learns of a single example.
 
     A step's update is ``(sum_i clip(g_i, l2_norm_clip) + N(0, (noise_multiplier l2_norm_clip)^2)) / batch_size``, with
     the expected batch size and not the actual one. A client's data set must hold every example once: the process does

@@ -1,7 +1,7 @@
 """The guarantee of each federated process, and its ε for the rounds that ran. No TFF here.
 
-All are stated for ``"zero_out"``: one client (or one example) contributes nothing in place of what it did, while
-everything else, the cohorts included, stays as it is.
+All are stated for ``"zero_out"``: one client (or one example) contributes nothing in place of what it did. Everything
+else, the cohorts included, stays as it is.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class ExampleLevel:
         return self.sampling == POISSON.name
 
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
-        """An upper bound on ε for the client whose examples it is worst for; of a run without cohorts, as if a client
-        with the fewest examples that it names took part in all rounds that the declaration allows.
+        """An upper bound on ε for the client whose examples it is worst for. A run without cohorts counts as if a
+        client with the fewest examples that it names took part in all rounds that the declaration allows.
 
         Raises:
           PrivacyError: Poisson steps, and the run does not say how many examples each client of its cohorts holds.
@@ -395,10 +395,10 @@ def check_declaration(p: Participation) -> None:
 class CohortCheck:
     """Holds cohorts, one after the other, against what their sampler declared.
 
-    Whatever randomness is claimed is tested as well: cohorts are refused that would come up once in 10^9 trainings,
+    Whatever randomness is claimed is tested as well. Cohorts are refused that would come up once in 10^9 trainings,
     over all their rounds, if they were drawn as declared. That is a client which is there too often, or cohorts that
     share too many or too few clients with those before. Each is a bet whose stake does not grow in expectation if the
-    declaration is true, so that it reaches 10^9 times its size with probability 10^-9 at most (Ville's inequality).
+    declaration is true. So it reaches 10^9 times its size with probability 10^-9 at most (Ville's inequality).
 
     Args:
       participation: what the sampler declares.

@@ -2,7 +2,7 @@
 arXiv:1911.00222). Its formulas as published, the algorithm, and what it costs in truth.
 
 The paper's guarantee does not hold as stated. Clipping a client's weights to C bounds what its data can change by 2C,
-and not by 2C/m, m being the number of its examples; L exposures are composed with ε/L each and δ whole; and the
+and not by 2C/m, m being the number of its examples. L exposures are composed with ε/L each and δ whole. And the
 Gaussian mechanism's theorem needs ε < 1. So `build_nbafl` calibrates by an accountant unless asked for the paper's
 formulas, and reports the paper's figure, as a claim, beside the accountant's.
 
@@ -101,7 +101,7 @@ def calculate_sigma_d(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NbAFLLevel:
-    """Bounds what the released models reveal of one client to anyone who sees no upload: the clients' noise and the
+    """Bounds what the released models reveal of one client to anyone who sees no upload. The clients' noise and the
     server's together hide whose weights, of norm at most ``clip``, were in the mean.
 
     Attributes:
@@ -252,7 +252,7 @@ def build_nbafl(
     model_distributor: Computation = None,
 ) -> Computation:
     """NbAFL as a `tff.learning.templates.LearningProcess`: each client trains, scales its weights to an L2 norm of at
-    most C over all tensors, then adds Gaussian noise; the server takes the mean, and adds noise of its own.
+    most C over all tensors, then adds Gaussian noise. The server takes the mean, and adds noise of its own.
 
     The mean is over ``clients_per_round``, in which a client that is missing counts with the weights it was sent.
 
@@ -265,13 +265,13 @@ def build_nbafl(
       num_rounds: T, rounds planned.
       num_clients: N.
       clients_per_round: K, drawn by a `FixedSizeClientSampler`; None for all N.
-      num_exposures: L, how many of a client's uploads an adversary sees; None for all, as a curious server does, which
+      num_exposures: L, how many of a client's uploads an adversary sees. None for all, as a curious server does, which
         leaves the server no noise to add.
       min_dataset_size: m, of the smallest client; the published calibration needs it.
       calibration: ``"sound"``, by an accountant; or ``"published"``, by the paper's formulas, which promise too much.
 
     Returns:
-      A process whose ``privacy`` is a `LocalLevel`, which prices every upload, and an `NbAFLLevel`; and whose
+      A process whose ``privacy`` is a `LocalLevel`, which prices every upload, and an `NbAFLLevel`. Its
       ``nbafl`` says how much noise there is, what the paper claims for it, and what is proven.
 
     Raises:

@@ -1,8 +1,8 @@
 """Federated processes whose released models protect whole clients. Each is a `tff.learning.templates.LearningProcess`.
 
-Every ``build_*`` returns a process that TFF's own scripts run unchanged, with ``process.privacy``: a tuple of
-`Guarantee` that price what ran. ``noise_multiplier`` is always the noise's standard deviation over the clip, and the
-sum of clipped updates is always divided by the given ``clients_per_round``, whoever came: a round of few clients, or
+Every ``build_*`` returns a process that TFF's own scripts run unchanged, with ``process.privacy``, a tuple of
+`Guarantee` that price what ran. ``noise_multiplier`` is always the noise's standard deviation over the clip. The sum
+of clipped updates is always divided by the given ``clients_per_round``, whoever came. A round of few clients, or
 of none, is as private as any. A client whose update is not finite counts as zeros.
 
 Training metrics are sums over clients without noise in TFF, so they are left out; `NoisedMetrics` asks for private
@@ -172,12 +172,12 @@ def build_dp_fed_recon(
     metrics_aggregator: Callable | None = None,
     model_distributor: tff.templates.MeasuredProcess | None = None,
 ) -> tff.learning.templates.LearningProcess:
-    """Federated reconstruction, personalised learning with DP: some variables are local, trained by each client anew in
-    every round and never sent; the others are global, and clients' updates of them are clipped, summed and given noise
-    (Singhal et al. 2021, arXiv:2102.03448).
+    """Federated reconstruction, personalised learning with DP. Some variables are local: each client trains them anew
+    in every round, and never sends them. The others are global, and clients' updates of them are clipped, summed and
+    given noise (Singhal et al. 2021, arXiv:2102.03448).
 
-    A client first trains its local variables on one part of its data, with the global ones as they came, and then the
-    global ones on the other. Only the global variables are released; a client that uses them trains local
+    A client first trains its local variables on one part of its data, with the global ones as they came. Then it trains
+    the global ones on the other. Only the global variables are released; a client that uses them trains local
     ones of its own (`tff.learning.algorithms.build_fed_recon_eval` measures how well that goes, without privacy).
 
     Args:
@@ -242,7 +242,7 @@ def build_dp_ftrl(
       l2_norm_clip: C > 0, the largest L2 norm of a client's update.
       restart_every: rounds after which a new tree starts; None for 4096. A restart at the end of each epoch suits
         clients that take part once an epoch. After t rounds of a tree the state holds a copy of the model for each 1
-        in t's binary digits, which takes the server about 5 ms a round and copy for 50,000 weights.
+        in t's binary digits. This takes the server about 5 ms a round and copy for 50,000 weights.
       The others: as for `build_dp_fed_avg`.
 
     Returns:
@@ -278,8 +278,8 @@ def build_local_dp_fed_avg(
     server_optimizer_fn: Optimizer = "sgd",
     **averaging: Unpack[Averaging],
 ) -> tff.learning.templates.LearningProcess:
-    """Federated averaging where each client clips its update and adds Gaussian noise before it leaves: private against
-    the server, too, at the price of the root of the number of clients in noise.
+    """Federated averaging where each client clips its update and adds Gaussian noise before it leaves. This is private
+    against the server, too, at the price of the root of the number of clients in noise.
 
     Args:
       noise_multiplier: standard deviation of each client's noise, over the clip.
@@ -310,13 +310,13 @@ def build_distributed_dp_fed_avg(
     **averaging: Unpack[Averaging],
 ) -> tff.learning.templates.LearningProcess:
     """Federated averaging under secure aggregation: clients round their updates to integers and add shares of Skellam
-    noise, so that the server sees only noisy sums modulo 2^bits (Agarwal et al. 2021, arXiv:2110.04995).
+    noise. So the server sees only noisy sums modulo 2^bits (Agarwal et al. 2021, arXiv:2110.04995).
 
     In a simulation the secure sum is TFF's stand-in for a protocol: the guarantee is for a server that sees sums only.
 
-    It costs each client two Poisson draws a weight, the number of weights rounded up to a power of two: 7 ms of one
-    core for 50,000 weights, of 10 ms in all with rotation and rounding, however little the client trains. With 5 small
-    steps a client that made a round of 20 clients take 1.3 to 1.4 times a plain one.
+    It costs each client two Poisson draws a weight, the number of weights rounded up to a power of two. That is 7 ms of
+    one core for 50,000 weights, of 10 ms in all with rotation and rounding, however little the client trains. With 5
+    small steps a client that made a round of 20 clients take 1.3 to 1.4 times a plain one.
 
     Args:
       clients_per_round: whole number; the noise's shares are cut for this many. Fewer clients add less noise, which the

@@ -168,7 +168,7 @@ def local_runtime(max_concurrent_clients: int | None = None) -> Iterator[None]:
     SIGKILL of this process, and it does not hold this process's standard output open.
 
     If cohorts vary in size, the worker's memory grows over the first 250 rounds or so, with TFF's plain processes
-    (323 to 400 MB) as with private ones (361 to 460 MB, cohorts of 8 to 12 clients, 50,890 weights), since the C
+    (323 to 400 MB) as with private ones (361 to 460 MB, cohorts of 8 to 12 clients, 50,890 weights). The C
     library keeps free blocks in its arenas. ``MALLOC_ARENA_MAX=2`` in the environment, set before the first
     computation, keeps it at 290 to 330 MB, for rounds that take 8 % longer.
 

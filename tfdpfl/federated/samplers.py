@@ -75,7 +75,7 @@ class _Sampler(abc.ABC):
         self._key = int(state["key"], 16)
 
     def remember(self, rounds: Mapping[int, Sequence[str]]) -> None:  # noqa: B027
-        """Takes rounds, each with the names of its clients as strings, as drawn before; does nothing where what was
+        """Takes rounds, each with the names of its clients as strings, as drawn before. It does nothing where what was
         drawn has no bearing on what will be."""
 
 
@@ -118,7 +118,7 @@ class PoissonClientSampler(_Sampler):
 class FixedSizeClientSampler(_Sampler):
     """A fresh uniformly random set of exactly ``clients_per_round`` clients in every round.
 
-    It costs more than `PoissonClientSampler`, which is to be preferred where cohorts may vary in size: for 50 of 1000
+    It costs more than `PoissonClientSampler`, which is to be preferred where cohorts may vary in size. For 50 of 1000
     clients, noise 1.2 and 100 rounds ε is 7.8 and not 2.4 (δ = 1e-5). See "Cohorts of fixed size" in
     docs/federated.md.
 

@@ -1,4 +1,4 @@
-"""Noise of a server's rounds that is correlated over them, as a pure step: what is kept of earlier noise goes in and
+"""Noise of a server's rounds that is correlated over them, as a pure step. What is kept of earlier noise goes in and
 comes out, and the caller decides when it counts. No Flower here."""
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def example_dp(
                                        local_steps=20, delta=1e-5, target_epsilon=4.0, learning_rate=1e-3))
 
     Each step takes every example with probability batch_size / n. The participation is added to the client's ledger
-    before it begins, and the reply tells ε so far, for the client's own examples (adjacency zero_out: one example
+    before it begins. The reply states ε so far, for the client's own examples (adjacency zero_out: one example
     contributes nothing). The server sees weights, n, and that report; no loss or metric leaves. If the data cannot be
     read, or training fails, the reply is an error of one fixed sentence, and the reason is in the client's log alone.
     That a client failed is in no ε: let ``data`` leave out what it cannot read, example by example.

@@ -58,7 +58,7 @@ class Policy:
       l2_norm_clip, noise_multiplier, delta, target_epsilon: as for `local_dp_mod`; the target is required.
       ledger_path: the node's own ledger, which outlives runs and servers.
       weighted_by_key: as for `local_dp_mod`.
-      answer_after: every answer leaves so many seconds after its message came, so that its time tells nothing; an app
+      answer_after: every answer leaves so many seconds after its message came, so that its time tells nothing. An app
         that is not done by then is answered for with noise alone. None answers when the app is done: how long it took
         is then in no ε.
       protect: False lets everything pass as it is.

@@ -4,7 +4,7 @@ A journal is a file of lines of JSON. ``begin`` is written before a round's mess
 result is released. A round that was begun and never charged was never released. Beside it lies the last model, in a
 file that is replaced at once, and what correlated noise keeps of earlier rounds.
 
-Since version 2 a line ends with the hash of all that the file holds up to there, so that a line which is changed, lost
+Since version 2 a line ends with the hash of all that the file holds up to there. So a line which is changed, lost
 or put in later is seen.
 """
 

@@ -90,8 +90,8 @@ def clip_and_noise_gradients(
     """A step's gradient, of a whole batch, scaled to an L2 norm of at most C over all tensors, then given noise.
 
     For clients that train by themselves, PyTorch's among them, and add noise to each step as flower-dp's do. That
-    clips each tensor alone, after it was noised, which bounds nothing; this does it in the order that can be priced:
-    one batch becomes any other, and the step is one Gaussian of sensitivity 2 C.
+    clips each tensor alone, after it was noised, which bounds nothing. This does it in the order that can be priced.
+    One batch becomes any other, and the step is one Gaussian of sensitivity 2 C.
 
     Args:
       gradients: arrays of floating-point numbers.

@@ -26,8 +26,8 @@ _REFUSED = 201  # Flower's own code for a mod whose condition is not met
 class ClientLedger:
     """One client's ledger of one mechanism, which outlives a message.
 
-    It is in the client's `Context`, which Flower keeps from one message of a run to the next, and in a file where one
-    is named. The cost is written there before the reply leaves.
+    It is in the client's `Context`, which Flower keeps from one message of a run to the next. It is also in a file
+    where one is named. The cost is written there before the reply leaves.
 
     Args:
       context: the client's.

@@ -1,7 +1,7 @@
 """Wrappers that make any strategy of Flower's Message API private for its clients.
 
-Whatever a client does, the server clips what it returned, sums without weights, adds noise for the clip that it
-applied, and hands the wrapped strategy one reply with the noisy mean. All that the strategy makes of it (momentum,
+Whatever a client does, the server clips what it returned, sums without weights, and adds noise for the clip that it
+applied. It hands the wrapped strategy one reply with the noisy mean. All that the strategy makes of it (momentum,
 Adam) is post-processing.
 """
 
@@ -756,7 +756,7 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
         print(strategy.statement())
 
     The sum of clipped updates changes by at most the clip in L2 norm when one client contributes nothing in place of
-    what it did, whatever clients send; its noise has a standard deviation of noise_multiplier * clip, drawn as
+    what it did, whatever clients send. Its noise has a standard deviation of noise_multiplier * clip, drawn as
     `tfdpfl.noise` draws. The mean is over a fixed number of clients, and the wrapped strategy sees nothing else of the
     round. Metrics of clients are released only with noise that is charged. Arrays that are not floating-point stay as
     the server has them.
@@ -782,16 +782,16 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
         server that was killed goes on from there: no release is forgotten, and no noise is used twice.
       train_metrics: None releases no training metric. `NoisedMetrics` with a bound for each name releases noisy means
         over clients.
-      evaluate_metrics: the same for what clients find when they evaluate, each evaluation being charged; or
+      evaluate_metrics: the same for what clients find when they evaluate, each evaluation being charged. Or
         "unprotected", which passes on exact values, for data whose privacy is nobody's concern.
       accountant: "pld" or "rdp".
       noise: `tfdpfl.noise.Tree`, `Banded` or `BLT` takes back in later rounds a part of the noise of earlier ones, so
-        that the model has less of it; None draws each round's by itself. With clients_per_round: the strategy keeps
+        that the model has less of it. None draws each round's by itself. With clients_per_round: the strategy keeps
         each client to ``max_participations`` and ``min_separation``, or, where they are not given, to those that the
         noise was made for, and ε is that of the rounds that ran within them. The part of the noise that later rounds
-        need lies beside the ledger and is a secret: who has it can take off some of the noise.
+        need is next to the ledger, and is a secret. Anyone who has it can take off some of the noise.
       clients: takes a node's id and returns the name of its client, as `Roster` does. A client then goes on under its
-        name when its node gets another id, and one that has several nodes is asked through one of them. A node for
+        name when its node gets another id. One that has several nodes is asked through one of them. A node for
         which it returns None is not asked. None takes each node for a client.
       register_path: a SQLite database, which several runs may share, of the rounds that each client could have been in.
         It needs ``ledger_path``. `tfdpfl ledger clients` prints what each client has spent over all runs.

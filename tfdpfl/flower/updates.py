@@ -18,7 +18,7 @@ class ClippedSum:
     """The sum of clients' updates, each of an L2 norm of at most ``l2_norm_clip`` over all its arrays.
 
     An update is what a client returned minus ``base``. One client's arrays change the sum by at most the clip, but for
-    1e-7 of it, whatever they hold: what cannot be an update of ``base`` changes nothing and raises.
+    1e-7 of it, whatever they hold. What cannot be an update of ``base`` changes nothing and raises.
 
     Arrays of ``base`` that are not floating-point, as counters are, take no part.
 

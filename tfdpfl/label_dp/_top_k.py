@@ -50,8 +50,8 @@ def release(
     epsilon: float,
     uniforms: Callable[[int], np.ndarray],
 ) -> np.ndarray:
-    """Randomizes labels, each under the prior of its row (Alg. 2): randomized response on the k likeliest classes;
-    a label that is none of them becomes a uniform one.
+    """Randomizes labels, each under the prior of its row (Alg. 2). This is randomized response on the k likeliest
+    classes. A label that is none of them becomes a uniform one.
 
     One uniform number an example decides both whether a lie is told and which; a rare lie has one more.
     """

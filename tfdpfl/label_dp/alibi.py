@@ -25,7 +25,7 @@ class ALIBI(ClassTransformer):
         soft = alibi.fit_transform(y)                       # [n, K], for categorical_crossentropy
         soft = alibi.posterior(model.predict_proba(X))      # the same release under a better prior, for nothing
 
-    Promise: the noisy vectors (`noisy_`), and all that follows from them, are ε-DP when one label is replaced: one-hot
+    Promise: the noisy vectors (`noisy_`), and all that follows from them, are ε-DP when one label is replaced. One-hot
     vectors of two labels are 2 apart in L1, and every coordinate has Laplace noise of scale 2/ε, on a fine grid (Malek
     et al. 2021, arXiv:2106.03408).
 

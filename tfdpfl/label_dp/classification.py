@@ -75,7 +75,7 @@ class RandomizedResponse(ClassTransformer):
         """Releases noisy labels, in the container of `y`; one release, whatever it holds.
 
         A `tf.data.Dataset` is read once, kept in memory, and returned with its labels replaced, the same in every
-        epoch; shuffle and batch behind it as usual.
+        epoch. Shuffle and batch behind it as usual.
         """
         check_is_fitted(self, "classes_")
         self._check()  # set_params may have been called since
@@ -410,7 +410,7 @@ def randomized_response(y: Arrays, epsilon: float, num_classes: int | None = Non
         dataset = randomized_response(dataset, epsilon=1.0, num_classes=10)   # of labels, or (x, y)
 
     Args:
-        y: Labels [n], in a list, array, pandas Series or tensor; or a finite `tf.data.Dataset`, which is read into
+        y: Labels [n], in a list, array, pandas Series or tensor. Or a finite `tf.data.Dataset`, which is read into
             memory once, so that every epoch has the same noisy labels.
         epsilon: ε > 0.
         num_classes: K, for labels 0..K-1; None takes the classes that y names as public.

@@ -194,7 +194,7 @@ class ALIBILoss(tf.keras.losses.Loss):
     """Computes the negative log-likelihood of the noisy vectors that `ALIBI` released: -log Σ_k q_k·p_k.
 
     q are ALIBI's soft labels under its uniform prior, and p the model's probabilities. The gradient is that of the
-    cross-entropy with the posterior under the prior p, so each step denoises the labels by what the model knows by then
+    cross-entropy with the posterior under the prior p. So each step denoises the labels by what the model knows by then
     (Malek et al. 2021, arXiv:2106.03408). Plain cross-entropy with q learns the noise.
 
     Args:

@@ -21,7 +21,7 @@ _DOUBT = 0.1  # the share of a uniform prior in a debiased one, whose zeros a mo
 
 
 class MultiStageTraining(LabelMechanism):
-    """Label-private training in stages: each stage releases its share of the labels under the prior that the model of
+    """Label-private training in stages. Each stage releases its share of the labels under the prior that the model of
     the stage before has of them, and trains on all that was released so far.
 
         training = MultiStageTraining(make_compiled_model, epsilon=1.0, num_stages=2)
@@ -29,7 +29,7 @@ class MultiStageTraining(LabelMechanism):
         training.model_.evaluate(x_test, y_test)
 
     Promise: the released labels, and so the model, are ε-DP in total when one label is replaced. Every label is
-    released once: the stages are disjoint, and drawn without a look at the labels (parallel composition; Ghazi et al.
+    released once. The stages are disjoint, and drawn without a look at the labels (parallel composition; Ghazi et al.
     2021, arXiv:2102.06062, Alg. 5).
 
     Args:

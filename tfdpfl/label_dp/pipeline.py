@@ -33,13 +33,13 @@ class LabelPrivacy(tf.keras.layers.Layer):
         dataset = dataset.map(lambda id, x, y: (x, private(y, ids=id)))      # ids are unique and stable
         dataset = private.cached(dataset)                                    # no ids: elements are labels or (x, y)
 
-    Noise that is drawn anew in every epoch is a release in every epoch, and ε grows with them. So there are two ways:
-    with `ids` the noise is a keyed hash (SipHash-2-4) of the example's id and label, the same in every pass, every
-    shuffle and every worker that holds this layer; without, `cached` reads the dataset once and keeps it in memory.
+    Noise that is drawn anew in every epoch is a release in every epoch, and ε grows with them. So there are two ways.
+    With `ids` the noise is a keyed hash (SipHash-2-4) of the example's id and label, the same in every pass, every
+    shuffle and every worker that holds this layer. Without, `cached` reads the dataset once and keeps it in memory.
 
     Promise: what is released for one id is ε-DP when its label is replaced, provided no two examples share an id. An id
-    whose label changes is a new release. The key is the operating system's and is not saved: a layer loaded from a
-    config has another one, and labels that go through both have been released twice.
+    whose label changes is a new release. The key is the operating system's and is not saved. A layer loaded from
+    a config has another one. Labels that go through both have been released twice.
 
     Args:
         epsilon: ε > 0.
@@ -123,8 +123,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     @property
     def dp_event(self) -> DpEvent:
-        """All releases as a dp-accounting event under "replace_one": one of every id, however many epochs, and one for
-        each call of `cached`; before the first, that one."""
+        """All releases as a dp-accounting event under "replace_one". There is one of every id, however many epochs, and
+        one for each call of `cached`; before the first, that one."""
         releases = max(1, self._cached + self._by_id)
         return composed([pure_event(self.epsilon, self.num_classes)] * releases)
 

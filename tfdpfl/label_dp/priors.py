@@ -54,7 +54,7 @@ class PublicPrior:
     The model that you wrap is trusted: one that was trained on the private labels would void the guarantee.
 
     Args:
-        source: Probabilities `[K]` for all examples or `[n, K]` for the examples in their order; or a fitted
+        source: Probabilities `[K]` for all examples or `[n, K]` for the examples in their order. Or a fitted
             scikit-learn classifier (`predict_proba`; its `classes_` are lined up); or a Keras model; or a function of
             X. Models and functions give `[n, K]` for X.
         from_logits: Whether the model's outputs need a softmax; None finds out: whatever are not rows of
@@ -142,13 +142,13 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
     A subclass says which group an example is in, from its features alone: `_fit_groups(X)` and `_groups(X)`.
 
     Promise: `noisy_counts_`, and all that follows from it, is `epsilon`-DP when one label is replaced. That moves two
-    bins of one group's histogram by 1 each, so the noise is P(x) ∝ e^(-|x|·epsilon/2) on every bin; groups are
+    bins of one group's histogram by 1 each, so the noise is P(x) ∝ e^(-|x|·epsilon/2) on every bin. Groups are
     disjoint and public (Ghazi et al. 2021, arXiv:2102.06062, Alg. 4; Ghosh et al. 2009, arXiv:0811.2841).
 
     With `epsilon="auto"` it takes the share of a `RandomizedResponseWithPrior`'s total that tells the most truth on
     made-up labels, of groups as large as these. That depends on what is public: the groups' sizes, K and the total.
 
-    With `local=True` no one need be trusted with the labels: each goes through randomized response at `epsilon` before
+    With `local=True` no one need be trusted with the labels. Each goes through randomized response at `epsilon` before
     it is counted, and the counts are put right for that on average. `RandomizedResponseWithPrior` is then ε-DP in the
     (interactive) local model. The noise grows with the root of a group's size: take few, large groups, and more ε.
 

@@ -284,7 +284,7 @@ class UnbiasedRandomizer(_RegressionMechanism):
         noisy = UnbiasedRandomizer(1.0, prior_epsilon=0.2, values=np.linspace(0, 10, 21)).fit_transform(y)
 
     For losses that are linear in the label (squared loss and its gradient, Poisson loss) training on such labels has
-    no bias, which helps in the long run; `RROnBins` has the smaller error for each label.
+    no bias, which helps in the long run. `RROnBins` has the smaller error for each label.
 
     Promise: ε-DP in total when one label is replaced; E[released | label] = label for labels inside the range of the
     values (a label between two is rounded to either, at random; one outside is moved to the end). It is the linear

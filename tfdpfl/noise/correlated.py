@@ -2,9 +2,9 @@
 
 Base normals are always fresh ones of a `Source`, whose key is in the process's memory alone. The state is what later
 steps need of earlier noise. It is kept with the optimizer and saved with it, so that a loaded one goes on with the same
-correlated noise: whoever has the state can subtract some of the noise, so it is a secret, as the weights are not. Noise
-that is drawn after a load is fresh: no base normal is ever in two different sums, however often a training is resumed
-from the same file.
+correlated noise. Anyone who has the state can subtract some of the noise. So it is a secret, as the weights are not.
+Noise that is drawn after a load is fresh. No base normal is ever in two different sums, however often a training is
+resumed from the same file.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Noise on a grid: discrete Gaussians, drawn exactly (Canonne, Kamath & Steinke 2020, arXiv:2004.00010).
 
 Normals in floating point have holes, and a sum with them tells more than ε says (Mironov 2012). Here the clipped sum is
-rounded to whole numbers of steps of a grid, whole noise is added, and nothing else: the result takes every value of the
+rounded to whole numbers of steps of a grid, whole noise is added, and nothing else. The result takes every value of the
 grid, with the probabilities that the theorem is about.
 
 The draw is Karney's (2016, "Sampling exactly from the normal distribution", Algorithm D): the number of whole standard
 deviations, a place within the next one, and a coin that says whether they are kept. Coins are thrown in floating point
-where that decides them for sure, and with more digits where it does not, so that no probability is rounded.
+where that decides them for sure. They are thrown with more digits where it does not, so that no probability is rounded.
 """
 
 from __future__ import annotations

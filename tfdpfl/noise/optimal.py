@@ -28,7 +28,7 @@ def square_root(num_steps: int) -> np.ndarray:
 @functools.lru_cache(maxsize=64)
 def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, ...]:
     """Finds the coefficients with the least product of the column's norm and the running sums' error, by L-BFGS from
-    the square root's; they begin with 1.
+    the square root's. They begin with 1.
 
     Args:
       bands: diagonals of the matrix.
@@ -71,7 +71,7 @@ def best_buffers(
     """Finds decays and scales with the least product of sensitivity and error of the running sums.
 
     By L-BFGS over the decays of C and of C⁻¹, which lie between each other where all scales are above 0 (McMahan et al.
-    2024, arXiv:2408.08868, section 4); a column of such a C never grows, as `moved_by_toeplitz` needs it.
+    2024, arXiv:2408.08868, section 4). A column of such a C never grows, as `moved_by_toeplitz` needs it.
 
     Args:
       buffers: how many of each.

@@ -2,13 +2,14 @@
 
 Two generators. AES-128 in counter mode, which is cryptographic, makes the words of a step that runs uncompiled on the
 host's CPU. Philox 4x32-10 (Salmon et al. 2011) makes them in a step that XLA compiles, where TensorFlow sees an
-accelerator, and in TensorFlow Federated; it passes every statistical test, but is no cipher. Both are keyed with 128
+accelerator, and in TensorFlow Federated. It passes every statistical test, but is no cipher. Both are keyed with 128
 bits of the operating system's entropy. Box and Muller (1958) make normals of the words.
 
-One thing is not promised: the normals are float32. Sums with them can take only some of the floating-point numbers,
-and which ones depends on what was there before the noise: who sees exact weights can learn from that more than ε says
-(Mironov 2012, "On significance of the least significant bits for differential privacy"). No accountant prices this. And
-the tails end: at 11.6 standard deviations from AES, at 9.49 from Philox, beyond which a normal has 2e-21 of its mass.
+One thing is not promised: the normals are float32. Sums with them can take only some of the floating-point numbers.
+Which ones depends on what was there before the noise. Anyone who sees exact weights can learn from that more than ε
+says (Mironov 2012, "On significance of the least significant bits for differential privacy"). No accountant prices
+this. And the tails end: at 11.6 standard deviations from AES, at 9.49 from Philox, beyond which a normal has 2e-21 of
+its mass.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Source:
     """Draws noise for one object in one process, from keys that are in this process's memory alone.
 
     Every run of an op that `gaussian` traced draws fresh numbers, from any thread. A copy, a deepcopy, an unpickled
-    one and the one in a forked process have keys of their own, and nothing that is loaded takes a stream back.
+    one and the one in a forked process have keys of their own. Nothing that is loaded takes a stream back.
 
     Args:
       seed: for tests only. The k-th draw of a process is then the same each time.

@@ -1,8 +1,8 @@
 """Kinds of correlated noise: one class for each, which states all that the package asks about it.
 
-Step t adds row t of ``C⁻¹ Z``, Z being independent normals: a later step takes back a part of what earlier ones added,
-so that the sum over the steps, which is what the weights follow, has little noise (DP-FTRL, matrix factorisation). C is
-lower triangular.
+Step t adds row t of ``C⁻¹ Z``, Z being independent normals. A later step takes back a part of what earlier ones
+added. So the sum over the steps, which is what the weights follow, has little noise (DP-FTRL, matrix factorisation). C
+is lower triangular.
 
 To add a noise, write a class here and put its name into `__all__`. Nothing else in the package names it. TensorFlow is
 imported by `draw` alone.
@@ -347,7 +347,7 @@ def _numbers(name: str, values: Iterable[float], mend: str) -> tuple[float, ...]
 class Banded(_Toeplitz):
     """Banded Toeplitz noise (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
-    ``noise_multiplier`` is the standard deviation of the base normals over the clip and the sensitivity, so that the
+    ``noise_multiplier`` is the standard deviation of the base normals over the clip and the sensitivity. So the
     whole training costs what one Gaussian mechanism of it costs, if it is as it was said to be here. The state is
     ``bands - 1`` copies of the model. With ``data.cyclic_poisson`` batches of ``bands`` groups or more the sampling
     counts: it is priced as one Poisson-sampled step for each round of the groups. One band is DP-SGD.

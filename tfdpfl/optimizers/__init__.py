@@ -1,6 +1,6 @@
 """Keras optimizers that train with differential privacy (DP-SGD and its relatives), on Keras 2 and Keras 3.
 
-`make_dp_optimizer_class` turns any Keras optimizer class into one; the common ones are made here, under their own
+`make_dp_optimizer_class` turns any Keras optimizer class into one. The common ones are made here, under their own
 names, so that they can be imported, pickled and found by Keras when a model is loaded.
 """
 
@@ -411,7 +411,7 @@ _STEPPED_ON: dict[int, dict[int, GradientPrivatizer]] = {}  # by the id of a var
 
 
 def stepped_on(variable: Variable) -> dict[int, GradientPrivatizer]:
-    """Returns the privatizers of the DP optimizers whose steps on a variable were traced in this process, by id: other
+    """Returns the privatizers of the DP optimizers whose steps on a variable were traced in this process, by id. Other
     models may share it, and its own may have been compiled anew. Kept with the variable; later ones come into the same
     dictionary. (Not the optimizers, which are as large as the model.)"""
     variable = raw_variable(variable)

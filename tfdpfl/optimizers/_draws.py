@@ -2,7 +2,7 @@
 
 Such numbers go by an example's place in the batch, and one example less moves all that follow to other places. The
 proof of privacy takes the numbers of all places to be independent and secret: then no place is better than another. A
-seed that anyone knows (`keras.utils.set_random_seed(0)`, a seed in a saved file, a constant) is no secret: with it, one
+seed that anyone knows (`keras.utils.set_random_seed(0)`, a seed in a saved file, a constant) is no secret. With it, one
 example would change the gradients of all that follow it. So a step draws with keys of this process:
 
 - what is drawn from a key or a seed gets the key's bits mixed with secret ones, other ones in every step;

@@ -21,7 +21,7 @@ class Keras3Adapter:
     """Comes before a Keras 3 optimizer in a DP optimizer's bases.
 
     The trainer calls ``scale_loss(loss)`` before it takes gradients and ``apply`` after, in the same graph. The loss
-    is kept from the one to the other; what goes back is cut off from the weights, so that the trainer's own
+    is kept from the one to the other. What goes back is cut off from the weights, so that the trainer's own
     gradients are None and cost nothing. Without ``scale_loss`` a tape's gradients tell of which loss they are.
     """
 

@@ -1,7 +1,7 @@
 """Which steps of correlated noise belong together, and what they cost.
 
 With correlated noise the steps of a training are one mechanism. They may be taken by several processes, each of which
-goes on from a state that an earlier one saved; and a state may be taken up twice, from when on there are two trainings
+goes on from a state that an earlier one saved. A state may be taken up twice, from when on there are two trainings
 with a common past. So a table of segments is kept beside the noise: a segment is what one optimizer object in one
 process took in a row. Its row says which segment it goes on from, and after how many steps. `_step_table` counts the
 steps of each.
@@ -153,7 +153,7 @@ class NoiseSegments:
         self.table.assign(saved)
 
     def begin_data(self, sampling: int, order: float) -> None:
-        """Notes that a fit begins. Its groups may be others; its data may come in another order (a number for each)
+        """Notes that a fit begins. Its groups may be others. Its data may come in another order (a number for each)
         than those before, so that an example may be used again at once."""
         own, (scheme, _) = self._own.numpy(), BY_CODE[sampling]
         if scheme.in_groups:

@@ -52,7 +52,7 @@ def among_replicas() -> bool:
 @tf.autograph.experimental.do_not_convert
 def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
     """Returns what ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so
-    that the noise it draws is one and the state it changes changes once; they all get what it gives back. Of several
+    that the noise it draws is one and the state it changes changes once. They all get what it gives back. Of several
     workers each does the same."""
     if not among_replicas():
         return do(list(tensors))

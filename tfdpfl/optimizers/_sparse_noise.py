@@ -24,7 +24,7 @@ _OTHERS = "or give AdaFEST(tables=...) the layers of the others"
 class SparseNoise(FreshNoise):
     """Trains those rows alone of large tables that many examples look up, so that only these rows need noise.
 
-    The released values are a function of the counts with their noise, and of the sums with theirs: noise on rows that
+    The released values are a function of the counts with their noise, and of the sums with theirs. Noise on rows that
     are left out need not be drawn, since nothing depends on it. A row is kept or not whether or not anyone looked it
     up.
     """

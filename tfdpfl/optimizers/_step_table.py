@@ -2,7 +2,7 @@
 
 A row says: the optimizer object ``origin`` took its first ``steps`` steps at this noise, their batches drawn this way
 from this data set. Each object in each process has an origin of its own, so a copy, a loaded model or a restarted
-process never continues a row of another: rows of one origin are the same steps (the longer one holds the other), rows
+process never continues a row of another. Rows of one origin are the same steps (the longer one holds the other). Rows
 of two origins are different steps (they add up). So tables that met on different ways can always be united.
 """
 
@@ -284,7 +284,7 @@ def merge_tables(*tables: np.ndarray) -> np.ndarray:
 
 def compact(rows: np.ndarray, origin: float) -> np.ndarray:
     """Returns the rows with those of other origins added up where all else is the same. They have an origin of their
-    own then, so that with the rows that went into it they count twice: more than what ran, never less."""
+    own then, so that with the rows that went into it they count twice. This is more than what ran, never less."""
     sums: dict[bytes, np.ndarray] = {}
     for row in rows[rows[:, ORIGIN] != origin]:
         key = row[DATA:STEPS].tobytes()

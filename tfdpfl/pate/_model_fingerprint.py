@@ -1,9 +1,9 @@
 """Whether two compiled models are trained alike, so that one may stand in for the other or be told again from a file.
 
 Keras's own layers, losses and optimizers are told by their configurations. Code that a user wrote (an activation, a
-loss, a layer, a subclassed model) has a name there at best, so it is told by the graph that it becomes: its ops,
+loss, a layer, a subclassed model) has a name there at best. So it is told by the graph that it becomes: its ops,
 constants and what it closes over. A graph that keeps a state of its own (a variable of no layer, a Python function) is
-like no other: the state would go from one teacher to the next.
+like no other. The state would go from one teacher to the next.
 """
 
 from __future__ import annotations

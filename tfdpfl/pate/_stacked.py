@@ -1,6 +1,6 @@
 """Many models of one architecture as one model whose variables have a leading axis of teachers.
 
-One step of the stack is one step of each of its models, on its own batch: products become batched products, and an
+One step of the stack is one step of each of its models, on its own batch. Products become batched products. An
 optimizer that works number by number does not know the difference. The costs of a small model (Python, the
 dispatch of operations, the tracing of a graph) are then paid once for all.
 """

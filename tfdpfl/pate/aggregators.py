@@ -1,6 +1,6 @@
 """The noisy votes: LNMax, GNMax and its two thrifty forms.
 
-A mechanism is data (its noise) made of parts (`Argmax`, `Threshold`), and each part says what it costs: as a
+A mechanism is data (its noise) made of parts (`Argmax`, `Threshold`). Each part says what it costs: as a
 dp-accounting event, and as bounds on Rényi DP with and without the votes.
 
 Neighbours: one example is replaced, so one teacher's vote moves from one class to another. Noise multipliers in events
@@ -219,7 +219,7 @@ class Answers:
 class Aggregator(abc.ABC):
     """Holds what the mechanisms have in common. Do not use it by itself.
 
-    `seed=None` draws noise by a key of the operating system's entropy, another one for every call: copies of an
+    `seed=None` draws noise by a key of the operating system's entropy, another one for every call. Copies of an
     aggregator, in other processes too, do not repeat each other. With a seed they do, and whoever knows it can subtract
     the noise: it is for tests.
 

@@ -1,6 +1,6 @@
 """The bounds on which PATE's analysis stands, each in log space, for arrays of queries and of real orders.
 
-q is the probability that the noisy answer is not the likeliest one; everything takes ln q, so that a q of
+q is the probability that the noisy answer is not the likeliest one. Everything takes ln q, so that a q of
 e^(-10000) is as good as any. The sources: Papernot et al. 2017 (arXiv:1610.05755, "2017" below) and Papernot et al.
 2018 (arXiv:1802.08908, "2018").
 """

@@ -170,7 +170,7 @@ class PATE:
             counts, one row for each of the student's examples.
         aggregator: LNMax, GNMax, ConfidentGNMax or InteractiveGNMax.
         student_fn: Makes a Keras model, compiled (else Adam and sparse cross-entropy are taken), with K outputs.
-        delta: δ, strictly between 0 and 1; from 1 / the number of private examples on it means nothing, which a warning
+        delta: δ, strictly between 0 and 1. From 1 / the number of private examples on it means nothing, which a warning
             says where that number is known.
         budget: ε at which answering stops before it is passed; None: all queries are answered.
         budget_data_dependent: Whether that ε is the data-dependent one. It lets more queries through; their number

@@ -130,6 +130,6 @@ def check_delta(delta: float) -> float:
     """Returns δ as a float, or raises a `ValueError` unless it is strictly between 0 and 1.
 
     The bounds hold for any such δ. That it be small beside 1 / the number of private examples is what it means, and no
-    condition of theirs; how many queries are put does not matter to it.
+    condition of theirs. How many queries are put does not matter to it.
     """
     return _checks.probability("delta", delta, "take a value well below 1 / the number of private examples")

@@ -181,9 +181,9 @@ def smooth_sensitivity_release(
     logarithm of that sensitivity (which moves by β when a vote does), for a margin that makes the figure an upper
     bound. If the data-independent RDP is less it is taken; it needs no noise.
 
-    `order`, `beta` and `noise` must be chosen without looking at the votes, as the defaults are (they suit some
-    hundreds of teachers and more; with fewer the margin eats what the votes save, and `data_dependent=False` is the
-    better figure). A search over them for the least figure releases something about the votes that is not paid for.
+    `order`, `beta` and `noise` must be chosen without looking at the votes, as the defaults are. They suit some
+    hundreds of teachers and more. With fewer the margin eats what the votes save, and `data_dependent=False` is the
+    better figure. A search over them for the least figure releases something about the votes that is not paid for.
 
     Args:
         mechanism: An aggregator, with `votes`; or the `Answers` it gave, without.

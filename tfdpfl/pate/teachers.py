@@ -47,7 +47,7 @@ class TeacherEnsemble:
             known to keep examples apart (a loss or activation of your own) sees one teacher's batch at a time in a
             stack, too.
         stack_size: How many to train together at most.
-        checkpoint_dir: A folder, private like the data, where each trained teacher is kept; `fit` goes on where it
+        checkpoint_dir: A folder, private like the data, where each trained teacher is kept. `fit` goes on where it
             stopped, if data, model, loss, optimizer and options are the same. Teachers that differ from the first are
             trained anew.
         seed: Of the shards and the order of batches; None takes the operating system's entropy. Which shard an

@@ -268,8 +268,8 @@ def batch_inputs(use: Use) -> list[int]:
 
 
 def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
-    """The clipped sum by the op's own filter gradient, on a gradient scaled example by example; in the working type,
-    since a sum over the batch that is rounded to the op's passes the clip."""
+    """The clipped sum by the op's own filter gradient, on a gradient scaled example by example. It is in the working
+    type, since a sum over the batch that is rounded to the op's passes the clip."""
     wide = lambda t: tf.cast(t, units.dtype) if t.dtype.is_floating else t  # noqa: E731
     g = wide(use.g)
     g = tf.math.multiply_no_nan(g, units.per_row(c, g, use.out))

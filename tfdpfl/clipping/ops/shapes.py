@@ -161,8 +161,8 @@ def reshaped_rows(view, op, state: Batch, axis: int, entries: Sequence[Entry]) -
 
 
 def summed_back(view, op) -> State | None:
-    """TensorFlow's gradient of an operand that was broadcast: summed over the axes in which the operand has length 1,
-    which only the running step knows, and given the operand's shape."""
+    """TensorFlow's gradient of an operand that was broadcast. It is summed over the axes in which the operand has
+    length 1, which only the running step knows, and given the operand's shape."""
     total, shape = op.inputs[0].op, op.inputs[1]
     if total.type != "Sum" or (axes := total.inputs[1]).op.type != "BroadcastGradientArgs":
         return None
