@@ -310,6 +310,29 @@ def test_batches_that_reach_into_the_next_pass_are_refused():
                budget=PrivacyBudget(24, 1e-5, sampling="shuffle", batch_size=5))  # fmt: skip
 
 
+@pytest.mark.parametrize("noise", [None, Tree()], ids=["fresh", "tree"])
+@pytest.mark.parametrize(
+    "batch, rows, groups, message",
+    [
+        (6, 4, 2, r"Batches of 6 examples are cut into 2 parts .* a batch size that 4 divides"),
+        (10, 4, 2, "Batches of 10 examples are cut into 3 parts"),
+        (8, 4, 4, "last batch of an epoch has 4 of the 20 examples, in 2 parts, which num_microbatches=4"),
+        (8, 4, 2, None),
+    ],
+)
+def test_parts_that_are_not_of_whole_microbatches_are_refused_at_the_start(noise, batch, rows, groups, message):
+    data = fixed_order((X[:20], Y[:20]), batch, physical_batch_size=rows)
+    kwargs = {"num_microbatches": groups, "gradient_accumulation_steps": declared_sampling(data).physical_batches}
+    model = c.compiled(tfdpfl.DPSGD(0.4, 2.0, noise=noise, **kwargs))
+    budget = PrivacyBudget(delta=1e-5)
+    if message is None:
+        model.fit(data, callbacks=[budget], verbose=0)
+        return
+    with pytest.raises(PrivacyError, match=message):
+        model.fit(data, callbacks=[budget], verbose=0)
+    assert not int(model.optimizer.iterations)
+
+
 def test_a_last_batch_that_has_no_example_for_each_part_is_refused():
     with pytest.raises(ValueError, match=r"physical_batch_size=3 cuts each batch into 2 parts, .* pass has 1 examples"):
         fixed_order(X[:7], 6, physical_batch_size=3)

@@ -357,16 +357,25 @@ class Sampling:
         n, size = declared.num_examples, self._agreed(declared, SHUFFLED.name)
         if declared.physical_batches > 1:
             self._check_parts(declared)
-        self._check_groups(n, size, call)
+        self._check_groups(n, size, call, declared.physical_batches)
         return {"num_examples": n, "batch_size": size, "sampling": SHUFFLED.name}
 
-    def _check_groups(self, length: int, batch: int, call: Call) -> None:
-        groups = self._optimizer.num_microbatches
-        if groups is not None and not call.get("steps_per_epoch") and length % batch % groups:
+    def _check_groups(self, length: int, batch: int, call: Call, parts: int = 1) -> None:
+        """That each batch, or each of the parts that it is cut into, is of whole microbatches."""
+        groups, rest = self._optimizer.num_microbatches, length % batch
+        if groups is None:
+            return
+        uneven = lambda size: any(part % groups for part in (size // parts, -(-size // parts)))  # noqa: E731
+        if parts > 1 and uneven(batch):
             raise PrivacyError(
-                f"The last batch of an epoch has {length % batch} of the {length} examples, which num_microbatches="
-                f"{groups} does not divide. Leave out examples (x[:{length - length % batch}]) or use "
-                "num_microbatches=None."
+                f"Batches of {batch} examples are cut into {parts} parts (physical_batch_size), which num_microbatches="
+                f"{groups} does not divide. Use a batch size that {parts * groups} divides, or num_microbatches=None."
+            )
+        if not call.get("steps_per_epoch") and uneven(rest):
+            cut = f", in {parts} parts" if parts > 1 else ""
+            raise PrivacyError(
+                f"The last batch of an epoch has {rest} of the {length} examples{cut}, which num_microbatches={groups} "
+                f"does not divide. Leave out examples (x[:{length - rest}]) or use num_microbatches=None."
             )
 
     def _check_bounded(self, declared: SamplingDeclaration | None, call: Call) -> None:
@@ -462,8 +471,8 @@ class Sampling:
         size = self._agreed(declared, declared.kind)
         if declared.scheme.independent:
             self._check_poisson()
-        elif declared.physical_batches == 1:
-            self._check_groups(declared.num_examples, size, call)
+        else:
+            self._check_groups(declared.num_examples, size, call, declared.physical_batches)
         return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
 
     def _agreed(self, declared: SamplingDeclaration, kind: str) -> int:
