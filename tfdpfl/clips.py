@@ -9,6 +9,7 @@ from typing import Any
 
 from tfdpfl._types import JsonValue
 from tfdpfl.accounting import _checks
+from tfdpfl.errors import PrivacyError
 
 __all__ = [
     "LEAST_ADAPTED",
@@ -17,12 +18,30 @@ __all__ = [
     "AutomaticClip",
     "Clip",
     "PerLayerClip",
+    "check_adapted",
     "from_config",
     "to_config",
 ]
 
 # Between these a clip that adapts moves; beyond them float32 loses what it is to measure.
 LEAST_ADAPTED, MOST_ADAPTED = 1e-8, 1e10
+
+
+def check_adapted(clip: float) -> None:
+    """Checks that a federation's adaptive clip is not at an end of its range.
+
+    Args:
+      clip: the clip of the next round.
+
+    Raises:
+      PrivacyError: the clip is at an end.
+    """
+    if not LEAST_ADAPTED < clip < MOST_ADAPTED:
+        raise PrivacyError(
+            f"the adaptive clip is {clip:g}: a round would cost epsilon and leave no model. A clip falls so far if "
+            "nearly all clients return the model as they got it, and rises so far if most updates are too long to "
+            "measure. Look at what clients train, or give a number as l2_norm_clip"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -296,6 +296,15 @@ def test_the_adaptive_clip_reaches_the_true_quantile(start, quantile, goal):
     assert np.median(clips[-30:]) == pytest.approx(goal, rel=0.15)
 
 
+@pytest.mark.parametrize(("count", "end"), [(2.0, 1e-8), (-2.0, 1e10)])
+def test_the_adaptive_clip_stays_within_the_range_that_float32_can_measure(count, end):
+    query = aggregators._Quantile(1.0, 0.5, 1e4, 0.0, 4.0, True, secret=aggregators.Secret())
+    state = query.initial_global_state()
+    for _ in range(2):
+        clip, state, _ = query.get_noised_result(tf.constant(count), state)
+        assert float(clip) == float(state.current_estimate) == pytest.approx(end)
+
+
 @pytest.mark.slow
 def test_the_count_of_the_adaptive_clip_has_noise():
     clip = AdaptiveClip(initial=1.0, learning_rate=1.0, clipped_count_stddev=0.4)

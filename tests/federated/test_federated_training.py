@@ -23,6 +23,7 @@ tff = pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Feder
 
 import tensorflow as tf
 
+from tfdpfl.clips import AdaptiveClip
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import (
     BoundedParticipationSampler,
@@ -303,6 +304,24 @@ def test_noise_that_clients_add_is_priced_without_those_left_out():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("clip", "said"), [(1e-8, "1e-08"), (1e10, r"1e\+10")])
+def test_a_clip_that_adapted_to_its_end_is_named_before_the_next_round(clip, said, tmp_path):
+    process, sampler = Counting(GAUSSIAN), poisson()
+    process.noise_settings = {"clip": AdaptiveClip()}
+    measured = process.next
+
+    def at_the_end(state, datasets):
+        output = measured(state, datasets)
+        output.metrics["clip"] = np.float32(clip)
+        return output
+
+    process.next = at_the_end
+    with pytest.raises(PrivacyError, match=f"the adaptive clip is {said}: "):
+        run(process, sampler, checkpoint_dir=tmp_path, **quick)
+    rounds = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in rounds if "round" in line] == [0]
+
+
 def test_training_stops_before_the_round_that_would_pass_the_target():
     sampler = poisson()
     free = run(Counting(GAUSSIAN), sampler, 8)

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdpfl import noise
 from tfdpfl._types import Computation, Nest
+from tfdpfl.clips import LEAST_ADAPTED, MOST_ADAPTED
 from tfdpfl.federated._tff import DistributedSkellam, dp_factory, tensor_specs, tff, tfp
 from tfdpfl.federated.clip import CONTRIBUTING, UPDATE_NORM, AdaptiveClip, NoisedMetrics
 
@@ -130,6 +131,11 @@ class _Quantile(tfp.QuantileEstimatorQuery):
     def _construct_below_estimate_query(self, below_estimate_stddev, expected_num_records):
         # The indicator is centred at zero, so one client moves the count by 1/2.
         return tfp.NormalizedQuery(ClippedSum(0.5, below_estimate_stddev, self._secret), expected_num_records)
+
+    def get_noised_result(self, sample_state, global_state):
+        clip, state, event = super().get_noised_result(sample_state, global_state)
+        clip = tf.clip_by_value(clip, LEAST_ADAPTED, MOST_ADAPTED)
+        return clip, state._replace(current_estimate=clip), event
 
 
 class AdaptivelyClippedSum(tfp.QuantileAdaptiveClipSumQuery):

@@ -25,6 +25,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
+from tfdpfl.clips import AdaptiveClip, check_adapted
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import data, files, runtime
 from tfdpfl.federated._tff import client_element, tff
@@ -209,8 +210,8 @@ def train(
       ValueError: an argument is out of its range, a sampled client holds no data or bad ones, or ``checkpoint_dir`` is
         in use.
       PrivacyError: no ε is known for this training, not even one round fits the target, a cohort contradicts the
-        declaration of the sampler, a client's examples come more than once, or ``checkpoint_dir`` belongs to a training
-        with another process or sampler.
+        declaration of the sampler, a client's examples come more than once, an adaptive clip fell to 1e-8 or rose to
+        1e10, or ``checkpoint_dir`` belongs to a training with another process or sampler.
     """
     num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
     every = _checks.whole("rounds_per_evaluation", rounds_per_evaluation, 1, "count the rounds between evaluations")
@@ -282,6 +283,8 @@ class _Rounds:
     def run_next(self) -> bool:
         """Runs the next round and returns True, or returns False where the target allows no other."""
         done = len(self.history.rows)
+        if done and self.ledger.adapts:
+            check_adapted(self.history.rows[-1]["clip"])  # a round's figure is the next one's clip
         round_ = self.ledger.next_round(done)
         self.clients.check_known(round_.cohort)
         self.ledger.check(round_.cohort)
@@ -351,6 +354,7 @@ class _Ledger:
     def __init__(self, process, sampler, delta, target_epsilon, client_epsilon, accountant):
         self.guarantees: tuple[Guarantee, ...] = tuple(getattr(process, "privacy", ()))
         self._settings: Keywords = getattr(process, "noise_settings", {})
+        self.adapts = isinstance(self._settings.get("clip"), AdaptiveClip)
         self.sampler = sampler
         self.participation: Participation | None = getattr(sampler, "participation", None)
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)

@@ -23,7 +23,7 @@ from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
-from tfdpfl.clips import LEAST_ADAPTED, MOST_ADAPTED
+from tfdpfl.clips import check_adapted
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel
@@ -459,12 +459,8 @@ class DifferentialPrivacy(Strategy):
             ClippedSum(base, 1.0)
         except ValueError as error:
             raise PrivacyError(str(error)) from None
-        if isinstance(self._clip, AdaptiveClip) and not LEAST_ADAPTED < self.current_clip < MOST_ADAPTED:
-            raise PrivacyError(
-                f"the adaptive clip is {self.current_clip:g}: a round would cost epsilon and leave no model. A clip "
-                "falls so far if nearly all clients return the model as they got it, and rises so far if most updates "
-                "are too long to measure. Look at what clients train, or give a number as l2_norm_clip"
-            )
+        if isinstance(self._clip, AdaptiveClip):
+            check_adapted(self.current_clip)
         self._tell_of_statistics(base)
         self._cohorts.know(grid, len(messages))
         if not self._fits(self.rounds_charged + 1):
