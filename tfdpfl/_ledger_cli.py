@@ -63,14 +63,14 @@ class Opened:
         except DamagedError as error:
             if not error.record.lines:
                 raise BadArgument(
-                    f"{path} is neither a ledger nor a journal of a server: give a file that PrivacyLedger.to_dict or "
-                    "ledger_path= wrote, or restore it from a backup"
+                    f"{path} is neither a ledger nor a journal of a server. Give a file that PrivacyLedger.to_dict or "
+                    "ledger_path= wrote, or restore it from a backup."
                 ) from error
             self.journal = error.record
             self.faults.append(str(error))
             self.unread = len(whole.splitlines()) - self.journal.lines
         if not self.journal.lines:
-            raise BadArgument(f"{path} holds no whole line, so no epsilon: restore it from a backup")
+            raise BadArgument(f"{path} holds no whole line, so no epsilon. Restore it from a backup.")
         self._compare_with_model(len(self.journal.charged) + self.unread)
         if len(data) > len(whole):
             # Nothing was done before a line was whole, so this is no damage.
@@ -90,14 +90,14 @@ class Opened:
             with np.load(path, allow_pickle=False) as saved:
                 about = json.loads(str(saved["about"]))
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-            self.faults.append(f"The saved model {path} cannot be read ({error}): restore it from a backup")
+            self.faults.append(f"The saved model {path} cannot be read ({error}). Restore it from a backup.")
             return
         known = about.get("charged", about["rounds"])
         if known > rounds:
             self.unread += known - rounds
             self.faults.append(
                 f"The saved model came after {known} charged rounds, but {self.path} has {rounds}, so rounds are "
-                "missing from epsilon: restore the newest ledger"
+                "missing from epsilon. Restore the newest ledger."
             )
 
     @property
@@ -128,7 +128,7 @@ class Opened:
 
         j, settings = self._journal, Settings.of(self._journal.header)
         if len(settings.privacy) > 1:
-            raise BadArgument(f"{self.path} is of NbAFL, which has no event of its own: see `tfdpfl ledger epsilon`")
+            raise BadArgument(f"{self.path} is of NbAFL, which has no event of its own. See `tfdpfl ledger epsilon`.")
         p = settings.participation
         return settings.ledger(
             RoundsRun(rounds=len(j.charged), participation=p, cohorts=j.charged if p.sampling == "bounded" else []),
@@ -280,11 +280,11 @@ def merge(files: tuple[Path, ...], output: str) -> None:
         opened = [Opened(file) for file in files]
         for one in opened:
             if one.faults:
-                raise BadArgument(f"{one.faults[0]}. A merged ledger would lack what is missing")
+                raise BadArgument(f"{one.faults[0]} A merged ledger would lack what is missing.")
         if len({one.kind for one in opened}) > 1:
             raise BadArgument(
-                "FILES hold journals, which protect clients, and ledgers, whose unit they do not state: their epsilons "
-                "do not add up. Merge each kind by itself"
+                "FILES hold journals, which protect clients, and ledgers, whose unit they do not state. Their epsilons "
+                "do not add up. Merge each kind by itself."
             )
         made = PrivacyLedger()
         for one in opened:
@@ -302,7 +302,7 @@ def migrate(file: Path, output: str) -> None:
     with clean_errors():
         opened = Opened(file)
         if opened.faults:
-            raise BadArgument(f"{opened.faults[0]}. The new file would lack what is missing")
+            raise BadArgument(f"{opened.faults[0]} The new file would lack what is missing.")
         if opened.ledger is not None:
             _write(output, json.dumps(opened.ledger.to_dict()).encode())
         else:
@@ -332,7 +332,7 @@ def _write(output: str, text: bytes) -> None:
     from tfdpfl.federated import files
 
     if Path(output).exists():
-        raise BadArgument(f"{output} exists, and could hold what was spent: give the name of a new file")
+        raise BadArgument(f"{output} exists, and could hold what was spent. Give the name of a new file.")
     files.replace(Path(output), lambda file: file.write(text))
 
 

@@ -206,7 +206,7 @@ def audit(scores: str, delta: float | None, claim: float | None, ledger: str | N
             from tfdpfl.reports import read
 
             if claim is not None or delta is None:
-                raise BadArgument("--ledger states epsilon at a delta: give --delta, and no --epsilon")
+                raise BadArgument("--ledger states epsilon at a delta. Give --delta, and no --epsilon.")
             claim = next(iter(read([ledger]).values())).epsilon(check_delta(delta))
         made = report_of_scores(scores, delta=delta, claim=claim, **how)
     _print(made, as_json, str)

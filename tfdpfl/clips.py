@@ -38,9 +38,9 @@ def check_adapted(clip: float) -> None:
     """
     if not LEAST_ADAPTED < clip < MOST_ADAPTED:
         raise PrivacyError(
-            f"the adaptive clip is {clip:g}: a round would cost epsilon and leave no model. A clip falls so far if "
+            f"The adaptive clip is {clip:g}: a round would cost epsilon and leave no model. A clip falls so far if "
             "nearly all clients return the model as they got it, and rises so far if most updates are too long to "
-            "measure. Look at what clients train, or give a number as l2_norm_clip"
+            "measure. Look at what clients train, or give a number as l2_norm_clip."
         )
 
 

@@ -336,7 +336,7 @@ def test_distributed_noise_tends_to_a_gaussians_and_is_priced_by_the_cohort_that
         (rounds(3, "bounded", min_separation=3, cohorts=[["a"], [], ["a"]]), "2 after its last"),
         (rounds(1, "fixed_size", cohort=2, cohorts=[["a", "b", "c"]]), "has 3 clients"),
         (rounds(1, "fixed_size", cohort=2.5), "whole number"),
-        (rounds(3, cohorts=[["a"]]), "record them all"),
+        (rounds(3, cohorts=[["a"]]), "Record them all"),
         (rounds(1, "bounded", min_separation=0), "min_separation=0"),
     ],
 )

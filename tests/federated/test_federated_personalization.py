@@ -144,7 +144,7 @@ def with_batch_norm():
         ({"local_layers": ["shared", "own"]}, ValueError, "nothing for the clients to learn together"),
         ({"model_fn": reconstruction_model_fn, "local_layers": ["own"]}, ValueError, "has its own"),
         ({"input_spec": None}, ValueError, "element_spec"),
-        ({"loss": "mse"}, TypeError, "an object, not its name"),
+        ({"loss": "mse"}, TypeError, "an object, no name"),
         ({"model_fn": lambda: 3}, TypeError, "ReconstructionModel"),
         ({"reconstruction_optimizer_fn": "lamb"}, ValueError, "reconstruction_optimizer_fn must be one of"),
     ],
@@ -208,7 +208,7 @@ def test_each_client_is_measured_before_and_after_training_from_the_released_mod
     ("wrong", "error", "message"),
     [
         ({"num_epochs": 0}, ValueError, "num_epochs"),
-        ({"test_data": {"a": one_label(0)}}, ValueError, "client 'b' has no examples in test_data"),
+        ({"test_data": {"a": one_label(0)}}, ValueError, "Client 'b' has no examples in test_data"),
         ({"test_data": [one_label(0)]}, ValueError, "test_data must be"),
         ({"weights": tff.learning.models.ModelWeights([np.zeros(3)], [])}, ValueError, "get_model_weights"),
         ({"client_optimizer_fn": "lamb"}, ValueError, "client_optimizer_fn"),

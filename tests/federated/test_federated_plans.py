@@ -103,17 +103,17 @@ def test_the_command_prints_the_plan_and_its_json_has_the_arguments():
     large = plan_federation(**{**FIXED, "delta": 0.1}, num_rounds=1, noise_multiplier=1.0)
     assert "delta is not below 1 / 20 clients" in str(large) and "0.25 times the clip" in str(large)
     refused = CliRunner().invoke(main, ["plan", "--federated", *options])
-    assert refused.exit_code == 2 and "give two of them" in refused.output
+    assert refused.exit_code == 2 and "Give two of them" in refused.output
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (dict(CLIENTS, num_rounds=3), "target_epsilon=None, noise_multiplier=None, num_rounds=3: give two"),
-        (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, target_epsilon=1.0), "give two of them"),
+        (dict(CLIENTS, num_rounds=3), "target_epsilon=None, noise_multiplier=None, num_rounds=3. Give two"),
+        (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, target_epsilon=1.0), "Give two of them"),
         (dict(CLIENTS, num_rounds=0, noise_multiplier=1.0), "num_rounds must be"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=0.0), "noise_multiplier must be"),
-        (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, clients_per_round=3), "give the probability"),
+        (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, clients_per_round=3), "Give the probability"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, max_participations=3), "keeps to no limit"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, num_examples=3), "num_examples=3: the ε of a client"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, sampling_rate=1.5), "sampling_rate must be at most 1"),

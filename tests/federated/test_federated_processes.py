@@ -459,10 +459,10 @@ def compiled():
         ({"model_fn": with_batch_norm}, PrivacyError, "BatchNormalization.*GroupNormalization"),
         ({"model_fn": compiled}, ValueError, "compiled Keras model"),
         ({"model_fn": lambda model=model_fn(): model}, ValueError, "same model twice"),  # noqa: B008
-        ({"model_fn": model_fn()}, TypeError, "Sequential: wrap its construction"),
+        ({"model_fn": model_fn()}, TypeError, "Sequential. Wrap its construction"),
         ({"model_fn": lambda: 3}, TypeError, "returned int"),
         ({"model_fn": 3}, TypeError, "function that makes a model"),
-        ({"loss": "mse"}, TypeError, "an object, not its name"),
+        ({"loss": "mse"}, TypeError, "an object, no name"),
         ({"loss": None}, ValueError, "give its loss and input_spec"),
         ({"input_spec": tf.TensorSpec([None, FEATURES])}, TypeError, "input_spec must be .* must have labels"),
         ({"client_weighting": tff.learning.ClientWeighting.NUM_EXAMPLES}, PrivacyError, "every client counts alike"),

@@ -211,7 +211,7 @@ def test_a_local_worker_that_dies_is_reported_and_a_new_runtime_goes_on():
 
 
 def test_no_worker_and_malformed_targets_are_reported_at_once():
-    with pytest.raises(WorkerLost, match="no worker answers at localhost:1: start one"), remote_runtime(1, timeout=0.5):
+    with pytest.raises(WorkerLost, match="No worker answers at localhost:1"), remote_runtime(1, timeout=0.5):
         pass
     for targets in ([], ["somewhere"], ["host:99999"]):
         with pytest.raises(ValueError, match="targets must"), remote_runtime(targets):
@@ -241,10 +241,10 @@ def test_no_one_takes_a_workers_port_while_it_starts(monkeypatch):
 
 def test_a_second_worker_on_one_port_is_refused():
     with workers(1) as (worker,):
-        with pytest.raises(WorkerLost, match=f"port {worker.port} cannot be had .*in use"):
+        with pytest.raises(WorkerLost, match=f"Port {worker.port} cannot be opened .*in use"):
             runtime.worker(worker.port)
         assert worker.running
-    with pytest.raises(WorkerLost, match="port 70000 cannot be had"):
+    with pytest.raises(WorkerLost, match="Port 70000 cannot be opened"):
         runtime.worker(70_000)
 
 

@@ -316,7 +316,7 @@ def test_a_clip_that_adapted_to_its_end_is_named_before_the_next_round(clip, sai
         return output
 
     process.next = at_the_end
-    with pytest.raises(PrivacyError, match=f"the adaptive clip is {said}: "):
+    with pytest.raises(PrivacyError, match=f"The adaptive clip is {said}: "):
         run(process, sampler, checkpoint_dir=tmp_path, **quick)
     rounds = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [line["round"] for line in rounds if "round" in line] == [0]

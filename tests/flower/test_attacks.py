@@ -98,7 +98,7 @@ def test_nodes_with_new_ids_get_no_new_allowance(tmp_path):
         return fixed(ledger_path=tmp_path / path, max_participations=3, **arguments)
 
     life(limited(), 2)
-    with pytest.raises(PrivacyError, match="none of the 4 connected nodes"):
+    with pytest.raises(PrivacyError, match="None of the 4 connected nodes"):
         life(limited(), 4, nodes=[901, 902, 903, 904])
     strategy = limited()
     life(strategy, 5, nodes=[103, 104, 902, 903])  # two of them have one round left

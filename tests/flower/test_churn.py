@@ -183,7 +183,7 @@ def test_a_roster_that_breaks_keeps_what_it_had(tmp_path, caplog):
     with pytest.raises(ValueError, match="cannot be read"):
         Roster(path)
     path.write_text('["hospital"]')
-    with pytest.raises(ValueError, match=r'write for instance \{"4938271": "hospital-0"\}'):
+    with pytest.raises(ValueError, match=r'Write for instance \{"4938271": "hospital-0"\}'):
         Roster(path)
     path.write_text('{"1": "hospital-0"}')
     roster = Roster(path)

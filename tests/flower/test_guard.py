@@ -201,7 +201,7 @@ def test_a_flower_that_works_in_another_way_is_refused(tmp_path):
         def _push_messages(state, object_store, send):
             pass
 
-    with pytest.raises(PrivacyError, match="this Flower has no flwr"):
+    with pytest.raises(PrivacyError, match="This Flower has no flwr"):
         install(policy(tmp_path), Other)
     Other._push_messages = staticmethod(supernode._push_messages)
     Other.start_client_internal = staticmethod(policy)
@@ -216,7 +216,7 @@ def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, m
     text = "l2_norm_clip = 1.0\nnoise_multiplier = 4.0\ndelta = 1e-5\ntarget_epsilon = 8.0\n"
     for content, args, said in (
         ("", [path], "cannot be read"),
-        (text, [], "no policy"),
+        (text, [], "No policy is given"),
         (text + 'ledger_path = "ledger.json"\n', [path], "no absolute path"),
         (text + 'ledger_path = "/l"\nprotect = "no"\n', [path], "neither true nor false"),
         (text + 'ledger_path = "/l"\n', [path, "--superlink", "a:1"], "Add --isolation process"),

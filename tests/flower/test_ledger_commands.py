@@ -129,7 +129,7 @@ def test_verify_sees_a_line_that_was_changed_lost_or_put_in(tmp_path):
     for broken in (changed, lines[:3] + lines[5:], [*lines, without_hash.replace(b"1", b"4")], *put_in):
         path.write_bytes(b"".join(broken))
         assert "DAMAGED" in run("verify", path, code=1)
-        with pytest.raises(DamagedError, match="restore it"):
+        with pytest.raises(DamagedError, match="Restore it"):
             Journal(path, header())
         spent, complete = epsilon_of(path, code=1)
         assert spent >= cost(poisson(4)) and not complete
@@ -167,7 +167,7 @@ def test_a_journal_older_than_its_model_counts_the_models_rounds(tmp_path):
     assert "came after 6 charged rounds, but" in run("verify", path, code=1)
     assert epsilon_of(path, code=1) == (cost(poisson(6)), False)
     (tmp_path / "journal.npz").write_bytes(b"PK")
-    assert json.loads(run("verify", path, "--json", code=1))[0]["faults"][0].endswith("restore it from a backup")
+    assert json.loads(run("verify", path, "--json", code=1))[0]["faults"][0].endswith("Restore it from a backup.")
 
 
 def test_files_of_every_format_are_inspected_verified_and_migrated(tmp_path):
@@ -199,9 +199,9 @@ def test_merged_files_cost_their_sum(tmp_path):
 def test_what_cannot_be_read_exits_with_2_and_names_the_fix(tmp_path):
     path = tmp_path / "file"
     path.write_text("no ledger\n")
-    assert "neither a ledger nor a journal of a server: give a file" in run("inspect", path, code=2)
+    assert "neither a ledger nor a journal of a server. Give a file" in run("inspect", path, code=2)
     path.write_text("")
-    assert "restore it from a backup" in run("verify", path, code=2)
+    assert "Restore it from a backup" in run("verify", path, code=2)
     path.write_text(json.dumps({"version": 3, "written_by": "tfdpfl 9.1.0", "header": {}}) + "\n")
     assert "upgrade with pip install --upgrade tfdpfl" in run("verify", path, code=2)
     path.write_text(json.dumps({"header": {"privacy": ["Unheard(of=1)"], "sampling": POISSON}}) + "\n")

@@ -214,7 +214,7 @@ def test_the_noise_of_a_round_is_that_of_the_clip_it_applied_which_moves_afterwa
 def test_an_adaptive_clip_at_its_end_is_named_and_its_round_costs_nothing(length, end):
     clip = AdaptiveClip(initial=1.0, learning_rate=1e4)
     strategy = Adaptive(flower.FedAvg(), noise_multiplier=1.0, l2_norm_clip=clip, clients_per_round=CLIENTS, delta=1e-5)
-    with pytest.raises(PrivacyError, match=f"the adaptive clip is {end}: "):
+    with pytest.raises(PrivacyError, match=f"The adaptive clip is {end}: "):
         strategy.start(FakeGrid(CLIENTS, moved(lambda number: length * np.eye(10)[0])), model(), num_rounds=2)
     assert strategy.rounds_charged == 1
 
@@ -518,8 +518,8 @@ def test_strategies_that_compare_clients_are_refused():
         (dict(delta=1), "delta must be"),
         (dict(clients_per_round=0), "clients_per_round must be"),
         (dict(sampling_rate=1.5), "sampling_rate must be"),
-        (dict(sampling_rate=0.5, clients_per_round=3), "give one of"),
-        (dict(clients_per_round=None), "give one of"),
+        (dict(sampling_rate=0.5, clients_per_round=3), "Give one of"),
+        (dict(clients_per_round=None), "Give one of"),
         (dict(sampling_rate=0.5, max_participations=3), "keeps to no limit"),
         (dict(max_participations=0), "max_participations must be"),
         (dict(population=2), "population must be"),

@@ -83,7 +83,7 @@ def compute_federated_noise_multiplier(
     run = RoundsRun(rounds=rounds, participation=participation)
     most = participations(run)
     if most == 0:
-        raise PrivacyError("no client takes part in any round, so that no noise is needed: check participation")
+        raise PrivacyError("No client takes part in any round, so that no noise is needed. Check participation.")
     if level == "distributed":
         weights = _checks.whole("num_weights", num_weights, 1, "count the model's trainable weights")
         cohort = [f"{i}" for i in range(math.ceil(participation.clients_per_round))]
@@ -134,7 +134,7 @@ def skellam_level(
     dimension = 1 << max(0, num_weights - 1).bit_length()
     room = 2.0 ** (2 * bits) - n * _TAIL_OF_A_SUM**2
     if room <= 0:
-        raise ValueError(f"bits={bits} is too few for a sum over {n} clients: raise it")
+        raise ValueError(f"bits={bits} is too few for a sum over {n} clients. Raise it.")
     scale = math.sqrt(room) / (2 * _TAIL_OF_A_SUM * math.sqrt((l2_norm_clip * n) ** 2 / dimension + n * local**2))
     scale = min(scale, 1e6)
     l2 = (l2_norm_clip + math.sqrt(dimension) / scale + 1e-5) * scale
@@ -161,7 +161,7 @@ def total_price(trainings: Iterable[tuple[Any, RoundsRun]], delta: float, accoun
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     levels = sorted({guarantee.level for guarantee, _ in pairs})
     if len(levels) != 1:
-        raise PrivacyError(f"trainings must be of one level to add up, got {levels}: add up each level by itself")
+        raise PrivacyError(f"Trainings must be of one level to add up, got {levels}. Add up each level by itself.")
     adjacencies = {guarantee.adjacency for guarantee, _ in pairs}
     # To contribute nothing in place of something is a case of contributing anything else.
     adjacency = "zero_out" if "zero_out" in adjacencies else adjacencies.pop()

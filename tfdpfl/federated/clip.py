@@ -49,7 +49,7 @@ class NoisedMetrics:
         if isinstance(self.bound, Mapping) and (not self.bound or self.bound.get(CONTRIBUTING, 1.0) != 1):
             raise ValueError(
                 f"bound={dict(self.bound)!r} must name a metric, with a bound of 1 for {CONTRIBUTING!r}: for instance "
-                "{'loss': 6.0}, or leave the metrics out"
+                "{'loss': 6.0}, or leave the metrics out."
             )
 
     def bounds(self, names: Sequence[str]) -> dict[str, float]:
@@ -63,8 +63,8 @@ class NoisedMetrics:
         unknown = [name for name in self.bound if name not in (*names, CONTRIBUTING, UPDATE_NORM)]
         if unknown:
             raise ValueError(
-                f"bound names the metric {unknown[0]!r}, but the model has {', '.join(map(repr, names))}: name one of "
-                "those, or add it by metrics_fn"
+                f"bound names the metric {unknown[0]!r}, but the model has {', '.join(map(repr, names))}. Name one of "
+                "those, or add it by metrics_fn."
             )
         return {name: float(bound) for name, bound in self.bound.items()}
 

@@ -41,12 +41,12 @@ class ClientDatasets(Mapping):
 
     def __init__(self, make: Callable[[str], tf.data.Dataset], num_examples: Mapping[str, int]):
         if not num_examples:
-            raise ValueError("there must be at least one client, got none: check the data's client ids")
+            raise ValueError("There must be at least one client, got none. Check the data's client ids.")
         empty = [client for client, n in num_examples.items() if n < 1]
         if empty:
             raise ValueError(
-                f"{len(empty)} of {len(num_examples)} clients hold no examples ({', '.join(map(repr, empty[:3]))}…): "
-                "leave them out, or split the data over fewer clients"
+                f"{len(empty)} of {len(num_examples)} clients hold no examples ({', '.join(map(repr, empty[:3]))}…). "
+                "Leave them out, or split the data over fewer clients."
             )
         self._make = make
         self._made: dict[str, tf.data.Dataset] = {}
@@ -133,17 +133,17 @@ def from_arrays(arrays: Arrays, client_ids: object) -> ClientDatasets:
     """
     ids = np.asarray(client_ids)
     if ids.ndim != 1:
-        raise ValueError(f"client_ids must be one id for each row, got shape {list(ids.shape)}: flatten it")
+        raise ValueError(f"client_ids must be one id for each row, got shape {list(ids.shape)}. Flatten it.")
     missing = [i for i, client in enumerate(ids.tolist()) if client is None or client != client]
     if missing:
-        raise ValueError(f"client_ids has no id for {len(missing)} rows, row {missing[0]} first: fill or drop them")
+        raise ValueError(f"client_ids has no id for {len(missing)} rows, row {missing[0]} first. Fill or drop them.")
     names = ids.astype(str)
     order = np.argsort(names, kind="stable")
     unique, starts = np.unique(names[order], return_index=True)
     parts = np.split(order, starts[1:])
     if len(unique) < len(set(ids.tolist())):
         raise ValueError(
-            "client_ids has different ids that read alike as strings, such as 1 and '1': make them one type"
+            "client_ids has different ids that read alike as strings, such as 1 and '1'. Make them one type."
         )
     return from_partition(arrays, dict(zip(unique.tolist(), parts, strict=False)), _rows=len(ids))
 
@@ -165,14 +165,14 @@ def from_partition(
     data = tf.nest.map_structure(_array, arrays if not isinstance(arrays, list) else tuple(arrays))
     lengths = sorted({len(leaf) for leaf in tf.nest.flatten(data)} | ({_rows} if _rows is not None else set()))
     if len(lengths) != 1:
-        raise ValueError(f"arrays and ids must have equal lengths, got {lengths}: one row and one id an example")
+        raise ValueError(f"arrays and ids must have equal lengths, got {lengths}: one row and one id an example.")
     if not isinstance(parts, Mapping):
         width = len(str(max(len(parts) - 1, 0)))
         parts = {f"client_{i:0{width}d}": rows for i, rows in enumerate(parts)}
     index = {str(client): np.asarray(rows, np.int64) for client, rows in parts.items()}
     for client, rows in index.items():
         if rows.size and (rows.min() < 0 or rows.max() >= lengths[0]):
-            raise ValueError(f"parts of client {client!r} must be row numbers from 0 to {lengths[0] - 1}: check them")
+            raise ValueError(f"parts of client {client!r} must be row numbers from 0 to {lengths[0] - 1}. Check them.")
 
     def make(client: str) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(lambda leaf: leaf[index[client]], data))
@@ -201,7 +201,7 @@ def partition_iid(num_examples: int, num_clients: int, seed: int | None = None) 
 def _clients(num_clients: object, most: int) -> int:
     num_clients = _checks.whole("num_clients", num_clients, 1, "count the clients to split over")
     if num_clients > most:
-        raise ValueError(f"num_clients must be at most {most} for this many examples, got {num_clients}: take fewer")
+        raise ValueError(f"num_clients must be at most {most} for this many examples, got {num_clients}. Take fewer.")
     return num_clients
 
 
@@ -210,14 +210,14 @@ def _array(values: Arrays) -> np.ndarray:
 
     values = np.asarray(values)
     if not values.ndim:
-        raise ValueError("arrays must have a row for each example, got a single value: give a list or an array")
+        raise ValueError("arrays must have a row for each example, got a single value. Give a list or an array.")
     return values.astype(tf.keras.backend.floatx()) if values.dtype == np.float64 else values
 
 
 def _size(client: object, dataset: tf.data.Dataset) -> int:
     size = int(dataset.cardinality())
     if size == -1:  # infinite
-        raise ValueError(f"the data set of client {client!r} is infinite: give it .take(n)")
+        raise ValueError(f"The data set of client {client!r} is infinite. Give it .take(n).")
     return size if size >= 0 else sum(1 for _ in dataset)
 
 
@@ -253,7 +253,7 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
     own = "the process makes the passes over a client's data (local_steps, local_epochs)"
     if repeats(dataset):
         raise PrivacyError(
-            f"the data set of client {client!r} is repeated, so that it holds an example more than once: leave out "
+            f"The data set of client {client!r} is repeated, so that it holds an example more than once. Leave out "
             f"repeat, or epochs, since {own}"
         )
     if not isinstance(dataset, tf.data.Dataset):
@@ -261,7 +261,7 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
         found, kept = _rows(batches), batches
     else:
         if int(dataset.cardinality()) == -1:
-            raise ValueError(f"the data set of client {client!r} is infinite: give it .take(n)")
+            raise ValueError(f"The data set of client {client!r} is infinite. Give it .take(n).")
         batches = list(dataset)
         sizes = [_rows([batch]) for batch in batches]
         found, kept = sum(sizes), dataset
@@ -271,8 +271,8 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
             kept = tf.data.Dataset.from_tensor_slices(whole).batch(sizes[0], drop_remainder=static)
     if most is not None and found > most:
         raise PrivacyError(
-            f"the data set of client {client!r} yields {found} examples, but the client holds {most}: give each one "
-            f"once, since {own}; or correct num_examples"
+            f"The data set of client {client!r} yields {found} examples, but the client holds {most}. Give each one "
+            f"once, since {own}; or correct num_examples."
         )
     return kept, found
 

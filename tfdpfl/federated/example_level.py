@@ -89,18 +89,18 @@ def build_example_dp_fed_avg(
     sampling = _checks.choice("sampling", sampling, (POISSON.name, "batches"))
     if sampling == POISSON.name:
         if local_epochs is not None:
-            raise ValueError("local_epochs goes with sampling='batches': give local_steps")
+            raise ValueError("local_epochs goes with sampling='batches'. Give local_steps.")
         local_steps = _checks.whole("local_steps", local_steps, 1, "count the steps of one participation")
     else:
         if local_steps is not None:
-            raise ValueError("local_steps goes with sampling='poisson': give local_epochs")
+            raise ValueError("local_steps goes with sampling='poisson'. Give local_epochs.")
         passes = 1 if local_epochs is None else local_epochs
         local_epochs = _checks.whole("local_epochs", passes, 1, "count the passes over the client's data")
     aggregator, settings = _aggregator(client_clip, client_noise_multiplier, clients_per_round, model_aggregator)
     client_optimizer = optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES)
     make = trainable_model_fn(model_fn, loss, input_spec)
     if not callable(make):
-        raise TypeError("model_fn must make a Keras or a variable model here: the engine reads the graph of its loss")
+        raise TypeError("model_fn must make a Keras or a variable model here: the engine reads the graph of its loss.")
     step = _Step(client_optimizer, clip, z, size)
     at_client = _poisson(step, size, local_steps) if local_steps is not None else _batches(step, local_epochs or 1)
     runtime.ensure_default()
@@ -120,12 +120,12 @@ def _aggregator(
 ) -> tuple[Computation, processes._Settings | None]:
     if clip is None:
         if noise_multiplier:
-            raise ValueError(f"client_noise_multiplier={noise_multiplier!r} needs client_clip: give the clip")
+            raise ValueError(f"client_noise_multiplier={noise_multiplier!r} needs client_clip. Give the clip.")
         return given or tff.aggregators.UnweightedMeanFactory(), None
     if given is not None:
-        raise ValueError("model_aggregator would replace the clip and the noise of client-level DP: leave one out")
+        raise ValueError("model_aggregator would replace the clip and the noise of client-level DP. Leave one out.")
     if clients_per_round is None:
-        raise ValueError("clients_per_round=None: client-level DP divides by a fixed number of clients, give it")
+        raise ValueError("clients_per_round=None: client-level DP divides by a fixed number of clients. Give it.")
     settings = processes._Settings(clients_per_round, noise_multiplier, clip, None)
     return aggregators.clipped_mean(settings.clip, settings.noise_multiplier, settings.clients_per_round), settings
 

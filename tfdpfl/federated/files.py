@@ -32,12 +32,12 @@ def lock(file: IO, name: str, path: str | os.PathLike, wait: bool = False) -> No
         if error.errno in _HELD:
             raise ValueError(
                 f"{name}={os.fspath(path)!r} is in use by another process. Both would write over each other's rounds. "
-                "Give each training its own"
+                "Give each training its own."
             ) from None
         raise ValueError(
             f"{name}={os.fspath(path)!r} is on a file system that cannot lock files ({error.strerror}). A second "
             "process could write over the rounds of the first, which would then be in no epsilon. Use a folder on a "
-            "local disk, or mount the file system with locks"
+            "local disk, or mount the file system with locks."
         ) from error
 
 

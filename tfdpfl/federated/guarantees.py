@@ -268,8 +268,8 @@ class ExampleLevel:
         if self._sampled:
             if num_examples is None:
                 raise PrivacyError(
-                    "the sampling rate inside a client is batch_size over its number of examples, which "
-                    "RoundsRun.num_examples does not hold for every client: give it"
+                    "The sampling rate inside a client is batch_size over its number of examples, which "
+                    "RoundsRun.num_examples does not hold for every client. Give it."
                 )
             if num_examples > self.batch_size:
                 event = POISSON.sampled(event, num_examples, self.batch_size)
@@ -307,7 +307,7 @@ class DistributedLevel:
         participations(run)
         if len(run.cohorts) < run.rounds:
             raise PrivacyError(
-                "noise that clients add depends on how many there were: RoundsRun.cohorts must hold every round"
+                "Noise that clients add depends on how many there were: RoundsRun.cohorts must hold every round."
             )
         if self.local_stddev == 0 and any(run.sizes()):
             return Price(math.inf, "rdp")
@@ -354,7 +354,7 @@ def participations(run: RoundsRun, recorded: bool = False) -> int:
     """
     p = run.participation
     if run.rounds < 0 or (run.cohorts and len(run.cohorts) < run.rounds):
-        raise PrivacyError(f"{run.rounds} rounds ran, but {len(run.cohorts)} cohorts are recorded: record them all")
+        raise PrivacyError(f"{run.rounds} rounds ran, but {len(run.cohorts)} cohorts are recorded. Record them all.")
     check = CohortCheck(p)
     for cohort in run.cohorts:
         check.add(cohort, test=False)
@@ -377,18 +377,18 @@ def check_declaration(p: Participation) -> None:
       PrivacyError: it does not.
     """
     if p.sampling not in SAMPLINGS:
-        raise PrivacyError(f"sampling must be one of {', '.join(map(repr, SAMPLINGS))}, got {p.sampling!r}")
+        raise PrivacyError(f"sampling must be one of {', '.join(map(repr, SAMPLINGS))}, got {p.sampling!r}.")
     if not 0 < p.clients_per_round <= p.population:
         raise PrivacyError(
-            f"clients_per_round={p.clients_per_round!r} must be above 0 and at most population={p.population!r}: take "
-            "smaller cohorts, or count the clients that can be drawn"
+            f"clients_per_round={p.clients_per_round!r} must be above 0 and at most population={p.population!r}. Take "
+            "smaller cohorts, or count the clients that can be drawn."
         )
     if p.scheme.limits_batches and p.clients_per_round != int(p.clients_per_round):
-        raise PrivacyError(f"a cohort of fixed size is a whole number, got clients_per_round={p.clients_per_round!r}")
+        raise PrivacyError(f"A cohort of fixed size is a whole number, got clients_per_round={p.clients_per_round!r}.")
     if p.min_separation < 1 or (p.max_participations is not None and p.max_participations < 0):
         raise PrivacyError(
             f"min_separation={p.min_separation!r} must be at least 1 and max_participations="
-            f"{p.max_participations!r} at least 0 or None"
+            f"{p.max_participations!r} at least 0 or None."
         )
 
 
@@ -423,12 +423,13 @@ class CohortCheck:
         if len(set(cohort)) < len(cohort):
             twice = Counter(cohort).most_common(1)[0][0]
             raise PrivacyError(
-                f"client {twice!r} is in the cohort of round {number} more than once, which multiplies what one client "
-                "can do: draw clients without replacement"
+                f"Client {twice!r} is in the cohort of round {number} more than once, which multiplies what one client "
+                "can do. Draw clients without replacement."
             )
         if p.scheme.limits_batches and len(cohort) > p.clients_per_round:
             raise PrivacyError(
-                f"the cohort of round {number} has {len(cohort)} clients, the sampler declares {p.clients_per_round:g}"
+                f"The cohort of round {number} has {len(cohort)} clients, but the sampler declares "
+                f"{p.clients_per_round:g}."
             )
         if p.sampling == "bounded":
             self._check_limits(cohort)
@@ -455,13 +456,13 @@ class CohortCheck:
             apart = number - self._last.get(client, number - p.min_separation)
             if apart < p.min_separation:
                 raise PrivacyError(
-                    f"client {client!r} is in round {number}, {apart} after its last, but the sampler declares "
-                    f"min_separation={p.min_separation}: it does not keep to it"
+                    f"Client {client!r} is in round {number}, {apart} after its last, but the sampler declares "
+                    f"min_separation={p.min_separation}: it does not keep to it."
                 )
             if p.max_participations is not None and self.counts[client] >= p.max_participations:
                 raise PrivacyError(
-                    f"client {client!r} was in {self.counts[client] + 1} rounds, but the sampler declares "
-                    f"max_participations={p.max_participations}: it does not keep to it"
+                    f"Client {client!r} was in {self.counts[client] + 1} rounds, but the sampler declares "
+                    f"max_participations={p.max_participations}: it does not keep to it."
                 )
 
     def test(self, clients: Iterable[str] | None = None) -> None:
@@ -481,15 +482,15 @@ class CohortCheck:
         if len(self.counts) > p.population:
             raise PrivacyError(
                 f"{len(self.counts)} different clients were there in {self._rounds} rounds, but the sampler declares a "
-                f"population of {p.population}: count the clients that can be drawn"
+                f"population of {p.population}. Count the clients that can be drawn."
             )
         there = self.counts if clients is None else clients
         client, most = max(((c, self.counts[c]) for c in there), key=lambda row: row[1], default=("", 0))
         if _odds(most, self._rounds, rate, more_only=True) > math.log(_NEVER * p.population):
-            raise PrivacyError(f"client {client!r} was in {most} of {self._rounds} rounds, which {never}. {remedy}")
+            raise PrivacyError(f"Client {client!r} was in {most} of {self._rounds} rounds, which {never}. {remedy}")
         if _odds(self._seen_again, self._chances, rate) > math.log(_NEVER):
             raise PrivacyError(
-                f"in {self._rounds} rounds clients that had been there before came {self._seen_again} times, where "
+                f"In {self._rounds} rounds clients that had been there before came {self._seen_again} times, where "
                 f"{self._chances * rate:.0f} are usual, which {never}. {remedy}"
             )
 

@@ -57,16 +57,16 @@ def trainable_model_fn(
     if loss is None or input_spec is None:
         raise ValueError(
             "model_fn returns a Keras model, so give its loss and input_spec too (the element_spec of a client's data "
-            "set)"
+            "set)."
         )
     if not isinstance(input_spec, Mapping | Sequence):
         raise TypeError(
-            f"input_spec must be (x, y) or a dict of 'x' and 'y', got {input_spec!r}: give the element_spec of a "
-            "client's data set, which must have labels"
+            f"input_spec must be (x, y) or a dict of 'x' and 'y', got {input_spec!r}. Give the element_spec of a "
+            "client's data set, which must have labels."
         )
     _check_batched(input_spec)
     if not isinstance(loss, tf.keras.losses.Loss | list):
-        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}: an object, not its name or a function")
+        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}. Give an object, no name or function.")
 
     def make() -> TffModel:
         metrics = None if metrics_fn is None else list(metrics_fn())
@@ -91,14 +91,14 @@ def reconstruction_model_fn(
       ValueError: the same, or ``local_layers`` are not some of the layers, by name, in every call.
     """
     if not isinstance(loss, tf.keras.losses.Loss):
-        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}: an object, not its name or a function")
+        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}. Give an object, no name or function.")
     local = set(local_layers)
     if not _makes_keras(model_fn, tff.learning.models.ReconstructionModel):
         if local:
-            raise ValueError(f"local_layers={local_layers!r} are of a Keras model: a ReconstructionModel has its own")
+            raise ValueError(f"local_layers={local_layers!r} are of a Keras model: a ReconstructionModel has its own.")
         return model_fn
     if input_spec is None:
-        raise ValueError("model_fn returns a Keras model, so give its input_spec too: a client data set's element_spec")
+        raise ValueError("model_fn returns a Keras model. Give its input_spec, too: a client data set's element_spec.")
     _check_batched(input_spec)
 
     def make() -> TffModel:
@@ -106,8 +106,8 @@ def reconstruction_model_fn(
         names = [layer.name for layer in model.layers]
         if isinstance(local_layers, str) or not local or not local <= set(names):
             raise ValueError(
-                f"local_layers={local_layers!r} must be a list of names of the model's layers, here {names}: name the "
-                "layers that stay with the client, since Keras numbers the others anew in every call"
+                f"local_layers={local_layers!r} must be a list of names of the model's layers, here {names}. Name the "
+                "layers that stay with the client, since Keras numbers the others anew in every call."
             )
         return tff.learning.models.ReconstructionModel.from_keras_model_and_layers(
             model,
@@ -119,7 +119,7 @@ def reconstruction_model_fn(
     with tf.Graph().as_default():
         learnt = make().global_trainable_variables
     if not learnt:
-        raise ValueError(f"local_layers={local_layers!r} leave nothing for the clients to learn together: name fewer")
+        raise ValueError(f"local_layers={local_layers!r} leave nothing for the clients to learn together. Name fewer.")
     return make
 
 
@@ -127,20 +127,20 @@ def _makes_keras(model_fn: ModelFn, other: type) -> bool:
     """Whether ``model_fn`` makes Keras models, and not models of TFF's kind ``other``; either is checked."""
     if not callable(model_fn) or isinstance(model_fn, tf.keras.Model):
         raise TypeError(
-            f"model_fn must be a function that makes a model, got {type(model_fn).__name__}: wrap its construction in "
-            "a function, so that every call makes a new one"
+            f"model_fn must be a function that makes a model, got {type(model_fn).__name__}. Wrap its construction in "
+            "a function, so that every call makes a new one."
         )
     with tf.Graph().as_default():
         model, again = model_fn(), model_fn()
         if not isinstance(model, tf.keras.Model | other):
             raise TypeError(
-                f"model_fn returned {type(model).__name__}: return an uncompiled tf.keras.Model or a "
+                f"model_fn returned {type(model).__name__}. Return an uncompiled tf.keras.Model or a "
                 f"tff.learning.models.{other.__name__}"
             )
         if model is again:
             raise ValueError(
-                "model_fn returned the same model twice: build the model inside model_fn, since each call runs in a "
-                "graph of its own"
+                "model_fn returned the same model twice. Build the model inside model_fn, since each call runs in a "
+                "graph of its own."
             )
         inside = keras_model_inside(model) if isinstance(model, other) else model
         if inside is not None:
@@ -155,22 +155,22 @@ def _check_batched(input_spec: Spec) -> None:
         given = ", ".join(f"{spec.dtype.name}{spec.shape}" for spec in specs)
         raise ValueError(
             f"input_spec={given} is of single examples. Models train on batches, whose first axis holds the examples. "
-            "Batch the clients' data, for example with clients = clients.batch(16), and give clients.element_spec"
+            "Batch the clients' data, for example with clients = clients.batch(16), and give clients.element_spec."
         )
 
 
 def _check_keras(model: tf.keras.Model) -> None:
     if getattr(model, "_is_compiled", False):
         raise ValueError(
-            "model_fn returned a compiled Keras model: leave out compile(); clients and server have optimizers "
-            "of their own, client_optimizer_fn and server_optimizer_fn"
+            "model_fn returned a compiled Keras model. Leave out compile(); clients and server have optimizers "
+            "of their own, client_optimizer_fn and server_optimizer_fn."
         )
     for layer in model._flatten_layers(include_self=False, recursive=True):
         if isinstance(layer, tf.keras.layers.BatchNormalization):
             raise PrivacyError(
-                f"layer {layer.name!r} is a BatchNormalization: its moving averages are not part of a client's update, "
+                f"Layer {layer.name!r} is a BatchNormalization. Its moving averages are not part of a client's update, "
                 "so they would stay as they were made, and it couples examples. Use GroupNormalization, or "
-                "tfdpfl.clipping.fix(model)"
+                "tfdpfl.clipping.fix(model)."
             )
 
 
@@ -190,14 +190,14 @@ def optimizer(name: str, given: Optimizer, learning_rates: dict[str, float]) -> 
             "yogi": build.build_yogi,
         }
         if given not in makers:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, makers))} or an optimizer, got {given!r}")
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, makers))} or an optimizer, got {given!r}.")
         return makers[given](learning_rate=learning_rates[given])
     if callable(given) and not isinstance(given, build.Optimizer):
         given = given()
     if not isinstance(given, build.Optimizer):
         raise TypeError(
-            f"{name} must be a TFF optimizer, got {type(given).__name__}: take tff.learning.optimizers.build_sgdm and "
-            "its kind, or 'sgd', 'momentum', 'adam' or 'yogi'; Keras optimizers keep state where TFF cannot see it"
+            f"{name} must be a TFF optimizer, got {type(given).__name__}. Take tff.learning.optimizers.build_sgdm and "
+            "its kind, or 'sgd', 'momentum', 'adam' or 'yogi'; Keras optimizers keep state where TFF cannot see it."
         )
     return given
 

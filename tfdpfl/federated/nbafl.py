@@ -204,7 +204,7 @@ def noise_of(
     epsilon, clip, exposures, m = _checked(epsilon, l2_norm_clip, exposures, m)
     if exposures > rounds:
         raise ValueError(
-            f"num_exposures must be at most num_rounds={rounds}, got {exposures}: a client uploads once a round"
+            f"num_exposures must be at most num_rounds={rounds}, got {exposures}: a client uploads once a round."
         )
     n, k = _population(num_clients, clients_per_round)
     if calibration == "published":
@@ -292,7 +292,7 @@ def build_nbafl(
     client_optimizer = models.optimizer("client_optimizer_fn", client_optimizer_fn, models.CLIENT_RATES)
     make = models.trainable_model_fn(model_fn, loss, input_spec)
     if not callable(make):
-        raise TypeError("model_fn must make a Keras or a variable model here: give it instead of a functional model")
+        raise TypeError("model_fn must make a Keras or a variable model here. Give it instead of a functional model.")
     secret = aggregators.Secret()
 
     def at_client(model: Model, initial: State, dataset: Dataset) -> None:
@@ -349,7 +349,7 @@ def _price(steps: dict[DpEvent, int], delta: float, accountant: str) -> Price:
 def _checked(epsilon: object, clip: object, exposures: object, m: object) -> tuple[float, float, int, float]:
     if m is None:
         raise ValueError(
-            "min_dataset_size=None: the published formulas need the number of examples of the smallest client"
+            "min_dataset_size=None: the published formulas need the number of examples of the smallest client."
         )
     return (
         _checks.real("epsilon", epsilon, "give the ε to calibrate for", above=0),
@@ -364,5 +364,5 @@ def _population(num_clients: object, clients_per_round: object) -> tuple[int, in
     k = n if clients_per_round is None else clients_per_round
     k = _checks.whole("clients_per_round", k, 1, "count the clients of a round")
     if k > n:
-        raise ValueError(f"clients_per_round must be at most num_clients={n}, got {k}: take smaller rounds")
+        raise ValueError(f"clients_per_round must be at most num_clients={n}, got {k}. Take smaller rounds.")
     return n, k

@@ -60,12 +60,12 @@ def evaluate_personalized(
     improve = optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES)
     make = trainable_model_fn(model_fn, loss, input_spec, metrics_fn)
     if not callable(make):
-        raise TypeError("model_fn must make a Keras or a variable model here, got a functional model")
+        raise TypeError("model_fn must make a Keras or a variable model here, got a functional model.")
     model = make()
     own = tff.learning.models.ModelWeights.from_model(model)
     pairs = list(zip(_leaves(own), _leaves(weights), strict=False))
     if len(_leaves(own)) != len(_leaves(weights)) or any(a.shape != b.shape for a, b in pairs):
-        raise ValueError("weights are not those of model_fn's model: give process.get_model_weights(state)")
+        raise ValueError("weights are not those of model_fn's model. Give process.get_model_weights(state).")
     trained_on, tested_on = clients_of(client_data)[0], clients_of(test_data, "test_data")[0]
 
     @tf.function
@@ -85,7 +85,7 @@ def evaluate_personalized(
     def measured(client: str) -> dict[str, float]:
         model.reset_metrics()
         if not sum(int(look(batch)) for batch in tested_on.get(client, tuple)()):
-            raise ValueError(f"client {client!r} has no examples in test_data: leave it out of client_data")
+            raise ValueError(f"Client {client!r} has no examples in test_data. Leave it out of client_data.")
         values = model.report_local_unfinalized_metrics()
         # TFF's finalizers are functions that make variables, which may be called but once.
         eager = {name: getattr(f, "python_function", f) for name, f in model.metric_finalizers().items()}

@@ -168,7 +168,7 @@ def plan_federation(
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     solved = {"target_epsilon": target_epsilon, "noise_multiplier": noise_multiplier, "num_rounds": num_rounds}
     if [*solved.values()].count(None) != 1:
-        raise ValueError(f"{_said(solved)}: give two of them, and the plan finds the third")
+        raise ValueError(f"{_said(solved)}. Give two of them, and the plan finds the third.")
     if target_epsilon is not None:
         _checks.real("target_epsilon", target_epsilon, "give the ε to stay within", above=0)
     if noise_multiplier is not None:
@@ -212,13 +212,13 @@ def _most_rounds(spent: Callable[[int], float], target_epsilon: float, given: st
     if spent(1) > target_epsilon:
         raise PrivacyError(
             f"target_epsilon={target_epsilon:g} at delta={delta:g} leaves no room for one round, which costs "
-            f"{spent(1):.4g}: raise noise_multiplier, or the target"
+            f"{spent(1):.4g}. Raise noise_multiplier, or the target."
         )
     most = largest_count(spent, target_epsilon)
     if most is None:
         raise PrivacyError(
-            f"{given} meets target_epsilon={target_epsilon:g} in any number of rounds, so none is the largest: give "
-            "num_rounds, or lower noise_multiplier"
+            f"{given} meets target_epsilon={target_epsilon:g} in any number of rounds, so none is the largest. Give "
+            "num_rounds, or lower noise_multiplier."
         )
     return most
 
@@ -229,9 +229,9 @@ def _local(
     local = {"local_steps": local_steps, "batch_size": batch_size, "num_examples": num_examples}
     if unit == "client" and any(value is not None for name, value in local.items() if name != "local_steps"):
         raise ValueError(f"{_said(local)}: the ε of a client does not depend on these. Leave them out, or pass "
-                         "unit='example'")  # fmt: skip
+                         "unit='example'.")  # fmt: skip
     if unit == "example" and None in local.values():
-        raise ValueError(f"{_said(local)}: the ε of examples needs all of them")
+        raise ValueError(f"{_said(local)}: the ε of examples needs all of them.")
     return {
         name: None if value is None else _checks.whole(name, value, 1, _LOCAL[name]) for name, value in local.items()
     }
@@ -247,7 +247,7 @@ def _cohort(
     cohort = {"sampling_rate": sampling_rate, "clients_per_round": clients_per_round}
     if [*cohort.values()].count(None) != 1:
         raise ValueError(
-            f"{_said(cohort)}: give the probability that a client is in a round, or the number of clients in a round"
+            f"{_said(cohort)}. Give the probability that a client is in a round, or the number of clients in a round."
         )
     limits = {"max_participations": max_participations, "min_separation": min_separation}
     _checks.whole("min_separation", min_separation, 1, "1 lets participations be adjacent")
@@ -257,7 +257,7 @@ def _cohort(
         if limits != {"max_participations": None, "min_separation": 1}:
             raise ValueError(
                 f"{_said(limits)} with sampling_rate={sampling_rate!r}: a coin in every round keeps to no limit. Leave "
-                "the limits out, or give clients_per_round"
+                "the limits out, or give clients_per_round."
             )
         PoissonClientSampler(["a client"], sampling_rate)  # says what is wrong with a rate
     else:

@@ -130,7 +130,7 @@ def promises_of_levels(trainings: Mapping[str, tuple[Guarantee, RoundsRun]], los
       ValueError: it guarantees nothing, or no round has run.
     """
     if not trainings:
-        raise ValueError("this History promises no privacy, or no round has run: leave it out")
+        raise ValueError("This History promises no privacy, or no round has run. Leave it out.")
     lost = [f"{lost_rounds} more rounds were begun and lost"] if lost_rounds else []
     return [
         rounds_promise(guarantee, run, f"{level} level" if len(trainings) > 1 else "", lost)

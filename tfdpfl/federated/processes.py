@@ -252,10 +252,10 @@ def build_dp_ftrl(
         restart_every = _checks.whole("restart_every", restart_every, 1, "count the rounds of a tree, or leave it out")
     if isinstance(l2_norm_clip, AdaptiveClip):
         raise ValueError(
-            "l2_norm_clip must be a number for DP-FTRL: the noise of a tree is set by one clip for all its rounds"
+            "l2_norm_clip must be a number for DP-FTRL: the noise of a tree is set by one clip for all its rounds."
         )
     if metrics is not None:
-        raise ValueError("metrics are not priced together with tree noise: evaluate on data of the server's instead")
+        raise ValueError("Metrics are not priced together with tree noise. Evaluate on data of the server's instead.")
     clip = _fixed(l2_norm_clip)
     settings = _Settings(clients_per_round, noise_multiplier, clip, None)
     aggregator = aggregators.TreeMean(
@@ -375,7 +375,7 @@ class _Settings:
         if metrics is not None and not isinstance(metrics, NoisedMetrics):
             raise PrivacyError(
                 f"metrics must be NoisedMetrics(...) or None, got {metrics!r}: sums over clients without noise are not "
-                "private. Keras metrics go into metrics_fn"
+                "private. Keras metrics go into metrics_fn."
             )
         self.total, self._metrics = self.noise_multiplier, metrics
         self.metrics_aggregator = aggregators.nothing
@@ -437,20 +437,20 @@ def _refuse_leaks(client_weighting: object, model_aggregator: object, metrics_ag
     if client_weighting not in (None, tff.learning.ClientWeighting.UNIFORM):
         raise PrivacyError(
             f"client_weighting={client_weighting!r}: with a weight of its own a client's contribution is not bounded "
-            "by the clip, and the sum of weights is not private. Leave it out: every client counts alike"
+            "by the clip, and the sum of weights is not private. Leave it out: every client counts alike."
         )
     if model_aggregator is not None:
-        raise PrivacyError("model_aggregator would replace the clip and the noise: leave it out")
+        raise PrivacyError("model_aggregator would replace the clip and the noise. Leave it out.")
     if metrics_aggregator is not None:
         raise PrivacyError(
-            "metrics_aggregator releases sums over clients without noise: leave it out, or ask for private metrics "
-            "with metrics=NoisedMetrics(...)"
+            "metrics_aggregator releases sums over clients without noise. Leave it out, or ask for private metrics "
+            "with metrics=NoisedMetrics(...)."
         )
 
 
 def _fixed(l2_norm_clip: object) -> float:
     if not isinstance(l2_norm_clip, numbers.Real) or not math.isfinite(l2_norm_clip):
         raise ValueError(
-            f"l2_norm_clip must be a number, got {l2_norm_clip!r}: only build_dp_fed_avg has an adaptive clip"
+            f"l2_norm_clip must be a number, got {l2_norm_clip!r}: only build_dp_fed_avg has an adaptive clip."
         )
     return float(l2_norm_clip)

@@ -136,7 +136,7 @@ class _Local:
     def connect(self) -> grpc.Channel:
         with self._lock:
             if self._ended:
-                raise WorkerLost("this local_runtime() has ended: run the computation inside its `with` block")
+                raise WorkerLost("This local_runtime() has ended. Run the computation inside its `with` block.")
             if self._worker is None or self._link is None:
                 self._worker = LocalWorker(max_concurrent_clients=self._concurrent)
                 self._link = _Link(f"localhost:{self._worker.port}")
@@ -217,7 +217,7 @@ def remote_runtime(targets: Sequence[str | int], *, timeout: float = 10.0, heart
     """
     links = [_Link(_target(target)) for target in ([targets] if isinstance(targets, str | int) else targets)]
     if not links:
-        raise ValueError('targets must name at least one worker, got none: give "host:port" for each')
+        raise ValueError('targets must name at least one worker, got none. Give "host:port" for each.')
     stop = threading.Event()
 
     def watch(link: _Link) -> None:
@@ -241,7 +241,7 @@ def remote_runtime(targets: Sequence[str | int], *, timeout: float = 10.0, heart
 
     for link in links:
         if not _answers(link.target, timeout):
-            raise WorkerLost(f"no worker answers at {link.target}: start one there, `tfdpfl worker --port PORT`")
+            raise WorkerLost(f"No worker answers at {link.target}. Start one there: `tfdpfl worker --port PORT`.")
     watchers = [threading.Thread(target=watch, args=[link], daemon=True) for link in links]
     for watcher in watchers:
         watcher.start()
@@ -276,7 +276,7 @@ def worker(port: int, max_concurrent_clients: int | None = None) -> None:
     before = {number: signal.signal(number, end) for number in _SIGNALS}
     try:
         served.wait()
-        raise WorkerLost("TFF's worker_binary ended by itself: run it by hand to see why")
+        raise WorkerLost("TFF's worker_binary ended by itself. Run it by hand to see why.")
     finally:
         served.close()
         for number, handler in before.items():
@@ -324,8 +324,8 @@ def _wait_ready(target: str, seconds: float, alive: Callable[[], bool]) -> None:
         if _answers(target, 0.5):
             return
         if not alive():
-            raise WorkerLost("TFF's worker_binary ended at once: run it by hand to see why")
-    raise WorkerLost(f"TFF's worker_binary did not answer within {seconds:g} s of its start")
+            raise WorkerLost("TFF's worker_binary ended at once. Run it by hand to see why.")
+    raise WorkerLost(f"TFF's worker_binary did not answer within {seconds:g} s of its start.")
 
 
 def _hold(port: int | None) -> socket.socket:
@@ -337,7 +337,9 @@ def _hold(port: int | None) -> socket.socket:
             try:
                 alone.bind(("", port))
             except (OSError, OverflowError) as error:
-                raise WorkerLost(f"port {port} cannot be had ({error}): give another, or end what has it") from None
+                raise WorkerLost(
+                    f"Port {port} cannot be opened ({error}). Give another, or end what uses it."
+                ) from None
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind(("", port or 0))
@@ -347,5 +349,5 @@ def _hold(port: int | None) -> socket.socket:
 def _target(target: str | int) -> str:
     host, _, port = str(target).rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f'targets must be "host:port" or a port, got {target!r}')
+        raise ValueError(f'targets must be "host:port" or a port, got {target!r}.')
     return f"{host or 'localhost'}:{port}"

@@ -29,11 +29,11 @@ class _Sampler(abc.ABC):
     def __init__(self, client_ids: Iterable[Hashable], seed: int | None):
         self.client_ids = [*client_ids] if not isinstance(client_ids, str) else []
         if not self.client_ids:
-            raise ValueError(f"client_ids must name at least one client, got {client_ids!r}: give a list of names")
+            raise ValueError(f"client_ids must name at least one client, got {client_ids!r}. Give a list of names.")
         self._index = {client: i for i, client in enumerate(self.client_ids)}
         if len(self._index) < len(self.client_ids):
             twice = next(c for i, c in enumerate(self.client_ids) if self._index[c] != i)
-            raise ValueError(f"client_ids must be distinct, got {twice!r} more than once: give each client one name")
+            raise ValueError(f"client_ids must be distinct, got {twice!r} more than once. Give each client one name.")
         if seed is not None:
             seed = _checks.whole("seed", seed, 0, "leave it out for the operating system's entropy")
         words = np.random.SeedSequence(seed).generate_state(2, np.uint64) if seed is not None else None
@@ -69,8 +69,8 @@ class _Sampler(abc.ABC):
         for name, own in self.get_state().items():
             if name in ("kind", "population") and state.get(name) != own:
                 raise ValueError(
-                    f"the sampler's {name} is {own!r}, but the saved one's is {state.get(name)!r}: continue with the "
-                    "sampler and the clients that the training began with"
+                    f"The sampler's {name} is {own!r}, but the saved one's is {state.get(name)!r}. Continue with the "
+                    "sampler and the clients that the training began with."
                 )
         self._key = int(state["key"], 16)
 
@@ -224,8 +224,8 @@ class BoundedParticipationSampler(_Sampler):
             last = max(self._drawn, default=-1)
             if round_num < last:
                 raise ValueError(
-                    f"round_num={round_num} comes after round {last} was drawn, so its limits can no longer be kept: "
-                    "ask for rounds in rising order"
+                    f"round_num={round_num} comes after round {last} was drawn, so its limits can no longer be kept. "
+                    "Ask for rounds in rising order."
                 )
             free = self._next <= round_num
             if self.max_participations is not None:
@@ -269,7 +269,7 @@ class AvailabilityClientSampler(BoundedParticipationSampler):
         for client in self.available(round_num):
             if client not in self._index:
                 raise ValueError(
-                    f"available({round_num}) named {client!r}, which is not one of client_ids: add it there"
+                    f"available({round_num}) named {client!r}, which is not one of client_ids. Add it there."
                 )
             present[self._index[client]] = True
         return present
@@ -279,7 +279,7 @@ def _cohort_size(clients_per_round: object, population: int) -> int:
     size = _checks.whole("clients_per_round", clients_per_round, 1, "count the clients of a round")
     if size > population:
         raise ValueError(
-            f"clients_per_round must be at most the {population} clients that there are, got {size}: take fewer, or "
-            "check client_ids"
+            f"clients_per_round must be at most the {population} clients that there are, got {size}. Take fewer, or "
+            "check client_ids."
         )
     return size

@@ -293,8 +293,8 @@ class _Rounds:
             if not done:
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.ledger.delta:g} leaves no room for one "
-                    f"round, which costs {_highest(self.ledger.prices(0, round_)):.4g}: raise noise_multiplier, or the "
-                    "target"
+                    f"round, which costs {_highest(self.ledger.prices(0, round_)):.4g}. Raise noise_multiplier, or the "
+                    "target."
                 )
             return False
         wanted = (done + 1) % self.rounds_per_price == 0 or done + 1 == self.num_rounds
@@ -361,27 +361,27 @@ class _Ledger:
         self.delta = None if delta is None and not self.guarantees else check_delta(delta)
         if self.guarantees and self.participation is None:
             raise PrivacyError(
-                "sampler declares no participation, so nothing can be priced: take one of tfdpfl.federated.samplers, "
-                "or give yours an attribute `participation`"
+                "The sampler declares no participation, so nothing can be priced. Use one of "
+                "tfdpfl.federated.samplers, or give yours an attribute `participation`."
             )
         if target_epsilon is not None:
             _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
             if not self.guarantees:
                 raise PrivacyError(
-                    "target_epsilon is given, but the process promises no privacy: take one of tfdpfl.federated, or "
-                    "leave the target out"
+                    "target_epsilon is given, but the process promises no privacy. Take one of tfdpfl.federated, or "
+                    "leave the target out."
                 )
         self.budgets = {str(c): _checks.real(f"client_epsilon[{c!r}]", e, "give the ε to stay within", above=0)
                         for c, e in (client_epsilon or {}).items()}  # fmt: skip
         if self.budgets and not any(isinstance(guarantee, ExampleLevel) for guarantee in self.guarantees):
             raise PrivacyError(
-                "client_epsilon is given, but the process protects no examples, so that no client pays for itself: "
-                "take build_example_dp_fed_avg, or target_epsilon for all"
+                "client_epsilon is given, but the process protects no examples, so that no client pays for itself. "
+                "Take build_example_dp_fed_avg, or target_epsilon for all."
             )
         self.left_at: dict[str, int] = {}
         levels = [guarantee.level for guarantee in self.guarantees]
         if len(set(levels)) < len(levels):
-            raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one")
+            raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one.")
         self._check = CohortCheck(self.participation) if self.guarantees and self.participation else None
         self.begun: list[_Round] = []
         self.write: Callable[[dict], None] = lambda line: None
@@ -390,8 +390,8 @@ class _Ledger:
         p = self.participation
         if self.guarantees and p and p.scheme.sampled_anew and p.population > known:
             raise PrivacyError(
-                f"the sampler declares a population of {p.population} clients, of which client_data knows {known}: a "
-                "client that can never be drawn hides nobody. Declare those that can be drawn"
+                f"The sampler declares a population of {p.population} clients, of which client_data knows {known}: a "
+                "client that can never be drawn hides nobody. Declare those that can be drawn."
             )
 
     def next_round(self, number: int) -> _Round:
@@ -514,7 +514,7 @@ class _Checkpoints:
         sampler = self._ledger.sampler
         if not lines:
             if versions:
-                raise ValueError(f"{self._folder} has states but no {_LEDGER}: restore it, or take another folder")
+                raise ValueError(f"{self._folder} has states but no {_LEDGER}. Restore it, or take another folder.")
             kept = sampler.get_state() if hasattr(sampler, "get_state") else None
             header = _formats.describe(self._ledger.header())
             self._append({**_formats.stamp(_VERSION), **header, "sampler": kept})
@@ -531,7 +531,7 @@ class _Checkpoints:
             self.save(start, rows)
             return start
         if versions[-1] > len(self._ledger.completed(versions[-1])):
-            raise ValueError(f"{self._folder / _LEDGER} lacks rounds that ran: restore it, or take another folder")
+            raise ValueError(f"{self._folder / _LEDGER} lacks rounds that ran. Restore it, or take another folder.")
         saved = _wait(self._states.load(versions[-1], {"state": start, "rows": ""}))
         rows += json.loads(bytes(saved["rows"]).decode())
         return saved["state"]
@@ -547,7 +547,7 @@ class _Checkpoints:
                 raise PrivacyError(
                     f"{self._folder} is of a training with another {name}, {saved.get(name)}, not "
                     f"{_formats.describe(now.get(name))}: its noise would not be what its rounds are priced by. "
-                    "Continue with the same, or take another folder"
+                    "Continue with the same, or take another folder."
                 )
 
     def _parsed(self, text: str) -> tuple[list[Json], list[_Round]]:
@@ -567,7 +567,7 @@ class _Checkpoints:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self._folder / _LEDGER} is damaged ({type(error).__name__}: {error}). Rounds that it lacks would be "
-                "in no epsilon. Restore it from a backup, or take another folder"
+                "in no epsilon. Restore it from a backup, or take another folder."
             ) from error
         return lines, [_Round(*row) for row in of_rounds]
 
@@ -627,7 +627,7 @@ class _Clients:
         if self._counted and getattr(client_data, "epochs", 1) > 1:
             raise PrivacyError(
                 f"client_data holds each example {client_data.epochs} times, by batch(epochs={client_data.epochs}), "
-                "and the process makes passes of its own: take epochs=1, and local_steps or local_epochs for more"
+                "and the process makes passes of its own. Take epochs=1, and local_steps or local_epochs for more."
             )
         self._wanted = client_element(process)
 
@@ -635,7 +635,7 @@ class _Clients:
         unknown = [client for client in cohort if client not in self.dataset_of]
         if unknown:
             raise ValueError(
-                f"sampler draws client {unknown[0]!r}, of which client_data has nothing: give both the same"
+                f"The sampler draws client {unknown[0]!r}, of which client_data has nothing. Give both the same."
             )
 
     def of(self, round_: _Round) -> list[Dataset]:
@@ -728,7 +728,7 @@ def _spec(spec: Nest) -> str:
 
 
 def _bad(client: str, fault: str) -> str:
-    return f"the data of client {client!r} {fault}. Correct them, or go on without the client by bad_data='leave_out'"
+    return f"The data of client {client!r} {fault}. Correct them, or leave the client out by bad_data='leave_out'."
 
 
 def _first_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f'tfdpfl.flower needs Flower 1.41 or newer ({error}): pip install "tfdpfl[flower]" on Python 3.11 or newer; '
-        'simulations need "flwr[simulation]", too'
+        'simulations need "flwr[simulation]", too.'
     ) from error
 
 __all__ = [

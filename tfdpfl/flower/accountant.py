@@ -112,7 +112,7 @@ class LedgerAccountant:
         """
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
         if limit is None:
-            raise ValueError("max_epsilon=None: give it here, or to LedgerAccountant")
+            raise ValueError("max_epsilon=None. Give it here, or to LedgerAccountant.")
         after = PrivacyLedger.from_dict(self.ledger.to_dict())
         self._add(after, event, count)
         return after.epsilon(self._config.target_delta, self.accountant) > limit
@@ -128,7 +128,7 @@ class LedgerAccountant:
           ValueError: it is of another δ, or none of ours.
         """
         if state.get("delta") != self._config.target_delta:
-            raise ValueError(f"state is of delta={state.get('delta')}, not {self._config.target_delta}: give it that")
+            raise ValueError(f"state is of delta={state.get('delta')}, not {self._config.target_delta}. Give it that.")
         self.ledger = PrivacyLedger.from_dict(state["ledger"])  # type: ignore[arg-type]
 
     def _add(self, ledger: PrivacyLedger, event: accounting.GaussianPrivacyEvent, count: int) -> None:
@@ -137,7 +137,7 @@ class LedgerAccountant:
         count = _checks.whole("count", count, 1, "count the releases")
         if event.population_size != self._config.population_size:
             raise ValueError(
-                f"the event is of {event.population_size} clients, the accountant of {self._config.population_size}: "
-                "give both the same"
+                f"The event is of {event.population_size} clients, the accountant of {self._config.population_size}. "
+                "Give both the same."
             )
         ledger.add(dp_event.GaussianDpEvent(event.noise_multiplier), count, adjacency="zero_out")

@@ -34,8 +34,8 @@ class Cohorts:
     ):
         if (clients_per_round is None) == (sampling_rate is None):
             raise ValueError(
-                f"give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
-                f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round"
+                f"Give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
+                f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round."
             )
         if clients_per_round is not None:
             clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count a round's clients")
@@ -52,7 +52,7 @@ class Cohorts:
         if self._bounded and sampling_rate is not None:
             raise ValueError(
                 "max_participations and min_separation go with clients_per_round: a coin for every client in every "
-                f"round (sampling_rate={sampling_rate!r}) keeps to no limit"
+                f"round (sampling_rate={sampling_rate!r}) keeps to no limit."
             )
         self.population, self._given = population, population
         self._clients_per_round, self._seed = clients_per_round, seed
@@ -109,8 +109,8 @@ class Cohorts:
         model = messages[0]
         if any(not _same(message.content, model.content) for message in messages[1:]):
             raise ValueError(
-                "the strategy has a message of its own for each client, so that no others can be drawn: leave "
-                "sampling_rate, max_participations and min_separation out"
+                "The strategy has a message of its own for each client, so that no others can be drawn. Leave "
+                "sampling_rate, max_participations and min_separation out."
             )
         connected = self.clients(grid.get_node_ids())
         if allow is not None and (begun is None or self.sampling_rate is None):
@@ -165,17 +165,17 @@ class Cohorts:
         names = sorted(before | now)
         if not self._recognised and before and now and before.isdisjoint(now):
             raise PrivacyError(
-                f"none of the {len(now)} connected nodes is one of the {len(before)} that took part so far: they have "
+                f"None of the {len(now)} connected nodes is one of the {len(before)} that took part so far: they have "
                 "new ids, as nodes without keys, or of a SuperLink without --database, or simulated anew, and "
                 "max_participations and min_separation would count them from zero. Name each node's client by "
-                "clients=Roster(...), keep keys and database, or leave both limits out"
+                "clients=Roster(...), keep keys and database, or leave both limits out."
             )
         self._recognised = True
         if self._given is not None and len(names) > self._given:
             raise PrivacyError(
                 f"{len(names)} nodes took part or are connected, of population={self._given}: some have got new ids, "
                 "for which max_participations and min_separation would count from zero. Name each node's client by "
-                "clients=Roster(...), keep keys and the SuperLink's database, or count all clients"
+                "clients=Roster(...), keep keys and the SuperLink's database, or count all clients."
             )
         assert self._clients_per_round is not None
         sampler = AvailabilityClientSampler(
@@ -218,11 +218,11 @@ class Roster:
             names = json.loads(self._path.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"the roster {self._path} cannot be read ({error}). Restore it, or leave clients out"
+                f"The roster {self._path} cannot be read ({error}). Restore it, or leave clients out."
             ) from error
         if not isinstance(names, dict) or not all(isinstance(name, str) and name for name in names.values()):
             raise ValueError(
-                f"the roster {self._path} is no JSON object of node ids and names, so nobody would be asked: write for "
+                f"The roster {self._path} is no JSON object of node ids and names, so nobody would be asked. Write for "
                 'instance {"4938271": "hospital-0"}'
             )
         self._changed = changed

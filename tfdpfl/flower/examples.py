@@ -131,7 +131,7 @@ class _Trainer:
         own = model if isinstance(model, tf.keras.Model) else model()
         loss = loss if loss is not None else getattr(own, "loss", None)
         if loss is None:
-            raise ValueError("loss=None, and model was not compiled with one: give it, as for compile")
+            raise ValueError("loss=None, and model was not compiled with one. Give it, as for compile.")
         self._model = own
         self._optimizer = _class_of(optimizer)(**arguments)
         own.compile(optimizer=self._optimizer, loss=loss)
@@ -146,7 +146,7 @@ class _Trainer:
         self._model.fit(batches, epochs=1, verbose=0)
         ran = int(self._optimizer.num_dp_steps) - int(before)
         if ran != steps:
-            raise PrivacyError(f"{ran} private steps ran where {steps} were paid: nothing is sent")
+            raise PrivacyError(f"{ran} private steps ran where {steps} were paid: nothing is sent.")
         return self._model.get_weights()
 
 

@@ -78,11 +78,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.protect, bool):
-            raise ValueError(f"protect={self.protect!r} is neither true nor false, so nothing would be sure: write one")
+            raise ValueError(f"protect={self.protect!r} is neither true nor false. Write one of them.")
         if not isinstance(self.ledger_path, str) or not os.path.isabs(self.ledger_path):
             raise ValueError(
                 f"ledger_path={self.ledger_path!r} is no absolute path, so a node that is started elsewhere would "
-                "begin at epsilon 0: give the whole path"
+                "begin at epsilon 0. Give the whole path."
             )
         if self.answer_after is not None:
             _checks.real("answer_after", self.answer_after, "give seconds, or leave it out", above=0)
@@ -103,7 +103,7 @@ class Policy:
         except (OSError, TypeError, tomllib.TOMLDecodeError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cls))
             raise ValueError(
-                f"the policy {os.fspath(path)!r} cannot be read ({error}), so nothing would be protected. Write a TOML "
+                f"The policy {os.fspath(path)!r} cannot be read ({error}), so nothing would be protected. Write a TOML "
                 f"file with {names}"
             ) from error
 
@@ -158,8 +158,8 @@ class Guard:
     def _only_own(self, object_id: str) -> None:
         if object_id not in self._made:
             raise PrivacyError(
-                "the SuperNode was about to send what this guard did not make. Nothing was sent. Use a release of "
-                "Flower that tfdpfl was tested with"
+                "The SuperNode was about to send what this guard did not make. Nothing was sent. Use a release of "
+                "Flower that tfdpfl was tested with."
             )
 
     def push(self, state: NodeState, object_store: ObjectStore, send: Callable, push_object: Callable) -> None:
@@ -260,14 +260,14 @@ def check_flower(module: Any = supernode) -> None:
         found = getattr(module, name, None)
         if found is None or [*inspect.signature(found).parameters] != arguments:
             raise PrivacyError(
-                f"this Flower has no flwr.supernode.start_client_internal.{name}({', '.join(arguments)}), so replies "
-                "could leave by another way. Install a release that tfdpfl was tested with: flwr 1.41 or 1.42"
+                f"This Flower has no flwr.supernode.start_client_internal.{name}({', '.join(arguments)}), so replies "
+                "could leave by another way. Install a release that tfdpfl was tested with: flwr 1.41 or 1.42."
             )
     used = inspect.getsource(module.start_client_internal)
     if used.count("_init_connection(") != 1 or used.count("_push_messages(") != 1:
         raise PrivacyError(
-            "this Flower's SuperNode opens other connections than this guard knows, so replies could leave by another "
-            "way. Install a release that tfdpfl was tested with: flwr 1.41 or 1.42"
+            "This Flower's SuperNode opens other connections than this guard knows, so replies could leave by another "
+            "way. Install a release that tfdpfl was tested with: flwr 1.41 or 1.42."
         )
 
 
@@ -292,7 +292,9 @@ def main(arguments: list[str], run: Callable[[], None] | None = None) -> None:
     """
     try:
         if not arguments:
-            raise ValueError("no policy: python -m tfdpfl.flower.guard policy.toml, then what flower-supernode takes")
+            raise ValueError(
+                "No policy is given. Write python -m tfdpfl.flower.guard policy.toml, then the node's arguments."
+            )
         path, *others = arguments
         policy = Policy.read(path)
         if not policy.protect:
@@ -300,8 +302,8 @@ def main(arguments: list[str], run: Callable[[], None] | None = None) -> None:
         else:
             if "process" not in others and "--isolation=process" not in others:
                 raise ValueError(
-                    "the app would be a process of this one's user, which can read the keys and reach the network by "
-                    "itself. Add --isolation process, and start flower-superexec as a user without a network"
+                    "The app would be a process of this one's user, which can read the keys and reach the network by "
+                    "itself. Add --isolation process, and start flower-superexec as a user without a network."
                 )
             install(policy)
             log.info("%s protects each update: %s", path, _price(policy))

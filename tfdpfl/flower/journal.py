@@ -86,8 +86,8 @@ class Record:
             except (ValueError, KeyError, TypeError) as error:
                 kind = "is no ledger of a strategy" if number == 1 else f"is damaged at line {number}"
                 raise DamagedError(
-                    f"{what} {kind} ({error}), so rounds that were released may be missing from epsilon: restore it "
-                    "from a backup. `tfdpfl ledger verify` shows what is left", self, number,
+                    f"{what} {kind} ({error}), so rounds that were released may be missing from epsilon. Restore it "
+                    "from a backup. `tfdpfl ledger verify` shows what is left.", self, number,
                 ) from error  # fmt: skip
         return self
 
@@ -205,9 +205,9 @@ class Journal(Record):
                 return arrays, json.loads(str(saved["about"]))
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"the saved model {self._model} cannot be read ({error}). Without it the training cannot go on after "
+                f"The saved model {self._model} cannot be read ({error}). Without it the training cannot go on after "
                 f"its {len(self.charged)} charged rounds. Restore the file from a backup, or delete it to begin again "
-                "from initial_arrays: the ledger keeps the rounds"
+                "from initial_arrays: the ledger keeps the rounds."
             ) from error
 
     def keep(self, rounds: int, past: Sequence[np.ndarray]) -> None:
@@ -226,8 +226,8 @@ class Journal(Record):
         """
         if self._path is None or not self._noise(rounds).exists():
             raise PrivacyError(
-                f"the correlated noise of the first {rounds} rounds is not beside ledger_path: without it the next "
-                "round could take none of it back. Restore the file, or begin a training of its own with another path"
+                f"The correlated noise of the first {rounds} rounds is not next to ledger_path. Without it the next "
+                "round could take none of it back. Restore the file, or begin a training of its own with another path."
             )
         with np.load(self._noise(rounds), allow_pickle=False) as saved:
             return [saved[str(i)] for i in range(len(saved))]
@@ -255,12 +255,12 @@ class Journal(Record):
         self._end = len(whole)
         if not whole:
             if self._model.exists():
-                raise ValueError(f"{self._model} has a model but {self._path} no ledger: restore it, or give another")
+                raise ValueError(f"{self._model} has a model but {self._path} no ledger. Restore it, or give another.")
             if not new:
                 raise ValueError(
                     f"ledger_path={str(self._path)!r} holds {len(text)} bytes and no whole line. A ledger has one from "
                     "its beginning, so rounds that were released may be missing. Restore the file from a backup, or "
-                    "delete it if no round has run"
+                    "delete it if no round has run."
                 )
             self.run, self.header = secrets.token_hex(8), _formats.describe(header)
             self._append({**_formats.stamp(VERSION), "run": self.run, "header": self.header})
@@ -272,7 +272,7 @@ class Journal(Record):
                 raise PrivacyError(
                     f"ledger_path={str(self._path)!r} is of a training with another {name}, {self.header.get(name)}, "
                     f"not {_formats.describe(header.get(name))}: its rounds would be priced wrongly. Continue with the "
-                    "same, or take another path"
+                    "same, or take another path."
                 )
         if max((line["version"] for line in self.versions), default=0) < VERSION:
             self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
@@ -284,7 +284,7 @@ class Journal(Record):
         if os.getpid() != self._process:
             raise PrivacyError(
                 f"ledger_path={str(self._path)!r} is of the process that this one was forked from: both would write "
-                "over each other's rounds. Make the strategy in the process that trains"
+                "over each other's rounds. Make the strategy in the process that trains."
             )
         text = self.whole(line)
         self._file.truncate(self._end)  # what an append that failed has left

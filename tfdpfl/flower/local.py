@@ -158,7 +158,7 @@ def _setting(value: float | str, context: Context) -> Scalar:
     if not isinstance(value, str):
         return value
     if value not in context.run_config:
-        raise ValueError(f"run_config has no {value!r}, only {sorted(context.run_config)}: name an entry of it")
+        raise ValueError(f"run_config has no {value!r}, only {sorted(context.run_config)}. Name an entry of it.")
     return context.run_config[value]
 
 

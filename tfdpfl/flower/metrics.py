@@ -20,7 +20,7 @@ def named(name: str, metrics: object) -> NoisedMetrics | None:
     if not isinstance(metrics, NoisedMetrics) or not isinstance(metrics.bound, Mapping) or not metrics.bound:
         raise ValueError(
             f"{name} must be None or a NoisedMetrics whose bound names the metrics and the largest value of each, got "
-            f"{metrics!r}: for instance NoisedMetrics(noise_multiplier=10, bound={{'accuracy': 1.0}})"
+            f"{metrics!r}: for instance NoisedMetrics(noise_multiplier=10, bound={{'accuracy': 1.0}})."
         )
     return metrics
 

@@ -80,7 +80,7 @@ class Register:
                         raise PrivacyError(
                             f"register_path={str(path)!r} is gone or empty, but {made.name} shows that it was there. "
                             "Epsilon would lack what clients spent in all runs. Restore it from a backup, or delete "
-                            f"{str(made)!r} if no client took part in any run"
+                            f"{str(made)!r} if no client took part in any run."
                         )
                     for statement in _TABLES.split(";"):
                         self._db.execute(statement)
@@ -90,7 +90,7 @@ class Register:
             raise ValueError(
                 f"register_path={str(path)!r} cannot be used as a database ({error}). "
                 "Epsilon would lack what clients spent in other runs. Restore it from a backup, or give the path "
-                "of a new file on a local disk"
+                "of a new file on a local disk."
             ) from error
         if new:
             made.touch()
@@ -98,7 +98,7 @@ class Register:
         if mode != "wal":
             raise ValueError(
                 f"register_path={str(path)!r} is on a file system without shared memory, so that SQLite cannot keep "
-                "its log ahead of the data. Use a folder on a local disk"
+                "its log ahead of the data. Use a folder on a local disk."
             )
 
     def close(self) -> None:
@@ -138,13 +138,13 @@ class Register:
                 raise PrivacyError(
                     f"ledger_path={ledger!r} is a copy of {where!r}. The rounds of both would count as the same rounds "
                     "in register_path, so epsilon would lack some. Continue with the original, delete the original if "
-                    "it is not used any more, or begin another training with a new ledger_path"
+                    "it is not used any more, or begin another training with a new ledger_path."
                 )
             if rounds > len(charged):
                 raise PrivacyError(
                     f"ledger_path={ledger!r} has {len(charged)} charged rounds, but register_path knows of {rounds}. "
                     "The rounds that this older copy lacks would be in no epsilon. Restore the newest ledger, or begin "
-                    "another training with a new ledger_path"
+                    "another training with a new ledger_path."
                 )
             self._db.execute(
                 "UPDATE runs SET ledger = ?, rounds = ?, evaluations = max(evaluations, ?) WHERE run = ?",

@@ -91,7 +91,7 @@ class ClientLedger:
             raise ValueError(
                 f"ledger_path={str(self._path)!r} holds no whole ledger ({error}). Without it, no epsilon "
                 "holds what this client has spent. Restore the file from a backup, or delete it if the client never "
-                "took part"
+                "took part."
             ) from error
 
     @contextlib.contextmanager

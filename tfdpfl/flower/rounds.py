@@ -49,6 +49,6 @@ def open_round(base: dict[str, np.ndarray], messages: list[Message], server_roun
     for message in messages:
         node = message.metadata.dst_node_id
         if node in groups:
-            raise PrivacyError(f"the strategy asks node {node} twice in a round, which would count it twice")
+            raise PrivacyError(f"The strategy asks node {node} twice in a round, which would count it twice.")
         message.metadata.group_id = groups[node] = f"{server_round}-{token}"
     return Round(base, groups)

@@ -113,8 +113,8 @@ class Settings:
             return cls(**{**found, "privacy": tuple(found["privacy"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the settings in the first line cannot be priced ({type(error).__name__}: {error}). Ask the running "
-                "strategy for epsilon, or upgrade tfdpfl"
+                f"The settings in the first line cannot be priced ({type(error).__name__}: {error}). Ask the running "
+                "strategy for epsilon, or upgrade tfdpfl."
             ) from error
 
     @property

@@ -79,12 +79,12 @@ def _checked_strategy(strategy: object) -> Strategy:
     if not isinstance(strategy, Strategy):
         raise ValueError(
             f"strategy must be one of flwr.serverapp.strategy, got {strategy!r}: strategies of flwr.server are "
-            "older and have no messages"
+            "older and have no messages."
         )
     if isinstance(strategy, (*COMPARE, DifferentialPrivacy)):
         raise ValueError(
             f"strategy={type(strategy).__name__} needs the replies of single clients, of which nobody may see more "
-            "than a noisy mean: give FedAvg, FedAvgM, FedProx, FedAdam, FedAdagrad or FedYogi"
+            "than a noisy mean. Give FedAvg, FedAvgM, FedProx, FedAdam, FedAdagrad or FedYogi."
         )
     return strategy
 
@@ -175,7 +175,7 @@ class DifferentialPrivacy(Strategy):
             journal.close()
             raise PrivacyError(
                 f"seed={self._seed!r} with a ledger that has rounds: the noise of the first of them would be drawn "
-                "again. seed is for tests; leave it out"
+                "again. seed is for tests; leave it out."
             )
         if path is not None:
             place = os.path.abspath(path)
@@ -212,12 +212,12 @@ class DifferentialPrivacy(Strategy):
                 raise ValueError(
                     f"client_epsilon={client_epsilon!r} does not go with {later}, by which later rounds cost all "
                     "clients. A client that is not asked any more would then pass client_epsilon. Leave "
-                    f"client_epsilon or {later} out"
+                    f"client_epsilon or {later} out."
                 )
             if path is None or ledger_path is None:
                 raise ValueError(
                     f"register_path={path!r}, client_epsilon={client_epsilon!r}, ledger_path={ledger_path!r}: what "
-                    "clients spend outlives a process only in files. Give register_path and ledger_path"
+                    "clients spend outlives a process only in files. Give register_path and ledger_path."
                 )
             register, j = Register(path), self._journal
             if register.join(j.run, os.path.abspath(ledger_path), j.header, j.charged, j.begun, j.evaluations):
@@ -358,7 +358,7 @@ class DifferentialPrivacy(Strategy):
             one = self._ledger_of(self._rounds(1), 0).epsilon(self.delta, self.accountant)
             raise PrivacyError(
                 f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for one round, which "
-                f"costs {one:.4g}: raise noise_multiplier, or the target"
+                f"costs {one:.4g}. Raise noise_multiplier, or the target."
             )
         self.stopped_by = self._limit if rounds < wanted else None
         if self.stopped_by:
@@ -396,9 +396,9 @@ class DifferentialPrivacy(Strategy):
         known = about["charged"] if "charged" in about else about["rounds"]
         if known > self.rounds_charged:
             raise PrivacyError(
-                f"the ledger has {self.rounds_charged} charged rounds, but the saved model beside it came after "
+                f"The ledger has {self.rounds_charged} charged rounds, but the saved model beside it came after "
                 f"{known}. The rounds that this older copy lacks would be in no epsilon. Restore the newest ledger, or "
-                "begin another training with another ledger_path"
+                "begin another training with another ledger_path."
             )
         found: dict[str, np.ndarray] = {}
         state: dict[str, dict[str, np.ndarray]] = {}
@@ -413,8 +413,8 @@ class DifferentialPrivacy(Strategy):
         then = {name: (value.shape, str(value.dtype)) for name, value in found.items()}
         if now != then:
             raise ValueError(
-                f"initial_arrays hold {now}, but the saved model {then}: continue with the model that the training "
-                "began with, or take another ledger_path"
+                f"initial_arrays hold {now}, but the saved model {then}. Continue with the model that the training "
+                "began with, or take another ledger_path."
             )
         for attribute, kind in about["strategy"].items():
             setattr(self.strategy, attribute, unpacked(kind, state.get(attribute, {})))
@@ -642,9 +642,9 @@ class DifferentialPrivacy(Strategy):
             aggregate([self._content(arrays)], weight)
         except Exception as error:
             raise ValueError(
-                f"the strategy's train_metrics_aggr_fn raises {type(error).__name__}: {error}. It gets one reply with "
+                f"The strategy's train_metrics_aggr_fn raises {type(error).__name__}: {error}. It gets one reply with "
                 f"{weight!r} alone, because metrics of single clients are not private. Leave the function out, and ask "
-                "for noisy means with train_metrics=NoisedMetrics(...)"
+                "for noisy means with train_metrics=NoisedMetrics(...)."
             ) from error
 
     # Evaluation by clients.
@@ -831,7 +831,7 @@ class DifferentialPrivacyAdaptiveClipping(DifferentialPrivacy):
         if clip is not None and not isinstance(clip, AdaptiveClip):
             raise ValueError(
                 f"l2_norm_clip={clip!r} is no tfdpfl.AdaptiveClip, so this strategy could not move it. Pass "
-                f"AdaptiveClip(initial={clip!r}), or use DifferentialPrivacyFixedClipping"
+                f"AdaptiveClip(initial={clip!r}), or use DifferentialPrivacyFixedClipping."
             )
         return AdaptiveClip() if clip is None else clip
 
@@ -844,12 +844,12 @@ def _limits_with(
     if isinstance(clip, AdaptiveClip):
         raise ValueError(
             "noise goes with a fixed clip: where the clip moves, rounds take back noise of another size than was "
-            "added. Take DifferentialPrivacyFixedClipping"
+            "added. Take DifferentialPrivacyFixedClipping."
         )
     if sampling_rate is not None:
         raise ValueError(
             f"noise goes with clients_per_round: correlated noise has no price for a coin in every round "
-            f"(sampling_rate={sampling_rate!r})"
+            f"(sampling_rate={sampling_rate!r})."
         )
     most = noise.max_participations if max_participations is None else max_participations
     return most, noise.min_separation if min_separation == 1 else min_separation

@@ -39,18 +39,18 @@ class ClippedSum:
         for name, w in base.items():
             if w.dtype.kind not in "fiub":
                 raise ValueError(
-                    f"the model's array {name!r} is of {w.dtype}, which is no number that can be clipped, nor a "
-                    "counter that stays: send it as float32"
+                    f"The model's array {name!r} is of {w.dtype}, which is no number that can be clipped, nor a "
+                    "counter that stays. Send it as float32."
                 )
             if w.dtype.kind == "f" and not np.isfinite(w).all():
                 raise ValueError(
-                    f"the model's array {name!r} holds numbers that are not finite. No client's update of it can be "
+                    f"The model's array {name!r} holds numbers that are not finite. No client's update of it can be "
                     "clipped, so every round would cost epsilon and change nothing. Start from finite numbers, and "
-                    "leave constants, as masks of -inf, out of what is sent; or lower the server's learning rate"
+                    "leave constants, as masks of -inf, out of what is sent; or lower the server's learning rate."
                 )
         if not self._returned:
             held = ", ".join(f"{name}: {w.dtype}" for name, w in base.items()) or "nothing"
-            raise ValueError(f"the model has no floating-point arrays ({held}), so there is nothing to clip")
+            raise ValueError(f"The model has no floating-point arrays ({held}), so there is nothing to clip.")
 
     @property
     def total(self) -> dict[str, np.ndarray]:
