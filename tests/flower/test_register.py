@@ -1,5 +1,6 @@
 """One database says what each client has spent over all runs, whatever runs at once and wherever a server stops."""
 
+import concurrent.futures
 import json
 import logging
 import math
@@ -133,6 +134,18 @@ def test_two_servers_at_once_do_not_spend_more_than_one_budget(tmp_path):
     for one in servers:
         one.join()
     assert len(allowed) == 9 and spent(tmp_path)["a"].epsilon == cost((1, 1.0, 9))
+
+
+def test_servers_that_begin_a_register_at_once_wait_for_each_other(tmp_path):
+    at_once = threading.Barrier(8)
+
+    def begin(number):
+        at_once.wait()
+        Register(tmp_path / f"{number}.db").close()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as servers:
+        for number in range(60):
+            list(servers.map(begin, [number] * 8))
 
 
 def test_correlated_noise_costs_a_client_what_its_own_rounds_cost(tmp_path):

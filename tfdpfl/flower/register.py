@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -71,7 +72,7 @@ class Register:
         made = self._path.with_name(self._path.name + ".made")
         try:
             self._db = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
-            mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+            mode = self._write_ahead()
             self._db.execute("PRAGMA synchronous=FULL")
             with self._alone():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -114,6 +115,17 @@ class Register:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+    def _write_ahead(self) -> str:
+        """Has SQLite keep a log ahead of the data, and returns its mode. SQLite waits for no other server here."""
+        end = time.monotonic() + 60
+        while True:
+            try:
+                return self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
 
     def join(
         self, run: str, ledger: str, header: Mapping[str, JsonValue], charged: Sequence[Sequence[str]],
