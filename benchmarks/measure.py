@@ -94,10 +94,10 @@ def hung_on_graphs(tree: ast.AST) -> int:
     return sum(name.startswith("_tfdpfl") for name in attributes | strings)
 
 
-def modules_without_tests(paths: list[Path]) -> list[str]:
-    tested = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    named = [path for path in paths if path.stem not in ("__init__", "__main__")]
-    return [str(p.relative_to(ROOT)) for p in named if f"test_{p.stem.strip('_')}.py" not in tested]
+def modules_without_tests(paths: list[Path]) -> list[Path]:
+    """Lists the modules for which `tests/` has no file of their name in the folder of the same name."""
+    modules = [path.relative_to(ROOT / "tfdpfl") for path in paths if path.stem not in ("__init__", "__main__")]
+    return [m for m in modules if not (ROOT / "tests" / m.parent / f"test_{m.stem.strip('_')}.py").exists()]
 
 
 def way_of_a_loss() -> tuple[int, int]:
@@ -145,6 +145,7 @@ def measures() -> dict[str, object]:
     any_ = sum(getattr(n, "id", "") == "Any" for t in trees.values() for a in annotations(t) for n in ast.walk(a))
     entered, returned = way_of_a_loss()
     untested = modules_without_tests(list(texts))
+    untested_in = ", ".join(f"{n} in {where}" for where, n in collections.Counter(map(_folder, untested)).items())
     return {
         "tokens": sum(map(tokens, texts.values())),
         "modules": len(texts),
@@ -158,14 +159,14 @@ def measures() -> dict[str, object]:
         "Any in annotations": any_,
         "modules that a loss enters": entered,
         "returns of the loss to a module that it left": returned,
-        "modules without a test file of their name": f"{len(untested)} {collections.Counter(map(_folder, untested))}",
+        "modules without a test file of their name": f"{len(untested)}: {untested_in}",
         "ruff format": "clean" if subprocess.run(FORMATTER, cwd=ROOT, check=False).returncode == 0 else "not clean",
         "mypy": subprocess.run(TYPES, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()[-1],
     }
 
 
-def _folder(path: str) -> str:
-    return str(Path(path).parent)
+def _folder(module: Path) -> str:
+    return str(module.parent)
 
 
 if __name__ == "__main__":

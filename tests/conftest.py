@@ -24,7 +24,7 @@ CLASSES, WIDTH, HIDDEN = 3, 6, 5
 if metadata.version("keras") < "3":
     os.environ.setdefault(native.SWITCH, "0")
 # Where there was no C compiler at installation, there are no kernels to test.
-collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "native/test_native_ops.py"]
+collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "clipping/test_native.py"]
 
 
 # Slow tests run on the newer stack alone, but for those in files whose subject the version of Keras changes: layers,
@@ -32,16 +32,16 @@ collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "
 # NumPy, scikit-learn and dp-accounting differ, too. A slow test elsewhere that must run on both has the mark
 # `both_stacks`; a test with the mark `one_stack` stands beside one of the same line that runs on both.
 BOTH_STACKS = (
-    "clipping/test_clipping_layers.py",
+    "clipping/test_gradients.py",
     "clipping/test_sizes.py",
     "federated/",
-    "optimizers/test_accumulation.py",
+    "optimizers/test_accumulator.py",
     "optimizers/test_optimizers.py",
     "optimizers/test_saving.py",
     "optimizers/test_variants.py",
-    "optimizers/test_what_ran.py",
+    "optimizers/test_step_table.py",
     "optimizers/test_workers.py",
-    "test_callbacks.py",
+    "callbacks/test_budget.py",
 )
 
 

@@ -474,7 +474,7 @@ LABEL_TRIALS = 20_000
 
 
 def _labels() -> Iterator[Case]:
-    from test_audit import SHIPPED
+    from test_epsilon import SHIPPED
     from test_replay import LABELS, OTHER
     from test_replay import Y as LABELLED
 

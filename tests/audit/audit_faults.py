@@ -384,7 +384,7 @@ def _flower_stddev(stddevs: Any) -> Any:
 
 def _top_k(claim: float) -> Callable[[], tuple[float, float]]:
     def bound() -> tuple[float, float]:
-        from test_audit import SHIPPED
+        from test_epsilon import SHIPPED
 
         _, mechanism, one, other = SHIPPED["TopK"]
         return claim, audit_epsilon(mechanism, one, other, 20_000, cases.CONFIDENCE, vectorized=True)
@@ -393,7 +393,7 @@ def _top_k(claim: float) -> Callable[[], tuple[float, float]]:
 
 
 def _paid_prior() -> tuple[float, float]:
-    from test_audit import SHIPPED
+    from test_epsilon import SHIPPED
 
     claim, mechanism, one, other = SHIPPED["KMeansPrior"]
     return claim, audit_epsilon(mechanism, one, other, 60_000, cases.CONFIDENCE, vectorized=True)

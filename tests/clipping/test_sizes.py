@@ -57,9 +57,9 @@ def of_model(model, x):
 def cases():
     """(name, a function that makes what `agree` compares) of all model sets that the tests of this folder have."""
     import test_architectures as architectures
-    import test_clipping_layers as layers
-    import test_clipping_loops as loops
-    import test_clipping_refusals as refusals
+    import test_gradients as layers
+    import test_inline_control_flow as loops
+    import test_refusals as refusals
 
     for name, (x, made) in layers.SIMPLE.items():
         if x.dtype != object:

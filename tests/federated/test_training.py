@@ -676,7 +676,7 @@ def test_a_tree_goes_on_from_its_checkpoint_with_the_noise_of_its_open_nodes(tmp
 SCRIPT = """
     import sys, time
     sys.path.insert(0, sys.argv[2])
-    import test_federated_training as t
+    import test_training as t
     from tfdpfl.federated import build_local_dp_fed_avg, local_runtime, train, PoissonClientSampler
 
     clients = t.make_clients()
