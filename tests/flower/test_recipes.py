@@ -139,4 +139,5 @@ def test_a_recipe_runs_as_its_command_does(recipes, monkeypatch, capsys):
     recipes.main(["fedprox"])
     said = capsys.readouterr().out
     assert "4 rounds, sampling poisson, 30 clients a round" in said and "client level: epsilon = 4." in said
-    assert int(said.split("accuracy ")[1].split("%")[0]) > 40
+    # Ten classes. Noise and cohorts leave 60 % with a deviation of 8 %: below 20 % in one run of 10⁶.
+    assert int(said.split("accuracy ")[1].split("%")[0]) > 20
