@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tfdpfl.clipping import clipped_gradients, per_example_norms
-from tfdpfl.clipping.gradients import Costs, products
+from tfdpfl.clipping.gradients import Costs, _not_broadcast, joined, products
 from tfdpfl.clipping.ops import windows
 
 B = 4
@@ -824,6 +824,33 @@ def test_gram_matrices_of_the_same_rows_are_made_once():
     shapes = [value, value + 1, value.reshape(10, 2, 6), value.reshape(5, 6, 4)]
     for gram, rows in zip(grams(tf.constant(value)), shapes, strict=True):
         np.testing.assert_allclose(gram, rows @ rows.transpose(0, 2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_joined_once_for_the_kernels_that_take_in_the_same():
+    value = normal(5, 4, 6)
+
+    @tf.function
+    def rows(x):
+        again = tf.reshape(tf.reshape(x, [-1, 6]), [-1, 4, 6])
+        assert joined([x, x]) is joined([again, x])
+        return joined([x, again]), joined([x, x + 1.0]), joined([x + 1.0, x])
+
+    for found, parts in zip(rows(tf.constant(value)), [(0, 0), (0, 1), (1, 0)], strict=True):
+        np.testing.assert_array_equal(found, np.concatenate([value + p for p in parts], 1))
+
+
+def test_only_a_broadcast_that_was_none_is_undone():
+    @tf.function(input_signature=[tf.TensorSpec([None, 4]), tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])])
+    def gradients(x, same, narrow):
+        one, other = tf.gradients(tf.sin(x + same), [x, same])
+        assert _not_broadcast(one) is _not_broadcast(other)
+        wide, summed = tf.gradients(tf.sin(x + narrow), [x, narrow])
+        assert _not_broadcast(summed) is summed
+        return [one, _not_broadcast(one), wide, _not_broadcast(wide)]
+
+    one, its_source, wide, wides_source = gradients(normal(3, 4), normal(3, 4), normal(3, 1))
+    np.testing.assert_array_equal(one, its_source)
+    np.testing.assert_array_equal(wide, wides_source)
 
 
 # Norms, clip and sum over the plain filter gradient, Keras 3, two cores, AVX-512: measured 2026-11-25, (gradients

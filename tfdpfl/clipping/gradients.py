@@ -63,6 +63,18 @@ GRAM = 4.5
 FEW_ROWS = 32
 
 
+def _not_broadcast(x: tf.Tensor) -> tf.Tensor:
+    """A gradient [rows of the batch, ...] as it was before the gradient of a sum took back a broadcast that was none:
+    both of a sum's terms then have one gradient. (TensorFlow cannot tell where it does not know the batch's size.)"""
+    while x.op.type == "Reshape" and x.op.inputs[0].op.type == "Sum":
+        source, axes = x.op.inputs[0].op.inputs
+        same = x.shape[1:].is_fully_defined() and source.shape.as_list() == x.shape.as_list()
+        if axes.op.type != "BroadcastGradientArgs" or not same:
+            break
+        x = source
+    return x
+
+
 class Units:
     """The rows of a batch, grouped by unit.
 
@@ -86,6 +98,8 @@ class Units:
         """[units, rows of the unit, other axes in order], in the working type unless it is made of integers."""
         if state.axis:
             x = tf.transpose(x, [state.axis, *[i for i in range(x.shape.rank) if i != state.axis]])
+        else:
+            x = _not_broadcast(x)
         if x.dtype.is_floating and x.dtype != self.dtype:
             x = tf.cast(x, self.dtype)
         if state.blocks > 1:  # [blocks x rows, ...] to [rows x blocks, ...]
@@ -120,6 +134,7 @@ class Units:
                 result.append(tf.where(kept, x, zero(x.dtype)))
             return result
 
+        tensors = list({id(x): (x, state) for x, state in tensors}.values())
         if tensors:
             kept = tf.cond(self.any_bad, masked, lambda: [x for x, _ in tensors])
             self._masked = {id(x): y for (x, _), y in zip(tensors, kept, strict=True)}
@@ -342,7 +357,7 @@ class OuterProductGradient:
     def merged(cls, parts: list[OuterProductGradient]) -> OuterProductGradient:
         if len(parts) == 1:
             return parts[0]
-        a, g = (tf.concat([getattr(p, name) for p in parts], 1) for name in ("a", "g"))
+        a, g = (joined([getattr(p, name) for p in parts]) for name in ("a", "g"))
         return cls(a, g, parts[0].layout, parts[0].same)
 
 
@@ -529,15 +544,30 @@ def lost_squares(x: tf.Tensor) -> float:
 
 def products(x: tf.Tensor) -> tf.Tensor:
     """The Gram matrices of x [..., T, A], [..., T, T], once for all that take in the same x (queries, keys, values)."""
-    graph, root = tf.compat.v1.get_default_graph(), x
-    while root.graph is graph and root.op.type in ("Identity", "Reshape", "ExpandDims", "Squeeze"):
-        root = root.op.inputs[0]
-    known = record_of(graph).products
-    # All of a tensor's entries in the same order and shape are the same tensor.
-    what = (id(root.graph), root.name, tuple(x.shape)) if tuple(x.shape).count(None) < 2 else (id(x.graph), x.name)
-    if what not in known:
-        known[what] = tf.matmul(x, x, transpose_b=True).name
-    return graph.get_tensor_by_name(known[what])
+    return _once("products", [x], lambda: tf.matmul(x, x, transpose_b=True))
+
+
+def joined(parts: list[tf.Tensor]) -> tf.Tensor:
+    """These [U, T, A] along T, once for all that take in the same (the gradients of a recurrent cell's two kernels)."""
+    return _once("joined", parts, lambda: tf.concat(parts, 1))
+
+
+def _once(what: str, of: list[tf.Tensor], make: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """What ``make`` makes of these, or made of the same before."""
+    graph = tf.compat.v1.get_default_graph()
+
+    def entries(x: tf.Tensor) -> tuple:
+        """What tells tensors apart: all of a tensor's entries in the same order and shape are the same tensor."""
+        root = x
+        while root.graph is graph and root.op.type in ("Identity", "Reshape", "ExpandDims", "Squeeze"):
+            root = root.op.inputs[0]
+        many = tuple(x.shape).count(None) > 1
+        return (id(x.graph), x.name) if many else (id(root.graph), root.name, tuple(x.shape))
+
+    known, this = record_of(graph).made, (what, *map(entries, of))
+    if this not in known:
+        known[this] = make().name
+    return graph.get_tensor_by_name(known[this])
 
 
 def reshaped(x: tf.Tensor, dims: list) -> tf.Tensor:

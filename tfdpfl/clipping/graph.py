@@ -68,14 +68,14 @@ class Record:
     """Records what the engine did to a graph, by names: ops would keep the graph alive.
 
     ``rewired``: (an op, the number of its input, the tensor that it took in before); ``replaced``: loops and calls in
-    whose place others stand; ``drawn``: loops that draw random numbers and were built anew; ``products``: Gram
-    matrices, by what they are made of.
+    whose place others stand; ``drawn``: loops that draw random numbers and were built anew; ``made``: what is
+    made once, by what it is made of.
     """
 
     rewired: list[tuple[str, int, str]] = dataclasses.field(default_factory=list)
     replaced: set[str] = dataclasses.field(default_factory=set)
     drawn: set[str] = dataclasses.field(default_factory=set)
-    products: dict[tuple, str] = dataclasses.field(default_factory=dict)
+    made: dict[tuple, str] = dataclasses.field(default_factory=dict)
 
 
 _RECORDS: weakref.WeakKeyDictionary[tf.Graph, Record] = weakref.WeakKeyDictionary()
