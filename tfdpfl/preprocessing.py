@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdpfl._sums import noisy_sum
 from tfdpfl._types import Arrays, Nest
 from tfdpfl.accounting import PrivacyLedger, _checks, price
+from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.accounting.promises import Promise
@@ -27,10 +28,22 @@ from tfdpfl.noise import Source
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
 __all__ = ["Discretization", "Normalization", "StringLookup", "TextVectorization", "class_weights"]
 
 _ADJACENCIES = ("add_or_remove_one", "zero_out")
+
+
+class _Price(TypedDict):
+    epsilon: float
+    delta: float
+
+
+class _Cost(_Price, total=False):
+    ledger: PrivacyLedger | None
+    adjacency: str | None
+    seed: int | None
 
 
 class _Release:
@@ -45,8 +58,8 @@ class _Release:
     """
 
     def __init__(
-        self, epsilon: float, delta: float, ledger: PrivacyLedger | None, adjacency: str | None, seed: int | None,
-        thresholded: bool = False,
+        self, epsilon: float, delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None,
+        seed: int | None = None, thresholded: bool = False,
     ):  # fmt: skip
         epsilon = _checks.real("epsilon", epsilon, "give what adapting may cost, such as 0.5", above=0)
         self.chance = check_delta(delta) / 2 if thresholded else 0.0
@@ -93,13 +106,10 @@ class _Adapted:
 
     ledger: PrivacyLedger | None = None
 
-    def _release(
-        self, epsilon: float, delta: float, ledger: PrivacyLedger | None, adjacency: str | None, seed: int | None,
-        thresholded: bool = False,
-    ) -> _Release:  # fmt: skip
+    def _release(self, cost: _Cost, thresholded: bool = False) -> _Release:
         """Makes the release of an `adapt`, which adds to the ledger of an earlier one if it is given none."""
-        given = self.ledger if ledger is None else ledger
-        release = _Release(epsilon, delta, given, adjacency, seed, thresholded)
+        given = self.ledger if cost.get("ledger") is None else cost["ledger"]
+        release = _Release(**(cost | {"ledger": given}), thresholded=thresholded)
         self.ledger = release.ledger
         return release
 
@@ -174,10 +184,10 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         >>> layer.adapt(x, bounds=(-4, 4), epsilon=0.5, delta=1e-6)
     """
 
+    @shows_arguments(_Cost, _Release)
     def adapt(
         self, data: ArrayLike | tf.data.Dataset, *, bounds: tuple[ArrayLike, ArrayLike] | None = None,
-        epsilon: float, delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None,
-        seed: int | None = None,
+        **cost: Unpack[_Cost],
     ) -> None:  # fmt: skip
         """Learns means and variances with noise.
 
@@ -205,7 +215,7 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         middle, half = (low + high) / 2, (high - low) / 2
         scaled = (clipped - middle) / half
         each = np.stack([scaled.mean(axis=others), (scaled**2).mean(axis=others)], axis=1)  # in [-1, 1]
-        release = self._release(epsilon, delta, ledger, adjacency, seed)
+        release = self._release(cost)
         sensitivity = math.sqrt(each[0].size)
         mean, square = release.of(each.sum(axis=0), sensitivity) / len(rows)
         # A variance below what the noise may hide is not known, and would blow the feature up.
@@ -243,10 +253,10 @@ class Discretization(_Adapted, tf.keras.layers.Discretization):
 
     num_bins: int | None
 
+    @shows_arguments(_Cost, _Release)
     def adapt(
         self, data: ArrayLike | tf.data.Dataset, *, bounds: tuple[float, float] | None = None, cells: int = 128,
-        epsilon: float, delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None,
-        seed: int | None = None,
+        **cost: Unpack[_Cost],
     ) -> None:  # fmt: skip
         """Learns the boundaries of the bins with noise.
 
@@ -265,7 +275,7 @@ class Discretization(_Adapted, tf.keras.layers.Discretization):
         clipped, low, high = _bounded(rows.reshape(len(rows), -1), bounds, ())
         edges = np.linspace(float(low), float(high), cells + 1)
         counts = np.histogram(clipped, edges)[0] / clipped.shape[1]
-        release = self._release(epsilon, delta, ledger, adjacency, seed)
+        release = self._release(cost)
         noisy = np.cumsum(release.of(counts, 1.0))
         shares = np.clip(np.maximum.accumulate(noisy) / len(rows), 0, 1)
         shares = np.concatenate([[0.0], shares / max(shares[-1], 1e-12)])
@@ -324,10 +334,10 @@ class StringLookup(_Adapted, tf.keras.layers.StringLookup):
         >>> layer.adapt(["a", "b"] * 200, max_tokens_per_example=1, epsilon=1.0, delta=1e-6)
     """
 
+    @shows_arguments(_Cost, _Release)
     def adapt(
-        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, epsilon: float,
-        delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None, seed: int | None = None,
-    ) -> None:  # fmt: skip
+        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, **cost: Unpack[_Cost]
+    ) -> None:
         """Learns the vocabulary with noise.
 
         Args:
@@ -337,7 +347,7 @@ class StringLookup(_Adapted, tf.keras.layers.StringLookup):
         most = _checked_most(max_tokens_per_example)
         rows = _rows(data)
         examples = [[_text(token) for token in row] for row in rows.reshape(len(rows), -1)]
-        release = self._release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
+        release = self._release(cost, thresholded=True)
         reserved = {self.mask_token, self.oov_token} - {None}
         room = None if self.max_tokens is None else self.max_tokens - self.num_oov_indices - (
             self.mask_token is not None
@@ -363,10 +373,10 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
         >>> layer.adapt(["good", "bad film"] * 300, max_tokens_per_example=5, epsilon=1.0, delta=1e-6)
     """
 
+    @shows_arguments(_Cost, _Release)
     def adapt(
-        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, epsilon: float,
-        delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None, seed: int | None = None,
-    ) -> None:  # fmt: skip
+        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, **cost: Unpack[_Cost]
+    ) -> None:
         """Learns the vocabulary with noise.
 
         Args:
@@ -384,7 +394,7 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
         tokens = tokens if isinstance(tokens, tf.RaggedTensor) else tf.RaggedTensor.from_tensor(tokens)
         flat = tokens.to_list()
         examples = [[_text(token) for token in _flattened(row) if len(token)] for row in flat]
-        release = self._release(epsilon, delta, ledger, adjacency, seed, thresholded=True)
+        release = self._release(cost, thresholded=True)
         room = None if self._max_tokens is None else self._max_tokens - 2
         self.set_vocabulary(_vocabulary(examples, most, release, room, {"", "[UNK]"}))
 
@@ -393,10 +403,8 @@ def _flattened(row: Nest) -> list[Nest]:
     return [token for part in row for token in _flattened(part)] if isinstance(row, list) else [row]
 
 
-def class_weights(
-    y: ArrayLike, *, num_classes: int, epsilon: float, delta: float, ledger: PrivacyLedger | None = None,
-    adjacency: str | None = None, seed: int | None = None,
-) -> dict[int, float]:  # fmt: skip
+@shows_arguments(_Cost, _Release)
+def class_weights(y: ArrayLike, *, num_classes: int, **cost: Unpack[_Cost]) -> dict[int, float]:
     """Returns a weight for each class, inverse to its noisy frequency, for `fit(class_weight=...)`.
 
     Guarantee:
@@ -405,10 +413,7 @@ def class_weights(
     Args:
         y: Whole-number labels from 0 on, one for each example.
         num_classes: How many classes there are; labels beyond are ignored.
-        epsilon, delta: What it may cost.
-        ledger: The `PrivacyLedger` that pays; None if you keep no account.
-        adjacency: "add_or_remove_one" or "zero_out"; None takes that of the ledger.
-        seed: For tests alone.
+        ledger: The `PrivacyLedger` that pays; None if you keep no account. The others: see `Normalization.adapt`.
 
     Example:
         >>> weights = tfdpfl.preprocessing.class_weights(y, num_classes=3, epsilon=0.2, delta=1e-6)
@@ -426,6 +431,6 @@ def class_weights(
         )
     labels = labels.reshape(-1)
     counts = np.array([(labels == k).sum() for k in range(_checks.whole("num_classes", num_classes, 1, "count them"))])
-    release = _Release(epsilon, delta, ledger, adjacency, seed)
+    release = _Release(**cost)
     noisy = np.maximum(release.of(counts, 1.0), max(release.noise_multiplier, 1.0))
     return {k: float(len(labels) / (num_classes * count)) for k, count in enumerate(noisy)}

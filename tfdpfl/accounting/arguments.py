@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 from tfdpfl._names import unexpected
 from tfdpfl.accounting.run import NoiseArguments, Run
@@ -100,15 +100,16 @@ def build_run(**arguments: Unpack[RunArguments]) -> Run:
     return Run(**arguments)
 
 
-def shows_arguments(shared: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def shows_arguments(shared: type, like: Callable = Run) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function that ends in `**run` refuse all arguments but those of `shared`, and show them.
 
     Args:
-        shared: A `TypedDict`. The defaults of its optional keys are those of `Run`, or None.
+        shared: A `TypedDict`.
+        like: Has its keys as arguments. Their order and their defaults are those, and None where it has none.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = _with(shared, function)
+        signature = _with(shared, inspect.signature(like).parameters, function)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -129,21 +130,15 @@ def shows_arguments(shared: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _with(shared: type, function: Callable) -> inspect.Signature:
+def _with(shared: type, like: Mapping[str, inspect.Parameter], function: Callable) -> inspect.Signature:
     """Returns the signature of a function with the keys of `shared` in place of its `**run`: required ones first."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    order = ["target_epsilon", *like, "delta"]
     ahead, named = ([p for p in own if (p.kind is p.KEYWORD_ONLY) == keyword] for keyword in (False, True))
     for name, kind in get_type_hints(shared).items():
-        default = inspect.Parameter.empty if name in shared.__required_keys__ else _default(name)  # type: ignore[attr-defined]
+        required = name in shared.__required_keys__  # type: ignore[attr-defined]
+        default = inspect.Parameter.empty if required else like[name].default if name in like else None
         named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    named.sort(key=lambda p: (p.default is not p.empty, _ORDER.index(p.name) if p.name in _ORDER else len(_ORDER)))
+    named.sort(key=lambda p: (p.default is not p.empty, order.index(p.name) if p.name in order else len(order)))
     return signature.replace(parameters=[*ahead, *named])
-
-
-_RUN = inspect.signature(Run).parameters
-_ORDER = ["target_epsilon", *_RUN, "delta"]
-
-
-def _default(name: str) -> Any:
-    return _RUN[name].default if name in _RUN else None

@@ -15,10 +15,11 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from tfdpfl._types import Arrays, Computation, Dataset, Keywords, Loss, Model, Nest, Optimizer, State
 from tfdpfl.accounting import _checks, compute_noise_multiplier
+from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
@@ -27,8 +28,42 @@ from tfdpfl.federated.privacy import Participation, RoundsRun
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from typing_extensions import Unpack
 
-__all__ = ["NbAFL", "NbAFLLevel", "build_nbafl", "calculate_c", "calculate_sigma_d", "calculate_sigma_u", "noise_of"]
+__all__ = [
+    "NbAFL",
+    "NbAFLArguments",
+    "NbAFLLevel",
+    "build_nbafl",
+    "calculate_c",
+    "calculate_sigma_d",
+    "calculate_sigma_u",
+    "cohort_of",
+    "noise_of",
+]
+
+
+class _Plan(TypedDict):
+    epsilon: float
+    delta: float
+    l2_norm_clip: float
+    num_rounds: int
+    num_clients: int
+
+
+class NbAFLArguments(_Plan, total=False):
+    """Describes NbAFL's noise; see `build_nbafl`."""
+
+    clients_per_round: int | None
+    num_exposures: int | None
+    min_dataset_size: float | None
+    calibration: str
+
+
+def cohort_of(plan: NbAFLArguments) -> int:
+    """Returns K, how many clients of ``plan``, `noise_of`'s arguments, train in a round."""
+    k = plan.get("clients_per_round")
+    return plan["num_clients"] if k is None else k
 
 
 def calculate_c(delta: float) -> float:
@@ -234,22 +269,15 @@ def noise_of(
     )
 
 
+@shows_arguments(NbAFLArguments, noise_of)
 def build_nbafl(
     model_fn: Computation,
     *,
-    epsilon: float,
-    delta: float,
-    l2_norm_clip: float,
-    num_rounds: int,
-    num_clients: int,
-    clients_per_round: int | None = None,
-    num_exposures: int | None = None,
-    min_dataset_size: float | None = None,
-    calibration: str = "sound",
     client_optimizer_fn: Optimizer = "sgd",
     loss: Loss = None,
     input_spec: Nest = None,
     model_distributor: Computation = None,
+    **settings: Unpack[NbAFLArguments],
 ) -> Computation:
     """NbAFL as a `tff.learning.templates.LearningProcess`: each client trains, scales its weights to an L2 norm of at
     most C over all tensors, then adds Gaussian noise. The server takes the mean, and adds noise of its own.
@@ -278,17 +306,13 @@ def build_nbafl(
       ValueError: an argument is out of its range, or there is no noise that meets ε.
       PrivacyError: batch normalization.
     """
-    plan = noise_of(
-        epsilon=epsilon, delta=delta, l2_norm_clip=l2_norm_clip, num_rounds=num_rounds, num_clients=num_clients,
-        clients_per_round=clients_per_round, num_exposures=num_exposures, min_dataset_size=min_dataset_size,
-        calibration=calibration,
-    )  # fmt: skip
+    plan, k = noise_of(**settings), cohort_of(settings)
     import tensorflow as tf
 
     from tfdpfl.federated import aggregators, models, processes, runtime
     from tfdpfl.federated._tff import client_work_of, compose, dp_factory, loss_of, tff, tfp
 
-    clip, k = float(l2_norm_clip), num_clients if clients_per_round is None else clients_per_round
+    clip = float(settings["l2_norm_clip"])
     client_optimizer = models.optimizer("client_optimizer_fn", client_optimizer_fn, models.CLIENT_RATES)
     make = models.trainable_model_fn(model_fn, loss, input_spec)
     if not callable(make):

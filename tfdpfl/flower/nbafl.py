@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tfdpfl._types import Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.promises import Promise, fixed
 from tfdpfl.federated.guarantees import LocalLevel
-from tfdpfl.federated.nbafl import NbAFLLevel, noise_of
+from tfdpfl.federated.nbafl import NbAFLArguments, NbAFLLevel, cohort_of, noise_of
 from tfdpfl.federated.privacy import Participation, RoundsRun, level_promise
 from tfdpfl.flower._flwr import Context, Message, Strategy, arrays_of, log, only
 from tfdpfl.flower.local import Mod, Normals, add_answer, noised, private_reply
@@ -23,23 +25,19 @@ from tfdpfl.flower.reports import ClientLedger
 from tfdpfl.flower.strategies import DifferentialPrivacy
 from tfdpfl.flower.updates import ClippedSum
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["NbAFLStrategy", "clip_and_noise_gradients", "nbafl_mod"]
 
 
+@shows_arguments(NbAFLArguments, noise_of)
 def nbafl_mod(
     *,
-    epsilon: float,
-    delta: float,
-    l2_norm_clip: float,
-    num_rounds: int,
-    num_clients: int,
-    clients_per_round: int | None = None,
-    num_exposures: int | None = None,
-    min_dataset_size: float | None = None,
-    calibration: str = "sound",
     ledger_path: str | os.PathLike | None = None,
     weighted_by_key: str = "num-examples",
     seed: int | None = None,
+    **plan: Unpack[NbAFLArguments],
 ) -> Mod:
     """The client's side of NbAFL: its weights, after training, are scaled to an L2 norm of at most C over all tensors,
     and get Gaussian noise of standard deviation σ_u.
@@ -50,18 +48,13 @@ def nbafl_mod(
     logged on the client, and the server does not learn of it.
 
     Args:
-      epsilon, delta, l2_norm_clip, num_rounds, num_clients: those of `NbAFLStrategy`.
-      clients_per_round, num_exposures, min_dataset_size, calibration: those of `NbAFLStrategy`, too.
       ledger_path, weighted_by_key, seed: as for `local_dp_mod`.
+      The others: those of `NbAFLStrategy`.
 
     Raises:
       ValueError: an argument is out of its range.
     """
-    nbafl = noise_of(
-        epsilon=epsilon, delta=delta, l2_norm_clip=l2_norm_clip, num_rounds=num_rounds, num_clients=num_clients,
-        clients_per_round=clients_per_round, num_exposures=num_exposures, min_dataset_size=min_dataset_size,
-        calibration=calibration,
-    )  # fmt: skip
+    nbafl, clip = noise_of(**plan), plan["l2_norm_clip"]
     normals = Normals(seed)
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -70,14 +63,14 @@ def nbafl_mod(
         sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
         kept = ClientLedger(context, "local", ledger_path)
         zero = {name: np.zeros_like(w) if w.dtype.kind == "f" else w for name, w in sent.items()}
-        unchanged = ClippedSum(zero, l2_norm_clip)
+        unchanged = ClippedSum(zero, clip)
         unchanged.add(sent)  # before the app runs, since it raises where the server's weights are not finite
-        total = ClippedSum(zero, l2_norm_clip)  # of the weights themselves
+        total = ClippedSum(zero, clip)  # of the weights themselves
         if not add_answer(total, message, context, call_next):
             total = unchanged
-        event = dp_event.GaussianDpEvent(nbafl.sigma_u / (2 * l2_norm_clip))
+        event = dp_event.GaussianDpEvent(nbafl.sigma_u / (2 * clip))
         kept.spend(PrivacyLedger().add(event, adjacency="replace_one"))
-        noisy = noised(zero, total.total, nbafl.sigma_u, l2_norm_clip / nbafl.sigma_u, normals)
+        noisy = noised(zero, total.total, nbafl.sigma_u, clip / nbafl.sigma_u, normals)
         report = kept.report(nbafl.delta, claimed_epsilon=nbafl.claimed_epsilon)
         return private_reply(message, noisy, weighted_by_key, report)
 
@@ -132,10 +125,9 @@ class NbAFLStrategy(DifferentialPrivacy):
 
     Args:
       strategy: as for `DifferentialPrivacyFixedClipping`.
-      epsilon, delta, l2_norm_clip, num_rounds, num_clients: those of `tfdpfl.federated.build_nbafl`.
-      clients_per_round, num_exposures, min_dataset_size, calibration: those of `build_nbafl`, too.
       ledger_path: as for `DifferentialPrivacyFixedClipping`.
       seed: for tests only.
+      The others: those of `tfdpfl.federated.build_nbafl`.
 
     Attributes:
       nbafl: the noise, and what it is worth: the paper's claim beside what an accountant proves.
@@ -149,31 +141,19 @@ class NbAFLStrategy(DifferentialPrivacy):
 
     _limit = "num_rounds"
 
+    @shows_arguments(NbAFLArguments, noise_of)
     def __init__(
         self,
         strategy: Strategy,
         *,
-        epsilon: float,
-        delta: float,
-        l2_norm_clip: float,
-        num_rounds: int,
-        num_clients: int,
-        clients_per_round: int | None = None,
-        num_exposures: int | None = None,
-        min_dataset_size: float | None = None,
-        calibration: str = "sound",
         ledger_path: str | os.PathLike | None = None,
         seed: int | None = None,
+        **plan: Unpack[NbAFLArguments],
     ):
-        self.nbafl = noise_of(
-            epsilon=epsilon, delta=delta, l2_norm_clip=l2_norm_clip, num_rounds=num_rounds, num_clients=num_clients,
-            clients_per_round=clients_per_round, num_exposures=num_exposures, min_dataset_size=min_dataset_size,
-            calibration=calibration,
-        )  # fmt: skip
-        k = num_clients if clients_per_round is None else clients_per_round
-        self._num_rounds, self._l2_norm_clip, self._k = num_rounds, l2_norm_clip, k
+        self.nbafl, k = noise_of(**plan), cohort_of(plan)
+        self._num_rounds, self._l2_norm_clip, self._k = plan["num_rounds"], plan["l2_norm_clip"], k
         super().__init__(
-            strategy, noise_multiplier=0.0, delta=delta, clients_per_round=k, population=num_clients,
+            strategy, noise_multiplier=0.0, delta=plan["delta"], clients_per_round=k, population=plan["num_clients"],
             ledger_path=ledger_path, seed=seed,
         )  # fmt: skip
 
