@@ -195,7 +195,7 @@ def products(y, prediction):
 def linear(*args, **kwargs):
     model = tf.keras.Sequential([tf.keras.Input((X.shape[1],)), tf.keras.layers.Dense(2, use_bias=False)])
     settings = {"noise": BANDED, "gradient_accumulation_steps": 3, "expected_batch_size": 5, "learning_rate": 0.5}
-    model.compile(tfdpfl.DPSGD(*args, **settings, **kwargs), loss=products)
+    model.compile(tfdpfl.DPSGD(*args, **{**settings, **kwargs}), loss=products)
     return model
 
 
@@ -418,3 +418,120 @@ def test_the_least_noise_of_all_steps_prices_them_all():
         assert {row["noise_multiplier"] for row in found} == {multiplier}
     earlier, later = (dp.noise.segments.ledger(some) for some in (rows[:1], rows))
     assert earlier.merge(later).steps == 3
+
+
+# -- users -------------------------------------------------------------------------------------------------------
+
+OWNERS = np.array([7, 3, 5, 3] * 2 + [1, 2, 4, 6, 8, 1] * 2 + [9, 10, 11, 12])  # twelve users, of 1, 2 or 4 rows
+
+
+def of_users(batch_size=3, **kwargs):
+    return fixed_order((X, Y), batch_size, user_ids=OWNERS, examples_per_user=2, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+@pytest.mark.parametrize("parts", [1, 2])
+def test_all_that_a_user_has_moves_all_updates_together_by_what_the_noise_is_made_for(parts):
+    """Without noise, over two passes. The user has other rows, and more of them, or all of them are blanked."""
+    of_3, big = OWNERS[:, None] == 3, 1e3 * np.random.default_rng(3).normal(size=X.shape).astype("float32")
+    more, fewer = np.concatenate([X, big[:4]]), ~np.isin(np.arange(24), [1, 3])
+    others = {  # what a neighbour may have, and how many clips from it
+        "blank": (np.where(of_3, 0, X), OWNERS, 1),
+        "other rows": (np.where(of_3, big, X), OWNERS, 2),
+        "fewer rows": (np.where(of_3, big, X)[fewer], OWNERS[fewer], 2),
+        "more rows": (more, np.append(OWNERS, [3] * 4), 2),
+    }
+
+    def updates(x, ids):
+        data = fixed_order((x, 9 * x[:, :2]), 3, user_ids=ids, examples_per_user=4, physical_batch_size=12 // parts)
+        assert declared_sampling(data).physical_batches == parts
+        model, weights = linear(0.4, 0.0, rows_per_unit=4, gradient_accumulation_steps=parts), []
+        for number, batch in enumerate(2 * list(data)):
+            weights += [model.get_weights()[0]] if number % parts == 0 else []
+            model.train_on_batch(*batch)
+        return np.diff([*weights, model.get_weights()[0]], axis=0) * 5 / 0.5 / 0.4
+
+    own = updates(X, OWNERS)
+    for name, (x, ids, clips) in others.items():
+        moved = own - updates(x.astype("float32"), ids)
+        # User 3 is the third of the first batch, whatever they have; and of no other one.
+        assert np.flatnonzero(np.abs(moved).max((1, 2)) > 1e-4).tolist() == [0, 4], name
+        size = np.linalg.norm(BANDED.matrix(8) @ moved.reshape(8, -1)) / BANDED.unit
+        assert 0.1 < size < clips * (1 + 1e-4), name
+
+
+def test_users_come_in_the_order_of_their_ids_whichever_examples_they_have():
+    def users(ids):
+        return [set(np.asarray(ids, object)[batch.numpy()].tolist()) for batch in
+                fixed_order(np.arange(len(ids)), 2, user_ids=ids, examples_per_user=1)]  # fmt: skip
+
+    assert users([5, 3, 9, 3, 7]) == users([3, 3, 9, 5, 7]) == [{3, 5}, {7, 9}]
+    assert users(["b", "c", "a"]) == users(np.array(["c", "b", "a", "b"], object)) == [{"a", "b"}, {"c"}]
+    assert users(np.array([("b", 1), 10, "9", "a", 2], object).tolist()[1:]) == [{2, "9"}, {10, "a"}]
+    orders = [declared_sampling(of_users()).order, declared_sampling(fixed_order((X, Y), 3)).order]
+    ids = OWNERS.copy()
+    ids[0] = 1
+    moved = fixed_order((X, Y), 3, user_ids=ids, examples_per_user=2)
+    assert orders[0] == declared_sampling(of_users()).order != declared_sampling(moved).order != orders[1] != orders[0]
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_users_in_turns_are_sampled_as_wholes():
+    ids = np.arange(2000) // 5
+    data = cyclic_poisson(ids, 4, groups=2, expected_batch_size=100, user_ids=ids, examples_per_user=3)
+    batches = [batch.numpy().reshape(-1, 3) for batch in data]
+    assert all((batch == batch[:, :1]).all() for batch in batches)
+    users = [set(batch[:, 0].tolist()) for batch in batches]
+    assert not (users[0] | users[2]) & (users[1] | users[3])
+    sizes = [len(u) for u in users]  # 400 users, two groups, a coin of 1/2: standard deviation 8.7
+    assert all(100 - 6 * 9 < size < 100 + 6 * 9 for size in sizes)
+    said = declared_sampling(data)
+    assert (said.unit, said.rows_per_unit, said.num_examples, said.min_separation) == ("user", 3, 400, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Tree", "Banded", "BLT", "cyclic"])
+def test_users_cost_what_as_many_examples_do_and_the_statement_names_them(kind):
+    data, alone = of_users(), fixed_order((X[:12], Y[:12]), 3)
+    noise = {"Tree": Tree(), "Banded": Banded(bands=2, **HOW), "BLT": BLT(**HOW)}.get(kind)
+    if kind == "cyclic":
+        noise, how = Banded(bands=2, min_separation=2, max_participations=1), {"groups": 2, "expected_batch_size": 3}
+        data = cyclic_poisson((X, Y), 4, user_ids=OWNERS, examples_per_user=2, **how)
+        alone = cyclic_poisson((X[:12], Y[:12]), 4, **how)
+    found = []
+    for batches, rows in ((data, 2), (alone, 1)):
+        budget, model = PrivacyBudget(delta=1e-5), model_of(noise, rows, expected_batch_size=3)
+        for _ in range(2):
+            model.fit(batches, callbacks=[budget], verbose=0)
+        found.append(budget)
+    users, examples = found
+    assert users.report().epsilon == examples.report().epsilon and users.epsilon() < 10
+    assert users.ledger.unit == "user" and examples.ledger.unit == "example"
+    assert "uses of one user" in str(users.report().rows) or "groups of users" in str(users.report().rows)
+    assert "The unit is a user" in str(users.report()) and "The unit is a user" not in str(examples.report())
+    loaded = tfdpfl.PrivacyLedger.from_dict(users.ledger.to_dict())
+    assert loaded.unit == "user" and loaded.epsilon(1e-5) == users.report().epsilon
+    assert "unit" not in str(examples.ledger.to_dict())  # as a release wrote it that knew no users here
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_one_training_does_not_clip_users_and_examples():
+    model = model_of(Banded(bands=2, **HOW), 2, expected_batch_size=3)
+    model.fit(of_users(), verbose=0, callbacks=[PrivacyBudget(delta=1e-5)])
+    steps = int(model.optimizer.iterations)
+    with pytest.raises(PrivacyError, match=r"different units \(example and user\).*new optimizer"):
+        model.fit(fixed_order((X, Y), 6, copies=2), verbose=0, callbacks=[PrivacyBudget(delta=1e-5)])
+    assert int(model.optimizer.iterations) == steps
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_users_in_a_fixed_order_cost_what_shuffled_ones_do_with_independent_noise():
+    budget, model = PrivacyBudget(delta=1e-5), model_of(None, 2)
+    model.fit(of_users(), epochs=2, callbacks=[budget], verbose=0)
+    epsilon = tfdpfl.compute_epsilon(
+        num_examples=12, batch_size=3, noise_multiplier=2.0, num_epochs=2, sampling="shuffle", delta=1e-5)  # fmt: skip
+    assert budget.report().epsilon == pytest.approx(epsilon, rel=1e-9) and budget.ledger.unit == "user"

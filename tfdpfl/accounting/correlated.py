@@ -12,6 +12,7 @@ from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations
 from tfdpfl.accounting.pricing import price
+from tfdpfl.accounting.run import UNITS
 from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import ERRORS, INDEPENDENT, KINDS, Noise, Uses, as_noise
@@ -50,6 +51,7 @@ class CorrelatedRun:
         itself, take turns, and an example is taken with this probability when it is its group's. None for none.
       adjacency: ``"zero_out"`` (one example contributes nothing; the default) or ``"replace_one"``; with a sampling
         rate ``"add_or_remove_one"`` (the default) or ``"zero_out"``.
+      unit: what is clipped, and what an "example" is then in all of the above: ``"example"`` or ``"user"``.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -63,6 +65,7 @@ class CorrelatedRun:
     max_participations: int | None = None
     sampling_rate: float | None = None
     adjacency: str | None = None
+    unit: str = "example"
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
@@ -80,6 +83,7 @@ class CorrelatedRun:
             put("sampling_rate", _checks.real("sampling_rate", self.sampling_rate, remedy, above=0))
             if self.sampling_rate > 1:
                 raise ValueError(f"sampling_rate={self.sampling_rate!r} is above 1: {remedy}")
+        put("unit", _checks.choice("unit", self.unit, UNITS))
         offered = ADJACENCIES_OF_BOUNDED if self.sampling_rate is None else ADJACENCIES_OF_CYCLIC
         put("adjacency", offered[0] if self.adjacency is None else self.adjacency)
         if self.adjacency not in offered:
@@ -126,9 +130,9 @@ class CorrelatedRun:
         return dp_event.SelfComposedDpEvent(use, self.participations)
 
     def text(self) -> str:
-        how = f"at most {self.participations} uses of an example, {self.min_separation} or more steps apart"
+        how = f"at most {self.participations} uses of one {self.unit}, {self.min_separation} or more steps apart"
         if self.sampling_rate is not None:
-            how = f"{self.min_separation} groups in turns, sampled at {self.sampling_rate:.4g}"
+            how = f"{self.min_separation} groups of {self.unit}s in turns, sampled at {self.sampling_rate:.4g}"
             how += "" if self.amplified else " (not in the price)"
         what = f"{self.noise.text()} noise, noise multiplier {self.noise_multiplier:.4g}"
         return f"{self.num_steps} steps with {what}: {how}"
@@ -136,6 +140,8 @@ class CorrelatedRun:
     def to_dict(self) -> Json:
         """The run as values that JSON can hold."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.unit == "example":  # as releases save it that know no other unit
+            del fields["unit"]
         return {**fields, "noise": self.noise.to_dict()}
 
     @classmethod

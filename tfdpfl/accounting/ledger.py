@@ -14,7 +14,7 @@ from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_ar
 from tfdpfl.accounting.events import event_named
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.accounting.report import PrivacyReport, report_of
+from tfdpfl.accounting.report import USERS_ARE_UNITS, PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, OLD_NAMES, SAVED_AS, UNITS, Run
 from tfdpfl.accounting.sampling import EVERY_BATCH
 from tfdpfl.errors import PrivacyError
@@ -98,6 +98,10 @@ class _Correlated:
     @property
     def steps(self) -> int:
         return self.run.num_steps
+
+    @property
+    def unit(self) -> str:
+        return self.run.unit
 
     def stated_for(self, adjacency: str) -> "DpEvent | None":
         from tfdpfl.accounting.correlated import ADJACENCIES_OF_BOUNDED, ADJACENCIES_OF_CYCLIC
@@ -442,7 +446,7 @@ class PrivacyLedger:
         Raises:
             PrivacyError: They protect different units.
         """
-        units = sorted(filter(None, {getattr(row, "unit", "example") for row in self._rows}))
+        units = sorted(filter(None, {row.unit for row in self._rows}))
         if units[1:]:
             raise PrivacyError(
                 f"the ledger's rows protect different units ({' and '.join(units)}), which do not add up: a user may "
@@ -492,6 +496,8 @@ class PrivacyLedger:
             if isinstance(row, _Applied | _Correlated) or (isinstance(row, _Counted) and row.unknown)
         ]  # fmt: skip
         runs = [dataclasses.replace(run, adjacency=adjacency) for run in [*recorded, *_added_up(counted)]]
+        if not runs and self.unit == "user":
+            notes = [*notes, USERS_ARE_UNITS]
         texts = [row.text() for row in others]
         report = report_of(runs, self.dp_event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
         if not others:

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
     from typing_extensions import Unpack
 
-__all__ = ["ADJACENCY_TEXT", "PrivacyReport", "privacy_report", "privacy_statement", "report_of", "rounded_up"]
+__all__ = [
+    "ADJACENCY_TEXT",
+    "USERS_ARE_UNITS",
+    "PrivacyReport",
+    "privacy_report",
+    "privacy_statement",
+    "report_of",
+    "rounded_up",
+]
 
 _VERSION = 1  # of `PrivacyReport.to_dict`; fields may be added to it, and none may go
 ADJACENCY_TEXT = {
@@ -36,7 +44,7 @@ _USER = (
     "No user may have more than {k} examples: this ε assumes that. Each of them is clipped by itself, and all may be "
     "in one batch."
 )
-_USERS_ARE_UNITS = (
+USERS_ARE_UNITS = (
     "The unit is a user: each is sampled with all their examples or not at all, and a batch's examples of one user "
     "are clipped as one."
 )
@@ -292,7 +300,7 @@ def _notes_on(runs: list[Run], paid: Price, delta: float, accountant: str) -> It
         if run.takes_whole_passes:
             yield _WHOLE_PASSES.format(steps=run.steps, passes=run.participations)
     if {run.unit for run in runs} == {"user"}:
-        yield _USERS_ARE_UNITS
+        yield USERS_ARE_UNITS
     if runs and runs[0].max_examples_per_user > 1:
         yield _USER.format(k=runs[0].max_examples_per_user)
     too_large = delta_warning(delta, _only({run.num_examples for run in runs}))

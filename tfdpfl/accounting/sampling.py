@@ -189,7 +189,10 @@ class Shuffled(SamplingScheme):
 
     name = "shuffle"
     adjacencies = ("zero_out", "replace_one")
-    codes = (Code(2, "zero_out"), Code(9, "zero_out", across_passes=True))
+    codes = (
+        Code(2, "zero_out"), Code(9, "zero_out", across_passes=True), Code(12, "zero_out", unit="user"),
+        Code(13, "zero_out", unit="user", across_passes=True),
+    )  # fmt: skip
     text = "every example is in exactly one batch of an epoch, as in fit; no amplification is claimed"
     note = "No batch may span two epochs (batch, then repeat): it could hold one example twice."
     once_a_pass = True
@@ -235,7 +238,7 @@ class FixedOrder(SamplingScheme):
 
     name = "fixed_order"
     adjacencies = ("zero_out", "replace_one")  # with an example more, a data set has other batches
-    codes = (Code(7, "zero_out"),)
+    codes = (Code(7, "zero_out"), Code(14, "zero_out", unit="user"))
     text = "every epoch has the same batches in the same order"
     fresh_noise = False
     once_a_pass = True
@@ -250,7 +253,7 @@ class CyclicPoisson(SamplingScheme):
 
     name = "cyclic_poisson"
     adjacencies = ("add_or_remove_one", "zero_out")
-    codes = (Code(8, "add_or_remove_one"),)
+    codes = (Code(8, "add_or_remove_one"), Code(15, "add_or_remove_one", unit="user"))
     text = "steps sample from one group of the examples after the other by independent coins"
     fresh_noise = False
     independent = True

@@ -333,7 +333,7 @@ class Sampling:
                 "batches of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
                 "steps."
             )
-        more: Data = {"unit": declared.unit} if declared.unit != "example" else {}
+        more: Data = {"unit": declared.unit}
         if declared.truncated_batch_size is not None:
             more["truncated_batch_size"] = declared.truncated_batch_size
         return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind, **more}
@@ -358,7 +358,7 @@ class Sampling:
         if declared.physical_batches > 1:
             self._check_parts(declared)
         self._check_groups(n, size, call, declared.physical_batches)
-        return {"num_examples": n, "batch_size": size, "sampling": SHUFFLED.name}
+        return {"num_examples": n, "batch_size": size, "sampling": SHUFFLED.name, "unit": declared.unit}
 
     def _check_groups(self, length: int, batch: int, call: Call, parts: int = 1) -> None:
         """That each batch, or each of the parts that it is cut into, is of whole microbatches."""
@@ -473,7 +473,9 @@ class Sampling:
             self._check_poisson()
         else:
             self._check_groups(declared.num_examples, size, call, declared.physical_batches)
-        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind}
+        return {
+            "num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind, "unit": declared.unit,
+        }  # fmt: skip
 
     def _agreed(self, declared: SamplingDeclaration, kind: str) -> int:
         """The batch size of data that say themselves how they are drawn, if what the callback was told agrees."""

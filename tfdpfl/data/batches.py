@@ -234,6 +234,11 @@ class _Units:
         """The numbers of the examples that stand for these units in a batch."""
         return units if self.users is None else self.users.some_of(units, self._each, words)
 
+    def order(self, for_workers: bool = False) -> int:
+        """A number that units in another order do not have; see `_order_of`."""
+        of_users = [] if self.users is None else [self.users.rows, self.users.starts]
+        return _order_of(self.examples, for_workers) + sum(zlib.crc32(part.tobytes()) for part in of_users)
+
 
 def _of_units(
     pipeline: _Pipeline, units: _Units, draw: Callable, declaration: SamplingDeclaration, physical_batch_size: object,
@@ -265,9 +270,8 @@ def _of_units(
         declaration, physical_batches=parts, rows_per_unit=units.rows, unit=units.name, blanks=least > 0
     )
     if strategy is not None:
-        of_users = [] if units.users is None else [units.users.rows, units.users.starts]
-        order = _order_of(units.examples, for_workers=True) + sum(zlib.crc32(part.tobytes()) for part in of_users)
-        return _of_workers(strategy, pipeline, cut, steps, least, dataclasses.replace(declaration, order=order))
+        declaration = dataclasses.replace(declaration, order=units.order(for_workers=True))
+        return _of_workers(strategy, pipeline, cut, steps, least, declaration)
     batches = pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size)
     pipeline.keep_source(batches, units.users)
     return declare(batches, declaration)
@@ -327,6 +331,8 @@ def fixed_order(
     *,
     max_participations: int | None = None,
     physical_batch_size: int | None = None,
+    user_ids: Arrays = None,
+    examples_per_user: int | None = None,
     map_fn: Callable | None = None,
     augment: Callable | None = None,
     copies: int = 1,
@@ -334,48 +340,46 @@ def fixed_order(
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of the data in their own order, the same in every pass, for correlated noise.
 
-    It guarantees that each example is in one batch of a pass, and always in the same one. So two participations are as
-    many steps apart as a pass has batches (`min_separation`), if passes are whole. If the order of the data has a
-    meaning, shuffle them once before.
+    It guarantees that each unit (an example; a user, with ``user_ids``) is in one batch of a pass, and always in the
+    same one. So two participations are as many steps apart as a pass has batches (`min_separation`), if passes are
+    whole. If the order of the data has a meaning, shuffle them once before.
+
+    Users come in the order of their ids. So the examples that a user has move no other user to another batch.
+    Neighbours have the same ids.
 
     Two data sets keep that distance from one `fit` to the next if all their examples are the same. Data on disk are not
     read to compare them: use one data set for every `fit`.
 
     Args:
         arrays_or_dataset: The data. Arguments that are not listed here: see `poisson_batches`.
-        batch_size: Examples in a batch; the last batch of a pass may have fewer.
+        batch_size: Units in a batch; the last batch of a pass may have fewer.
         max_participations: The largest number of passes with one optimizer. More passes are refused. None leaves the
             number to the length of the training.
 
     Raises:
         ValueError: as `poisson_batches`; or the last batch of a pass cannot be cut into as many parts as the others.
     """
-    examples = examples_of(arrays_or_dataset)
-    size, steps = _batches_of(batch_size, examples.number)
+    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    number = units.number
+    size, steps = _batches_of(batch_size, number, units.name)
     if max_participations is not None:
         max_participations = _positive("max_participations", max_participations, "count the passes, or leave it out")
-    copies = _positive("copies", copies, "count the rows that each example becomes")
-    number, parts = examples.number, _parts(physical_batch_size, size * copies)
-    last = number % size or size
+    last, parts = number % size or size, _parts(physical_batch_size, size * units.rows)
     if last < parts:
         raise ValueError(
             f"physical_batch_size={physical_batch_size} cuts each batch into {parts} parts, but the last batch of a "
-            f"pass has {last} examples: take a larger physical_batch_size, or another batch_size."
+            f"pass has {last} {units.name}s: take a larger physical_batch_size, or another batch_size."
         )
 
     def draw(words: Words) -> Iterator[np.ndarray]:
-        for at in range(0, number, size):
-            yield from np.array_split(np.arange(at, min(at + size, number)), parts)
+        yield from (np.arange(at, min(at + size, number)) for at in range(0, number, size))
 
-    pipeline = _Pipeline(examples, map_fn, num_parallel_calls, augment, copies)
-    dataset = pipeline.dataset(Passes(draw, None), steps * parts)
-    return declare(
-        dataset,
-        SamplingDeclaration(
-            "fixed_order", size / number, number, steps, physical_batches=parts, min_separation=steps,
-            rows_per_unit=copies, max_participations=max_participations, order=_order_of(examples),
-        ),
+    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
+    declaration = SamplingDeclaration(
+        "fixed_order", size / number, number, steps, min_separation=steps, max_participations=max_participations,
+        order=units.order(),
     )  # fmt: skip
+    return _of_units(pipeline, units, draw, declaration, physical_batch_size, "keep")
 
 
 def _order_of(examples: Examples, for_workers: bool = False) -> int:
@@ -405,32 +409,37 @@ def cyclic_poisson(
     expected_batch_size: float,
     max_participations: int | None = None,
     physical_batch_size: int | None = None,
+    user_ids: Arrays = None,
+    examples_per_user: int | None = None,
     map_fn: Callable | None = None,
+    augment: Callable | None = None,
+    copies: int = 1,
     num_parallel_calls: int | None = None,
     empty_batches: str = "auto",
 ) -> tf.data.Dataset:
-    """Returns a `tf.data.Dataset` of Poisson samples from one group of examples after the other.
+    """Returns a `tf.data.Dataset` of Poisson samples from one group of units after the other.
 
     Use it for correlated noise with as many bands as there are groups (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
-    It guarantees that each example joins one group at random, once, and independently of all others. (Groups of equal
-    size would reveal one example more.) At step t an independent coin decides for each example of group
-    ``t mod groups``. So two participations are ``groups`` steps or more apart, if passes are whole.
+    It guarantees that each unit (an example; a user, with ``user_ids``) joins one group at random, once, and
+    independently of all others. (Groups of equal size would reveal one unit more.) At step t an independent coin
+    decides for each unit of group ``t mod groups``. So two participations are ``groups`` steps or more apart, if passes
+    are whole.
 
     Args:
         arrays_or_dataset: The data. Arguments that are not listed here: see `poisson_batches`.
         steps: Batches in a pass, a multiple of ``groups``.
         groups: The number of groups.
-        expected_batch_size: Mean batch size, at most num_examples / groups. The probability of the coin is
-            ``expected_batch_size * groups / num_examples``.
-        max_participations: How often an example may take part with one optimizer. More is refused. None leaves it to
+        expected_batch_size: Mean number of units in a batch, at most the number of units / groups. The probability of
+            the coin is ``expected_batch_size * groups`` over the number of units.
+        max_participations: How often a unit may take part with one optimizer. More is refused. None leaves it to
             the length of the training.
 
     Raises:
         ValueError: as `poisson_batches`; or passes would not be whole rounds.
     """
     steps = _checked_steps(steps)
-    groups = _positive("groups", groups, "count the groups that the examples are assigned to")
+    groups = _positive("groups", groups, "count the groups that the units are assigned to")
     if steps % groups:
         raise ValueError(
             f"steps={steps} is not a multiple of groups={groups}, so some groups would begin a new pass too early: use "
@@ -438,10 +447,10 @@ def cyclic_poisson(
         )
     if max_participations is not None:
         max_participations = _positive(
-            "max_participations", max_participations, "count the uses of an example, or leave it out"
+            "max_participations", max_participations, "count the uses of a unit, or leave it out"
         )
-    units = _Units(arrays_or_dataset, None, None, 1)
-    examples, number = units.examples, units.number
+    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    number = units.number
     size = _real("expected_batch_size", expected_batch_size)
     if not 0 < size * groups <= number:
         raise ValueError(
@@ -457,7 +466,7 @@ def cyclic_poisson(
             group = members[step % groups]
             yield group[words.each(len(group), rate)]
 
-    pipeline = _Pipeline(examples, map_fn, num_parallel_calls)
+    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(
         "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations
     )
@@ -648,10 +657,10 @@ def _parts(physical_batch_size: object, expected_rows: float) -> int:
     return max(math.ceil(expected_rows / room - 1e-9), 1)
 
 
-def _batches_of(batch_size: object, number: int) -> tuple[int, int]:
-    size = _positive("batch_size", batch_size, "count the examples of a batch")
+def _batches_of(batch_size: object, number: int, unit: str = "example") -> tuple[int, int]:
+    size = _positive("batch_size", batch_size, f"count the {unit}s of a batch")
     if size > number:
-        raise ValueError(f"batch_size={size} is more than the {number} examples.")
+        raise ValueError(f"batch_size={size} is more than the {number} {unit}s.")
     return size, -(-number // size)
 
 

@@ -17,7 +17,10 @@ __all__ = ["Users", "users_of"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Users:
-    """Users and the numbers of their examples: those of user u are ``rows[starts[u]:starts[u + 1]]``."""
+    """Users and the numbers of their examples: those of user u are ``rows[starts[u]:starts[u + 1]]``.
+
+    The users' order depends on their ids alone, not on which examples they have.
+    """
 
     rows: np.ndarray
     starts: np.ndarray
@@ -90,9 +93,19 @@ _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?\s*", re.ASCI
 
 
 def _numbered(ids: Iterable[Arrays]) -> np.ndarray:
-    """Which user each id is, from 0 on."""
+    """Which user each id is, from 0 on, in the order of the ids."""
     numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(_value(i), len(numbers)) for i in ids], np.int64)
+    whose = np.array([numbers.setdefault(_value(i), len(numbers)) for i in ids], np.int64)
+    places = np.empty(len(numbers), np.int64)
+    places[[numbers[user] for user in sorted(numbers, key=_place)]] = np.arange(len(numbers))
+    return places[whose]
+
+
+def _place(user: object) -> tuple[int, Arrays]:
+    """What ids of all types are ordered by: numbers, then texts, then others."""
+    if isinstance(user, int | float | decimal.Decimal):
+        return 0, decimal.Decimal(user)
+    return (1, user) if isinstance(user, str) else (2, repr(user))
 
 
 def _value(user: object) -> Nest:

@@ -277,8 +277,25 @@ class NoiseSegments:
         how, more = training.limits(self.noise.min_separation), strays.counted
         if more:
             how = {"max_participations": how["max_participations"] + more} if "max_participations" in how else {}
-        multiplier = min(training.multiplier, strays.multiplier, self.noise_multiplier)
-        return CorrelatedRun(noise=self.noise, noise_multiplier=multiplier, num_steps=training.steps + more, **how)
+        return CorrelatedRun(
+            noise=self.noise, noise_multiplier=min(training.multiplier, strays.multiplier, self.noise_multiplier),
+            num_steps=training.steps + more, unit=unit_of(training.sampled | strays.sampled), **how,
+        )  # fmt: skip
+
+
+def unit_of(sampled: set[tuple]) -> str:
+    """Returns what was clipped in the steps of one training.
+
+    Raises:
+      PrivacyError: Not the same in all. A step that clips users bounds what a user moves, but no single example.
+    """
+    units = sorted({BY_CODE[int(sampling)][1].unit for _, sampling, *_ in sampled})
+    if units[1:]:
+        raise PrivacyError(
+            f"The steps of one training with correlated noise clip different units ({' and '.join(units)}), so no ε is "
+            "known for it. Compile the model with a new optimizer, or draw all batches with user_ids."
+        )
+    return units[0] if units else "example"
 
 
 @dataclasses.dataclass
