@@ -37,7 +37,8 @@ class Code:
     """A sampling as an optimizer saves it in its step table.
 
     Attributes:
-        number: What the table holds. Saved models hold it too, so a number keeps its meaning for ever.
+        number: What the table holds, but for the bit of 16. Saved models hold it too, so a number keeps its meaning for
+            ever.
         adjacency: The neighbours that the steps are priced for.
         unit: What is sampled and clipped.
         across_passes: Whether a batch may reach from one pass into the next, so that it may hold an example more than

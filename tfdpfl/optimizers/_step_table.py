@@ -49,7 +49,7 @@ ORIGIN, DATA, SAMPLING, NUM_EXAMPLES, BATCH_SIZE, TRUNCATED, MULTIPLIER, STEPS, 
 KEY = slice(0, STEPS)  # what tells rows apart
 
 UNKNOWN = next(number for number, (_, code) in BY_CODE.items() if code.unknown)
-DISCRETE = 16  # is added to the number of the sampling if the noise is discrete
+DISCRETE = 16  # the bit of a row's sampling that is set if the noise is discrete; no `Code` has it
 SHARED = -1.0  # the data set of a row that stands for several, made where a table is full
 _EXACT = 1 << 52  # float64 holds every whole number up to it
 
@@ -98,7 +98,7 @@ def refuse_newer(table: np.ndarray) -> None:
         _formats.refuse_newer("The optimizer's saved table of steps", saved, VERSION)
     if table.shape == (ROWS, len(COLUMNS)):
         codes = table[table[:, STEPS] > 0, SAMPLING]
-        strange = codes[~np.isin(codes % DISCRETE, list(BY_CODE)) | (codes >= 2 * DISCRETE)]
+        strange = codes[~np.isin(codes.astype(np.int64) & ~DISCRETE, list(BY_CODE))]
         for code in strange[:1]:
             raise _formats.NewerFormatError(
                 f"The optimizer's saved table of steps has batches with the sampling of number {code:.0f}, which "
@@ -316,7 +316,7 @@ def ledger_of(rows: np.ndarray) -> PrivacyLedger:
 
 
 def _sampling_of(row: np.ndarray) -> tuple[SamplingScheme, Code]:
-    return BY_CODE[int(row[SAMPLING]) % DISCRETE]
+    return BY_CODE[int(row[SAMPLING]) & ~DISCRETE]
 
 
 def _count(ledger: PrivacyLedger, row: np.ndarray) -> None:
@@ -339,5 +339,5 @@ def _count(ledger: PrivacyLedger, row: np.ndarray) -> None:
         origin += "*" if code.across_passes else ""  # not the same steps as others of this batch size
     ledger.count(
         origin, float(row[MULTIPLIER]), steps, dataset=f"{int(data):x}" if data > 0 else None,
-        **options_of(bool(row[SAMPLING] >= DISCRETE)), **known,
+        **options_of(bool(int(row[SAMPLING]) & DISCRETE)), **known,
     )  # fmt: skip
