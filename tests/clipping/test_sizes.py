@@ -131,7 +131,7 @@ def test_arrays_whose_length_the_batch_divides_train_as_others_do(name, rows):
         return [b - a for a, b in zip(model.get_weights(), before, strict=True)]
 
     free = update(tf.data.Dataset.from_tensor_slices((x, y)).batch(rows))
-    assert_close(update(x, y, batch_size=rows), free, 1e-6)
+    assert_close(update(x, y, batch_size=rows), free)
 
 
 @pytest.mark.slow
@@ -340,7 +340,7 @@ def test_variables_that_the_first_step_makes_cost_no_second_trace(built):
     x, y = normal(12, 4), normal(12, 3)
     traced.clear()
     found = model.fit(x, y, batch_size=4, verbose=0).history
-    assert traced[-2:] == [4, None] and len(traced) <= (2 if built else 3)  # Keras 3 builds by a call
+    assert traced[-1] is None and len(traced) <= (1 if built else 2)  # Keras 3 builds by a call
     np.testing.assert_allclose(found["mae"], [np.abs(model.predict(x, verbose=0) - y).mean()], rtol=1e-5)
 
 

@@ -13,13 +13,14 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.eager.polymorphic_function import tracing_compilation
 
-from tfdpfl._frames import callers
+from tfdpfl._frames import callers, trained_by
 from tfdpfl._types import Nest
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
@@ -151,35 +152,53 @@ def _unreadable(size: int, error: Exception) -> PrivacyError:
     )
 
 
+# The functions that Keras makes of a training step, and their argument that has the batch: of Keras 3, and of 2.
+_STEPS = {"one_step_on_data": "data", "run_step": "data", "train_function": "iterator"}
+_TRAINS = {"fit": True, "train_on_batch": True, "evaluate": False, "predict": False, "test_on_batch": False}
+
+
+def _expected(function: Callable, function_type: Any) -> int | None:
+    """The size of the batches that a private step of Keras will ask to have freed, or None if that is not known."""
+    name = _STEPS.get(getattr(function, "__name__", ""))
+    frame = next((f for f in callers() if f.f_code.co_name in _TRAINS and "self" in f.f_locals), None)
+    if name not in getattr(function_type, "parameters", ()) or frame is None or not _TRAINS[frame.f_code.co_name]:
+        return None
+    if not hasattr(trained_by(frame.f_locals), "_dp"):
+        return None
+    spec = function_type.parameters[name].type_constraint
+    leaves = spec.flatten() if hasattr(spec, "flatten") else tf.nest.flatten(spec._element_spec)
+    sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves if hasattr(leaf, "shape")}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def _repeating(create: Callable) -> Callable:
     """TensorFlow's way of tracing a function, which the engine may ask to repeat."""
 
     @functools.wraps(create)
     def traced(function_type, type_context, func_graph, tracing_options):
         first = tracing_options.scope_type == tracing_compilation.ScopeType.VARIABLE_CREATION
-        trace = _TRACES[func_graph] = _Trace(first)
-        try:
-            with tf.variable_creator_scope(_made_early):
-                made = create(function_type, type_context, func_graph, tracing_options)
-        except Exception:
-            if trace.asked is None:
-                raise
-        else:
-            if trace.asked is None:
-                return made
-        again = copy.copy(tracing_options)
-        again.python_function = _with_free_arguments(tracing_options.python_function)
-        func_graph = type(func_graph)(func_graph.name)
-        trace = _TRACES[func_graph] = _Trace(first, freed=trace.asked, kept=trace.kept)
-        try:
-            with tf.variable_creator_scope(_made_early):
-                return create(function_type, type_context, func_graph, again)
-        except (PrivacyError, _Again):
-            raise
-        except Exception as error:
-            if trace.read:  # the size was no matter
-                raise
-            raise _unreadable(trace.freed, error) from error
+        free = copy.copy(tracing_options)
+        free.python_function = _with_free_arguments(tracing_options.python_function)
+        trace = _Trace(first, freed=_expected(tracing_options.python_function, function_type))
+        expected = trace.freed is not None
+        while True:
+            options = tracing_options if trace.freed is None else free
+            _TRACES[func_graph] = trace
+            try:
+                with tf.variable_creator_scope(_made_early):
+                    made = create(function_type, type_context, func_graph, options)
+                if trace.asked is None and (trace.read or not expected):
+                    return made
+            except Exception as error:
+                if trace.asked is None and (trace.read or trace.freed is None):  # the size was no matter
+                    raise
+                if trace.freed is not None and not expected:
+                    if isinstance(error, PrivacyError | _Again):
+                        raise
+                    raise _unreadable(trace.freed, error) from error
+            # Free where the engine asked for it; and as it is where this was expected, and no loss was read.
+            trace, expected = _Trace(first, freed=trace.asked, kept=trace.kept), False
+            func_graph = type(func_graph)(func_graph.name)
 
     return traced
 
