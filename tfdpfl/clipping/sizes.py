@@ -166,7 +166,8 @@ def _expected(function: Callable, function_type: Any) -> int | None:
     if not hasattr(trained_by(frame.f_locals), "_dp"):
         return None
     spec = function_type.parameters[name].type_constraint
-    leaves = spec.flatten() if hasattr(spec, "flatten") else tf.nest.flatten(spec._element_spec)
+    flatten = getattr(spec, "flatten", getattr(spec, "_flatten", list))  # the latter before TensorFlow 2.15
+    leaves = tf.nest.flatten(spec._element_spec) if hasattr(spec, "_element_spec") else flatten()
     sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves if hasattr(leaf, "shape")}
     return sizes.pop() if len(sizes) == 1 else None
 
