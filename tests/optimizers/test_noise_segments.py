@@ -12,9 +12,10 @@ from tfdpfl.optimizers._noise_segments import COLUMNS, ID, ROWS, STEP, NoiseSegm
 def test_only_samplings_that_keep_uses_apart_limit_them():
     rows = {code: {(0.0, float(code), 48.0, 12.0, 0.0)} for code in BY_CODE}
     limits = {code: _Training(steps=6, passes=3, sampled=row).limits(2) for code, row in rows.items()}
-    assert limits.pop(SHUFFLED.code()) == {"max_participations": 3}
-    assert limits.pop(FIXED_ORDER.code()) == {"min_separation": 4, "max_participations": 3}
-    assert limits.pop(CYCLIC_POISSON.code()) == {"min_separation": 2, "sampling_rate": 0.5}
+    for unit in ("example", "user"):
+        assert limits.pop(SHUFFLED.code(unit=unit)) == {"max_participations": 3}
+        assert limits.pop(FIXED_ORDER.code(unit=unit)) == {"min_separation": 4, "max_participations": 3}
+        assert limits.pop(CYCLIC_POISSON.code(unit=unit)) == {"min_separation": 2, "sampling_rate": 0.5}
     assert not any(limits.values())
 
 
