@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from scipy.optimize import brentq
 from scipy.stats import binom, norm
 
-from tfdpfl import AdaptiveClip, PrivacyError, compute_epsilon
+from tfdpfl import AdaptiveClip, PrivacyError, compute_epsilon, federated
 from tfdpfl.accounting import fixed_size
 from tfdpfl.accounting.pricing import Price
 from tfdpfl.cli import main
@@ -520,3 +521,11 @@ def test_examples_of_a_client_pay_for_the_trainings_that_it_was_in():
     # a: 4 uses, b: 1 + 5, c: 1.
     total = total_price([(promise, first), (promise, second)], 1e-5)
     assert gaussian_delta(total.epsilon, math.sqrt(6) / 2) == pytest.approx(1e-5, rel=0.02)
+
+
+def test_what_the_page_says_stays_without_tff_is_there_on_both_stacks():
+    page = (ROOT / "docs" / "federated.md").read_text()
+    stays = re.search(r"These names need no TFF, and stay:(.*?)\. So", page, re.S)[1]
+    names = re.findall(r"`(\w+)`", stays)
+    assert len(names) > 10 and all(hasattr(federated, name) for name in names)
+    assert {"ClientLevel", "PoissonClientSampler"} <= set(dir(federated))
