@@ -381,8 +381,12 @@ class Federation:
     def __exit__(self, *why) -> None:
         for name in self.running:
             self.kill(name)
-        for process in of_folder(self.folder):  # whose parents were killed
-            os.kill(process, signal.SIGKILL)
+        until = time.monotonic() + 60  # what was killed takes a moment to end, on a busy machine
+        while (orphans := of_folder(self.folder)) and time.monotonic() < until:
+            for process in orphans:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.1)
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
         with open(self.folder / f"{name}.log", "ab") as log:
