@@ -141,9 +141,33 @@ def terms_of_sums(x):
     return h + g
 
 
+def a_mean_beside(x):
+    """A loop that carries a mean of the batch, and lists as a tape's, which the result does not take."""
+
+    def turn(t, step, state):
+        h, mean, items = state
+        h = tf.tanh(step @ A + h @ R)
+        items = tf.raw_ops.TensorListPushBack(input_handle=items, tensor=tf.reduce_mean(h, 0))
+        return h, mean + tf.reduce_mean(h), items
+
+    none = tf.raw_ops.EmptyTensorList(element_shape=[U], max_num_elements=-1, element_dtype=tf.float32)
+    return over_time(x, turn, (zeros(x), tf.constant(0.0), none))[0]
+
+
+def states_of_earlier_turns(x):
+    """A turn reads a list that nothing takes after the loop."""
+    items = tf.TensorArray(tf.float32, T + 1, clear_after_read=False, element_shape=[None, U]).write(0, zeros(x))
+
+    def turn(t, step, state):
+        h = tf.tanh(step @ A + state[1].read(t) @ R)
+        return h, state[1].write(t + 1, h)
+
+    return over_time(x, turn, (zeros(x), items))[0]
+
+
 OPENED = {f.__name__: f for f in (several_ways, normalised, made_of_weights, with_memory, fewer_turns, by_map, by_scan,
                                   two_loops, rows_of_an_example, a_loop_in_a_call, own_gradient,
-                                  terms_of_sums)}  # fmt: skip
+                                  terms_of_sums, a_mean_beside, states_of_earlier_turns)}  # fmt: skip
 
 
 def without_a_limit(x):
@@ -253,6 +277,28 @@ def test_loop_of_which_neither_is_possible_is_refused(f):
         PrivacyError, match=r"While.*uses weights and cannot be run on one example alone.*Write the layer"
     ):
         check(lambda x: example_losses(f(x)), X, used(f))
+
+
+@pytest.mark.parametrize("taken", ["mean", "grown by the mean", "turns by the mean"])
+def test_what_mixes_examples_in_a_loop_is_refused_where_it_reaches_the_result(taken):
+    def losses(x):
+        limit = tf.constant(float(T))
+
+        def turn(t, step, state):
+            h, mean = state
+            h = tf.tanh(step @ A + h @ R)
+            mean += 2 + tf.reduce_mean(h)
+            return (h + mean if taken == "grown by the mean" else h), mean
+
+        if taken == "turns by the mean":
+            h = tf.while_loop(lambda h, mean: mean < limit, lambda h, mean: turn(0, x[:, 0], (h, mean)),
+                              (zeros(x), tf.constant(0.0)))[0]  # fmt: skip
+        else:
+            h, mean = over_time(x, turn, (zeros(x), tf.constant(0.0)))
+        return example_losses(h + mean if taken == "mean" else h)
+
+    with pytest.raises(PrivacyError, match="Mean"):
+        check(losses, X, [A, R])
 
 
 def dropped(x):

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl import PrivacyError
+from tfdpfl.clipping import weight_uses
 
 K = tf.keras
 L = K.layers
@@ -51,7 +52,7 @@ def step_of(model, optimizer, between=lambda grads, variables, loss: grads, appl
     return lambda: step(tf.constant(X), tf.constant(Y))
 
 
-class Own(K.Sequential):
+class OwnStep:
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
@@ -59,6 +60,14 @@ class Own(K.Sequential):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         return {"loss": loss}
+
+
+class Own(OwnStep, K.Sequential):
+    """A sequence of layers with a step of its own."""
+
+
+class OwnModel(OwnStep, K.Model):
+    """A graph of layers with a step of its own."""
 
 
 @pytest.mark.slow
@@ -69,6 +78,78 @@ def test_a_train_step_that_applies_a_tapes_gradients_is_taken_as_it_is():
     update = c.update_of(model, lambda: model.fit(X, Y, batch_size=12, shuffle=False, verbose=0))
     assert_same(update, moved(c.clipped_sum(c.weights(), X, Y, CLIP)))
     assert model.optimizer.num_dp_steps == 1
+
+
+STEPS, WORDS = 5, 7
+ROWS = np.random.default_rng(3).normal(size=(12, STEPS, c.WIDTH)).astype("float32")
+
+
+def recurrent(layers):
+    return Own([K.Input((STEPS, c.WIDTH)), *layers, L.Dense(c.CLASSES)])
+
+
+def masked():
+    return Own([K.Input((STEPS,), dtype="int32"), L.Embedding(WORDS, 3, mask_zero=True), L.GRU(4), L.Dense(c.CLASSES)])
+
+
+def two_in_turn():
+    inputs = K.Input((STEPS, c.WIDTH))
+    outputs, state, _ = L.LSTM(3, return_sequences=True, return_state=True)(inputs)
+    outputs = L.Concatenate()([L.GRU(3)(outputs), state])
+    return OwnModel(inputs, L.Dense(c.CLASSES)(outputs))
+
+
+class Loop(L.Layer):
+    """A loop of the user's own: a matrix on each row, until the last."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 3), initializer="glorot_uniform", name="w")
+        self.u = self.add_weight(shape=(3, 3), initializer="glorot_uniform", name="u")
+
+    def call(self, x):
+        rows, state = tf.transpose(x, [1, 0, 2]), tf.zeros([tf.shape(x)[0], 3])
+        turn = lambda i, s: (i + 1, tf.tanh(tf.gather(rows, i) @ self.w + s @ self.u))
+        return tf.while_loop(lambda i, s: i < tf.shape(rows)[0], turn, (0, state))[1]
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 3)
+
+
+LOOPS = {
+    "lstm": lambda: recurrent([L.LSTM(3)]),
+    "gru": lambda: recurrent([L.GRU(3, reset_after=False)]),
+    "simple": lambda: recurrent([L.SimpleRNN(3, return_sequences=True), L.GlobalAveragePooling1D()]),
+    "both ways": lambda: recurrent([L.Bidirectional(L.LSTM(2))]),
+    "masked": masked,
+    "two in turn": two_in_turn,
+    "of the user's own": lambda: recurrent([Loop()]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.both_stacks] * (k in ("lstm", "masked"))) for k in LOOPS]
+)
+def test_a_loop_whose_gradient_a_tape_took_is_opened_as_others_are(kind, monkeypatch):
+    """For its backward pass a tape lets a loop fill lists, with what mixes the examples (a shape, a sum), too."""
+    monkeypatch.setattr(weight_uses, "Replay", None)  # no loop is left to the fallback
+    model, data = LOOPS[kind](), ROWS
+    if kind == "masked":
+        data = np.random.default_rng(0).integers(0, WORDS, (12, STEPS))
+    model.compile(sgd(), loss=c.cross_entropy())
+    weights = model.get_weights()
+
+    def gradient(i):
+        with tf.GradientTape() as tape:
+            loss = c.cross_entropy()(Y[i : i + 1], model(data[i : i + 1], training=True))
+        found = tape.gradient(loss, [getattr(v, "_value", v) for v in model.trainable_variables])
+        return [tf.convert_to_tensor(g).numpy() for g in found]
+
+    each = [gradient(i) for i in range(12)]
+    factors = [min(1, CLIP / np.linalg.norm(c.flat(g))) for g in each]
+    sums = [sum(f * g[k] for f, g in zip(factors, each, strict=True)) for k in range(len(weights))]
+    model.fit(data, Y, batch_size=12, shuffle=False, verbose=0)
+    assert_same([a - b for a, b in zip(model.get_weights(), weights, strict=True)], moved(sums))
 
 
 def test_the_noise_is_there():

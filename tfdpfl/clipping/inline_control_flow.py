@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -24,7 +24,7 @@ from tfdpfl.clipping.gradients import compiled
 from tfdpfl.clipping.graph import CALLS, constant, gradient_function, inner_call, key
 from tfdpfl.clipping.ops.random import DRAWS
 from tfdpfl.clipping.registry import RULES
-from tfdpfl.clipping.states import Batch, Items, Public, weighs
+from tfdpfl.clipping.states import Batch, Items, Mixed, Public, weighs
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
 
@@ -163,20 +163,22 @@ class InlinedControlFlow:
         self.turns: list[UnrolledLoop] = []
         self.loops: set[str] = set()
         record = graph_tools.record_of(analysis.graph)
-        for op in graph_tools.ancestors(targets).values():
+        path = graph_tools.ancestors(targets).values()
+        taken = _taken(path, targets)
+        for op in path:
             if op.name not in analysis.ops or not self._to_open(op, analysis):
                 continue
             check_unwritten(op, analysis)
             kept, before = len(self.turns), set(self.loops)
             try:
-                made = self._opened(op, analysis, {})
+                made = self._opened(op, analysis, {}, taken)
             except Closed:
                 del self.turns[kept:]
                 continue
             draws = bool(side_effects([op]))
             if draws:
                 record.drawn |= self.loops - before
-            for old, new in zip(op.outputs, made, strict=True):
+            for old, new in _pairs(op, made):
                 graph_tools.replace(old, new, for_good=draws)
                 self.now[key(old)] = new
             # It is left whole: gradients may be taken of it yet, and another plan may find it used again.
@@ -192,26 +194,36 @@ class InlinedControlFlow:
             (inner := inner_call(op)) and inner[0].type in RULES
         )
 
-    def _opened(self, op: tf.Operation, a: BatchAxis, now: dict) -> list[tf.Tensor]:
+    def _opened(self, op: tf.Operation, a: BatchAxis, now: dict, taken: set) -> list[tf.Tensor | None]:
+        """What stands for the op's outputs; None for those that nothing asks for (`_taken`)."""
         given = [now.get(key(t), t) for t in op.inputs]
-        return self._call(op, a, given) if op.type in CALLS else self._loop(op, a, given)
+        mixed = {key(t) for t in op.outputs if isinstance(a[t], Mixed)}
+        if mixed & taken:
+            raise Closed
+        wanted = [
+            i for i, t in enumerate(op.outputs) if key(t) in taken or (t.dtype != tf.variant and key(t) not in mixed)
+        ]
+        return self._call(op, a, given, wanted) if op.type in CALLS else self._loop(op, a, given, wanted)
 
-    def _call(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _call(
+        self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor], wanted: list[int]
+    ) -> list[tf.Tensor | None]:
         inner, outputs, body = a.body(op, "f", list(op.inputs), [a[t] for t in op.inputs])
         now = {key(t): g for t, g in zip(body.inputs, given, strict=True)}
-        results = body.outputs[: len(op.outputs)]  # a gradient that was taken before may have added some
-        for inside in _path(body, results):
+        results = [body.outputs[i] for i in wanted]
+        path = _path(body, results)
+        taken = _taken(path, results)
+        for inside in path:
             if self._to_open(inside, inner):
-                made = self._opened(inside, inner, now)
+                made = self._opened(inside, inner, now, taken)
             elif _needs_xla(op, inside):
                 made = _compiled(inside, now)
             else:
                 made = _copied(inside, now, body)
-            now.update({key(t): m for t, m in zip(inside.outputs, made, strict=True)})
-        made = [now[key(t)] for t in results]
-        if [self.a[t] for t in made] != outputs[: len(made)]:
+            now.update({key(t): m for t, m in _pairs(inside, made)})
+        if any(self.a[now[key(body.outputs[i])]] != outputs[i] for i in wanted):
             raise Closed
-        return made
+        return [now[key(t)] if i in wanted else None for i, t in enumerate(body.outputs[: len(op.outputs)])]
 
     def _most_turns(self, cond: tf.Graph, body: tf.Graph, varies: list[int], given: list[tf.Tensor]) -> tf.Tensor:
         """How often a loop may run: it goes on only while a counter is below a limit."""
@@ -242,29 +254,35 @@ class InlinedControlFlow:
             raise Closed
         return found[0]
 
-    def _loop(self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _loop(
+        self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor], wanted: list[int]
+    ) -> list[tf.Tensor | None]:
         states = [a[t] for t in op.outputs]
         inner, _, body = a.body(op, "body", list(op.inputs), states)
         _, _, cond = a.body(op, "cond", list(op.inputs), states)
-        ends = [graph_tools.source(y) for y in body.outputs]
-        varies = [i for i, (x, y) in enumerate(zip(body.inputs, ends, strict=True)) if key(x) != key(y)]
-        path, test = _path(body, body.outputs), _path(cond, cond.outputs)
+        pairs = enumerate(zip(body.inputs, map(graph_tools.source, body.outputs), strict=True))
+        varies = [i for i, (x, y) in pairs if key(x) != key(y)]
+        test = _path(cond, cond.outputs)
+        carried = _carried(body, varies, {*wanted, *_inputs_of(cond, cond.outputs)})
+        ends = [body.outputs[i] for i in carried]
+        path = _path(body, ends)
         uses = [o for o in path if _uses(o, inner)]
         count = self._most_turns(cond, body, varies, given)
         most = None if (known := constant(count)) is None else int(known)
-        fed, outside = _taken_in(uses, inner, body, {i: g for i, g in enumerate(given) if i not in varies})
+        same = {i: g for i, g in enumerate(given) if i not in varies}
+        fed, outside = _taken_in(uses, inner, body, same)
 
         def reserved(t: tf.Tensor) -> tf.Tensor:
             shape = _element(t, getattr(inner[t], "rows", None) or 1, self.batch_size)
             return tf.raw_ops.TensorListReserve(element_shape=shape, num_elements=count, element_dtype=t.dtype)
 
-        sums = [_sum_of(o.outputs[0], path, body, inner) for o in uses]
+        sums = [_sum_of(o.outputs[0], path, ends, inner) for o in uses]
         probes = {key(t): reserved(t) for t in sums}
         kept = [reserved(t) for t in fed.values()]
 
         def begin(graph: tf.Graph, values: list[tf.Tensor]) -> Made:
-            now = {key(x): g for x, g in zip(graph.inputs, given, strict=True)}
-            now.update({key(graph.inputs[i]): v for i, v in zip(varies, values, strict=True)})
+            now = {key(graph.inputs[i]): g for i, g in same.items()}
+            now.update({key(graph.inputs[i]): v for i, v in zip(carried, values, strict=True)})
             return now
 
         def goes_on(turn, values, lists):
@@ -277,23 +295,23 @@ class InlinedControlFlow:
                 tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=tf.stop_gradient(now[k]))
                 for items, k in zip(lists, fed, strict=True)
             ]
-            return turn + 1, [now[key(body.outputs[i])] for i in varies], lists
+            return turn + 1, [now[key(y)] for y in ends], lists
 
         self.a.run(given)
         _, values, lists = tf.while_loop(
             goes_on,
             one_turn,
-            (tf.constant(0), [given[i] for i in varies], kept),
+            (tf.constant(0), [given[i] for i in carried], kept),
             shape_invariants=(
                 tf.TensorShape([]),
-                [body.inputs[i].shape for i in varies],
+                [body.inputs[i].shape for i in carried],
                 [tf.TensorShape([])] * len(kept),
             ),
             parallel_iterations=op.get_attr("parallel_iterations"),
             maximum_iterations=most,  # XLA wants to know
         )
-        made = list(given)
-        for i, v in zip(varies, values, strict=True):
+        made = [same.get(i) for i in range(len(given))]
+        for i, v in zip(carried, values, strict=True):
             made[i] = v
             self.a.declare_state(v, states[i])
             self.loops.add(v.op.name)
@@ -302,6 +320,31 @@ class InlinedControlFlow:
             inputs, states = [at[key(t)] for t in o.inputs], [inner[t] for t in o.inputs]
             self.turns.append(UnrolledLoop(o, inputs, states, probes[key(total)], most, self.batch_size))
         return made
+
+
+def _taken(ops: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> set[tuple[str, int]]:
+    """Keys of what the ops take in, and of the results."""
+    return {key(t) for o in ops for t in o.inputs} | {key(t) for t in results}
+
+
+def _pairs(op: tf.Operation, made: Sequence[tf.Tensor | None]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """The op's outputs that something was made for, and what."""
+    return [(t, m) for t, m in zip(op.outputs, made, strict=True) if m is not None]
+
+
+def _inputs_of(function: tf.Graph, results: Sequence[tf.Tensor]) -> set[int]:
+    """Places of a function's inputs that these of its tensors are computed of."""
+    taken = _taken(graph_tools.ancestors(results).values(), results)
+    return {i for i, t in enumerate(function.inputs) if key(t) in taken}
+
+
+def _carried(body: tf.Graph, varies: list[int], wanted: set[int]) -> list[int]:
+    """Places of what a loop must carry from turn to turn to make what is wanted."""
+    carried: set[int] = set()
+    while more := (wanted & set(varies)) - carried:
+        carried |= more
+        wanted = _inputs_of(body, [body.outputs[i] for i in carried])
+    return sorted(carried)
 
 
 def _taken_in(
@@ -354,11 +397,11 @@ def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
     return path
 
 
-def _sum_of(t: tf.Tensor, path: list[tf.Operation], body: tf.Graph, a: BatchAxis) -> tf.Tensor:
+def _sum_of(t: tf.Tensor, path: list[tf.Operation], ends: list[tf.Tensor], a: BatchAxis) -> tf.Tensor:
     """The last of the sums that t [batch, ...] is a term of and nothing else: they have its gradient."""
     while True:
         users = [o for o in path if any(key(i) == key(t) for i in o.inputs)]
-        if len(users) != 1 or any(key(y) == key(t) for y in body.outputs):
+        if len(users) != 1 or any(key(y) == key(t) for y in ends):
             return t
         (user,) = users
         y, others = user.outputs[0], [i for i in user.inputs if key(i) != key(t)]

@@ -54,8 +54,9 @@ def cudnn_loop(view, op, states):
     return mixed(op, "runs its loop in a kernel of cuDNN")
 
 
-@batching_rule("While", "StatelessWhile", any_rank=True)
+@batching_rule("While", "StatelessWhile", any_rank=True, mixed=True)
 def loop(view, op, states):
+    """A mixed value among those that a loop carries mixes only what is computed of it: a tape adds lists of its own."""
     states = list(states)
     inputs = list(op.inputs)
     for i, (t, s) in enumerate(zip(inputs, states, strict=True)):
@@ -66,9 +67,6 @@ def loop(view, op, states):
     for _ in range(2 * len(states) + 2):
         _, out, _ = view.body(op, "body", inputs, states)
         joined = [join(op, t, s, o) for t, s, o in zip(inputs, states, out, strict=True)]
-        for s in joined:
-            if isinstance(s, Mixed):
-                return [s] * len(op.outputs)
         if joined == states:
             break
         states = joined
@@ -76,7 +74,8 @@ def loop(view, op, states):
         return mixed(op, "is not known to keep examples apart")
     _, (condition,), _ = view.body(op, "cond", inputs, states)
     if not is_batch_free(condition):
-        return [mixed(op, "runs for as many turns as the data says")] * len(op.outputs)
+        found = [s for s in states if isinstance(s, Mixed)]
+        return [found[0] if found else mixed(op, "runs for as many turns as the data says")] * len(op.outputs)
     return states
 
 
