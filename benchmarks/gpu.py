@@ -133,9 +133,9 @@ def compare_steps(name: str, size: int, xla: bool, clock: Callable[[], float], o
 
 def step_rows(options: Any) -> Iterator[list[str]]:
     """Yields the rows of the table of steps, until the time is over. A row that fails says how."""
-    for size, xla, policy in itertools.product(options.batches, (False, True), POLICIES):
+    for size, xla, policy in itertools.product(options.batches, options.xla, POLICIES):
         for name, (kind, device) in itertools.product(options.models, devices(options.devices)):
-            row = [kind, name, str(size), policy.removeprefix("mixed_"), "yes" if xla else "no"]
+            row = [kind, name, str(size), policy.removeprefix("mixed_"), xla]
             if time.monotonic() > options.deadline:
                 return
             if device is None:
@@ -146,7 +146,7 @@ def step_rows(options: Any) -> Iterator[list[str]]:
             clock = time.process_time if kind == "CPU" else time.perf_counter
             try:
                 with steps_on(device):
-                    cells = compare_steps(name, size, xla, clock, options)
+                    cells = compare_steps(name, size, xla == "yes", clock, options)
             except Exception as error:
                 cells = [f"fails: {type(error).__name__}", "", "", "", ""]
                 print(error, file=sys.stderr)
@@ -304,6 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after these, no row of steps begins")
     parser.add_argument("--models", type=lambda text: text.split(","), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--batches", type=lambda text: [int(size) for size in text.split(",")])
+    parser.add_argument("--xla", type=lambda text: text.split(","), default=["no", "yes"], help="no, yes")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=30, help="most steps a round")
     parser.add_argument("--round-seconds", type=float, help="slow models do fewer steps a round, at least one")
