@@ -90,7 +90,14 @@ def by_way_of_another(self, x):
     tf.function(lambda: tf.function(lambda: SEEN.assign(of(x)))())()
 
 
+def for_each_example(do):
+    """A loop in a loop, which turns for each example."""
+    turn = lambda self: lambda i: [i + 1 + tf.cast(0 * tf.reduce_sum(do(self)), tf.int32)]
+    return lambda self, x: tf.map_fn(lambda row: tf.while_loop(lambda i: i < 2, turn(self), [0])[0], x, tf.int32)
+
+
 LEAKS = {
+    "in a loop in a loop": (dict(after=for_each_example(lambda self: raw(self.dense.bias).assign_add([1.0]))), "bias"),
     "learning rate before": (dict(before=lambda self, x: learning_rate(self.optimizer).assign(of(x))), "learning_rate"),
     "learning rate after": (dict(after=lambda self, x: learning_rate(self.optimizer).assign_add(of(x))), "_rate"),
     "weight before": (dict(before=lambda self, x: raw(self.dense.bias).assign_add([of(x)])), "bias"),
@@ -151,6 +158,7 @@ def test_a_leak_beside_the_loss_is_refused_before_the_first_update(name, compile
 
 PUBLIC = {
     "nothing": {},
+    "a read in a loop in a loop": dict(after=for_each_example(lambda self: raw(self.dense.bias).read_value())),
     "a schedule": dict(before=lambda self, x: learning_rate(self.optimizer).assign(
         0.1 / (1.0 + tf.cast(self.optimizer.iterations, tf.float32)))),
     "a projection": dict(after=lambda self, x: raw(self.dense.kernel).assign(
@@ -163,7 +171,7 @@ PUBLIC = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "compiled"), [
-    ("two steps", AT_ONCE), ("a step every second time", {}),
+    ("two steps", AT_ONCE), ("a step every second time", {}), ("a read in a loop in a loop", {}),
     *[pytest.param(*case, marks=pytest.mark.one_stack) for case in [
         ("two steps", {}), ("a step every second time", AT_ONCE), ("a projection", {}), ("a schedule", AT_ONCE)]],
 ])  # fmt: skip

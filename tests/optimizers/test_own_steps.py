@@ -133,9 +133,11 @@ LOOPS = {
 def test_a_loop_whose_gradient_a_tape_took_is_opened_as_others_are(kind, monkeypatch):
     """For its backward pass a tape lets a loop fill lists, with what mixes the examples (a shape, a sum), too."""
     monkeypatch.setattr(weight_uses, "Replay", None)  # no loop is left to the fallback
-    model, data = LOOPS[kind](), ROWS
-    if kind == "masked":
-        data = np.random.default_rng(0).integers(0, WORDS, (12, STEPS))
+    data = np.random.default_rng(0).integers(0, WORDS, (12, STEPS)) if kind == "masked" else ROWS
+    assert_moves_by_the_clipped_sum(LOOPS[kind](), data)
+
+
+def assert_moves_by_the_clipped_sum(model, data):
     model.compile(sgd(), loss=c.cross_entropy())
     weights = model.get_weights()
 
@@ -150,6 +152,28 @@ def test_a_loop_whose_gradient_a_tape_took_is_opened_as_others_are(kind, monkeyp
     sums = [sum(f * g[k] for f, g in zip(factors, each, strict=True)) for k in range(len(weights))]
     model.fit(data, Y, batch_size=12, shuffle=False, verbose=0)
     assert_same([a - b for a, b in zip(model.get_weights(), weights, strict=True)], moved(sums))
+
+
+class Endless(L.Layer):
+    """A loop without a limit, which only the fallback can differentiate for each example."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], shape[-1]), initializer="glorot_uniform", name="w")
+
+    def call(self, x):
+        turn = lambda n, s: (n - 1, tf.tanh(s @ self.w))
+        return tf.while_loop(lambda n, s: tf.reduce_sum(n) > 0, turn, (tf.constant([3]), x))[1]
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+@pytest.mark.parametrize("kind", [Own, K.Sequential])
+def test_a_loop_that_is_left_to_the_fallback_trains(kind):
+    """The fallback reads the weight in a loop within a loop, as often as there are examples, and writes nothing."""
+    assert_moves_by_the_clipped_sum(kind([K.Input((c.WIDTH,)), Endless(), L.Dense(c.CLASSES)]), X)
 
 
 def test_the_noise_is_there():

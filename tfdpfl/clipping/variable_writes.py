@@ -18,23 +18,33 @@ __all__ = ["check_unwritten", "side_effects", "tainted", "tainted_read"]
 WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTable(Insert|Remove|Import)|^RngSkip")
 
 
-def may_write(op: tf.Operation) -> bool:
-    """Whether an op that takes in a variable may write to it, as far as its type tells."""
-    return op.type in BODIES or bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
-
-
 def assigns(op: tf.Operation, at: int) -> bool:
-    """Whether an op, or what it runs, writes to the variable that is its input number ``at``."""
+    """Whether an op, or what it runs, may write to the variable that is its input number ``at``."""
     if op.type not in BODIES:
-        return may_write(op)
-    inside = [body.inputs[at - op.type.endswith("If")] for body in body_graphs(op)]
+        return bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
+    at -= op.type.endswith("If")
+    turns = op.type.endswith("While")
+    return any(_is_assigned(body.inputs[at]) or (turns and _moves(body)) for body in body_graphs(op))
+
+
+def _is_assigned(handle: tf.Tensor) -> bool:
+    """Whether any op of the graph may write to a variable."""
     return any(
-        assigns(user, i)
-        for t in inside
-        for user in t.consumers()
+        (key(each) == key(handle) and assigns(user, i)) or any(_is_assigned(y) for y in _passed_on(user))
+        for user in handle.consumers()
         for i, each in enumerate(user.inputs)
-        if key(each) == key(t)
     )
+
+
+def _passed_on(op: tf.Operation) -> list[tf.Tensor]:
+    """Variables that an op gives out, which may be those that it takes in."""
+    return [y for y in op.outputs if y.dtype == tf.resource]
+
+
+def _moves(body: tf.Graph) -> bool:
+    """Whether the body of a loop hands variables to the next turn in other places than it was given them in."""
+    pairs = zip(body.inputs, body.outputs, strict=False)
+    return any(y.dtype == tf.resource and key(graph_tools.source(y)) != key(x) for x, y in pairs)
 
 
 def side_effects(ops: Iterable[tf.Operation]) -> set[str]:
@@ -120,10 +130,10 @@ def writes(view: BatchAxis, handles: set[State]) -> Iterable[tuple[tf.Operation,
     if view.writers is None:
         view.writers = []
         for op in view.graph.get_operations():
-            resources = [t for t in op.inputs if t.dtype == tf.resource]
-            if not resources or op.type in ("ReadVariableOp", "ResourceGather"):
+            if op.type in ("ReadVariableOp", "ResourceGather"):
                 continue
-            if may_write(op):
+            resources = [t for i, t in enumerate(op.inputs) if t.dtype == tf.resource and assigns(op, i)]
+            if resources:
                 view.writers.append((op, resources))
     for op, resources in view.writers:
         mine = handles.intersection(map(view.handle, resources))
@@ -163,12 +173,7 @@ def flows_by_public_values(view: BatchAxis, op: tf.Operation, states: list[State
 def written_since(op: tf.Operation, view: BatchAxis) -> tf.Operation | None:
     """Returns what was made after a loop or a call, and writes to a variable that it takes in."""
     handles = {view.handle(t) for t in op.inputs if t.dtype == tf.resource}
-    for later, mine in writes(view, handles):
-        if later._id > op._id and any(
-            assigns(later, i) for i, t in enumerate(later.inputs) if t.dtype == tf.resource and view.handle(t) in mine
-        ):
-            return later
-    return None
+    return next((later for later, _ in writes(view, handles) if later._id > op._id), None)
 
 
 def check_unwritten(op: tf.Operation, analysis: BatchAxis) -> None:
