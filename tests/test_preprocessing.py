@@ -13,7 +13,7 @@ from tfdpfl import DPSGD, preprocessing
 from tfdpfl.accounting import PrivacyLedger, price
 from tfdpfl.accounting.events import thresholded
 from tfdpfl.callbacks import PrivacyBudget
-from tfdpfl.callbacks._statistics import uncovered_statistics
+from tfdpfl.callbacks._uncovered import uncovered_statistics
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 

@@ -37,7 +37,7 @@ from tfdpfl.callbacks._fits import (
     weights_of,
 )
 from tfdpfl.callbacks._sampling import Sampling
-from tfdpfl.callbacks._statistics import uncovered_statistics
+from tfdpfl.callbacks._uncovered import choices_by_public_figures, uncovered_choices, uncovered_statistics
 from tfdpfl.clipping.models import saved_weights
 from tfdpfl.data import declared_sampling
 from tfdpfl.errors import PrivacyError
@@ -366,7 +366,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
         self._say_whose_weights(fit.model, ledger)
         self._say_what_batches_hold(fit)
-        for sentence in uncovered_statistics(fit.model, ledger):
+        for sentence in [*uncovered_statistics(fit.model, ledger), *uncovered_choices(fit_arguments(self.model))]:
             self._say(sentence)
         self._note_conditions(fit)
 
@@ -405,6 +405,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def _note_conditions(self, fit: Fit) -> None:
         """Notes what ε relies on."""
         optimizer = fit.optimizer
+        self._spent.notes |= dict.fromkeys(choices_by_public_figures(fit_arguments(self.model)))
         if fit.own:
             self._spent.notes[_ROWS] = None
         if fit.own and not fit.whole:

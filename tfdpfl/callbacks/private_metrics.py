@@ -15,6 +15,7 @@ from tfdpfl._types import Arrays, Dataset, Keywords, Loss, Model
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.callbacks._fits import RELEASED, fit_arguments, length, running_models
+from tfdpfl.callbacks._uncovered import NO_DATA
 from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling, examples_of, fixed_order, source_of, users_of
 from tfdpfl.errors import PrivacyError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PrivateMetrics"]
 
-_NO_DATA = frozenset(("epsilon", "lr", "learning_rate"))  # logs that no example is in
 _MADE_UP = 8  # examples, on which metrics are tried
 
 
@@ -166,6 +166,10 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
         return self.ledger.promises(delta)
 
+    def hides(self, name: str) -> bool:
+        """Returns whether the other callbacks do not see the figure of this name as Keras measures it."""
+        return name not in NO_DATA | self.keep
+
     # -- Keras's hooks ---------------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -217,9 +221,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
 
     def _hide(self, logs: dict | None, prefix: str = "") -> None:
         """Removes what Keras measured, which it names without ``prefix`` while it evaluates validation data."""
-        shown = self.keep if prefix else _NO_DATA | self.keep
         for name in list(logs or {}) if self._hides else []:
-            if logs is not None and prefix + name not in shown:
+            if logs is not None and self.hides(prefix + name):
                 del logs[name]
 
     # -- what is released ------------------------------------------------------------------------------------

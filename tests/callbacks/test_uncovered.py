@@ -1,0 +1,51 @@
+"""What ε does not cover is named: callbacks that decide by figures which Keras measures without noise."""
+
+import conftest as c
+import pytest
+import tensorflow as tf
+
+import tfdpfl
+from tfdpfl.callbacks import PrivacyBudget, PrivateMetrics
+
+callbacks = tf.keras.callbacks
+X, Y = c.examples(12)
+PUBLIC = {"validation_data": (X, Y)}
+UNCOVERED, IF_PUBLIC = "ε does not cover what {} decides", "if the validation data are public: {} decides"
+
+
+@pytest.mark.parametrize(("made", "fit", "warned", "noted"), [
+    (lambda: [callbacks.EarlyStopping("loss")], {}, "EarlyStopping(monitor='loss')", None),
+    (lambda: [callbacks.ReduceLROnPlateau("loss")], {}, "ReduceLROnPlateau(monitor='loss')", None),
+    (lambda: [callbacks.EarlyStopping("val_loss")], {"validation_split": 0.5}, "EarlyStopping(monitor='val_loss')",
+     None),
+    (lambda: [callbacks.EarlyStopping("val_loss"), callbacks.ReduceLROnPlateau("loss")], PUBLIC,
+     "ReduceLROnPlateau(monitor='loss')", "EarlyStopping(monitor='val_loss')"),
+    (lambda: [PrivateMetrics(), callbacks.EarlyStopping("loss")], {}, None, None),
+    (lambda: [PrivateMetrics(keep=["loss"]), callbacks.EarlyStopping("loss")], {}, "EarlyStopping(monitor='loss')",
+     None),
+    (lambda: [callbacks.EarlyStopping("epsilon", mode="min")], {}, None, None),
+    (lambda: [callbacks.LearningRateScheduler(lambda epoch: 0.1), callbacks.TerminateOnNaN()], {}, None, None),
+])  # fmt: skip
+def test_what_is_decided_by_figures_without_noise_is_named(made, fit, warned, noted, recwarn):
+    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0))
+    budget = PrivacyBudget(delta=1e-3)
+    model.fit(X, Y, batch_size=6, verbose=0, callbacks=[*made(), budget], **fit)
+    notes = " ".join(budget.report().notes)
+    said = " ".join(str(w.message) for w in recwarn)
+    assert ("does not cover what" in said) == ("does not cover what" in notes) == bool(warned)
+    assert ("the validation data are public" in notes) == bool(noted)
+    if warned:
+        assert UNCOVERED.format(warned) in said and UNCOVERED.format(warned) in notes
+    if noted:
+        assert IF_PUBLIC.format(noted) in notes and noted not in said
+
+
+@pytest.mark.parametrize("best_only", [True, False])
+def test_a_checkpoint_decides_where_it_saves_the_best_alone(best_only, tmp_path):
+    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0))
+    path = str(tmp_path / ("{epoch}.weights.h5" if c.keras3() else "{epoch}"))
+    saves = callbacks.ModelCheckpoint(path, "loss", save_best_only=best_only, save_weights_only=True)
+    budget = PrivacyBudget(delta=1e-3)
+    model.fit(X, Y, batch_size=6, verbose=0, callbacks=[saves, budget])
+    notes = " ".join(budget.report().notes)
+    assert (UNCOVERED.format("ModelCheckpoint(monitor='loss')") in notes) == best_only
