@@ -41,9 +41,9 @@ def uncovered_choices(call: Mapping[str, Any]) -> Iterator[str]:
     found = [choice for choice in _choices(call) if call.get("validation_split") or not _of_validation(choice)]
     if found:
         yield (
-            f"ε does not cover what {_listed(found)} decides: Keras measures that figure on private data, without "
-            "noise. Put tfdpfl.callbacks.PrivateMetrics() first among the callbacks, or monitor a figure of public "
-            "validation data."
+            f"ε does not cover the decisions of {_listed(found)}, because Keras measures these figures on private data "
+            "without noise. Put tfdpfl.callbacks.PrivateMetrics() first among the callbacks, or monitor a figure of "
+            "public validation data."
         )
 
 
@@ -51,7 +51,7 @@ def choices_by_public_figures(call: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for callbacks of a call of `fit` that decide by figures of validation data."""
     found = [choice for choice in _choices(call) if not call.get("validation_split") and _of_validation(choice)]
     if found:
-        yield f"ε holds if the validation data are public: {_listed(found)} decides by them."
+        yield f"ε holds if the validation data are public. They have a say in the decisions of {_listed(found)}."
 
 
 def _choices(call: Mapping[str, Any]) -> list[Callback]:
@@ -63,17 +63,21 @@ def _choices(call: Mapping[str, Any]) -> list[Callback]:
         for callback in given
         if isinstance(callback, _CHOOSING)
         and getattr(callback, "save_best_only", True)  # ModelCheckpoint else saves whatever the figure is
-        and callback.monitor not in NO_DATA
-        and not any(each.hides(callback.monitor) for each in hiding)
+        and _figure(callback) not in NO_DATA
+        and not any(each.hides(_figure(callback)) for each in hiding)
     ]
 
 
+def _figure(choice: Callback) -> str:
+    return getattr(choice, "monitor", "loss")  # TerminateOnNaN looks at the loss
+
+
 def _of_validation(choice: Callback) -> bool:
-    return choice.monitor.startswith("val_")
+    return _figure(choice).startswith("val_")
 
 
 def _listed(choices: list[Callback]) -> str:
-    return ", ".join(dict.fromkeys(f"{type(choice).__name__}(monitor={choice.monitor!r})" for choice in choices))
+    return ", ".join(dict.fromkeys(f"{type(choice).__name__} (by {_figure(choice)!r})" for choice in choices))
 
 
 def _names(layers: list[Layer]) -> str:
@@ -101,5 +105,6 @@ _KINDS = tuple(
 NO_DATA = frozenset(("epsilon", "lr", "learning_rate"))  # logs that no example is in
 
 _CHOOSING = tuple(
-    getattr(tf.keras.callbacks, name) for name in ("EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint")
+    getattr(tf.keras.callbacks, name)
+    for name in ("EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint", "TerminateOnNaN")
 )
