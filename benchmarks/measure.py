@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that what runs is what is read, in a worktree too
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 SAMPLINGS = ("poisson", "shuffle", "fixed_size", "fixed_order", "cyclic_poisson", "random_allocation")
-NOISES = ("Tree", "Banded", "BLT", "secure_noise")
+NOISES = ("Tree", "Banded", "BandedInverse", "BLT", "secure_noise")
 FORMATTER = [sys.executable, "-m", "ruff", "format", "--check", "-q", "."]
 TYPES = [sys.executable, "-m", "mypy"]
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdpfl
-from tfdpfl.noise import BLT, Banded, Tree
+from tfdpfl.noise import BLT, Banded, BandedInverse, Tree
 from tfdpfl.optimizers import _privatizer, _replicas
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -48,6 +48,7 @@ FEATURES: dict[str, dict[str, Any] | Callable[[], contextlib.AbstractContextMana
     "`secure_noise`": {"secure_noise": True},
     "`Tree` noise": {"noise": Tree()},
     "`Banded` noise": {"noise": Banded(bands=2, **_USES)},
+    "`BandedInverse` noise": {"noise": BandedInverse(bands=2, **_USES)},
     "`BLT` noise": {"noise": BLT(**_USES)},
     "`AdaFEST`": {"sparse": tfdpfl.AdaFEST(threshold=0.5, clip=1.0)},
     "accumulation, physical batches": {"gradient_accumulation_steps": 2},

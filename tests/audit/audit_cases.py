@@ -302,6 +302,7 @@ TRAININGS: dict[str, tuple[Callable[[], Training], float]] = {
     "correlated noise of several rows": (
         lambda: Training(optimizer("DPFTRL", rows_per_unit=2), steps=2, without=PAIR), 0.1),
     "BLT noise": (lambda: Training(_noise("BLT", max_participations=2), steps=2), 0.1),
+    "BandedInverse noise": (lambda: Training(_noise("BandedInverse", bands=2, max_participations=3), steps=3), 0.1),
     "secure_noise": (lambda: Training(optimizer(secure_noise=True)), 0.15),
     "AdaFEST": (lambda: Training(_sparse, words=True), 0.0),
 }  # fmt: skip

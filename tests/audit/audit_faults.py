@@ -225,6 +225,10 @@ def _same_node(fresh_key: Any) -> Any:
     return lambda self: tf.constant([1, 2], tf.int64)
 
 
+def _first_use(moved: Any) -> Any:
+    return lambda column, steps, separation, most: moved(column, steps, separation, 1)
+
+
 def _noise_of_kernels(added: Any) -> Any:
     return lambda s, n: added(s, n) if len(s.shape) == 2 else s
 
@@ -521,6 +525,8 @@ FAULTS = [
     Fault("seed in the source", REPLAY, "its seed is no secret", _seeded_votes),
     Fault("correlated noise begun anew with the same nodes", BOUND, "is claimed",
           bounded("DPFTRL (tree noise)"), patched(_source, "fresh_key", _same_node)),
+    Fault("uses after the first left out of the sensitivity", BOUND, "is claimed",
+          bounded("BandedInverse noise"), patched(lazily("noise.strategies"), "moved_by_toeplitz", _first_use)),
     Fault("noise multiplier charged at twice its size", REPLAY, "sensitivity: tfdpfl/optimizers/_fresh_noise.py",
           PLAINLY, patched(_clipping, "split",
                                    lambda split: lambda self, z, units: (z / 2, None))),

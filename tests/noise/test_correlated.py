@@ -9,10 +9,16 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl.accounting.correlated import CorrelatedRun
-from tfdpfl.noise import BLT, Banded, Noise, Source, Tree, compare, strategies
+from tfdpfl.noise import BLT, Banded, BandedInverse, Noise, Source, Tree, compare, strategies
 from tfdpfl.noise.correlated import Stream
 
 LIMITS = {"min_separation": 4, "max_participations": 3}
+
+
+EACH_KIND = [
+    Tree(restart_every=5), Tree(), BLT(**LIMITS), Banded(bands=3, coefficients=(2.0, 1.0, 0.5), **LIMITS),
+    BandedInverse(bands=3, coefficients=(2.0, -1.0, -0.25), **LIMITS),
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,7 @@ def forget():
 
 @pytest.mark.parametrize(
     "noise",
-    [Tree(restart_every=5), Tree(), Banded(bands=3, coefficients=(2.0, 1.0, 0.5), **LIMITS), BLT(**LIMITS), Fading()],
+    [*EACH_KIND, Fading()],
     ids=Noise.text,
 )
 def test_rows_have_the_covariance_of_the_inverse_matrix(noise):
@@ -67,6 +73,22 @@ def test_rows_have_the_covariance_of_the_inverse_matrix(noise):
     base = noise.matrix(8) @ np.array([np.concatenate([np.ravel(part) for part in row]) for row in rows])
     # The deviation of an entry is at most sqrt(2 / 21,000), 0.01: 6 of them.
     np.testing.assert_allclose(base @ base.T / base.shape[1], np.eye(8), atol=0.06)
+
+
+def test_rows_of_a_banded_inverse_are_sums_of_the_last_draws(monkeypatch):
+    """By numpy: row t is the convolution of the coefficients with the base normals from step 0 on."""
+    noise = BandedInverse(bands=3, coefficients=(2.0, -1.0, -0.25), **LIMITS)
+    z = np.random.default_rng(0).normal(size=(6, 4))
+    stream = Stream(noise, [(4,)], lambda name, value: tf.Variable(value, name=name))
+    for v in stream.state:
+        v.assign(tf.ones_like(v))
+    assert len(stream.state) == 2
+    for t in range(6):
+        monkeypatch.setattr(Source, "gaussian", lambda self, shapes, stddev, t=t: [tf.constant(z[t], tf.float32)])
+        (row,) = stream.next(Source(3), tf.constant(t, tf.int64))
+        wanted = sum(c * z[t - a] for a, c in enumerate([2.0, -1.0, -0.25]) if a <= t)
+        np.testing.assert_allclose(row, wanted, atol=1e-6)
+    np.testing.assert_allclose([v.numpy() for v in stream.state], [z[5], z[4]], atol=1e-6)
 
 
 def test_a_noise_cannot_take_the_name_of_another():
@@ -92,5 +114,5 @@ def test_a_noise_of_your_own_is_priced_saved_compared_and_refused_by_its_name():
     assert tfdpfl.DPSGD(1.0, 1.0, noise=noise.to_dict()).noise == noise
     with pytest.raises(ValueError, match=r"AdaptiveClip.* together with noise=Fading.*least_shift"):
         tfdpfl.DPSGD(tfdpfl.AdaptiveClip(), 1.0, noise=noise)
-    with pytest.raises(ValueError, match=r"must be tfdpfl\.noise\.Tree, Banded, BLT or Fading"):
+    with pytest.raises(ValueError, match=r"must be tfdpfl\.noise\.Tree, Banded, BandedInverse, BLT or Fading"):
         tfdpfl.DPSGD(1.0, 1.0, noise="fading")

@@ -13,8 +13,8 @@ import tfdpfl
 from tfdpfl.accounting import compute_epsilon, price
 from tfdpfl.accounting.correlated import CorrelatedRun, compute_correlated_noise_multiplier
 from tfdpfl.accounting.participation import moved_by_toeplitz, tree_sensitivity
-from tfdpfl.noise import BLT, Banded, Tree
-from tfdpfl.noise.optimal import best_bands, best_buffers, square_root
+from tfdpfl.noise import BLT, Banded, BandedInverse, Tree, compare
+from tfdpfl.noise.optimal import best_bands, best_buffers, inverse_square_root, square_root
 from tfdpfl.noise.strategies import noise_from_dict
 
 
@@ -32,6 +32,7 @@ def kinds(separation, most, steps):
     yield from (Tree(), Tree(restart_every=4), Tree(restart_every=3))
     yield BLT(buffers=2, min_separation=separation, max_participations=most, num_steps=steps)
     yield Banded(bands=min(2, separation), min_separation=separation, max_participations=most, num_steps=steps)
+    yield BandedInverse(bands=3, min_separation=separation, max_participations=most, num_steps=steps)
 
 
 @pytest.mark.parametrize("separation, most", [(1, 1), (1, 3), (2, 4), (3, 2), (4, 11)])
@@ -84,6 +85,84 @@ def test_best_bands_are_a_least():
             for sign in (1, -1):
                 assert loss(c) < loss(c + sign * step * np.array(direction))
     assert loss(c) < loss(square_root(3))
+
+
+# -- the inverse has the bands ----------------------------------------------------------------------------------------
+
+
+def lower(column, steps):
+    """The lower triangular Toeplitz matrix of these diagonals."""
+    return sum(np.diag(np.full(steps - i, c), -i) for i, c in enumerate(column[:steps]))
+
+
+def test_the_inverse_square_root_squared_takes_differences():
+    r = inverse_square_root(6)
+    np.testing.assert_allclose(r[:4], [1, -1 / 2, -1 / 8, -1 / 16])
+    np.testing.assert_allclose(np.convolve(r, r)[:6], [1, -1, 0, 0, 0, 0], atol=1e-12)
+    whole = BandedInverse(bands=9, max_participations=1, num_steps=9).matrix(9)
+    np.testing.assert_allclose(whole @ whole, np.tri(9), atol=1e-6)  # with all bands C is the square root itself
+    np.testing.assert_allclose(whole[:, 0], square_root(9), atol=1e-6)
+
+
+# The last three columns grow somewhere, as 1, 0, 0, 1, 0, 0, 1, … does.
+@pytest.mark.parametrize(
+    "given, rel",
+    [(None, 1e-7), ("best", 1e-6), ((2.0, -0.5, 0.0, -1.0), 0.8), ((1.0, -0.1, -0.8), 0.8), ((1.0, 0.0, -1.0), 0.8)],
+)
+@pytest.mark.parametrize("separation, most", [(1, 1), (1, 10), (2, 3), (3, 4), (4, 2), (9, 2)])
+def test_a_banded_inverse_is_within_its_sensitivity_for_all_uses(given, rel, separation, most):
+    """C is numpy's inverse of the bands, and tries of uses that add to and subtract from each other are among them."""
+    bands = len(given) if isinstance(given, tuple) else 4
+    noise = BandedInverse(bands=bands, coefficients=given, min_separation=separation, max_participations=most)
+    for steps in (1, 5, 8):
+        matrix = np.linalg.inv(lower(noise.coefficients, steps))
+        most_moved = math.sqrt(worst(matrix, separation, most))
+        bound = noise.sensitivity(steps, separation, most)
+        assert (1 - 1e-6) * most_moved <= bound <= (1 + rel) * most_moved
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            u, at = np.zeros([steps, 3]), rng.integers(separation)
+            for _ in range(most):
+                if at >= steps:
+                    break
+                u[at] = (lambda v: v / np.linalg.norm(v))(rng.normal(size=3))  # a clipped gradient
+                at += separation + rng.integers(2)
+            assert np.linalg.norm(matrix @ u) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "max"])
+def test_best_coefficients_of_the_inverse_are_the_least_of_a_grid(kind):
+    """Two and three bands, by numpy's matrices, for three uses of 5 in 15 steps."""
+
+    def error(*r):
+        inverse = lower(np.array([1.0, *r]), 15)
+        c = np.linalg.inv(inverse)
+        if (np.diff(c[:, 0]) > 1e-9).any():
+            return math.inf  # uses as early as can be might not be the worst
+        rows = np.linalg.norm(np.tri(15) @ inverse, axis=1)
+        return np.linalg.norm(c[:, [0, 5, 10]].sum(1)) * (rows.max() if kind == "max" else np.sqrt((rows**2).mean()))
+
+    how = dict(min_separation=5, max_participations=3, objective=kind, coefficients="best")
+    grid = -np.linspace(0, 1, 51)
+    least = {2: min(error(a) for a in grid), 3: min(error(a, b) for a in grid for b in grid if a + b >= -1)}
+    for bands, found in least.items():
+        noise = BandedInverse(bands=bands, **how)
+        assert noise.error(15, kind) == pytest.approx(error(*noise.coefficients[1:]), rel=1e-6)
+        assert 0.99 * found < noise.error(15, kind) <= found * (1 + 1e-6)
+    assert BandedInverse(bands=20, **how).error(15, kind) <= BandedInverse(bands=15, **how).error(15, kind) * (1 + 1e-9)
+
+
+def test_banded_inverses_have_the_errors_of_their_column_for_epochs_in_order():
+    how = {"min_separation": 64, "max_participations": 10}
+    default, best = (BandedInverse(bands=8, coefficients=c, **how).error(640) for c in (None, "best"))
+    assert best < 0.71 * default and default < 0.8 * Banded(bands=8, **how).error(640)
+    assert best == pytest.approx(BLT(**how).error(640), rel=0.02)
+    lines = {line.noise.text(): line.error for line in compare(40, 4, 10)}
+    tried = [BandedInverse(bands=b, coefficients="best", min_separation=4, max_participations=10) for b in (4, 8, 16)]
+    assert [lines[noise.text()] for noise in tried] == [noise.error(40) for noise in tried]
+    # With an example in every step nothing is gained, and the best are those of independent noise.
+    one = BandedInverse(bands=3, coefficients="best", max_participations=20, num_steps=20)
+    assert one.coefficients == pytest.approx((1, 0, 0), abs=1e-5)
 
 
 @pytest.mark.slow
@@ -150,18 +229,19 @@ def test_noise_found_for_cyclic_sampling_is_for_all_rounds_of_the_groups():
 
 @pytest.mark.slow
 def test_sampling_counts_for_no_matrix_that_is_wider_than_the_groups():
-    wide = Banded(bands=8, min_separation=8, max_participations=10)
+    limits = {"min_separation": 8, "max_participations": 10}
+    wide = Banded(bands=8, **limits)
     how = {"num_steps": 80, "sampling_rate": 0.1, "adjacency": "zero_out"}
     assert not CorrelatedRun(noise=wide, noise_multiplier=1, min_separation=7, **how).amplified
-    blt = BLT(min_separation=8, max_participations=10)
-    assert epsilon(blt, 1.0, min_separation=8, **how) == epsilon(blt, 1.0, num_steps=80, min_separation=8)
+    for noise in (BLT(**limits), BandedInverse(bands=2, **limits)):
+        assert epsilon(noise, 1.0, min_separation=8, **how) == epsilon(noise, 1.0, num_steps=80, min_separation=8)
 
 
 @pytest.mark.slow
 def test_a_training_as_it_was_said_to_be_costs_one_gaussian():
     one = compute_epsilon(num_examples=1, batch_size=1, noise_multiplier=1.0, num_steps=1, sampling="none", delta=1e-5)
     how = {"min_separation": 30, "max_participations": 5}
-    for noise in (Banded(bands=4, **how), BLT(**how)):
+    for noise in (Banded(bands=4, **how), BandedInverse(bands=4, coefficients="best", **how), BLT(**how)):
         assert epsilon(noise, 1.0, num_steps=150, **how) == pytest.approx(one, rel=1e-3)
         assert epsilon(noise, 1.0, num_steps=50, **how) < 0.9 * one  # less ran
         assert epsilon(noise, 1.0, num_steps=180, min_separation=30, max_participations=6) > 1.05 * one
@@ -218,6 +298,15 @@ def test_no_noise_no_steps_and_neighbours_without_a_price():
         (lambda: Banded(bands=2, min_separation=2), "max_participations=None"),
         (lambda: Banded(bands=2, min_separation=2, max_participations=1, coefficients=(0.0, 1.0)), "coefficients"),
         (lambda: Banded(bands=2, min_separation=2, max_participations=1, coefficients=3), "coefficients"),
+        (lambda: BandedInverse(bands=0, max_participations=1), "bands"),
+        (lambda: BandedInverse(bands=2), "max_participations=None"),
+        (lambda: BandedInverse(bands=2, max_participations=1, coefficients="worst"), "coefficients='worst'.*\"best\""),
+        (lambda: BandedInverse(bands=2, max_participations=1, coefficients=(1.0, 0.1)), "the others at most 0"),
+        (lambda: BandedInverse(bands=2, max_participations=1, coefficients=(1.0, -1.1)), "sum at least 0"),
+        (lambda: BandedInverse(bands=2, max_participations=1, coefficients=(-1.0, -0.1)), "first of them above 0"),
+        (lambda: BandedInverse(bands=2, max_participations=1, coefficients=(1e-40, 0.0)), "first of them above 0"),
+        (lambda: BandedInverse(bands=2, max_participations=1, coefficients=(1.0,)), "give 2 numbers"),
+        (lambda: BandedInverse(bands=2, max_participations=1, coefficients=(1.0, math.nan)), "coefficients"),
         (lambda: BLT(max_participations=0), "max_participations"),
         (lambda: BLT(max_participations=1, num_steps=9, decay=(0.5, 1.5), scale=(0.1, 0.1)), "decay"),
         (lambda: BLT(max_participations=1, num_steps=9, decay=(0.5, 0.1), scale=(0.7, 0.4)), "scale"),

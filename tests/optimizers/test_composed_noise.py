@@ -12,7 +12,7 @@ from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.callbacks import PrivacyBudget
 from tfdpfl.data import cyclic_poisson, declared_sampling, fixed_order
 from tfdpfl.errors import PrivacyError
-from tfdpfl.noise import BLT, Banded, Source, Tree
+from tfdpfl.noise import BLT, Banded, BandedInverse, Source, Tree
 from tfdpfl.optimizers import _accumulator, _step_table
 
 X, Y = c.examples(24)
@@ -97,7 +97,7 @@ def test_the_noise_of_each_step_has_the_size_of_its_clip_and_multiplier(noise):
     assert model.optimizer.ledger.to_dict()["rows"][0]["correlated"]["noise_multiplier"] == 0.5  # the least
 
 
-EACH_KIND = [Tree(), Banded(bands=2, **HOW), BLT(**HOW)]
+EACH_KIND = [Tree(), Banded(bands=2, **HOW), BLT(**HOW), BandedInverse(bands=3, coefficients="best", **HOW)]
 
 
 @pytest.mark.parametrize("noise", EACH_KIND, ids=lambda noise: type(noise).__name__)

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl.callbacks import PrivacyBudget
-from tfdpfl.noise import BLT, Banded, Source, Tree
+from tfdpfl.noise import BLT, Banded, BandedInverse, Source, Tree
 
 HOW = {"min_separation": 4, "max_participations": 3}
-NOISES = [Tree(restart_every=5), Banded(bands=3, **HOW), BLT(**HOW)]
+NOISES = [Tree(restart_every=5), Banded(bands=3, **HOW), BandedInverse(bands=4, **HOW), BLT(**HOW)]
 WIDE = (500, 300)
 
 
@@ -153,6 +153,32 @@ def test_the_weights_are_those_of_dp_sgd_in_numpy(noise, monkeypatch):
         model.train_on_batch(x[t], y[t])
     for ours, theirs in zip(model.get_weights(), (kernel, bias), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 3])
+def test_neighbours_differ_by_no_more_than_the_sensitivity_of_a_banded_inverse(first):
+    """The loss is linear, so one example's gradients do not change the others'. With it and without it both trainings
+    draw the same noise; what it moves, over C, is within the sensitivity, and as much as that for uses from step 0."""
+    noise = BandedInverse(bands=4, coefficients="best", **HOW)
+    x = np.random.default_rng(0).normal(size=(12, 5, 3)).astype("float32")
+    x[first::4, 0] = [30.0, 0.0, 0.0]  # far above the clip, three times, four steps apart
+    moved = []
+    for there in (1.0, 0.0):
+        model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1, use_bias=False)])
+        optimizer = tfdpfl.DPSGD(0.3, 1.7, noise=noise, learning_rate=1.0, expected_batch_size=1, seed=5)
+        model.compile(optimizer, loss=lambda y, out: tf.reduce_sum(y * out, -1))
+        weights = [model.get_weights()[0]]
+        for t in range(12):
+            w = np.ones(5, "float32")
+            w[0] = there if t % 4 == first else 1.0
+            model.train_on_batch(x[t], np.ones((5, 1), "float32"), sample_weight=w)
+            weights.append(model.get_weights()[0])
+        moved.append(-np.diff(weights, axis=0).reshape(12, -1))
+    found = np.linalg.norm(noise.matrix(12) @ (moved[0] - moved[1]))
+    bound = 0.3 * noise.sensitivity(12, 4, 3)
+    assert found <= bound * (1 + 1e-4) and (first > 0 or found > 0.999 * bound)
+    assert noise.unit * 0.3 == pytest.approx(bound)  # so that noise multiplier 1.7 is that of one Gaussian mechanism
 
 
 # -- what is told of it ----------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ def real(name: str, value: object, remedy: str, *, at_least: float | None = None
     number = _real(value)
     fits = (at_least is None or number >= at_least) and (above is None or number > above)
     if not (math.isfinite(number) and fits):
-        bound = f" of at least {at_least:g}" if at_least is not None else f" above {above:g}"
+        bound = "" if above is None else f" above {above:g}"
+        bound = bound if at_least is None else f" of at least {at_least:g}"
         raise ValueError(f"{name} must be a finite number{bound}, got {value!r}: {remedy}")
     return number
 

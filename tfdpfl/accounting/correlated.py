@@ -40,7 +40,7 @@ class CorrelatedRun:
     """One training run with correlated noise, validated.
 
     Args:
-      noise: `tfdpfl.noise.Tree`, `Banded` or `BLT`, as the optimizer has it.
+      noise: `tfdpfl.noise.Tree`, `Banded`, `BandedInverse` or `BLT`, as the optimizer has it.
       noise_multiplier: for `Tree` a node's standard deviation over the clip; else the base normals' over the clip and
         the sensitivity that the noise was made for.
       num_steps: noisy updates.

@@ -130,7 +130,7 @@ class CorrelatedLevel(_OneEvent):
     No sampling is relied upon, only the participation limits.
 
     Attributes:
-      noise: `tfdpfl.noise.Tree`, `Banded` or `BLT`.
+      noise: `tfdpfl.noise.Tree`, `Banded`, `BandedInverse` or `BLT`.
       noise_multiplier: what the noise takes for one: see there.
       level, adjacency: what is protected, and the neighbouring relation.
     """

@@ -781,11 +781,11 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
       evaluate_metrics: the same for what clients find when they evaluate, each evaluation being charged. Or
         "unprotected", which passes on exact values, for data whose privacy is nobody's concern.
       accountant: "pld" or "rdp".
-      noise: `tfdpfl.noise.Tree`, `Banded` or `BLT` takes back in later rounds a part of the noise of earlier ones, so
-        that the model has less of it. None draws each round's by itself. With clients_per_round: the strategy keeps
-        each client to ``max_participations`` and ``min_separation``, or, where they are not given, to those that the
-        noise was made for, and ε is that of the rounds that ran within them. The part of the noise that later rounds
-        need is next to the ledger, and is a secret. Anyone who has it can take off some of the noise.
+      noise: `tfdpfl.noise.Tree`, `Banded`, `BandedInverse` or `BLT` takes back in later rounds a part of the noise of
+        earlier ones, so that the model has less of it. None draws each round's by itself. With clients_per_round: the
+        strategy keeps each client to ``max_participations`` and ``min_separation``, or, where they are not given, to
+        those that the noise was made for, and ε is that of the rounds that ran within them. The part of the noise that
+        later rounds need is next to the ledger, and is a secret. Anyone who has it can take off some of the noise.
       clients: takes a node's id and returns the name of its client, as `Roster` does. A client then goes on under its
         name when its node gets another id. One that has several nodes is asked through one of them. A node for
         which it returns None is not asked. None takes each node for a client.

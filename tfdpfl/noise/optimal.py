@@ -9,7 +9,7 @@ import numpy as np
 
 from tfdpfl.accounting.participation import moved_by_toeplitz
 
-__all__ = ["best_bands", "best_buffers", "square_root"]
+__all__ = ["best_bands", "best_buffers", "best_inverse_bands", "inverse_square_root", "square_root"]
 
 
 def square_root(num_steps: int) -> np.ndarray:
@@ -23,6 +23,16 @@ def square_root(num_steps: int) -> np.ndarray:
     """
     i = np.arange(1, num_steps)
     return np.concatenate([[1.0], np.cumprod((2 * i - 1) / (2 * i))])[:num_steps]
+
+
+def inverse_square_root(bands: int) -> np.ndarray:
+    """Returns the first coefficients of the inverse of `square_root`, of sqrt(1 - x): 1, -1/2, -1/8, -1/16, …
+
+    Args:
+      bands: how many.
+    """
+    i = np.arange(1, bands)
+    return np.concatenate([[1.0], np.cumprod((2 * i - 3) / (2 * i))])
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,6 +71,72 @@ def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, .
         return (1.0,) + (0.0,) * (bands - bands_)
     found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-13, "gtol": 1e-9})
     best = found.x if found.fun <= loss(start)[0] else start
+    return (1.0, *best.tolist()) + (0.0,) * (bands - bands_)
+
+
+@functools.lru_cache(maxsize=64)
+def best_inverse_bands(
+    bands: int, num_steps: int, separation: int = 1, most: int = 1, error: str = "rms"
+) -> tuple[float, ...]:
+    """Finds the bands of C⁻¹ with the least product of sensitivity and error of the running sums, by SLSQP from those
+    of the square root. They begin with 1.
+
+    The others stay at most 0, and the first entries of C's column do not grow. Then none of it does: a later difference
+    of two entries is a sum of earlier ones, times what is at least 0. So the sensitivity is exact.
+
+    Args:
+      bands: diagonals of C⁻¹.
+      num_steps: rows of the matrix.
+      separation: fewest steps from one use of an example to its next.
+      most: most uses of an example.
+      error: "rms" or "max" over the running sums.
+    """
+    from scipy.linalg import toeplitz
+    from scipy.optimize import minimize
+    from scipy.signal import lfilter
+
+    bands_ = min(bands, num_steps)
+    first = np.eye(1, num_steps)[0]
+    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+
+    def column_and_slopes(rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The column of C, and minus its slope by the j-th coefficient, before it is moved down by j."""
+        column = lfilter([1.0], [1.0, *rest], first)
+        return column, lfilter([1.0], [1.0, *rest], column)
+
+    def loss(rest: np.ndarray) -> tuple[float, np.ndarray]:
+        sums = np.cumsum(np.concatenate([[1.0], rest, np.zeros(num_steps - bands_)]))
+        with np.errstate(all="ignore"):
+            column, slopes = column_and_slopes(rest)
+            moved = moved_by_toeplitz(column, num_steps, separation, most)
+            to_column = moved.copy()
+            for k in range(1, most):
+                to_column[: num_steps - k * separation] += moved[k * separation :]
+            squared, variance = moved @ moved, weights @ sums**2
+            value = squared * variance
+            by_moved = [-(to_column[j:] @ slopes[: num_steps - j]) for j in range(1, bands_)]
+            by_sums = np.cumsum((weights * sums)[::-1])[::-1][1:bands_]
+            slope = 2 * (np.array(by_moved) / squared + by_sums / variance)
+        if not np.isfinite(value):
+            return 1e300, np.zeros(len(rest))
+        return math.log(value), slope
+
+    def falls(rest: np.ndarray) -> np.ndarray:
+        return -np.diff(column_and_slopes(rest)[0][:bands_])
+
+    def slopes_of_falls(rest: np.ndarray) -> np.ndarray:
+        slopes = column_and_slopes(rest)[1][:bands_]
+        return np.diff(np.tril(toeplitz(slopes)), axis=0)[:, 1:]  # its column j is by coefficient j
+
+    start = inverse_square_root(bands_)[1:]
+    best = start
+    if len(start):
+        found = minimize(
+            loss, start, jac=True, method="SLSQP", bounds=[(-1, 0)] * len(start),
+            constraints={"type": "ineq", "fun": falls, "jac": slopes_of_falls}, options={"maxiter": 200, "ftol": 1e-12},
+        )  # fmt: skip
+        x = np.minimum(found.x, 0.0)
+        best = x if loss(x)[0] <= loss(start)[0] else start
     return (1.0, *best.tolist()) + (0.0,) * (bands - bands_)
 
 

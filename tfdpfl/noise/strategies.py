@@ -22,7 +22,7 @@ from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.events import event_type
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz, tree_sensitivity
-from tfdpfl.noise.optimal import best_bands, best_buffers
+from tfdpfl.noise.optimal import best_bands, best_buffers, best_inverse_bands, inverse_square_root
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tfdpfl.noise.source import Source
 
-__all__ = ["BLT", "ERRORS", "INDEPENDENT", "KINDS", "Banded", "Noise", "Tree", "Uses", "as_noise"]
+__all__ = ["BLT", "ERRORS", "INDEPENDENT", "KINDS", "Banded", "BandedInverse", "Noise", "Tree", "Uses", "as_noise"]
 
 ERRORS = ("rms", "max")
 _MOST_LEVELS = 48  # of one tree that is never restarted: more steps than any training takes
@@ -59,7 +59,7 @@ class Uses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Noise:
-    """The base of all kinds of correlated noise; see `Tree`, `Banded` and `BLT`.
+    """The base of all kinds of correlated noise; see `Tree`, `Banded`, `BandedInverse` and `BLT`.
 
     A frozen dataclass that derives from it, and has the methods that raise `NotImplementedError` here, works as
     ``noise=`` of every optimizer and strategy. Its ε is an upper bound if its `sensitivity` and `event` are.
@@ -299,6 +299,10 @@ class _Toeplitz(Noise):
         """Returns the first column of C, as long as it is not zero."""
         raise NotImplementedError
 
+    @functools.cached_property
+    def unit(self) -> float:  # type: ignore[override]
+        return self.sensitivity(self.num_steps, self.min_separation, self.max_participations)
+
     @property
     def least_shift(self) -> float:
         return abs(float(self.column(1)[0]))  # the last step has no other noise after it
@@ -330,6 +334,44 @@ class _Toeplitz(Noise):
         return np.tril(toeplitz(column))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Bands(_Toeplitz):
+    """C or its inverse has a few diagonals. The state is one row of noise for each but the first."""
+
+    bands: int
+    coefficients: Any = None  # a tuple of floats once it is made
+
+    sizes = ("bands",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mend = "count the diagonals of the band; 1 is independent noise"
+        self._put("bands", _checks.whole("bands", self.bands, 1, mend))
+
+    def _put_coefficients(self, coefficients: Any, others: str = "") -> None:
+        mend = f"give {self.bands} numbers, the first of them above 0{others}, or leave it out"
+        self._put("coefficients", _numbers("coefficients", coefficients, mend))
+        first, *rest = self.coefficients or (0.0,)
+        fits = len(rest) == self.bands - 1 and 2.0**-100 < first < 2.0**100  # draws are float32
+        if not fits or (others and (max(rest, default=0.0) > 0 or sum(self.coefficients) < -1e-9 * first)):
+            raise ValueError(f"coefficients={self.coefficients!r} do not fit bands={self.bands}: {mend}")
+
+    def initial_state(self, size: int) -> dict[str, np.ndarray]:
+        # A variable for each row: what is assigned to a whole variable is not copied.
+        return {f"dp_noise_{i}": np.zeros(size, np.float32) for i in range(self.bands - 1)}
+
+    def _weights(self, step: tf.Tensor) -> list[tf.Tensor]:
+        """Returns those coefficients of the state's rows that are of this training."""
+        import tensorflow as tf
+
+        return [tf.where(age <= step, c, 0.0) for age, c in enumerate(self.coefficients[1:], start=1)]
+
+
+def _keep(state: Sequence[tf.Variable], rows: Iterable[tf.Tensor]) -> None:
+    for variable, value in zip(state, rows, strict=False):
+        variable.assign(value)
+
+
 def _sum(fresh: tf.Tensor, weights: Iterable[tf.Tensor], past: Iterable[tf.Tensor]) -> tf.Tensor:
     import tensorflow as tf
 
@@ -338,13 +380,14 @@ def _sum(fresh: tf.Tensor, weights: Iterable[tf.Tensor], past: Iterable[tf.Tenso
 
 def _numbers(name: str, values: Iterable[float], mend: str) -> tuple[float, ...]:
     try:
-        return tuple(_checks.real(name, float(v), mend) for v in values)
-    except TypeError:
+        found = [float(v) for v in values]
+    except (TypeError, ValueError):
         raise ValueError(f"{name}={values!r} must be a sequence of numbers: {mend}") from None
+    return tuple(_checks.real(name, v, mend) for v in found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Banded(_Toeplitz):
+class Banded(_Bands):
     """Banded Toeplitz noise (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
     ``noise_multiplier`` is the standard deviation of the base normals over the clip and the sensitivity. So the
@@ -363,28 +406,18 @@ class Banded(_Toeplitz):
       coefficients: of the diagonals; None finds the best.
     """
 
-    bands: int
-    coefficients: Any = None  # a tuple of floats once it is made
-
-    sizes = ("bands",)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._put("bands", _checks.whole("bands", self.bands, 1, "count the diagonals of C; 1 is independent noise"))
         if self.bands > self.min_separation:
             raise ValueError(
                 f"bands={self.bands} is more than min_separation={self.min_separation}: the noise of one use of an "
                 "example would overlap with its last use. Use fewer bands, or data that keep uses further apart."
             )
-        mend = f"give {self.bands} numbers, the first of them above 0, or leave it out"
-        if self.coefficients is None:
-            self._put("coefficients", best_bands(self.bands, self.num_steps, self.objective))
-        self._put("coefficients", _numbers("coefficients", self.coefficients, mend))
-        if len(self.coefficients) != self.bands or self.coefficients[0] <= 0:
-            raise ValueError(f"coefficients={self.coefficients!r} do not fit bands={self.bands}: {mend}")
+        best = self.coefficients is None
+        self._put_coefficients(best_bands(self.bands, self.num_steps, self.objective) if best else self.coefficients)
 
     @property
-    def unit(self) -> float:
+    def unit(self) -> float:  # type: ignore[override]
         assert self.max_participations is not None
         return math.sqrt(self.max_participations) * float(np.linalg.norm(self.coefficients))
 
@@ -407,21 +440,90 @@ class Banded(_Toeplitz):
         made = functools.partial(cls, max_participations=1, num_steps=num_steps, objective=objective)
         return [made(bands=b, min_separation=b) for b in _WIDTHS if b * sampling_rate <= 1]
 
-    def initial_state(self, size: int) -> dict[str, np.ndarray]:
-        # A variable for each row: what is assigned to a whole variable is not copied.
-        return {f"dp_noise_{i}": np.zeros(size, np.float32) for i in range(self.bands - 1)}
-
     def draw(self, source: Source, size: int, state: Sequence[tf.Variable], step: tf.Tensor) -> tf.Tensor:
         """Draws ``c₀ w = z - Σ cₐ w of a steps ago``; the last row is the first state."""
         import tensorflow as tf
 
-        first, *others = self.coefficients
-        past = [tf.convert_to_tensor(v) for v in state]
-        weights = [tf.where(age <= step, -c, 0.0) for age, c in enumerate(others, start=1)]
-        row = _sum(source.gaussian([[size]], 1.0)[0], weights, past)
+        first, past = self.coefficients[0], [tf.convert_to_tensor(v) for v in state]
+        row = _sum(source.gaussian([[size]], 1.0)[0], [-weight for weight in self._weights(step)], past)
         row = row if first == 1 else row / first
-        for variable, value in zip(state, [row, *past], strict=False):
-            variable.assign(value)
+        _keep(state, [row, *past])
+        return row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BandedInverse(_Bands):
+    """Noise whose C⁻¹ is banded Toeplitz (Kalinin, McKenna, Upadhyay & Lampert 2025, arXiv:2505.12128).
+
+    Each step adds fresh base normals and subtracts a part of those of the last ``bands - 1`` steps. The state is
+    ``bands - 1`` copies of the model. You may use more bands than ``min_separation``, and a few bands are enough for a
+    long training. ``noise_multiplier`` is as in `Banded`. The sampling of ``data.cyclic_poisson`` is not in the price,
+    because C itself has no bands: two uses of an example always meet in a base normal.
+
+    The sensitivity has this proof. Write ``C⁻¹`` as ``r₀ - r₁ S - r₂ S² …``, where S shifts by a step and no r is
+    negative. Entry i of C's column is then ``(r₁ c[i-1] + r₂ c[i-2] + …) / r₀``. So no entry is negative, and an
+    example moves the base normals most if all its gradients have the same direction. If the column does not grow, no
+    uses move them more than uses as early and as close as possible (Kalinin & Lampert 2024, arXiv:2405.13763, Theorem
+    2). If the column grows somewhere, ε counts the least column above it that does not. That column is never above
+    ``1 / r₀``, because the coefficients have a sum of at least 0.
+
+    Args:
+      bands: diagonals of C⁻¹.
+      min_separation, max_participations: as in `Banded`.
+      num_steps: as in `Banded`.
+      objective: as in `Banded`, for ``coefficients="best"``.
+      coefficients: of the diagonals. None uses those of sqrt(1 - x), which are 1, -1/2, -1/8, -1/16, … for any
+        training: the inverse square root of running sums (BISR). ``"best"`` finds those with the least error in this
+        training, which is much less with few bands. Or give numbers: the first above 0, the others at most 0, their
+        sum at least 0.
+
+    Raises:
+      ValueError: an argument is out of its range.
+
+    Guarantee:
+      `sensitivity` is an upper bound for every ``num_steps``, ``min_separation`` and ``max_participations`` that ran,
+      whatever the noise was made for.
+
+    Example:
+      >>> noise = tfdpfl.noise.BandedInverse(bands=4, coefficients="best", min_separation=64, max_participations=10)
+      >>> round(noise.error(640), 1)
+      12.5
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        made = self.coefficients
+        if made is None:
+            made = inverse_square_root(self.bands)
+        elif isinstance(made, str) and made == "best":
+            most = most_participations(self.num_steps, self.min_separation, self.max_participations)
+            made = best_inverse_bands(self.bands, self.num_steps, self.min_separation, most, self.objective)
+        self._put_coefficients(made, ', the others at most 0, their sum at least 0, or "best"')
+
+    def inverse(self, num_steps: int) -> np.ndarray:
+        inverse = np.zeros(num_steps)
+        drawn = np.array(self.coefficients[:num_steps], np.float32)  # as the steps multiply by them
+        inverse[: len(drawn)] = drawn
+        return inverse
+
+    def column(self, num_steps: int) -> np.ndarray:
+        from scipy.signal import lfilter
+
+        return lfilter([1.0], self.inverse(min(num_steps, self.bands)), np.eye(1, num_steps)[0])
+
+    @classmethod
+    def candidates(cls, uses: Uses, objective: str) -> list[Noise]:
+        made = functools.partial(cls, coefficients="best", num_steps=uses.num_steps, objective=objective, **uses.limits)
+        return [made(bands=b) for b in (4, 8, 16) if b <= uses.num_steps]
+
+    def draw(self, source: Source, size: int, state: Sequence[tf.Variable], step: tf.Tensor) -> tf.Tensor:
+        """Draws ``Σ cₐ z of a steps ago``; the last base normals are the first state."""
+        import tensorflow as tf
+
+        first, past = self.coefficients[0], [tf.convert_to_tensor(v) for v in state]
+        fresh = source.gaussian([[size]], 1.0)[0]
+        row = _sum(fresh if first == 1 else first * fresh, self._weights(step), past)
+        _keep(state, [fresh, *past])
         return row
 
 
@@ -466,10 +568,6 @@ class BLT(_Toeplitz):
         fits = len(self.decay) == len(self.scale) == self.buffers and all(0 <= d < 1 for d in self.decay)
         if not fits or min(self.scale) < 0 or sum(self.scale) > 1:
             raise ValueError(f"decay={self.decay!r} and scale={self.scale!r} do not fit: {mend}")
-
-    @functools.cached_property
-    def unit(self) -> float:  # type: ignore[override]
-        return self.sensitivity(self.num_steps, self.min_separation, self.max_participations)
 
     def column(self, num_steps: int) -> np.ndarray:
         i = np.arange(num_steps)[:, None] - 1.0

@@ -77,10 +77,10 @@ _DOC = """Trains with {base} and differential privacy: clips the gradient of eve
       rows_per_unit: m, if m consecutive rows are one unit of privacy: copies of one augmented example, or examples of
         one user. Their mean gradient is clipped once, and the sensitivity to a unit is C. Batches must hold whole
         units.
-      noise: None draws fresh noise in every step. `tfdpfl.noise.Tree`, `Banded` and `BLT` subtract some of the noise
-        of earlier steps (DP-FTRL, matrix factorization). `PrivacyBudget` then needs data that bound how often an
-        example takes part. The state that later steps need is saved with the optimizer, and is a secret: anyone who
-        has it can subtract some of the noise.
+      noise: None draws fresh noise in every step. `tfdpfl.noise.Tree`, `Banded`, `BandedInverse` and `BLT` subtract
+        some of the noise of earlier steps (DP-FTRL, matrix factorization). `PrivacyBudget` then needs data that bound
+        how often an example takes part. The state that later steps need is saved with the optimizer, and is a secret:
+        anyone who has it can subtract some of the noise.
       secure_noise: True rounds the clipped sum to a grid and adds discrete Gaussian noise, drawn exactly from the
         cryptographic generator. This avoids the gaps of floating-point noise (Mironov 2012). A draw takes about ten
         times as long, ε is computed by Rényi DP, and the step must run on the CPU of the host.
