@@ -1,12 +1,14 @@
 """The commands of `tfdpfl ledger`: what ledgers hold, whether they are whole, and what they cost together.
 
-A FILE is a ledger, as `PrivacyLedger.to_dict` or a federation's client writes it, or the journal of a Flower server.
+A FILE is a ledger, as `PrivacyLedger.to_dict` or a federation's client writes it, the journal of a Flower server, or
+the checkpoint_dir of `tfdpfl.federated.train`, whose ledger may also stand alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +19,13 @@ from tfdpfl._types import Json
 
 if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyLedger
-    from tfdpfl.flower.journal import Record
+    from tfdpfl.federated.checkpoints import Record
 
 __all__ = ["ledger"]
 
-_FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-_FILES = click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_PATH = click.Path(exists=True, path_type=Path)
+_FILE = click.argument("file", type=_PATH)
+_FILES = click.argument("files", nargs=-1, required=True, type=_PATH)
 _ACCOUNTANT = click.option("--accountant", type=click.Choice(["pld", "rdp"]), default="pld", show_default=True)
 _BROKEN = "Not all rounds can be read. The figure counts every line that is left, so it holds unless lines are missing."
 
@@ -36,93 +39,111 @@ def ledger() -> None:
 
 
 class Opened:
-    """A file of privacy, read without locking or changing it, so that a running server is not disturbed."""
+    """A file of privacy, read without locking or changing it, so that a training that runs is not disturbed.
+
+    Attributes:
+      faults: what is wrong, a sentence each; empty for a whole file.
+      complete: whether all rounds can be read.
+      counts: figures for `verify`.
+    """
+
+    kind = "ledger"
+    unit: str | None = None  # what one entry protects, where the file states it
 
     def __init__(self, path: Path):
-        from tfdpfl._formats import NewerFormatError
-        from tfdpfl.accounting import PrivacyLedger
+        self.path, self.faults, self.complete = path, list[str](), True
+        self.counts: dict[str, int] = {}
+
+    def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
+        """Returns {part: (adjacency, ε)}."""
+        raise NotImplementedError
+
+    def as_ledger(self) -> PrivacyLedger:
+        """Returns what the file holds as a ledger; of rounds, for one client that was there in every round."""
+        raise NotImplementedError
+
+    def facts(self) -> Json:
+        """Returns what the file holds. Names of clients stay out: who took part in which round is a secret."""
+        raise NotImplementedError
+
+    def newest(self) -> bytes:
+        """Returns the content in the newest format."""
+        raise NotImplementedError
+
+
+class OpenedLedger(Opened):
+    """What `PrivacyLedger.to_dict` gave."""
+
+    def __init__(self, path: Path, saved: Json, held: PrivacyLedger):
+        super().__init__(path)
+        self._saved, self._ledger = saved, held
+
+    def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
+        return {"": (self._ledger.adjacency, self._ledger.epsilon(delta, accountant))}
+
+    def as_ledger(self) -> PrivacyLedger:
+        return self._ledger
+
+    def facts(self) -> Json:
+        return {
+            "kind": self.kind, **_writer(self._saved), "records": len(self._ledger), "steps": self._ledger.steps,
+            "adjacency": self._ledger.adjacency,
+        }  # fmt: skip
+
+    def newest(self) -> bytes:
+        return json.dumps(self._ledger.to_dict()).encode()
+
+
+class OpenedJournal(Opened):
+    """What the server of a Flower strategy wrote, compared with the model next to it."""
+
+    kind, unit = "journal", "client"
+
+    def __init__(self, path: Path, data: bytes, model: Json):
         from tfdpfl.flower.journal import DamagedError, Record
 
-        self.path, self.faults = path, list[str]()
-        self.ledger: PrivacyLedger | None = None
-        self.journal: Record | None = None
-        self.unread = 0  # rounds that a damaged journal may have charged beyond those that can be read
-        data = path.read_bytes()
+        super().__init__(path)
+        whole = _whole_lines(data)
+        self._unread = 0  # rounds that a damaged journal may have charged beyond those that can be read
         try:
-            self.ledger = PrivacyLedger.from_dict(json.loads(data))
-            return
-        except NewerFormatError as error:
-            raise BadArgument(f"{path}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass
-        whole = data[: data.rfind(b"\n") + 1]
-        try:
-            self.journal = Record().read(whole, str(path))
-        except NewerFormatError as error:
-            raise BadArgument(str(error)) from error
+            self._journal = Record().read(whole, str(path))
         except DamagedError as error:
             if not error.record.lines:
                 raise BadArgument(
-                    f"{path} is neither a ledger nor a journal of a server. Give a file that PrivacyLedger.to_dict or "
-                    "ledger_path= wrote, or restore it from a backup."
+                    f"{path} is neither a ledger nor a journal of a server nor one of checkpoints. Give a file that "
+                    "PrivacyLedger.to_dict or ledger_path= wrote, or a checkpoint_dir, or restore it from a backup."
                 ) from error
-            self.journal = error.record
+            self._journal = error.record
             self.faults.append(str(error))
-            self.unread = len(whole.splitlines()) - self.journal.lines
-        if not self.journal.lines:
-            raise BadArgument(f"{path} holds no whole line, so no epsilon. Restore it from a backup.")
-        self._compare_with_model(len(self.journal.charged) + self.unread)
-        if len(data) > len(whole):
-            # Nothing was done before a line was whole, so this is no damage.
-            self.torn = len(data) - len(whole)
+            self._unread = len(whole.splitlines()) - self._journal.lines
+        j = self._journal
+        self._compare(model, len(j.charged) + self._unread)
+        self.complete = not self._unread
+        self.counts = {
+            "rounds": len(j.charged), "hashed_lines": j.hashed, "lines": j.lines, "torn_bytes": len(data) - len(whole)
+        }  # fmt: skip
 
-    torn = 0
-
-    def _compare_with_model(self, rounds: int) -> None:
-        import zipfile
-
-        import numpy as np
-
-        path = self.path.with_name(self.path.name + ".npz")
-        if not path.exists():
-            return
-        try:
-            with np.load(path, allow_pickle=False) as saved:
-                about = json.loads(str(saved["about"]))
-        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-            self.faults.append(f"The saved model {path} cannot be read ({error}). Restore it from a backup.")
-            return
-        known = about.get("charged", about["rounds"])
+    def _compare(self, model: Json, rounds: int) -> None:
+        if "error" in model:
+            self.faults.append(
+                f"The saved model {_model_of(self.path)} cannot be read ({model['error']}). Restore it from a backup."
+            )
+        known = max(int(model.get(name, 0)) for name in ("charged", "rounds"))
         if known > rounds:
-            self.unread += known - rounds
+            self._unread += known - rounds
             self.faults.append(
                 f"The saved model came after {known} charged rounds, but {self.path} has {rounds}, so rounds are "
                 "missing from epsilon. Restore the newest ledger."
             )
 
-    @property
-    def kind(self) -> str:
-        return "ledger" if self.ledger is not None else "journal"
-
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
-        """Returns {part: (adjacency, ε)}."""
-        if self.ledger is not None:
-            return {"": (self.ledger.adjacency, self.ledger.epsilon(delta, accountant))}
         from tfdpfl.flower.spent import Settings
 
-        j = self._journal
+        j, more = self._journal, self._unread
         settings = Settings.of(j.header)
-        return settings.prices(j.charged, j.replied, j.evaluations + self.unread, delta, accountant, self.unread)
-
-    @property
-    def _journal(self) -> Record:
-        assert self.journal is not None
-        return self.journal
+        return settings.prices(j.charged, j.replied, j.evaluations + more, delta, accountant, more)
 
     def as_ledger(self) -> PrivacyLedger:
-        """Returns what the file holds as a ledger; of a journal, for one client that was there in every round."""
-        if self.ledger is not None:
-            return self.ledger
         from tfdpfl.federated.privacy import RoundsRun
         from tfdpfl.flower.spent import Settings
 
@@ -136,22 +157,185 @@ class Opened:
         )
 
     def facts(self) -> Json:
-        """Returns what the file holds. Names of clients stay out: who took part in which round is a secret."""
-        if self.ledger is not None:
-            saved = json.loads(self.path.read_text())
-            return {
-                "kind": "ledger", "version": saved.get("version", 0), "written_by": saved.get("written_by"),
-                "records": len(self.ledger), "steps": self.ledger.steps, "adjacency": self.ledger.adjacency,
-            }  # fmt: skip
         j = self._journal
-        newest = j.versions[-1] if j.versions else {}
-        counts = Counter(client for cohort in j.charged for client in cohort)
         return {
-            "kind": "journal", "version": newest.get("version", 0), "written_by": newest.get("written_by"),
-            "rounds": len(j.charged), "begun": int(j.begun is not None), "evaluations": j.evaluations,
-            "clients": len(counts), "most_rounds_of_a_client": max(counts.values(), default=0),
+            "kind": self.kind, **_writer(j.versions[-1] if j.versions else {}), "rounds": len(j.charged),
+            "begun": int(j.begun is not None), "evaluations": j.evaluations, **_clients(j.charged),
             "settings": j.header,
         }  # fmt: skip
+
+    def newest(self) -> bytes:
+        from tfdpfl import _formats
+        from tfdpfl.flower.journal import VERSION, Record
+
+        old, new, text = self._journal, Record(), b""
+        lines: list[Json] = [{**_formats.stamp(VERSION), "header": old.header}]
+        for number, (cohort, replied) in enumerate(zip(old.charged, old.replied, strict=True)):
+            lines += {"begin": number, "cohort": cohort}, {"charge": number, "replied": replied}
+        lines += ({"evaluation": number} for number in range(old.evaluations))
+        if old.begun is not None:
+            lines.append({"begin": len(old.charged), "cohort": old.begun})
+        for line in lines:
+            whole = new.whole(line)
+            new.read(whole, "the new file")
+            text += whole
+        return text
+
+
+class OpenedCheckpoints(Opened):
+    """The ledger of a folder that `tfdpfl.federated.train` wrote, compared with the states next to it.
+
+    Args:
+      states: the states' numbers before the ledger was read, and those after; None if only the ledger is there.
+    """
+
+    kind = "checkpoints"
+
+    def __init__(self, path: Path, data: bytes, record: Record, states: tuple[list[int], list[int]] | None):
+        super().__init__(path)
+        self._record = record
+        self._rounds = rounds = record.rounds
+        if record.fault:
+            self.complete = False
+            self.faults.append(
+                f"{path} is damaged ({record.fault}), so rounds that were released may be missing from epsilon. "
+                "Restore it from a backup."
+            )
+        if states is not None:
+            before, after = (found[-1] if found else 0 for found in states)
+            if before > rounds:
+                self._rounds, self.complete = before, False
+                self.faults.append(
+                    f"The newest state came after {before} rounds, but {path} has {rounds}, so rounds are missing from "
+                    "epsilon. Restore the newest ledger."
+                )
+            elif rounds > after + 1 and not record.fault:
+                self.faults.append(
+                    f"The newest state came after {after} rounds, but {path} has {rounds}. A training that goes on "
+                    "from this state would release rounds again. Restore the newest states."
+                )
+            elif not record.fault:
+                self._rounds = min(after, rounds)  # a round that began and was lost has released nothing
+        self.counts = {
+            "rounds": self._rounds, "lines": record.lines, "torn_bytes": len(data) - len(_whole_lines(data))
+        }  # fmt: skip
+
+    def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
+        return self._record.prices(self._rounds, delta, accountant)
+
+    @property
+    def unit(self) -> str | None:  # type: ignore[override]
+        return "+".join(guarantee.level for guarantee in self._record.settings()[0])
+
+    def as_ledger(self) -> PrivacyLedger:
+        from tfdpfl.accounting import PrivacyLedger
+        from tfdpfl.federated.checkpoints import runs
+
+        guarantees, participation = self._record.settings()
+        event = getattr(guarantees[0], "event", None) if len(guarantees) == 1 else None
+        if event is None:
+            raise BadArgument(
+                f"{self.path} promises {self.unit or 'nothing'}, which one ledger does not hold. Use `tfdpfl ledger "
+                "epsilon`, or tfdpfl.federated.total_price with the History of each training."
+            )
+        found = runs(guarantees, participation, self._record.begun, self._rounds)
+        ((guarantee, run),) = found.values()
+        return PrivacyLedger().add(event(run), adjacency=guarantee.adjacency)
+
+    def facts(self) -> Json:
+        r = self._record
+        hidden = {"sampler", "version", "written_by"}  # the sampler's state tells who will be drawn
+        cohorts = [row.cohort for row in r.begun]
+        return {
+            "kind": self.kind, **_writer(r.stamps[-1] if r.stamps else {}), "rounds": self._rounds,
+            "begun": max(0, r.rounds - self._rounds), "repeated": len(r.begun) - len({row.number for row in r.begun}),
+            **_clients(cohorts), "settings": {name: value for name, value in r.header.items() if name not in hidden},
+        }  # fmt: skip
+
+    def newest(self) -> bytes:
+        raise BadArgument(
+            f"{self.path} is of checkpoints, whose format has not changed. `train` goes on with the folder as it is."
+        )
+
+
+def open_file(path: Path) -> Opened:
+    """Returns what a path holds.
+
+    Raises:
+      BadArgument: it is no file of privacy, or of a newer release.
+    """
+    from tfdpfl._formats import NewerFormatError
+
+    try:
+        return _open_file(path)
+    except NewerFormatError as error:
+        raise BadArgument(str(error)) from error
+
+
+def _open_file(path: Path) -> Opened:
+    from tfdpfl._formats import NewerFormatError
+    from tfdpfl.accounting import PrivacyLedger
+    from tfdpfl.federated import checkpoints
+
+    folder = path.is_dir()
+    if folder:
+        path = path / checkpoints.LEDGER
+        if not path.exists():
+            raise BadArgument(
+                f"{path.parent} is a folder without {checkpoints.LEDGER}, so no checkpoint_dir of tfdpfl.federated. "
+                "Give the folder that train(checkpoint_dir=) wrote, or the file of a ledger or journal."
+            )
+    # Models before ledgers: a training that runs charges a round before its model is there.
+    before, model = checkpoints.versions(path.parent), _about_model(path)
+    data = path.read_bytes()
+    try:
+        saved = json.loads(data)
+        return OpenedLedger(path, saved, PrivacyLedger.from_dict(saved))
+    except NewerFormatError as error:
+        raise BadArgument(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    whole = _whole_lines(data)
+    if not whole:
+        raise BadArgument(f"{path} holds no whole line, so no epsilon. Restore it from a backup.")
+    if b'"sampler": ' not in whole[: whole.index(b"\n")]:
+        return OpenedJournal(path, data, model)
+    record = checkpoints.Record(whole.decode(errors="replace"), str(path))
+    after = checkpoints.versions(path.parent)
+    return OpenedCheckpoints(path, data, record, (before, after) if folder or after else None)
+
+
+def _whole_lines(data: bytes) -> bytes:
+    """Returns the lines that have an end. Nothing was done before a line was whole, so what follows is no damage."""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _writer(stamp: Json) -> Json:
+    return {"version": stamp.get("version", 0), "written_by": stamp.get("written_by")}
+
+
+def _clients(cohorts: list[list[str]]) -> dict[str, int]:
+    counts = Counter(client for cohort in cohorts for client in cohort)
+    return {"clients": len(counts), "most_rounds_of_a_client": max(counts.values(), default=0)}
+
+
+def _model_of(path: Path) -> Path:
+    return path.with_name(path.name + ".npz")
+
+
+def _about_model(path: Path) -> Json:
+    """Returns what the model next to a journal says of itself, or the "error" with which it cannot be read."""
+    import zipfile
+
+    import numpy as np
+
+    if not _model_of(path).exists():
+        return {}
+    try:
+        with np.load(_model_of(path), allow_pickle=False) as saved:
+            return dict(json.loads(str(saved["about"])))
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        return {"error": str(error)}
 
 
 @ledger.command()
@@ -160,7 +344,7 @@ class Opened:
 def inspect(file: Path, as_json: bool) -> None:
     """Show the format, rounds and settings of FILE. No client is named."""
     with clean_errors():
-        opened = Opened(file)
+        opened = open_file(file)
         _show(opened.facts(), as_json)
     _end(opened)
 
@@ -177,25 +361,27 @@ def verify(files: tuple[Path, ...], as_json: bool) -> None:
     told, sound = [], True
     for file in files:
         with clean_errors():
-            opened = Opened(file)
+            opened = open_file(file)
         found = {"file": str(file), "kind": opened.kind, "sound": not opened.faults, "faults": opened.faults}
-        if opened.journal is not None:
-            found["rounds"] = len(opened.journal.charged)
-            found["hashed_lines"], found["lines"] = opened.journal.hashed, opened.journal.lines
-            found["torn_bytes"] = opened.torn
-        told.append(found)
+        told.append({**found, **opened.counts})
         sound = sound and not opened.faults
         if not as_json:
-            more = "" if opened.journal is None else (
-                f", {found['rounds']} rounds, {found['hashed_lines']} of {found['lines']} lines with a hash"
-                + (f", {opened.torn} bytes of a line that was never whole" if opened.torn else "")
-            )  # fmt: skip
-            click.echo(f"{file}: {'DAMAGED' if opened.faults else 'ok'} ({opened.kind}{more})")
+            counted = "".join(f", {words}" for words in _in_words(opened.counts))
+            click.echo(f"{file}: {'DAMAGED' if opened.faults else 'ok'} ({opened.kind}{counted})")
             for fault in opened.faults:
                 click.echo(f"  {fault}")
     if as_json:
         click.echo(json.dumps(told, indent=2))
     raise SystemExit(0 if sound else 1)
+
+
+def _in_words(counts: dict[str, int]) -> Iterator[str]:
+    if "rounds" in counts:
+        yield f"{counts['rounds']} rounds"
+    if "hashed_lines" in counts:
+        yield f"{counts['hashed_lines']} of {counts['lines']} lines with a hash"
+    if counts.get("torn_bytes"):
+        yield f"{counts['torn_bytes']} bytes of a line that was never whole"
 
 
 @ledger.command()
@@ -209,7 +395,7 @@ def epsilon(file: Path, delta: float, accountant: str, target_epsilon: float | N
     with clean_errors():
         from tfdpfl.accounting.pricing import check_delta
 
-        opened = Opened(file)
+        opened = open_file(file)
         prices = opened.prices(check_delta(delta), accountant)
         _show_prices(opened, prices, delta, accountant, as_json)
     if target_epsilon is not None and max(spent for _, spent in prices.values()) > target_epsilon:
@@ -228,19 +414,19 @@ def _show_prices(
             {"level": level or None, "epsilon": spent, "delta": delta, "adjacency": adjacency, "accountant": accountant}
             for level, (adjacency, spent) in prices.items()
         ]
-        click.echo(json.dumps(strict({"complete": not opened.unread, "figures": figures}), indent=2))
+        click.echo(json.dumps(strict({"complete": opened.complete, "figures": figures}), indent=2))
         return
     for level, (adjacency, spent) in prices.items():
         of = f" ({level} level)" if level else ""
         click.echo(
             f"epsilon = {rounded_up(spent)}{of} at delta {delta:g}, adjacency {adjacency}, accountant {accountant}"
         )
-    if opened.unread:
+    if not opened.complete:
         click.echo(_BROKEN)
 
 
 @ledger.command()
-@_FILE
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @DELTA
 @_ACCOUNTANT
 @click.option("--target-epsilon", type=float, help="What each client may spend. Exit with 1 if one has spent more.")
@@ -277,14 +463,15 @@ def merge(files: tuple[Path, ...], output: str) -> None:
     with clean_errors():
         from tfdpfl.accounting import PrivacyLedger
 
-        opened = [Opened(file) for file in files]
+        opened = [open_file(file) for file in files]
         for one in opened:
             if one.faults:
                 raise BadArgument(f"{one.faults[0]} A merged ledger would lack what is missing.")
-        if len({one.kind for one in opened}) > 1:
+        units = sorted({one.unit or "a unit that is not stated" for one in opened})
+        if len(units) > 1:
             raise BadArgument(
-                "FILES hold journals, which protect clients, and ledgers, whose unit they do not state. Their epsilons "
-                "do not add up. Merge each kind by itself."
+                f"FILES protect {' and '.join(units)}, so their epsilons do not add up. Merge the files of each unit "
+                "by themselves."
             )
         made = PrivacyLedger()
         for one in opened:
@@ -300,32 +487,11 @@ def merge(files: tuple[Path, ...], output: str) -> None:
 def migrate(file: Path, output: str) -> None:
     """Write FILE in the newest format. A journal then has a hash on each line."""
     with clean_errors():
-        opened = Opened(file)
+        opened = open_file(file)
         if opened.faults:
             raise BadArgument(f"{opened.faults[0]} The new file would lack what is missing.")
-        if opened.ledger is not None:
-            _write(output, json.dumps(opened.ledger.to_dict()).encode())
-        else:
-            _write(output, _journal_of_today(opened))
+        _write(output, opened.newest())
     click.echo(f"{output}: {opened.facts()['kind']} of {file}, in the newest format")
-
-
-def _journal_of_today(opened: Opened) -> bytes:
-    from tfdpfl import _formats
-    from tfdpfl.flower.journal import VERSION, Record
-
-    old, new, text = opened._journal, Record(), b""
-    lines: list[Json] = [{**_formats.stamp(VERSION), "header": old.header}]
-    for number, (cohort, replied) in enumerate(zip(old.charged, old.replied, strict=True)):
-        lines += {"begin": number, "cohort": cohort}, {"charge": number, "replied": replied}
-    lines += ({"evaluation": number} for number in range(old.evaluations))
-    if old.begun is not None:
-        lines.append({"begin": len(old.charged), "cohort": old.begun})
-    for line in lines:
-        whole = new.whole(line)
-        new.read(whole, "the new file")
-        text += whole
-    return text
 
 
 def _write(output: str, text: bytes) -> None:

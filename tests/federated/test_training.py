@@ -17,12 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from scipy import stats
 
 tff = pytest.importorskip("tensorflow_federated", reason="needs TensorFlow Federated, which is on the tff stack")
 
 import tensorflow as tf
 
+from tfdpfl.cli import main
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import (
@@ -95,6 +97,14 @@ def poisson(seed=None, rate=1.0):
 def priced(guarantee, sampler, cohorts):
     run = RoundsRun(rounds=len(cohorts), participation=sampler.participation, cohorts=cohorts)
     return guarantee.price(run, DELTA).epsilon
+
+
+def told(folder, accountant="pld"):
+    """Returns {level: ε} as `tfdpfl ledger` reads it from a checkpoint_dir."""
+    command = ["ledger", "epsilon", str(folder), "--delta", str(DELTA), "--accountant", accountant, "--json"]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    return {figure["level"]: figure["epsilon"] for figure in json.loads(done.output)["figures"]}
 
 
 @pytest.mark.slow
@@ -391,6 +401,7 @@ def test_a_training_that_was_broken_off_goes_on_as_if_nothing_had_happened(tmp_p
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     cohorts = [line["cohort"] for line in lines[1:]]
     assert len(cohorts) == 4  # three that ran, and one that was begun
+    assert told(tmp_path) == {"client": priced(GAUSSIAN, make(), cohorts[:3])}
 
     again = make()  # with another key: the first one's is in the folder
     history = run(Counting(GAUSSIAN), again, 6, checkpoint_dir=tmp_path, eval_fn=lambda weights: {"at": weights})
@@ -430,6 +441,7 @@ def test_where_clients_add_the_noise_a_lost_round_is_charged_beside_its_repetiti
     five = RoundsRun(rounds=5, participation=poisson(rate=1.0).participation, cohorts=[list(CLIENTS)] * 5)
     assert history.epsilon["local"] == local.price(five, DELTA).epsilon
     assert history.epsilon["client"] == priced(GAUSSIAN, sampler, history.cohorts)
+    assert told(tmp_path) == history.epsilon
     assert history["local_epsilon"][0] < history["local_epsilon"][1] < history["local_epsilon"][2]
     assert "2 more begun and lost" in history.statement()
 
@@ -460,6 +472,10 @@ def test_a_folder_of_another_training_is_refused(tmp_path):
             run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
     ledger.write_text("".join(lines[:2]))
     with pytest.raises(ValueError, match="lacks rounds that ran"):
+        run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
+    more = [json.dumps({**json.loads(lines[-1]), "round": number}) + "\n" for number in (2, 3)]
+    ledger.write_text("".join([*lines, *more]))  # a round that was lost, and one that cannot have begun before it
+    with pytest.raises(ValueError, match=r"has 4 rounds, but the newest state came after 2\. .*Restore the newest"):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
     ledger.unlink()
     with pytest.raises(ValueError, match="states but no ledger"):
@@ -732,10 +748,11 @@ def test_after_sigkill_the_ledger_has_every_round_and_every_client(tmp_path):
 def test_a_folder_of_an_earlier_release_goes_on(tmp_path, release):
     golden = Path(__file__).parents[1] / "golden" / release / "checkpoints.jsonl"
     ledger = tmp_path / "ledger.jsonl"
-    ledger.write_text(golden.read_text())
+    ledger.write_text("".join(golden.read_text().splitlines(keepends=True)[:2]))  # as if its first round was lost
     go_on = lambda clip, rounds: run(of_settings(clip), poisson(), rounds, checkpoint_dir=tmp_path, **quick)
     for rounds in (2, 3):
         history = go_on(1.0, rounds)
+        assert told(tmp_path, "rdp") == history.epsilon
         assert history.cohorts[:2] == [[*CLIENTS]] * 2 and len(history.rows) == rounds
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
     assert [line["version"] for line in lines if "version" in line] == [1]

@@ -191,7 +191,7 @@ def test_merged_files_cost_their_sum(tmp_path):
     first, second = journal(tmp_path / "a"), journal(tmp_path / "b", rounds=2)
     run("merge", first, second, "--output", tmp_path / "both.json")
     assert epsilon_of(tmp_path / "both.json") == (cost(poisson(5)), True)
-    assert "Merge each kind by itself" in run(
+    assert "FILES protect a unit that is not stated and client, so" in run(
         "merge", first, tmp_path / "both.json", "--output", tmp_path / "all.json", code=2
     )
 
@@ -199,7 +199,9 @@ def test_merged_files_cost_their_sum(tmp_path):
 def test_what_cannot_be_read_exits_with_2_and_names_the_fix(tmp_path):
     path = tmp_path / "file"
     path.write_text("no ledger\n")
-    assert "neither a ledger nor a journal of a server. Give a file" in run("inspect", path, code=2)
+    assert "neither a ledger nor a journal of a server nor one of checkpoints. Give a file" in run(
+        "inspect", path, code=2
+    )
     path.write_text("")
     assert "Restore it from a backup" in run("verify", path, code=2)
     path.write_text(json.dumps({"version": 3, "written_by": "tfdpfl 9.1.0", "header": {}}) + "\n")

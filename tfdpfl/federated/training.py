@@ -29,17 +29,14 @@ from tfdpfl.clips import AdaptiveClip, check_adapted
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import data, files, runtime
 from tfdpfl.federated._tff import client_element, tff
-from tfdpfl.federated.guarantees import ClientLevel, CohortCheck, ExampleLevel, TreeLevel
+from tfdpfl.federated.checkpoints import LEDGER, STATE, VERSION, Record, Round, completed, runs
+from tfdpfl.federated.guarantees import CohortCheck, ExampleLevel
 from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun, promises_of_levels
 
 if TYPE_CHECKING:
     import pandas
 
 __all__ = ["History", "clients_of", "train"]
-
-_LEDGER = "ledger.jsonl"
-_VERSION = 1  # of its lines
-_NOISED_BY_SERVER = (ClientLevel, TreeLevel)
 
 
 class History(Mapping):
@@ -320,7 +317,7 @@ class _Rounds:
         self.history.rows.append({**row, **{column: paid.epsilon for column, paid in prices.items()}})
         return True
 
-    def _fits(self, round_: _Round) -> bool:
+    def _fits(self, round_: Round) -> bool:
         """Whether the target allows this round, after those that are done."""
         if self.target_epsilon is None or self.ledger.fits(self.target_epsilon, len(self.history.rows), round_):
             return True
@@ -335,17 +332,6 @@ def _initial(process: Computation, given: object, private: bool) -> State:
     if given is None or not private:
         return process.initialize() if given is None else given
     return process.set_model_weights(process.initialize(), process.get_model_weights(given))
-
-
-@dataclasses.dataclass
-class _Round:
-    """A round: its number, its clients as they were drawn, those left out and why, and how many examples each gave,
-    where that is counted."""
-
-    number: int
-    cohort: list[str]
-    absent: dict[str, str] = dataclasses.field(default_factory=dict)
-    examples: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class _Ledger:
@@ -383,7 +369,7 @@ class _Ledger:
         if len(set(levels)) < len(levels):
             raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one.")
         self._check = CohortCheck(self.participation) if self.guarantees and self.participation else None
-        self.begun: list[_Round] = []
+        self.begun: list[Round] = []
         self.write: Callable[[dict], None] = lambda line: None
 
     def check_population(self, known: int) -> None:
@@ -394,21 +380,21 @@ class _Ledger:
                 "client that can never be drawn hides nobody. Declare those that can be drawn."
             )
 
-    def next_round(self, number: int) -> _Round:
+    def next_round(self, number: int) -> Round:
         """The next round; of one that was begun and lost, with the same clients as then."""
         lost = [round_.cohort for round_ in self.begun if round_.number == number]
-        return _Round(number, lost[-1] if lost else [str(client) for client in self.sampler(number)])
+        return Round(number, lost[-1] if lost else [str(client) for client in self.sampler(number)])
 
-    def begin(self, round_: _Round) -> None:
+    def begin(self, round_: Round) -> None:
         self.write({
             "round": round_.number, "cohort": round_.cohort, "absent": round_.absent, "examples": round_.examples,
         })  # fmt: skip
         self.begun.append(dataclasses.replace(round_, absent=dict(round_.absent), examples=dict(round_.examples)))
 
-    def completed(self, rounds: int) -> list[_Round]:
-        return [*{round_.number: round_ for round_ in self.begun}.values()][:rounds]
+    def completed(self, rounds: int) -> list[Round]:
+        return completed(self.begun, rounds)
 
-    def resume(self, begun: list[_Round], rounds: int) -> None:
+    def resume(self, begun: list[Round], rounds: int) -> None:
         """Takes what an earlier call began, of which so many rounds are complete."""
         self.begun = begun
         for round_ in self.completed(rounds):
@@ -419,7 +405,7 @@ class _Ledger:
         if self._check is not None:
             self._check.add(cohort, test)
 
-    def without_spent(self, round_: _Round, datasets: list[Dataset]) -> list[Dataset]:
+    def without_spent(self, round_: Round, datasets: list[Dataset]) -> list[Dataset]:
         """The data sets of a round without those clients that have no budget left for it."""
         if not self.budgets:
             return datasets
@@ -443,14 +429,14 @@ class _Ledger:
             for accountant in dict.fromkeys(["rdp", self.accountant])
         )
 
-    def fits(self, target: float, rounds: int, next_: _Round) -> bool:
+    def fits(self, target: float, rounds: int, next_: Round) -> bool:
         """Whether no level's ε passes the target with one more round. The quick accountant is asked first."""
         return any(
             _highest(self.prices(rounds, next_, accountant)) <= target
             for accountant in dict.fromkeys(["rdp", self.accountant])
         )
 
-    def prices(self, rounds: int, next_: _Round | None = None, accountant: str | None = None) -> dict[str, Price]:
+    def prices(self, rounds: int, next_: Round | None = None, accountant: str | None = None) -> dict[str, Price]:
         """ε of each level after these rounds, and one more, if given."""
         assert self.delta is not None or not self.guarantees
         return {
@@ -458,31 +444,9 @@ class _Ledger:
             for level, (guarantee, run) in self.runs(rounds, next_).items()
         }
 
-    def runs(self, rounds: int, next_: _Round | None = None) -> dict[str, tuple[Guarantee, RoundsRun]]:
+    def runs(self, rounds: int, next_: Round | None = None) -> dict[str, tuple[Guarantee, RoundsRun]]:
         """States what is promised of each level, and what ran."""
-        found = {}
-        for guarantee in self.guarantees:
-            assert self.participation is not None
-            rows, participation = self.completed(rounds), self.participation
-            if not isinstance(guarantee, _NOISED_BY_SERVER) and len(self.begun) > rounds:
-                # Rounds that were sent twice keep to no limit of the sampler's.
-                rows = self.begun
-                participation = dataclasses.replace(
-                    participation, sampling="none", max_participations=None, min_separation=1
-                )
-            rows = rows if next_ is None else [*rows, next_]
-            fewest: dict[str, int] = {}
-            for client, n in (item for row in rows for item in row.examples.items()):
-                fewest[client] = min(filter(None, (n, fewest.get(client))), default=0)
-            run = RoundsRun(
-                rounds=len(rows),
-                participation=participation,
-                cohorts=[row.cohort for row in rows],
-                absent=[[*row.absent] for row in rows],
-                num_examples=fewest,
-            )
-            found[guarantee.level] = guarantee, run
-        return found
+        return runs(self.guarantees, self.participation, self.begun, rounds, next_)
 
     def header(self) -> Json:
         """Holds what may not change from one call of `train` to the next."""
@@ -495,10 +459,10 @@ class _Checkpoints:
     def __init__(self, folder: str | os.PathLike, ledger: _Ledger, stack: contextlib.ExitStack):
         self._folder, self._ledger = Path(folder), ledger
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = stack.enter_context(open(self._folder / _LEDGER, "a+", encoding="utf-8"))  # noqa: SIM115
+        self._file = stack.enter_context(open(self._folder / LEDGER, "a+", encoding="utf-8"))  # noqa: SIM115
         files.lock(self._file, "checkpoint_dir", folder)
         self._states = tff.program.FileProgramStateManager(
-            os.fspath(self._folder), prefix="state_", keep_total=2, keep_first=False
+            os.fspath(self._folder), prefix=STATE, keep_total=2, keep_first=False
         )
         ledger.write = self._append
 
@@ -509,37 +473,49 @@ class _Checkpoints:
         whole = text[: text.rfind("\n") + 1]  # a last line without an end was not written before its round began
         if whole != text:
             self._file.truncate(len(whole.encode()))
-        lines, begun = self._parsed(whole)
+        kept = Record(whole, str(self._folder / LEDGER))
+        if kept.fault:
+            raise ValueError(
+                f"{self._folder / LEDGER} is damaged ({kept.fault}). Rounds that it lacks would be in no epsilon. "
+                "Restore it from a backup, or take another folder. `tfdpfl ledger verify` shows what is left."
+            )
         versions = _wait(self._states.get_versions()) or []
+        done = versions[-1] if versions else 0
         sampler = self._ledger.sampler
-        if not lines:
+        if not kept.header:
             if versions:
-                raise ValueError(f"{self._folder} has states but no {_LEDGER}. Restore it, or take another folder.")
-            kept = sampler.get_state() if hasattr(sampler, "get_state") else None
+                raise ValueError(f"{self._folder} has states but no {LEDGER}. Restore it, or take another folder.")
+            drawn = sampler.get_state() if hasattr(sampler, "get_state") else None
             header = _formats.describe(self._ledger.header())
-            self._append({**_formats.stamp(_VERSION), **header, "sampler": kept})
+            self._append({**_formats.stamp(VERSION), **header, "sampler": drawn})
             files.sync(self._folder)
         else:
-            self._check_header(lines[0])
-            if not self._stamped:
-                self._append(_formats.stamp(_VERSION))  # the lines that follow are of this version
-            self._ledger.resume(begun, versions[-1] if versions else 0)
-            if lines[0]["sampler"] is not None and hasattr(sampler, "set_state"):
-                sampler.set_state(lines[0]["sampler"])
-                sampler.remember({round_.number: round_.cohort for round_ in begun})
+            self._check_header(kept.header)
+            if not kept.stamps:
+                self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
+            self._ledger.resume(kept.begun, done)
+            if kept.header["sampler"] is not None and hasattr(sampler, "set_state"):
+                sampler.set_state(kept.header["sampler"])
+                sampler.remember({round_.number: round_.cohort for round_ in kept.begun})
+        if kept.rounds > done + 1:
+            raise ValueError(
+                f"{self._folder / LEDGER} has {kept.rounds} rounds, but the newest state came after {done}. The rounds "
+                "from there on were released, and would run again without being charged again. Restore the newest "
+                "states, or take another folder and pass initial_state."
+            )
         if not versions:
             self.save(start, rows)
             return start
-        if versions[-1] > len(self._ledger.completed(versions[-1])):
-            raise ValueError(f"{self._folder / _LEDGER} lacks rounds that ran. Restore it, or take another folder.")
-        saved = _wait(self._states.load(versions[-1], {"state": start, "rows": ""}))
+        if done > kept.rounds:
+            raise ValueError(f"{self._folder / LEDGER} lacks rounds that ran. Restore it, or take another folder.")
+        saved = _wait(self._states.load(done, {"state": start, "rows": ""}))
         rows += json.loads(bytes(saved["rows"]).decode())
         return saved["state"]
 
     def _check_header(self, saved: Json) -> None:
         """Refuses a folder of a training with other settings."""
         now = self._ledger.header()
-        others = saved.keys() - {"sampler", *_formats.stamp(_VERSION)}
+        others = saved.keys() - {"sampler", *_formats.stamp(VERSION)}
         for name in {**now, **dict.fromkeys(others)}:
             if name not in saved and "version" not in saved and name not in ("privacy", "participation"):
                 continue  # a folder of before these were compared
@@ -549,27 +525,6 @@ class _Checkpoints:
                     f"{_formats.describe(now.get(name))}: its noise would not be what its rounds are priced by. "
                     "Continue with the same, or take another folder."
                 )
-
-    def _parsed(self, text: str) -> tuple[list[Json], list[_Round]]:
-        """The ledger's lines, and the rounds that were begun."""
-        try:
-            lines = [dict(json.loads(line)) for line in text.splitlines()]
-            stamps = [line for line in lines if "version" in line]
-            for line in stamps:
-                _formats.refuse_newer(str(self._folder / _LEDGER), line, _VERSION)
-            self._stamped = bool(stamps)
-            lines = [line for line in lines if line.keys() != _formats.stamp(_VERSION).keys()]
-            of_rounds = [(line["round"], line["cohort"], line["absent"], line["examples"]) for line in lines[1:]]
-            if lines and "sampler" not in lines[0]:
-                raise KeyError("sampler")
-        except _formats.NewerFormatError:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self._folder / _LEDGER} is damaged ({type(error).__name__}: {error}). Rounds that it lacks would be "
-                "in no epsilon. Restore it from a backup, or take another folder."
-            ) from error
-        return lines, [_Round(*row) for row in of_rounds]
 
     def save(self, state: State, rows: list[dict[str, float]]) -> None:
         """Saves a state, and waits until it is on the disk: the round is shown afterwards."""
@@ -638,7 +593,7 @@ class _Clients:
                 f"The sampler draws client {unknown[0]!r}, of which client_data has nothing. Give both the same."
             )
 
-    def of(self, round_: _Round) -> list[Dataset]:
+    def of(self, round_: Round) -> list[Dataset]:
         """The data sets of a round's clients, less those that are left out. Notes in the round what it finds."""
         found = []
         for client in round_.cohort:
@@ -662,7 +617,7 @@ class _Clients:
                 raise ValueError(_bad(client, fault))
         return found
 
-    def without_unreadable(self, round_: _Round, datasets: list[Dataset], error: Exception) -> list[Dataset]:
+    def without_unreadable(self, round_: Round, datasets: list[Dataset], error: Exception) -> list[Dataset]:
         """The data sets that can be read to their end, where a round failed; its error, if that is all of them."""
         there, readable = [client for client in round_.cohort if client not in round_.absent], []
         for client, dataset in zip(there, datasets, strict=True):

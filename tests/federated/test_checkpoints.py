@@ -1,0 +1,204 @@
+"""`tfdpfl ledger` reads the ledger of a checkpoint_dir, without TFF, and never states less than was spent."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from dp_accounting import dp_event
+
+from tfdpfl import _formats
+from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.cli import main
+from tfdpfl.federated.checkpoints import Record
+from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, TreeLevel
+from tfdpfl.federated.privacy import Participation, RoundsRun
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+DELTA = 1e-5
+POISSON = Participation(sampling="poisson", population=8, clients_per_round=2.0)
+LIMITED = Participation(sampling="bounded", population=8, clients_per_round=2, max_participations=2, min_separation=2)
+CLIENT = ClientLevel(noise_multiplier=1.5)
+EXAMPLES = ExampleLevel(noise_multiplier=1.5, batch_size=5.0, local_steps=2)
+COHORTS = [["a", "b"], ["c"], ["a"], ["b"]]
+SKELLAM = DistributedLevel(l1=1e3, l2=1e3, local_stddev=4e3)
+SAMPLER = {"kind": "PoissonClientSampler", "key": "0123456789abcdef", "population": 8}
+
+
+def line_of(number, cohort, absent=(), examples=None):
+    return {"round": number, "cohort": cohort, "absent": dict.fromkeys(absent, "gone"), "examples": examples or {}}
+
+
+def made(folder, privacy=(CLIENT,), participation=POISSON, lines=None, states=()):
+    """A folder as `train` leaves it."""
+    folder.mkdir()
+    header = {"privacy": list(privacy), "participation": participation, "clip": 1.0, "metrics": None}
+    lines = [line_of(*row) for row in enumerate(COHORTS)] if lines is None else lines
+    told = [{**_formats.stamp(1), **_formats.describe(header), "sampler": SAMPLER}, *lines]
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    for number in states:
+        (folder / f"state_{number}").mkdir()
+    return folder
+
+
+def run(*args, code=0):
+    done = CliRunner().invoke(main, ["ledger", *map(str, args)])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def epsilons(path, *more, code=0):
+    text = run("epsilon", path, "--delta", DELTA, "--accountant", "rdp", "--json", *more, code=code)
+    said, _ = json.JSONDecoder().raw_decode(text)
+    return {figure["level"]: figure["epsilon"] for figure in said["figures"]}, said["complete"]
+
+
+def cost(*events, adjacency="zero_out"):
+    ledger = PrivacyLedger()
+    for event, count in events:
+        ledger.add(event, count, adjacency=adjacency)
+    return ledger.epsilon(DELTA, "rdp")
+
+
+def poisson(rounds, rate=0.25):
+    return dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(1.5)), rounds
+
+
+def gaussian(rounds, noise=1.5):
+    return dp_event.GaussianDpEvent(noise), rounds
+
+
+def test_epsilon_of_a_stopped_training_is_that_of_its_complete_rounds(tmp_path):
+    stopped = made(tmp_path / "a", states=[2, 3])  # the fourth round began
+    assert epsilons(stopped) == ({"client": pytest.approx(cost(poisson(3)))}, True)
+    assert epsilons(stopped / "ledger.jsonl") == epsilons(stopped)
+    assert "(client level) at delta 1e-05, adjacency zero_out" in run("epsilon", stopped, "--delta", DELTA)
+    assert "ok (checkpoints, 3 rounds)" in run("verify", stopped)
+    epsilons(stopped, "--target-epsilon", 0.1, code=1)
+    alone = shutil.copy(stopped / "ledger.jsonl", tmp_path / "copy")  # nothing shows which rounds are complete
+    assert epsilons(alone) == ({"client": pytest.approx(cost(poisson(4)))}, True)
+
+
+def test_rounds_that_were_lost_count_once_more_where_clients_add_the_noise(tmp_path):
+    local = LocalLevel(noise_multiplier=3.0)
+    lines = [line_of(0, ["a", "b"]), line_of(1, ["a"]), line_of(1, ["a"]), line_of(2, ["c"])]
+    spent, complete = epsilons(made(tmp_path / "a", [CLIENT, local], lines=lines, states=[2, 3]))
+    # The client "a" sent three times; where a client is replaced, the noise is half of its distance.
+    assert complete and spent["local"] == pytest.approx(cost(gaussian(3, 1.5), adjacency="replace_one"))
+    assert spent["client"] == pytest.approx(cost(poisson(3)))
+    assert '"repeated": 1' in run("inspect", tmp_path / "a", "--json")
+
+
+def test_the_client_with_the_most_steps_at_the_highest_rate_has_the_epsilon_of_examples(tmp_path):
+    rows = [({"a": 50, "b": 20}, ()), ({"c": 50}, ()), ({"a": 50}, ()), ({"b": 20}, ["b"])]
+    lines = [line_of(i, [*held], absent, held) for i, (held, absent) in enumerate(rows)]
+    spent, _ = epsilons(made(tmp_path / "a", [EXAMPLES], lines=lines, states=[4]))
+    both = [cost(poisson(2 * 2, 0.1)), cost(poisson(1 * 2, 0.25))]  # a twice; b came once, and was absent once
+    assert spent == {"example": pytest.approx(max(both))}
+
+
+def test_verify_compares_the_rounds_with_the_states(tmp_path):
+    older = made(tmp_path / "a", states=[1, 2])
+    assert "The newest state came after 2 rounds, but" in run("verify", older, code=1)
+    assert epsilons(older, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, True)
+    newer = made(tmp_path / "b", states=[5, 6])
+    assert "so rounds are missing from epsilon" in run("verify", newer, code=1)
+    assert epsilons(newer, code=1) == ({"client": pytest.approx(cost(poisson(6)))}, False)
+    none = made(tmp_path / "c")
+    assert "came after 0 rounds, but" in run("verify", none, code=1)
+    assert "ok (checkpoints, 4 rounds)" in run("verify", none / "ledger.jsonl")
+
+
+def test_a_damaged_ledger_counts_every_round_that_it_can_have_had(tmp_path):
+    whole = made(tmp_path / "a", states=[3, 4])
+    path = whole / "ledger.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for broken in ([*lines[:2], "{\n", *lines[3:]], lines[:2] + lines[3:], [*lines[:-1], '{"round": 3}\n']):
+        path.write_text("".join(broken))
+        assert "DAMAGED" in run("verify", whole, code=1)
+        spent, complete = epsilons(whole, code=1)
+        assert spent == {"client": pytest.approx(cost(poisson(4)))} and not complete
+    path.write_text("".join(lines) + '{"round": 4')  # a write that was cut off: the round did not run
+    assert "11 bytes of a line that was never whole" in run("verify", whole)
+    path.write_text("{\n" + "".join(lines[1:]))
+    assert "neither a ledger nor" in run("epsilon", whole, "--delta", DELTA, code=2)
+
+
+def test_rounds_that_ran_again_from_an_older_state_have_no_amplification(tmp_path):
+    lines = [line_of(number, ["a"]) for number in (0, 1, 2, 1)]
+    rewound = made(tmp_path / "a", lines=lines, states=[1, 2])
+    assert "round 1 cannot follow round 2" in run("verify", rewound, code=1)
+    assert epsilons(rewound, code=1) == ({"client": pytest.approx(cost(gaussian(4)))}, False)
+    tree = made(tmp_path / "b", [TreeLevel(noise_multiplier=8.0)], LIMITED, lines, states=[1, 2])
+    assert epsilons(tree, code=1)[0] == {"client": "inf"}
+
+
+def test_rounds_of_unknown_clients_are_the_worst_that_their_level_allows(tmp_path):
+    first = line_of(0, ["a", "b"], ["b"], {"a": 50, "b": 20})
+    lines = [first, line_of(2, ["c"], (), {"c": 40})]  # round 1 is lost
+    limits = [
+        (TreeLevel(noise_multiplier=8.0), LIMITED, lambda level: level.price(
+            RoundsRun(rounds=3, participation=LIMITED), DELTA, "rdp").epsilon),
+        (LocalLevel(noise_multiplier=3.0), LIMITED, lambda _: cost(gaussian(3, 1.5), adjacency="replace_one")),
+        (EXAMPLES, LIMITED, lambda _: cost(poisson(2 * 3, 5 / 20))),
+        (SKELLAM, POISSON, lambda level: level.price(RoundsRun(
+            rounds=3, participation=Participation(sampling="none", population=8, clients_per_round=2.0),
+            cohorts=[["1"], ["2"], ["3"]]), DELTA).epsilon),
+    ]  # fmt: skip
+    for number, (level, participation, wanted) in enumerate(limits):
+        folder = made(tmp_path / str(number), [level], participation, lines, states=[2, 3])
+        spent, complete = epsilons(folder, code=1)
+        assert spent == {level.level: pytest.approx(wanted(level))} and not complete
+
+
+def test_inspect_names_no_client_and_no_key(tmp_path):
+    text = run("inspect", made(tmp_path / "a", states=[3]), "--json")
+    told = json.loads(text)
+    assert {name: told[name] for name in ("kind", "version", "rounds", "begun", "clients")} == {
+        "kind": "checkpoints", "version": 1, "rounds": 3, "begun": 1, "clients": 3,
+    }  # fmt: skip
+    assert told["most_rounds_of_a_client"] == 2 and told["written_by"].startswith("tfdpfl")
+    assert SAMPLER["key"] not in text and not any(f'"{client}"' in text for client in "abc")
+
+
+@pytest.mark.parametrize("release", ["", "v1"])
+def test_ledgers_of_every_release_are_read(release):
+    path = GOLDEN / release / "checkpoints.jsonl"
+    assert "ok (checkpoints, 2 rounds)" in run("verify", path)
+    assert epsilons(path) == ({"client": pytest.approx(cost(gaussian(2)))}, True)
+    assert "noise_multiplier" in run("inspect", path)
+
+
+def test_checkpoints_merge_with_what_protects_the_same_unit(tmp_path):
+    first, second = made(tmp_path / "a", states=[4]), made(tmp_path / "b", [CLIENT], LIMITED, states=[4])
+    run("merge", first, second, "--output", tmp_path / "both.json")
+    assert epsilons(tmp_path / "both.json")[0] == {None: pytest.approx(cost(poisson(4), gaussian(2)))}
+    local = made(tmp_path / "c", [LocalLevel(noise_multiplier=3.0)], states=[4])
+    assert "FILES protect client and local" in run("merge", first, local, "--output", tmp_path / "d", code=2)
+    examples = made(tmp_path / "e", [EXAMPLES], states=[4])
+    assert "total_price" in run("merge", examples, "--output", tmp_path / "f", code=2)
+    assert "has not changed" in run("migrate", first, "--output", tmp_path / "g", code=2)
+
+
+def test_what_is_no_checkpoint_dir_exits_with_2_and_names_the_fix(tmp_path):
+    assert "Give the folder that train(checkpoint_dir=) wrote" in run("verify", tmp_path, code=2)
+    plain = made(tmp_path / "a", [], None, states=[4])
+    assert "promises no privacy" in run("epsilon", plain, "--delta", DELTA, code=2)
+    newer = made(tmp_path / "b", lines=[{"version": 2, "written_by": "tfdpfl 9.1.0"}])
+    assert "upgrade with pip install --upgrade tfdpfl" in run("verify", newer, code=2)
+    (tmp_path / "c").mkdir()
+    header = {"privacy": [{"type": "Unheard"}], "participation": None, "sampler": None}
+    (tmp_path / "c" / "ledger.jsonl").write_text(json.dumps(header) + "\n")
+    assert "Unheard is no setting that this release knows" in run("epsilon", tmp_path / "c", "--delta", DELTA, code=2)
+
+
+def test_a_record_counts_rounds_once_and_sees_what_cannot_follow():
+    head = json.dumps({"privacy": [], "participation": None, "sampler": None}) + "\n"
+    text = lambda *numbers: head + "".join(json.dumps(line_of(n, ["a"])) + "\n" for n in numbers)
+    for numbers, rounds, sound in [
+        ([], 0, True), ([0, 1, 1, 2], 3, True), ([1], 2, False), ([0, 2], 3, False), ([-1], 1, False),
+        ([0, 1, 0], 3, False),
+    ]:  # fmt: skip
+        record = Record(text(*numbers), "it")
+        assert (record.rounds, not record.fault) == (rounds, sound) and record.rewound == (numbers == [0, 1, 0])

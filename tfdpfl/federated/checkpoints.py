@@ -1,0 +1,212 @@
+"""Reads the ledger of a folder of checkpoints, and prices the rounds in it. No TFF here.
+
+The ledger has a line for every round, written before the round runs. States lie next to it, in folders whose names end
+with the number of rounds that are complete. A line that repeats the number of the line before it is of a round whose
+result was lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfdpfl import _formats
+from tfdpfl._types import Json
+from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, TreeLevel
+from tfdpfl.federated.nbafl import NbAFLLevel
+from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
+
+__all__ = ["LEDGER", "STATE", "VERSION", "Record", "Round", "completed", "runs", "versions"]
+
+LEDGER = "ledger.jsonl"
+STATE = "state_"  # before the number in the name of a state's folder
+VERSION = 1  # of the ledger's lines
+
+_NOISED_BY_SERVER = (ClientLevel, TreeLevel)
+_CLASSES = (ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, NbAFLLevel, Participation, TreeLevel)
+
+
+@dataclasses.dataclass
+class Round:
+    """A round: its number, its clients as they were drawn, those left out and why, and how many examples each gave,
+    where that is counted."""
+
+    number: int
+    cohort: list[str]
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
+    examples: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class Record:
+    """Holds what a ledger says, as far as its lines can be read.
+
+    Args:
+      text: whole lines.
+      what: names the file, at the beginning of a sentence.
+
+    Attributes:
+      header: the first line.
+      stamps: the lines that state a version.
+      begun: the rounds, in the order in which they began.
+      fault: the first thing that is wrong; empty for a whole ledger.
+      unread: how many lines cannot be read.
+      rewound: whether rounds ran again that later rounds had followed, so that they were released twice.
+
+    Raises:
+      NewerFormatError: a line is of a newer version.
+    """
+
+    def __init__(self, text: str, what: str):
+        self.header: Json = {}
+        self.stamps: list[Json] = []
+        self.begun: list[Round] = []
+        self.fault = ""
+        self.lines = self.unread = 0
+        self.rewound = False
+        for self.lines, line in enumerate(text.splitlines(), 1):
+            try:
+                self._read(line, what)
+            except _formats.NewerFormatError:
+                raise
+            except (ValueError, KeyError, TypeError) as error:
+                self.fault = self.fault or f"line {self.lines}, {type(error).__name__}: {error}"
+
+    def _read(self, line: str, what: str) -> None:
+        before = len(self.begun)
+        try:
+            held = dict(json.loads(line))
+            if "version" in held:
+                _formats.refuse_newer(what, held, VERSION)
+                self.stamps.append(held)
+            if held.keys() == _formats.stamp(VERSION).keys():
+                return
+            if not self.header:
+                if "sampler" not in held:
+                    raise KeyError("sampler")
+                self.header = held
+                return
+            row = Round(int(held["round"]), [*held["cohort"]], dict(held["absent"]), dict(held["examples"]))
+        except (ValueError, KeyError, TypeError):
+            self.unread += 1
+            raise
+        self.begun.append(row)
+        last = self.begun[-2].number if before else -1
+        self.rewound |= row.number < last
+        if row.number not in (last, last + 1) or row.number < 0:
+            raise ValueError(f"round {row.number} cannot follow {f'round {last}' if before else 'nothing'}")
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds began, each counted once; at most, where lines cannot be read."""
+        numbers = {row.number for row in self.begun}
+        if not self.fault:
+            return len(numbers)
+        return max(len(self.begun) + self.unread, max(numbers, default=-1) + 1)
+
+    def settings(self) -> tuple[tuple[Guarantee, ...], Participation | None]:
+        """Returns what the training promises, and what its sampler declares.
+
+        Raises:
+          ValueError: the first line does not state them, or states what this release does not know.
+        """
+        try:
+            guarantees, p = (_formats.restore(self.header[name], _CLASSES) for name in ("privacy", "participation"))
+            # Before ledgers had versions, they had its fields without its name.
+            return tuple(guarantees), Participation(**p) if isinstance(p, Mapping) else p
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The settings in the first line cannot be priced ({type(error).__name__}: {error}). Continue the "
+                "training with `train`, which computes epsilon, or upgrade tfdpfl."
+            ) from error
+
+    def prices(self, rounds: int, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
+        """Returns {level: (adjacency, ε)} of so many rounds, as `train` does; of a damaged ledger, an upper bound for
+        every round that it can have had."""
+        guarantees, participation = self.settings()
+        if participation is None or not guarantees:
+            raise ValueError("This training promises no privacy, so it has no epsilon. Leave it out.")
+        if self.fault or rounds > self.rounds:
+            found = {g.level: (g, self._most(g, participation, rounds)) for g in guarantees}
+        else:
+            found = runs(guarantees, participation, self.begun, rounds)
+        return {
+            level: (guarantee.adjacency, self._price(guarantee, run, delta, accountant))
+            for level, (guarantee, run) in found.items()
+        }
+
+    def _price(self, guarantee: Guarantee, run: RoundsRun, delta: float, accountant: str) -> float:
+        if self.rewound and isinstance(guarantee, TreeLevel):
+            return math.inf  # noise that two continuations share has no price here
+        return guarantee.price(run, delta, accountant).epsilon
+
+    def _most(self, guarantee: Guarantee, p: Participation, rounds: int) -> RoundsRun:
+        """Returns rounds of unknown clients."""
+        if self.rewound or not isinstance(guarantee, _NOISED_BY_SERVER):
+            p = _unlimited(p)  # rounds that came twice had the same clients, so no coin of theirs helps
+        cohorts = [[client for client in row.cohort if client not in row.absent] for row in self.begun]
+        unknown = [["?"]] * (rounds - len(cohorts))  # one client adds the least noise
+        return RoundsRun(
+            rounds=rounds,
+            participation=p,
+            cohorts=[*cohorts, *unknown] if isinstance(guarantee, DistributedLevel) else [],
+            num_examples=_fewest_examples(self.begun),
+        )
+
+
+def completed(begun: Sequence[Round], rounds: int) -> list[Round]:
+    """Returns the first so many rounds, each as it was begun last."""
+    return [*{row.number: row for row in begun}.values()][:rounds]
+
+
+def runs(
+    guarantees: Sequence[Guarantee],
+    participation: Participation | None,
+    begun: Sequence[Round],
+    rounds: int,
+    next_: Round | None = None,
+) -> dict[str, tuple[Guarantee, RoundsRun]]:
+    """States what is promised of each level, and what ran.
+
+    Args:
+      guarantees: one for each level.
+      participation: what the sampler declares.
+      begun: the rounds that began, in order.
+      rounds: how many of them are complete.
+      next_: one more that is to be counted.
+    """
+    found = {}
+    for guarantee in guarantees:
+        assert participation is not None
+        rows, declared = completed(begun, rounds), participation
+        if not isinstance(guarantee, _NOISED_BY_SERVER) and len(begun) > rounds:
+            rows, declared = [*begun], _unlimited(participation)  # rounds that were sent twice keep to no limit
+        rows = rows if next_ is None else [*rows, next_]
+        run = RoundsRun(
+            rounds=len(rows),
+            participation=declared,
+            cohorts=[row.cohort for row in rows],
+            absent=[[*row.absent] for row in rows],
+            num_examples=_fewest_examples(rows),
+        )
+        found[guarantee.level] = guarantee, run
+    return found
+
+
+def versions(folder: Path) -> list[int]:
+    """Returns the numbers of the states in a folder, in order, as TFF's manager of states finds them."""
+    names = [path.name.removeprefix(STATE) for path in folder.glob(f"{STATE}*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _unlimited(p: Participation) -> Participation:
+    return dataclasses.replace(p, sampling="none", max_participations=None, min_separation=1)
+
+
+def _fewest_examples(rows: Sequence[Round]) -> dict[str, int]:
+    fewest: dict[str, int] = {}
+    for client, n in (item for row in rows for item in row.examples.items()):
+        fewest[client] = min(filter(None, (n, fewest.get(client))), default=0)
+    return fewest
