@@ -119,6 +119,9 @@ def test_a_damaged_ledger_counts_every_round_that_it_can_have_had(tmp_path):
         assert "DAMAGED" in run("verify", whole, code=1)
         spent, complete = epsilons(whole, code=1)
         assert spent == {"client": pytest.approx(cost(poisson(4)))} and not complete
+    alone = tmp_path / "copy"
+    alone.write_text("".join(lines[:-2]) + "{\n{\n")  # nothing else shows how many there were
+    assert epsilons(alone, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, False)
     path.write_text("".join(lines) + '{"round": 4')  # a write that was cut off: the round did not run
     assert "11 bytes of a line that was never whole" in run("verify", whole)
     path.write_text("{\n" + "".join(lines[1:]))
@@ -176,6 +179,8 @@ def test_checkpoints_merge_with_what_protects_the_same_unit(tmp_path):
     assert epsilons(tmp_path / "both.json")[0] == {None: pytest.approx(cost(poisson(4), gaussian(2)))}
     local = made(tmp_path / "c", [LocalLevel(noise_multiplier=3.0)], states=[4])
     assert "FILES protect client and local" in run("merge", first, local, "--output", tmp_path / "d", code=2)
+    run("merge", local, "--output", tmp_path / "h.json")
+    assert "adjacency replace_one" in run("epsilon", tmp_path / "h.json", "--delta", DELTA)
     examples = made(tmp_path / "e", [EXAMPLES], states=[4])
     assert "total_price" in run("merge", examples, "--output", tmp_path / "f", code=2)
     assert "has not changed" in run("migrate", first, "--output", tmp_path / "g", code=2)
