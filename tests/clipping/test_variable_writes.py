@@ -50,3 +50,23 @@ def test_what_is_said_to_be_written_is_what_tensorflow_writes(name):
         for at, t in enumerate(op.inputs) if id(t) in captured and assigns(op, at)
     }  # fmt: skip
     assert said == set(named)
+
+
+@pytest.mark.parametrize("written", ["", "v", "w", "vw"])
+def test_the_gradient_of_a_call_may_write_what_the_call_writes(written):
+    """TensorFlow makes such an op where it has no other gradient of a call; on most machines it cannot run it."""
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.resource)] * 2 + [tf.TensorSpec([])])
+    def body(v, w, x):
+        for name, handle in zip("vw", (v, w), strict=True):
+            add(handle) if name in written else read(handle)
+        return x
+
+    called = body.get_concrete_function()
+    with tf.Graph().as_default() as graph:
+        called.add_to_graph()
+        handles = [tf.compat.v1.placeholder(tf.resource, []) for _ in "vw"]
+        tf.raw_ops.SymbolicGradient(input=[*handles, 1.0, 1.0], Tout=[tf.float32] * 3, f=called)
+    op = next(op for op in graph.get_operations() if op.type == "SymbolicGradient")
+    assert written == "".join(name for at, name in enumerate("vw") if assigns(op, at))
+    assert not assigns(op, 3)

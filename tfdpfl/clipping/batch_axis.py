@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.graph import BODIES, ENTRIES, constant, function_graph, key, own_gradient_is_known
+from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, constant, function_graph, key, own_gradient_is_known
 from tfdpfl.clipping.registry import BATCHING_RULES, BatchingRule
 from tfdpfl.clipping.states import (
     TAINTED,
@@ -54,6 +54,7 @@ class BatchAxis:
       checks: (tensor, axis): the axis' length must divide by the batch size.
       reads: the variables that were read, and by which op.
       writers: what may write to a variable, once `variable_writes` has looked.
+      handed_in: for each placeholder of the body of a call, who called, and what it stands for there.
       customised: ops with a gradient of their own that is still to be looked at (`own_gradients`).
     """
 
@@ -75,6 +76,7 @@ class BatchAxis:
         self.outer: BatchAxis | None = None
         self.version = graph.version
         self._bodies: dict[tuple, BatchAxis] = {}
+        self.handed_in: dict[tuple[str, int], tuple[BatchAxis, tf.Tensor]] = {}
         for name in graph_tools.RELEASED.get(graph, ()):
             self.ops[name] = graph.get_operation_by_name(name)
             self.states[(name, 0)] = Public()
@@ -110,6 +112,14 @@ class BatchAxis:
             return tuple([(None, 0)] * (1 if n is None else n))
         n = t.shape.num_elements()
         return tuple([UNKNOWN] * (1 if n is None else n))
+
+    def constant(self, t: tf.Tensor) -> np.ndarray | None:
+        """The tensor's value where it follows from constants alone, also from those that a call handed in."""
+        value, caller = constant(t), self.handed_in.get(key(t))
+        if value is None and t.op.type == "InvertPermutation":
+            value = self.constant(t.op.inputs[0])
+            return None if value is None else np.argsort(value)
+        return caller[0].constant(caller[1]) if value is None and caller else value
 
     def declare_state(self, t: tf.Tensor, state: State) -> None:
         """Sets the state of a tensor that was made, or is known, otherwise than by what the graph shows."""
@@ -275,6 +285,8 @@ class BatchAxis:
                 graph, lambda t: given.get(t.op.name), vouched=self.vouched, tainted=self.tainted, within=True
             )
             self._bodies[question] = inner
+            if op.type in CALLS:
+                inner.handed_in = {key(t): (self, i) for t, i in zip(graph.inputs, inputs, strict=True)}
             inner.run([*graph.inputs, *graph.outputs])
             self.reads += inner.reads
         graph = inner.graph

@@ -383,6 +383,7 @@ def constant(t: tf.Tensor) -> np.ndarray | None:
         if all(v is not None for v in values) and t.shape.rank == _FOLDED_RANK.get(t.op.type, t.shape.rank):
             return np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
     look = {"StridedSlice": _one_entry, "Minimum": _limit}.get(t.op.type) if t.shape.rank == 0 else None
+    look = look or {"Slice": _cut, **dict.fromkeys(CALLS, _given_out)}.get(t.op.type)
     return look(t) if look else None
 
 
@@ -392,6 +393,21 @@ def _one_entry(t: tf.Tensor) -> np.ndarray | None:
     if vector is None or at is None or vector.ndim != 1 or t.op.get_attr("shrink_axis_mask") != 1:
         return None
     return vector[at[0]]
+
+
+def _given_out(t: tf.Tensor) -> np.ndarray | None:
+    """Of a call, a number or a list of integers that its body gives out."""
+    if not t.dtype.is_integer or t.shape.rank not in (0, 1):
+        return None
+    return constant(function_graph(t.graph, t.op.get_attr("f").name, t.op.inputs).outputs[t.value_index])
+
+
+def _cut(t: tf.Tensor) -> np.ndarray | None:
+    """A slice of constants."""
+    whole, begins, lengths = (constant(i) for i in t.op.inputs)
+    if whole is None or begins is None or lengths is None:
+        return None
+    return whole[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begins, lengths, strict=True))]
 
 
 def _limit(t: tf.Tensor) -> np.ndarray | None:
@@ -409,6 +425,7 @@ _FOLDED: dict[str, Callable] = {
     "Add": np.add, "AddV2": np.add, "Sub": np.subtract, "FloorMod": np.mod,
     "Range": np.arange, "Pack": lambda *parts: np.stack(parts),
     "ConcatV2": lambda *parts: np.concatenate(parts[:-1], int(parts[-1])),
+    "InvertPermutation": np.argsort, "Reshape": np.reshape,
 }  # fmt: skip
 _FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
 

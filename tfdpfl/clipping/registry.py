@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
@@ -44,6 +45,9 @@ class View(Protocol):
 
     def entries(self, t: tf.Tensor) -> tuple[Entry, ...]:
         """A tensor as a vector of (coefficient, power of the batch size)."""
+
+    def constant(self, t: tf.Tensor) -> np.ndarray | None:
+        """The tensor's value where it follows from constants alone."""
 
     def handle(self, t: tf.Tensor) -> State:
         """The state of a resource: a `Handle`, also of one made in the graph."""

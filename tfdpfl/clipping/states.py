@@ -6,7 +6,7 @@ An abstract interpretation of the graph between the inputs and the loss (`batch_
 - ``Size``: a small integer or float tensor made of shapes, entry by entry a multiple of a power of the batch size;
 - ``Batch``: one axis is indexed by the examples, in order, ``rows`` consecutive rows each, and a row depends on
   its own example only;
-- ``Items``: a TensorList whose elements are ``Batch``;
+- ``Items``: a TensorList, all of whose elements have one state;
 - ``Handle``: a resource, such as a variable;
 - ``Mixed``: examples may have met. It remembers the op that did it;
 - ``Entries``: a list of some entries of each example. `Mixed` to all ops but those that know of it.
@@ -59,6 +59,10 @@ class Size:
     def batch_free(self) -> bool:
         return all(power == 0 for _, power in self.entries)
 
+    def blurred(self, number: int | None) -> Size:
+        """So many numbers made of the entries; which of which is not known."""
+        return Size(tuple([(None, 0) if self.batch_free else UNKNOWN] * (number or 1)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -71,7 +75,10 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    element: Public | Batch
+    """``empty``: nothing was put into it, and it holds no zeros either, so that it may become a list of anything."""
+
+    element: Public | Size | Batch
+    empty: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import backprop_util, record
 from tensorflow.python.framework import ops
 
 from tfdpfl._types import Nest
@@ -186,7 +186,7 @@ def _variables_behind(t: tf.Tensor) -> frozenset[int]:
 
 def _differentiable(t: tf.Tensor) -> bool:
     """Whether a gradient may go through the op to this output."""
-    if not (t.dtype.is_floating or t.dtype.is_complex or t.dtype in (tf.resource, tf.variant)):
+    if not backprop_util.IsTrainable(t):  # a list of integers is not, though it is a variant
         return False
     try:
         return not t.op.inputs or ops.get_gradient_function(t.op) is not None

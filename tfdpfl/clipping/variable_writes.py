@@ -20,6 +20,9 @@ WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTab
 
 def assigns(op: tf.Operation, at: int) -> bool:
     """Whether an op, or what it runs, may write to the variable that is its input number ``at``."""
+    if op.type == "SymbolicGradient":  # it runs the function, whose arguments come first, and gives each its gradient
+        body = graph_tools.function_graph(op.graph, op.get_attr("f").name, op.inputs[: len(op.outputs)])
+        return at < len(body.inputs) and _is_assigned(body.inputs[at])
     if op.type not in BODIES:
         return bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
     at -= op.type.endswith("If")

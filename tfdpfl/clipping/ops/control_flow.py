@@ -119,6 +119,8 @@ def _two_batches(op, t, a: Batch, b: Batch) -> State | None:
 
 def _two_lists(op, t, a: Items, b: Items) -> State | None:
     for one, other in ((a, b), (b, a)):
+        if one.empty:
+            return other
         if blank(one.element) and isinstance(other.element, Batch):
             return other
     if isinstance(a.element, Public) and isinstance(b.element, Public):

@@ -52,7 +52,7 @@ def convolved(view: View, op: tf.Operation, states: list[State]) -> State | None
     return first_axis(view, op, states, 0)
 
 
-@batching_rule(*TRANSPOSED)
+@batching_rule(*TRANSPOSED, blocks=True)
 def transposed(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 2)
 
@@ -74,21 +74,54 @@ def first_axis(view: View, op: tf.Operation, states: list[State], data: int) -> 
         return mixed(op, "makes an example's result depend on the batch size")
     if any(isinstance(s, Batch) for s in others):
         return mixed(op, "has weights that depend on examples")
-    if op.type in ("AvgPool", "MaxPool", "AvgPool3D", "MaxPool3D") and (
-        op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1
-    ):
+    if op.type in ("AvgPool", "MaxPool", "AvgPool3D", "MaxPool3D") and over_the_batch(op):
         return mixed(op, "pools over the batch")
     return states[data]
 
 
-@batching_rule("MaxPoolGrad")
+def over_the_batch(op: tf.Operation) -> bool:
+    """Whether a pool's windows reach over several examples."""
+    return op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1
+
+
+@batching_rule("MaxPoolGrad", "MaxPool3DGrad")
 def pool_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the input, the output and the output's gradient."""
-    if op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1:
-        return mixed(op, "pools over the batch")
+    return mixed(op, "pools over the batch") if over_the_batch(op) else _alike(op, states)
+
+
+@batching_rule("ResizeBilinearGrad", "ResizeBicubicGrad")
+def resize_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    """Of the output's gradient and the input."""
+    return _alike(op, states)
+
+
+@batching_rule("ResizeNearestNeighborGrad", data=0)
+def nearest_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    """Of the output's gradient and the input's size."""
+    return _alike(op, states[:1])
+
+
+def _alike(op: tf.Operation, states: list[State]) -> State | None:
+    """Of tensors that all have their examples along the first axis."""
     if len(set(states)) > 1 or getattr(states[0], "axis", 0) != 0:
         return mixed(op, "does not have the batch as its first axis")
     return states[0] if isinstance(states[0], Batch) else None
+
+
+@batching_rule("AvgPoolGrad", "AvgPool3DGrad", data=1, sizes=(0,))
+def average_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    """Of the input's shape and the output's gradient."""
+    state, (n, *lengths), length = states[1], view.entries(op.inputs[0]), op.inputs[1].shape[0]
+    if not isinstance(state, Batch):
+        return None
+    if over_the_batch(op):
+        return mixed(op, "pools over the batch")
+    if state.axis != 0:
+        return mixed(op, "does not have the batch as its first axis")
+    if n != ((state.rows, 1) if length is None else (length, 0)) or any(power != 0 for _, power in lengths):
+        return mixed(op, "has a shape that is not known to follow the batch size")
+    return state
 
 
 @batching_rule("SpaceToBatchND", data=0)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, MaterializedGradient, Units, Use, summed_to
 from tfdpfl.clipping.graph import constant, copy_op, gradient_function, key, passes_gradients_through
+from tfdpfl.clipping.ops.lists import summed
 from tfdpfl.clipping.registry import ENDS, View, batching_rule, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import (
@@ -50,6 +51,8 @@ def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | li
         return states[0]
     if any(isinstance(s, Mixed) for s in states):
         return of_entries(op, states)
+    if lists := [s for s in states if isinstance(s, Items)]:
+        return summed(lists) if op.type == "AddN" and len(lists) == len(states) else None
     if not any(isinstance(s, Batch) for s in states):
         return public_arithmetic(view, op, states)
     rank = max(t.shape.rank for t in op.inputs if t.shape.rank is not None)

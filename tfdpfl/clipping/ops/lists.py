@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from tfdpfl.clipping.ops.control_flow import blank
 from tfdpfl.clipping.registry import batching_rule
-from tfdpfl.clipping.states import Batch, Items, Public, Size, is_batch_free, mixed
+from tfdpfl.clipping.states import UNKNOWN, Batch, Items, Public, Size, deps, is_batch_free, mixed
 
-__all__: list[str] = []
+__all__ = ["summed"]
+
+
+def summed(states: list[Items]) -> Items | None:
+    """The sum of lists, as a tape adds up what loops wrote. Lists of one length and shape are added, nothing is
+    repeated, so that equal rows may be added to any."""
+    elements = [s.element for s in states]
+    batches = {e for e in elements if isinstance(e, Batch)}
+    if any(isinstance(e, Size) for e in elements):
+        return None
+    if not batches:
+        return Items(Public(deps(elements), all(e.alike for e in elements if isinstance(e, Public))))
+    alone = len(batches) == 1 and all(e in batches or blank(e) for e in elements)
+    return Items(batches.pop()) if alone else None
 
 
 @batching_rule("TensorListReserve", "EmptyTensorList", any_rank=True)
 def reserve(view, op, states):
     if not is_batch_free(states[1]):
         return mixed(op, "makes a list whose length depends on examples or on how many there are")
-    return Items(Public(alike=True))
+    return Items(Public(alike=True), op.type == "EmptyTensorList")
 
 
 @batching_rule("TensorListFromTensor", data=0, sizes=(1,), any_rank=True)
@@ -33,7 +46,10 @@ def set_item(view, op, states):
 
 @batching_rule("TensorListPushBack", any_rank=True)
 def push_back(view, op, states):
-    return put(op, states[0], states[1], Public())
+    items, value = states
+    if isinstance(value, Size) and isinstance(items, Items):
+        return Items(value) if items.empty or items.element == value else None
+    return put(op, items, value, Public())
 
 
 def put(op, items, value, index):
@@ -53,7 +69,7 @@ def put(op, items, value, index):
 @batching_rule("TensorListGetItem", data=0, sizes=(2,), any_rank=True)
 def get_item(view, op, states):
     if isinstance(states[0], Items) and isinstance(states[1], Public | Size):
-        return states[0].element
+        return None if isinstance(states[0].element, Size) else states[0].element
     return None
 
 
@@ -67,8 +83,16 @@ def stacked(view, op, states):
     if not isinstance(states[0], Items):
         return None
     element = states[0].element
+    if isinstance(element, Size):
+        return None
     # Elements that are alike within themselves may differ from one another.
     return Batch(element.axis + 1, element.rows) if isinstance(element, Batch) else Public(element.deps)
+
+
+@batching_rule("TensorListElementShape", any_rank=True)
+def element_shape(view, op, states):
+    """As it was given, with lengths that may be left open."""
+    return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1))) if isinstance(states[0], Items) else None
 
 
 @batching_rule("TensorListLength", any_rank=True)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.registry import View, batching_rule
 from tfdpfl.clipping.rows import row_free, rowwise
-from tfdpfl.clipping.states import UNKNOWN, Batch, Public, Size, State, deps, is_batch_free, mixed
+from tfdpfl.clipping.states import Batch, Public, Size, State, deps, is_batch_free, mixed
 
 __all__: list[str] = []
 
@@ -31,8 +31,9 @@ def reduced(view: View, op: tf.Operation, states: list[State]) -> State | None:
     x, state = op.inputs[0], states[0]
     if isinstance(state, Size):
         powers = [p for _, p in state.entries]
-        if op.type != "Prod" or None in powers:
-            return Size(((None, 0),)) if state.batch_free else Size((UNKNOWN,))
+        of_all = len(powers) == 1 or (x.shape.rank == 1 and summed_axes(op) == {0})
+        if not of_all or op.type != "Prod" or None in powers:
+            return state.blurred(op.outputs[0].shape.num_elements())
         coefficients = [c for c, _ in state.entries if c is not None]
         known = len(coefficients) == len(state.entries)
         return Size(((int(np.prod(coefficients)) if known else None, sum(p for p in powers if p is not None)),))
@@ -100,22 +101,45 @@ def bincount(view, op, states):
 
 @batching_rule("FusedBatchNormV3")
 def batch_norm(view, op, states):
-    x = op.inputs[0]
     if not any(isinstance(s, Batch) for s in states):
         return None
-    form = op.get_attr("data_format")
-    channel = 1 if (form if isinstance(form, str) else form.decode()) in ("NCHW", "NCDHW") else x.shape.rank - 1
-    training = op.get_attr("is_training")
-    if isinstance(states[0], Batch) and states[0].axis == channel:
+    if isinstance(states[0], Batch) and states[0].axis == channel_axis(op):
         # Keras 2 normalises layers with the rows as channels: each row has its own mean and variance.
-        for t, s in zip(op.inputs[1:], states[1:], strict=True):
-            empty = t.shape.num_elements() == 0
-            if not (empty or s == Batch(0, s.rows if isinstance(s, Batch) else 0)
-                    or (isinstance(s, Public) and row_free(t, s, -1))):  # fmt: skip
-                return mixed(op, "normalises examples together")
+        if not own_statistics(op.inputs[1:], states[1:]):
+            return mixed(op, "normalises examples together")
         return [states[0], *[Batch(0, states[0].rows)] * 4, Public()]
-    if training:
+    if op.get_attr("is_training"):
         return mixed(op, "normalises over the batch")
     if states[0] == Batch(0, getattr(states[0], "rows", 0)) and all(isinstance(s, Public) for s in states[1:]):
         return [states[0], *[Public(deps(states))] * 5]
     return mixed(op, "normalises examples together")
+
+
+@batching_rule("FusedBatchNormGradV3")
+def batch_norm_gradient(view, op, states):
+    """Of the result's gradient, what was normalised, the scale, and the means and variances."""
+    g, x, *per_channel = states
+    if not isinstance(x, Batch) or g != x:
+        return None
+    if x.axis == channel_axis(op):
+        if not own_statistics(op.inputs[2:5], states[2:5]):
+            return mixed(op, "normalises examples together")
+        return [x, Batch(0, x.rows), Batch(0, x.rows), Public(), Public()]
+    if op.get_attr("is_training") or x.axis != 0 or not all(isinstance(s, Public) for s in per_channel):
+        return mixed(op, "normalises over the batch")
+    return [x, *[mixed(op, "sums over the batch")] * 2, Public(), Public()]
+
+
+def channel_axis(op) -> int:
+    form = op.get_attr("data_format")
+    return 1 if (form if isinstance(form, str) else form.decode()) in ("NCHW", "NCDHW") else op.inputs[0].shape.rank - 1
+
+
+def own_statistics(numbers, states) -> bool:
+    """Whether the numbers of each channel, where the rows are the channels, are that row's own or the same for all."""
+    return all(
+        t.shape.num_elements() == 0
+        or (isinstance(s, Batch) and s.axis == 0)
+        or (isinstance(s, Public) and row_free(t, s, -1))
+        for t, s in zip(numbers, states, strict=True)
+    )

@@ -39,16 +39,16 @@ def shape_entries(t: tf.Tensor, state: State) -> tuple[tuple[int | None, int | N
         return tuple((d, 0) if d is not None else UNKNOWN for d in t.shape)
     entries = [(d, 0) if d is not None or not isinstance(state, Size) else UNKNOWN for d in t.shape]
     if isinstance(state, Batch) and t.shape[state.axis] is None:
-        entries[state.axis] = (state.rows, 1)
+        entries[state.axis] = (of_blocks(state), 1)
     return tuple(entries)
 
 
-@batching_rule("Shape", mixed=True, any_rank=True)
+@batching_rule("Shape", mixed=True, any_rank=True, blocks=True)
 def shape(view, op, states):
     return Size(shape_entries(op.inputs[0], states[0]))
 
 
-@batching_rule("ShapeN", mixed=True, any_rank=True)
+@batching_rule("ShapeN", mixed=True, any_rank=True, blocks=True)
 def shapes(view, op, states):
     return [Size(shape_entries(t, s)) for t, s in zip(op.inputs, states, strict=True)]
 
@@ -108,7 +108,7 @@ def filled(view, op, states):
 # -- new shapes --------------------------------------------------------------------------------------------------
 
 
-@batching_rule("Reshape", data=0, sizes=(1,), mixed=True)
+@batching_rule("Reshape", data=0, sizes=(1,), mixed=True, blocks=True)
 def reshape(view, op, states):
     state = states[0]
     if met := next((s for s in states if isinstance(s, Mixed)), None):
@@ -127,12 +127,27 @@ def reshape(view, op, states):
     if len(entries) != rank:
         entries = tuple([UNKNOWN] * rank)
     axis = reshaped_axis(op, state, entries)
-    return mixed(op, "moves examples across axes") if axis is None else reshaped_rows(view, op, state, axis, entries)
+    if axis is None:
+        return mixed(op, "moves examples across axes")
+    found = reshaped_rows(view, op, Batch(state.axis, of_blocks(state)), axis, entries)
+    if state.blocks == 1 or not isinstance(found, Batch):
+        return found
+    return (
+        state
+        if state.rows is not None and found == Batch(state.axis, of_blocks(state))
+        else mixed(op, "moves examples across axes")
+    )
+
+
+def of_blocks(state: Batch) -> int | None:
+    """How long the batch's axis is, by the batch size."""
+    return None if state.rows is None else state.rows * state.blocks
 
 
 def reshaped_axis(op, state: Batch, entries: Sequence[Entry]) -> int | None:
     """Returns the place of the batch axis in the new shape."""
     old, new = op.inputs[0].shape.as_list(), op.outputs[0].shape.as_list()
+    new = [n if n is not None or power != 0 else c for n, (c, power) in zip(new, entries, strict=True)]
     before = old[: state.axis]
     if any(d != 1 for d in before):  # the axes before the batch must stay as they are
         same = None not in before and new[: state.axis] == before and len(new) > state.axis
@@ -166,7 +181,8 @@ def summed_back(view, op) -> State | None:
     total, shape = op.inputs[0].op, op.inputs[1]
     if total.type != "Sum" or (axes := total.inputs[1]).op.type != "BroadcastGradientArgs":
         return None
-    if key(axes.op.inputs[axes.value_index]) != key(shape):
+    of = axes.op.inputs[axes.value_index]
+    if key(shape) not in (key(of), key(without_matrices(of))):
         return None
     g, state, entries = total.inputs[0], view[total.inputs[0]], view.entries(shape)
     if not isinstance(state, Batch) or None in (g.shape.rank, op.outputs[0].shape.rank):
@@ -176,6 +192,17 @@ def summed_back(view, op) -> State | None:
         return None
     same = entries[axis] == ((state.rows, 1) if length is None else (length, 0))
     return Batch(axis, state.rows) if same else mixed(total, "sums over the batch")
+
+
+def without_matrices(t: tf.Tensor) -> tf.Tensor:
+    """The shape of which this is all but the last two entries, as the gradient of a product of matrices has it."""
+    if t.op.type != "StridedSlice":
+        return t
+    begin, end, strides = (None if (value := constant(i)) is None else value.tolist() for i in t.op.inputs[1:])
+    slicing = Slicing(t.op, 1, 1)
+    plain = not any(slicing.has(mask, 0) for mask in ("end", "ellipsis", "new_axis", "shrink_axis"))
+    starts = slicing.has("begin", 0) or begin == [0]
+    return t.op.inputs[0] if plain and starts and (end, strides) == ([-2], [1]) else t
 
 
 @batching_rule("ExpandDims", data=0, blocks=True)
@@ -209,10 +236,16 @@ def squeeze(view, op, states):
 def transpose(view, op, states):
     state = states[0]
     if isinstance(state, Batch):
-        perm = constant(op.inputs[1])
+        perm = view.constant(op.inputs[1])
         if perm is None:
             return mixed(op, "moves examples across axes")
         return Batch(list(perm).index(state.axis), state.rows)
+    if isinstance(state, Size):
+        perm, shape = view.constant(op.inputs[1]), op.inputs[0].shape
+        if perm is None or not shape.is_fully_defined() or shape.num_elements() != len(state.entries):
+            return state.blurred(len(state.entries))
+        places = np.arange(len(state.entries)).reshape(shape).transpose(perm)
+        return Size(tuple(state.entries[i] for i in np.ravel(places)))
     return state if isinstance(state, Public) else None
 
 
@@ -230,7 +263,7 @@ def concat(view, op, states):
 def joined(view, op, tensors, states, axis):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
-        if any(isinstance(s, Size) for s in states) and not deps(states):
+        if any(isinstance(s, Size) for s in states) and not deps(states) and tensors[0].shape.rank == 1:
             return Size(tuple(e for t in tensors for e in view.entries(t)))
         if all(isinstance(s, Public) for s in states):
             return Public(deps(states))
@@ -248,8 +281,11 @@ def stack(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
         if any(isinstance(s, Size) for s in states) and not deps(states):
-            if op.inputs[0].shape.rank == 0:
-                return Size(tuple(e for t in op.inputs for e in view.entries(t)))
+            of_each = [view.entries(t) for t in op.inputs]
+            if op.inputs[0].shape.rank == 0 or (op.inputs[0].shape.rank == 1 and op.get_attr("axis") == 0):
+                return Size(tuple(e for entries in of_each for e in entries))
+            if op.inputs[0].shape.rank == 1:
+                return Size(tuple(e for row in zip(*of_each, strict=True) for e in row))
             if all(not isinstance(s, Size) or s.batch_free for s in states):
                 return Public()
         return None
@@ -366,7 +402,7 @@ def sliced_size(op: tf.Operation, states: list[State]) -> State:
     vector = op.inputs[0].shape.rank == 1 and len(state.entries) == op.inputs[0].shape[0]
     plain = vector and not (op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"))
     if not plain or begin is None or end is None or strides is None:
-        return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
+        return state.blurred(op.outputs[0].shape.num_elements())
     if slicing.has("shrink_axis", 0):
         return Size((state.entries[int(begin[0])],))
     first = None if slicing.has("begin", 0) else int(begin[0])
@@ -429,7 +465,23 @@ def even(op, entries, axis) -> Mixed | None:
     return None
 
 
-@batching_rule("Pad", "PadV2", "MirrorPad", data=0)
+@batching_rule("ConcatOffset")
+def offsets(view, op, states):
+    """Where the parts of a concatenation begin."""
+    axis, parts = constant(op.inputs[0]), [view.entries(t) for t in op.inputs[1:]]
+    known = all(isinstance(s, Public | Size) for s in states) and not deps(states) and axis is not None
+    if not known or any(len(part) != len(parts[0]) for part in parts):
+        return None
+    axis = int(axis) % len(parts[0])
+    begins: list[Entry] = [(0, 0)]
+    for part in parts[:-1]:
+        (start, at), (length, power) = begins[-1], part[axis]
+        free = at == power == 0
+        begins.append((None if None in (start, length) else start + length, 0) if free else UNKNOWN)
+    return [Size(tuple(begin if i == axis else (0, 0) for i in range(len(parts[0])))) for begin in begins]
+
+
+@batching_rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", data=0)
 def pad(view, op, states):
     if not isinstance(states[0], Batch):
         return None
