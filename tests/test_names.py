@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import re
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_a_name_says_where_it_is(name, place):
 def test_a_name_of_nothing_is_an_error_without_advice():
     with pytest.raises(AttributeError, match=r"has no attribute 'qqqq'\.$"):
         getattr(tfdpfl, "qqqq")  # noqa: B009
+
+
+def test_every_name_that_the_page_of_tf_privacy_replaces_says_by_what():
+    page = (Path(tfdpfl.__file__).parents[1] / "docs" / "tf-privacy.md").read_text("utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    names = {name for row in rows if not row[2].startswith(" none: range") for name in re.findall(r"`(\w+)`", row[1])}
+    names -= {"secret_sharer"}  # nothing replaces it, nor range queries
+    assert len(names) > 40
+    assert {name for name in names if not hasattr(tfdpfl, name)} <= set(_names.ELSEWHERE)
 
 
 def test_every_place_that_is_named_exists():

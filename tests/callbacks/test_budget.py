@@ -180,6 +180,36 @@ def test_batches_that_are_another_optimizers_are_refused():
         assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_examples_without_a_finite_gradient_are_said_where_the_loss_hides_them(hidden, recwarn):
+    """A relu makes 0 of NaN, so the loss is finite. A statement says nothing, because it is published."""
+    layers = [tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential([tf.keras.Input((4,)), *layers])
+    model.compile(tfdpfl.DPSGD(1.0, 2.0, learning_rate=0.1), loss="mse")
+    callbacks = [tfdpfl.callbacks.PrivateMetrics(noise_std=0.1)] if hidden else []
+    budget = PrivacyBudget(delta=DELTA)
+    x = np.where(np.arange(N)[:, None] < 7, np.nan, X)
+    log = model.fit(x, Y, batch_size=20, epochs=2, callbacks=[*callbacks, budget], verbose=0)
+    assert np.isfinite(log.history["loss"]).all() and model.optimizer.num_nonfinite == 14
+    said = [str(w.message) for w in recwarn if "not finite" in str(w.message)]
+    assert [text.split(".")[0] for text in said] == ([] if hidden else ["The gradients of 7 examples were not finite"])
+    assert "not finite" not in str(budget.report())
+
+
+def test_a_statement_says_why_the_noise_of_microbatches_counts_as_half():
+    budget, model = PrivacyBudget(delta=DELTA), compiled(num_microbatches=5)
+    model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+    assert "num_microbatches=5 clips mean gradients of groups" in str(budget.report())
+    assert "noise_multiplier=2.0 counts as half" in str(budget.report()) and budget.report().noise_multiplier == 1.0
+
+
+def test_a_target_that_is_spent_says_by_what():
+    budget = PrivacyBudget(delta=DELTA, target_epsilon=uses(1) * 1.0001)
+    compiled().fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+    with pytest.raises(PrivacyError, match="room for another epoch: 10 steps that this PrivacyBudget counts have cost"):
+        compiled().fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
+
+
 @pytest.mark.slow
 def test_steps_of_a_training_before_count():
     model = compiled(expected_batch_size=20)

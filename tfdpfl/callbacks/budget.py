@@ -66,9 +66,13 @@ _KNOWN_DRAWS = (
     "The model's random numbers (dropout, noise, augmentation) come from the seeds that you set, because the optimizer "
     "has a seed. Anyone who knows these seeds can learn more of an example than ε says."
 )
-_NOT_A_NUMBER = (
-    "The loss is NaN. Look for missing values first: np.isnan(x).sum(axis=0) counts those of each column. ε "
-    "still holds, but an example whose gradient is not finite teaches the model nothing."
+_NOT_FINITE = (
+    "{}. Look for missing values first: np.isnan(x).sum(axis=0) counts those of each column. ε still holds, but an "
+    "example whose gradient is not finite teaches the model nothing."
+)
+_GROUPED = (
+    "num_microbatches={} clips mean gradients of groups, so an example moves the sum by up to two clips: "
+    "noise_multiplier={} counts as half. Leave num_microbatches out to clip each example by itself."
 )
 _START = "The weights that training began with are taken to be public."
 
@@ -255,6 +259,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         for other in RELEASED.get(self.model, ()):
             self.include(other)
         self._limit: int | None = None
+        self._nonfinite_before: float = optimizer.num_nonfinite
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         fit = self._running()
@@ -269,7 +274,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if self._is_full(0):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
-                    f"{'epoch' if fit.shuffled else 'step'}. Raise noise_multiplier "
+                    f"{'epoch' if fit.shuffled else 'step'}{self._spent_before()}. Raise noise_multiplier "
                     f"(tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}"
                     f"{secure}) finds the smallest one that does) "
                     "or the target."
@@ -320,11 +325,21 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         remember_weights(fit.model)
         if logs is not None:
             logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
-            if math.isnan(float(logs.get("loss", 0.0))):
-                warnings.warn(_NOT_A_NUMBER, stacklevel=3)
+            self._warn_of_missing_values(logs)
         self._check_announced()
         if self._is_full(fit.steps):
             self._stop()
+
+    def _warn_of_missing_values(self, logs: dict) -> None:
+        """Warns of gradients that are not finite, unless the private figures of this fit are hidden. It is no note: a
+        statement is published."""
+        given = getattr(fit_arguments(self.model).get("callbacks"), "callbacks", [])
+        found = self._running().optimizer.num_nonfinite
+        if math.isnan(float(logs.get("loss", 0.0))):
+            warnings.warn(_NOT_FINITE.format("The loss is NaN"), stacklevel=4)
+        elif found > self._nonfinite_before and not any(hasattr(each, "hides") for each in given):
+            warnings.warn(_NOT_FINITE.format(f"The gradients of {found} examples were not finite"), stacklevel=4)
+            self._nonfinite_before = math.inf  # said once
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._running().end()
@@ -422,6 +437,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "The training continues from a saved state. ε holds if the data come in the same order as before: not "
                 "shuffled, or with a fixed seed. The uses of an example are then as far apart as ε assumes."
             ] = None
+        if fit.clips > 1:
+            self._spent.notes[_GROUPED.format(optimizer.num_microbatches, optimizer.noise_multiplier)] = None
         if optimizer._dp.seed is not None:
             self._spent.notes[
                 f"The noise comes from seed={optimizer._dp.seed}: anyone who knows it can subtract the noise. To "
@@ -604,6 +621,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return epochs * passes, passes
         planned = fit.steps_in(epochs * steps)
         return planned, fit.steps_in(epochs * steps + fit.stride) - planned
+
+    def _spent_before(self) -> str:
+        """Says what of the target is spent, if something is."""
+        past = self.ledger
+        if not past.steps:
+            return ""
+        epsilon = past.epsilon(self.delta, self.accountant)
+        return f": {past.steps} steps that this PrivacyBudget counts have cost {epsilon:.5g}"
 
     def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:
         """Whether after so many steps of the fit the next one passes the target; if shuffled the next epoch, or pass
