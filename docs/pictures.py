@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md and docs/random-allocation.md into docs/_static: python docs/pictures.py."""
+"""Draws the pictures of concepts.md, random-allocation.md and noise.md into docs/_static: python docs/pictures.py."""
 
 import textwrap
 from pathlib import Path
@@ -117,6 +117,28 @@ def units():
     save(ax, "concept-units", "ε is 0.92 for one example, and 5.6 for a person with five")
 
 
+def kinds():
+    ax = axes()
+    epochs = [1, 2, 5, 10, 20, 50]
+    noise = tfdpfl.noise
+    made = {
+        "independent": lambda **uses: noise.Banded(bands=1, **uses),
+        "Tree": lambda **uses: noise.Tree(**uses),
+        "Banded, 8 bands": lambda **uses: noise.Banded(bands=8, **uses),
+        "BandedInverse, 8 bands": lambda **uses: noise.BandedInverse(bands=8, **uses),
+        "BandedInverse, 8 best": lambda **uses: noise.BandedInverse(bands=8, coefficients="best", **uses),
+        "BLT": lambda **uses: noise.BLT(**uses),
+    }
+    for label, make in made.items():
+        errors = [make(min_separation=64, max_participations=e).error(64 * e) for e in epochs]
+        ax.plot(epochs, errors, marker="o", label=label, linestyle=":" if label == "BLT" else "-")
+    ax.set(xscale="log", yscale="log", xlabel="epochs of 64 steps", ylabel="noise in the running sums / clip")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.legend(fontsize=8)
+    save(ax, "noise-kinds", "At the same ε, BLT and the best BandedInverse have the least noise of these six")
+
+
 if __name__ == "__main__":
-    for draw in (attacker, sampling, allocation, batch, accountants, units):
+    for draw in (attacker, sampling, allocation, batch, accountants, units, kinds):
         draw()
