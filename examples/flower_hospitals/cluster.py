@@ -79,13 +79,16 @@ def certificates(folder: Path) -> None:
     pem = form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()
     write(folder / "server.key", server.private_bytes(*pem))
     for number in range(HOSPITALS):
-        own = ec.generate_private_key(ec.SECP384R1())
-        openssh = form.PrivateFormat.OpenSSH
-        write(folder / f"hospital-{number}", own.private_bytes(pem[0], openssh, pem[2]))
-        write(
-            folder / f"hospital-{number}.pub",
-            own.public_key().public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH),
-        )
+        make_key(folder / f"hospital-{number}")
+
+
+def make_key(path: Path) -> None:
+    """What `ssh-keygen -t ecdsa -b 384` makes: a private key, and next to it the public one."""
+    own = ec.generate_private_key(ec.SECP384R1())
+    private = form.Encoding.PEM, form.PrivateFormat.OpenSSH, form.NoEncryption()
+    write(path, own.private_bytes(*private))
+    public = own.public_key().public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH)
+    write(path.with_name(f"{path.name}.pub"), public)
 
 
 def write(path: Path, content: bytes) -> None:
@@ -124,15 +127,7 @@ class Cluster:
         return self
 
     def __exit__(self, *why) -> None:
-        for wanted in (signal.SIGTERM, signal.SIGKILL):
-            alive = [process for process in self.processes.values() if group_alive(process.pid)]
-            for process in alive:
-                os.killpg(process.pid, wanted)
-            until = time.monotonic() + 15
-            while any(group_alive(process.pid) for process in alive) and time.monotonic() < until:
-                for process in alive:
-                    process.poll()
-                time.sleep(0.1)
+        end([*self.processes.values()])
 
     def start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.log", "wb") as log:
@@ -150,23 +145,10 @@ class Cluster:
         return done.stdout
 
     def run(self, until: float) -> int:
-        authority = str(self.folder / "ca.crt")
-        self.start(
-            "superlink", "flower-superlink", "--host", ADDRESS, "--port", str(self.port), "--enable-supernode-auth",
-            "--disable-runtime-dependency-installation", "--ssl-ca-certfile", authority,
-            "--ssl-certfile", str(self.folder / "server.crt"), "--ssl-keyfile", str(self.folder / "server.key"),
-        )  # fmt: skip
-        while not listening(self.port):
-            self.check(until)
+        self.serve(until)
         for number in range(HOSPITALS):
-            self.flwr("supernode", "register", str(self.folder / f"hospital-{number}.pub"), "hospitals")
-            self.start(
-                f"hospital-{number}.node", "flower-supernode", "--superlink", f"{ADDRESS}:{self.port}",
-                "--root-certificates", authority,
-                "--auth-supernode-private-key", str(self.folder / f"hospital-{number}"),
-                "--host", ADDRESS, "--port", str(free_port()),
-                "--node-config", f'partition-id={number} ledger="{self.folder / f"ledger-{number}.json"}"',
-            )  # fmt: skip
+            self.register(f"hospital-{number}")
+            self.join(f"hospital-{number}", f'partition-id={number} ledger="{self.folder / f"ledger-{number}.json"}"')
         self.start("run", "flwr", "run", str(HERE), "hospitals", "--stream")
         shown = 0
         while self.processes["run"].poll() is None:
@@ -174,6 +156,34 @@ class Cluster:
             self.check(until)
         self.show(shown)
         return self.processes["run"].returncode
+
+    def serve(self, until: float) -> None:
+        """Starts the SuperLink, and waits until it listens."""
+        self.start(
+            "superlink", "flower-superlink", "--host", ADDRESS, "--port", str(self.port), "--enable-supernode-auth",
+            "--database", str(self.folder / "superlink.db"), "--disable-runtime-dependency-installation",
+            "--ssl-ca-certfile", str(self.folder / "ca.crt"), "--ssl-certfile", str(self.folder / "server.crt"),
+            "--ssl-keyfile", str(self.folder / "server.key"),
+        )  # fmt: skip
+        while not listening(self.port):
+            self.check(until)
+
+    def register(self, key: str) -> None:
+        """Makes the public key of a hospital known to the SuperLink."""
+        self.flwr("supernode", "register", str(self.folder / f"{key}.pub"), "hospitals")
+
+    def join(self, key: str, config: str) -> None:
+        """Starts the SuperNode of a hospital, with its key."""
+        self.start(
+            f"{key}.node", "flower-supernode", "--superlink", f"{ADDRESS}:{self.port}",
+            "--root-certificates", str(self.folder / "ca.crt"),
+            "--auth-supernode-private-key", str(self.folder / key),
+            "--host", ADDRESS, "--port", str(free_port()), "--node-config", config,
+        )  # fmt: skip
+
+    def end(self, name: str) -> None:
+        """Ends a process and its children."""
+        end([self.processes.pop(name)])
 
     def show(self, shown: int) -> int:
         text = (self.folder / "run.log").read_text(errors="replace")
@@ -191,6 +201,18 @@ class Cluster:
                 f"{name}:\n{(self.folder / f'{name}.log').read_text()[-1500:]}" for name in self.processes
             )
             raise TimeoutError(f"time is up\n{tails}")
+
+
+def end(processes: list[subprocess.Popen]) -> None:
+    for wanted in (signal.SIGTERM, signal.SIGKILL):
+        alive = [process for process in processes if group_alive(process.pid)]
+        for process in alive:
+            os.killpg(process.pid, wanted)
+        until = time.monotonic() + 15
+        while any(group_alive(process.pid) for process in alive) and time.monotonic() < until:
+            for process in alive:
+                process.poll()
+            time.sleep(0.1)
 
 
 def group_alive(group: int) -> bool:
