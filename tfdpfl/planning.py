@@ -28,14 +28,7 @@ from tfdpfl.accounting.arguments import build_run
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.promises import PLANNED, Promise
 from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SCHEMES
-from tfdpfl.data import (
-    declared_sampling,
-    examples_of,
-    poisson_batches,
-    random_allocation,
-    shuffled_batches,
-    users_of,
-)
+from tfdpfl.data import declared_sampling, examples_of, users_of
 from tfdpfl.data.batches import PLANNED as BATCHES
 from tfdpfl.errors import PrivacyError
 
@@ -51,11 +44,7 @@ Clip: TypeAlias = Any  # what an optimizer accepts as l2_norm_clip
 
 BEST = "best"  # of the samplings that have the neighbours of Poisson batches
 
-_BATCH_ARGUMENTS = {
-    name
-    for function in (poisson_batches, random_allocation, shuffled_batches)
-    for name in inspect.signature(function).parameters
-}
+_BATCH_ARGUMENTS = {name for function, _ in BATCHES.values() for name in inspect.signature(function).parameters}
 
 # What an optimizer has where it is not told otherwise.
 _DEFAULTS = {
@@ -317,7 +306,8 @@ def plan(
     else:
         made = solved(sampling)
     sampling = made.run["sampling"]
-    drawn = BATCHES[sampling](examples, made.batch_size, made.steps_per_epoch, **batches)
+    draw, arguments = BATCHES[sampling]
+    drawn = draw(examples, **arguments(made.batch_size, made.steps_per_epoch), **batches)
     return PrivacyPlan(
         target_epsilon=made.target_epsilon,
         delta=delta,

@@ -27,10 +27,12 @@ from tfdpfl.accounting import (
     privacy_report,
     privacy_statement,
 )
+from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.accounting.events import thresholded
 from tfdpfl.accounting.pricing import SUPPORT
 from tfdpfl.accounting.report import report_of
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import Banded
 from tfdpfl.noise.strategies import moved_normals
 
 MNIST = dict(num_examples=60000, batch_size=250, delta=1e-5)
@@ -968,7 +970,23 @@ def test_any_event_can_be_added_to_a_ledger():
     assert ledger.epsilon(1e-5) == pytest.approx(gaussian_epsilon(1.0, 1e-5), rel=1e-4)
     ledger.record(2.0, **DATA)
     report = ledger.report(1e-5, "rdp")
-    assert report.steps == 10 and report.noise_multiplier is None and "10 recorded applications" in str(report)
+    assert report.steps == report.participations == 10 and report.noise_multiplier is None
+    assert "mechanism: 10 recorded applications of 2 mechanisms" in str(report) and report.unit == "example"
+
+
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_a_statement_of_correlated_noise_names_its_unit_and_its_one_mechanism(unit):
+    noise = Banded(bands=2, min_separation=10, max_participations=3)
+    uses = {"num_steps": 25, "min_separation": 10, "max_participations": 3, "unit": unit}
+    run = CorrelatedRun(noise=noise, noise_multiplier=2.0, **uses)
+    report = PrivacyLedger().count_correlated([("a", 0)], run, dataset=None).report(1e-5)
+    assert (report.unit, report.steps, report.participations) == (unit, 25, 3)
+    text = report.statement()
+    assert f"of other {unit}s for training {unit}s" in text and f"presence of one {unit}" not in text
+    assert f"mechanism: 25 steps with Banded(bands=2) noise, noise multiplier 2: at most 3 uses of one {unit}" in text
+    both = PrivacyLedger().count_correlated([("a", 0)], run, dataset=None)
+    both.add(dp_accounting.GaussianDpEvent(3.0), 4, adjacency="zero_out", unit=unit)
+    assert (both.report(1e-5).unit, both.report(1e-5).participations) == (unit, 7)
 
 
 def test_tree_aggregation_is_priced_where_an_example_is_blanked():

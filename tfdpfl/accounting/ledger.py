@@ -39,6 +39,8 @@ class _Applied:
     def steps(self) -> int:
         return self.count
 
+    participations = steps
+
     def stated_for(self, adjacency: str) -> "DpEvent | None":
         from dp_accounting import dp_event
 
@@ -70,6 +72,10 @@ class _Counted:
         return self.run.steps
 
     @property
+    def participations(self) -> int:
+        return self.run.participations
+
+    @property
     def unit(self) -> str:
         return self.run.unit
 
@@ -98,6 +104,10 @@ class _Correlated:
     @property
     def steps(self) -> int:
         return self.run.num_steps
+
+    @property
+    def participations(self) -> int:
+        return self.run.participations
 
     @property
     def unit(self) -> str:
@@ -502,13 +512,11 @@ class PrivacyLedger:
         report = report_of(runs, self.dp_event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
         if not others:
             return report
-        applied = sum(row.steps for row in others)
         # What only some of the rows have is not the whole ledger's.
         of_runs = "sampling noise_multiplier num_examples batch_size num_microbatches sampling_rate"
         unknown: Keywords = dict.fromkeys(of_runs.split())
-        return dataclasses.replace(
-            report, steps=report.steps + applied, participations=report.participations + applied, **unknown
-        )
+        touched = report.participations + sum(row.participations for row in others)
+        return dataclasses.replace(report, steps=self.steps, participations=touched, **unknown)
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""

@@ -84,7 +84,7 @@ class PrivacyReport:
             (zero-out adjacency, or replace-one where that is the run's).
         max_examples_per_user: How many examples neighbours may differ in.
         truncated_batch_size: The size that larger batches are cut to, or None.
-        unit: What is sampled, clipped and protected: "example" or "user".
+        unit: What is sampled, clipped and protected: "example" or "user"; None if nothing states it.
         rows: What ran, a line for each mechanism.
         notes: What the figure takes for granted, in sentences.
         event: What ran, for an accountant, if it is kept.
@@ -198,7 +198,8 @@ class PrivacyReport:
 
     def _mechanism(self) -> str:
         if self.sampling is None or self.noise_multiplier is None or self.num_examples is None:
-            return f"{self.steps} recorded applications of several mechanisms"
+            several = f"{self.steps} recorded applications of {len(self.rows)} mechanisms"
+            return self.rows[0] if len(self.rows) == 1 else several
         batches = "expected batch size" if SCHEMES[self.sampling].independent else "batch size"
         groups = f" in {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return (

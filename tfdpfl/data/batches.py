@@ -15,7 +15,7 @@ import numpy as np
 from tfdpfl import _blanks
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.sampling import SHUFFLED, truncated_event_type
+from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SHUFFLED, truncated_event_type
 from tfdpfl.data.declared import SamplingDeclaration, declare, keep_source
 from tfdpfl.data.draws import Passes, Words
 from tfdpfl.data.sources import Examples, examples_of
@@ -473,11 +473,12 @@ def cyclic_poisson(
     return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches)
 
 
-# What `tfdpfl.plan` can plan: how the batches are made, of which size, and how many in a pass where that is free.
-PLANNED: dict[str, Callable[..., tf.data.Dataset]] = {
-    "poisson": lambda data, size, steps, **more: poisson_batches(data, expected_batch_size=size, steps=steps, **more),
-    "random_allocation": lambda data, size, _, **more: random_allocation(data, expected_batch_size=size, **more),
-    SHUFFLED.name: lambda data, size, _, **more: shuffled_batches(data, size, **more),
+# What `tfdpfl.plan` can plan: the function that draws, and its arguments for batches of this size and, where their
+# number is free, so many in a pass.
+PLANNED: dict[str, tuple[Callable[..., tf.data.Dataset], Callable[[int, int], dict[str, int]]]] = {
+    POISSON.name: (poisson_batches, lambda size, steps: {"expected_batch_size": size, "steps": steps}),
+    RANDOM_ALLOCATION.name: (random_allocation, lambda size, _: {"expected_batch_size": size}),
+    SHUFFLED.name: (shuffled_batches, lambda size, _: {"batch_size": size}),
 }
 
 
