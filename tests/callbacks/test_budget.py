@@ -180,6 +180,35 @@ def test_batches_that_are_another_optimizers_are_refused():
         assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.parametrize("poisson", [True, False])
+def test_steps_that_keras_adds_to_fill_an_execution_are_counted_as_sampled(poisson):
+    """Keras 3 takes 12 batches for 10 steps in executions of 3, if the data go on."""
+    model, budget = compiled(expected_batch_size=20, steps_per_execution=3), PrivacyBudget(N, DELTA)
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(N).batch(20).repeat()
+    budget = PrivacyBudget(N, DELTA) if poisson else PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+    batches = poisson_batches((X, Y), expected_batch_size=20, steps=60) if poisson else rows
+    model.fit(batches, steps_per_epoch=10, epochs=5, callbacks=[budget], verbose=0)
+    taken = model.optimizer.num_dp_steps
+    assert taken in (50, 60) and budget.ledger.unknown_steps == 0 and budget.report().steps == taken
+    if poisson:
+        assert budget.report().epsilon == pytest.approx(price(batch_size=20, noise_multiplier=2.0, num_steps=taken))
+    else:
+        assert uses(taken / 10) * 0.9999 <= budget.report().epsilon <= uses(10) * 1.0001
+
+
+def test_a_step_of_which_nothing_is_known_says_that_users_have_no_epsilon():
+    model, budget = compiled(expected_batch_size=10, rows_per_unit=2), PrivacyBudget(delta=DELTA)
+    users = poisson_batches(
+        (X, Y), expected_batch_size=10, steps=2, user_ids=np.arange(N) // 2, examples_per_user=2)  # fmt: skip
+    model.fit(users, callbacks=[budget], verbose=0)
+    assert budget.report().unit == "user"
+    model.train_on_batch(X[:20], Y[:20])
+    with pytest.raises(
+        PrivacyError, match="1 steps ran of which only the noise is known, and the others protect users"
+    ):
+        budget.report()
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_examples_without_a_finite_gradient_are_said_where_the_loss_hides_them(hidden, recwarn):
     """A relu makes 0 of NaN, so the loss is finite. A statement says nothing, because it is published."""

@@ -674,6 +674,20 @@ def test_weights_that_another_optimizer_left_are_said(tmp_path):
     assert known.report().epsilon == pytest.approx(uses(3))
 
 
+@pytest.mark.one_stack
+@pytest.mark.slow
+def test_single_weights_that_another_model_left_are_said_and_ones_own_are_not(recwarn):
+    """Of a model that is trained on two data sets, the steps on the other data set are left out on purpose."""
+    model, other = compiled(), c.classifier(seed=2)
+    for name in ("north", "south", "north"):
+        fit(model, budget(N, dataset_name=name))
+    assert not [w for w in recwarn if "another model" in str(w.message)]
+    other.layers[-1].set_weights(model.layers[-1].get_weights())
+    other.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
+    with pytest.warns(UserWarning, match="Some weights are those that 30 private steps on another model left"):
+        fit(other, budget(N))
+
+
 def test_a_file_without_a_ledger_is_said(tmp_path):
     plain = c.compiled(keras.optimizers.SGD(0.1, momentum=0.9))
     plain.fit(X, Y, verbose=0)

@@ -139,6 +139,12 @@ _SEEDED = (
     "The noise of {} comes from a seed: anyone who knows it can subtract the noise. To publish a result, draw it with "
     "seed=None."
 )
+
+
+def _is_unknown(row: "_Row") -> bool:
+    return isinstance(row, _Counted) and row.unknown
+
+
 _Row = Run | _Applied | _Counted | _Correlated
 
 # The fields of a saved `Run`, by the version of the format that has them. A field that is new is left out of the file
@@ -457,6 +463,12 @@ class PrivacyLedger:
             PrivacyError: They protect different units.
         """
         units = sorted(filter(None, {row.unit for row in self._rows}))
+        if units[1:] and not any(row.unit == "example" and not _is_unknown(row) for row in self._rows):
+            raise PrivacyError(
+                f"{self.unknown_steps} steps ran of which only the noise is known, and the others protect users. A "
+                "user may have had rows in several places of such a step, so no ε of a user is known. Give every fit "
+                "a PrivacyBudget, and leave out train_on_batch."
+            )
         if units[1:]:
             raise PrivacyError(
                 f"the ledger's rows protect different units ({' and '.join(units)}), which do not add up: a user may "

@@ -27,6 +27,7 @@ __all__ = [
     "Fit",
     "executions_of",
     "fingerprint",
+    "fingerprints",
     "fit_arguments",
     "keeps_averages",
     "length",
@@ -74,6 +75,18 @@ def fingerprint(model: Model) -> int:
     return _number_of(weights_of(model))
 
 
+def fingerprints(model: Model) -> set[int]:
+    """The fingerprint of all weights, and of each that is trained and has several values (others may be alike)."""
+    trained, total, single = {id(v) for v in model.trainable_weights}, 0, set()
+    for variable in weights_of(model):
+        value = np.asarray(variable)
+        number = _number_of([value])
+        total += number
+        if id(variable) in trained and (value != value.reshape(-1)[:1]).any():
+            single.add(number)
+    return {total, *single}
+
+
 def _number_of(variables: Arrays) -> int:
     return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in variables)
 
@@ -94,7 +107,7 @@ def _averages(model: Model) -> list[Model]:
 def remember_weights(model: Model) -> None:
     """Adds the weights, and the averages of them that Keras may put in their place, to those that steps left."""
     _, left = LEFT.get(model, (0, set()))
-    found = {fingerprint(model)}
+    found = fingerprints(model)
     if averages := _averages(model):
         found.add(fingerprint(model) - _number_of(model.trainable_weights) + _number_of(averages))
     LEFT[model] = (steps_on(model), left | found)
@@ -209,6 +222,7 @@ class Fit:
         self._counter = optimizer._dp.counter
         self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
         self.whole |= length(call.get("x")) is not None
+        self._in_executions = call.get("steps_per_epoch") is not None and hasattr(model, "steps_per_execution")
         x, declared = call.get("x"), declared_sampling(call.get("x"))
         self.own = declared is None and length(x) is None
         ordered = self.own and optimizer.noise is not None
@@ -252,6 +266,11 @@ class Fit:
         goes_on = self.uses > 1 and self.optimizer._dp.whole_pass
         self.optimizer._dp.drop_partial(unless=self.batches if goes_on else None)
         self._pending = int(self.optimizer._dp.pending)
+
+    def steps_of_epoch(self, steps: int | None) -> int | None:
+        """Returns how many batches an epoch has, given Keras's number, or None if that shows as it runs: Keras 3 takes
+        whole executions of a stream."""
+        return None if steps and self._in_executions and steps % self.stride else steps
 
     @property
     def shuffled(self) -> bool:

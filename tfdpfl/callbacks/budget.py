@@ -27,6 +27,7 @@ from tfdpfl.callbacks._fits import (
     Fit,
     executions_of,
     fingerprint,
+    fingerprints,
     fit_arguments,
     keeps_averages,
     private_optimizer,
@@ -266,7 +267,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if fit.passes == 0:  # by now all callbacks have begun, one of which may have loaded a state
             self._say_what_is_odd()
             fit.begin()
-            steps = self.params.get("steps")
+            steps = fit.steps_of_epoch(self.params.get("steps"))
             self._passes_per_epoch = fit.passes_in_epoch(steps) if steps else None
             self._limit = self._allowed()
             fit.share(self._limit)
@@ -290,7 +291,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit.first = batch if fit.first is None else fit.first
         if self._passes_per_epoch is None:  # how long an epoch is turns out as it runs
             fit.begin_passes(self._passes_before + fit.passes_in_epoch(batch + fit.stride) - fit.passes)
-        steps = self.params.get("steps")
+        steps = fit.steps_of_epoch(self.params.get("steps"))
         fit.announce(batch, fit.stride if steps is None else min(fit.stride, steps - batch))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -395,12 +396,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "set_weights, training with another optimizer). This ε includes the cost of the new weights only if "
                 "this ledger has it."
             )
+        numbers = fingerprints(model)
         for other, (steps, left) in list(LEFT.items()):
-            theirs = [dp.ledger() for dp in stepping(other).values()] if weights in left else []
+            theirs = [dp.ledger() for dp in stepping(other).values()] if numbers & left and other is not model else []
             if any(not taken.origins <= ledger.origins for taken in theirs):
                 self._say(
-                    f"The weights are those that {steps} private steps on another model left, and this ε does not "
-                    "include these steps. If they were on these data, too, pass the ledger of that training as ledger=."
+                    f"{'The' if weights in left else 'Some'} weights are those that {steps} private steps on another "
+                    "model left, and this ε does not include these steps. If they were on these data, too, pass the "
+                    "ledger of that training as ledger=."
                 )
 
     def _say_what_batches_hold(self, fit: Fit) -> None:
