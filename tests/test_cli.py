@@ -99,18 +99,21 @@ def test_an_infinite_epsilon_is_strict_json():
     [
         (
             ["epsilon", *RUN, "--num-steps", "1", "--delta", "1"],
-            "Error: delta must be strictly between 0 and 1",
+            "Error: --delta must be strictly between 0 and 1",
         ),
-        (["epsilon", *RUN], "exactly one of num_epochs and num_steps"),
-        (["epsilon", *RUN, "--num-steps", "1", "--batch-size", "7000"], "batch_size must be at most"),
+        (["epsilon", *RUN], "exactly one of --num-epochs and --num-steps, got --num-epochs=None"),
+        (
+            ["epsilon", *RUN, "--num-steps", "1", "--batch-size", "7000"],
+            "--batch-size must be at most --num-examples=6000, got 7000",
+        ),
         (
             ["epsilon", *RUN, "--num-steps", "1", "--sampling", "shuffle", "--adjacency", "add_or_remove_one"],
-            "no known ε for adjacency",
+            "no known ε for --adjacency=",
         ),
-        (["epsilon", *RUN, "--num-steps", "1", "--max-examples-per-user", "0"], "max_examples_per_user must be"),
-        (["noise", *DATA, "--num-steps", "1", "--target-epsilon", "0"], "target_epsilon must be"),
+        (["epsilon", *RUN, "--num-steps", "1", "--max-examples-per-user", "0"], "--max-examples-per-user must be"),
+        (["noise", *DATA, "--num-steps", "1", "--target-epsilon", "0"], "--target-epsilon must be"),
         (["steps", *RUN, *RDP, "--target-epsilon", "0.001"], "less than one use"),
-        (["statement", *DATA, "--num-steps", "1", "--noise-multiplier", "-1"], "noise_multiplier must be"),
+        (["statement", *DATA, "--num-steps", "1", "--noise-multiplier", "-1"], "--noise-multiplier must be"),
     ],
 )
 def test_a_bad_value_is_one_line_and_no_traceback(args, message):
@@ -155,7 +158,7 @@ def test_python_m_tfdpfl_is_the_command_line():
     run = subprocess.run([*args, "--help"], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("Usage: tfdpfl epsilon") and run.stderr == ""
     refused = subprocess.run([*args, "--batch-size", "0"], capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stderr.startswith("Error: batch_size")
+    assert refused.returncode == 2 and refused.stderr.startswith("Error: --batch-size")
 
 
 @pytest.mark.slow
@@ -209,4 +212,9 @@ def test_a_page_that_cannot_be_written_costs_no_report(ledger, tmp_path, monkeyp
 @pytest.mark.parametrize("said", ["cow", "=cow", "training="])
 def test_a_unit_without_a_file_is_refused(ledger, said):
     refused = invoke("report", ledger, "--delta", "1e-5", "--unit", said)
-    assert refused.exit_code == 2 and "write FILE=UNIT" in refused.output and len(refused.output.splitlines()) == 1
+    assert refused.exit_code == 2 and "Write FILE=UNIT" in refused.output and len(refused.output.splitlines()) == 1
+
+
+def test_a_unit_of_a_file_that_is_not_there_names_the_option(ledger):
+    refused = invoke("report", ledger, "--delta", "1e-5", "--unit", "other=example")
+    assert refused.exit_code == 2 and refused.output.startswith("Error: --unit names 'other', which is no part")

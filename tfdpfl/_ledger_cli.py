@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tfdpfl._cli_parts import DELTA, JSON, BadArgument, NewFile, clean_errors
+from tfdpfl._cli_parts import DELTA, JSON, TARGET, BadArgument, NewFile, clean_errors
 from tfdpfl._types import Json
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ def _in_words(counts: dict[str, int]) -> Iterator[str]:
 @_FILE
 @DELTA
 @_ACCOUNTANT
-@click.option("--target-epsilon", type=float, help="Exit with 1 if epsilon passes it.")
+@click.option("--target-epsilon", type=TARGET, help="Exit with 1 if epsilon passes it.")
 @JSON
 def epsilon(file: Path, delta: float, accountant: str, target_epsilon: float | None, as_json: bool) -> None:
     """Compute the epsilon of FILE, also of a run that was stopped or whose journal broke."""
@@ -429,7 +429,7 @@ def _show_prices(
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @DELTA
 @_ACCOUNTANT
-@click.option("--target-epsilon", type=float, help="What each client may spend. Exit with 1 if one has spent more.")
+@click.option("--target-epsilon", type=TARGET, help="What each client may spend. Exit with 1 if one has spent more.")
 @JSON
 def clients(file: Path, delta: float, accountant: str, target_epsilon: float | None, as_json: bool) -> None:
     """Show what each client has spent over all runs, from the database FILE that a server's register_path= names."""

@@ -205,8 +205,10 @@ def audit(scores: str, delta: float | None, claim: float | None, ledger: str | N
             from tfdpfl.accounting.pricing import check_delta
             from tfdpfl.reports import read
 
-            if claim is not None or delta is None:
-                raise BadArgument("--ledger states epsilon at a delta. Give --delta, and no --epsilon.")
+            if claim is not None:
+                raise BadArgument(f"--ledger {ledger} and --epsilon {claim:g} are two claims. Give one of them.")
+            if delta is None:
+                raise BadArgument(f"--ledger {ledger} states epsilon at a delta, and --delta is missing. Give it.")
             claim = next(iter(read([ledger]).values())).epsilon(check_delta(delta))
         made = report_of_scores(scores, delta=delta, claim=claim, **how)
     _print(made, as_json, str)
@@ -261,8 +263,8 @@ def _unit(said: str) -> tuple[str, str]:
     name, _, unit = said.partition("=")
     if not (name and unit):
         raise BadArgument(
-            f"--unit {said} names no unit, so the ledger would be added to nothing: write FILE=UNIT, the file's name "
-            "without its ending and what it protects, for instance --unit training=example"
+            f"--unit {said} names no unit, so the ledger would be added to nothing. Write FILE=UNIT, the file's name "
+            "without its ending and what it protects, for instance --unit training=example."
         )
     return name, unit
 

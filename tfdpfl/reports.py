@@ -338,7 +338,9 @@ def read(files: Iterable[str | os.PathLike]) -> dict[str, PrivacyLedger]:
         except NewerFormatError as error:
             raise NewerFormatError(f"{path}: {error}") from error
         except ValueError as error:
-            raise ValueError(f"{path} holds no ledger: {error}") from error
+            raise ValueError(
+                f"{path} holds no ledger ({error}). Give a file of JSON with what PrivacyLedger.to_dict returned."
+            ) from error
         found[path.stem if stems.count(path.stem) == 1 else str(path)] = ledger
     return found
 

@@ -103,8 +103,11 @@ def test_a_file_that_holds_no_scores_is_refused_in_one_line(tmp_path, text):
         (("coins.npz", "--delta", 2), "delta must be"),
         (("coins.npz", *DELTA, "--confidence", 1), "confidence must be"),
         (("coins.npz", *DELTA, "--epsilon", -1), "epsilon must be"),
-        (("coins.npz", "--ledger", "ledger.json"), "Give --delta, and no --epsilon"),
-        (("coins.npz", *DELTA, "--ledger", "ledger.json", "--epsilon", 1), "Give --delta, and no --epsilon"),
+        (("coins.npz", "--ledger", "ledger.json"), "--delta is missing. Give it."),
+        (
+            ("coins.npz", *DELTA, "--ledger", "ledger.json", "--epsilon", 1),
+            "ledger.json and --epsilon 1 are two claims",
+        ),
         (("coins.npz", *DELTA, "--ledger", "coins.csv"), "holds no ledger"),
         (("ledger.json", *DELTA), "holds no scores"),
         (("pickle.npz", *DELTA), "holds no scores"),

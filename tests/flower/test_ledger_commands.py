@@ -78,6 +78,8 @@ def test_epsilon_of_a_stopped_run_is_that_of_its_settings_and_rounds(tmp_path):
     assert epsilon_of(path) == (cost(poisson(1), (dp_event.GaussianDpEvent(4.0), 1)), True)
     assert epsilon_of(journal(tmp_path / "c", sampling=FREE)) == (cost((dp_event.GaussianDpEvent(1.0), 3)), True)
     assert "adjacency zero_out" in run("epsilon", path, "--delta", DELTA, "--target-epsilon", 0.1, code=1)
+    assert "'--target-epsilon'" in run("epsilon", path, "--delta", DELTA, "--target-epsilon", 0, code=2)
+    assert "--delta must be strictly between 0 and 1, got 7.0" in run("epsilon", path, "--delta", 7, code=2)
 
 
 def test_epsilon_of_limits_correlated_noise_and_nbafl(tmp_path):
