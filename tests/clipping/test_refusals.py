@@ -7,6 +7,7 @@ from helpers import K, L, check_model, example_losses, normal, raw, rng
 
 import tfdpfl
 from tfdpfl.clipping import clipped_gradients, per_example_norms
+from tfdpfl.clipping.registry import BATCHING_RULES, batching_rule
 from tfdpfl.errors import PrivacyError
 
 B = 4
@@ -455,6 +456,15 @@ def test_a_refusal_names_the_op_and_the_reason(name, message):
 def test_a_static_batch_size_is_no_excuse_to_tell_examples_by_their_place(name):
     with pytest.raises(PrivacyError):
         norms(MIXING[name], batch=B).get_concrete_function()
+
+
+def test_a_rule_for_an_op_of_several_inputs_must_say_which_of_them_are_settings():
+    before = dict(BATCHING_RULES)
+    with pytest.raises(TypeError, match=r"'Tile'.*inputs input, multiples: give data=i .* or data=None if"):
+        batching_rule("Tile")(lambda view, op, states: states[0])
+    assert before == BATCHING_RULES
+    batching_rule("Neg")(BATCHING_RULES["Neg"].transfer)  # has one input
+    BATCHING_RULES.update(before)
 
 
 def test_an_only_example_that_is_repeated_is_refused():

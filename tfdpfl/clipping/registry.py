@@ -99,7 +99,8 @@ class BatchingRule:
     """A transfer, and what may come before it.
 
     ``data``: the input that the op works on, if the others are its settings: axes, lengths, indices. They may not
-    depend on examples, nor on how many there are, but for those in ``sizes``, which the transfer looks at itself.
+    depend on examples, nor on how many there are, but for those in ``sizes``, which the transfer looks at itself. None
+    if the transfer looks at the states of all inputs.
     ``mixed``, ``any_rank``, ``blocks``: it is asked also where an input is `Mixed`; has an unknown rank; holds the
     batch several times over (`Batch.blocks`). ``entries``: it knows what `Entries` are, and may give some out.
     """
@@ -121,7 +122,16 @@ RULES: dict[str, Rule] = {}
 
 
 def batching_rule(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer]:
-    """Registers a transfer for op types; ``settings`` as in `BatchingRule`."""
+    """Registers a transfer for op types; ``settings`` as in `BatchingRule`. An op of several inputs needs ``data``: if
+    it were forgotten, the op's settings might be made of examples."""
+    for kind in kinds if "data" not in settings else ():
+        op = op_def_registry.get(kind)
+        if op is not None and len(op.input_arg) > 1:
+            raise TypeError(
+                f"batching_rule({kind!r}) does not state data, and the op has the inputs "
+                f"{', '.join(arg.name for arg in op.input_arg)}: give data=i if all but input i are settings, or "
+                "data=None if the function looks at the states of all."
+            )
 
     def add(transfer: Transfer) -> Transfer:
         BATCHING_RULES.update(dict.fromkeys(kinds, BatchingRule(transfer, **settings)))
@@ -182,7 +192,7 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
 
     def add(function: Rule) -> Rule:
         if batch_axis is not None:
-            batching_rule(op_type)(functools.partial(_promised, batch_axis))
+            batching_rule(op_type, data=None)(functools.partial(_promised, batch_axis))
         RULES[op_type] = UserRule(function, batch_axis is not None)
         return function
 

@@ -32,7 +32,7 @@ def call(view, op, states):
     return [plain(s) for s in outputs]
 
 
-@batching_rule("If", "StatelessIf", any_rank=True, mixed=True)
+@batching_rule("If", "StatelessIf", data=None, any_rank=True, mixed=True)
 def branch(view, op, states):
     chosen = states[0]
     for state in states[1:]:
@@ -48,7 +48,7 @@ def branch(view, op, states):
     return [join(op, t, a, b) for t, a, b in zip(op.outputs, *branches, strict=True)]
 
 
-@batching_rule("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", mixed=True, any_rank=True)
+@batching_rule("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", data=None, mixed=True, any_rank=True)
 def cudnn_loop(view, op, states):
     """The loop of a Keras 3 LSTM or GRU on a GPU. Its gradient of the weights is one sum over examples and steps."""
     return mixed(op, "runs its loop in a kernel of cuDNN")
@@ -144,7 +144,7 @@ def python(view, op, states):
     return mixed(op, "runs Python code, which cannot be followed")
 
 
-@batching_rule("ReverseSequence")
+@batching_rule("ReverseSequence", data=None)
 def reverse_sequence(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:

@@ -47,12 +47,12 @@ SPATIAL = frozenset(
 WHOLE_ENTRIES = 4096
 
 
-@batching_rule(*CONVOLUTIONS, blocks=True)
+@batching_rule(*CONVOLUTIONS, data=None, blocks=True)
 def convolved(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 0)
 
 
-@batching_rule(*TRANSPOSED, blocks=True)
+@batching_rule(*TRANSPOSED, data=None, blocks=True)
 def transposed(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return first_axis(view, op, states, 2)
 
@@ -84,13 +84,13 @@ def over_the_batch(op: tf.Operation) -> bool:
     return op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1
 
 
-@batching_rule("MaxPoolGrad", "MaxPool3DGrad")
+@batching_rule("MaxPoolGrad", "MaxPool3DGrad", data=None)
 def pool_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the input, the output and the output's gradient."""
     return mixed(op, "pools over the batch") if over_the_batch(op) else _alike(op, states)
 
 
-@batching_rule("ResizeBilinearGrad", "ResizeBicubicGrad")
+@batching_rule("ResizeBilinearGrad", "ResizeBicubicGrad", data=None)
 def resize_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the output's gradient and the input."""
     return _alike(op, states)
@@ -144,7 +144,7 @@ def batch_to_space(view, op, states):
     return Batch(0, states[0].rows)
 
 
-@batching_rule("ImageProjectiveTransformV3")
+@batching_rule("ImageProjectiveTransformV3", data=None)
 def projected(view, op, states):
     images, transforms, *settings = states
     if not isinstance(images, Batch):

@@ -27,7 +27,7 @@ def dense(view: View, op: tf.Operation, states: list[State]) -> list[State] | No
     return [Batch(0), frames, *others]
 
 
-@batching_rule("CTCLoss", "CTCLossV2", mixed=True, entries=True)
+@batching_rule("CTCLoss", "CTCLossV2", data=None, mixed=True, entries=True)
 def sparse(view: View, op: tf.Operation, states: list[State]) -> list[State] | None:
     """With sparse labels: frames [time, batch, classes], where labels are ([example, place] of each), the labels, and
     how many frames are an example's."""

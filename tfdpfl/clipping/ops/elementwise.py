@@ -45,7 +45,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-@batching_rule(*ELEMENTWISE - {"IdentityN", "PlaceholderWithDefault"}, entries=True)
+@batching_rule(*ELEMENTWISE - {"IdentityN", "PlaceholderWithDefault"}, data=None, entries=True)
 def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
         return states[0]
@@ -117,7 +117,7 @@ def identities(view: View, op: tf.Operation, states: list[State]) -> State | lis
     return list(states)
 
 
-@batching_rule("Minimum", mixed=True)
+@batching_rule("Minimum", data=None, mixed=True)
 def minimum(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
     """A constant, where the other side cannot be below it, whatever it holds."""
     if constant(op.outputs[0]) is not None:
@@ -221,7 +221,7 @@ def bits(view, op, states):
     return state if state.axis < op.outputs[0].shape.rank else mixed(op, "works along the batch axis")
 
 
-@batching_rule("BiasAdd", mixed=True)
+@batching_rule("BiasAdd", data=None, mixed=True)
 def bias_add(view, op, states):
     x, b = states
     if isinstance(x, Mixed) or isinstance(b, Mixed):

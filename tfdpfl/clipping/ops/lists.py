@@ -22,7 +22,7 @@ def summed(states: list[Items]) -> Items | None:
     return Items(batches.pop()) if alone else None
 
 
-@batching_rule("TensorListReserve", "EmptyTensorList", any_rank=True)
+@batching_rule("TensorListReserve", "EmptyTensorList", data=None, any_rank=True)
 def reserve(view, op, states):
     if not is_batch_free(states[1]):
         return mixed(op, "makes a list whose length depends on examples or on how many there are")
@@ -39,12 +39,12 @@ def from_tensor(view, op, states):
     return None
 
 
-@batching_rule("TensorListSetItem", any_rank=True)
+@batching_rule("TensorListSetItem", data=None, any_rank=True)
 def set_item(view, op, states):
     return put(op, states[0], states[2], states[1])
 
 
-@batching_rule("TensorListPushBack", any_rank=True)
+@batching_rule("TensorListPushBack", data=None, any_rank=True)
 def push_back(view, op, states):
     items, value = states
     if isinstance(value, Size) and isinstance(items, Items):
@@ -73,7 +73,7 @@ def get_item(view, op, states):
     return None
 
 
-@batching_rule("TensorListPopBack", any_rank=True)
+@batching_rule("TensorListPopBack", data=None, any_rank=True)
 def pop_back(view, op, states):
     return [states[0], states[0].element] if isinstance(states[0], Items) else None
 

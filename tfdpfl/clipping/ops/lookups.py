@@ -34,7 +34,7 @@ def read(view: View, op: tf.Operation, states: list[State]) -> State:
     return view.held(op)
 
 
-@batching_rule("ResourceGather")
+@batching_rule("ResourceGather", data=None)
 def read_rows(view: View, op: tf.Operation, states: list[State]) -> State | None:
     value = view.held(op)
     if isinstance(value, Mixed):
@@ -47,7 +47,7 @@ def is_initialized(view, op, states):
     return Public()
 
 
-@batching_rule("GatherV2")
+@batching_rule("GatherV2", data=None)
 def gather(view, op, states):
     axis = constant(op.inputs[2])
     if axis is None:
@@ -114,7 +114,7 @@ def places(view, op, states):
     return Entries(op.type, op.name, "is not known to keep examples apart", graph=id(op.graph), places=True)
 
 
-@batching_rule("GatherNd", entries=True)
+@batching_rule("GatherNd", data=None, entries=True)
 def at_places(view, op, states):
     params, indices = states
     if params == Batch(0) and isinstance(indices, Entries) and indices.places:
@@ -122,7 +122,7 @@ def at_places(view, op, states):
     return None
 
 
-@batching_rule("LookupTableFindV2")
+@batching_rule("LookupTableFindV2", data=None)
 def find(view, op, states):
     table, keys, default = view.handle(op.inputs[0]), states[1], states[2]
     if not isinstance(table, Handle):

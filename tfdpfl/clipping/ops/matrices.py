@@ -10,7 +10,7 @@ from tfdpfl.clipping.states import Batch, mixed
 __all__: list[str] = []
 
 
-@batching_rule("MatrixSolve", "MatrixTriangularSolve")
+@batching_rule("MatrixSolve", "MatrixTriangularSolve", data=None)
 def solved(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:

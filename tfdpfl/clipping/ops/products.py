@@ -48,7 +48,7 @@ def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
     return la, lb, lo
 
 
-@batching_rule(*PRODUCTS)
+@batching_rule(*PRODUCTS, data=None)
 def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
     batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
     if not batches:

@@ -20,7 +20,7 @@ RANDOM = DRAWS | frozenset(
 )
 
 
-@batching_rule(*RANDOM)
+@batching_rule(*RANDOM, data=None)
 def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
     for t, s in zip(op.inputs, states, strict=True):
@@ -36,7 +36,7 @@ def shuffled(view, op, states):
     return mixed(op, "picks examples of the batch") if isinstance(state, Batch) and state.axis == 0 else None
 
 
-@batching_rule("RngReadAndSkip")
+@batching_rule("RngReadAndSkip", data=None)
 def skipped(view, op, states):
     """A generator's state; how far it then moves follows the number of draws, which tells nothing of them."""
     if isinstance(states[2], Batch | Items):

@@ -72,12 +72,12 @@ def along(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return state
 
 
-@batching_rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
+@batching_rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", data=None)
 def cross_entropy(view, op, states):
     return rowwise(view, op, states)
 
 
-@batching_rule("InTopKV2")
+@batching_rule("InTopKV2", data=None)
 def in_top_k(view, op, states):
     *rows, k = states
     if not is_batch_free(k):
@@ -85,7 +85,7 @@ def in_top_k(view, op, states):
     return rowwise(view, op, rows)
 
 
-@batching_rule("DenseBincount")
+@batching_rule("DenseBincount", data=None)
 def bincount(view, op, states):
     """Counts row by row, where the values have two axes."""
     values, size, weights = states
@@ -99,7 +99,7 @@ def bincount(view, op, states):
     return values
 
 
-@batching_rule("FusedBatchNormV3")
+@batching_rule("FusedBatchNormV3", data=None)
 def batch_norm(view, op, states):
     if not any(isinstance(s, Batch) for s in states):
         return None
@@ -115,7 +115,7 @@ def batch_norm(view, op, states):
     return mixed(op, "normalises examples together")
 
 
-@batching_rule("FusedBatchNormGradV3")
+@batching_rule("FusedBatchNormGradV3", data=None)
 def batch_norm_gradient(view, op, states):
     """Of the result's gradient, what was normalised, the scale, and the means and variances."""
     g, x, *per_channel = states

@@ -74,14 +74,14 @@ def const(view, op, states):
     return Public(alike=value is not None and value.size > 0 and bool(np.all(value == value.flat[0])))
 
 
-@batching_rule("Range")
+@batching_rule("Range", data=None)
 def numbered(view, op, states):
     if any(isinstance(s, Size) and not s.batch_free for s in states):
         return mixed(op, "numbers the examples by their position in the batch")
     return None
 
 
-@batching_rule("DynamicStitch")
+@batching_rule("DynamicStitch", data=None)
 def stitched(view, op, states):
     """A shape made of others' entries, as the gradient of a sum makes it."""
     half = len(op.inputs) // 2
@@ -96,7 +96,7 @@ def stitched(view, op, states):
     return Size(tuple(entries[i] for i in range(len(entries)))) if whole else None
 
 
-@batching_rule("Fill")
+@batching_rule("Fill", data=None)
 def filled(view, op, states):
     if isinstance(states[1], Public) and not states[1].deps:
         if op.inputs[0].shape.rank == 1 and op.outputs[0].shape.rank is None:
@@ -252,7 +252,7 @@ def transpose(view, op, states):
 # -- joining and cutting -----------------------------------------------------------------------------------------
 
 
-@batching_rule("ConcatV2")
+@batching_rule("ConcatV2", data=None)
 def concat(view, op, states):
     *tensors, axis_tensor = op.inputs
     if not is_batch_free(states[-1]):
@@ -465,7 +465,7 @@ def even(op, entries, axis) -> Mixed | None:
     return None
 
 
-@batching_rule("ConcatOffset")
+@batching_rule("ConcatOffset", data=None)
 def offsets(view, op, states):
     """Where the parts of a concatenation begin."""
     axis, parts = constant(op.inputs[0]), [view.entries(t) for t in op.inputs[1:]]
