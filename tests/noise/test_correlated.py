@@ -114,5 +114,5 @@ def test_a_noise_of_your_own_is_priced_saved_compared_and_refused_by_its_name():
     assert tfdpfl.DPSGD(1.0, 1.0, noise=noise.to_dict()).noise == noise
     with pytest.raises(ValueError, match=r"AdaptiveClip.* together with noise=Fading.*least_shift"):
         tfdpfl.DPSGD(tfdpfl.AdaptiveClip(), 1.0, noise=noise)
-    with pytest.raises(ValueError, match=r"must be tfdpfl\.noise\.Tree, Banded, BandedInverse, BLT or Fading"):
+    with pytest.raises(ValueError, match=r"must be tfdpfl\.noise\.Tree, .* or Fading"):
         tfdpfl.DPSGD(1.0, 1.0, noise="fading")

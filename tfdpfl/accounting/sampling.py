@@ -64,7 +64,7 @@ class SamplingScheme:
         text: What it is, for a statement.
         note: What a figure under it takes for granted, or None.
         fresh_noise: Whether steps whose noise is independent can be priced under it.
-        once_a_pass: Whether each example is in exactly one batch of a pass over the data.
+        once_a_pass: Whether each example is in at most one batch of a pass over the data.
         same_order: Whether all passes have the same batches in the same order.
         independent: Whether examples join a batch independently, so that the size of the batch is private.
         sampled_anew: Whether each batch is a fresh sample of all examples.
