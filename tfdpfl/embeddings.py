@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
@@ -54,17 +55,18 @@ class AdaFEST:
                 raise ValueError(f"tables={tables!r} must be names of layers, or None for all tables.")
             object.__setattr__(self, "tables", tuple(tables))
 
-    def split(self, noise_multiplier: float) -> tuple[float, float]:
-        """(noise multiplier of the gradients, of the counts) that together give ``noise_multiplier``.
+    def split(self, noise_multiplier: Any) -> tuple[Any, Any]:
+        """(noise multiplier of the gradients, of the counts) that together give ``noise_multiplier``, which is a number,
+        or a tensor of numbers that were checked before.
 
         Raises:
           ValueError: the counts' noise leaves nothing for the gradients.
         """
-        z = noise_multiplier
-        if z == 0:
+        z, known = noise_multiplier, isinstance(noise_multiplier, float | int)
+        if known and z == 0:
             return 0.0, 0.0
         counts = 2 * z if self.noise_multiplier is None else self.noise_multiplier
-        if counts <= z:
+        if known and counts <= z:
             raise ValueError(
                 f"sparse={self!r}: noise_multiplier={counts:g} of the counts is not above the optimizer's {z:g}, so "
                 "the counts alone would cost more than the whole step may. Raise it, or leave it out for twice that."

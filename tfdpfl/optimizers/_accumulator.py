@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -11,7 +12,10 @@ import tensorflow as tf
 from tfdpfl._variables import in_memory
 from tfdpfl.optimizers._step_table import DATA, SAMPLING, UNKNOWN, BatchSampling
 
-__all__ = ["GradientAccumulator", "Part"]
+__all__ = ["GradientAccumulator", "Part", "Table"]
+
+# Sums of a table's rows: one for each lookup, which are still to be added up; or all rows of the table.
+Table: TypeAlias = tf.IndexedSlices | tf.Tensor | tf.Variable
 
 
 @dataclasses.dataclass
@@ -19,7 +23,8 @@ class Part:
     """Holds what one batch brings: clipped sums without noise, and what goes with them.
 
     Attributes:
-      sums: tensors, of which one unit moves all together by no more than the clip.
+      sums: tensors, of which one unit moves all together by no more than the clip; and what is counted beside them.
+      tables: more of these sums, of tables of which only some rows are released.
       units: how many units there were, float32.
       drawn: how the batch was drawn.
       multiplier: the noise's standard deviation over the sensitivity to one example, float64.
@@ -27,6 +32,7 @@ class Part:
     """
 
     sums: list[tf.Tensor]
+    tables: list[Table]
     units: tf.Tensor
     drawn: BatchSampling
     multiplier: tf.Tensor
@@ -53,12 +59,15 @@ class GradientAccumulator:
         make = lambda like: in_memory(np.zeros(like.shape, like.dtype.as_numpy_dtype))  # noqa: E731
         self.at, self.mismatched = in_memory(np.int64(0)), in_memory(np.int64(0))
         self.sums = [make(s) for s in part.sums]
+        self.tables = [in_memory(np.zeros(_shape(t), t.dtype.as_numpy_dtype)) for t in part.tables]
         self.units, self.multiplier, self.known = make(part.units), make(part.multiplier), make(part.drawn.known)
         self.bound = make(part.bound)
 
-    def add(self, part: Part, done: Callable[[Part], list[tf.Tensor]]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Adds a part. Returns what ``done`` makes of the whole, zeros before the last part; and how many parts are
-        there now, 0 after the last."""
+    def add(
+        self, part: Part, done: Callable[[Part], list[tf.Tensor]], until: Callable[[], list[tf.Tensor]]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Adds a part. Returns what ``done`` makes of the whole, what ``until`` makes before the last part; and how
+        many parts are there now, 0 after the last."""
         drawn = part.drawn
         pending = tf.convert_to_tensor(self.at)
         at = tf.where(tf.equal(drawn.place, 0), tf.zeros([], tf.int64), pending)
@@ -91,12 +100,19 @@ class GradientAccumulator:
             price = tf.where(mismatched > 0, multiplier / self.parts, multiplier)
             # The noise is of the last part's clip. An adaptive one that was loaded since is another.
             price *= tf.cast(part.bound / bound, tf.float64)
-            return done(Part(sums, units, dataclasses.replace(drawn, known=known), price, bound))
+            add_rows()
+            return done(Part(sums, list(self.tables), units, dataclasses.replace(drawn, known=known), price, bound))
+
+        def add_rows() -> None:
+            for kept, t in zip(self.tables, part.tables, strict=True):
+                kept.scatter_add(t) if isinstance(t, tf.IndexedSlices) else kept.assign_add(t)
 
         def keep() -> list[tf.Tensor]:
             def begin() -> tf.Tensor:
                 for kept, s in zip(self.sums, part.sums, strict=True):
                     kept.assign(s)
+                for kept in self.tables:
+                    kept.assign(tf.zeros_like(kept))
                 return tf.zeros([])
 
             def go_on() -> tf.Tensor:
@@ -105,7 +121,8 @@ class GradientAccumulator:
                 return tf.zeros([])
 
             tf.cond(first, begin, go_on)
-            return [tf.zeros(s.shape, s.dtype) for s in part.sums]
+            add_rows()
+            return until()
 
         return tf.cond(tf.equal(now, 0), whole, keep), now
 
@@ -115,3 +132,10 @@ class GradientAccumulator:
 
     def drop(self) -> None:
         self.at.assign(0)
+
+
+def _shape(table: Table) -> tuple[int, int]:
+    """Returns how many rows a table has, and how many entries each of them."""
+    rows = table.dense_shape if isinstance(table, tf.IndexedSlices) else tf.shape(table)
+    entries = table.values.shape[1] if isinstance(table, tf.IndexedSlices) else table.shape[1]
+    return int(tf.get_static_value(rows)[0]), entries

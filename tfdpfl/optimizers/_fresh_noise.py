@@ -8,7 +8,7 @@ an argument of its own, derive a class and append it to `KINDS` in `_noises.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
     from tfdpfl.embeddings import AdaFEST
     from tfdpfl.noise.strategies import Noise
+    from tfdpfl.optimizers._accumulator import Table
     from tfdpfl.optimizers._noise_segments import NoiseSegments
 
 __all__ = ["FreshNoise", "NoiselessMean", "noisy_sums", "shown"]
@@ -63,8 +64,6 @@ class FreshNoise:
     """Adds independent Gaussian noise in every step.
 
     Attributes:
-      excludes: features of `Settings.unusual` that this noise cannot be used with, and why.
-      constants: the settings that may not change from step to step.
       discrete: whether steps are priced as those of discrete noise.
       correlated: the argument ``noise``, or None.
       sparse: the argument ``sparse``, or None.
@@ -72,8 +71,6 @@ class FreshNoise:
       source: of all random numbers.
     """
 
-    excludes: ClassVar[Mapping[str, str]] = {}
-    constants: ClassVar[Sequence[str]] = ()
     discrete: ClassVar[bool] = False
     correlated: Noise | None = None
     sparse: AdaFEST | None = None
@@ -91,11 +88,6 @@ class FreshNoise:
 
     def check(self) -> None:
         """Raises a `ValueError` if the settings exclude this noise."""
-        given = self.settings.unusual()
-        for feature in (feature for feature in self.excludes if feature in given):
-            raise ValueError(f"{given[feature]} together with {self.label}: {self.excludes[feature]}")
-        if self.settings.changing in self.constants:
-            raise ValueError(self.settings.excluded_by(self.label))
 
     def check_replicas(self, replicas: int, workers: int) -> None:
         """Raises a `PrivacyError` if so many replicas of so many workers cannot draw this noise."""
@@ -111,7 +103,7 @@ class FreshNoise:
         return []
 
     def multiplier_of_sums(self, noise_multiplier: float | tf.Tensor) -> float | tf.Tensor:
-        """Returns the noise multiplier of the weights' sums, given that of all that a step releases."""
+        """Returns the noise multiplier of the sums that a clip releases, given that of all that a step does."""
         return noise_multiplier
 
     def draw(self, mean: NoiselessMean, counter: _step_table.Counter) -> list[tf.Tensor]:
@@ -131,15 +123,26 @@ class FreshNoise:
         """Returns the places of the variables whose sums are left in rows, and prepares the plan for that."""
         return []
 
+    def counts(
+        self, plan: ClippingPipeline, clipped: ClippedGradients, tables: list[int], variables: Sequence
+    ) -> list[tf.Tensor]:
+        """Returns what rows are chosen by, a vector for each table, of one replica's batch. It is summed like sums."""
+        return []
+
     def rows(
-        self,
-        stddev: tf.Tensor,
-        plan: ClippingPipeline,
-        clipped: ClippedGradients,
-        tables: list[int],
-        variables: Sequence,
-    ) -> list[tf.IndexedSlices]:
-        """Returns the rows of each table that a step trains, with their noisy means; ``stddev`` is of that noise."""
+        self, noise_multiplier: float | tf.Tensor, stddev: tf.Tensor, divisor: tf.Tensor | None,
+        counts: list[tf.Tensor], tables: list[Table], key: tf.Tensor | None,
+    ) -> list[tf.Tensor]:  # fmt: skip
+        """Returns of each table the noisy means of those rows that a step trains, and the numbers of these rows.
+
+        Args:
+          noise_multiplier: of all that the step releases.
+          stddev: of the noise on the means.
+          divisor: of the tables' sums; None where they are means.
+          counts: of a whole batch.
+          tables: of a whole batch.
+          key: as for `NoiselessMean`.
+        """
         return []
 
     # -- what ran, and what is saved -------------------------------------------------------------------------

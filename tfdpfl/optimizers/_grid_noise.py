@@ -9,7 +9,6 @@ from tfdpfl.noise.discrete import grid
 from tfdpfl.optimizers import _step_table
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._fresh_noise import FreshNoise, NoiselessMean, shown
-from tfdpfl.optimizers._schedules import PiecewiseConstant
 from tfdpfl.optimizers._settings import Settings
 
 __all__ = ["GridNoise"]
@@ -69,7 +68,7 @@ class GridNoise(FreshNoise):
         size, multiplier = sum(s.shape.num_elements() for s in mean.sums), self.settings.noise_multiplier
         if self._clip is not None and isinstance(multiplier, float):
             return grid(self._clip, multiplier, size)
-        for z in multiplier.values if isinstance(multiplier, PiecewiseConstant) else [multiplier]:
+        for z in self.settings.noises:
             grid(1.0, z, size)  # is refused when the step is traced, if its grid would be refused
         # One unit moves the count by 1/2.
         counts = [_scale(mean, std) / 2 for std in mean.stddevs if std is not mean.stddev]

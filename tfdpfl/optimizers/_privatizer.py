@@ -58,6 +58,7 @@ class _Step:
       count: what the clip releases beside them, or None.
       used: the places of the variables whose sums are released whole.
       tables: the places of those of which only some rows are.
+      counts: what these rows are chosen by, a vector for each table.
     """
 
     variables: Sequence
@@ -68,6 +69,7 @@ class _Step:
     count: tf.Tensor | None
     used: list[int]
     tables: list[int]
+    counts: list[tf.Tensor]
 
 
 class GradientPrivatizer:
@@ -169,13 +171,18 @@ class GradientPrivatizer:
         with tf.control_dependencies(before):
             sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in sums_of]
             sums += [] if step.count is None else [step.count]
+            sums += [*step.counts, *(clipped.sum[i] for i in step.tables)]
             counts = [tf.cast(number, tf.float32) for number in (clipped.num_nonfinite, clipped.batch_size)]
             released = _replicas.once(functools.partial(self._release, step), [*counts, *sums])
-            rows = self._rows_of_tables(step) if step.tables else []
         # What depends on no example goes beside the noise.
         result: list[tf.Tensor | tf.IndexedSlices | None] = [None] * len(variables)
-        for i, mean in zip([*sums_of, *step.tables], [*released[: len(sums_of)], *rows], strict=True):
-            result[i] = mean
+        for i in sums_of:
+            result[i] = released.pop(0)
+        for i in step.tables:
+            shape = raw_variable(variables[i]).shape
+            values, rows, *released = released
+            whole_rows = tf.reshape(values, [-1, *shape[1:]])
+            result[i] = tf.IndexedSlices(whole_rows, rows, tf.constant(shape.as_list(), tf.int64))
         for i, r in enumerate(clipped.regularization):
             if r is not None:
                 result[i] = r if result[i] is None else result[i] + r
@@ -207,33 +214,46 @@ class GradientPrivatizer:
         clipped, count = self.clipping.clipped(plan, variables, tf.ones([]) if self.noise.divides else denominator)
         _GRAPHS.setdefault(self, weakref.WeakKeyDictionary())[clipped.norms.graph] = {}
         used = [i for i, s in enumerate(clipped.sum) if s is not None and i not in tables]
-        return _Step(variables, table, plan, agreement, clipped, count, used, tables)
+        counts = self.noise.counts(plan, clipped, tables, variables)
+        return _Step(variables, table, plan, agreement, clipped, count, used, tables, counts)
 
-    def _release(self, step: _Step, summed: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Accumulates the sums of all replicas; and of a whole batch releases them."""
+    def _release(self, step: _Step, summed: list) -> list[tf.Tensor]:
+        """Accumulates the sums of all replicas; and of a whole batch releases them: of each variable the mean, then of
+        each table the rows and their numbers."""
         nonfinite, rows, *sums = summed
+        sums, tables = sums[: len(sums) - len(step.tables)], sums[len(sums) - len(step.tables) :]
         drawn = self.counter.drawn(nonfinite, rows / self.settings.rows_per_unit)
         multiplier = self._multiplier(step.clipped.batch_size)
         if self.holders > 1:  # where nothing is known of batches, which each may draw for itself
             known = tf.not_equal(drawn.known[_step_table.SAMPLING - _step_table.DATA], _step_table.UNKNOWN)
             multiplier = tf.where(known, multiplier, multiplier / self.holders)
-        part = Part(sums, step.agreement.units, drawn, multiplier, tf.cast(self.clipping.norm, tf.float32))
+        part = Part(sums, tables, step.agreement.units, drawn, multiplier, tf.cast(self.clipping.norm, tf.float32))
         finish = functools.partial(self._finish, step)
         if self.parts == 1:
             return finish(part)
-        released, pending = self._accumulator([step.variables[i] for i in step.used], part).add(part, finish)
+
+        def nothing() -> list[tf.Tensor]:
+            zeros = [tf.zeros(s.shape, s.dtype) for s in sums[: len(step.used)]]
+            return zeros + [part for t in tables for part in (tf.zeros([0, t.values.shape[1]]), tf.zeros([0], tf.int64))]
+
+        trained = [step.variables[i] for i in [*step.used, *step.tables]]
+        released, pending = self._accumulator(trained, part).add(part, finish, nothing)
         self.pending.assign(pending)
         return released
 
     def _finish(self, step: _Step, whole: Part) -> list[tf.Tensor]:
         """Counts the step, and returns the noisy mean of a whole batch; what else was summed goes to the clip."""
         sums, denominator, at = whole.sums, self._denominator(whole.units), len(step.used)
-        stddev_of_count = self.clipping.split(self._now(tf.float32), denominator)[1]
+        sums, counts = sums[: len(sums) - len(step.tables)], sums[len(sums) - len(step.tables) :]
+        multiplier, stddev_of_count = self.clipping.split(self._multiplier_of_sums(), denominator)
+        stddev = multiplier * self.clipping.norm / denominator
+        divisor = None
         if self.parts > 1 and self.settings.expected_batch_size is None and not self.noise.divides:  # only now known
+            divisor = denominator
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
+        rows = self.noise.rows(self._now(tf.float64), stddev, divisor, counts, whole.tables, step.agreement.key)
         noise = None
         if self.least_noise > 0:
-            stddev = self._stddev(denominator)
             mean = NoiselessMean(
                 sums, [stddev] * at + [stddev_of_count] * (len(sums) - at), stddev, denominator,
                 tf.cast(self.clipping.norm, tf.float32), whole.multiplier, whole.drawn.known,
@@ -245,21 +265,17 @@ class GradientPrivatizer:
             sums = self.noise.add(mean, noise)
         if step.count is not None:
             self.clipping.adapt(sums[at], denominator)
-        return sums
-
-    def _rows_of_tables(self, step: _Step) -> list[tf.IndexedSlices]:
-        stddev = self._stddev(self._denominator(step.agreement.units))
-        return self.noise.rows(stddev, step.plan, step.clipped, step.tables, step.variables)
+        return sums[:at] + rows
 
     def _denominator(self, units: tf.Tensor) -> tf.Tensor:
         if self.settings.expected_batch_size is not None:
             return tf.constant(self.settings.expected_batch_size, tf.float32)
         return tf.maximum(units, 1)
 
-    def _stddev(self, denominator: tf.Tensor) -> tf.Tensor:
-        """Returns the standard deviation of the noise on every entry of the mean gradient."""
-        multiplier = self.noise.multiplier_of_sums(self.clipping.split(self._now(tf.float32), denominator)[0])
-        return multiplier * self.clipping.norm / denominator
+    def _multiplier_of_sums(self) -> float | tf.Tensor:
+        """Returns the noise multiplier of what the clip releases."""
+        multiplier = self.noise.multiplier_of_sums(self._now(tf.float64))
+        return tf.cast(multiplier, tf.float32) if tf.is_tensor(multiplier) else multiplier
 
     def _now(self, dtype: tf.DType) -> float | tf.Tensor:
         """Returns the noise multiplier of the step that is traced. The same is drawn and counted."""

@@ -50,10 +50,10 @@ def among_replicas() -> bool:
 
 
 @tf.autograph.experimental.do_not_convert
-def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> Any:
-    """Returns what ``do`` makes of the tensors, each summed over all replicas. It is traced once for all of them, so
-    that the noise it draws is one and the state it changes changes once. They all get what it gives back. Of several
-    workers each does the same."""
+def once(do: Callable[[list], Any], tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> Any:
+    """Returns what ``do`` makes of the tensors, each summed over all replicas (of rows with their numbers all follow
+    each other, on one worker). It is traced once for all of them, so that the noise it draws is one and the state it
+    changes changes once. They all get what it gives back. Of several workers each does the same."""
     if not among_replicas():
         return do(list(tensors))
 
@@ -62,9 +62,19 @@ def once(do: Callable[[list[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> 
             return do(_over_workers(strategy, each))
         values = [strategy.experimental_local_results(of_replicas) for of_replicas in each]
         assert all(len(of_replicas) == strategy.num_replicas_in_sync for of_replicas in values)
-        return do([tf.add_n(of_replicas) for of_replicas in values])
+        packed = [tf.nest.pack_sequence_as(list(tensors), one, True) for one in zip(*values, strict=True)]
+        return do([_added(of_replicas) for of_replicas in zip(*packed, strict=True)])
 
-    return tf.distribute.get_replica_context().merge_call(together, args=tuple(tensors))
+    args = tuple(tf.nest.flatten(list(tensors), expand_composites=True))
+    return tf.distribute.get_replica_context().merge_call(together, args=args)
+
+
+def _added(of_replicas: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor | tf.IndexedSlices:
+    first = of_replicas[0]
+    if not isinstance(first, tf.IndexedSlices):
+        return tf.add_n(of_replicas)
+    values, rows = (tf.concat([getattr(s, name) for s in of_replicas], 0) for name in ("values", "indices"))
+    return tf.IndexedSlices(values, rows, first.dense_shape)
 
 
 def _over_workers(strategy: tf.distribute.Strategy, each: Sequence[Any]) -> list[tf.Tensor]:

@@ -71,8 +71,7 @@ class Settings:
 
     def _check_stddev(self) -> None:
         size, clipping = self.expected_batch_size or 1.0, clipping_of(self.l2_norm_clip)
-        z = self.noise_multiplier
-        for multiplier in z.values if isinstance(z, PiecewiseConstant) else ():
+        for multiplier in self.noises:
             clipping.split(multiplier, size)  # which refuses noise that leaves nothing for the gradients
         stddev = clipping.split(self.least_noise, size)[0] * clipping.first / size
         if self.least_noise > 0 and stddev < LEAST_STDDEV:
@@ -88,23 +87,21 @@ class Settings:
         return self.gradient_accumulation_steps
 
     @property
+    def noises(self) -> tuple[float, ...]:
+        """The noise multipliers of all steps."""
+        z = self.noise_multiplier
+        return z.values if isinstance(z, PiecewiseConstant) else (z,)
+
+    @property
     def least_noise(self) -> float:
         """The least noise multiplier of any step."""
-        z = self.noise_multiplier
-        return z.least if isinstance(z, PiecewiseConstant) else z
+        return min(self.noises)
 
     @property
     def changing(self) -> str | None:
         """Which setting changes from step to step, if any."""
         names = ("noise_multiplier", "l2_norm_clip")
         return next((name for name in names if isinstance(getattr(self, name), PiecewiseConstant)), None)
-
-    def excluded_by(self, other: str) -> str:
-        """Returns why a setting that changes cannot go with another argument, as the user typed that."""
-        name = self.changing
-        return (
-            f"{name} that changes together with {other}, which needs one {name}: give a number, or leave the other out."
-        )
 
     def unusual(self) -> dict[str, str]:
         """Returns what asks for more than one clip a batch of examples: features, each as the user typed it."""

@@ -13,6 +13,8 @@ from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
 from tfdpfl.clipping.step_checks import name_of, raw_variable
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers._accumulator import Table
+from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._fresh_noise import FreshNoise
 from tfdpfl.optimizers._settings import Settings
 
@@ -29,11 +31,6 @@ class SparseNoise(FreshNoise):
     up.
     """
 
-    excludes = dict.fromkeys(
-        ("num_microbatches", "gradient_accumulation_steps", "rows_per_unit", "adaptive clip"),
-        "rows are chosen by the examples of one batch, with fresh noise and one clip. Leave one of the two out.",
-    )
-    constants = ("noise_multiplier", "l2_norm_clip")
     sparse: AdaFEST
 
     def __init__(self, settings: Settings, given: AdaFEST):
@@ -53,14 +50,20 @@ class SparseNoise(FreshNoise):
         return f"sparse={self.sparse!r}"
 
     def check(self) -> None:
-        super().check()
-        self.sparse.split(self.settings.least_noise)
+        size, clipping = self.settings.expected_batch_size or 1.0, clipping_of(self.settings.l2_norm_clip)
+        for z in self.settings.noises:
+            left, _ = self.sparse.split(z)
+            try:
+                clipping.split(left, size)
+            except ValueError as error:
+                raise ValueError(f"{error} ({self.label} leaves {left:g} of noise_multiplier={z:g})") from None
 
     def check_replicas(self, replicas: int, workers: int) -> None:
-        raise PrivacyError(
-            f"sparse=AdaFEST on {replicas} replicas, which each look up their own rows: AdaFEST chooses rows in the "
-            "middle of the step, from the counts of all replicas. Leave it out, or train on one device."
-        )
+        if workers > 1:
+            raise PrivacyError(
+                f"sparse=AdaFEST on {workers} workers, which each look up their own rows: a worker knows no other's. "
+                "Leave it out, or train under MirroredStrategy."
+            )
 
     def multiplier_of_sums(self, noise_multiplier: float | tf.Tensor) -> float | tf.Tensor:
         return self.sparse.split(noise_multiplier)[0]
@@ -85,20 +88,28 @@ class SparseNoise(FreshNoise):
         plan.leave_in_rows(found)
         return found
 
-    def rows(
-        self,
-        stddev: tf.Tensor,
-        plan: ClippingPipeline,
-        clipped: ClippedGradients,
-        tables: list[int],
-        variables: Sequence,
-    ) -> list[tf.IndexedSlices]:
+    def counts(
+        self, plan: ClippingPipeline, clipped: ClippedGradients, tables: list[int], variables: Sequence
+    ) -> list[tf.Tensor]:
         _check_tables(clipped, tables, variables)
-        chosen = self._chosen(plan, clipped, tables)
-        shapes = [raw_variable(variables[i]).shape for i in tables]
-        slices = [clipped.sum[i] for i in tables]
-        totals = [_total(s, rows, shape[0]) for s, rows, shape in zip(slices, chosen, shapes, strict=True)]
-        if self.settings.least_noise > 0:
+        # One without a finite gradient, or without any, is as if it was not there.
+        absent = clipped.absent | ~tf.math.is_finite(clipped.norms) | (clipped.norms <= LEAST_CLIP)
+        return plan.clipped_counts(tables, self.sparse.clip, absent)
+
+    def rows(
+        self, noise_multiplier: float | tf.Tensor, stddev: tf.Tensor, divisor: tf.Tensor | None,
+        counts: list[tf.Tensor], tables: list[Table], key: tf.Tensor | None,
+    ) -> list[tf.Tensor]:  # fmt: skip
+        noisy = self.settings.least_noise > 0
+        if noisy:
+            of_counts = tf.cast(self.sparse.split(noise_multiplier)[1], tf.float32) * self.sparse.clip
+            normals = self.source.gaussian([c.shape for c in counts], of_counts)
+            counts = [tf.cast(c, n.dtype) + n for c, n in zip(counts, normals, strict=True)]
+        chosen = [graph_tools.released(tf.where(c >= self.sparse.threshold)[:, 0]) for c in counts]
+        totals = [_total(table, rows, c.shape[0]) for table, rows, c in zip(tables, chosen, counts, strict=True)]
+        if divisor is not None:
+            totals = [total / tf.cast(divisor, total.dtype) for total in totals]
+        if noisy:
             sizes = [tf.size(total) for total in totals]
             drawn = tf.split(self.source.of_length(tf.add_n(sizes), stddev), sizes)
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
@@ -106,29 +117,17 @@ class SparseNoise(FreshNoise):
                 tf.cast(tf.cast(t, n.dtype) + tf.reshape(n, tf.shape(t)), t.dtype)
                 for t, n in zip(totals, drawn, strict=True)
             ]
-        return [
-            tf.IndexedSlices(tf.reshape(total, [-1, *shape[1:]]), rows, tf.constant(shape.as_list(), tf.int64))
-            for total, rows, shape in zip(totals, chosen, shapes, strict=True)
-        ]
-
-    def _chosen(self, plan: ClippingPipeline, clipped: ClippedGradients, tables: list[int]) -> list[tf.Tensor]:
-        """Returns the numbers of the rows of each table whose noisy count is high enough."""
-        # One without a finite gradient, or without any, is as if it was not there.
-        absent = clipped.absent | ~tf.math.is_finite(clipped.norms) | (clipped.norms <= LEAST_CLIP)
-        counts = plan.clipped_counts(tables, self.sparse.clip, absent)
-        stddev = self.sparse.split(self.settings.least_noise)[1] * self.sparse.clip
-        if stddev > 0:
-            normals = self.source.gaussian([c.shape for c in counts], stddev)
-            counts = [tf.cast(c, n.dtype) + n for c, n in zip(counts, normals, strict=True)]
-        return [graph_tools.released(tf.where(c >= self.sparse.threshold)[:, 0]) for c in counts]
+        return [part for total, rows in zip(totals, chosen, strict=True) for part in (total, rows)]
 
 
-def _total(slices: tf.IndexedSlices, rows: tf.Tensor, size: int) -> tf.Tensor:
-    """Returns the sum of the slices for each row of a table of ``size`` rows that is kept."""
+def _total(table: Table, rows: tf.Tensor, size: int) -> tf.Tensor:
+    """Returns the sums for those rows of a table of ``size`` rows that are kept."""
+    if not isinstance(table, tf.IndexedSlices):
+        return tf.gather(table, rows)
     # Each row's place among those kept; what is in none falls out of the sum.
     number = tf.size(rows)
     place = tf.scatter_nd(rows[:, None], tf.range(1, number + 1), [size])
-    return tf.math.unsorted_segment_sum(slices.values, tf.gather(place, slices.indices) - 1, number)
+    return tf.math.unsorted_segment_sum(table.values, tf.gather(place, table.indices) - 1, number)
 
 
 def _check_tables(clipped: ClippedGradients, tables: list[int], variables: Sequence) -> None:
