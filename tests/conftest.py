@@ -160,6 +160,20 @@ def compiled(optimizer, seed=0, **kwargs):
     return model
 
 
+def looking_up(optimizer, rows, **kwargs):
+    """A compiled model that looks up rows of a table, of which there are so many: at the data's first two columns, 30
+    at most."""
+    import tensorflow as tf
+
+    inputs, draw = tf.keras.Input((WIDTH,)), np.random.default_rng(0).normal
+    words = tf.keras.layers.Lambda(lambda x: tf.minimum(tf.cast(tf.abs(x[:, :2]) * 8, tf.int32), 29))(inputs)
+    flat = tf.keras.layers.Flatten()(tf.keras.layers.Embedding(rows, 4, name="table")(words))
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(CLASSES, use_bias=False)(flat))
+    model.set_weights([draw(size=(rows, 4)), draw(size=(8, CLASSES))])
+    model.compile(optimizer, cross_entropy(), **kwargs)
+    return model
+
+
 def update_of(model, step):
     """How far each weight moved in ``step()``."""
     before = model.get_weights()

@@ -286,6 +286,33 @@ noise = Banded(bands=2, min_separation=2, max_participations=2, num_steps=4)
 two, _ = check(clip=0.6, z=1.0, epochs=2, noise=noise, **sgd)
 check_noise(two, noise.unit * 0.6 * noise.variances(4)[-1] ** 0.5 / 8)
 
+# Rows of a table are chosen once, by the counts of all replicas and parts. To most rows belongs no word.
+def looking_up(strategy, z, clip=0.6, **kwargs):
+    sparse = tfdpfl.AdaFEST(threshold=3.0, clip=1.2)
+    with strategy.scope():
+        of = {"learning_rate": 1.0, "sparse": sparse, "seed": 1, **kwargs}
+        model = c.looking_up(tfdpfl.DPSGD(clip, z, **of), 2000, jit_compile=False)
+    start, how = model.get_weights(), {"accountant": "rdp", "delta": 1e-3, "sampling": "shuffle"}
+    budget = tfdpfl.callbacks.PrivacyBudget(16, batch_size=4, **how)
+    data = tf.data.Dataset.from_tensor_slices((x[:, : c.WIDTH], y)).batch(4, drop_remainder=True)
+    model.fit(data, verbose=0, callbacks=[budget])
+    return model, [a - b for a, b in zip(model.get_weights(), start)], budget.report().epsilon
+
+for z, clip, parts in ((0.0, 0.6, 4), (1.0, 0.6, 1), (1.0, tfdpfl.AdaptiveClip(initial=0.6), 2)):
+    single, how = tf.distribute.get_strategy(), {"clip": clip, "gradient_accumulation_steps": parts}
+    (one, moved, priced), (two, moved_by_two, both) = (looking_up(s, z, **how) for s in (single, mirrored))
+    for a, b in zip(moved, moved_by_two):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert one.optimizer.executed == two.optimizer.executed == [(z, 4 // parts)] and priced == both
+    assert one.optimizer.current_clip == two.optimizer.current_clip
+    for v in two.trainable_variables:
+        assert len({part.numpy().tobytes() for part in getattr(v, "_value", v).values}) == 1
+    kept = np.any(moved_by_two[0] != 0, 1)
+    assert 0 < kept.sum() < 2000
+    if (z, parts) == (1.0, 1):
+        # 2000 rows of which each passes with probability 0.1056 a step: counts' noise of 2 * 1.2; 4 steps
+        assert 0.31 < kept.mean() < 0.41, kept.mean()
+
 # Losses that Keras, and an own loop as TensorFlow has it, divide by the number of replicas: no example's gradient is.
 def penalised(strategy):
     with strategy.scope():

@@ -12,13 +12,14 @@ import conftest as c
 import numpy as np
 import pytest
 import tensorflow as tf
+from scipy import stats
 
 import tfdpfl
 from tfdpfl import PrivacyError
 
 keras = tf.keras
 only_keras2 = pytest.mark.skipif(c.keras3(), reason="Keras 3's fit does not run under MultiWorkerMirroredStrategy")
-N, RATE, STEPS, CLIP, SIZE = 41, 0.3, 3, 0.6, 12.3
+N, RATE, STEPS, CLIP, SIZE, ROWS = 41, 0.3, 3, 0.6, 12.3, 30
 
 # Each worker runs the same; only where a test is about it, they differ.
 BEGIN = """
@@ -45,7 +46,7 @@ CollectiveAllReduceExtended._initialize_local_devices = lambda self, resolver, w
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 import conftest as c, numpy as np, tfdpfl
 keras, index = tf.keras, strategy.cluster_resolver.task_id
-N, RATE, STEPS, CLIP, SIZE = 41, 0.3, 3, 0.6, 12.3
+N, RATE, STEPS, CLIP, SIZE, ROWS = 41, 0.3, 3, 0.6, 12.3, 30
 x, y = c.examples(N)
 
 def compiled(make, *args, silent=0, how={}, **kwargs):
@@ -109,6 +110,23 @@ for name, make_, clip, more in (
     out[name] = c.flat(state(model)[:4])
     out[name + " clip"] = np.float64(model.optimizer.current_clip)
 
+# Rows of a table, by the counts of all.
+def rows_of(z, parts=1, rows=ROWS):
+    with strategy.scope():
+        sparse = tfdpfl.AdaFEST(threshold=2.0, clip=1.2)
+        model = c.looking_up(make(CLIP, z, learning_rate=0.3, gradient_accumulation_steps=parts, sparse=sparse, **of), rows)
+    start = model.get_weights()
+    if parts > 1:
+        model.fit(batches(seed=3), epochs=2, steps_per_epoch=STEPS, verbose=0)
+    else:
+        budget = fit(model, batches(seed=3))
+        out[f"rows epsilon {z}"] = budget.report().epsilon
+    assert model.optimizer.num_dp_steps == 2 * STEPS // parts
+    return [a - b for a, b in zip(state(model), start)][:2]
+
+out["rows"], out["rows in parts"] = c.flat(rows_of(0.0)), c.flat(rows_of(0.0, 3))
+out["noise of rows"], out["noise of top"] = rows_of(1.5, rows=20_000)
+
 # Noise, ledger, all that is kept; and the target stops all at the same step.
 SILENT = 2000
 target = 1.001 * tfdpfl.compute_epsilon(num_examples=N, batch_size=13, num_steps=4, noise_multiplier=1.5, delta=1e-3,
@@ -159,7 +177,6 @@ refused("runs on 2 workers", lambda: model.fit(x[:16], y[:16], callbacks=[tfdpfl
 refused("without end", lambda: compiled(make, CLIP, 1.6).fit(x[:16], y[:16], batch_size=8, verbose=0))
 for why, more in (
     ("noise=Tree on 2 workers", {"noise": tfdpfl.noise.Tree()}), ("num_microbatches=2 on 4", {"num_microbatches": 2}),
-    ("sparse=AdaFEST on 4", {"sparse": tfdpfl.AdaFEST(threshold=4.0, clip=1.5)}),
     ("XLA", {"how": {"jit_compile": True}}),
 ):
     other = compiled(make, CLIP, 1.0, **more)
@@ -268,6 +285,25 @@ def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(
         run = {"num_examples": N, "batch_size": 13, "num_steps": 4, "noise_multiplier": 1.5}
         least = tfdpfl.compute_epsilon(**run, delta=1e-3, accountant="rdp")
         np.testing.assert_allclose(one[f"epsilon {secure}"], least, rtol=1e-9)
+
+    for name, parts in (("rows", 1), ("rows in parts", 3)):
+        of = {"learning_rate": 0.3, "expected_batch_size": SIZE, "gradient_accumulation_steps": parts}
+        model = c.looking_up(tfdpfl.DPSGD(CLIP, 0.0, sparse=tfdpfl.AdaFEST(threshold=2.0, clip=1.2), **of), ROWS)
+        start = model.get_weights()
+        for rows in drawn:
+            model.train_on_batch(x[rows], y[rows])
+        moved = [a - b for a, b in zip(model.get_weights(), start, strict=True)]
+        np.testing.assert_allclose(one[name], c.flat(moved[:2]), atol=1e-5)
+        assert 0 < np.any(moved[0], 1).sum() < ROWS
+    # Rows that nobody looks up: a normal of deviation 2 * 1.5 * 1.2 is at 2 or above in one of six steps
+    silent = one["noise of rows"][ROWS:]
+    once, passes = stats.norm.sf(2 / (2 * 1.5 * 1.2)), np.any(silent != 0, 1).mean()
+    assert abs(passes - (1 - (1 - once) ** 6)) < 0.02, passes
+    size = (1.5**-2 - 3.0**-2) ** -0.5 * CLIP / SIZE * 0.3
+    ratio = np.sqrt((silent**2).mean() / (6 * once)) / size
+    assert 0.97 < ratio < 1.03, ratio
+    assert one["rows epsilon 1.5"] == tfdpfl.compute_epsilon(
+        num_examples=N, batch_size=13, num_steps=6, noise_multiplier=1.5, delta=1e-3, accountant="rdp")  # fmt: skip
 
     last = [g[0] for g in c.per_example_gradients(c.weights(), x[-1:], y[-1:])]
     norm = np.linalg.norm(c.flat(last))

@@ -157,22 +157,28 @@ class Source:
         return self._stream
 
     @tf.autograph.experimental.do_not_convert
-    def of_length(self, length: tf.Tensor, stddev: float | tf.Tensor) -> tf.Tensor:
+    def of_length(
+        self, length: tf.Tensor, stddev: float | tf.Tensor, key: tf.Tensor | None = None
+    ) -> tf.Tensor:
         """Draws as `gaussian`, float32 [length], where the length (a scalar) is known only while the step runs. It
         must be no secret."""
         stddev = tf.cast(stddev, tf.float32)
         if not _on_host():
             self.generator = PHILOX
-            key, counter = tf.unstack(tf.bitcast(self._philox_key(), tf.uint64))
+            first, counter = tf.unstack(tf.bitcast(self._philox_key() if key is None else key, tf.uint64))
             at = tf.stack([tf.zeros([], tf.uint64), counter])
-            return _pairs(tf.cast(length + 1, tf.int64) // 2, stddev, tf.expand_dims(key, 0), at)[:length]
+            return _pairs(tf.cast(length + 1, tf.int64) // 2, stddev, tf.expand_dims(first, 0), at)[:length]
         self.generator = AES
 
-        def draw(length, stddev):
+        def draw(length, stddev, *key):
+            size = int(length + length % 2)
+            if key:
+                return KeyStream(*key).normals(size, stddev)[:length]
             with self._lock:
-                return self._opened().normals(int(length + length % 2), stddev)[:length]
+                return self._opened().normals(size, stddev)[:length]
 
-        return tf.ensure_shape(tf.numpy_function(draw, [length, stddev], tf.float32), [None])
+        inputs = [length, stddev, *([] if key is None else [key])]
+        return tf.ensure_shape(tf.numpy_function(draw, inputs, tf.float32), [None])
 
     @tf.autograph.experimental.do_not_convert
     def fresh_key(self) -> tf.Tensor:

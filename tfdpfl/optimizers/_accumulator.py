@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdpfl._variables import in_memory
 from tfdpfl.optimizers._step_table import DATA, SAMPLING, UNKNOWN, BatchSampling
 
-__all__ = ["GradientAccumulator", "Part", "Table"]
+__all__ = ["GradientAccumulator", "Part", "Table", "no_rows"]
 
 # Sums of a table's rows: one for each lookup, which are still to be added up; or all rows of the table.
 Table: TypeAlias = tf.IndexedSlices | tf.Tensor | tf.Variable
@@ -112,7 +112,7 @@ class GradientAccumulator:
                 for kept, s in zip(self.sums, part.sums, strict=True):
                     kept.assign(s)
                 for kept in self.tables:
-                    kept.assign(tf.zeros_like(kept))
+                    kept.assign(tf.zeros(kept.shape, kept.dtype))
                 return tf.zeros([])
 
             def go_on() -> tf.Tensor:
@@ -136,6 +136,11 @@ class GradientAccumulator:
 
 def _shape(table: Table) -> tuple[int, int]:
     """Returns how many rows a table has, and how many entries each of them."""
-    rows = table.dense_shape if isinstance(table, tf.IndexedSlices) else tf.shape(table)
-    entries = table.values.shape[1] if isinstance(table, tf.IndexedSlices) else table.shape[1]
-    return int(tf.get_static_value(rows)[0]), entries
+    if isinstance(table, tf.IndexedSlices):
+        return int(tf.get_static_value(table.dense_shape)[0]), table.values.shape[1]
+    return tuple(table.shape)
+
+
+def no_rows(table: Table) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns no rows of a table, and their numbers."""
+    return tf.zeros([0, _shape(table)[1]], table.dtype), tf.zeros([0], tf.int64)

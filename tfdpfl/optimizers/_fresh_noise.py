@@ -64,6 +64,7 @@ class FreshNoise:
     """Adds independent Gaussian noise in every step.
 
     Attributes:
+      draws: how many draws are made in a step, each with a key of its own where several workers draw the same.
       discrete: whether steps are priced as those of discrete noise.
       correlated: the argument ``noise``, or None.
       sparse: the argument ``sparse``, or None.
@@ -71,6 +72,7 @@ class FreshNoise:
       source: of all random numbers.
     """
 
+    draws: ClassVar[int] = 1
     discrete: ClassVar[bool] = False
     correlated: Noise | None = None
     sparse: AdaFEST | None = None
@@ -131,7 +133,7 @@ class FreshNoise:
 
     def rows(
         self, noise_multiplier: float | tf.Tensor, stddev: tf.Tensor, divisor: tf.Tensor | None,
-        counts: list[tf.Tensor], tables: list[Table], key: tf.Tensor | None,
+        counts: list[tf.Tensor], tables: list[Table], keys: tf.Tensor | None,
     ) -> list[tf.Tensor]:  # fmt: skip
         """Returns of each table the noisy means of those rows that a step trains, and the numbers of these rows.
 
@@ -141,7 +143,7 @@ class FreshNoise:
           divisor: of the tables' sums; None where they are means.
           counts: of a whole batch.
           tables: of a whole batch.
-          key: as for `NoiselessMean`.
+          keys: of all draws but the first, int64 [draws - 1, 2], where several workers draw the same; else None.
         """
         return []
 

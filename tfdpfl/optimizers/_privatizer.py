@@ -22,7 +22,7 @@ from tfdpfl.clipping.step_checks import check_finished, raw_variable, versions
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.source import Source
 from tfdpfl.optimizers import _draws, _filled, _replicas, _step_table, _workers
-from tfdpfl.optimizers._accumulator import GradientAccumulator, Part
+from tfdpfl.optimizers._accumulator import GradientAccumulator, Part, no_rows
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._fresh_noise import FreshNoise, NoiselessMean
 from tfdpfl.optimizers._schedules import PiecewiseConstant
@@ -206,7 +206,7 @@ class GradientPrivatizer:
         _filled.leave_out_blanks(plan)
         agreement = _workers.agree(
             tf.cast(plan.units.count, tf.float32), variables, self.to_dict(), self.counter, self.source,
-            lambda: [raw_variable(self.iterations), self.pending, self.clipping.norm],
+            self.noise.draws, lambda: [raw_variable(self.iterations), self.pending, self.clipping.norm],
         )  # fmt: skip
         self.holders = replicas
         denominator = settings.expected_batch_size if self.parts > 1 else self._denominator(agreement.units)
@@ -234,7 +234,7 @@ class GradientPrivatizer:
 
         def nothing() -> list[tf.Tensor]:
             zeros = [tf.zeros(s.shape, s.dtype) for s in sums[: len(step.used)]]
-            return zeros + [part for t in tables for part in (tf.zeros([0, t.values.shape[1]]), tf.zeros([0], tf.int64))]
+            return zeros + [part for t in tables for part in no_rows(t)]
 
         trained = [step.variables[i] for i in [*step.used, *step.tables]]
         released, pending = self._accumulator(trained, part).add(part, finish, nothing)
@@ -251,13 +251,15 @@ class GradientPrivatizer:
         if self.parts > 1 and self.settings.expected_batch_size is None and not self.noise.divides:  # only now known
             divisor = denominator
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
-        rows = self.noise.rows(self._now(tf.float64), stddev, divisor, counts, whole.tables, step.agreement.key)
+        keys = step.agreement.keys
+        of_sums, others = (None, None) if keys is None else (keys[0], keys[1:])
+        rows = self.noise.rows(self._now(tf.float64), stddev, divisor, counts, whole.tables, others)
         noise = None
         if self.least_noise > 0:
             mean = NoiselessMean(
                 sums, [stddev] * at + [stddev_of_count] * (len(sums) - at), stddev, denominator,
                 tf.cast(self.clipping.norm, tf.float32), whole.multiplier, whole.drawn.known,
-                [id(raw_variable(step.variables[i])) for i in step.used], step.agreement.key,
+                [id(raw_variable(step.variables[i])) for i in step.used], of_sums,
             )  # fmt: skip
             noise = self.noise.draw(mean, self.counter)
         self.counter.count(whole.drawn, whole.multiplier, step.table, step.agreement.origin)

@@ -51,22 +51,29 @@ def among_replicas() -> bool:
 
 @tf.autograph.experimental.do_not_convert
 def once(do: Callable[[list], Any], tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> Any:
-    """Returns what ``do`` makes of the tensors, each summed over all replicas (of rows with their numbers all follow
-    each other, on one worker). It is traced once for all of them, so that the noise it draws is one and the state it
+    """Returns what ``do`` makes of the tensors, each summed over all replicas (of tables' rows with their numbers all
+    follow each other, or several workers add up whole tables). It is traced once for all of them, so that the noise it draws is one and the state it
     changes changes once. They all get what it gives back. Of several workers each does the same."""
+    tensors = list(tensors)
     if not among_replicas():
-        return do(list(tensors))
+        return do(tensors)
+    if workers() > 1:  # whose batches may look up any number of rows
+        tensors = [_table(t) if isinstance(t, tf.IndexedSlices) else t for t in tensors]
 
     def together(strategy: tf.distribute.Strategy, *each: Any) -> Any:
         if workers() > 1:
             return do(_over_workers(strategy, each))
         values = [strategy.experimental_local_results(of_replicas) for of_replicas in each]
         assert all(len(of_replicas) == strategy.num_replicas_in_sync for of_replicas in values)
-        packed = [tf.nest.pack_sequence_as(list(tensors), one, True) for one in zip(*values, strict=True)]
+        packed = [tf.nest.pack_sequence_as(tensors, one, True) for one in zip(*values, strict=True)]
         return do([_added(of_replicas) for of_replicas in zip(*packed, strict=True)])
 
-    args = tuple(tf.nest.flatten(list(tensors), expand_composites=True))
-    return tf.distribute.get_replica_context().merge_call(together, args=args)
+    args = tf.nest.flatten(tensors, expand_composites=True)
+    return tf.distribute.get_replica_context().merge_call(together, args=tuple(args))
+
+
+def _table(rows: tf.IndexedSlices) -> tf.Tensor:
+    return tf.math.unsorted_segment_sum(rows.values, rows.indices, tf.get_static_value(rows.dense_shape)[0])
 
 
 def _added(of_replicas: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor | tf.IndexedSlices:

@@ -31,6 +31,7 @@ class SparseNoise(FreshNoise):
     up.
     """
 
+    draws = 3  # the sums' noise, the counts' and the rows'
     sparse: AdaFEST
 
     def __init__(self, settings: Settings, given: AdaFEST):
@@ -57,13 +58,6 @@ class SparseNoise(FreshNoise):
                 clipping.split(left, size)
             except ValueError as error:
                 raise ValueError(f"{error} ({self.label} leaves {left:g} of noise_multiplier={z:g})") from None
-
-    def check_replicas(self, replicas: int, workers: int) -> None:
-        if workers > 1:
-            raise PrivacyError(
-                f"sparse=AdaFEST on {workers} workers, which each look up their own rows: a worker knows no other's. "
-                "Leave it out, or train under MirroredStrategy."
-            )
 
     def multiplier_of_sums(self, noise_multiplier: float | tf.Tensor) -> float | tf.Tensor:
         return self.sparse.split(noise_multiplier)[0]
@@ -98,12 +92,13 @@ class SparseNoise(FreshNoise):
 
     def rows(
         self, noise_multiplier: float | tf.Tensor, stddev: tf.Tensor, divisor: tf.Tensor | None,
-        counts: list[tf.Tensor], tables: list[Table], key: tf.Tensor | None,
+        counts: list[tf.Tensor], tables: list[Table], keys: tf.Tensor | None,
     ) -> list[tf.Tensor]:  # fmt: skip
+        of_counts, of_rows = (None, None) if keys is None else tf.unstack(keys)
         noisy = self.settings.least_noise > 0
         if noisy:
-            of_counts = tf.cast(self.sparse.split(noise_multiplier)[1], tf.float32) * self.sparse.clip
-            normals = self.source.gaussian([c.shape for c in counts], of_counts)
+            deviation = tf.cast(self.sparse.split(noise_multiplier)[1], tf.float32) * self.sparse.clip
+            normals = self.source.gaussian([c.shape for c in counts], deviation, of_counts)
             counts = [tf.cast(c, n.dtype) + n for c, n in zip(counts, normals, strict=True)]
         chosen = [graph_tools.released(tf.where(c >= self.sparse.threshold)[:, 0]) for c in counts]
         totals = [_total(table, rows, c.shape[0]) for table, rows, c in zip(tables, chosen, counts, strict=True)]
@@ -111,7 +106,7 @@ class SparseNoise(FreshNoise):
             totals = [total / tf.cast(divisor, total.dtype) for total in totals]
         if noisy:
             sizes = [tf.size(total) for total in totals]
-            drawn = tf.split(self.source.of_length(tf.add_n(sizes), stddev), sizes)
+            drawn = tf.split(self.source.of_length(tf.add_n(sizes), stddev, of_rows), sizes)
             # In the noise's type: a sum of float64 weights would keep digits that no noise covers.
             totals = [
                 tf.cast(tf.cast(t, n.dtype) + tf.reshape(n, tf.shape(t)), t.dtype)

@@ -49,21 +49,21 @@ class WorkerAgreement:
     Attributes:
       units: how many units there are in all, float32.
       origin: whose steps they are, as the ledger counts them; None for this process's own.
-      key: int64 [2], of the step's noise; None where one process draws it from its own stream.
+      keys: int64 [draws, 2], of the step's noise; None where one process draws it from its own stream.
       agreed: what is to come before anything is summed.
     """
 
     units: tf.Tensor
     origin: tf.Tensor | None = None
-    key: tf.Tensor | None = None
+    keys: tf.Tensor | None = None
     agreed: list[tf.Operation] = dataclasses.field(default_factory=list)
 
 
 def agree(
     units: tf.Tensor, variables: Sequence, made_with: Json, counter: Counter, source: Source,
-    state: Callable[[], list[tf.Tensor]],
+    draws: int, state: Callable[[], list[tf.Tensor]],
 ) -> WorkerAgreement:  # fmt: skip
-    """Adds up the replicas' units. Among several workers, it also hands the first one's key and origin to all, and
+    """Adds up the replicas' units. Among several workers, it also hands the first one's keys and origin to all, and
     stops the step on all of them where they do not agree.
 
     Args:
@@ -72,6 +72,7 @@ def agree(
       made_with: all of the optimizer's arguments.
       counter: of its steps.
       source: of its noise.
+      draws: how many draws the noise is made of, each with a key of its own.
       state: returns what must be the same on all workers as the step begins.
     """
     if _replicas.workers() == 1:
@@ -80,7 +81,7 @@ def agree(
     number = _replicas.number()
     replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
     data = [*tf.unstack(tf.convert_to_tensor(counter.batches)), *tf.unstack(tf.convert_to_tensor(counter.share))]
-    own = [units, counter.origin, *tf.unstack(_words(source.fresh_key()))]
+    own = [units, counter.origin, *(word for _ in range(draws) for word in tf.unstack(_words(source.fresh_key())))]
     kinds: list[list] = [[_number_of(made_with, variables)], data, state(), own]
     row = tf.stack([tf.cast(tf.convert_to_tensor(value), tf.float64) for values in kinds for value in values])
     # Each replica's row beside those of all others: a sum to which only it adds.
@@ -94,7 +95,7 @@ def agree(
             agreed = [*agreed, require(_late_if_false(tf.reduce_all(tf.equal(part, part[:1]))), message)]
     with tf.control_dependencies(agreed):
         total = tf.cast(tf.reduce_sum(of_own[:, 0]), units.dtype)
-    return WorkerAgreement(total, of_own[0, 1], _key(of_own[0, 2:]), agreed)
+    return WorkerAgreement(total, of_own[0, 1], _keys(of_own[0, 2:]), agreed)
 
 
 def _late_if_false(holds: tf.Tensor) -> tf.Tensor:
@@ -120,5 +121,5 @@ def _words(key: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reshape(tf.bitcast(key, tf.int32), [4]), tf.float64)
 
 
-def _key(words: tf.Tensor) -> tf.Tensor:
-    return tf.bitcast(tf.reshape(tf.cast(words, tf.int32), [2, 2]), tf.int64)
+def _keys(words: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(tf.reshape(tf.cast(words, tf.int32), [-1, 2, 2]), tf.int64)
