@@ -53,7 +53,7 @@ FEATURES: dict[str, dict[str, Any] | Callable[[], contextlib.AbstractContextMana
     "`AdaFEST`": {"sparse": tfdpfl.AdaFEST(threshold=0.5, clip=1.0)},
     "accumulation, physical batches": {"gradient_accumulation_steps": 2},
     "users, copies": {"rows_per_unit": 2},
-    "microbatches": {"num_microbatches": 2},
+    "microbatches": {"num_microbatches": ROWS},
     "`AdaptiveClip`": {"l2_norm_clip": tfdpfl.AdaptiveClip(initial=1.0)},
     "`PerLayerClip`": {"l2_norm_clip": tfdpfl.PerLayerClip(1.0)},
     "`AutomaticClip`": {"l2_norm_clip": tfdpfl.AutomaticClip(1.0)},
@@ -68,18 +68,6 @@ FEATURES: dict[str, dict[str, Any] | Callable[[], contextlib.AbstractContextMana
 REASONS: list[tuple[str, str, str]] = [
     (r"a step has one kind of noise", "choose one", "A step has one kind of noise."),
     (r"both state whose mean", "choose one", "Both state whose mean gradient is clipped."),
-    (
-        r"rows are chosen by the examples of one batch|changes together with sparse=", "not built",
-        "`AdaFEST` chooses rows by the examples of one batch, with one clip and noise of one size.",
-    ),
-    (
-        r"sparse=AdaFEST.* on \d replicas", "not built",
-        "`AdaFEST` chooses rows in the middle of a step, from the counts of all replicas.",
-    ),
-    (
-        r"num_microbatches=\d on \d replicas", "not built",
-        "The examples of one group may be on several replicas. Use `rows_per_unit`, whose units stay whole.",
-    ),
     (
         r"correlated noise is drawn again from keys", "not built",
         "Correlated noise is drawn again from keys that only one process has.",

@@ -17,10 +17,11 @@ class AdaFEST:
     """Of each embedding table only the rows that many examples look up are trained. So only they need noise
     (DP-AdaFEST, Ghazi et al. 2023, arXiv:2311.08357, algorithm 1). Give it to any DP optimizer as ``sparse=``.
 
-    In every step each example has a vector of one entry for each row of every table: 1 where it looks the row up, else
-    0. That vector, of all tables together, is clipped to an L2 norm of ``clip``. The vectors are added up, and normal
-    noise of standard deviation ``noise_multiplier * clip`` goes on every count. Rows whose noisy count is at or above
-    ``threshold`` get their clipped gradient with noise, looked up or not. The gradient of the others is left out.
+    In every step each example (or unit, or group: whatever is clipped as one) has a vector of one entry for each row of
+    every table: 1 where it looks the row up, else 0. That vector, of all tables together, is clipped to an L2 norm of
+    ``clip``. The vectors are added up, over all parts and replicas of a batch, and normal noise of standard deviation
+    ``noise_multiplier * clip`` goes on every count. Rows whose noisy count is at or above ``threshold`` get their
+    clipped gradient with noise, looked up or not. The gradient of the others is left out.
 
     The counts are paid for. The optimizer's ``noise_multiplier`` z is the total. The noise on the gradients rises
     to z₂ with z⁻² = z₁⁻² + z₂⁻², where z₁ is the one given here.
@@ -29,7 +30,7 @@ class AdaFEST:
       threshold: above 0, in units of the counts. A row that n examples look up, each of which looks up d rows, has a
         count of ``n * min(1, clip / sqrt(d))``. Of rows that nobody looks up a share of Q(threshold / (z₁ clip))
         passes, Q being the normal's upper tail: 3e-5 at 4 standard deviations.
-      noise_multiplier: z₁, above the optimizer's z. None takes 2 z, so that the gradients' noise rises by 15.5 %.
+      noise_multiplier: z₁, above the optimizer's z in every step. None takes 2 z, so that the gradients' noise rises by 15.5 %.
       clip: C₁, the largest norm of an example's part in the counts.
       tables: names of layers whose tables are trained so. None takes all weights of which rows are looked up.
 

@@ -133,7 +133,6 @@ def test_a_plan_takes_a_clip_that_changes():
         (decay([5, 3], [1.0, 2.0, 1.0]), 1.0, {}, "boundaries=.*rising"),
         (1.0, decay(list(range(32)), [1.0] * 33), {}, "32 at most"),
         (tfdpfl.AdaptiveClip(clipped_count_stddev=0.9), SIGMAS, {}, "clipped_count_stddev=0.9 is at most half of"),
-        (CLIPS, 1.0, {"sparse": tfdpfl.AdaFEST(threshold=4.0)}, "l2_norm_clip that changes together with sparse="),
     ],
 )
 def test_what_has_no_form_is_refused_by_name(clip, sigma, more, message):

@@ -273,6 +273,13 @@ two, _ = check(clip=decay([0], [0.6, 0.3]), z=decay([0], [1.0, 0.5]), expected_b
 check_noise(two, np.hypot(0.6, 0.15) / 8)
 assert sorted(two.optimizer.executed) == [(0.5, 1), (1.0, 1)]
 
+# Groups stay on their replica; of the last batch on Keras 3 each is one example.
+for groups, each in ((4, 2), (8, 1)):
+    more = {"rows": 12} if c.keras3() and groups == 4 else {}
+    two, _ = check(clip=0.3, z=1.5, num_microbatches=groups, **sgd, **more)
+    want = [(0.75, 1), (1.5, 1)] if more else [(1.5 / each, 2)]
+    assert sorted(two.optimizer.executed) == want, two.optimizer.executed
+
 two, _ = check(clip=0.6, z=1.5, secure_noise=True, **sgd)
 check_noise(two, 1.5 * 0.6 * 2**0.5 / 8)
 
@@ -385,7 +392,7 @@ except tfdpfl.PrivacyError as error:
     assert why in str(error), error
 
 for given, how, why in (
-    ({"num_microbatches": 2}, {}, "num_microbatches=2 on 2 replicas"), ({}, {"jit_compile": True}, "XLA does not"),
+    ({"num_microbatches": 3}, {}, "num_microbatches=3 on 2 replicas"), ({}, {"jit_compile": True}, "XLA does not"),
     ({}, None, "outside of the replicas"),
 ):
     with mirrored.scope():

@@ -110,6 +110,12 @@ for name, make_, clip, more in (
     out[name] = c.flat(state(model)[:4])
     out[name + " clip"] = np.float64(model.optimizer.current_clip)
 
+# Groups of two rows: nobody says that they are not on every replica.
+model = compiled(make, CLIP, 1.6, num_microbatches=8)
+data = tf.data.Dataset.from_tensor_slices((x[:16], y[:16])).repeat().batch(16, drop_remainder=True)
+model.fit(data, steps_per_epoch=2, verbose=0)
+assert model.optimizer.executed == [(0.2, 2)], model.optimizer.executed
+out["groups"] = c.flat(state(model)[:4])
 # Rows of a table, by the counts of all.
 def rows_of(z, parts=1, rows=ROWS):
     with strategy.scope():
@@ -176,7 +182,7 @@ refused("runs on 2 workers", lambda: fit(model, tfdpfl.data.poisson_batches((x, 
 refused("runs on 2 workers", lambda: model.fit(x[:16], y[:16], callbacks=[tfdpfl.callbacks.PrivacyBudget(delta=1e-3)]))
 refused("without end", lambda: compiled(make, CLIP, 1.6).fit(x[:16], y[:16], batch_size=8, verbose=0))
 for why, more in (
-    ("noise=Tree on 2 workers", {"noise": tfdpfl.noise.Tree()}), ("num_microbatches=2 on 4", {"num_microbatches": 2}),
+    ("noise=Tree on 2 workers", {"noise": tfdpfl.noise.Tree()}), ("num_microbatches=6 on 4", {"num_microbatches": 6}),
     ("XLA", {"how": {"jit_compile": True}}),
 ):
     other = compiled(make, CLIP, 1.0, **more)

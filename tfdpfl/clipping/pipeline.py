@@ -244,9 +244,9 @@ class ClippingPipeline:
         return size
 
     def _grouped(self, losses: tf.Tensor, groups: int | None, rows: int | None) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Losses of the units (``groups`` of them, or each of so many rows), and their number if it is not the batch
-        size."""
-        m = rows if groups is None else groups
+        """Losses of the units (``groups`` of them on all replicas, or each of so many rows), and their number if it is
+        not the batch size."""
+        m = rows if groups is None else groups // self.replicas
         if m is None:
             return losses, None
         known = self.known_size
@@ -254,15 +254,15 @@ class ClippingPipeline:
             raise PrivacyError(
                 f"rows_per_unit={m} does not divide the batch of {known} rows. Give batches of whole units."
                 if groups is None
-                else f"num_microbatches={m} does not divide the batch of {known} examples. Choose a divisor, or None "
-                "to clip every example by itself."
+                else f"num_microbatches={groups} does not divide the batch of {known * self.replicas} examples. Choose a "
+                "divisor, or None to clip every example by itself."
             )
         message = (
             f"tfdpfl: rows_per_unit={m} does not divide the batch. Give batches of whole units, of a multiple of {m} "
             "rows (drop_remainder=True)."
             if groups is None
-            else f"tfdpfl: num_microbatches={m} does not divide the batch. Use batches of a multiple of {m} examples "
-            "(drop_remainder=True), or num_microbatches=None to clip every example by itself."
+            else f"tfdpfl: num_microbatches={groups} does not divide the batch. Use batches of a multiple of {groups} "
+            "examples (drop_remainder=True), or num_microbatches=None to clip every example by itself."
         )
         whole = tf.equal(self.batch_size % m, 0)
         self.holds.append(whole)

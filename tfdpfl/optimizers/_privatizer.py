@@ -143,10 +143,11 @@ class GradientPrivatizer:
                 f"{replicas} replicas add up in the middle of the step, which XLA does not compile. Compile the model "
                 "with jit_compile=False."
             )
-        if self.settings.num_microbatches is not None:
+        groups = self.settings.num_microbatches
+        if groups is not None and groups % replicas:
             raise PrivacyError(
-                f"num_microbatches={self.settings.num_microbatches} on {replicas} replicas, which each see a part of "
-                "the batch: the examples of a group may be on several replicas. Leave it out, or train on one device."
+                f"num_microbatches={groups} on {replicas} replicas, of which each clips as many groups: choose a "
+                f"multiple of {replicas}, or None to clip every example by itself."
             )
         self.noise.check_replicas(replicas, _replicas.workers())
 
@@ -172,7 +173,9 @@ class GradientPrivatizer:
             sums = [tf.ensure_shape(clipped.sum[i], raw_variable(variables[i]).shape) for i in sums_of]
             sums += [] if step.count is None else [step.count]
             sums += [*step.counts, *(clipped.sum[i] for i in step.tables)]
-            counts = [tf.cast(number, tf.float32) for number in (clipped.num_nonfinite, clipped.batch_size)]
+            of_groups = tf.not_equal((self.settings.num_microbatches or 0) // _replicas.number(), clipped.batch_size)
+            numbers = (clipped.num_nonfinite, clipped.batch_size, of_groups)
+            counts = [tf.cast(number, tf.float32) for number in numbers]
             released = _replicas.once(functools.partial(self._release, step), [*counts, *sums])
         # What depends on no example goes beside the noise.
         result: list[tf.Tensor | tf.IndexedSlices | None] = [None] * len(variables)
@@ -220,10 +223,10 @@ class GradientPrivatizer:
     def _release(self, step: _Step, summed: list) -> list[tf.Tensor]:
         """Accumulates the sums of all replicas; and of a whole batch releases them: of each variable the mean, then of
         each table the rows and their numbers."""
-        nonfinite, rows, *sums = summed
+        nonfinite, rows, of_groups, *sums = summed
         sums, tables = sums[: len(sums) - len(step.tables)], sums[len(sums) - len(step.tables) :]
         drawn = self.counter.drawn(nonfinite, rows / self.settings.rows_per_unit)
-        multiplier = self._multiplier(step.clipped.batch_size)
+        multiplier = self._multiplier(of_groups)
         if self.holders > 1:  # where nothing is known of batches, which each may draw for itself
             known = tf.not_equal(drawn.known[_step_table.SAMPLING - _step_table.DATA], _step_table.UNKNOWN)
             multiplier = tf.where(known, multiplier, multiplier / self.holders)
@@ -284,13 +287,14 @@ class GradientPrivatizer:
         given = self.settings.noise_multiplier
         return given.at(raw_variable(self.iterations), dtype) if isinstance(given, PiecewiseConstant) else given
 
-    def _multiplier(self, batch_size: tf.Tensor) -> tf.Tensor:
-        """Returns the noise's standard deviation over the sensitivity to one example."""
+    def _multiplier(self, of_groups: tf.Tensor) -> tf.Tensor:
+        """Returns the noise's standard deviation over the sensitivity to one example. It is given how many replicas
+        may have groups of several examples."""
         multiplier = tf.convert_to_tensor(self._now(tf.float64), tf.float64)
         if self.settings.num_microbatches is None:
             return multiplier
         # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.
-        return tf.where(tf.equal(self.settings.num_microbatches, batch_size), multiplier, multiplier / 2)
+        return tf.where(of_groups > 0, multiplier / 2, multiplier)
 
     # -- logical batches of several parts --------------------------------------------------------------------
 
