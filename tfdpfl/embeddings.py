@@ -30,7 +30,8 @@ class AdaFEST:
       threshold: above 0, in units of the counts. A row that n examples look up, each of which looks up d rows, has a
         count of ``n * min(1, clip / sqrt(d))``. Of rows that nobody looks up a share of Q(threshold / (z₁ clip))
         passes, Q being the normal's upper tail: 3e-5 at 4 standard deviations.
-      noise_multiplier: z₁, above the optimizer's z in every step. None takes 2 z, so that the gradients' noise rises by 15.5 %.
+      noise_multiplier: z₁, above the optimizer's z of every step. None takes 2 z, so that the gradients' noise rises by
+        15.5 %.
       clip: C₁, the largest norm of an example's part in the counts.
       tables: names of layers whose tables are trained so. None takes all weights of which rows are looked up.
 
@@ -57,8 +58,8 @@ class AdaFEST:
             object.__setattr__(self, "tables", tuple(tables))
 
     def split(self, noise_multiplier: Any) -> tuple[Any, Any]:
-        """(noise multiplier of the gradients, of the counts) that together give ``noise_multiplier``, which is a number,
-        or a tensor of numbers that were checked before.
+        """(noise multiplier of the gradients, of the counts) that together give ``noise_multiplier``: a number, or a
+        tensor of numbers that were checked before.
 
         Raises:
           ValueError: the counts' noise leaves nothing for the gradients.

@@ -119,8 +119,8 @@ out["groups"] = c.flat(state(model)[:4])
 # Rows of a table, by the counts of all.
 def rows_of(z, parts=1, rows=ROWS):
     with strategy.scope():
-        sparse = tfdpfl.AdaFEST(threshold=2.0, clip=1.2)
-        model = c.looking_up(make(CLIP, z, learning_rate=0.3, gradient_accumulation_steps=parts, sparse=sparse, **of), rows)
+        given = {"sparse": tfdpfl.AdaFEST(threshold=2.0, clip=1.2), "gradient_accumulation_steps": parts, **of}
+        model = c.looking_up(make(CLIP, z, learning_rate=0.3, **given), rows)
     start = model.get_weights()
     if parts > 1:
         model.fit(batches(seed=3), epochs=2, steps_per_epoch=STEPS, verbose=0)

@@ -254,8 +254,8 @@ class ClippingPipeline:
             raise PrivacyError(
                 f"rows_per_unit={m} does not divide the batch of {known} rows. Give batches of whole units."
                 if groups is None
-                else f"num_microbatches={groups} does not divide the batch of {known * self.replicas} examples. Choose a "
-                "divisor, or None to clip every example by itself."
+                else f"num_microbatches={groups} does not divide the batch of {known * self.replicas} examples. Choose "
+                "a divisor, or None to clip every example by itself."
             )
         message = (
             f"tfdpfl: rows_per_unit={m} does not divide the batch. Give batches of whole units, of a multiple of {m} "

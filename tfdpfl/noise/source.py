@@ -157,9 +157,7 @@ class Source:
         return self._stream
 
     @tf.autograph.experimental.do_not_convert
-    def of_length(
-        self, length: tf.Tensor, stddev: float | tf.Tensor, key: tf.Tensor | None = None
-    ) -> tf.Tensor:
+    def of_length(self, length: tf.Tensor, stddev: float | tf.Tensor, key: tf.Tensor | None = None) -> tf.Tensor:
         """Draws as `gaussian`, float32 [length], where the length (a scalar) is known only while the step runs. It
         must be no secret."""
         stddev = tf.cast(stddev, tf.float32)

@@ -52,8 +52,9 @@ def among_replicas() -> bool:
 @tf.autograph.experimental.do_not_convert
 def once(do: Callable[[list], Any], tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> Any:
     """Returns what ``do`` makes of the tensors, each summed over all replicas (of tables' rows with their numbers all
-    follow each other, or several workers add up whole tables). It is traced once for all of them, so that the noise it draws is one and the state it
-    changes changes once. They all get what it gives back. Of several workers each does the same."""
+    follow each other, or several workers add up whole tables). It is traced once for all of them, so that the noise it
+    draws is one and the state it changes changes once. They all get what it gives back. Of several workers each does
+    the same."""
     tensors = list(tensors)
     if not among_replicas():
         return do(tensors)

@@ -10,7 +10,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import LEAST_CLIP
 from tfdpfl.clipping.gradients import compiled
 from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
-from tfdpfl.clipping.step_checks import name_of, raw_variable
+from tfdpfl.clipping.step_checks import name_of
 from tfdpfl.embeddings import AdaFEST
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers._accumulator import Table
