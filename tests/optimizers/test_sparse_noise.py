@@ -376,6 +376,25 @@ def test_counts_and_kept_rows_have_their_noise_whether_looked_up_or_not(beside, 
     assert sorted(model.optimizer.executed) == sorted(Counter(z / parts for z, _, _ in of_steps).items())
 
 
+def test_workers_draw_counts_and_rows_of_two_keys():
+    """All draw the same, and neither is made of the other's numbers."""
+    noise = tfdpfl.DPSGD(1.0, 1.0, sparse=AdaFEST(threshold=1e-3))._dp.noise
+
+    @tf.function
+    def rows(keys):
+        return noise.rows(1.0, tf.constant(1.0), None, [tf.zeros([2000])], [tf.zeros([2000, 1])], keys)
+
+    one, two = tf.constant([[1, 2], [3, 4]], tf.int64), tf.constant([[1, 2], [5, 6]], tf.int64)
+    (values, kept), (again, kept_again), (other, kept_by_other) = (map(np.array, rows(keys)) for keys in (one, one, two))
+    np.testing.assert_array_equal(kept, kept_again)
+    np.testing.assert_array_equal(kept, kept_by_other)
+    np.testing.assert_array_equal(values, again)
+    assert 900 < len(kept) < 1100 and abs(np.corrcoef(values[:, 0], other[:, 0])[0, 1]) < 0.2
+    # The numbers by which the rows were kept are above 0: these are as many below.
+    assert abs(values.mean()) < 5 * values.std() / np.sqrt(len(kept))
+    np.testing.assert_allclose(values.std(), (1 - 1 / 4) ** -0.5, rtol=0.12)
+
+
 @pytest.mark.parametrize("beside", [
     {"secure_noise": True}, {"noise": tfdpfl.noise.Tree()},
 ], ids=lambda d: next(iter(d)))  # fmt: skip
