@@ -385,7 +385,8 @@ def test_workers_draw_counts_and_rows_of_two_keys():
         return noise.rows(1.0, tf.constant(1.0), None, [tf.zeros([2000])], [tf.zeros([2000, 1])], keys)
 
     one, two = tf.constant([[1, 2], [3, 4]], tf.int64), tf.constant([[1, 2], [5, 6]], tf.int64)
-    (values, kept), (again, kept_again), (other, kept_by_other) = (map(np.array, rows(keys)) for keys in (one, one, two))
+    drawn = [map(np.array, rows(keys)) for keys in (one, one, two)]
+    (values, kept), (again, kept_again), (other, kept_by_other) = drawn
     np.testing.assert_array_equal(kept, kept_again)
     np.testing.assert_array_equal(kept, kept_by_other)
     np.testing.assert_array_equal(values, again)
