@@ -176,16 +176,15 @@ class GradientPrivatizer:
             of_groups = tf.not_equal((self.settings.num_microbatches or 0) // _replicas.number(), clipped.batch_size)
             numbers = (clipped.num_nonfinite, clipped.batch_size, of_groups)
             counts = [tf.cast(number, tf.float32) for number in numbers]
-            released = _replicas.once(functools.partial(self._release, step), [*counts, *sums])
+            released = iter(_replicas.once(functools.partial(self._release, step), [*counts, *sums]))
         # What depends on no example goes beside the noise.
         result: list[tf.Tensor | tf.IndexedSlices | None] = [None] * len(variables)
         for i in sums_of:
-            result[i] = released.pop(0)
+            result[i] = next(released)
         for i in step.tables:
             shape = raw_variable(variables[i]).shape
-            values, rows, *released = released
-            whole_rows = tf.reshape(values, [-1, *shape[1:]])
-            result[i] = tf.IndexedSlices(whole_rows, rows, tf.constant(shape.as_list(), tf.int64))
+            values = tf.reshape(next(released), [-1, *shape[1:]])
+            result[i] = tf.IndexedSlices(values, next(released), tf.constant(shape.as_list(), tf.int64))
         for i, r in enumerate(clipped.regularization):
             if r is not None:
                 result[i] = r if result[i] is None else result[i] + r
@@ -250,9 +249,9 @@ class GradientPrivatizer:
         sums, counts = sums[: len(sums) - len(step.tables)], sums[len(sums) - len(step.tables) :]
         multiplier, stddev_of_count = self.clipping.split(self._multiplier_of_sums(), denominator)
         stddev = multiplier * self.clipping.norm / denominator
-        divisor = None
-        if self.parts > 1 and self.settings.expected_batch_size is None and not self.noise.divides:  # only now known
-            divisor = denominator
+        late = self.parts > 1 and self.settings.expected_batch_size is None and not self.noise.divides
+        divisor = denominator if late else None  # only now known
+        if divisor is not None:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
         keys = step.agreement.keys
         of_sums, others = (None, None) if keys is None else (keys[0], keys[1:])
