@@ -240,7 +240,7 @@ def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
 def test_a_part_out_of_place_makes_its_batch_unknown():
     counter = _step_table.Counter()
     part_of = lambda value: _accumulator.Part(
-        [value * tf.ones([2])], tf.ones([]), counter.drawn(tf.zeros([])), tf.constant(6.0, tf.float64), tf.ones([])
+        [value * tf.ones([2])], [], tf.ones([]), counter.drawn(tf.zeros([])), tf.constant(6.0, tf.float64), tf.ones([])
     )
     partial, found = _accumulator.GradientAccumulator(3, part_of(0.0)), []
 
@@ -249,7 +249,7 @@ def test_a_part_out_of_place_makes_its_batch_unknown():
         return whole.sums
 
     def add(value):
-        return partial.add(part_of(value), done)
+        return partial.add(part_of(value), done, list)
 
     said = (0.0, 1, 100, 12, 0)
     counter.announce(said, 3, 0, 3)

@@ -343,7 +343,7 @@ def test_an_update_that_was_given_up_leaves_the_turns_of_the_next_unknown():
     """The groups' turns have moved on, and the noise has not: an example comes back a step too early."""
     counter, found = _step_table.Counter(), []
     part = lambda: _accumulator.Part(
-        [tf.ones([2])], tf.ones([]), counter.drawn(tf.zeros([])), tf.constant(6.0, tf.float64), tf.ones([])
+        [tf.ones([2])], [], tf.ones([]), counter.drawn(tf.zeros([])), tf.constant(6.0, tf.float64), tf.ones([])
     )
     partial = _accumulator.GradientAccumulator(2, part(), in_turns=True)
 
@@ -353,13 +353,13 @@ def test_an_update_that_was_given_up_leaves_the_turns_of_the_next_unknown():
 
     said = (0.0, 8, 24, 6, 0)
     counter.announce(said, 2, 0, 2)
-    partial.add(part(), done)
+    partial.add(part(), done, list)
     partial.drop()
-    partial.add(part(), done)  # the second of its update, of which the first is lost
+    partial.add(part(), done, list)  # the second of its update, of which the first is lost
     for _ in range(2):
         counter.announce(said, 2, 0, 2)
         for _ in range(2):
-            partial.add(part(), done)
+            partial.add(part(), done, list)
     assert found == [([0.0] * 6, 3.0), ([*said, 0], 6.0)]
 
 
