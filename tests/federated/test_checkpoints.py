@@ -14,6 +14,7 @@ from tfdpfl.cli import main
 from tfdpfl.federated.checkpoints import Record
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, TreeLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.flower.journal import Journal
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DELTA = 1e-5
@@ -184,6 +185,23 @@ def test_checkpoints_merge_with_what_protects_the_same_unit(tmp_path):
     examples = made(tmp_path / "e", [EXAMPLES], states=[4])
     assert "total_price" in run("merge", examples, "--output", tmp_path / "f", code=2)
     assert "has not changed" in run("migrate", first, "--output", tmp_path / "g", code=2)
+
+
+def test_checkpoints_merge_with_the_journal_of_a_server_that_protects_clients(tmp_path):
+    sampling = {"sampling_rate": 0.5, "clients_per_round": None, "most": None, "apart": 1, "given": None}
+    header = {
+        "privacy": [ClientLevel(noise_multiplier=1.0)],
+        "noise_multiplier": 1.0,
+        "clip": 0.5,
+        "sampling": sampling,
+    }
+    journal = Journal(tmp_path / "journal", header)
+    journal.begin(["a"])
+    journal.charge(["a"])
+    journal.close()
+    run("merge", made(tmp_path / "a", states=[4]), tmp_path / "journal", "--output", tmp_path / "both.json")
+    one = dp_event.PoissonSampledDpEvent(0.5, dp_event.GaussianDpEvent(1.0)), 1
+    assert epsilons(tmp_path / "both.json")[0] == {None: pytest.approx(cost(poisson(4), one))}
 
 
 def test_what_is_no_checkpoint_dir_exits_with_2_and_names_the_fix(tmp_path):

@@ -1,0 +1,47 @@
+"""examples/flower_csv.py reads one file a hospital, and each hospital ends within its target, small ones included."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+from flower_fakes import FakeGrid
+from flwr.app import ArrayRecord, Context, RecordDict
+
+from tfdpfl.accounting import compute_epsilon
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+def test_each_hospital_of_a_folder_trains_in_every_round_within_the_target(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    program = importlib.import_module("flower_csv")
+    program.make_files(tmp_path, 2)
+    (tmp_path / "small.csv").write_text("age,pressure,exercise,ill\n" + "70,155,2,1\n40,115,8,0\n" * 20)
+    files = sorted(tmp_path.glob("*.csv"))
+    x, y = program.read(files[2])
+    np.testing.assert_allclose(x[:2], [[1, 1, -1], [-1, -1, 1]])
+    assert y[:2].tolist() == [1, 0] and len(y) == 40
+
+    app = program.client_of(files, rounds=2)
+    nodes = [Context(1, 101 + number, {"partition-id": number}, RecordDict(), {}) for number in range(3)]
+    strategy = program.Averaging(3)
+    start = ArrayRecord(program.make_net().get_weights())
+    strategy.start(FakeGrid(3, lambda message, number: app(message, nodes[number])), start, num_rounds=2)
+    assert {name: report["steps"] for name, report in strategy.reports.items()} == {
+        "hospital-00": 40, "hospital-01": 40, "small": 40,
+    }  # fmt: skip
+    for path in files:
+        run, again = [row["run"] for row in strategy.reports[path.stem]["ledger"]["rows"]]  # of each round
+        patients = len(program.read(path)[1])
+        spent = compute_epsilon(
+            num_examples=patients, batch_size=min(60, patients), noise_multiplier=run["noise_multiplier"], num_steps=40,
+            delta=1e-4, adjacency="zero_out",
+        )  # fmt: skip
+        assert run == again and run["num_examples"] == patients
+        assert strategy.reports[path.stem]["epsilon"] == pytest.approx(spent) and 3.9 < spent <= 4
+    lines = program.table([path.stem for path in files] + ["absent"], strategy.reports).splitlines()
+    assert lines[-1] == "3 of 4 hospitals trained" and lines[-2].split() == ["absent", "0", "0.000", "4.000"]
