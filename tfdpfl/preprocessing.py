@@ -23,6 +23,7 @@ from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.data import made_from, passed_through
+from tfdpfl.data.declared import check_once
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
 
@@ -143,10 +144,7 @@ def _check_batched(data: tf.data.Dataset) -> None:
             "The data set was made from batches of tfdpfl.data, which draw an example several times or not at all. "
             "The noise is for examples that come once. Give adapt the data that the batches were made from."
         )
-    if passed_through(data, ("repeat",)) is not None:
-        raise PrivacyError(
-            "The data set repeats its examples, and the noise is for examples that come once. Leave .repeat() out."
-        )
+    check_once(data, "the noise is for examples that come once")
     if passed_through(data, ("unbatch", "batch")) in (None, "unbatch"):
         raise PrivacyError(
             f"Nothing shows that the elements of the data set are batches ({data.element_spec}). If each is one "

@@ -321,7 +321,10 @@ def test_images_keep_their_structure_where_empty_draws_do_not_happen():
         ({"arrays_or_dataset": {"x": None}}, "None where an array is expected"),
         ({"arrays_or_dataset": tf.ragged.constant([[1], [1, 2]])}, "dense arrays, got a RaggedTensor"),
         ({"arrays_or_dataset": [[1], [1, 2]]}, "rectangular arrays"),
-        ({"arrays_or_dataset": tf.data.Dataset.range(9).repeat()}, "must be finite.*take"),
+        ({"arrays_or_dataset": tf.data.Dataset.random(seed=1)}, "must be finite.*take"),
+        ({"arrays_or_dataset": tf.data.Dataset.range(9).repeat()}, "repeats its examples, and each of them is drawn"),
+        ({"arrays_or_dataset": tf.data.Dataset.range(9).repeat(2).shuffle(9).map(abs)}, "repeats its examples"),
+        ({"arrays_or_dataset": tf.data.Dataset.range(9).repeat().take(18)}, "repeats its examples"),
         ({"arrays_or_dataset": tf.data.Dataset.range(9).batch(2)}, r"single examples.*unbatch\(\)"),
         ({"arrays_or_dataset": tf.data.Dataset.range(9).take(0)}, "at least one example"),
         (

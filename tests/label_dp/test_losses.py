@@ -391,7 +391,8 @@ def test_a_dataset_through_priors_and_bins():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (lambda: tf.data.Dataset.range(3).repeat(), "must be finite"),
+        (lambda: tf.data.Dataset.random(seed=1), "must be finite"),
+        (lambda: tf.data.Dataset.range(3).repeat(2).batch(2), "repeats its examples, and each label is released"),
         (lambda: tf.data.Dataset.range(0), "at least one example"),
         (lambda: tf.data.Dataset.from_tensor_slices({"y": [1, 2]}), "must have labels or"),
     ],

@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
+from tfdpfl.errors import PrivacyError
 
 __all__ = [
     "SamplingDeclaration",
     "ancestors",
+    "check_once",
     "declare",
     "declared_sampling",
     "keep_source",
     "made_from",
     "passed_through",
+    "repeats",
     "source_of",
     "transformed_by",
 ]
@@ -141,6 +144,26 @@ def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:
     kind = type(dataset).__name__.lower()
     found = next((name for name in names if name in kind), None)
     return found or next(filter(None, (passed_through(i, names) for i in _inputs(dataset))), None)
+
+
+def repeats(dataset: Dataset) -> bool:
+    """Returns whether a data set was made with ``repeat``, as far as it shows."""
+    if "repeat" in type(dataset).__name__.lower() and int(getattr(dataset, "_count", -1)) != 1:
+        return True
+    return any(map(repeats, _inputs(dataset)))
+
+
+def check_once(dataset: Dataset, draws: str) -> None:
+    """Raises if a data set, from which each element is to be one example, holds its examples several times.
+
+    Args:
+        draws: What comes of each element, for the error.
+    """
+    if repeats(dataset):
+        raise PrivacyError(
+            f"The data set repeats its examples, and {draws}, so an example that comes twice would cost more than ε "
+            "says. Leave .repeat() out."
+        )
 
 
 def ancestors(dataset: Dataset, end: Dataset = None) -> list[Dataset]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tfdpfl._types import Arrays, Dataset, Nest
+from tfdpfl.data.declared import check_once
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -299,8 +300,9 @@ def _from_dataset(dataset: tf.data.Dataset) -> Dataset:
             f"The dataset must have single examples as elements, got batches ({dataset.element_spec}); "
             "pass dataset.unbatch()."
         )
+    check_once(dataset, "each of them is drawn as an example of its own")
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError("The dataset must be finite, got an infinite one; remove .repeat() or bound it with .take(n).")
+        raise ValueError("The dataset must be finite, got an infinite one; bound it with .take(n).")
     try:
         # In chunks: where shapes differ TensorFlow's batch counts up to the batch size before it says so.
         chunks = list(dataset.batch(4096))

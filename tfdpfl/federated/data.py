@@ -12,13 +12,14 @@ import numpy as np
 
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
+from tfdpfl.data.declared import repeats
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     import tensorflow as tf
     from numpy.typing import ArrayLike
 
-__all__ = ["ClientDatasets", "from_arrays", "from_partition", "once", "partition_iid", "repeats"]
+__all__ = ["ClientDatasets", "from_arrays", "from_partition", "once", "partition_iid"]
 
 
 class ClientDatasets(Mapping):
@@ -275,15 +276,3 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
             f"once, since {own}; or correct num_examples."
         )
     return kept, found
-
-
-def repeats(dataset: Dataset) -> bool:
-    """Returns whether a data set was made with ``repeat``, as far as it shows.
-
-    Args:
-      dataset: a `tf.data.Dataset`.
-    """
-    if type(dataset).__name__ == "_RepeatDataset" and int(getattr(dataset, "_count", -1)) != 1:
-        return True
-    before = [dataset._dataset] if hasattr(dataset, "_dataset") else getattr(dataset, "_inputs", list)()
-    return any(repeats(one) for one in before)

@@ -51,13 +51,16 @@ def _read(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, np.ndarray | None,
     """The dataset in memory, its features if they are one array, its labels, and each element's shape of labels."""
     import tensorflow as tf
 
+    from tfdpfl.data.declared import check_once
+
     spec = dataset.element_spec
     if isinstance(spec, dict) or (isinstance(spec, tuple) and len(spec) not in (2, 3)):
         raise ValueError(
             f"The dataset must have labels or (x, y) or (x, y, sample_weight) as elements, got {spec}: map it to that."
         )
+    check_once(dataset, "each label is released by itself")
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError("The dataset must be finite, got an infinite one; remove .repeat() or bound it with .take(n).")
+        raise ValueError("The dataset must be finite, got an infinite one; bound it with .take(n).")
     # One whole pass fills the cache; from then on its order is fixed, and the labels line up.
     kept = dataset.cache()
     features, labels, shapes = [], [], []
