@@ -20,7 +20,7 @@ from tfdpfl import PrivacyError
 from tfdpfl.federated import NoisedMetrics
 from tfdpfl.flower import DifferentialPrivacyAdaptiveClipping as Adaptive
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
-from tfdpfl.noise import BLT, Banded, Tree
+from tfdpfl.noise import BLT, Banded, BandedInverse, Tree
 
 ROUNDS, CLIENTS, APART, MOST, Z, CLIP = 6, 7, 2, 2, 1.3, 0.7
 LIMITS = dict(min_separation=APART, max_participations=MOST)
@@ -28,6 +28,7 @@ KINDS = {
     "tree": Tree(**LIMITS),
     "restarted tree": Tree(restart_every=4, **LIMITS),
     "banded": Banded(bands=2, coefficients=(1.0, 0.6), **LIMITS),
+    "inverse": BandedInverse(bands=3, coefficients=(1.0, -0.5, -0.2), num_steps=ROUNDS, **LIMITS),
     "blt": BLT(buffers=2, decay=(0.9, 0.4), scale=(0.3, 0.2), num_steps=ROUNDS, **LIMITS),
 }
 
@@ -35,6 +36,8 @@ KINDS = {
 def c_of(kind):
     """C, written down from the papers."""
     c = np.zeros((ROUNDS, ROUNDS))
+    if kind == "inverse":
+        return np.linalg.inv(np.eye(ROUNDS) - 0.5 * np.eye(ROUNDS, k=-1) - 0.2 * np.eye(ROUNDS, k=-2))
     for t, s in itertools.product(range(ROUNDS), repeat=2):
         if kind == "banded":
             c[t, s] = {0: 1.0, 1: 0.6}.get(t - s, 0.0)
@@ -55,7 +58,7 @@ def worst(kind):
 
 def unit_of(kind):
     """The standard deviation of Z's entries, by noise multiplier and clip."""
-    return worst(kind) if kind == "blt" else np.sqrt(MOST) * np.hypot(1, 0.6) if kind == "banded" else 1.0
+    return worst(kind) if kind in ("blt", "inverse") else np.sqrt(MOST) * np.hypot(1, 0.6) if kind == "banded" else 1.0
 
 
 def of(kind, **arguments):

@@ -91,6 +91,16 @@ def test_rows_of_a_banded_inverse_are_sums_of_the_last_draws(monkeypatch):
     np.testing.assert_allclose([v.numpy() for v in stream.state], [z[5], z[4]], atol=1e-6)
 
 
+def test_the_sensitivity_of_a_banded_inverse_is_of_the_numbers_that_steps_multiply_by(monkeypatch):
+    """The rows of one draw of 1 at step 0 are the column of C⁻¹, to the last bit."""
+    noise = BandedInverse(bands=4, coefficients=(0.9, -0.1, -0.3, -0.4), **LIMITS)
+    stream, rows = Stream(noise, [(1,)], lambda name, value: tf.Variable(value, name=name)), []
+    for t in range(6):
+        monkeypatch.setattr(Source, "gaussian", lambda self, shapes, stddev, t=t: [tf.constant([float(t == 0)])])
+        rows.append(float(stream.next(Source(3), tf.constant(t, tf.int64))[0][0]))
+    np.testing.assert_array_equal(rows, noise.inverse(6))
+
+
 def test_a_noise_cannot_take_the_name_of_another():
     with pytest.raises(
         ValueError, match=r"The noise Banded of .* has the same name as a noise of tfdpfl\.noise\.strategies"

@@ -329,3 +329,6 @@ def test_noise_and_runs_come_back_from_json():
     for noise in kinds(2, 3, 12):
         run = CorrelatedRun(noise=noise, noise_multiplier=1.5, num_steps=7, min_separation=2, max_participations=3)
         assert CorrelatedRun.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+    best = BandedInverse(bands=3, coefficients="best", min_separation=4, max_participations=3)
+    saved = json.loads(json.dumps(best.to_dict()))
+    assert noise_from_dict(saved) == best and len(saved["coefficients"]) == 3  # as found, not to be found anew

@@ -75,7 +75,9 @@ STEPS = 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [Tree(), Banded(bands=2, **HOW), BLT(**HOW)], ids=lambda noise: type(noise).__name__)
+@pytest.mark.parametrize(
+    "noise", [Tree(), Banded(bands=2, **HOW), BandedInverse(bands=3, **HOW), BLT(**HOW)], ids=lambda n: type(n).__name__
+)
 def test_the_noise_of_each_step_has_the_size_of_its_clip_and_multiplier(noise):
     """They change in the middle. A kernel without a gradient shows the noise: over both, that of one clip."""
     halved = tf.keras.optimizers.schedules.PiecewiseConstantDecay([STEPS // 2 - 1], [1.0, 0.5])

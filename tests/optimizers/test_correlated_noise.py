@@ -205,15 +205,19 @@ def of_rows(ledger):
 
 @pytest.mark.slow
 @pytest.mark.one_stack
-def test_a_training_as_planned_costs_one_gaussian_and_what_is_more_costs_more():
-    noise = Banded(bands=3, **HOW)
+@pytest.mark.parametrize(
+    "noise",
+    [Banded(bands=3, **HOW), BandedInverse(bands=3, coefficients="best", **HOW)],
+    ids=lambda n: type(n).__name__,
+)
+def test_a_training_as_planned_costs_one_gaussian_and_what_is_more_costs_more(noise):
     one = tfdpfl.compute_epsilon(
         num_examples=1, batch_size=1, noise_multiplier=1.0, num_steps=1, sampling="none", delta=1e-5)  # fmt: skip
     budget = PrivacyBudget(**ORDERED)
     model = fitted(noise, in_order(), 3, budget)
     assert of_rows(budget.ledger) == [(12, 4, 3)]
     assert budget.ledger.epsilon(1e-5) == pytest.approx(one, rel=1e-6)
-    assert "Banded(bands=3)" in str(budget.report().rows)
+    assert noise.text() in str(budget.report().rows) and noise.text() in str(budget.report())
     x, y = X[:12], Y[:12]
     model.train_on_batch(x, y)  # nobody said what is in it
     assert of_rows(model.optimizer.ledger) == [(13, 1, None)]
