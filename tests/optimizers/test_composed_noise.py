@@ -512,6 +512,7 @@ def test_users_cost_what_as_many_examples_do_and_the_statement_names_them(kind):
     assert users.report().epsilon == examples.report().epsilon and users.epsilon() < 10
     assert users.ledger.unit == "user" and examples.ledger.unit == "example"
     assert "uses of one user" in str(users.report().rows) or "groups of users" in str(users.report().rows)
+    assert "other users for training users" in str(users.report())
     assert "The unit is a user" in str(users.report()) and "The unit is a user" not in str(examples.report())
     loaded = tfdpfl.PrivacyLedger.from_dict(users.ledger.to_dict())
     assert loaded.unit == "user" and loaded.epsilon(1e-5) == users.report().epsilon

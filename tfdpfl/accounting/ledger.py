@@ -528,7 +528,7 @@ class PrivacyLedger:
         of_runs = "sampling noise_multiplier num_examples batch_size num_microbatches sampling_rate"
         unknown: Keywords = dict.fromkeys(of_runs.split())
         touched = report.participations + sum(row.participations for row in others)
-        return dataclasses.replace(report, steps=self.steps, participations=touched, **unknown)
+        return dataclasses.replace(report, steps=self.steps, participations=touched, unit=self.unit, **unknown)
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""

@@ -179,7 +179,7 @@ class PrivacyReport:
         if self.others.tpr_at_1_percent_fpr is None:
             return []
         percent = rounded_up(min(100 * self.others.tpr_at_1_percent_fpr, 100.0), 3)
-        unit = self.unit if self.max_examples_per_user == 1 else "user"
+        unit = (self.unit or "unit") if self.max_examples_per_user == 1 else "user"
         return [
             f"  An attacker who wrongly takes 1 % of other {unit}s for training {unit}s finds at most {percent} % of "
             f"the training {unit}s."

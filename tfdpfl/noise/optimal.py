@@ -81,8 +81,8 @@ def best_inverse_bands(
     """Finds the bands of C⁻¹ with the least product of sensitivity and error of the running sums, by SLSQP from those
     of the square root. They begin with 1.
 
-    The others stay at most 0, and the first entries of C's column do not grow. Then none of it does: a later difference
-    of two entries is a sum of earlier ones, times what is at least 0. So the sensitivity is exact.
+    If an example may be used again, the first entries of C's column do not grow. Then none of it does, because a later
+    difference of two entries is a sum of earlier ones, times what is at least 0. So the sensitivity is exact.
 
     Args:
       bands: diagonals of C⁻¹.
@@ -131,11 +131,10 @@ def best_inverse_bands(
     start = inverse_square_root(bands_)[1:]
     best = start
     if len(start):
-        found = minimize(
-            loss, start, jac=True, method="SLSQP", bounds=[(-1, 0)] * len(start),
-            constraints={"type": "ineq", "fun": falls, "jac": slopes_of_falls}, options={"maxiter": 200, "ftol": 1e-12},
-        )  # fmt: skip
-        x = np.minimum(found.x, 0.0)
+        rules = [{"type": "ineq", "fun": falls, "jac": slopes_of_falls}] if num_steps > separation else []
+        how = {"bounds": [(-1, 0)] * len(start), "options": {"maxiter": 200, "ftol": 1e-12}}
+        x = minimize(loss, start, jac=True, method="SLSQP", constraints=rules, **how).x.clip(-1, 0)
+        x /= max(1.0, -x.sum())
         best = x if loss(x)[0] <= loss(start)[0] else start
     return (1.0, *best.tolist()) + (0.0,) * (bands - bands_)
 
