@@ -864,6 +864,21 @@ def test_a_statement_names_delta_adjacency_sampling_accountant_and_what_is_assum
     assert report.epsilon == compute_epsilon(**RUN, num_epochs=15)
 
 
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_a_statement_of_several_batch_sizes_names_no_single_one(sampling):
+    ledger = PrivacyLedger()
+    for size in (20, 40):
+        ledger.record(1.1, num_examples=200, batch_size=size, num_steps=5, sampling=sampling)
+    assert "noise multiplier 1.1, 10 steps, batches of several sizes of 200 examples" in str(ledger.report(1e-5))
+
+
+def test_the_statement_of_a_ledger_without_runs_is_about_examples():
+    for ledger in (PrivacyLedger(), PrivacyLedger().add(dp_accounting.GaussianDpEvent(2.0))):
+        assert "of other examples for training examples" in str(ledger.report(1e-5))
+    users = PrivacyLedger().add(dp_accounting.GaussianDpEvent(2.0), unit="user").report(1e-5)
+    assert "of other users for training users" in str(users) and "presence of one user" in str(users)
+
+
 def test_a_printed_epsilon_is_never_below_the_computed_one():
     report = privacy_report(**RUN, num_epochs=15, accountant="rdp")
     for epsilon in (0.123456, 1.00001e-7, 9.999999, 123456.7, 2.0, 0.64):

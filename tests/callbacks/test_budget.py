@@ -267,6 +267,7 @@ def test_steps_that_no_fit_took_count_as_steps_of_every_example(poisson):
     after = budget.report().epsilon
     assert after > max(seen, uses(4))
     assert after <= uses(5) * 1.0001
+    assert "A batch that is drawn with replacement may hold an example several times" in str(budget.report())
     fit()
     assert budget.report().steps == (10 if poisson else 24)
     assert budget.report().epsilon > after
@@ -314,7 +315,7 @@ def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(tar
     model = compiled()
     allowed = None if target is None else uses(target) * 1.0001
     budget = PrivacyBudget(N, DELTA, allowed, sampling="shuffle", batch_size=20)
-    batches = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(N).batch(20).repeat(5).filter(lambda x, y: True)
+    batches = own_batches([20] * 10).repeat(5)
     model.fit(batches, callbacks=[budget], verbose=0)
     passes = target or 5
     assert budget.report().epsilon == pytest.approx(uses(passes))
@@ -403,16 +404,79 @@ def test_a_stream_that_may_hold_copies_of_an_example_is_refused(data):
     assert model.optimizer.num_dp_steps == 0
 
 
+def rare(x, _):
+    return tf.cast(x[0] > 1.5, tf.int32)
+
+
+REFUSED_STREAMS = [
+    (lambda: ROWS.repeat().shuffle(50).batch(20), "ShuffleDataset comes after repeat"),
+    (lambda: ROWS.repeat(2).shuffle(50).batch(20).repeat(), "ShuffleDataset comes after repeat"),
+    (lambda: ROWS.take(9).repeat(5).concatenate(ROWS.skip(9)).batch(20), "ConcatenateDataset comes after repeat"),
+    (
+        lambda: ROWS.repeat().bucket_by_sequence_length(rare, [1], [20, 20]),
+        "GroupByWindowDataset may make",
+    ),
+    (lambda: ROWS.filter(lambda x, y: y == 0).batch(20).repeat(), "FilterDataset may leave examples out"),
+    (lambda: ROWS.repeat().filter(lambda x, y: y == 0).batch(20), "FilterDataset may leave examples out"),
+    (lambda: ROWS.batch(20).repeat().shard(2, 0), "ShardDataset may leave examples out"),
+    (lambda: ROWS.take(100).repeat().batch(20), "a pass of 100 examples"),
+    (lambda: ROWS.concatenate(ROWS).shuffle(400).repeat().batch(20), "a pass of 400 examples"),
+    (lambda: ROWS.take(180).batch(20).repeat(), "a pass of 9 batches of at most 20"),
+]
+
+
+@pytest.mark.parametrize("data, message", REFUSED_STREAMS)
+def test_a_stream_whose_passes_are_mixed_or_not_of_num_examples_is_refused(data, message):
+    """Ten batches of 20 rows count as one pass of 200 examples, and hold some examples several times."""
+    rows = np.concatenate([x for x, _ in data().take(10)])
+    assert np.unique(rows, axis=0, return_counts=True)[1].max() > 1
+    model = compiled()
+    with pytest.raises(PrivacyError, match=message):
+        budget = PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+        model.fit(data(), steps_per_epoch=10, callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
+@pytest.mark.parametrize("data, message", [
+    (lambda: ROWS.repeat().batch(30), "batch comes after repeat"),
+    (lambda: ROWS.batch(30).repeat().unbatch().shuffle(90).batch(30), "UnbatchDataset comes|ShuffleDataset comes"),
+])  # fmt: skip
+def test_a_batch_that_may_hold_an_example_twice_is_refused_where_each_batch_counts(data, message):
+    model = compiled()
+    with pytest.raises(PrivacyError, match=message):
+        budget = PrivacyBudget(N, DELTA, sampling="none", batch_size=30)
+        model.fit(data(), steps_per_epoch=10, callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
 @pytest.mark.slow
 @pytest.mark.one_stack
 @pytest.mark.parametrize("data", [
     lambda: ROWS.flat_map(one_each).apply(STATED).batch(20).repeat(),
     lambda: ROWS.flat_map(one_each).apply(STATED).repeat().batch(20),
+    lambda: ROWS.filter(lambda x, y: True).apply(STATED).repeat().batch(20),
+    lambda: ROWS.shuffle(50).repeat().batch(20), lambda: ROWS.shuffle(50).batch(20, drop_remainder=True).repeat(),
 ])  # fmt: skip
 def test_a_stream_of_a_stated_number_of_rows_holds_no_copies(data):
     model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
     model.fit(data(), steps_per_epoch=20, callbacks=[budget], verbose=0)
     assert budget.report().epsilon == pytest.approx(uses(2))
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda batches: batches.flat_map(two_each), "flat_map comes after 'poisson' batches"),
+    (lambda batches: batches.interleave(two_each), "interleave comes after 'poisson' batches"),
+    (lambda batches: batches.filter(lambda x, y: tf.size(y) > 18), "filter comes after 'poisson' batches"),
+    (lambda batches: batches.take_while(lambda x, y: tf.size(y) > 9), "take_while comes after 'poisson' batches"),
+    (lambda batches: batches.concatenate(poisson_batches((X, Y), 0.5, 7)), "made from 2 data sets"),
+    (lambda batches: tf.data.Dataset.zip((batches, batches)).map(lambda a, _: a), "made from 2 data sets"),
+])  # fmt: skip
+def test_poisson_batches_that_come_twice_or_are_chosen_are_refused(change, message):
+    """A sample in two steps costs one step of 0.7 times the noise; one that is left out for its size tells its size."""
+    model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)
+    with pytest.raises(PrivacyError, match=message):
+        model.fit(change(poisson_batches((X, Y), 0.1, 7)), callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
 
 
 @pytest.mark.slow

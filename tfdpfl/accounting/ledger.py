@@ -135,6 +135,10 @@ _USER_RULES = (
     "The clip relies on rules that a user registered for these ops: {}. tfdpfl.clipping.validate(model, batch) "
     "compares them with exact gradients; nothing proves them."
 )
+_ONCE = (
+    "A step of which only the noise is known counts each example once. A batch that is drawn with replacement may hold "
+    "an example several times, and ε does not cover that: draw without replacement, or by tfdpfl.data.poisson_batches."
+)
 _SEEDED = (
     "The noise of {} comes from a seed: anyone who knows it can subtract the noise. To publish a result, draw it with "
     "seed=None."
@@ -511,6 +515,8 @@ class PrivacyLedger:
             notes = [*notes, _USER_RULES.format(", ".join(sorted(self.user_rules)))]
         if self.seeded:
             notes = [*notes, _SEEDED.format(" and ".join(sorted(self.seeded)))]
+        if self.unknown_steps:
+            notes = [*notes, _ONCE]
         recorded = [row for row in self._rows if isinstance(row, Run)]
         counted = [row.run for row in self._rows if isinstance(row, _Counted) and not row.unknown]
         others = [
@@ -522,6 +528,7 @@ class PrivacyLedger:
             notes = [*notes, USERS_ARE_UNITS]
         texts = [row.text() for row in others]
         report = report_of(runs, self.dp_event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
+        report = dataclasses.replace(report, unit=self.unit)
         if not others:
             return report
         # What only some of the rows have is not the whole ledger's.

@@ -179,7 +179,7 @@ class PrivacyReport:
         if self.others.tpr_at_1_percent_fpr is None:
             return []
         percent = rounded_up(min(100 * self.others.tpr_at_1_percent_fpr, 100.0), 3)
-        unit = (self.unit or "unit") if self.max_examples_per_user == 1 else "user"
+        unit = (self.unit or "example") if self.max_examples_per_user == 1 else "user"
         return [
             f"  An attacker who wrongly takes 1 % of other {unit}s for training {unit}s finds at most {percent} % of "
             f"the training {unit}s."
@@ -201,10 +201,11 @@ class PrivacyReport:
             several = f"{self.steps} recorded applications of {len(self.rows)} mechanisms"
             return self.rows[0] if len(self.rows) == 1 else several
         batches = "expected batch size" if SCHEMES[self.sampling].independent else "batch size"
+        sizes = f"{batches} {self.batch_size}" if self.batch_size is not None else "batches of several sizes"
         groups = f" in {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return (
-            f"DP-SGD, noise multiplier {self.noise_multiplier:g}, {self.steps} steps, "
-            f"{batches} {self.batch_size}{groups} of {self.num_examples} {self.unit}s; "
+            f"DP-SGD, noise multiplier {self.noise_multiplier:g}, {self.steps} steps, {sizes}{groups} of "
+            f"{self.num_examples} {self.unit}s; "
             f"one {self.unit} can touch {self.participations} of the steps"
         )
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdpfl._types import Arrays, Dataset, Optimizer
+from tfdpfl._types import Arrays, Optimizer
 from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SHUFFLED, SamplingScheme
 from tfdpfl.callbacks._fits import Call, Data
 from tfdpfl.callbacks._fits import length as length_of
+from tfdpfl.callbacks._streams import check_stream
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.data.declared import ancestors
 from tfdpfl.data.sources import of_batches
@@ -20,13 +21,10 @@ from tfdpfl.optimizers._filled import check_kept
 
 __all__ = ["Sampling"]
 
-
-def _expands(dataset: Dataset) -> bool:
-    """Whether a data set may have several elements of one that it was made from; one of a generator is a flat_map of a
-    single number."""
-    kind = type(dataset).__name__.lower()
-    named = any(name in kind for name in ("flatmap", "interleave", "unbatch", "window"))
-    return named and any(int(each.cardinality()) != 1 for each in dataset._inputs())
+_CHANGES_SAMPLES = {
+    "flatmap": "flat_map", "interleave": "interleave", "filter": "filter", "takewhile": "take_while",
+    "unique": "unique", "ignoreerrors": "ignore_errors",
+}  # fmt: skip
 
 
 class Sampling:
@@ -133,8 +131,9 @@ class Sampling:
         else:
             self._check_said_of(origin)
         self._check_length_of_pass(scheme, x)
-        if scheme.counts_passes:
-            self._check_stream(x, call)
+        if scheme.counts_passes or scheme is EVERY_BATCH:
+            assert self.num_examples is not None and self.batch_size is not None
+            check_stream(x, self.num_examples, self.batch_size, call.get("steps_per_epoch"), scheme.counts_passes)
         ordered = self._optimizer.noise is None and scheme.same_order
         sampling = SHUFFLED.name if ordered else self.sampling  # with fresh noise only the number of uses counts
         data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": sampling}
@@ -157,6 +156,19 @@ class Sampling:
             raise PrivacyError(
                 f"{again}() comes after Poisson batches: every epoch repeats the batches of the first one, and draws "
                 "no new ones. Leave it out: poisson_batches prefetches, and keeps the data in memory."
+            )
+        changed = passed_through(x, tuple(_CHANGES_SAMPLES))
+        if changed is not None:
+            raise PrivacyError(
+                f"{_CHANGES_SAMPLES[changed]} comes after {origin.kind!r} batches. It may use one of them several "
+                "times, or drop one for what it holds, and no ε is known for this. Leave it out: more steps on fresh "
+                "samples cost less than a second step on the same one."
+            )
+        number = sum(declared_sampling(each) is not None for each in ancestors(x))
+        if number > 1:
+            raise PrivacyError(
+                f"A {type(x).__name__} was made from {number} data sets that each sample by themselves, so its batches "
+                "have no sampling rate of their own. Call fit once for each of them, with one PrivacyBudget."
             )
         if passed_through(x, ("unbatch", "batch")):
             raise PrivacyError(
@@ -193,26 +205,6 @@ class Sampling:
                 f"sampling={scheme.name!r} has an ε for each pass over the data, and in a stream "
                 f"(steps_per_epoch={call.get('steps_per_epoch')}, or repeat) the end of a pass is not visible. Leave "
                 "steps_per_epoch and .repeat() out, and give fit epochs."
-            )
-
-    def _check_stream(self, x: Dataset, call: Call) -> None:
-        """Raises if an example may be in several rows of a stream, whose rows are not counted by passes."""
-        repeated = next((d for d in ancestors(x) if "repeat" in type(d).__name__.lower()), None)
-        expanded = next(filter(_expands, ancestors(x)), None)
-        if expanded is None or (repeated is None and call.get("steps_per_epoch") is None):
-            return
-        pass_ = x if repeated is None else repeated._inputs()[0]
-        assert self.num_examples is not None and self.batch_size is not None
-        ranks = [tf.nest.flatten(d.element_spec)[0].shape.rank for d in (pass_, x)]
-        most = math.ceil(self.num_examples / (self.batch_size if ranks[0] == ranks[1] else 1))
-        behind = repeated is not None and any(map(_expands, ancestors(x, repeated)))
-        if behind or not 0 <= int(pass_.cardinality()) <= most:
-            raise PrivacyError(
-                f"{type(expanded).__name__.strip('_')} may make several rows of one example, and in a stream "
-                f"(steps_per_epoch={call.get('steps_per_epoch')}, or repeat) the rows of a pass are not counted: with "
-                f"copies, num_examples={self.num_examples} would give an ε that is too small. Leave steps_per_epoch "
-                "and .repeat() out, and give fit epochs; or state the number of rows of a pass before .repeat() by "
-                f"tf.data.experimental.assert_cardinality({self.num_examples})."
             )
 
     def _check_length_of_pass(self, scheme: SamplingScheme, x: Arrays) -> None:
