@@ -479,6 +479,26 @@ def test_poisson_batches_that_come_twice_or_are_chosen_are_refused(change, messa
     assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.parametrize("sampling, data", [
+    ("poisson", lambda: ROWS.shuffle(N).batch(20)), ("poisson", lambda: ROWS.shuffle(N).repeat().padded_batch(20)),
+    ("poisson", lambda: ROWS.filter(lambda *_: tf.random.uniform(()) < 0.1).batch(20)),
+    ("fixed_size", lambda: ROWS.shuffle(N).batch(20)), ("fixed_size", lambda: ROWS.shuffle(N).repeat().batch(20)),
+])  # fmt: skip
+def test_batches_that_are_cut_from_one_pass_are_refused_as_independent_samples(sampling, data):
+    """In a pass of ten such batches each example is in one, so that the next batch depends on those before."""
+    model = compiled(expected_batch_size=20)
+    with pytest.raises(PrivacyError, match=f"sampling='{sampling}', but .*BatchDataset cuts the data set into batches"):
+        budget = PrivacyBudget(N, DELTA, sampling=sampling, batch_size=20)
+        model.fit(data(), steps_per_epoch=10, callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
+def test_a_batch_that_repeat_draws_anew_is_a_sample_of_fixed_size():
+    model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="fixed_size", batch_size=20)
+    model.fit(ROWS.shuffle(N).take(20).batch(20).repeat(), steps_per_epoch=5, callbacks=[budget], verbose=0)
+    assert budget.report().sampling == "fixed_size" and budget.report().steps == 5
+
+
 @pytest.mark.slow
 @pytest.mark.one_stack
 def test_what_lies_behind_poisson_batches_is_priced_as_said():

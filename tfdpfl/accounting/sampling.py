@@ -20,6 +20,7 @@ __all__ = [
     "CYCLIC_POISSON",
     "EVERY_BATCH",
     "FIXED_ORDER",
+    "FIXED_SIZE",
     "POISSON",
     "RANDOM_ALLOCATION",
     "SAMPLINGS",

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdpfl._types import Arrays, Optimizer
-from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SHUFFLED, SamplingScheme
+from tfdpfl._types import Arrays, Dataset, Optimizer
+from tfdpfl.accounting.sampling import EVERY_BATCH, FIXED_SIZE, SCHEMES, SHUFFLED, SamplingScheme
 from tfdpfl.callbacks._fits import Call, Data
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.callbacks._streams import check_stream
@@ -25,6 +25,18 @@ _CHANGES_SAMPLES = {
     "flatmap": "flat_map", "interleave": "interleave", "filter": "filter", "takewhile": "take_while",
     "unique": "unique", "ignoreerrors": "ignore_errors",
 }  # fmt: skip
+
+
+def _batches(dataset: Dataset) -> bool:
+    return isinstance(dataset, tf.data.Dataset) and "batch" in type(dataset).__name__.lower()
+
+
+def _is_one_batch(x: Dataset, size: int) -> bool:
+    """Whether a data set is one batch that `repeat` draws anew, as in ``data.shuffle(n).take(b).batch(b).repeat()``."""
+    repeated = next((each for each in ancestors(x) if "repeat" in type(each).__name__.lower()), None)
+    pass_ = x if repeated is None else repeated._inputs()[0]
+    batched = any(map(_batches, ancestors(pass_)))
+    return int(pass_.cardinality()) == (1 if batched else size)
 
 
 class Sampling:
@@ -304,6 +316,13 @@ class Sampling:
                 f"sampling={self.sampling!r} from num_examples={self.num_examples}, but the data set ends after "
                 f"{batches} batches, {rows} examples at batch_size={self.batch_size}, and begins "
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
+            )
+        cut = next(filter(_batches, ancestors(x)), None)
+        if scheme.amplifies and cut is not None and not (scheme is FIXED_SIZE and _is_one_batch(x, self.batch_size)):
+            raise PrivacyError(
+                f"sampling={self.sampling!r}, but {type(cut).__name__.strip('_')} cuts the data set into batches of "
+                "one size, one after the other, so they are no independent samples. Use tfdpfl.data.poisson_batches, "
+                "or say sampling='shuffle' if an example comes at most once a pass."
             )
 
     def _sampled(self, declared: SamplingDeclaration, call: Call) -> Data:
