@@ -1,13 +1,10 @@
-"""Writes docs/self_audit.md: `python tests/audit/self_audit.py`, on the tff stack and then on the keras3 stack, two or
-three minutes of CPU time each. With names (optimizers, preprocessing, labels, votes, Flower, TFF,
+"""Measures the rows of docs/self_audit.md anew: `python tests/audit/self_audit.py`, on the keras3 and on the tff stack,
+two or three minutes of CPU time each. With names (optimizers, preprocessing, labels, votes, others, Flower, TFF,
 faults) it measures those alone.
-
-What was measured, on whichever stack, is kept in docs/self_audit.json.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -15,27 +12,7 @@ from pathlib import Path
 import audit_cases
 import audit_faults
 
-DOCS = Path(__file__).parents[2] / "docs"
-INTRO = """# Self-audit
-
-The tools of [Auditing](auditing.md) test this package itself.
-
-- **Mechanisms.** Each mechanism runs on two neighbours. `replay` compares the values that enter the noise.
-  `audit_epsilon` then tries to tell the two runs apart. Its lower bound must stay below the ε of the ledger (99.9 %
-  confidence).
-- **Faults.** Faults are planted, as other libraries had them or as a user could make them. Each fault must be found by
-  the expected message. The same check must find nothing in the package without the fault.
-
-A low bound proves nothing. There are few runs, and the attacker does not see everything, so the bound is often far
-below the claim.
-
-`tests/audit/test_self_audit.py` checks all of this. This command writes the page, on the tff stack and then on the
-keras3 stack:
-
-    $ python tests/audit/self_audit.py
-
-`tests/audit/audit_cases.py` lists the mechanisms, and `audit_faults.py` the faults.
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "self_audit.md"
 TITLES = {
     "optimizers": "Optimizers",
     "preprocessing": "Preprocessing",
@@ -73,37 +50,30 @@ def caught(fault: audit_faults.Fault) -> list[str]:
     return [fault.name, fault.instrument, short.replace("|", "\\|").replace("<", "&lt;")]
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def page(known: dict[str, list[str]]) -> str:
-    """The page of all that was measured, rows by their names."""
-    moved = (
-        "`moved` is the largest change of a value before its noise, divided by the sensitivity that ε was computed for."
-    )
-    parts = [INTRO, "## Mechanisms", "", moved, ""]
-    for group, title in TITLES.items():
-        head = ["case", "moved", "ε claimed", "ε found"]
-        rows = [known[case.name] for case in audit_cases.GROUPS[group]() if case.name in known]
-        parts += [f"### {title}", "", table(head, rows), ""]
-    faults = [known[fault.name] for fault in audit_faults.FAULTS if fault.name in known]
-    return "\n".join([*parts, "## Planted faults", "", table(["fault", "found by", "what it says"], faults), ""])
+def with_row(text: str, heading: str, cells: list[str]) -> str:
+    """The page with a row in the place of the one of this name, or as a new one at the end of the heading's table."""
+    lines, row = text.splitlines(), "| " + " | ".join(cells) + " |"
+    for i, line in enumerate(lines):
+        if line.startswith(f"| {cells[0]} | "):
+            lines[i] = row
+            break
+    else:
+        end = lines.index(heading) + 2
+        while end < len(lines) and lines[end].startswith("|"):
+            end += 1
+        lines.insert(end, row)
+    return "\n".join(lines) + "\n"
 
 
 def main(groups: list[str]) -> None:
-    store = DOCS / "self_audit.json"
     every = [(group, case, measured) for group in audit_cases.here() for case in audit_cases.GROUPS[group]()]
     every += [("faults", fault, caught) for fault in audit_faults.here()]
     for group, one, row in every:
         if not groups or group in groups:
-            made = row(one)
-            known = json.loads(store.read_text("utf-8")) if store.exists() else {}
-            known[one.name] = made
-            store.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", "utf-8")
-            print(*made, sep=" | ", flush=True)
-    if "Flower" in audit_cases.here():  # else its names are not known
-        (DOCS / "self_audit.md").write_text(page(json.loads(store.read_text("utf-8"))), "utf-8")
+            cells = row(one)
+            heading = "## Planted faults" if group == "faults" else f"### {TITLES[group]}"
+            PAGE.write_text(with_row(PAGE.read_text("utf-8"), heading, cells), "utf-8")
+            print(*cells, sep=" | ", flush=True)
 
 
 if __name__ == "__main__":
