@@ -119,21 +119,62 @@ def losses(net, x):
         tape.watch(x)
         score = tf.reduce_sum(net(x, training=True), -1)
     slope = tape.gradient(score, x)
-    squares = tf.reduce_sum(tf.square(slope), list(range(1, slope.shape.rank)))
+    squares = tf.reduce_sum(tf.square(slope), axes_of_one(x))
     return score + tf.square(tf.sqrt(squares + 1e-4) - 1.0)
 
 
+def axes_of_one(x):
+    return list(range(1, x.shape.rank))
+
+
+def curvature(net, x):
+    """As sliced score matching has it: a derivative of a derivative."""
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            energy = tf.reduce_sum(net(x, training=True), -1)
+        slope = inner.gradient(energy, x)
+        along = tf.reduce_sum(slope, axes_of_one(x))
+    return tf.reduce_sum(outer.gradient(along, x), axes_of_one(x)) + tf.reduce_sum(slope**2, axes_of_one(x)) / 2
+
+
+def moved_inputs(net, x):
+    """As an adversary moves them, who is trained along."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        score = tf.reduce_sum(net(x, training=True), -1)
+    return score + tf.reduce_sum(net(x + 0.1 * tape.gradient(score, x), training=True), -1)
+
+
+def descended(net, x):
+    """Three steps down an energy, as a sampler or a search inside of the loss takes them."""
+    z = x
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            tape.watch(z)
+            energy = tf.reduce_sum(net(z, training=True) ** 2)
+        z -= 0.1 * tape.gradient(energy, z)
+    return tf.reduce_sum((z - x) ** 2, axes_of_one(x))
+
+
+def derivative_along(net, x):
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+        y = net(x, training=True)
+    return tf.reduce_sum(forward.jvp(y) ** 2, -1)
+
+
 class Penalised(K.Model):
-    def __init__(self, net):
+    def __init__(self, net, losses=losses):
         super().__init__()
-        self.net = net
+        self.net, self.losses_of = net, losses
 
     def call(self, x, training=False):
         return self.net(x, training=training)
 
     def train_step(self, x):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(losses(self.net, x))
+            loss = tf.reduce_mean(self.losses_of(self.net, x))
         variables = self.net.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         return {"loss": loss}
@@ -151,13 +192,23 @@ def test_a_gradient_penalty_moves_by_the_clipped_sum(name, size):
         with pytest.raises(LookupError, match="gradient registry"):  # of TensorFlow itself
             per_example_gradients(lambda x: losses(net, x), x, net.trainable_variables)
         return
+    assert_exact(net, losses, x, known=size == "known")
+
+
+@pytest.mark.parametrize("name", ["dense", "convolution"])
+@pytest.mark.parametrize("of_each", [curvature, moved_inputs, descended, derivative_along], ids=lambda f: f.__name__)
+def test_other_derivatives_in_the_loss_move_by_the_clipped_sum(of_each, name):
+    assert_exact(made(name), of_each, data(name))
+
+
+def assert_exact(net, losses, x, known=False):
+    """A step of `fit` against the examples one by one, half of which are clipped."""
     each = per_example_gradients(lambda x: losses(net, x), x, net.trainable_variables)
     clip = float(np.median(norms_of(each)))
-    model = Penalised(net)
+    model = Penalised(net, losses)
     model.compile(tfdpfl.DPSGD(clip, 0.0, learning_rate=1.0))
     before = [np.array(v) for v in raw(net.trainable_variables)]
-    rows = tf.data.Dataset.from_tensor_slices(x).batch(len(x), drop_remainder=size == "known")
-    model.fit(rows, verbose=0)
+    model.fit(tf.data.Dataset.from_tensor_slices(x).batch(len(x), drop_remainder=known), verbose=0)
     moved = [len(x) * (b - np.array(v)) for b, v in zip(before, raw(net.trainable_variables), strict=True)]
     assert_close(moved, clipped_sums(each, clip), 1e-4)
 
