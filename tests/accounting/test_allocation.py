@@ -315,7 +315,7 @@ def own(batches):
     [
         (lambda: own(2), "an unknown number"),
         (lambda: own(2).apply(tf.data.experimental.assert_cardinality(2)), "5 batches in a pass.*has 2 batches"),
-        (lambda: random_allocation((X, Y), expected_batch_size=12).concatenate(own(1)), "unknown number"),
+        (lambda: random_allocation((X, Y), expected_batch_size=12).concatenate(own(1)), "several data sets"),
         (lambda: random_allocation((X, Y), expected_batch_size=12).take(2), "has 2 batches"),
         (lambda: random_allocation((X, Y), expected_batch_size=12).unbatch().batch(60), "put into other batches"),
     ],

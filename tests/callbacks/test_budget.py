@@ -468,8 +468,9 @@ def test_a_stream_of_a_stated_number_of_rows_holds_no_copies(data):
     (lambda batches: batches.interleave(two_each), "interleave comes after 'poisson' batches"),
     (lambda batches: batches.filter(lambda x, y: tf.size(y) > 18), "filter comes after 'poisson' batches"),
     (lambda batches: batches.take_while(lambda x, y: tf.size(y) > 9), "take_while comes after 'poisson' batches"),
-    (lambda batches: batches.concatenate(poisson_batches((X, Y), 0.5, 7)), "made from 2 data sets"),
-    (lambda batches: tf.data.Dataset.zip((batches, batches)).map(lambda a, _: a), "made from 2 data sets"),
+    (lambda batches: batches.concatenate(poisson_batches((X, Y), 0.5, 7)), "made from several data sets"),
+    (lambda batches: batches.concatenate(tf.data.Dataset.from_tensors((X, Y))), "made from several data sets"),
+    (lambda batches: tf.data.Dataset.zip((batches, batches)).map(lambda a, _: a), "made from several data sets"),
 ])  # fmt: skip
 def test_poisson_batches_that_come_twice_or_are_chosen_are_refused(change, message):
     """A sample in two steps costs one step of 0.7 times the noise; one that is left out for its size tells its size."""

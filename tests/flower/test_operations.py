@@ -14,6 +14,7 @@ from dp_accounting import dp_event
 import tfdpfl
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.cli import main
+from tfdpfl.federated import files
 
 APP = Path(__file__).parents[2] / "examples" / "flower_hospitals"
 HOSPITALS = [f"hospital-{number}" for number in range(3)]
@@ -125,6 +126,15 @@ class Federation:
             self.cluster.check(self.until)
         return self.cohorts()
 
+    def wait_until_the_ledger_is_free(self):
+        """The app of a run outlives its SuperLink by a moment."""
+        with (self.folder / "ledger.jsonl").open("ab") as file:
+            while True:
+                try:
+                    return files.lock(file, "ledger_path", file.name)
+                except ValueError:
+                    self.cluster.check(self.until)
+
     def ledger(self, *command):
         done = CliRunner().invoke(main, ["ledger", *map(str, command)])
         assert done.exit_code == 0, done.output
@@ -172,6 +182,7 @@ def test_keys_are_replaced_and_revoked_and_the_server_restarts_while_the_ledger_
         # The server ends in the middle, and starts with a newer app of other settings. The nodes find it again.
         cluster.end("superlink")
         cluster.processes.pop("run").wait()
+        of.wait_until_the_ledger_is_free()
         done = of.cohorts()
         cluster.serve(of.until)
         of.write_app("1.1.0", len(done) + 2, 100.0)

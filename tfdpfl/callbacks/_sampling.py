@@ -169,18 +169,18 @@ class Sampling:
                 f"{again}() comes after Poisson batches: every epoch repeats the batches of the first one, and draws "
                 "no new ones. Leave it out: poisson_batches prefetches, and keeps the data in memory."
             )
+        samples = sum(declared_sampling(each) is not None for each in ancestors(x))
+        if samples > 1 or passed_through(x, ("concatenate", "directedinterleave")):
+            raise PrivacyError(
+                f"A {type(x).__name__} was made from several data sets, so its batches have no sampling rate of their "
+                "own. Call fit once for each of them, with one PrivacyBudget."
+            )
         changed = passed_through(x, tuple(_CHANGES_SAMPLES))
         if changed is not None:
             raise PrivacyError(
                 f"{_CHANGES_SAMPLES[changed]} comes after {origin.kind!r} batches. It may use one of them several "
                 "times, or drop one for what it holds, and no ε is known for this. Leave it out: more steps on fresh "
                 "samples cost less than a second step on the same one."
-            )
-        number = sum(declared_sampling(each) is not None for each in ancestors(x))
-        if number > 1:
-            raise PrivacyError(
-                f"A {type(x).__name__} was made from {number} data sets that each sample by themselves, so its batches "
-                "have no sampling rate of their own. Call fit once for each of them, with one PrivacyBudget."
             )
         if passed_through(x, ("unbatch", "batch")):
             raise PrivacyError(
