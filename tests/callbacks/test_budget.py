@@ -466,6 +466,8 @@ def test_a_stream_of_a_stated_number_of_rows_holds_no_copies(data):
 @pytest.mark.parametrize("change, message", [
     (lambda batches: batches.flat_map(two_each), "flat_map comes after 'poisson' batches"),
     (lambda batches: batches.interleave(two_each), "interleave comes after 'poisson' batches"),
+    (lambda batches: batches.group_by_window(lambda *_: tf.constant(0, tf.int64), lambda _, both: both.repeat(2), 2),
+     "group_by_window comes after 'poisson' batches"),
     (lambda batches: batches.filter(lambda x, y: tf.size(y) > 18), "filter comes after 'poisson' batches"),
     (lambda batches: batches.take_while(lambda x, y: tf.size(y) > 9), "take_while comes after 'poisson' batches"),
     (lambda batches: batches.concatenate(poisson_batches((X, Y), 0.5, 7)), "made from several data sets"),

@@ -23,7 +23,7 @@ __all__ = ["Sampling"]
 
 _CHANGES_SAMPLES = {
     "flatmap": "flat_map", "interleave": "interleave", "filter": "filter", "takewhile": "take_while",
-    "unique": "unique", "ignoreerrors": "ignore_errors",
+    "unique": "unique", "ignoreerrors": "ignore_errors", "groupbywindow": "group_by_window",
 }  # fmt: skip
 
 
