@@ -811,3 +811,14 @@ def test_an_optimizer_without_privacy_is_refused():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         PrivacyBudget(**{"num_examples": N, "delta": DELTA, **arguments})
+
+
+@pytest.mark.parametrize("others", [lambda: [], lambda: [callbacks.AveragedWeights()]], ids=["alone", "averaged"])
+def test_a_model_that_fit_builds_trains_with_its_budget(others):
+    """Keras 2 knows no weights of it before its first step, but for those of layers that were built elsewhere."""
+    shared = tf.keras.layers.Dense(4)
+    shared.build([None, X.shape[1]])
+    model, budget = tf.keras.Sequential([shared, tf.keras.layers.Dense(3)]), PrivacyBudget(N, DELTA)
+    model.compile(tfdpfl.DPSGD(1.0, 2.0, learning_rate=0.1), tf.keras.losses.SparseCategoricalCrossentropy(True))
+    model.fit(X, Y, batch_size=20, callbacks=[budget, *others()], verbose=0)
+    assert budget.report().epsilon == pytest.approx(uses(1))

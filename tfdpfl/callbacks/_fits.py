@@ -58,12 +58,12 @@ def stepping(model: Model) -> dict[int, Optimizer]:
     return found
 
 
-def weights_of(model: Model) -> list[Model]:
+def weights_of(model: Model, kind: str = "weights") -> list[Model]:
     """A model's weights; of one that Keras 2 has not built yet, those of its layers that are."""
     try:
-        return list(model.weights)
+        return list(getattr(model, kind))
     except ValueError:
-        return [v for layer in model.layers for v in weights_of(layer)]
+        return [v for layer in model.layers for v in weights_of(layer, kind)]
 
 
 def steps_on(model: Model) -> int:
@@ -77,7 +77,7 @@ def fingerprint(model: Model) -> int:
 
 def fingerprints(model: Model) -> set[int]:
     """The fingerprint of all weights, and of each that is trained and has several values (others may be alike)."""
-    trained, total, single = {id(v) for v in model.trainable_weights}, 0, set()
+    trained, total, single = {id(v) for v in weights_of(model, "trainable_weights")}, 0, set()
     for variable in weights_of(model):
         value = np.asarray(variable)
         number = _number_of([value])
@@ -101,7 +101,7 @@ def _averages(model: Model) -> list[Model]:
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
-    return averages if len(averages) == len(model.trainable_weights) else []
+    return averages if len(averages) == len(weights_of(model, "trainable_weights")) else []
 
 
 def remember_weights(model: Model) -> None:
