@@ -317,6 +317,10 @@ MIXING = {
         lambda x: x * (tf.reduce_prod(tf.stack([batch_size(x), 1 / batch_size(x)]), []) * [1.0, 1.0])[0], "batch size"),
     "lengths side by side": (
         lambda x: x * tf.reshape(tf.stack([[1.0, 1.0], [batch_size(x), 1.0]], 1), [-1])[1], "batch size"),
+    "lengths below one another, by an axis counted from the last": (
+        lambda x: x * tf.reshape(raw_ops.Pack(values=[[1.0, batch_size(x)], [1.0, 1.0]], axis=-2), [-1])[1],
+        "batch size",
+    ),
     "a sum over axes that are counted from another": (summed_by_another, "axes that are not known"),
     "lists along two axes": (
         lambda x: of_two_lists(x[None, :, 0, 0], tf.transpose(x[:, 0, 0])[None, ...]), "not known to keep"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -281,11 +282,10 @@ def stack(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
         if any(isinstance(s, Size) for s in states) and not deps(states):
-            of_each = [view.entries(t) for t in op.inputs]
-            if op.inputs[0].shape.rank == 0 or (op.inputs[0].shape.rank == 1 and op.get_attr("axis") == 0):
-                return Size(tuple(e for entries in of_each for e in entries))
-            if op.inputs[0].shape.rank == 1:
-                return Size(tuple(e for row in zip(*of_each, strict=True) for e in row))
+            if op.inputs[0].shape.rank in (0, 1):
+                of_each = [view.entries(t) for t in op.inputs]
+                below = op.get_attr("axis") % op.outputs[0].shape.rank == 0
+                return Size(tuple(itertools.chain(*(of_each if below else zip(*of_each, strict=True)))))
             if all(not isinstance(s, Size) or s.batch_free for s in states):
                 return Public()
         return None
