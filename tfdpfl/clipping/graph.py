@@ -382,13 +382,13 @@ def constant(t: tf.Tensor) -> np.ndarray | None:
         values = [constant(i) for i in t.op.inputs]
         if all(v is not None for v in values) and t.shape.rank == _FOLDED_RANK.get(t.op.type, t.shape.rank):
             return np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
-    look = {"StridedSlice": _one_entry, "Minimum": _limit}.get(t.op.type) if t.shape.rank == 0 else None
-    look = look or {"Slice": _cut, **dict.fromkeys(CALLS, _given_out)}.get(t.op.type)
-    return look(t) if look else None
+    return _SEEN_THROUGH[t.op.type](t) if t.op.type in _SEEN_THROUGH else None
 
 
 def _one_entry(t: tf.Tensor) -> np.ndarray | None:
     """One entry of a vector."""
+    if t.shape.rank != 0:
+        return None
     vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
     if vector is None or at is None or vector.ndim != 1 or t.op.get_attr("shrink_axis_mask") != 1:
         return None
@@ -412,6 +412,8 @@ def _cut(t: tf.Tensor) -> np.ndarray | None:
 
 def _limit(t: tf.Tensor) -> np.ndarray | None:
     """min(c, max(c, x)) of integers, as bincount writes it."""
+    if t.shape.rank != 0:
+        return None
     for limit, clipped in (t.op.inputs, t.op.inputs[::-1]):
         if t.dtype.is_integer and clipped.op.type == "Maximum" and limit.shape.rank == 0:
             top, floors = constant(limit), [constant(i) for i in clipped.op.inputs]
@@ -425,7 +427,10 @@ _FOLDED: dict[str, Callable] = {
     "Add": np.add, "AddV2": np.add, "Sub": np.subtract, "FloorMod": np.mod,
     "Range": np.arange, "Pack": lambda *parts: np.stack(parts),
     "ConcatV2": lambda *parts: np.concatenate(parts[:-1], int(parts[-1])),
-    "InvertPermutation": np.argsort, "Reshape": np.reshape,
+    "Reshape": np.reshape,
+}  # fmt: skip
+_SEEN_THROUGH: dict[str, Callable[[tf.Tensor], np.ndarray | None]] = {
+    "StridedSlice": _one_entry, "Minimum": _limit, "Slice": _cut, **dict.fromkeys(CALLS, _given_out),
 }  # fmt: skip
 _FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
 

@@ -26,6 +26,7 @@ from tfdpfl.clipping.gradients import (
 )
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.native import Filters, find_obstacle
+from tfdpfl.clipping.ops.shapes import shape_entries
 from tfdpfl.clipping.ops.windows import Window, places_of
 from tfdpfl.clipping.registry import View, batching_rule, rule
 from tfdpfl.clipping.rows import row_free
@@ -37,8 +38,8 @@ CONVOLUTIONS = frozenset("Conv2D Conv3D DepthwiseConv2dNative".split())
 TRANSPOSED = frozenset("Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput".split())
 SPATIAL = frozenset(
     """AvgPool AvgPool3D MaxPool MaxPool3D DepthToSpace SpaceToDepth ResizeBilinear ResizeNearestNeighbor
-    ResizeBicubic ResizeArea ScaleAndTranslate ExtractImagePatches ExtractVolumePatches FakeQuantWithMinMaxArgs
-    AdjustContrastv2 AdjustHue AdjustSaturation RGBToHSV HSVToRGB""".split()
+    ResizeNearestNeighborGrad ResizeBicubic ResizeArea ScaleAndTranslate ExtractImagePatches ExtractVolumePatches
+    FakeQuantWithMinMaxArgs AdjustContrastv2 AdjustHue AdjustSaturation RGBToHSV HSVToRGB""".split()
 )
 
 
@@ -96,12 +97,6 @@ def resize_gradient(view: View, op: tf.Operation, states: list[State]) -> State 
     return _alike(op, states)
 
 
-@batching_rule("ResizeNearestNeighborGrad", data=0)
-def nearest_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    """Of the output's gradient and the input's size."""
-    return _alike(op, states[:1])
-
-
 def _alike(op: tf.Operation, states: list[State]) -> State | None:
     """Of tensors that all have their examples along the first axis."""
     if len(set(states)) > 1 or getattr(states[0], "axis", 0) != 0:
@@ -112,14 +107,14 @@ def _alike(op: tf.Operation, states: list[State]) -> State | None:
 @batching_rule("AvgPoolGrad", "AvgPool3DGrad", data=1, sizes=(0,))
 def average_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the input's shape and the output's gradient."""
-    state, (n, *lengths), length = states[1], view.entries(op.inputs[0]), op.inputs[1].shape[0]
+    state, (n, *lengths) = states[1], view.entries(op.inputs[0])
     if not isinstance(state, Batch):
         return None
     if over_the_batch(op):
         return mixed(op, "pools over the batch")
     if state.axis != 0:
         return mixed(op, "does not have the batch as its first axis")
-    if n != ((state.rows, 1) if length is None else (length, 0)) or any(power != 0 for _, power in lengths):
+    if n != shape_entries(op.inputs[1], state)[0] or any(power != 0 for _, power in lengths):
         return mixed(op, "has a shape that is not known to follow the batch size")
     return state
 

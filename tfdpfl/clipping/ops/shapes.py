@@ -28,7 +28,7 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
-__all__: list[str] = []
+__all__ = ["shape_entries"]
 
 # -- shapes, and numbers made of them ----------------------------------------------------------------------------
 
@@ -130,14 +130,11 @@ def reshape(view, op, states):
     axis = reshaped_axis(op, state, entries)
     if axis is None:
         return mixed(op, "moves examples across axes")
-    found = reshaped_rows(view, op, Batch(state.axis, of_blocks(state)), axis, entries)
+    whole = Batch(state.axis, of_blocks(state))
+    found = reshaped_rows(view, op, whole, axis, entries)
     if state.blocks == 1 or not isinstance(found, Batch):
         return found
-    return (
-        state
-        if state.rows is not None and found == Batch(state.axis, of_blocks(state))
-        else mixed(op, "moves examples across axes")
-    )
+    return state if found == whole and state.rows is not None else mixed(op, "moves examples across axes")
 
 
 def of_blocks(state: Batch) -> int | None:
@@ -186,12 +183,12 @@ def summed_back(view, op) -> State | None:
     if key(shape) not in (key(of), key(without_matrices(of))):
         return None
     g, state, entries = total.inputs[0], view[total.inputs[0]], view.entries(shape)
-    if not isinstance(state, Batch) or None in (g.shape.rank, op.outputs[0].shape.rank):
+    if not isinstance(state, Batch) or state.blocks > 1 or None in (g.shape.rank, op.outputs[0].shape.rank):
         return None
-    length, axis = g.shape[state.axis], state.axis + op.outputs[0].shape.rank - g.shape.rank
+    axis = state.axis + op.outputs[0].shape.rank - g.shape.rank
     if len(entries) != op.outputs[0].shape.rank or state.rows is None or axis < 0:
         return None
-    same = entries[axis] == ((state.rows, 1) if length is None else (length, 0))
+    same = entries[axis] == shape_entries(g, state)[state.axis]
     return Batch(axis, state.rows) if same else mixed(total, "sums over the batch")
 
 
@@ -434,8 +431,7 @@ def strided_slice_gradient(view, op, states):
             if i is not None and not (strides[i] == 1 and slicing.has("begin", i) and slicing.has("end", i)):
                 return mixed(op, "takes some examples of the batch, not all")
             found = axis
-    length = op.inputs[4].shape[state.axis]
-    own = (state.rows, 1) if length is None else (length, 0)
+    own = shape_entries(op.inputs[4], state)[state.axis]
     if found is None or entries[found] != own or any(p != 0 for k, (_, p) in enumerate(entries) if k != found):
         return mixed(op, "has a shape that is not known to follow the batch size")
     return Batch(found, state.rows)
