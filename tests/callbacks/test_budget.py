@@ -410,6 +410,7 @@ def rare(x, _):
 
 REFUSED_STREAMS = [
     (lambda: ROWS.repeat().shuffle(50).batch(20), "ShuffleDataset comes after repeat"),
+    (lambda: tf.compat.v1.data.Dataset.from_tensor_slices((X, Y)).repeat().shuffle(50).batch(20), "comes after repeat"),
     (lambda: ROWS.repeat(2).shuffle(50).batch(20).repeat(), "ShuffleDataset comes after repeat"),
     (lambda: ROWS.take(9).repeat(5).concatenate(ROWS.skip(9)).batch(20), "ConcatenateDataset comes after repeat"),
     (

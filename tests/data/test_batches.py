@@ -325,6 +325,7 @@ def test_images_keep_their_structure_where_empty_draws_do_not_happen():
         ({"arrays_or_dataset": tf.data.Dataset.range(9).repeat()}, "repeats its examples, and each of them is drawn"),
         ({"arrays_or_dataset": tf.data.Dataset.range(9).repeat(2).shuffle(9).map(abs)}, "repeats its examples"),
         ({"arrays_or_dataset": tf.data.Dataset.range(9).repeat().take(18)}, "repeats its examples"),
+        ({"arrays_or_dataset": tf.compat.v1.data.Dataset.range(9).repeat(2)}, "repeats its examples"),
         ({"arrays_or_dataset": tf.data.Dataset.range(9).batch(2)}, r"single examples.*unbatch\(\)"),
         ({"arrays_or_dataset": tf.data.Dataset.range(9).take(0)}, "at least one example"),
         (

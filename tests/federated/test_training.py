@@ -228,6 +228,10 @@ def test_examples_are_counted_as_they_come_and_not_as_they_were():
         (lambda: of_one().batch(8, epochs=5), r"each example 5 times"),
         (lambda: of_one().batch(8, epochs=5).preprocess(lambda d: d.take(12)), r"each example 5 times"),
         (lambda: of_one().preprocess(lambda d: d.repeat(3).batch(8)), r"client 'a' is repeated"),
+        (
+            lambda: {"a": tf.compat.v1.data.Dataset.from_tensor_slices(np.ones([8, 2], "float32")).repeat(2).batch(8)},
+            r"client 'a' is repeated",
+        ),
         (lambda: {"a": of_one()["a"].take(20).repeat(5).shuffle(9).batch(8).prefetch(1)}, r"client 'a' is repeated"),
         (lambda: {"a": of_one()["a"].batch(8).map(lambda x, y: (tf.tile(x, [2, 1]), tf.tile(y, [2])))}, "yields 200"),
     ],

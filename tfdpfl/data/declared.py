@@ -120,7 +120,10 @@ def source_of(dataset: Dataset) -> tuple[Nest, Callable | None, Arrays] | None:
 
 def _inputs(dataset: Dataset) -> list[Dataset]:
     """Returns the data sets that a transformation made `dataset` from; none of one that declares its sampling."""
-    return [] if declared_sampling(dataset) is not None else getattr(dataset, "_inputs", list)()
+    if declared_sampling(dataset) is not None:
+        return []
+    # What tf.compat.v1 made is in a wrapper, which passes over the transformation that it holds.
+    return [dataset._dataset] if hasattr(dataset, "_dataset") else getattr(dataset, "_inputs", list)()
 
 
 def made_from(dataset: Dataset) -> SamplingDeclaration | None:
