@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from tfdpfl import _formats
 from tfdpfl._names import accept_old_names
@@ -145,7 +145,7 @@ _SEEDED = (
 )
 
 
-def _is_unknown(row: "_Row") -> bool:
+def _is_unknown(row: "_Row") -> TypeGuard[_Counted]:
     return isinstance(row, _Counted) and row.unknown
 
 
@@ -437,7 +437,7 @@ class PrivacyLedger:
     @property
     def unknown_steps(self) -> int:
         """Steps of which nothing is known but their noise."""
-        return sum(row.steps for row in self._rows if isinstance(row, _Counted) and row.unknown)
+        return sum(row.steps for row in self._rows if _is_unknown(row))
 
     @property
     def dp_event(self) -> "DpEvent":
@@ -519,10 +519,7 @@ class PrivacyLedger:
             notes = [*notes, _ONCE]
         recorded = [row for row in self._rows if isinstance(row, Run)]
         counted = [row.run for row in self._rows if isinstance(row, _Counted) and not row.unknown]
-        others = [
-            row for row in self._rows
-            if isinstance(row, _Applied | _Correlated) or (isinstance(row, _Counted) and row.unknown)
-        ]  # fmt: skip
+        others = [row for row in self._rows if isinstance(row, _Applied | _Correlated) or _is_unknown(row)]
         runs = [dataclasses.replace(run, adjacency=adjacency) for run in [*recorded, *_added_up(counted)]]
         if not runs and self.unit == "user":
             notes = [*notes, USERS_ARE_UNITS]
@@ -535,7 +532,7 @@ class PrivacyLedger:
         of_runs = "sampling noise_multiplier num_examples batch_size num_microbatches sampling_rate"
         unknown: Keywords = dict.fromkeys(of_runs.split())
         touched = report.participations + sum(row.participations for row in others)
-        return dataclasses.replace(report, steps=self.steps, participations=touched, unit=self.unit, **unknown)
+        return dataclasses.replace(report, steps=self.steps, participations=touched, **unknown)
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""

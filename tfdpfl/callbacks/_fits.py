@@ -75,8 +75,9 @@ def fingerprint(model: Model) -> int:
     return _number_of(weights_of(model))
 
 
-def fingerprints(model: Model) -> set[int]:
-    """The fingerprint of all weights, and of each that is trained and has several values (others may be alike)."""
+def fingerprints(model: Model) -> tuple[int, set[int]]:
+    """The `fingerprint` of all weights, and that of each that is trained and has several values (others may be
+    alike)."""
     trained, total, single = {id(v) for v in weights_of(model, "trainable_weights")}, 0, set()
     for variable in weights_of(model):
         value = np.asarray(variable)
@@ -84,7 +85,7 @@ def fingerprints(model: Model) -> set[int]:
         total += number
         if id(variable) in trained and (value != value.reshape(-1)[:1]).any():
             single.add(number)
-    return {total, *single}
+    return total, single
 
 
 def _number_of(variables: Arrays) -> int:
@@ -107,9 +108,10 @@ def _averages(model: Model) -> list[Model]:
 def remember_weights(model: Model) -> None:
     """Adds the weights, and the averages of them that Keras may put in their place, to those that steps left."""
     _, left = LEFT.get(model, (0, set()))
-    found = fingerprints(model)
+    whole, single = fingerprints(model)
+    found = {whole, *single}
     if averages := _averages(model):
-        found.add(fingerprint(model) - _number_of(model.trainable_weights) + _number_of(averages))
+        found.add(whole - _number_of(model.trainable_weights) + _number_of(averages))
     LEFT[model] = (steps_on(model), left | found)
 
 

@@ -13,7 +13,7 @@ from tfdpfl.callbacks._fits import Call, Data
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.callbacks._streams import check_stream
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
-from tfdpfl.data.declared import ancestors
+from tfdpfl.data.declared import ancestors, made_by
 from tfdpfl.data.sources import of_batches
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
@@ -28,12 +28,12 @@ _CHANGES_SAMPLES = {
 
 
 def _batches(dataset: Dataset) -> bool:
-    return isinstance(dataset, tf.data.Dataset) and "batch" in type(dataset).__name__.lower()
+    return isinstance(dataset, tf.data.Dataset) and made_by(dataset, ("batch",)) is not None
 
 
 def _is_one_batch(x: Dataset, size: int) -> bool:
     """Whether a data set is one batch that `repeat` draws anew, as in ``data.shuffle(n).take(b).batch(b).repeat()``."""
-    repeated = next((each for each in ancestors(x) if "repeat" in type(each).__name__.lower()), None)
+    repeated = next((each for each in ancestors(x) if made_by(each, ("repeat",))), None)
     pass_ = x if repeated is None else repeated._inputs()[0]
     batched = any(map(_batches, ancestors(pass_)))
     return int(pass_.cardinality()) == (1 if batched else size)

@@ -7,7 +7,7 @@ import math
 import tensorflow as tf
 
 from tfdpfl._types import Dataset
-from tfdpfl.data.declared import ancestors
+from tfdpfl.data.declared import ancestors, made_by
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["check_stream"]
@@ -30,7 +30,7 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
       steps: steps_per_epoch.
       counts_passes: whether ε depends on the number of passes.
     """
-    repeated = next(filter(lambda each: _is_a(each, ("repeat",)), reversed(ancestors(x))), None)
+    repeated = next(filter(lambda each: made_by(each, ("repeat",)), reversed(ancestors(x))), None)
     if repeated is None and (steps is None or not counts_passes):
         return
     pass_ = x if repeated is None else repeated._inputs()[0]
@@ -40,7 +40,7 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
         _check_copies(x, pass_, behind, math.ceil(num_examples / (batch_size if batched else 1)), num_examples, steps)
     if repeated is None:
         return
-    mixing = next(filter(lambda each: _is_a(each, _MIXING), behind), None)
+    mixing = next(filter(lambda each: made_by(each, _MIXING), behind), None)
     if mixing is not None:
         raise PrivacyError(
             f"{_name(mixing)} comes after repeat, so rows of several passes are mixed: an example may be in one pass, "
@@ -55,7 +55,7 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
             )
         return
     rows = int(pass_.cardinality())
-    omitting = next(filter(lambda each: _is_a(each, _OMITTING), behind if rows >= 0 else ancestors(x)), None)
+    omitting = next(filter(lambda each: made_by(each, _OMITTING), behind if rows >= 0 else ancestors(x)), None)
     if omitting is not None:
         raise PrivacyError(
             f"{_name(omitting)} may leave examples out, and in a stream (repeat) the rows of a pass are not counted: "
@@ -90,11 +90,7 @@ def _check_copies(
 def _expands(dataset: Dataset) -> bool:
     """Whether a data set may have several elements of one that it was made from; one of a generator is a flat_map of a
     single number."""
-    return _is_a(dataset, _EXPANDING) and any(int(each.cardinality()) != 1 for each in dataset._inputs())
-
-
-def _is_a(dataset: Dataset, names: tuple[str, ...]) -> bool:
-    return any(name in type(dataset).__name__.lower() for name in names)
+    return bool(made_by(dataset, _EXPANDING)) and any(int(each.cardinality()) != 1 for each in dataset._inputs())
 
 
 def _name(dataset: Dataset) -> str:

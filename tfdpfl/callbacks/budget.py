@@ -26,7 +26,6 @@ from tfdpfl.callbacks._fits import (
     RELEASED,
     Fit,
     executions_of,
-    fingerprint,
     fingerprints,
     fit_arguments,
     keeps_averages,
@@ -388,7 +387,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def _say_whose_weights(self, model: tf.keras.Model, ledger: PrivacyLedger) -> None:
         """Warns if something else than the steps of this ledger made the weights."""
-        weights = fingerprint(model)
+        weights, single = fingerprints(model)
+        numbers = {weights, *single}
         steps, left = LEFT.get(model, (None, ()))
         if steps == steps_on(model) and weights not in left:
             self._say(
@@ -396,7 +396,6 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "set_weights, training with another optimizer). This ε includes the cost of the new weights only if "
                 "this ledger has it."
             )
-        numbers = fingerprints(model)
         for other, (steps, left) in list(LEFT.items()):
             theirs = [dp.ledger() for dp in stepping(other).values()] if numbers & left and other is not model else []
             if any(not taken.origins <= ledger.origins for taken in theirs):

@@ -16,6 +16,7 @@ __all__ = [
     "declare",
     "declared_sampling",
     "keep_source",
+    "made_by",
     "made_from",
     "passed_through",
     "repeats",
@@ -134,26 +135,27 @@ def made_from(dataset: Dataset) -> SamplingDeclaration | None:
 def transformed_by(dataset: Dataset, harmless: tuple[str, ...]) -> str | None:
     """The name of the nearest transformation behind declared batches that is none of the harmless ones, or None."""
     while inputs := _inputs(dataset):
-        kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
-        if not any(name in kind.lower() for name in harmless):
-            return kind
+        if made_by(dataset, harmless) is None:
+            return type(dataset).__name__.strip("_").removesuffix("Dataset")
         dataset = next((i for i in inputs if made_from(i) is not None), None)
     return None
 
 
-def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:
-    """Which of the named transformations (as in "cache") made a data set, however many steps ago; of Poisson batches
-    those behind the draw."""
+def made_by(dataset: Dataset, names: tuple[str, ...]) -> str | None:
+    """Which of the named transformations (as in "cache") made a data set, in its last step."""
     kind = type(dataset).__name__.lower()
-    found = next((name for name in names if name in kind), None)
-    return found or next(filter(None, (passed_through(i, names) for i in _inputs(dataset))), None)
+    return next((name for name in names if name in kind), None)
+
+
+def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:
+    """Which of the named transformations made a data set, however many steps ago; of Poisson batches those behind the
+    draw."""
+    return next(filter(None, (made_by(each, names) for each in ancestors(dataset))), None)
 
 
 def repeats(dataset: Dataset) -> bool:
     """Returns whether a data set was made with ``repeat``, as far as it shows."""
-    if "repeat" in type(dataset).__name__.lower() and int(getattr(dataset, "_count", -1)) != 1:
-        return True
-    return any(map(repeats, _inputs(dataset)))
+    return any(made_by(each, ("repeat",)) and int(getattr(each, "_count", -1)) != 1 for each in ancestors(dataset))
 
 
 def check_once(dataset: Dataset, draws: str) -> None:

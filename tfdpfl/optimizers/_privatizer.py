@@ -223,7 +223,7 @@ class GradientPrivatizer:
         """Accumulates the sums of all replicas; and of a whole batch releases them: of each variable the mean, then of
         each table the rows and their numbers."""
         nonfinite, rows, of_groups, *sums = summed
-        sums, tables = sums[: len(sums) - len(step.tables)], sums[len(sums) - len(step.tables) :]
+        sums, tables = _cut(sums, len(step.tables))
         drawn = self.counter.drawn(nonfinite, rows / self.settings.rows_per_unit)
         multiplier = self._multiplier(of_groups)
         if self.holders > 1:  # where nothing is known of batches, which each may draw for itself
@@ -245,8 +245,8 @@ class GradientPrivatizer:
 
     def _finish(self, step: _Step, whole: Part) -> list[tf.Tensor]:
         """Counts the step, and returns the noisy mean of a whole batch; what else was summed goes to the clip."""
-        sums, denominator, at = whole.sums, self._denominator(whole.units), len(step.used)
-        sums, counts = sums[: len(sums) - len(step.tables)], sums[len(sums) - len(step.tables) :]
+        denominator, at = self._denominator(whole.units), len(step.used)
+        sums, counts = _cut(whole.sums, len(step.tables))
         multiplier, stddev_of_count = self.clipping.split(self._multiplier_of_sums(), denominator)
         stddev = multiplier * self.clipping.norm / denominator
         late = self.parts > 1 and self.settings.expected_batch_size is None and not self.noise.divides
@@ -334,3 +334,9 @@ def _released(g: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
     if not isinstance(g, tf.IndexedSlices):
         return graph_tools.released(g)
     return tf.IndexedSlices(graph_tools.released(g.values), graph_tools.released(g.indices), g.dense_shape)
+
+
+def _cut(tensors: list, number: int) -> tuple[list, list]:
+    """Returns all but the last ``number`` tensors, and these."""
+    at = len(tensors) - number
+    return tensors[:at], tensors[at:]
