@@ -1,8 +1,8 @@
-"""What each sampling states and costs, against the batches that are drawn under its name.
+"""Compares each sampling's statements and price with the batches that are drawn under its name.
 
 The adversary sees the noisy sum of every step. One example contributes 1 to each of its steps, or else nothing or -1;
-every other example contributes 0, or -1. What was drawn gives the sums of the steps, and the likelihood ratio of their
-mixtures of Gaussians gives a lower bound on ε. No part of the accountant is in it.
+every other example contributes 0, or -1. The batches that were drawn give the sums of the steps. The likelihood ratio of
+their mixtures of Gaussians gives a lower bound on ε. No part of the accountant is in it.
 """
 
 import math
@@ -24,28 +24,32 @@ from tfdpfl.noise import Banded
 N, SIZE, STEPS, PASSES, TRAININGS, DELTA = 24, 8, 3, 2, 150, 1e-2
 ROWS = (np.ones([N, 1], "float32"), np.arange(N, dtype="float32"))  # (x, y), where y is an example's number
 
-# How batches of N examples are drawn in passes of STEPS batches, under every name that has a price. A sampling that the
-# package has no function for is drawn here, as a list of the numbers of the examples in each batch.
+# How batches of N examples are drawn in passes of STEPS batches, under every name that has a price. A sampling without
+# a function in tfdpfl.data is drawn BY_HAND, as a list of the numbers of the examples in each batch.
 DRAWN = {
     "poisson": lambda: data.poisson_batches(ROWS, expected_batch_size=SIZE, steps=STEPS, seed=1),
     "random_allocation": lambda: data.random_allocation(ROWS, expected_batch_size=SIZE, seed=1),
     "shuffle": lambda: data.shuffled_batches(ROWS, SIZE, seed=1),
     "fixed_order": lambda: data.fixed_order(ROWS, SIZE),
     "cyclic_poisson": lambda: data.cyclic_poisson(ROWS, STEPS, 1, groups=STEPS, expected_batch_size=SIZE / 2),
+}
+BY_HAND = {
     "fixed_size": lambda: list(map(FixedSizeClientSampler(range(N), SIZE, 1), range(STEPS * PASSES * TRAININGS))),
     "none": lambda: [range(N)] * (STEPS * PASSES * TRAININGS),
 }
 
 
 def test_every_sampling_is_drawn_here():
-    assert set(DRAWN) == set(SCHEMES), "Say in DRAWN how the new sampling is drawn: its price is held against that."
+    assert {*DRAWN, *BY_HAND} == set(SCHEMES), (
+        "Say in DRAWN how the new sampling is drawn: its price is held against that."
+    )
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
 def drawn(request):
     """The scheme, its data set or list, and how often each training has each example in each step:
     [TRAININGS, steps, N]."""
-    batches = DRAWN[request.param]()
+    batches = (DRAWN | BY_HAND)[request.param]()
     made = isinstance(batches, tf.data.Dataset)
     numbers = (y for _, y in batches.repeat(PASSES * TRAININGS).as_numpy_iterator()) if made else batches
     uses = np.array([np.bincount(np.array(rows, int), minlength=N) for rows in numbers])
@@ -165,10 +169,9 @@ def test_a_sampling_costs_no_less_and_hardly_more_than_an_adversary_shows(drawn,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drawn", DRAWN, indirect=True)
 def test_fit_counts_what_was_drawn(drawn):
     scheme, batches, _ = drawn
-    if not isinstance(batches, tf.data.Dataset):
-        pytest.skip("tfdpfl.data has no function that draws so")
     model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
     mean = data.declared_sampling(batches).expected_batch_size
     noise = None if scheme.fresh_noise else NOISE

@@ -5,19 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import DELTA, cost, epsilons, run
 from dp_accounting import dp_event
 
 from tfdpfl import _formats
-from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.cli import main
 from tfdpfl.federated.checkpoints import Record
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, TreeLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.flower.journal import Journal
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-DELTA = 1e-5
 POISSON = Participation(sampling="poisson", population=8, clients_per_round=2.0)
 LIMITED = Participation(sampling="bounded", population=8, clients_per_round=2, max_participations=2, min_separation=2)
 CLIENT = ClientLevel(noise_multiplier=1.5)
@@ -41,25 +38,6 @@ def made(folder, privacy=(CLIENT,), participation=POISSON, lines=None, states=()
     for number in states:
         (folder / f"state_{number}").mkdir()
     return folder
-
-
-def run(*args, code=0):
-    done = CliRunner().invoke(main, ["ledger", *map(str, args)])
-    assert done.exit_code == code, done.output
-    return done.output
-
-
-def epsilons(path, *more, code=0):
-    text = run("epsilon", path, "--delta", DELTA, "--accountant", "rdp", "--json", *more, code=code)
-    said, _ = json.JSONDecoder().raw_decode(text)
-    return {figure["level"]: figure["epsilon"] for figure in said["figures"]}, said["complete"]
-
-
-def cost(*events, adjacency="zero_out"):
-    ledger = PrivacyLedger()
-    for event, count in events:
-        ledger.add(event, count, adjacency=adjacency)
-    return ledger.epsilon(DELTA, "rdp")
 
 
 def poisson(rounds, rate=0.25):

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import DELTA, cost, epsilons, run
 from dp_accounting import dp_event
 
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.cli import main
 from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel
 from tfdpfl.federated.nbafl import NbAFLLevel
@@ -22,7 +21,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 POISSON = {"sampling_rate": 0.25, "clients_per_round": None, "most": None, "apart": 1, "given": None}
 BOUNDED = {"sampling_rate": None, "clients_per_round": 2, "most": 2, "apart": 2, "given": None}
 FREE = {**BOUNDED, "most": None, "apart": 1}
-DELTA = 1e-5
 
 
 def header(sampling=POISSON, privacy=None, **more):
@@ -43,23 +41,9 @@ def journal(path, rounds=3, evaluations=0, begun=False, **settings):
     return path
 
 
-def run(*args, code=0):
-    done = CliRunner().invoke(main, ["ledger", *map(str, args)])
-    assert done.exit_code == code, done.output
-    return done.output
-
-
 def epsilon_of(path, *more, code=0):
-    text = run("epsilon", path, "--delta", DELTA, "--accountant", "rdp", "--json", *more, code=code)
-    said, _ = json.JSONDecoder().raw_decode(text)
-    return said["figures"][0]["epsilon"], said["complete"]
-
-
-def cost(*events):
-    made = PrivacyLedger()
-    for event, count in events:
-        made.add(event, count, adjacency="zero_out")
-    return made.epsilon(DELTA, "rdp")
+    found, complete = epsilons(path, *more, code=code)
+    return next(iter(found.values())), complete
 
 
 def poisson(rounds):

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("flwr")
-from click.testing import CliRunner
+from commands import run
 from dp_accounting import dp_event
 
 import tfdpfl
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.cli import main
 from tfdpfl.federated import files
 
 APP = Path(__file__).parents[2] / "examples" / "flower_hospitals"
@@ -135,11 +134,6 @@ class Federation:
                 except ValueError:
                     self.cluster.check(self.until)
 
-    def ledger(self, *command):
-        done = CliRunner().invoke(main, ["ledger", *map(str, command)])
-        assert done.exit_code == 0, done.output
-        return done.output
-
 
 @pytest.mark.slow
 def test_keys_are_replaced_and_revoked_and_the_server_restarts_while_the_ledger_goes_on(tmp_path, monkeypatch):
@@ -192,11 +186,11 @@ def test_keys_are_replaced_and_revoked_and_the_server_restarts_while_the_ledger_
 
     cohorts = of.cohorts()
     assert cohorts[: len(done)] == done and {name for cohort in cohorts for name in cohort} == {*HOSPITALS}
-    assert f"ok (journal, {len(cohorts)} rounds" in of.ledger("verify", tmp_path / "ledger.jsonl")
-    told = of.ledger("epsilon", tmp_path / "ledger.jsonl", "--delta", 1e-3, "--accountant", "rdp", "--json")
+    assert f"ok (journal, {len(cohorts)} rounds" in run("verify", tmp_path / "ledger.jsonl")
+    told = run("epsilon", tmp_path / "ledger.jsonl", "--delta", 1e-3, "--accountant", "rdp", "--json")
     every_round = PrivacyLedger().add(dp_event.GaussianDpEvent(1.0), len(cohorts), adjacency="zero_out")
     assert json.loads(told)["figures"][0]["epsilon"] == pytest.approx(every_round.epsilon(1e-3, "rdp"))
-    spent = json.loads(of.ledger("clients", tmp_path / "clients.db", "--delta", 1e-3, "--accountant", "rdp", "--json"))
+    spent = json.loads(run("clients", tmp_path / "clients.db", "--delta", 1e-3, "--accountant", "rdp", "--json"))
     rounds = Counter(client for cohort in cohorts for client in cohort)
     assert {row["client"] for row in spent} == {*HOSPITALS}
     for row in spent:
