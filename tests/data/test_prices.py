@@ -1,8 +1,8 @@
 """Compares each sampling's statements and price with the batches that are drawn under its name.
 
 The adversary sees the noisy sum of every step. One example contributes 1 to each of its steps, or else nothing or -1;
-every other example contributes 0, or -1. The batches that were drawn give the sums of the steps. The likelihood ratio of
-their mixtures of Gaussians gives a lower bound on ε. No part of the accountant is in it.
+every other example contributes 0, or -1. The batches that were drawn give the sums of the steps. The likelihood ratio
+of their mixtures of Gaussians gives a lower bound on ε. No part of the accountant is in it.
 """
 
 import math
