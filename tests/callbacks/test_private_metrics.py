@@ -12,7 +12,7 @@ from scipy.stats import chi2
 import tfdpfl
 from tfdpfl.accounting import Run, price
 from tfdpfl.callbacks import PrivacyBudget, PrivateMetrics
-from tfdpfl.data import poisson_batches
+from tfdpfl.data import bound_owners, poisson_batches
 from tfdpfl.errors import PrivacyError
 
 N, DELTA = 120, 1e-4
@@ -134,11 +134,12 @@ def test_an_example_moves_the_sums_by_no_more_than_the_event_says():
     assert max(differences.max(), np.linalg.norm(values, axis=1).max()) <= math.sqrt(2)
 
 
-def test_a_user_counts_once_however_many_examples_are_theirs():
-    users = np.array([0, 0, 0, 1, 2, 2])
-    x = np.array([[1.0, 0], [1, 0], [0, 1], [1, 0], [0, 1], [0, 1]], "float32")
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_user_counts_once_however_many_examples_are_theirs(bound):
+    users = bound_owners([0, 0, 0, 1, 2, 2, (1, 2)]) if bound else np.array([0, 0, 0, 1, 2, 2])
+    x = np.array([[1.0, 0], [1, 0], [0, 1], [1, 0], [0, 1], [0, 1], [1, 0]], "float32")[: 6 + bound]
     metrics = begun(
-        PrivateMetrics((x, np.zeros(6, int)), metrics=["accuracy"], user_ids=users, noise_std=1e-6), Fixed()
+        PrivateMetrics((x, np.zeros(len(x), int)), metrics=["accuracy"], user_ids=users, noise_std=1e-6), Fixed()
     )
     assert metrics.event(3).noise_multiplier == pytest.approx(3e-6) and metrics._units == 3
     assert metrics._release()["accuracy"] == pytest.approx((2 / 3 + 1 + 0) / 3, abs=1e-4)

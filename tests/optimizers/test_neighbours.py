@@ -13,7 +13,7 @@ import tfdpfl
 from tfdpfl import PrivacyError, _blanks
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.data import batches as batches_module
-from tfdpfl.data import poisson_batches
+from tfdpfl.data import bound_owners, poisson_batches
 
 K = tf.keras
 L = K.layers
@@ -175,6 +175,23 @@ def test_blank_rows_contribute_nothing_however_the_step_is_taken(how):
     assert len(full) == how.get("gradient_accumulation_steps", 1)
     bound = 2 if "num_microbatches" in how else 1
     assert 0.1 < np.linalg.norm(sums(full) - sums(fewer)) <= bound * CLIP * REL
+
+
+def test_all_examples_of_one_owner_move_a_sum_by_no_more_than_the_clip():
+    """Also if other owners share some of them: then the neighbour has none of a user, and not a part of one."""
+    rng = np.random.default_rng(0)
+    owners = [{0, 1}, {1, 0}, {2}, {2}, {2, 3}, {3}, {0, 4}, {5, 6, 7}, {7}, {6, 5, 7}, {8, 9}, {9, 10}]
+    users, sums = bound_owners(owners), Sums(MODELS["plain"](), rows_per_unit=4)
+    x = rng.normal(0, 30, X.shape).astype("float32")
+
+    def step(owner):  # of the neighbour whose examples of this owner teach nothing
+        weights = np.array([float(owner not in each) for each in owners], "float32")
+        return whole(x, Y, weights, user_ids=users, examples_per_user=4, seed=0)
+
+    full, *fewer = sums.each([step(None), *map(step, range(11))])
+    moved = np.array([np.linalg.norm(full - other) for other in fewer])
+    chosen = [1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0]  # the sets {2}, {3}, {7}, {0, 1} and {8, 9}, one clipped user each
+    np.testing.assert_allclose(moved, CLIP * np.array(chosen), rtol=1e-3, atol=1e-6)
 
 
 def test_marks_of_blank_rows_are_zeros_that_no_example_has():

@@ -39,7 +39,7 @@ from tfdpfl.callbacks._fits import (
 from tfdpfl.callbacks._sampling import Sampling
 from tfdpfl.callbacks._uncovered import choices_by_public_figures, uncovered_choices, uncovered_statistics
 from tfdpfl.clipping.models import saved_weights
-from tfdpfl.data import declared_sampling
+from tfdpfl.data import declared_sampling, source_of
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _step_table, stepped_on
 from tfdpfl.optimizers._schedules import PiecewiseConstant
@@ -427,7 +427,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._spent.notes[_ROWS] = None
         if fit.own and not fit.whole:
             self._spent.notes[_STREAM] = None
-        declared = declared_sampling(fit_arguments(self.model).get("x"))
+        x = fit_arguments(self.model).get("x")
+        note = getattr((source_of(x) or (None,))[-1], "note", None)
+        if note is not None:
+            self._spent.notes[note] = None
+        declared = declared_sampling(x)
         if declared is not None and declared.seed is not None:
             self._spent.notes[
                 f"The Poisson batches come from seed={declared.seed}: anyone who knows it knows the batches, and the "

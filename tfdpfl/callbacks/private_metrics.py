@@ -268,7 +268,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             weights, units = np.ones(examples.number), examples.number
         else:
             users = users_of(users, examples.number)
-            units, weights = users.number, np.empty(examples.number)
+            units, weights = users.number, np.zeros(examples.number)  # 0 for an example that no user has
             weights[users.rows] = np.repeat(1 / np.diff(users.starts), np.diff(users.starts))
         return fixed_order(examples, min(self.batch_size, examples.number), map_fn=map_fn), weights, units
 

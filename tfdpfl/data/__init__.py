@@ -8,10 +8,11 @@ about one.
 from tfdpfl.data.batches import cyclic_poisson, fixed_order, poisson_batches, random_allocation, shuffled_batches
 from tfdpfl.data.declared import SamplingDeclaration, declared_sampling, made_from, passed_through, source_of
 from tfdpfl.data.sources import Examples, examples_of
-from tfdpfl.data.users import Users, users_of
+from tfdpfl.data.users import Users, bound_owners, users_of
 
 __all__ = [
     "SamplingDeclaration",
+    "bound_owners",
     "cyclic_poisson",
     "declared_sampling",
     "fixed_order",

@@ -12,7 +12,13 @@ import numpy as np
 from tfdpfl._types import Arrays, Nest
 from tfdpfl.data.draws import Words
 
-__all__ = ["Users", "users_of"]
+__all__ = ["Users", "bound_owners", "users_of"]
+
+_OWNERS = (
+    "Examples have several owners. A user is here a set of owners with all examples that exactly they own. No owner is "
+    "in two sets, and an example of a set that was not chosen is left out, so ε protects each owner. It holds if it is "
+    "public which owners an example has, and what the examples contain is private."
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,10 +26,16 @@ class Users:
     """Users and the numbers of their examples: those of user u are ``rows[starts[u]:starts[u + 1]]``.
 
     The users' order depends on their ids alone, not on which examples they have.
+
+    Attributes:
+        chosen_from: The number of the examples that ``rows`` were chosen from, or None if ``rows`` are all.
+        note: A sentence for the statement, or None.
     """
 
     rows: np.ndarray
     starts: np.ndarray
+    chosen_from: int | None = None
+    note: str | None = None
 
     @property
     def number(self) -> int:
@@ -53,6 +65,11 @@ def users_of(user_ids: Arrays, num_examples: int) -> Users:
         ValueError: an example has no user or two, or a user has no examples.
     """
     if isinstance(user_ids, Users):
+        if user_ids.chosen_from not in (None, num_examples):
+            raise ValueError(
+                f"user_ids was made by bound_owners for {user_ids.chosen_from} examples, and the data have "
+                f"{num_examples}: pass the owners of these data."
+            )
         return user_ids
     if isinstance(user_ids, Mapping):
         parts = [np.asarray(rows).ravel() for rows in user_ids.values()]
@@ -87,6 +104,69 @@ def users_of(user_ids: Arrays, num_examples: int) -> Users:
         values, whose = np.unique(ids, return_inverse=True)
         whose = _numbered(values)[whose] if ids.dtype.kind in "US" else whose
     return _grouped(np.arange(num_examples), whose)
+
+
+def bound_owners(owners: Iterable[Arrays]) -> Users:
+    """Chooses examples of several owners so that each owner takes part as one user.
+
+    Use it if an example belongs to several persons, as a message belongs to its sender and its readers:
+
+        users = tfdpfl.data.bound_owners(owners)
+        batches = tfdpfl.data.poisson_batches((x, y), ..., user_ids=users, examples_per_user=2)
+
+    A user is a set of owners with all examples that exactly these owners have. Sets are chosen greedily, those of the
+    fewest owners first and then by their first example. A set that shares an owner with a chosen one is left out, with
+    its examples.
+
+    Args:
+        owners: For each example its owners: a list, tuple, set or array of ids, or one id. Ids of one value are one
+            owner, as in `poisson_batches`.
+
+    Returns:
+        The users, for ``user_ids`` of `poisson_batches`, `random_allocation`, `cyclic_poisson`, `fixed_order` and
+        `plan`. ``number`` counts them, and ``rows`` has the numbers of the chosen examples.
+
+    Raises:
+        ValueError: An example has no owner, or ``owners`` is a mapping.
+
+    Guarantee:
+        Neighbours differ in all examples of one owner, whose set is removed or blanked. No other set changes, so the
+        sensitivity is that of one user. Which owners an example has is public, as in the fixed-graph model of Ganesh
+        et al. 2025, "It's My Data Too", arXiv:2503.03622. With one example of each set this is its greedy selection of
+        one example for each owner.
+
+    Example:
+        >>> users = tfdpfl.data.bound_owners([["ann", "bob"], ["bob"], ["cem", "dan"], ["dan", "cem"]])
+        >>> users.number, users.rows.tolist()
+        (2, [1, 2, 3])
+    """
+    if isinstance(owners, Mapping):
+        raise ValueError("owners is a mapping: pass the owners of each example, in the order of the examples.")
+    sets = [_owners_of(number, ids) for number, ids in enumerate(owners)]
+    chosen: dict[frozenset, list[int]] = {}
+    taken: set[Hashable] = set()
+    for number in sorted(range(len(sets)), key=lambda n: len(sets[n])):
+        group = sets[number]
+        # Only equal sets share a user: of two owners who share some examples, one would leave half a user behind.
+        if group not in chosen and taken.isdisjoint(group):
+            chosen[group] = []
+            taken |= group
+        if group in chosen:
+            chosen[group].append(number)
+    rows = np.array([n for numbers in chosen.values() for n in numbers], np.int64)
+    starts = np.cumsum([0, *map(len, chosen.values())])
+    return Users(rows, starts, len(sets), _OWNERS)
+
+
+def _owners_of(number: int, ids: Arrays) -> frozenset:
+    ids = ids.tolist() if isinstance(ids, np.ndarray | np.generic) else ids
+    found = frozenset(map(_value, [ids] if isinstance(ids, str | bytes) or not hasattr(ids, "__len__") else ids))
+    if not found or any(i is None or i != i for i in found):
+        raise ValueError(
+            f"owners has no owner for example {number}, or one that is missing: leave the example out, or give it an "
+            "id of its own."
+        )
+    return found
 
 
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?\s*", re.ASCII)
