@@ -376,19 +376,27 @@ def means_table(results: list[Result]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def range_of(results: list[Result]) -> str:
+    """Returns the least and the greatest ratio of CPU time at batch 256, over the models and both stacks."""
+    ratios = [r.time_ratio for r in results if r.batch_size == 256 and r.competitor in ("tfdpfl3", "tfdpfl2")
+              and r.model in LABELS and r.time_ratio]  # fmt: skip
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 def pages(results: list[Result], root: Path = HERE.parent) -> dict[Path, str]:
-    """Returns the text of README, the figures page and the landing page, whose tables are made from ``results``."""
-    index = root / "docs" / "index.md"
-    means = re.sub(
-        r"(?s)(<!-- means -->\n).*?(<!-- end means -->)", rf"\g<1>{means_table(results)}\n\2", index.read_text()
-    )
-    made = {index: means}
-    for path in (root / "README.md", root / "docs" / "figures.md"):
-        made[path] = re.sub(
-            r"(?s)(<!-- step (\d+) -->\n).*?(\n<!-- end -->)",
-            lambda mark, path=path: mark[1] + page_table(results, int(mark[2]), path.name == "README.md") + mark[3],
-            path.read_text(),
-        )
+    """Returns the text of the pages that show what is made from ``results``: tables, means, and a range of ratios."""
+    made = {}
+    for name in ("README.md", "docs/index.md", "docs/figures.md", "docs/faq.md"):
+        path = root / name
+        text = path.read_text()
+        for mark, of in (
+            (r"means", lambda _: means_table(results) + "\n"),
+            (r"range", lambda _: range_of(results)),
+            (r"step (\d+)", lambda found, name=name: page_table(results, int(found[2]), name == "README.md") + "\n"),
+        ):
+            text = re.sub(rf"(?s)(<!-- {mark} -->\n?).*?(<!-- end -->)",
+                          lambda found, of=of: found[1] + of(found) + found[found.re.groups], text)  # fmt: skip
+        made[path] = text
     return made
 
 
