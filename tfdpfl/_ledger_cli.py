@@ -120,7 +120,8 @@ class OpenedJournal(Opened):
         self._compare(model, len(j.charged) + self._unread)
         self.complete = not self._unread
         self.counts = {
-            "rounds": len(j.charged), "hashed_lines": j.hashed, "lines": j.lines, "torn_bytes": len(data) - len(whole)
+            "rounds": len(j.charged), "hashed_lines": j.chain.hashed, "lines": j.lines,
+            "torn_bytes": len(data) - len(whole),
         }  # fmt: skip
 
     def _compare(self, model: Json, rounds: int) -> None:
@@ -134,6 +135,11 @@ class OpenedJournal(Opened):
             self.faults.append(
                 f"The saved model came after {known} charged rounds, but {self.path} has {rounds}, so rounds are "
                 "missing from epsilon. Restore the newest ledger."
+            )
+        elif not self.faults and model.get("ledger", self._journal.chain.digest) not in self._journal.chain.digests:
+            self.faults.append(
+                f"{self.path} lacks lines that it had when the saved model came, so rounds may be missing from "
+                "epsilon. One of the two files is an older copy, or of another training. Restore both from one backup."
             )
 
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
@@ -176,7 +182,7 @@ class OpenedJournal(Opened):
         if old.begun is not None:
             lines.append({"begin": len(old.charged), "cohort": old.begun})
         for line in lines:
-            whole = new.whole(line)
+            whole = new.chain.seal(line)
             new.read(whole, "the new file")
             text += whole
         return text
@@ -209,15 +215,17 @@ class OpenedCheckpoints(Opened):
                     f"The newest state came after {before} rounds, but {path} has {rounds}, so rounds are missing from "
                     "epsilon. Restore the newest ledger."
                 )
-            elif rounds > after + 1 and not record.fault:
+            elif max(record.saved, rounds - 1) > after and not record.fault:
                 self.faults.append(
-                    f"The newest state came after {after} rounds, but {path} has {rounds}. A training that goes on "
-                    "from this state would release rounds again. Restore the newest states."
+                    f"The newest state came after {after} rounds, but {path} has {max(record.saved, rounds - 1)} whose "
+                    "state was saved. A training that goes on from this state would release rounds again. Restore the "
+                    "newest states."
                 )
-            elif not record.fault:
+            elif not record.fault and (not record.begun or record.begun[-1].followed):
                 self._rounds = min(after, rounds)  # a round that began and was lost has released nothing
         self.counts = {
-            "rounds": self._rounds, "lines": record.lines, "torn_bytes": len(data) - len(_whole_lines(data))
+            "rounds": self._rounds, "hashed_lines": record.chain.hashed, "lines": record.lines,
+            "torn_bytes": len(data) - len(_whole_lines(data)),
         }  # fmt: skip
 
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
@@ -254,7 +262,7 @@ class OpenedCheckpoints(Opened):
 
     def newest(self) -> bytes:
         raise BadArgument(
-            f"{self.path} is of checkpoints, whose format has not changed. `train` goes on with the folder as it is."
+            f"{self.path} is of checkpoints. `train` goes on with the folder as it is, in the newest format."
         )
 
 
@@ -300,7 +308,7 @@ def _open_file(path: Path) -> Opened:
         raise BadArgument(f"{path} holds no whole line, so no epsilon. Restore it from a backup.")
     if b'"sampler": ' not in whole[: whole.index(b"\n")]:
         return OpenedJournal(path, data, model)
-    record = checkpoints.Record(whole.decode(errors="replace"), str(path))
+    record = checkpoints.Record(whole, str(path))
     after = checkpoints.versions(path.parent)
     return OpenedCheckpoints(path, data, record, (before, after) if folder or after else None)
 

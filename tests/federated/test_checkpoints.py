@@ -9,7 +9,8 @@ from commands import DELTA, cost, epsilons, run
 from dp_accounting import dp_event
 
 from tfdpfl import _formats
-from tfdpfl.federated.checkpoints import Record
+from tfdpfl._chain import Chain
+from tfdpfl.federated.checkpoints import VERSION, Record
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, TreeLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.flower.journal import Journal
@@ -28,16 +29,29 @@ def line_of(number, cohort, absent=(), examples=None):
     return {"round": number, "cohort": cohort, "absent": dict.fromkeys(absent, "gone"), "examples": examples or {}}
 
 
-def made(folder, privacy=(CLIENT,), participation=POISSON, lines=None, states=()):
-    """A folder as `train` leaves it."""
+def made(folder, privacy=(CLIENT,), participation=POISSON, lines=None, states=(), version=VERSION):
+    """A folder as `train` leaves it, with a line for each state of ``states``."""
     folder.mkdir()
     header = {"privacy": list(privacy), "participation": participation, "clip": 1.0, "metrics": None}
     lines = [line_of(*row) for row in enumerate(COHORTS)] if lines is None else lines
-    told = [{**_formats.stamp(1), **_formats.describe(header), "sampler": SAMPLER}, *lines]
-    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    told = [{**_formats.stamp(version), **_formats.describe(header), "sampler": SAMPLER}, *lines]
+    for state in states if version > 1 else ():
+        ended = [place for place, line in enumerate(told, 1) if line.get("round") == state - 1]
+        if ended:
+            told.insert(ended[-1], {"saved": state})
+    write(folder / "ledger.jsonl", told, version > 1)
     for number in states:
         (folder / f"state_{number}").mkdir()
     return folder
+
+
+def write(path, lines, sealed=True):
+    chain = Chain()
+    with path.open("wb") as file:
+        for line in lines:
+            text = chain.seal(line) if sealed else json.dumps(line).encode() + b"\n"
+            chain.add(text)
+            file.write(text)
 
 
 def poisson(rounds, rate=0.25):
@@ -53,7 +67,7 @@ def test_epsilon_of_a_stopped_training_is_that_of_its_complete_rounds(tmp_path):
     assert epsilons(stopped) == ({"client": pytest.approx(cost(poisson(3)))}, True)
     assert epsilons(stopped / "ledger.jsonl") == epsilons(stopped)
     assert "(client level) at delta 1e-05, adjacency zero_out" in run("epsilon", stopped, "--delta", DELTA)
-    assert "ok (checkpoints, 3 rounds)" in run("verify", stopped)
+    assert "ok (checkpoints, 3 rounds, 7 of 7 lines with a hash)" in run("verify", stopped)
     epsilons(stopped, "--target-epsilon", 0.1, code=1)
     alone = shutil.copy(stopped / "ledger.jsonl", tmp_path / "copy")  # nothing shows which rounds are complete
     assert epsilons(alone) == ({"client": pytest.approx(cost(poisson(4)))}, True)
@@ -81,25 +95,45 @@ def test_verify_compares_the_rounds_with_the_states(tmp_path):
     older = made(tmp_path / "a", states=[1, 2])
     assert "The newest state came after 2 rounds, but" in run("verify", older, code=1)
     assert epsilons(older, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, True)
+    last = made(tmp_path / "d", states=[3, 4])
+    (last / "state_4").rmdir()  # its round was shown, and would run again
+    assert "ledger.jsonl has 4 whose state was saved" in run("verify", last, code=1)
+    assert epsilons(last, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, True)
     newer = made(tmp_path / "b", states=[5, 6])
     assert "so rounds are missing from epsilon" in run("verify", newer, code=1)
     assert epsilons(newer, code=1) == ({"client": pytest.approx(cost(poisson(6)))}, False)
     none = made(tmp_path / "c")
     assert "came after 0 rounds, but" in run("verify", none, code=1)
-    assert "ok (checkpoints, 4 rounds)" in run("verify", none / "ledger.jsonl")
+    assert "ok (checkpoints, 4 rounds, " in run("verify", none / "ledger.jsonl")
+
+
+def test_a_round_that_version_1_cannot_say_was_lost_counts_as_shown_each_time(tmp_path):
+    lines = [line_of(0, ["a"]), line_of(1, ["b"]), line_of(1, ["b"]), line_of(1, ["b"]), line_of(2, ["c"])]
+    for name, level, participation, wanted in [
+        ("a", CLIENT, POISSON, [poisson(1), (dp_event.PoissonSampledDpEvent(
+            0.25, dp_event.GaussianDpEvent(1.5 / 3**0.5)), 1), poisson(1)]),
+        ("b", CLIENT, LIMITED, [gaussian(2 - 1 + 3)]),
+        ("c", TreeLevel(noise_multiplier=8.0), LIMITED, [gaussian(1, 8.0 / (3 * 3) ** 0.5)]),
+    ]:  # fmt: skip
+        folder = made(tmp_path / name, [level], participation, lines, states=[2], version=1)  # the last may be shown
+        assert epsilons(folder) == ({"client": pytest.approx(cost(*wanted))}, True)
+        assert "ok (checkpoints, 3 rounds, 0 of 6 lines with a hash)" in run("verify", folder)
 
 
 def test_a_damaged_ledger_counts_every_round_that_it_can_have_had(tmp_path):
     whole = made(tmp_path / "a", states=[3, 4])
     path = whole / "ledger.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    for broken in ([*lines[:2], "{\n", *lines[3:]], lines[:2] + lines[3:], [*lines[:-1], '{"round": 3}\n']):
+    changed = lines[1].replace('"a"', '"c"')
+    bare = [line[: line.rindex(", ")] + "}\n" for line in lines]
+    for broken in ([*lines[:2], "{\n", *lines[3:]], lines[:2] + lines[3:], [*lines[:-1], '{"saved": 3}\n'],
+                   [lines[0], changed, *lines[2:]], bare):  # fmt: skip
         path.write_text("".join(broken))
         assert "DAMAGED" in run("verify", whole, code=1)
         spent, complete = epsilons(whole, code=1)
         assert spent == {"client": pytest.approx(cost(poisson(4)))} and not complete
     alone = tmp_path / "copy"
-    alone.write_text("".join(lines[:-2]) + "{\n{\n")  # nothing else shows how many there were
+    alone.write_text("".join(lines[:3]) + "{\n{\n")  # nothing else shows how many there were
     assert epsilons(alone, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, False)
     path.write_text("".join(lines) + '{"round": 4')  # a write that was cut off: the round did not run
     assert "11 bytes of a line that was never whole" in run("verify", whole)
@@ -138,16 +172,16 @@ def test_inspect_names_no_client_and_no_key(tmp_path):
     text = run("inspect", made(tmp_path / "a", states=[3]), "--json")
     told = json.loads(text)
     assert {name: told[name] for name in ("kind", "version", "rounds", "begun", "clients")} == {
-        "kind": "checkpoints", "version": 1, "rounds": 3, "begun": 1, "clients": 3,
+        "kind": "checkpoints", "version": 2, "rounds": 3, "begun": 1, "clients": 3,
     }  # fmt: skip
     assert told["most_rounds_of_a_client"] == 2 and told["written_by"].startswith("tfdpfl")
     assert SAMPLER["key"] not in text and not any(f'"{client}"' in text for client in "abc")
 
 
-@pytest.mark.parametrize("release", ["", "v1"])
-def test_ledgers_of_every_release_are_read(release):
+@pytest.mark.parametrize(("release", "hashed"), [("", "0 of 3"), ("v1", "0 of 3"), ("v2", "5 of 5")])
+def test_ledgers_of_every_release_are_read(release, hashed):
     path = GOLDEN / release / "checkpoints.jsonl"
-    assert "ok (checkpoints, 2 rounds)" in run("verify", path)
+    assert f"ok (checkpoints, 2 rounds, {hashed} lines with a hash)" in run("verify", path)
     assert epsilons(path) == ({"client": pytest.approx(cost(gaussian(2)))}, True)
     assert "noise_multiplier" in run("inspect", path)
 
@@ -162,7 +196,7 @@ def test_checkpoints_merge_with_what_protects_the_same_unit(tmp_path):
     assert "adjacency replace_one" in run("epsilon", tmp_path / "h.json", "--delta", DELTA)
     examples = made(tmp_path / "e", [EXAMPLES], states=[4])
     assert "total_price" in run("merge", examples, "--output", tmp_path / "f", code=2)
-    assert "has not changed" in run("migrate", first, "--output", tmp_path / "g", code=2)
+    assert "goes on with the folder as it is" in run("migrate", first, "--output", tmp_path / "g", code=2)
 
 
 def test_checkpoints_merge_with_the_journal_of_a_server_that_protects_clients(tmp_path):
@@ -186,7 +220,7 @@ def test_what_is_no_checkpoint_dir_exits_with_2_and_names_the_fix(tmp_path):
     assert "Give the folder that train(checkpoint_dir=) wrote" in run("verify", tmp_path, code=2)
     plain = made(tmp_path / "a", [], None, states=[4])
     assert "promises no privacy" in run("epsilon", plain, "--delta", DELTA, code=2)
-    newer = made(tmp_path / "b", lines=[{"version": 2, "written_by": "tfdpfl 9.1.0"}])
+    newer = made(tmp_path / "b", lines=[{"version": 3, "written_by": "tfdpfl 9.1.0"}])
     assert "upgrade with pip install --upgrade tfdpfl" in run("verify", newer, code=2)
     (tmp_path / "c").mkdir()
     header = {"privacy": [{"type": "Unheard"}], "participation": None, "sampler": None}
@@ -196,10 +230,10 @@ def test_what_is_no_checkpoint_dir_exits_with_2_and_names_the_fix(tmp_path):
 
 def test_a_record_counts_rounds_once_and_sees_what_cannot_follow():
     head = json.dumps({"privacy": [], "participation": None, "sampler": None}) + "\n"
-    text = lambda *numbers: head + "".join(json.dumps(line_of(n, ["a"])) + "\n" for n in numbers)
+    text = lambda *numbers: (head + "".join(json.dumps(line_of(n, ["a"])) + "\n" for n in numbers)).encode()
     for numbers, rounds, sound in [
         ([], 0, True), ([0, 1, 1, 2], 3, True), ([1], 2, False), ([0, 2], 3, False), ([-1], 1, False),
         ([0, 1, 0], 3, False),
     ]:  # fmt: skip
         record = Record(text(*numbers), "it")
-        assert (record.rounds, not record.fault) == (rounds, sound) and record.rewound == (numbers == [0, 1, 0])
+        assert (record.rounds, not record.fault) == (rounds, sound) and record.rewound == (numbers in ([0, 1, 0], [-1]))

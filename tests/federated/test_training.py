@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from tfdpfl.federated import (
     train,
 )
 from tfdpfl.federated import data as fd
+from tfdpfl.federated.checkpoints import Record
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel
 from tfdpfl.federated.privacy import Participation
 
@@ -403,7 +405,7 @@ def test_a_training_that_was_broken_off_goes_on_as_if_nothing_had_happened(tmp_p
     with pytest.raises(InterruptedError):
         run(Counting(GAUSSIAN, die_in_round=3), make(), 6, checkpoint_dir=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    cohorts = [line["cohort"] for line in lines[1:]]
+    cohorts = [line["cohort"] for line in lines if "round" in line]
     assert len(cohorts) == 4  # three that ran, and one that was begun
     assert told(tmp_path) == {"client": priced(GAUSSIAN, make(), cohorts[:3])}
 
@@ -459,7 +461,7 @@ def test_a_line_of_the_ledger_that_was_cut_off_is_no_round(tmp_path):
     path.write_text("".join(lines[:-1]) + lines[-1][:9])
     history = run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
     assert history.lost_rounds == 0 and len(history.cohorts) == 5
-    assert [json.loads(line)["round"] for line in path.read_text().splitlines()[1:]] == [0, 1, 2, 3, 4]
+    assert [row.number for row in Record(path.read_bytes(), "it").begun] == [0, 1, 2, 3, 4]
 
 
 def test_a_folder_of_another_training_is_refused(tmp_path):
@@ -477,10 +479,18 @@ def test_a_folder_of_another_training_is_refused(tmp_path):
     ledger.write_text("".join(lines[:2]))
     with pytest.raises(ValueError, match="lacks rounds that ran"):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
-    more = [json.dumps({**json.loads(lines[-1]), "round": number}) + "\n" for number in (2, 3)]
-    ledger.write_text("".join([*lines, *more]))  # a round that was lost, and one that cannot have begun before it
-    with pytest.raises(ValueError, match=r"has 4 rounds, but the newest state came after 2\. .*Restore the newest"):
+    ledger.write_text("".join(lines))
+    os.rename(tmp_path / "state_2", tmp_path.parent / "newest")  # its round was shown: it would run again, uncharged
+    with pytest.raises(ValueError, match=r"has 2 rounds .* the newest state came after 1\. .*Restore the newest"):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
+    shutil.rmtree(tmp_path / "state_1")
+    other = tmp_path / "other"
+    run(Counting(GAUSSIAN), poisson(), 2, checkpoint_dir=other)
+    shutil.rmtree(other / "state_2")
+    os.rename(tmp_path.parent / "newest", other / "state_2")  # of as many rounds, but others
+    with pytest.raises(ValueError, match=r"lacks lines that it had when state_2 was saved"):
+        run(Counting(GAUSSIAN), poisson(), checkpoint_dir=other)
+    shutil.copytree(other / "state_2", tmp_path / "state_2")
     ledger.unlink()
     with pytest.raises(ValueError, match="states but no ledger"):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
@@ -539,6 +549,49 @@ def test_a_file_system_without_locks_is_not_another_training(tmp_path, monkeypat
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(ValueError, match=words):
         run(Counting(GAUSSIAN), poisson(), 1, checkpoint_dir=tmp_path)
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing of this package may catch it."""
+
+
+@pytest.mark.slow
+def test_a_training_that_dies_at_any_sync_goes_on_and_shows_no_round_that_it_could_draw_again(tmp_path, monkeypatch):
+    real, left = os.fsync, [0]
+
+    def fsync(descriptor):
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    names, stops = iter(range(10**6)), 0
+    clients, sampler = {str(i): None for i in range(999)}, lambda number: [str(next(names))]  # never the same
+    for stop in range(1, 99):
+        folder, shown = tmp_path / str(stop), []
+
+        def go_on(folder=folder, shown=shown):
+            return train(
+                Counting(), clients, num_rounds=1, sampler=sampler, delta=None, progress=False, checkpoint_dir=folder,
+                eval_fn=lambda weights: shown.append(int(weights)) or {},
+            )  # fmt: skip
+
+        left[0] = stop
+        try:
+            go_on()
+        except Killed:
+            stops += 1
+        left[0] = 0
+        saved = Record((folder / "ledger.jsonl").read_bytes(), "it").saved
+        assert saved >= max(shown, default=0)  # else the shown round would count as lost, and run again for nothing
+        history = go_on()
+        record = Record((folder / "ledger.jsonl").read_bytes(), "it")
+        assert not record.fault and record.saved == 1 and record.chain.hashed == record.lines
+        assert [row.cohort for row in record.begun] == [history.cohorts[row.number] for row in record.begun]
+        if stop > stops:
+            break
+    assert stops > 10
 
 
 @pytest.mark.slow
@@ -724,7 +777,8 @@ def test_after_sigkill_the_ledger_has_every_round_and_every_client(tmp_path):
     assert alive, child.communicate()[1][-2000:]
     child.wait()
 
-    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines(keepends=True)[1:]]
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "round" in line]
     completed = max(int(p.name.split("_")[1]) for p in folder.glob("state_*") if p.name.count("_") == 1)
     assert len(lines) in (completed, completed + 1) and completed >= 4
     clients, total = make_clients(), completed + 2
@@ -757,12 +811,15 @@ def test_a_folder_of_an_earlier_release_goes_on(tmp_path, release):
     for rounds in (2, 3):
         history = go_on(1.0, rounds)
         assert told(tmp_path, "rdp") == history.epsilon
+        # An earlier release does not say whether the first round was shown, so it counts twice.
+        twice = RoundsRun(rounds=rounds + 1, participation=poisson().participation)
+        assert history.epsilon["client"] == pytest.approx(GAUSSIAN.price(twice, DELTA, "rdp").epsilon)
         assert history.cohorts[:2] == [[*CLIENTS]] * 2 and len(history.rows) == rounds
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    assert [line["version"] for line in lines if "version" in line] == [1]
+    assert [line["version"] for line in lines if "version" in line] == ([1, 2] if release else [2])
     with pytest.raises(PrivacyError, match=r"another clip, .*1\.0.*, not 2\.0"):
         go_on(2.0, 3)
-    newer = json.dumps({"version": 2, "written_by": "tfdpfl 9.1.0"})
+    newer = json.dumps({"version": 3, "written_by": "tfdpfl 9.1.0"})
     ledger.write_text(f"{ledger.read_text()}{newer}\n")
-    with pytest.raises(PrivacyError, match=r"ledger\.jsonl is of format version 2, written by tfdpfl 9\.1\.0"):
+    with pytest.raises(PrivacyError, match=r"ledger\.jsonl is of format version 3, written by tfdpfl 9\.1\.0"):
         go_on(1.0, 3)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
+from commands import run
 from dp_accounting import dp_event
 from flower_fakes import FakeGrid, arrays_in, model, reply
 from flwr.serverapp import strategy as flower
 
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.errors import PrivacyError
 from tfdpfl.flower import DifferentialPrivacyFixedClipping, Roster
 
 RATE, HOSPITALS = 0.2, 30
@@ -134,6 +136,36 @@ def test_500_rounds_of_churn(tmp_path, monkeypatch):
     strategy, result, released, disk, lives = run_with_churn(tmp_path / "ledger", monkeypatch, 500, 67)
     check(strategy, result, released, disk, 500)
     assert lives > 20
+
+
+def test_a_ledger_and_a_model_of_different_backups_lose_no_round(tmp_path):
+    path, saved = tmp_path / "ledger", tmp_path / "ledger.npz"
+    grid = FakeGrid(2, lambda message, number: reply(message, arrays_in(message)))
+
+    def go_on(rounds):
+        strategy = limited(path, None, max_participations=None)
+        try:
+            strategy.start(grid, model(), num_rounds=rounds)
+        finally:
+            strategy._journal.close()
+        return strategy
+
+    go_on(2)
+    old_ledger, old_model = path.read_bytes(), saved.read_bytes()
+    go_on(4)
+    new_model = saved.read_bytes()
+    saved.write_bytes(old_model)
+    assert go_on(4).rounds_charged == 6 and "ok (journal, 6 rounds" in run("verify", path)  # rounds 3 and 4 twice
+    path.write_bytes(old_ledger)
+    assert "came after 6 charged rounds" in run("verify", path, code=1)
+    with pytest.raises(PrivacyError, match="came after 6"):
+        go_on(4)
+    saved.write_bytes(old_model)
+    go_on(4)
+    saved.write_bytes(new_model)  # of as many rounds, but of others
+    assert "lacks lines that it had when the saved model came" in run("verify", path, code=1)
+    with pytest.raises(PrivacyError, match="lacks lines that it had when the model next to it was saved"):
+        go_on(4)
 
 
 def limited(path, clients, **how):

@@ -1,8 +1,11 @@
 """Reads the ledger of a folder of checkpoints, and prices the rounds in it. No TFF here.
 
-The ledger has a line for every round, written before the round runs. States lie next to it, in folders whose names end
-with the number of rounds that are complete. A line that repeats the number of the line before it is of a round whose
-result was lost.
+The ledger has a line for every round, written before the round runs, and since version 2 a line for every state,
+written before its round is shown. States lie next to it, in folders whose names end with the number of rounds that are
+complete. A line that repeats the number of the round before it is of a round whose result was lost. Version 1 does not
+say whether that result was shown before, so such a round counts as shown each time.
+
+Since version 2 the lines are chained by hashes, and a state holds the hash of the ledger that it belongs to.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdpfl import _formats
+from tfdpfl._chain import Chain
 from tfdpfl._types import Json
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, TreeLevel
 from tfdpfl.federated.nbafl import NbAFLLevel
@@ -23,7 +28,8 @@ __all__ = ["LEDGER", "STATE", "VERSION", "Record", "Round", "completed", "runs",
 
 LEDGER = "ledger.jsonl"
 STATE = "state_"  # before the number in the name of a state's folder
-VERSION = 1  # of the ledger's lines
+VERSION = 2  # of the ledger's lines
+_HASHED = 2  # the first version whose lines have a hash
 
 _NOISED_BY_SERVER = (ClientLevel, TreeLevel)
 _CLASSES = (ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, NbAFLLevel, Participation, TreeLevel)
@@ -32,12 +38,13 @@ _CLASSES = (ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, NbAFLLevel,
 @dataclasses.dataclass
 class Round:
     """A round: its number, its clients as they were drawn, those left out and why, and how many examples each gave,
-    where that is counted."""
+    where that is counted. If it is ``followed``, a line says that its state was saved, and it was not shown before."""
 
     number: int
     cohort: list[str]
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
     examples: dict[str, int] = dataclasses.field(default_factory=dict)
+    followed: bool = True
 
 
 class Record:
@@ -51,6 +58,8 @@ class Record:
       header: the first line.
       stamps: the lines that state a version.
       begun: the rounds, in the order in which they began.
+      saved: the number of the newest state that the ledger knows.
+      chain: the hashes of the lines.
       fault: the first thing that is wrong; empty for a whole ledger.
       unread: how many lines cannot be read.
       rewound: whether rounds ran again that later rounds had followed, so that they were released twice.
@@ -59,25 +68,29 @@ class Record:
       NewerFormatError: a line is of a newer version.
     """
 
-    def __init__(self, text: str, what: str):
+    def __init__(self, text: bytes, what: str):
         self.header: Json = {}
         self.stamps: list[Json] = []
         self.begun: list[Round] = []
         self.fault = ""
-        self.lines = self.unread = 0
+        self.lines = self.unread = self.saved = 0
+        self.chain = Chain()
         self.rewound = False
-        for self.lines, line in enumerate(text.splitlines(), 1):
+        for self.lines, line in enumerate(text.splitlines(keepends=True), 1):
             try:
                 self._read(line, what)
+                self.chain.check(line, bool(self.stamps) and self.stamps[-1]["version"] >= _HASHED)
             except _formats.NewerFormatError:
                 raise
             except (ValueError, KeyError, TypeError) as error:
                 self.fault = self.fault or f"line {self.lines}, {type(error).__name__}: {error}"
+            self.chain.add(line)
 
-    def _read(self, line: str, what: str) -> None:
+    def _read(self, line: bytes, what: str) -> None:
         before = len(self.begun)
         try:
             held = dict(json.loads(line))
+            hashed = held.pop("sha256", None) is not None
             if "version" in held:
                 _formats.refuse_newer(what, held, VERSION)
                 self.stamps.append(held)
@@ -88,14 +101,22 @@ class Record:
                     raise KeyError("sampler")
                 self.header = held
                 return
-            row = Round(int(held["round"]), [*held["cohort"]], dict(held["absent"]), dict(held["examples"]))
+            last = self.begun[-1].number if before else -1
+            if "saved" in held:
+                state = int(held["saved"])
+                if not self.saved <= state <= last + 1:
+                    raise ValueError(f"state {state} cannot follow round {last}")
+                self.saved = state
+                return
+            row = Round(
+                int(held["round"]), [*held["cohort"]], dict(held["absent"]), dict(held["examples"]), followed=hashed
+            )
         except (ValueError, KeyError, TypeError):
             self.unread += 1
             raise
         self.begun.append(row)
-        last = self.begun[-2].number if before else -1
-        self.rewound |= row.number < last
-        if row.number not in (last, last + 1) or row.number < 0:
+        self.rewound |= row.number < max(last, self.saved)
+        if row.number not in (last, last + 1) or row.number < self.saved:
             raise ValueError(f"round {row.number} cannot follow {f'round {last}' if before else 'nothing'}")
 
     @property
@@ -161,6 +182,18 @@ def completed(begun: Sequence[Round], rounds: int) -> list[Round]:
     return [*{row.number: row for row in begun}.values()][:rounds]
 
 
+def _shown(begun: Sequence[Round], rounds: int) -> tuple[list[Round], list[int]]:
+    """Returns the rounds whose result may have been seen, and how often where it was more than once.
+
+    These are the complete rounds, and of version 1 all that were begun.
+    """
+    last = {row.number: row for row in begun}
+    times = Counter(
+        row.number for row in begun if not row.followed or (row is last[row.number] and row.number < rounds)
+    )
+    return [last[number] for number in times], [count for count in times.values() if count > 1]
+
+
 def runs(
     guarantees: Sequence[Guarantee],
     participation: Participation | None,
@@ -180,12 +213,18 @@ def runs(
     found = {}
     for guarantee in guarantees:
         assert participation is not None
-        rows, declared = completed(begun, rounds), participation
-        if not isinstance(guarantee, _NOISED_BY_SERVER) and len(begun) > rounds:
-            rows, declared = [*begun], _unlimited(participation)  # rounds that were sent twice keep to no limit
-        rows = rows if next_ is None else [*rows, next_]
+        declared, again = participation, list[int]()
+        if isinstance(guarantee, _NOISED_BY_SERVER):
+            known = [*begun] if next_ is None else [*begun, next_]
+            rows, again = _shown(known, rounds + (next_ is not None))
+        else:
+            if len(begun) > rounds:
+                declared = _unlimited(participation)  # rounds that were sent twice keep to no limit
+            rows = completed(begun, rounds) if len(begun) <= rounds else [*begun]
+            rows = rows if next_ is None else [*rows, next_]
         run = RoundsRun(
             rounds=len(rows),
+            again=again,
             participation=declared,
             cohorts=[row.cohort for row in rows],
             absent=[[*row.absent] for row in rows],

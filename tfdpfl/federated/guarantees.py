@@ -93,8 +93,13 @@ class ClientLevel(_OneEvent):
     def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
         from dp_accounting import dp_event
 
-        event = run.participation.sampled(dp_event.GaussianDpEvent(self.noise_multiplier))
-        return dp_event.SelfComposedDpEvent(event, most)
+        def released(times: int) -> DpEvent:
+            """A round whose sum was released so often, each time with noise of its own: one Gaussian of all of them."""
+            return run.participation.sampled(dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(times)))
+
+        again = sorted(run.again)[-most:]
+        once = dp_event.SelfComposedDpEvent(released(1), most - len(again))
+        return dp_event.ComposedDpEvent([once, *map(released, again)]) if again else once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,7 @@ class TreeLevel(_OneEvent):
         from dp_accounting import dp_event
 
         squared = tree_sensitivity(run.rounds, most, _separation(run), self.restart_every)
+        squared *= max(run.again, default=1)  # a round that is released again makes its nodes again, with other noise
         # The nodes together are one Gaussian mechanism, for clients that adapt to what was released, too (Denisov et
         # al. 2022, arXiv:2202.08312).
         return dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(squared))

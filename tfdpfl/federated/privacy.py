@@ -66,6 +66,7 @@ class RoundsRun:
 
     Attributes:
       rounds: rounds whose result was released.
+      again: of the rounds that were released more than once, of the same clients, how often each was.
       participation: what the sampler declared.
       cohorts: the clients of each round, in order, as they were drawn.
       num_examples: examples that each client holds, where known; the fewest, where that varied.
@@ -77,6 +78,7 @@ class RoundsRun:
     cohorts: Sequence[Sequence[str]] = ()
     num_examples: Mapping[str, int] = dataclasses.field(default_factory=dict)
     absent: Sequence[Sequence[str]] = ()
+    again: Sequence[int] = ()
 
     def sizes(self) -> list[int]:
         """How many clients each round had an update of."""

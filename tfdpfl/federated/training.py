@@ -473,7 +473,8 @@ class _Checkpoints:
         whole = text[: text.rfind("\n") + 1]  # a last line without an end was not written before its round began
         if whole != text:
             self._file.truncate(len(whole.encode()))
-        kept = Record(whole, str(self._folder / LEDGER))
+        kept = Record(whole.encode(), str(self._folder / LEDGER))
+        self._chain, self._saved = kept.chain, kept.saved
         if kept.fault:
             raise ValueError(
                 f"{self._folder / LEDGER} is damaged ({kept.fault}). Rounds that it lacks would be in no epsilon. "
@@ -491,17 +492,17 @@ class _Checkpoints:
             files.sync(self._folder)
         else:
             self._check_header(kept.header)
-            if not kept.stamps:
+            if not kept.stamps or kept.stamps[-1]["version"] < VERSION:
                 self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
             self._ledger.resume(kept.begun, done)
             if kept.header["sampler"] is not None and hasattr(sampler, "set_state"):
                 sampler.set_state(kept.header["sampler"])
                 sampler.remember({round_.number: round_.cohort for round_ in kept.begun})
-        if kept.rounds > done + 1:
+        if done < max(kept.saved, kept.rounds - 1):
             raise ValueError(
-                f"{self._folder / LEDGER} has {kept.rounds} rounds, but the newest state came after {done}. The rounds "
-                "from there on were released, and would run again without being charged again. Restore the newest "
-                "states, or take another folder and pass initial_state."
+                f"{self._folder / LEDGER} has {max(kept.saved, kept.rounds - 1)} rounds whose state was saved, but the "
+                f"newest state came after {done}. The rounds from there on were released, and would run again without "
+                "being charged again. Restore the newest states, or take another folder and pass initial_state."
             )
         if not versions:
             self.save(start, rows)
@@ -509,7 +510,17 @@ class _Checkpoints:
         if done > kept.rounds:
             raise ValueError(f"{self._folder / LEDGER} lacks rounds that ran. Restore it, or take another folder.")
         saved = _wait(self._states.load(done, {"state": start, "rows": ""}))
-        rows += json.loads(bytes(saved["rows"]).decode())
+        told = json.loads(bytes(saved["rows"]).decode())
+        if isinstance(told, dict):  # before version 2 a state did not name its ledger
+            if told["ledger"] not in kept.chain.digests:
+                raise ValueError(
+                    f"{self._folder / LEDGER} lacks lines that it had when {STATE}{done} was saved, so rounds that "
+                    "were released may be missing from epsilon. One of them is an older copy, or of another training. "
+                    "Restore both from one backup, or take another folder and pass initial_state."
+                )
+            told = told["rows"]
+        rows += told
+        self._note(done)
         return saved["state"]
 
     def _check_header(self, saved: Json) -> None:
@@ -528,13 +539,23 @@ class _Checkpoints:
 
     def save(self, state: State, rows: list[dict[str, float]]) -> None:
         """Saves a state, and waits until it is on the disk: the round is shown afterwards."""
-        _wait(self._states.save({"state": state, "rows": json.dumps(rows)}, len(rows)))
+        told = json.dumps({"rows": rows, "ledger": self._chain.digest})
+        _wait(self._states.save({"state": state, "rows": told}, len(rows)))
         files.sync_tree(self._folder)
+        self._note(len(rows))
+
+    def _note(self, state: int) -> None:
+        """Notes a state that is on the disk: from here on its round may be seen."""
+        if state > self._saved:
+            self._append({"saved": state})
+            self._saved = state
 
     def _append(self, line: Json) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        sealed = self._chain.seal(line)
+        self._file.write(sealed.decode())
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._chain.add(sealed)
 
 
 class _Logs:

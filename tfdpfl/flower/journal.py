@@ -4,8 +4,7 @@ A journal is a file of lines of JSON. ``begin`` is written before a round's mess
 result is released. A round that was begun and never charged was never released. Beside it lies the last model, in a
 file that is replaced at once, and what correlated noise keeps of earlier rounds.
 
-Since version 2 a line ends with the hash of all that the file holds up to there. So a line which is changed, lost
-or put in later is seen.
+Since version 2 the lines are chained by hashes. The model holds the hash of the journal that it belongs to.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tfdpfl import _formats
+from tfdpfl._chain import Chain
 from tfdpfl._formats import NewerFormatError
 from tfdpfl._types import Json, JsonValue
 from tfdpfl.errors import PrivacyError
@@ -35,7 +35,6 @@ __all__ = ["VERSION", "DamagedError", "Journal", "Record"]
 
 VERSION = 2  # of the lines; files of before lines had a version hold settings as their `repr`
 _HASHED = 2  # the first version whose lines have a hash
-_HASH = b', "sha256": "'
 
 
 class DamagedError(ValueError):
@@ -54,7 +53,7 @@ class Record:
       versions: of the file's lines, in order; a file without any is of before there were versions.
       charged, replied: the clients of each charged round, and those whose update is in its sum.
       begun: a cohort whose round was not charged.
-      hashed: how many lines carry a hash.
+      chain: the hashes of the lines.
     """
 
     def __init__(self) -> None:
@@ -62,10 +61,10 @@ class Record:
         self.versions: list[Json] = []
         self.charged: list[list[str]] = []
         self.replied: list[list[str]] = []
-        self.evaluations = self.lines = self.hashed = 0
+        self.evaluations = self.lines = 0
         self.begun: list[str] | None = None
         self.run = ""  # its name; a file from before runs had names is named by its first line
-        self.digest = hashlib.sha256()
+        self.chain = Chain()
 
     def read(self, text: bytes, what: str) -> Record:
         """Reads whole lines.
@@ -97,13 +96,7 @@ class Record:
             raise ValueError("it is no JSON object")
         if "version" in held:
             _formats.refuse_newer(what, held, VERSION)  # first: hashes of a newer version may be others
-        before, mark, _ = line.rpartition(_HASH)
-        digest = self.digest.copy()
-        digest.update(before)
-        if mark and line != before + _HASH + digest.hexdigest().encode() + b'"}\n':
-            raise ValueError("its hash is not that of the lines up to it")
-        if not mark and (self.hashed or held.get("version", 0) >= _HASHED):
-            raise ValueError("it has no hash, though all lines of its version have")
+        self.chain.check(line, held.get("version", 0) >= _HASHED)
         held.pop("sha256", None)
         if not self.lines:
             self.header = dict(held["header"])
@@ -114,9 +107,8 @@ class Record:
             self.versions.append(held)
         elif self.lines:
             self._round(held)
-        self.digest.update(line)
+        self.chain.add(line)
         self.lines += 1
-        self.hashed += bool(mark)
 
     def _round(self, held: Json) -> None:
         if held.get("begin") == len(self.charged):
@@ -129,13 +121,6 @@ class Record:
             self.evaluations += 1
         else:
             raise ValueError(f"{json.dumps(held)[:99]} cannot follow {len(self.charged)} charged rounds")
-
-    def whole(self, line: Mapping[str, JsonValue]) -> bytes:
-        """Returns a line with its hash, as it is to follow."""
-        before = json.dumps(line).encode()[:-1]
-        digest = self.digest.copy()
-        digest.update(before)
-        return before + _HASH + digest.hexdigest().encode() + b'"}\n'
 
 
 class Journal(Record):
@@ -193,10 +178,16 @@ class Journal(Record):
         if self._path is None:
             return
         named: Json = {f"array/{name}": value for name, value in arrays.items()}
+        about = {**about, "ledger": self.chain.digest}
         self._replace(self._model, {"about": np.array(json.dumps(about)), **named})
 
     def load(self) -> tuple[dict[str, np.ndarray], Json] | None:
-        """The last model, and what was said about it; None if there is none."""
+        """The last model, and what was said about it; None if there is none.
+
+        Raises:
+          PrivacyError: the journal lacks lines that it had when the model was saved.
+          ValueError: the model cannot be read.
+        """
         if self._path is None or not self._model.exists():
             return None
         try:
@@ -286,7 +277,7 @@ class Journal(Record):
                 f"ledger_path={str(self._path)!r} is of the process that this one was forked from: both would write "
                 "over each other's rounds. Make the strategy in the process that trains."
             )
-        text = self.whole(line)
+        text = self.chain.seal(line)
         self._file.truncate(self._end)  # what an append that failed has left
         self._file.seek(self._end)
         written = self._file.write(text)
@@ -294,4 +285,4 @@ class Journal(Record):
             raise OSError(errno.ENOSPC, f"{written} of {len(text)} bytes written", str(self._path))
         os.fsync(self._file.fileno())
         self._end += len(text)
-        self.digest.update(text)
+        self.chain.add(text)
