@@ -1,5 +1,6 @@
 """What runs on a client: local DP-SGD, local noise, NbAFL; and a client that knows nothing but numpy."""
 
+import json
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import strategy as flower
 
 import tfdpfl
-from tfdpfl import PrivacyLedger
+from tfdpfl import PrivacyError, PrivacyLedger
 from tfdpfl.federated import nbafl
 from tfdpfl.flower import (
     DifferentialPrivacyFixedClipping,
@@ -127,6 +128,44 @@ def test_a_projects_report_has_the_strategy_and_what_its_clients_said():
     least = tfdpfl.accounting.price(twice, 1e-5, "pld", "add_or_remove_one").epsilon
     assert server.figures.epsilon >= least * 0.999
     assert server.figures.epsilon == pytest.approx(strategy.ledger.epsilon(1e-5))
+
+
+def test_clients_of_other_releases_are_read_or_refused_in_a_sentence(caplog):
+    """0: as this release; 1: as 0.1, without versions; 2: a newer report; 3: a newer ledger in it; 4: no report."""
+    logger = logging.getLogger("flwr")
+    logger.setLevel(logging.WARNING)
+    logger.propagate = True  # so that caplog sees it
+    mod = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=1e-12, delta=1e-5)
+    of = Clients(shifted(1.0), [mod])
+
+    def answer(message, number):
+        reply = of(message, number)
+        record = reply.content["tfdpfl.privacy"]
+        told = json.loads(record["report"])
+        assert told["version"] == 1 and told["written_by"].startswith("tfdpfl 0.")
+        newer = {"version": 99, "written_by": "tfdpfl 9.1.0"}
+        if number == 1:
+            told = {name: value for name, value in told.items() if name not in newer}
+        elif number == 2:
+            told |= newer
+        elif number == 3:
+            told["ledger"] |= newer
+        elif number == 4:
+            told["level"] = "unheard"
+        record["report"] = json.dumps(told)
+        return reply
+
+    strategy = plain(5)
+    result = strategy.start(FakeGrid(5, answer), model(), num_rounds=1)
+    assert {*strategy.contributors[0]} == {"101", "102", "105"} and {*strategy.client_reports} == {101, 102}
+    assert np.linalg.norm(flat(result.arrays)) == pytest.approx(3 / 5, rel=1e-5)  # three updates of norm 1, of five
+    for node in (103, 104):
+        assert f"Node {node} counts as if it had not changed the model: The report of node {node}" in caplog.text
+    assert caplog.text.count("written by tfdpfl 9.1.0, but tfdpfl 0.") == 2 and "upgrade with pip" in caplog.text
+    assert "Node 105's report on its own privacy is left out: 'unheard'" in caplog.text
+    assert len(strategy.promises(1e-5)) == 2  # what is kept can be stated
+    with pytest.raises(PrivacyError, match="The report of node 103 is of format version 99"):
+        client_reports([answer(Message(RecordDict({"arrays": model()}), 103, "train"), 2)])
 
 
 def test_a_clients_ledger_outlives_its_process(tmp_path):

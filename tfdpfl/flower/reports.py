@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tfdpfl import _formats
 from tfdpfl._formats import NewerFormatError
 from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger
@@ -20,6 +21,7 @@ from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
 __all__ = ["ClientLedger", "attach", "client_reports", "over_budget", "promises_of_clients", "refused", "report_in"]
 
 KEY = "tfdpfl.privacy"
+VERSION = 1  # of a report, the one record of this package that travels between a client and its server
 _REFUSED = 201  # Flower's own code for a mod whose condition is not met
 
 
@@ -109,6 +111,7 @@ class ClientLedger:
     def report(self, delta: float, **more: object) -> Json:
         ledger = self.ledger
         return {
+            **_formats.stamp(VERSION),
             "level": self._level,
             "epsilon": ledger.epsilon(delta),
             "delta": delta,
@@ -140,9 +143,23 @@ def attach(reply: Message, report: Json) -> None:
 
 
 def report_in(reply: Message) -> Json | None:
-    """The report in a reply; None if it has none."""
+    """The report in a reply; None if it has none.
+
+    Raises:
+      NewerFormatError: the client's release is newer in a way that this one does not know.
+      ValueError, KeyError, TypeError: it is no report.
+    """
     record = reply.content.config_records.get(KEY)
-    return None if record is None else dict(json.loads(str(record["report"])))
+    if record is None:
+        return None
+    report, what = dict(json.loads(str(record["report"]))), f"The report of node {reply.metadata.src_node_id}"
+    _formats.refuse_newer(what, report, VERSION)
+    UNITS[report["level"]], report["adjacency"]
+    try:
+        PrivacyLedger.from_dict(report["ledger"])
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{what}: {error}") from error
+    return report
 
 
 def client_reports(replies: Iterable[Message]) -> dict[int, Json]:
@@ -150,6 +167,9 @@ def client_reports(replies: Iterable[Message]) -> dict[int, Json]:
 
     A report has ``level`` ("example" or "local"), ``epsilon``, ``delta``, ``adjacency``, ``steps`` and ``ledger``,
     which `PrivacyLedger.from_dict` takes. It is the client's word.
+
+    Raises:
+      PrivacyError: a client's tfdpfl is newer than the server's in a way that the server does not know.
     """
     found = {}
     for reply in replies:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from tfdpfl import _replay_hook
+from tfdpfl._formats import NewerFormatError
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
@@ -53,7 +54,7 @@ from tfdpfl.flower.journal import Journal
 from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
 from tfdpfl.flower.monitor import Monitor
 from tfdpfl.flower.register import Register
-from tfdpfl.flower.reports import promises_of_clients
+from tfdpfl.flower.reports import promises_of_clients, report_in
 from tfdpfl.flower.rounds import Round, open_round
 from tfdpfl.flower.spent import ledger_of
 from tfdpfl.flower.updates import ClippedSum
@@ -562,6 +563,7 @@ class DifferentialPrivacy(Strategy):
         found = Collected(ClippedSum(opened.base, clip), np.zeros(len(names) + 1 if names else 0))
         for node, reply in opened.valid(replies):
             try:
+                self._keep_report(node, reply)
                 norm = found.total.add(arrays_of(only(reply.content.array_records, "ArrayRecord")))
             except Exception as error:  # whatever a client sends, the round goes on without it
                 log.warning("Node %d counts as if it had not changed the model: %s", node, error)
@@ -571,7 +573,6 @@ class DifferentialPrivacy(Strategy):
                 found.replied.append(opened.clients[node])
                 if names:
                     found.metrics += fractions(node, reply, names, self._train_metrics)
-            self._keep_report(node, reply)
         log.info("aggregate_train: %d of %d clients' updates are in the sum", len(found.replied), len(opened.groups))
         return found
 
@@ -730,10 +731,15 @@ class DifferentialPrivacy(Strategy):
         return [*rows, *others], past
 
     def _keep_report(self, node: int, reply: Message) -> None:
-        from tfdpfl.flower.reports import report_in
+        """Keeps what a client said of its own privacy.
 
+        Raises:
+          NewerFormatError: the client's tfdpfl is newer than this one, so what it spent would be in no figure.
+        """
         try:
             report = report_in(reply)
+        except NewerFormatError:
+            raise
         except Exception as error:
             log.warning("Node %d's report on its own privacy is left out: %s", node, error)
             return
