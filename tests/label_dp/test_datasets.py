@@ -1,0 +1,78 @@
+"""A `tf.data.Dataset` has its labels released once, however often it is read."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from label_cases import float_blobs, small_model
+
+from tfdpfl.label_dp import (
+    KMeansPrior,
+    LabelPrivacy,
+    RandomizedResponse,
+    RandomizedResponseWithPrior,
+    RROnBins,
+    randomized_response,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "batched"), [("function", False), ("layer", False), ("transformer", True)])
+def test_a_dataset_has_one_release_however_often_it_is_read(how, batched):
+    x, y = float_blobs(100)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(100)
+    dataset = dataset.batch(16) if batched else dataset
+    private = {
+        "function": lambda: randomized_response(dataset, 0.5, 3),
+        "layer": lambda: LabelPrivacy(0.5, 3).cached(dataset),
+        "transformer": lambda: RandomizedResponse(0.5, 3).fit_transform(dataset),
+    }[how]()
+    assert private.element_spec == dataset.element_spec
+    truth = {row.tobytes(): int(label) for row, label in zip(x, y, strict=True)}
+
+    def read():
+        flat = private.unbatch() if batched else private
+        return {row.tobytes(): int(label) for row, label in flat.as_numpy_iterator()}
+
+    first = read()
+    assert read() == read() == first and set(first) == set(truth)
+    assert 10 < sum(first[row] != truth[row] for row in truth) < 90
+    small_model().fit(private if batched else private.batch(10), epochs=2, verbose=0)
+
+
+def test_a_dataset_of_labels_alone_and_with_weights():
+    y = np.arange(12) % 3
+    assert list(randomized_response(tf.data.Dataset.from_tensor_slices(y), 60.0, 3).as_numpy_iterator()) == list(y)
+    weighted = tf.data.Dataset.from_tensor_slices((np.zeros((12, 2)), y, np.ones(12))).batch(5)
+    elements = list(randomized_response(weighted, 60.0, 3).as_numpy_iterator())
+    assert [len(e) for e in elements] == [3, 3, 3] and np.concatenate([e[1] for e in elements]).tolist() == y.tolist()
+    names = tf.data.Dataset.from_tensor_slices(np.array(["b", "a"])[y % 2])
+    assert [n.decode() for n in randomized_response(names, 60.0).as_numpy_iterator()] == list(
+        np.array(["b", "a"])[y % 2]
+    )
+
+
+def test_a_dataset_through_priors_and_bins():
+    x, y = float_blobs(300)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+    mechanism = RandomizedResponseWithPrior(2.0, KMeansPrior(1.0, 3), 3)
+    private = mechanism.fit_transform(dataset)
+    noisy = np.concatenate([label for _, label in private.as_numpy_iterator()])
+    assert (noisy == y).mean() > 0.9 and mechanism.releases_ == 1 and mechanism.epsilon_spent == pytest.approx(2.0)
+    floats = tf.data.Dataset.from_tensor_slices((x, y.astype(np.float64)))
+    bins = RROnBins(8.0, prior=(range(3), np.ones(3) / 3))
+    released = [float(label) for _, label in bins.fit_transform(floats).as_numpy_iterator()]
+    assert set(released) <= set(bins.outputs_) and np.corrcoef(released, y)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (lambda: tf.data.Dataset.random(seed=1), "must be finite"),
+        (lambda: tf.data.Dataset.range(3).repeat(2).batch(2), "repeats its examples, and each label is released"),
+        (lambda: tf.data.Dataset.range(0), "at least one example"),
+        (lambda: tf.data.Dataset.from_tensor_slices({"y": [1, 2]}), "must have labels or"),
+    ],
+)
+def test_datasets_that_cannot_be_read_once_are_refused(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        randomized_response(dataset(), 1.0, 3)

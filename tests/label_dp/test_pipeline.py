@@ -1,0 +1,101 @@
+"""The Keras layer gives a label the same noise each time that it is read, and counts each release."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdpfl.accounting import price
+from tfdpfl.label_dp import LabelPrivacy
+
+
+def test_a_label_keeps_its_noise_through_epochs_and_shuffles():
+    ids, y = np.arange(2000), np.arange(2000) % 10
+    private = LabelPrivacy(0.5, 10)
+    dataset = tf.data.Dataset.from_tensor_slices((ids, y)).shuffle(2000).batch(64)
+    dataset = dataset.map(lambda i, label: (i, private(label, ids=i)))
+    passes = []
+    for _ in range(3):
+        seen, noisy = zip(*dataset.as_numpy_iterator(), strict=True)
+        passes.append(dict(zip(np.concatenate(seen).tolist(), np.concatenate(noisy).tolist(), strict=True)))
+    assert passes[0] == passes[1] == passes[2]
+    other = LabelPrivacy(0.5, 10)
+    assert (other(y, ids=ids).numpy() != private(y, ids=ids).numpy()).any()
+
+
+def test_the_layers_frequencies_are_its_matrix():
+    n, private = 60_000, LabelPrivacy(1.0, 4)
+    said = private(tf.fill([n], 2), ids=tf.range(n)).numpy()
+    expected = n * private.transition_matrix_[2]
+    statistic = ((np.bincount(said, minlength=4) - expected) ** 2 / expected).sum()
+    assert statistic < 40  # of 3 degrees of freedom: a chance below 1e-8
+
+
+def test_the_layer_takes_strings_for_ids_and_keeps_shape_and_dtype():
+    private = LabelPrivacy(1.0, 3, seed=0)
+    labels = tf.constant([[0], [1], [2]], tf.uint8)
+    noisy = private(labels, ids=tf.constant([["a"], ["b"], ["c"]]))
+    assert noisy.shape == (3, 1) and noisy.dtype == tf.uint8
+    assert (LabelPrivacy(60.0, 3)(labels, ids=labels).numpy() == labels.numpy()).all()
+
+
+def test_the_layer_lies_at_any_epsilon(monkeypatch):
+    hashed = [tf.zeros(900, tf.int64), tf.range(900, dtype=tf.int64) * 2**53 // 900]
+    monkeypatch.setattr(tf.strings, "to_hash_bucket_strong", lambda *args: hashed.pop(0))
+    said = LabelPrivacy(45.0, 10)(tf.fill([900], 4), ids=tf.range(900)).numpy()
+    assert np.bincount(said) == pytest.approx([100] * 4 + [0] + [100] * 5, abs=1)
+
+
+def test_the_layers_key_is_not_saved():
+    private = LabelPrivacy(1.0, 10)
+    again = LabelPrivacy.from_config(private.get_config())
+    assert (again.epsilon, again.num_classes) == (1.0, 10) and again._key != private._key
+    assert not any(str(word) in str(private.get_config()) for word in private._key)
+    assert price(private.dp_event, 1e-9, adjacency="replace_one").epsilon == pytest.approx(1.0, rel=6e-3)
+    assert private.ledger.epsilon(1e-9) == pytest.approx(1.0, rel=6e-3)
+
+
+def test_the_layer_refuses_what_it_cannot_hide():
+    private = LabelPrivacy(1.0, 3)
+    with pytest.raises(ValueError, match=r"ids=None.*LabelPrivacy.cached"):
+        private(tf.constant([1]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"0\.\.2"):
+        private(tf.constant([3]), ids=tf.constant([1]))
+    with pytest.raises(ValueError, match=r"integers 0..2, got float32"):
+        private(tf.constant([0.5]), ids=tf.constant([1]))
+    with pytest.raises(ValueError, match=r"epsilon.*0"):
+        LabelPrivacy(0.0, 3)
+    with pytest.raises(ValueError, match=r"num_classes.*1"):
+        LabelPrivacy(1.0, 1)
+
+
+def test_every_release_of_the_layer_is_counted():
+    layer = LabelPrivacy(1.0, 10)
+    once = layer.ledger.epsilon(1e-9)
+    data = tf.data.Dataset.from_tensor_slices(np.arange(200) % 10)
+    layer.cached(data)
+    assert layer.ledger.epsilon(1e-9) == once
+    layer.cached(data)
+    twice = layer.ledger.epsilon(1e-9)
+    layer(tf.constant([1, 2]), ids=tf.constant([5, 6]))
+    layer(tf.constant([1, 2]), ids=tf.constant([5, 6]))  # the same noise
+    assert 1.9 < twice < 2.01 and 2.9 < layer.ledger.epsilon(1e-9) < 3.02
+
+
+@pytest.mark.parametrize(("labels", "ids", "message"), [
+    (tf.constant([1, 2, 3]), tf.constant(7), "ids must have the shape of labels"),
+    (tf.constant([1, 2, 3]), tf.constant([7]), "ids must have the shape of labels"),
+    (tf.constant([[1], [2]]), tf.constant([7, 8]), "ids must have the shape of labels"),
+    (tf.constant([1, 2]), tf.constant([0.1, 0.2]), "ids must be integers or strings, got float32"),
+    (tf.constant([1, 2], tf.uint8), tf.constant([7, 8]), "uint8 cannot hold 1000 classes"),
+])  # fmt: skip
+def test_the_layer_refuses_ids_that_would_share_noise(labels, ids, message):
+    with pytest.raises(ValueError, match=message):
+        LabelPrivacy(1.0, 1000)(labels, ids=ids)
+
+
+def test_ids_of_unknown_length_are_compared_when_run():
+    layer = LabelPrivacy(1.0, 10)
+    step = tf.function(lambda y, i: layer(y, ids=i), input_signature=[tf.TensorSpec([None], tf.int32)] * 2)
+    assert step([1, 2], [3, 4]).shape == (2,)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="ids must have the shape of labels"):
+        step([1, 2], [3])
