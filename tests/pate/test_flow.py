@@ -6,19 +6,13 @@ import json
 import numpy as np
 import pytest
 import tensorflow as tf
+from pate_cases import CLASSES, blobs
 
 from tfdpfl.errors import PrivacyError
 from tfdpfl.pate import PATE, ConfidentGNMax, GNMax, InteractiveGNMax, LNMax, TeacherEnsemble
 
-CLASSES, FEATURES, TEACHERS = 3, 5, 200
+FEATURES, TEACHERS = 5, 200
 LABEL = "not to be published"
-CENTRES = np.random.default_rng(42).normal(size=(CLASSES, FEATURES)) * 3
-
-
-def blobs(examples, seed=0):
-    rng = np.random.default_rng(seed)
-    y = rng.integers(0, CLASSES, examples)
-    return (CENTRES[y] + rng.normal(size=(examples, FEATURES))).astype(np.float32), y
 
 
 def student_fn():
@@ -41,7 +35,7 @@ def untaught_fn():
     return model
 
 
-X, Y = blobs(300)
+X, Y = blobs(300, features=FEATURES)
 VOTES = np.where(np.arange(CLASSES) == Y[:, None], 180, 10)
 
 
@@ -51,8 +45,8 @@ def flow(aggregator, student=untaught_fn, **options):
 
 @pytest.mark.slow
 def test_teachers_teach_a_student_that_is_a_plain_keras_model():
-    teachers = TeacherEnsemble(student_fn, 10, epochs=4, seed=0, verbose=0).fit(*blobs(500, seed=1))
-    x_test, y_test = blobs(200, seed=2)
+    teachers = TeacherEnsemble(student_fn, 10, epochs=4, seed=0, verbose=0).fit(*blobs(500, seed=1, features=FEATURES))
+    x_test, y_test = blobs(200, seed=2, features=FEATURES)
     pate = PATE(teachers, GNMax(1.0, seed=0), student_fn, 1e-5, epochs=8, verbose=0)
     report = pate.fit(X, Y, test_data=(x_test, y_test), seed=0).report()
     assert isinstance(pate.student_, tf.keras.Model)
