@@ -1,5 +1,6 @@
 """The command line says what the functions say, in text and in JSON, and refuses in one line."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -218,3 +219,24 @@ def test_a_unit_without_a_file_is_refused(ledger, said):
 def test_a_unit_of_a_file_that_is_not_there_names_the_option(ledger):
     refused = invoke("report", ledger, "--delta", "1e-5", "--unit", "other=example")
     assert refused.exit_code == 2 and refused.output.startswith("Error: --unit names 'other', which is no part")
+
+
+def test_the_worker_command_hands_its_options_on_and_says_what_is_missing(monkeypatch):
+    calls = []
+    runtime = types.ModuleType("tfdpfl.federated.runtime")
+    runtime.worker = lambda *options: calls.append(options)
+    monkeypatch.setitem(sys.modules, "tfdpfl.federated.runtime", runtime)
+    federated = importlib.import_module("tfdpfl.federated")
+    monkeypatch.setattr(federated, "runtime", runtime, raising=False)
+    for arguments in (["--port", "8001"], ["--port", "8001", "--max-concurrent-clients", "3"]):
+        assert CliRunner().invoke(main, ["worker", *arguments]).exit_code == 0
+    assert calls == [(8001, None), (8001, 3)]
+    assert CliRunner().invoke(main, ["worker", "--port", "0"]).exit_code == 2
+
+    def missing(*options):
+        raise ImportError("pip install 'tfdpfl[federated]'")
+
+    runtime.worker = missing
+    refused = CliRunner().invoke(main, ["worker", "--port", "8001"])
+    assert refused.exit_code == 2
+    assert "tfdpfl[federated]" in refused.output

@@ -1,6 +1,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from accounting_cases import gaussian_epsilon
 from scipy import integrate, sparse
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -16,12 +17,6 @@ from tfdpfl.noise import Source
 RNG = np.random.default_rng(7)
 X, Y = RNG.normal(size=(40, 500)), RNG.integers(0, 2, 40)
 DELTA = 1e-5
-
-
-def gaussian_epsilon(z, delta):
-    """Balle & Wang 2018 (arXiv:1805.06530), theorem 8."""
-    spent = lambda e: norm.cdf(0.5 / z - e * z) - np.exp(e) * norm.cdf(-0.5 / z - e * z) - delta
-    return brentq(spent, 0, 200)
 
 
 def scaled(x, bound):

@@ -8,7 +8,8 @@ import sys
 import mpmath
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from accounting_cases import gaussian_epsilon
+from scipy import stats
 
 from tfdpfl.federated import FixedSizeClientSampler, RoundsRun
 from tfdpfl.federated import data as fd
@@ -17,13 +18,6 @@ from tfdpfl.federated.guarantees import LocalLevel
 from tfdpfl.federated.privacy import Participation
 
 PLAN = dict(epsilon=2.0, delta=1e-5, l2_norm_clip=1.5, num_rounds=10, num_clients=20)
-
-
-def gaussian_epsilon(noise_multiplier, delta):
-    """Balle and Wang 2018, theorem 8: the exact ε of one Gaussian mechanism."""
-    mu = 1 / noise_multiplier
-    spent = lambda e: stats.norm.cdf(mu / 2 - e / mu) - math.exp(e) * stats.norm.cdf(-mu / 2 - e / mu)
-    return optimize.brentq(lambda e: spent(e) - delta, 0, 200)
 
 
 def test_published_values():
