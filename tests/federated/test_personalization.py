@@ -10,7 +10,7 @@ tff = pytest.importorskip("tensorflow_federated", reason="TensorFlow Federated i
 from scipy import stats
 
 from tfdpfl import PrivacyError
-from tfdpfl.federated import NoisedMetrics, build_dp_fed_recon, evaluate_personalized, local_runtime
+from tfdpfl.federated import NoisedMetrics, build_dp_fed_recon, evaluate_personalized
 from tfdpfl.federated.guarantees import ClientLevel
 
 FEATURES, HIDDEN, CLASSES = 30, 20, 3
@@ -19,10 +19,7 @@ SPEC = (tf.TensorSpec([None, FEATURES], tf.float32), tf.TensorSpec([None], tf.in
 SGD = tff.learning.optimizers.build_sgdm(0.1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def runtime():
-    with local_runtime():
-        yield
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def model_fn():

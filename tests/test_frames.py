@@ -1,0 +1,39 @@
+"""The arguments of a running `fit` are found among the callers, the innermost first, and of no other function."""
+
+import types
+
+from tfdpfl import _frames
+
+
+def running(names=("batch", "x")):
+    return [{k: v for k, v in fit.items() if k in names} for fit in _frames.running_fits()]
+
+
+def test_running_fits_are_found_from_the_innermost_out():
+    def fit(x, inner):
+        batch = 2 * x
+        return train(batch, inner)
+
+    def train(batch, inner):
+        return inner()
+
+    found = fit(1, lambda: fit(10, running))
+    assert found == [{"x": 10, "batch": 20}, {"x": 1, "batch": 2}]
+    assert running() == [] and train(3, running) == []
+
+
+def test_callers_begin_with_the_function_that_asks():
+    def asks():
+        names = []
+        for frame in _frames.callers():
+            names.append(frame.f_code.co_name)  # a list comprehension is a function of its own up to Python 3.11
+        return names[:2]
+
+    assert asks() == ["asks", "test_callers_begin_with_the_function_that_asks"]
+
+
+def test_an_optimizer_is_found_inside_its_loss_scaling():
+    own, model = object(), types.SimpleNamespace
+    assert _frames.trained_by({"self": model(optimizer=own)}) is own
+    assert _frames.trained_by({"self": model(optimizer=model(inner_optimizer=own))}) is own
+    assert _frames.trained_by({}) is None
