@@ -4,7 +4,6 @@ somewhere, each page is found."""
 import ast
 import contextlib
 import doctest
-import functools
 import importlib
 import io
 import itertools
@@ -134,66 +133,6 @@ def test_every_page_is_in_the_table_of_contents():
     assert listed == pages
 
 
-def text(node, names=()):
-    """A string of the code, with … where a value stands; None if it is made elsewhere."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-    if isinstance(node, ast.IfExp):
-        return text(node.body, names)
-    if isinstance(node, ast.BinOp):
-        return text(node.left, names)
-    return dict(names).get(node.id) if isinstance(node, ast.Name) else None
-
-
-@functools.cache
-def trees():
-    """Each file of the package, parsed."""
-    return {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "tfdpfl").rglob("*.py")}
-
-
-@functools.cache
-def named():
-    """The texts that modules give names to."""
-    return {
-        node.targets[0].id: text(node.value)
-        for tree in trees().values()
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-
-
-def refusals():
-    """The sentences of every PrivacyError that is raised, and the reasons why examples meet in an op."""
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-                continue
-            at = {"PrivacyError": 0, "mixed": 1, "Mixed": 2}.get(node.func.id)
-            said = None if at is None or len(node.args) <= at else text(node.args[at], named())
-            if said:
-                yield f"{path.name}:{node.lineno}", said
-
-
-def rows_of_the_errors():
-    cells = re.findall(r"^\| ([^|]*) \|", (DOCS / "errors.md").read_text("utf-8"), re.M)
-    cells = [cell for cell in cells if cell not in ("sentence", "reason") and set(cell) != {"-"}]
-    rows = [row for cell in cells for row in cell.split(" · ")]
-    return [re.sub(r" \([a-z][^()]*\)$", "", row).replace("`…`", "…") for row in rows]
-
-
-def test_the_errors_that_are_explained_are_those_of_the_code():
-    rows, said = rows_of_the_errors(), "\n".join(filter(None, (text(n) for t in trees().values() for n in ast.walk(t))))
-    assert len(rows) > 100 and [row for row in rows if row not in said] == []
-
-
-def test_every_refusal_of_the_code_is_explained():
-    rows, found = rows_of_the_errors(), list(refusals())
-    assert len(found) > 150
-    assert [(place, said) for place, said in found if not any(row in said for row in rows)] == []
-
-
 def test_each_pitfall_has_a_severity_code_and_a_test_that_is_there():
     page = (DOCS / "pitfalls.md").read_text("utf-8")
     for pitfall in page.split("\n### ")[1:]:
@@ -308,12 +247,3 @@ def test_every_snippet_prints_what_the_page_shows(page, tmp_path, monkeypatch):
                 {"console": run_command, "file": save_file}[kind](source)
         printed = on_screen(stream.getvalue())
         assert shows(output, printed), f"{page}:{line} prints\n{printed}\nand the page shows\n{output}"
-
-
-def test_the_changelog_describes_this_version():
-    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    newest = re.search(r"(?ms)^## (\d+\.\d+\.\d+)[^\n]*\n(.*?)^## ", text)
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "tfdpfl/_version.py").read_text("utf-8"))[1]
-    assert newest[1] == version and f"version: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
-    parts = re.findall(r"^### (.+)$", newest[2], re.M)
-    assert {"New", "Fixed: ε that was too small"} <= {*parts} and any(part.startswith("Move from ") for part in parts)

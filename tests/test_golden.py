@@ -6,8 +6,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import conftest
@@ -100,14 +98,3 @@ def test_a_servers_journal_still_resumes(tmp_path, folder):
         journal.close()
     stamps = [line for line in map(json.loads, path.read_text().splitlines()) if "version" in line]
     assert stamps[-1]["version"] == 2 and len(stamps) <= 2  # so that an older release sees what it cannot read
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not KERAS3, reason="Keras 2 imports the module that a file names by itself")
-@pytest.mark.parametrize("first", ["import keras, tfdpfl", "import tfdpfl.label_dp.losses"])  # the latter imports Keras
-def test_keras_finds_our_classes_in_a_file_whatever_was_imported_first(first):
-    code = (
-        f"{first}\nimport tensorflow as tf\nprint(tf.keras.models.load_model({str(OWN / 'fresh.keras')!r}).optimizer)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "DPSGD" in done.stdout, done.stderr[-2000:]

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from unittest import mock
 
 import conftest as c
@@ -19,7 +18,7 @@ import scipy.stats
 import tensorflow as tf
 
 import tfdpfl
-from tfdpfl import _process, native
+from tfdpfl import native
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import source as noise
 
@@ -589,27 +588,6 @@ def test_a_forked_process_has_another_state_for_philox():
     assert np.unique(np.stack(states)).size == 9
     source._philox = mock.Mock(device="/job:localhost/replica:0/task:0/device:GPU:0")
     assert in_a_fork(lambda: repr(source._philox).encode()) == b"None"  # no work for an accelerator in a fork
-
-
-@needs_fork
-def test_one_object_that_cannot_be_renewed_does_not_keep_the_others():
-    class Fails:
-        def _renew(self):
-            raise RuntimeError
-
-    class Counts:
-        renewed = 0
-
-        def _renew(self):
-            self.renewed += 1
-
-    objects = [cls() for cls in [Fails, Counts] * 10]
-    with mock.patch.object(_process, "_OBJECTS", weakref.WeakSet()):
-        for each in objects:
-            _process.renew_after_fork(each)
-        with pytest.raises(RuntimeError):
-            _process._renew()
-    assert [each.renewed for each in objects[1::2]] == [1] * 10
 
 
 FORKED_BEFORE_TENSORFLOW_RAN = """
