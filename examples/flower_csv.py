@@ -1,7 +1,7 @@
 """Trains one model on a folder of CSV files, one for each hospital, and prints the epsilon of each.
 
-    python examples/flower_csv.py                  # makes 20 files of synthetic patients
-    python examples/flower_csv.py --folder my-data # one file for each hospital, with the columns below
+    python flower_csv.py                  # makes 20 files of synthetic patients
+    python flower_csv.py --folder my-data # one file for each hospital, with the columns below
 
 Each hospital trains with DP-SGD on its own patients. It computes its own noise from the number of its patients, so that
 small hospitals take part in all rounds, too, and no hospital passes the target.
@@ -10,6 +10,8 @@ small hospitals take part in all rounds, too, and no hospital passes the target.
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -30,9 +32,14 @@ from flwr.serverapp.strategy import FedAvg
 import tfdpfl
 from tfdpfl.flower import client_reports, example_dp
 
-# Public guesses of each column's mean and deviation: those of the patients would reveal something about them.
-COLUMNS = {"age": (55, 15), "pressure": (135, 20), "exercise": (5, 3)}
-LABEL = "ill"
+# Change these for your files. A column of numbers has a public guess of its mean and deviation, because those of the
+# patients would reveal something about them. A column of words has a number for each word: {"no": 0, "yes": 1}.
+COLUMNS: dict[str, tuple[float, float] | dict[str, float]] = {
+    "age": (55, 15),
+    "pressure": (135, 20),
+    "exercise": (5, 3),
+}
+LABEL, CLASSES = "ill", ["0", "1"]  # the column that is predicted, and what stands in it
 TARGET_EPSILON, DELTA = 4.0, 1e-4
 BATCH_SIZE, LOCAL_STEPS = 60, 20
 
@@ -49,18 +56,47 @@ def main() -> None:
         files = sorted(folder.resolve().glob("*.csv"))
         if len(files) < 2:
             raise SystemExit(f"--folder {folder} has {len(files)} CSV files. Give a folder with one for each hospital.")
+        for path in files:
+            read(path)  # so that what is wrong in a file is said before anything is spent
         flwr.simulation.run_simulation(server_of(files, rounds), client_of(files, rounds), num_supernodes=len(files))
 
 
 def read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the features and the labels in a file."""
-    rows = np.genfromtxt(path, delimiter=",", names=True)
-    x = np.column_stack([(rows[name] - mean) / deviation for name, (mean, deviation) in COLUMNS.items()])
-    return x.astype("float32"), rows[LABEL].astype("int32")
+    """Returns the features and the labels in a file. Rows with an empty cell are left out."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = [*csv.DictReader(file)]
+    found = [*rows[0]] if rows else []
+    missing = [name for name in (*COLUMNS, LABEL) if name not in found]
+    if missing:
+        raise SystemExit(f"{path} has no column {missing[0]!r}, but {found}. Correct COLUMNS and LABEL, or the file.")
+    whole = [(line, row) for line, row in enumerate(rows, 2) if all(row[name] for name in (*COLUMNS, LABEL))]
+    x = [[scaled(row[name], scale, f"{path}, line {line}, column {name}") for name, scale in COLUMNS.items()]
+         for line, row in whole]  # fmt: skip
+    words = {word: number for number, word in enumerate(CLASSES)}
+    y = [scaled(row[LABEL], words, f"{path}, line {line}, column {LABEL}") for line, row in whole]
+    if not whole:
+        raise SystemExit(f"{path} has no row without an empty cell. Leave the file out, or columns that are empty.")
+    return np.array(x, "float32"), np.array(y, "int32")
+
+
+def scaled(text: str, scale: tuple[float, float] | dict[str, float], where: str) -> float:
+    """Returns the number that the model gets for a cell."""
+    if isinstance(scale, dict):
+        if text not in scale:
+            raise SystemExit(f"{where}: {text!r} is none of {[*scale]}. Add it to COLUMNS or CLASSES.")
+        return scale[text]
+    mean, deviation = scale
+    try:
+        number = (float(text) - mean) / deviation
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise SystemExit(f"{where}: {text!r} is no number. Leave the cell empty, or list the words in COLUMNS.")
+    return number
 
 
 def make_net() -> tf.keras.Model:
-    return tf.keras.Sequential([tf.keras.Input((len(COLUMNS),)), tf.keras.layers.Dense(2)])
+    return tf.keras.Sequential([tf.keras.Input((len(COLUMNS),)), tf.keras.layers.Dense(len(CLASSES))])
 
 
 def client_of(files: list[Path], rounds: int) -> ClientApp:

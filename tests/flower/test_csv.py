@@ -15,6 +15,34 @@ from tfdpfl.accounting import compute_epsilon
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def test_a_file_of_words_and_empty_cells_is_read_and_a_wrong_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    program = importlib.import_module("flower_csv")
+    monkeypatch.setattr(program, "COLUMNS", {"Age": (60, 10), "smoker": {"no": 0, "yes": 1}})
+    monkeypatch.setattr(program, "LABEL", "readmitted")
+    monkeypatch.setattr(program, "CLASSES", ["no", "yes"])
+    path = tmp_path / "clinic.csv"
+
+    def read(*rows):
+        path.write_text("\n".join(["\ufeffname,Age,smoker,readmitted", *rows]) + "\n", "utf-8")
+        return program.read(path)
+
+    x, y = read("P1,70,yes,no", "P2,,no,no", "P3,50,no,yes")  # Excel begins a file with a mark of its encoding
+    assert x.tolist() == [[1, 1], [-1, 0]] and y.tolist() == [0, 1]
+    for row, words in [
+        ("P1,70,maybe,no", r"line 2, column smoker: 'maybe' is none of \['no', 'yes'\]"),
+        ("P1,old,yes,no", "line 2, column Age: 'old' is no number"),
+        ("P1,nan,yes,no", "column Age: 'nan' is no number"),
+        ("P1,70,yes,1", "column readmitted: '1' is none of"),
+        ("P1,,yes,no", "no row without an empty cell"),
+    ]:
+        with pytest.raises(SystemExit, match=words):
+            read(row)
+    path.write_text("Age;smoker;readmitted\n70;yes;no\n")
+    with pytest.raises(SystemExit, match="has no column 'Age', but"):
+        program.read(path)
+
+
 @pytest.mark.slow
 def test_each_hospital_of_a_folder_trains_in_every_round_within_the_target(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
