@@ -139,6 +139,12 @@ def kinds():
     save(ax, "noise-kinds", "At the same ε, BLT and the best BandedInverse have the least noise of these six")
 
 
+def pairs():
+    lines = tfdpfl.noise.compare(640, 64, 10, target_epsilon=2, delta=1e-5, sampling_rate=1 / 64)
+    ax = tfdpfl.plots.noise_errors(lines, most=10, ax=axes())
+    save(ax, "noise-pairs", "At ε = 2: few bands, in groups")
+
+
 if __name__ == "__main__":
-    for draw in (attacker, sampling, allocation, batch, accountants, units, kinds):
+    for draw in (attacker, sampling, allocation, batch, accountants, units, kinds, pairs):
         draw()

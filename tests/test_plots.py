@@ -37,6 +37,17 @@ def test_auc_bars_draw_each_report_with_its_interval(tmp_path):
     ax.figure.savefig(tmp_path / "a.png")
 
 
+def test_noise_errors_draws_the_pairs_of_least_error_with_a_color_for_each_sampling():
+    of = lambda text: types.SimpleNamespace(text=lambda: text)
+    pairs = [("B", 4.0, "poisson"), ("A", 2.0, "fixed_order"), ("C", 9.0, "poisson"), ("D", 3.0, "poisson")]
+    ax = plots.noise_errors([types.SimpleNamespace(noise=of(n), error=e, sampling=s) for n, e, s in pairs], most=3)
+    bars = [bar for bars in ax.containers for bar in bars]
+    assert [bar.get_width() for bar in bars] == [2.0, 3.0, 4.0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["A", "D", "B"] and ax.yaxis_inverted()
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["fixed_order", "poisson"]
+    assert bars[1].get_facecolor() == bars[2].get_facecolor() != bars[0].get_facecolor()
+
+
 def test_epsilon_over_time_draws_every_level_and_the_budget():
     ax = plots.epsilon_over_time(
         {"loss": [3, 2], "client_epsilon": [0.5, 0.7], "example_epsilon": [math.nan, 2.0]}, target=3.0
@@ -75,6 +86,7 @@ def test_a_given_axes_is_used():
         (lambda: plots.privacy_utility({"a": [(math.inf, 1), (0, 1)]}), "no ε between 0 and infinity"),
         (lambda: plots.auc_bars({}), "at least one"),
         (lambda: plots.auc_bars({"a": {"x": 1}, "b": {"y": 1}}), "same groups"),
+        (lambda: plots.noise_errors([]), "lines is empty"),
         (lambda: plots.epsilon_over_time({"loss": [1]}), r"no column of ε, but \['loss'\]"),
     ],
 )

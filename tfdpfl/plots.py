@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
+    from tfdpfl.accounting.correlated import Compared
     from tfdpfl.audit.membership import MembershipReport
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "epsilon_by_delta",
     "epsilon_over_time",
     "membership",
+    "noise_errors",
     "panels",
     "privacy_utility",
 ]
@@ -192,6 +194,39 @@ def epsilon_by_delta(
         ax.plot(delta, bound, "^", markersize=10, markeredgecolor="k", color=color, label=label)
     ax.set(xlabel="δ", ylabel="ε", xscale="log", ylim=(0, None))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)  # over no curve
+    return ax
+
+
+def noise_errors(lines: Sequence[Compared], *, most: int = 12, ax: Axes | None = None) -> Axes:
+    """Draws which pair of noise and sampling disturbs a training least, a bar for each pair and a color for each
+    sampling.
+
+        tfdpfl.plots.noise_errors(tfdpfl.noise.compare(640, 64, 10))
+
+    Args:
+      lines: what `tfdpfl.noise.compare` returned.
+      most: how many pairs are shown, those of the least error.
+      ax: as in `privacy_utility`.
+
+    Raises:
+      ImportError: as `privacy_utility`.
+      ValueError: there is nothing to draw.
+    """
+    shown = sorted(lines, key=lambda line: line.error)[:most]
+    if not shown:
+        raise ValueError("lines is empty: pass what tfdpfl.noise.compare returned, and most of at least 1")
+    ax = ax or _axes()
+    colors: dict[str, str] = {}
+    for place, line in enumerate(shown):
+        label = None if line.sampling in colors else line.sampling
+        color = colors.setdefault(line.sampling, f"C{len(colors)}")
+        bar = ax.barh(place, line.error, color=color, label=label)
+        ax.bar_label(bar, fmt="{:.3g}", padding=2)
+    ax.set_yticks(range(len(shown)), [line.noise.text() for line in shown])
+    ax.invert_yaxis()
+    ax.set(xlabel="error of the running sums, in clips")
+    ax.margins(x=0.12)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.25, -0.2), ncols=2, columnspacing=1)  # over no bar
     return ax
 
 

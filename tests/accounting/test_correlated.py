@@ -3,13 +3,15 @@
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
+from accounting_cases import gaussian_epsilon
 
 import tfdpfl
 from tfdpfl.accounting import PrivacyLedger, compute_epsilon, price
 from tfdpfl.accounting.correlated import CorrelatedRun, compute_correlated_noise_multiplier
 from tfdpfl.accounting.participation import tree_sensitivity
-from tfdpfl.noise import BLT, Banded, BandedInverse, Tree
+from tfdpfl.noise import BLT, Banded, BandedInverse, Tree, compare
 
 
 @pytest.mark.parametrize("unit", ["example", "user"])
@@ -134,3 +136,33 @@ def test_no_noise_no_steps_and_neighbours_without_a_price():
 def test_bad_arguments_are_named(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.slow
+def test_pairs_of_noise_and_sampling_are_compared_at_equal_privacy():
+    """Each pair costs the target where it is priced by itself, and its error is that of this much noise."""
+    n, epochs, target, delta = 8, 2, 3.0, 1e-4
+    lines = compare(n, n // epochs, epochs, target_epsilon=target, delta=delta, sampling_rate=epochs / n)
+    assert [line.error for line in lines] == sorted(line.error for line in lines)
+    pairs = {(line.sampling, line.noise.text()): line for line in lines}
+    run = {"num_examples": 1000, "batch_size": 250, "delta": delta}
+    for sampling, length in (("poisson", {"num_steps": n}), ("random_allocation", {"num_epochs": epochs})):
+        error, z = pairs[sampling, "Banded(bands=1)"][1:3]
+        most, more = (compute_epsilon(noise_multiplier=s, sampling=sampling, **length, **run) for s in (z, 0.998 * z))
+        assert most <= target < more
+        assert error == pytest.approx(z * math.sqrt((n + 1) / 2))
+    for bands in (2, 4):  # one example is in a round of its group with twice, and four times, the probability
+        _, error, z, _ = pairs["cyclic_poisson", f"Banded(bands={bands})"]
+        event = dp_accounting.PoissonSampledDpEvent(bands / 4, dp_accounting.GaussianDpEvent(z))
+        assert price(dp_accounting.SelfComposedDpEvent(event, n // bands), delta).epsilon == pytest.approx(target, 1e-4)
+        noise = Banded(bands=bands, min_separation=bands, max_participations=1, num_steps=n)
+        sums = np.tril(np.ones([n, n])) @ np.linalg.inv(noise.matrix(n))
+        assert error == pytest.approx(z * np.linalg.norm(noise.coefficients) * np.sqrt((sums**2).sum() / n))
+    fixed = pairs["fixed_order", "Banded(bands=4)"]
+    assert (
+        gaussian_epsilon(fixed.noise_multiplier, delta) == pytest.approx(target, 1e-4)
+        and ("shuffle", "Tree()") not in pairs
+    )
+    assert {line.sampling for line in compare(3)} == {"shuffle"}
+    with pytest.raises(ValueError, match=r"sampling_rate=1\.5 is above 1"):
+        compare(3, target_epsilon=target, delta=delta, sampling_rate=1.5)

@@ -59,7 +59,7 @@ NO_CASE = {
     "plan_federation FederatedPlan Answers as_counts PrivacyBudget Selected",
     "instruments": "audit Finding MembershipReport OneRunAudit OneRunReport ProjectReport ReplayReport audit_epsilon "
     "lira membership_inference one_run_bounds replay report rmia plots membership auc_bars epsilon_by_delta "
-    "epsilon_over_time panels privacy_utility",
+    "epsilon_over_time noise_errors panels privacy_utility",
     "noise by itself, which the optimizers' cases draw": "AES PHILOX Source gaussian discrete_gaussian grid new_key "
     "Noise Tree Banded",
     "prices and settings of noise": "Compared compare compute_correlated_noise_multiplier SOLVERS HyperParameters",

@@ -6,14 +6,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.run import UNITS
-from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER
+from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER, SCHEMES, SHUFFLED, SamplingScheme
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import ERRORS, INDEPENDENT, KINDS, Noise, Uses, as_noise
 
@@ -190,26 +191,46 @@ def compute_correlated_noise_multiplier(
         )  # fmt: skip
         return price(run.dp_event, delta, accountant, str(run.adjacency)).epsilon
 
-    low, high = 2.0**-10, 1.0
-    while epsilon(high) > target:
-        low, high = high, 2 * high
-        if high > 2.0**30:
+    return _least_multiplier(epsilon, target, delta)
+
+
+def _least_multiplier(epsilon: Callable[[float], float], target: float, delta: float, near: float = 1e-5) -> float:
+    """Returns a noise multiplier that meets the target and is about 1 + ``near`` times the smallest one that does."""
+    from scipy.optimize import brentq
+
+    def excess(log_multiplier: float) -> float:
+        found = epsilon(math.exp(log_multiplier))
+        return math.log(min(max(found, 1e-9), 1e9) / target)
+
+    low = high = 0.0
+    while excess(high) > 0:
+        low, high = high, high + math.log(2)
+        if high > 30 * math.log(2):
             raise ValueError(
-                f"target_epsilon={target_epsilon!r} at delta={delta!r} needs a noise multiplier above 2^30: raise it."
+                f"target_epsilon={target!r} at delta={delta!r} needs a noise multiplier above 2^30: raise it."
             )
-    while high / low > 1 + 1e-5:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if epsilon(middle) <= target else (middle, high)
-    return high
+    while low == high or (low > -10 * math.log(2) and excess(low) <= 0):
+        low, high = low - math.log(2), low
+    root = high if excess(low) <= 0 else brentq(excess, low, high, xtol=near / 4, rtol=1e-15)
+    while excess(root) > 0:
+        root += near / 2
+    return math.exp(root)
 
 
 class Compared(NamedTuple):
-    """One line of `compare`: the error of the running sums, and the noise multiplier that it is at."""
+    """One line of `compare`: a noise, the sampling to draw its batches with, and what the pair reaches.
+
+    Attributes:
+      noise: the noise; `Banded` of one band is independent noise, for which you leave ``noise=`` out.
+      error: of the running sums, in clips.
+      noise_multiplier: the one that the error is at.
+      sampling: the name of the sampling, as the batches of `tfdpfl.data` declare it.
+    """
 
     noise: Noise
     error: float
     noise_multiplier: float
-    sampled: bool
+    sampling: str
 
 
 def compare(
@@ -222,13 +243,14 @@ def compare(
     sampling_rate: float | None = None,
     kind: str = "rms",
 ) -> list[Compared]:
-    """Which noise for which training: the error of the running sums at equal privacy, the least first.
+    """Compares pairs of noise and sampling by the error of the running sums at equal privacy, the least first.
 
-        for noise, error, noise_multiplier, sampled in tfdpfl.noise.compare(2400, 240, 10):
-            print(f"{error:8.2f}", noise)
+        for line in tfdpfl.noise.compare(640, 64, 10, target_epsilon=2, delta=1e-5, sampling_rate=1 / 64):
+            print(f"{line.error:8.2f} {line.sampling} {line.noise.text()}")
 
     The error is the standard deviation of the noise in a sum over the steps, in clips: what the weights of plain SGD
-    have of it, over the learning rate. ``Banded(bands=1)`` is independent noise.
+    have of it, over the learning rate. ``Banded(bands=1)`` is independent noise. Batches have the same mean size with
+    each sampling. Neighbours differ in the contribution of one example (zero-out).
 
     Args:
       num_steps: noisy updates.
@@ -236,9 +258,12 @@ def compare(
         order; 1 if arrays are shuffled.
       max_participations: most uses of an example (epochs); None for as many as there is room for.
       target_epsilon, delta: the privacy that all are to have; None for that of one Gaussian mechanism of σ = 1.
-      sampling_rate: the probability with which Poisson sampling takes an example in a step. With it and a target, bands
-        that are drawn from groups in turns (one band: plain Poisson sampling) are compared, too.
+      sampling_rate: the mean size of a batch over the number of examples. With it and a target the samplings that lower
+        ε are compared, too: independent noise with each of them, and bands with groups that are sampled in turns.
       kind: ``"rms"`` or ``"max"`` over the steps.
+
+    Returns:
+      The pairs. ``tfdpfl.plots.noise_errors`` draws them.
 
     Raises:
       ValueError: an argument is out of its range, or one of target_epsilon and delta is missing.
@@ -256,19 +281,58 @@ def compare(
         sigma = compute_correlated_noise_multiplier(
             INDEPENDENT, target_epsilon=target_epsilon, delta=delta, num_steps=1
         )
+    unsampled = SHUFFLED.name if uses.min_separation == 1 else FIXED_ORDER.name
     found = []
     for noise in noises:
         multiplier = sigma * noise.sensitivity(*uses) / noise.unit
-        found.append(Compared(noise, sigma * noise.error(num_steps, kind), multiplier, False))
+        found.append(Compared(noise, sigma * noise.error(num_steps, kind), multiplier, unsampled))
     if sampling_rate is not None and target_epsilon is not None and delta is not None:
-        sampled = [n for each in KINDS.values() for n in each.sampled_candidates(num_steps, sampling_rate, kind)]
-        for noise in sampled:
-            b = noise.min_separation
-            multiplier = compute_correlated_noise_multiplier(
-                noise, target_epsilon=target_epsilon, delta=delta, num_steps=num_steps, min_separation=b,
-                max_participations=-(-num_steps // b), sampling_rate=b * sampling_rate,
-            )  # fmt: skip
+        remedy = "give the mean size of a batch over the number of examples"
+        sampling_rate = _checks.real("sampling_rate", sampling_rate, remedy, above=0)
+        if sampling_rate > 1:
+            raise ValueError(f"sampling_rate={sampling_rate!r} is above 1: {remedy}")
+        multipliers = [
+            *_in_groups(num_steps, sampling_rate, kind, target_epsilon, delta),
+            *_independent(num_steps, sampling_rate, target_epsilon, delta),
+        ]
+        for noise, multiplier, sampling in multipliers:
             variances = noise.variances(num_steps)
             error = math.sqrt(variances.max() if kind == "max" else variances.mean())
-            found.append(Compared(noise, multiplier * noise.unit * error, multiplier, True))
+            found.append(Compared(noise, multiplier * noise.unit * error, multiplier, sampling))
     return sorted(found, key=lambda line: line.error)
+
+
+def _in_groups(
+    num_steps: int, rate: float, kind: str, target: float, delta: float
+) -> Iterator[tuple[Noise, float, str]]:
+    """Yields the noises whose price has the sampling of groups in turns, with their noise multipliers."""
+    for noise in [n for each in KINDS.values() for n in each.sampled_candidates(num_steps, rate, kind)]:
+        b = noise.min_separation
+        if b > 1:  # one group is plain Poisson sampling
+            multiplier = compute_correlated_noise_multiplier(
+                noise, target_epsilon=target, delta=delta, num_steps=num_steps, min_separation=b,
+                max_participations=-(-num_steps // b), sampling_rate=b * rate,
+            )  # fmt: skip
+            yield noise, multiplier, CYCLIC_POISSON.name
+
+
+def _independent(num_steps: int, rate: float, target: float, delta: float) -> Iterator[tuple[Noise, float, str]]:
+    """Yields independent noise with each sampling that lowers ε for the neighbours of the others."""
+    from dp_accounting import dp_event
+
+    population: Any = round(1 / rate, 6)  # of which a batch has one on average
+    neighbours = ADJACENCIES_OF_BOUNDED[0]
+    for scheme in SCHEMES.values():
+        if not (scheme.fresh_noise and scheme.amplifies and neighbours in scheme.adjacencies):
+            continue
+        times = -(-num_steps // math.ceil(population)) if scheme.counts_passes else num_steps
+
+        def epsilon(z: float, scheme: SamplingScheme = scheme, times: int = times) -> float:
+            event = dp_event.GaussianDpEvent(z)
+            event = scheme.sampled(event, population, 1) if rate < 1 else event
+            try:
+                return price(dp_event.SelfComposedDpEvent(event, times), delta, "pld", neighbours).epsilon
+            except PrivacyError:  # with so little noise there is no price
+                return math.inf
+
+        yield INDEPENDENT, _least_multiplier(epsilon, target, delta, near=1e-3), scheme.name
