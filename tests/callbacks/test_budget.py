@@ -388,6 +388,7 @@ def two_each(*row):
 
 
 ROWS = tf.data.Dataset.from_tensor_slices((X, Y))
+TWICE = tf.data.Dataset.from_tensor_slices((np.tile(X, (2, 1)), np.tile(Y, 2)))
 STATED = tf.data.experimental.assert_cardinality(N)
 
 
@@ -423,7 +424,7 @@ REFUSED_STREAMS = [
     (lambda: ROWS.repeat().filter(lambda x, y: y == 0).batch(20), "FilterDataset may leave examples out"),
     (lambda: ROWS.batch(20).repeat().shard(2, 0), "ShardDataset may leave examples out"),
     (lambda: ROWS.take(100).repeat().batch(20), "a pass of 100 examples"),
-    (lambda: ROWS.concatenate(ROWS).shuffle(400).repeat().batch(20), "a pass of 400 examples"),
+    (lambda: TWICE.shuffle(400).repeat().batch(20), "a pass of 400 examples"),
     (lambda: ROWS.take(180).batch(20).repeat(), "a pass of 9 batches of at most 20"),
 ]
 
@@ -489,6 +490,10 @@ def test_poisson_batches_that_come_twice_or_are_chosen_are_refused(change, messa
     ("poisson", lambda: ROWS.shuffle(N).batch(20)), ("poisson", lambda: ROWS.shuffle(N).repeat().padded_batch(20)),
     ("poisson", lambda: ROWS.filter(lambda *_: tf.random.uniform(()) < 0.1).batch(20)),
     ("fixed_size", lambda: ROWS.shuffle(N).batch(20)), ("fixed_size", lambda: ROWS.shuffle(N).repeat().batch(20)),
+    ("fixed_size", lambda: ROWS.take(20).batch(20).repeat()),
+    ("fixed_size", lambda: ROWS.shuffle(N - 1).take(20).batch(20).repeat()),
+    ("fixed_size", lambda: ROWS.shuffle(N, reshuffle_each_iteration=False).take(20).batch(20).repeat()),
+    ("fixed_size", lambda: ROWS.shuffle(N).skip(180).batch(20).repeat().filter(lambda x, y: tf.size(y) > 1)),
 ])  # fmt: skip
 def test_batches_that_are_cut_from_one_pass_are_refused_as_independent_samples(sampling, data):
     """In a pass of ten such batches each example is in one, so that the next batch depends on those before."""
@@ -499,10 +504,47 @@ def test_batches_that_are_cut_from_one_pass_are_refused_as_independent_samples(s
     assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.parametrize("sampling, data, message", [
+    ("shuffle", lambda: ROWS.batch(20).map(lambda x, y: (x - tf.reduce_mean(x, 0), y)), "in which examples meet"),
+    ("shuffle", lambda: ROWS.repeat().map(lambda *e: e, num_parallel_calls=2, deterministic=False).batch(20),
+     r"ParallelMapDataset \(deterministic=False\) comes after repeat"),
+    ("fixed_order", lambda: ROWS.filter(lambda *_: tf.random.uniform(()) < 0.9).batch(20), "draws at random which"),
+])  # fmt: skip
+def test_transformations_that_break_what_is_said_are_refused(sampling, data, message):
+    model = compiled(
+        noise=tfdpfl.noise.Tree(min_separation=10, max_participations=2) if sampling == "fixed_order" else None
+    )
+    budget = PrivacyBudget(N, DELTA, sampling=sampling, batch_size=20)
+    stream = 10 if sampling == "shuffle" else None
+    with pytest.raises(PrivacyError, match=message):
+        model.fit(data(), steps_per_epoch=stream, epochs=2, callbacks=[budget], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
+@pytest.mark.slow
+def test_an_allocated_pass_that_ends_before_the_number_that_it_states_counts_as_unknown():
+    """An example chose among two batches, not among the ten that ε would count."""
+    output = (tf.TensorSpec([None, 4]), tf.TensorSpec([None], tf.int64))
+    rows = tf.data.Dataset.from_generator(
+        lambda: iter([(X[:20], Y[:20]), (X[20:39], Y[20:39])]), output_signature=output
+    )
+    model = compiled(expected_batch_size=20)
+    budget = PrivacyBudget(N, DELTA, sampling="random_allocation", batch_size=20)
+    with pytest.raises(Exception, match="expected to contain 10 elements"):
+        model.fit(rows.apply(tf.data.experimental.assert_cardinality(10)), epochs=2, callbacks=[budget], verbose=0)
+    assert budget.ledger.unknown_steps == 2
+    assert budget.report().epsilon >= price(
+        batch_size=N, noise_multiplier=2.0, num_steps=2, sampling="none", accountant="pld"
+    )
+
+
 def test_a_batch_that_repeat_draws_anew_is_a_sample_of_fixed_size():
     model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="fixed_size", batch_size=20)
-    model.fit(ROWS.shuffle(N).take(20).batch(20).repeat(), steps_per_epoch=5, callbacks=[budget], verbose=0)
+    model.fit(ROWS.cache().shuffle(N).take(20).batch(20).repeat(), steps_per_epoch=5, callbacks=[budget], verbose=0)
     assert budget.report().sampling == "fixed_size" and budget.report().steps == 5
+    for again in (ROWS.shuffle(N).take(20).cache().batch(20).repeat(), ROWS.shuffle(N).take(20).batch(20).cache()):
+        with pytest.raises(PrivacyError, match=r"cache\(\) comes after samples: every epoch repeats"):
+            model.fit(again, steps_per_epoch=1, callbacks=[budget], verbose=0)
 
 
 @pytest.mark.slow

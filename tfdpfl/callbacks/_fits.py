@@ -396,6 +396,10 @@ class Fit:
             # They may have come into a logical batch, with examples of other parts.
             self.optimizer._dp.drop_partial()
             self._count_unknown(taken, self.parts * self.optimizer._dp.holders)  # each may have held the same example
+        if not self.ended and self.awaited and self.own and self.scheme.counts_passes and self.scheme.independent:
+            # The data may have ended early, against the number of batches that they state. An example then chose among
+            # fewer of them than ε counts.
+            self._count_unknown(self.steps - self._begun_at[2], self.optimizer._dp.holders)
         self.end()
 
     def _count_unknown(self, steps: int, held: int) -> None:

@@ -14,6 +14,7 @@ from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.callbacks._streams import check_stream
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
 from tfdpfl.data.declared import ancestors, made_by
+from tfdpfl.data.functions import check_apart, out_of_order
 from tfdpfl.data.sources import of_batches
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
@@ -25,18 +26,35 @@ _CHANGES_SAMPLES = {
     "flatmap": "flat_map", "interleave": "interleave", "filter": "filter", "takewhile": "take_while",
     "unique": "unique", "ignoreerrors": "ignore_errors", "groupbywindow": "group_by_window",
 }  # fmt: skip
+_ONE_BATCH = ("repeat", "batch", "take", "map", "prefetch", "options", "assertcardinality", "model")
+_AGAIN = ("cache", "snapshot", "save")
 
 
 def _batches(dataset: Dataset) -> bool:
     return isinstance(dataset, tf.data.Dataset) and made_by(dataset, ("batch",)) is not None
 
 
-def _is_one_batch(x: Dataset, size: int) -> bool:
-    """Whether a data set is one batch that `repeat` draws anew, as in ``data.shuffle(n).take(b).batch(b).repeat()``."""
-    repeated = next((each for each in ancestors(x) if made_by(each, ("repeat",))), None)
+def _drawn_anew(x: Dataset, size: int, number: int) -> bool:
+    """Whether a data set is one batch that each pass draws anew from all examples, as in
+    ``data.shuffle(n).take(b).batch(b).repeat()``."""
+    path = ancestors(x)
+    repeated = next((each for each in path if made_by(each, ("repeat",))), None)
     pass_ = x if repeated is None else repeated._inputs()[0]
-    batched = any(map(_batches, ancestors(pass_)))
-    return int(pass_.cardinality()) == (1 if batched else size)
+    shuffle = next((each for each in path if made_by(each, ("shuffle",))), None)
+    if shuffle is None or getattr(shuffle, "_reshuffle_each_iteration", None) is False:
+        return False
+    batched, behind = any(map(_batches, ancestors(pass_))), path[: path.index(shuffle)]
+    all_ = int(shuffle._buffer_size) >= max(number, int(shuffle._inputs()[0].cardinality()))
+    one = int(pass_.cardinality()) == (1 if batched else size)
+    kept = all(made_by(each, _ONE_BATCH) and made_by(each, ("flatmap",)) is None for each in behind)
+    return all_ and one and kept
+
+
+def _repeats(again: str, samples: str) -> PrivacyError:
+    return PrivacyError(
+        f"{again}() comes after {samples}: every epoch repeats the batches of the first one, and draws no new ones. "
+        "Leave it out: tfdpfl.data.poisson_batches prefetches, and keeps the data in memory."
+    )
 
 
 class Sampling:
@@ -126,7 +144,9 @@ class Sampling:
             self._check_made_from(origin, x)
         self._check_whole_units(x)
         self._check_complete(x)
-        assert self.sampling is not None
+        assert self.sampling is not None and self.num_examples is not None
+        if isinstance(x, tf.data.Dataset):
+            check_apart(x, self.num_examples, batched=True)
         scheme = SCHEMES[self.sampling]
         if scheme.independent:
             self._check_poisson()
@@ -163,12 +183,9 @@ class Sampling:
                     f"{self.sampling!r} does not describe. Pass those batches themselves to fit."
                 )
             return
-        again = passed_through(x, ("cache", "snapshot", "save"))
+        again = passed_through(x, _AGAIN)
         if again is not None:
-            raise PrivacyError(
-                f"{again}() comes after Poisson batches: every epoch repeats the batches of the first one, and draws "
-                "no new ones. Leave it out: poisson_batches prefetches, and keeps the data in memory."
-            )
+            raise _repeats(again, "Poisson batches")
         samples = sum(declared_sampling(each) is not None for each in ancestors(x))
         if samples > 1 or passed_through(x, ("concatenate", "directedinterleave")):
             raise PrivacyError(
@@ -317,8 +334,12 @@ class Sampling:
                 f"{batches} batches, {rows} examples at batch_size={self.batch_size}, and begins "
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
             )
+        drawn = scheme is FIXED_SIZE and _drawn_anew(x, self.batch_size, self.num_examples)
+        again = passed_through(x, _AGAIN)
+        if scheme.amplifies and again is not None and not drawn:
+            raise _repeats(again, "samples")
         cut = next(filter(_batches, ancestors(x)), None)
-        if scheme.amplifies and cut is not None and not (scheme is FIXED_SIZE and _is_one_batch(x, self.batch_size)):
+        if scheme.amplifies and cut is not None and not drawn:
             raise PrivacyError(
                 f"sampling={self.sampling!r}, but {type(cut).__name__.strip('_')} cuts the data set into batches of "
                 "one size, one after the other, so they are no independent samples. Use tfdpfl.data.poisson_batches, "
@@ -456,6 +477,12 @@ class Sampling:
             raise PrivacyError(
                 "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so two uses of an example "
                 "may be closer together. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."
+            )
+        why = out_of_order(x) if declared is None and isinstance(x, tf.data.Dataset) else None
+        if why is not None:
+            raise PrivacyError(
+                f"sampling='fixed_order', but {why}, so two uses of an example may be closer together. Use "
+                "tfdpfl.data.fixed_order, or say sampling='shuffle'."
             )
         if isinstance(x, of_batches()) and call.get("shuffle", True):
             raise PrivacyError(

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdpfl._types import Dataset
 from tfdpfl.data.declared import ancestors, made_by
+from tfdpfl.data.functions import hands_on_early
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["check_stream"]
@@ -41,10 +42,12 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
     if repeated is None:
         return
     mixing = next(filter(lambda each: made_by(each, _MIXING), behind), None)
-    if mixing is not None:
+    early = hands_on_early(x, behind)
+    if mixing is not None or early is not None:
+        name = _name(mixing) if mixing is not None else f"{_name(early)} (deterministic=False)"
         raise PrivacyError(
-            f"{_name(mixing)} comes after repeat, so rows of several passes are mixed: an example may be in one pass, "
-            "or in one batch, several times, and no ε is known for this. Call repeat after it: "
+            f"{name} comes after repeat, so rows of several passes are mixed: an example may be in one pass, or in one "
+            "batch, several times, and no ε is known for this. Call repeat after it: "
             "data.shuffle(...).batch(...).repeat()."
         )
     if not counts_passes:

@@ -18,6 +18,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SHUFFLED, truncated_event_type
 from tfdpfl.data.declared import SamplingDeclaration, declare, keep_source
 from tfdpfl.data.draws import Passes, Words
+from tfdpfl.data.functions import check_apart
 from tfdpfl.data.sources import Examples, examples_of
 from tfdpfl.data.users import Users, users_of
 from tfdpfl.errors import PrivacyError
@@ -507,6 +508,7 @@ class _Pipeline:
         self._spec = tf.data.Dataset.from_tensors(0).map(lambda _: self._blank(examples.spec))
         for function in self._functions:
             self._spec = self._spec if function is None else self._spec.map(function)
+        check_apart(self._spec, examples.number)
         self._spec = self._spec.element_spec
         self._weighted = _is_pair_or_triple(self._spec) and len(self._spec) == 3
         weights = tf.nest.flatten(self._spec[2]) if self._weighted else []

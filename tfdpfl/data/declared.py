@@ -7,14 +7,13 @@ from collections.abc import Callable
 
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
-from tfdpfl.errors import PrivacyError
 
 __all__ = [
     "SamplingDeclaration",
     "ancestors",
-    "check_once",
     "declare",
     "declared_sampling",
+    "inputs_of",
     "keep_source",
     "made_by",
     "made_from",
@@ -119,7 +118,7 @@ def source_of(dataset: Dataset) -> tuple[Nest, Callable | None, Arrays] | None:
     return getattr(dataset, _SOURCE, None)
 
 
-def _inputs(dataset: Dataset) -> list[Dataset]:
+def inputs_of(dataset: Dataset) -> list[Dataset]:
     """Returns the data sets that a transformation made `dataset` from; none of one that declares its sampling."""
     if declared_sampling(dataset) is not None:
         return []
@@ -129,12 +128,12 @@ def _inputs(dataset: Dataset) -> list[Dataset]:
 
 def made_from(dataset: Dataset) -> SamplingDeclaration | None:
     """Returns what the data set declares that `dataset` was made from, however many steps ago."""
-    return declared_sampling(dataset) or next(filter(None, map(made_from, _inputs(dataset))), None)
+    return declared_sampling(dataset) or next(filter(None, map(made_from, inputs_of(dataset))), None)
 
 
 def transformed_by(dataset: Dataset, harmless: tuple[str, ...]) -> str | None:
     """The name of the nearest transformation behind declared batches that is none of the harmless ones, or None."""
-    while inputs := _inputs(dataset):
+    while inputs := inputs_of(dataset):
         if made_by(dataset, harmless) is None:
             return type(dataset).__name__.strip("_").removesuffix("Dataset")
         dataset = next((i for i in inputs if made_from(i) is not None), None)
@@ -158,21 +157,8 @@ def repeats(dataset: Dataset) -> bool:
     return any(made_by(each, ("repeat",)) and int(getattr(each, "_count", -1)) != 1 for each in ancestors(dataset))
 
 
-def check_once(dataset: Dataset, draws: str) -> None:
-    """Raises if a data set, from which each element is to be one example, holds its examples several times.
-
-    Args:
-        draws: What comes of each element, for the error.
-    """
-    if repeats(dataset):
-        raise PrivacyError(
-            f"The data set repeats its examples, and {draws}, so an example that comes twice would cost more than ε "
-            "says. Leave .repeat() out."
-        )
-
-
 def ancestors(dataset: Dataset, end: Dataset = None) -> list[Dataset]:
     """Returns the data set and all that it was made from, down to ``end``, which is not among them."""
     if dataset is end:
         return []
-    return [dataset, *(found for each in _inputs(dataset) for found in ancestors(each, end))]
+    return [dataset, *(found for each in inputs_of(dataset) for found in ancestors(each, end))]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tfdpfl._types import Arrays, Dataset, Nest
-from tfdpfl.data.declared import check_once
+from tfdpfl.data.functions import check_apart, check_once
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -314,6 +314,7 @@ def _from_dataset(dataset: tf.data.Dataset) -> Dataset:
         ) from error
     if data is None:
         raise ValueError("The dataset must hold at least one example, got none.")
+    check_apart(dataset, int(tf.nest.flatten(data)[0].shape[0]))
     return data
 
 

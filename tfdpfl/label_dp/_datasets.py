@@ -51,7 +51,7 @@ def _read(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, np.ndarray | None,
     """The dataset in memory, its features if they are one array, its labels, and each element's shape of labels."""
     import tensorflow as tf
 
-    from tfdpfl.data.declared import check_once
+    from tfdpfl.data.functions import check_once
 
     spec = dataset.element_spec
     if isinstance(spec, dict) or (isinstance(spec, tuple) and len(spec) not in (2, 3)):

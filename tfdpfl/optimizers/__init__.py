@@ -117,15 +117,19 @@ def _setting(name: str, of_noise: str | None = None) -> property:
     """
 
     def change(self, value):
-        raise AttributeError(
-            f"{name} is part of steps that are traced already. Compile the model again, with "
-            f"{type(self).__name__}({name}={value!r}, ...); set_weights and a ledger keep what ran."
-        )
+        _refuse_change(self, name, value)
 
     def read(self):
         return getattr(self._dp.settings, name) if of_noise is None else getattr(self._dp.noise, of_noise)
 
     return property(read, change)
+
+
+def _refuse_change(optimizer: DPOptimizer, name: str, value: object) -> None:
+    raise AttributeError(
+        f"{name} is part of steps that are traced already. Compile the model again, with "
+        f"{type(optimizer).__name__}({name}={value!r}, ...); set_weights and a ledger keep what ran."
+    )
 
 
 class DPOptimizer:
@@ -180,6 +184,12 @@ class DPOptimizer:
         dp.iterations = dp.clipping.iterations = self.iterations
         if dp.clipping.start is not None:
             dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Keras 3 has an attribute of this name, None here, by which it would add up gradients with their noise.
+        if name == "gradient_accumulation_steps" and hasattr(self, "_dp"):
+            _refuse_change(self, name, value)
+        super().__setattr__(name, value)
 
     def build(self, variables):
         super().build(variables)

@@ -1,0 +1,146 @@
+"""An example of a data set changes one row, and none of the others: what TensorFlow shows of its transformations."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdpfl.data import poisson_batches
+from tfdpfl.data.functions import check_apart, check_once, out_of_order
+from tfdpfl.errors import PrivacyError
+
+N = 64
+X = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+Y = (X.sum(1) > 0).astype(np.float32)
+ROWS = tf.data.Dataset.from_tensor_slices((X, Y))
+SAME = tf.data.Dataset.from_tensor_slices((X, Y))  # another object of the same arrays
+TABLE = tf.constant(X)
+WORDS = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3], [4]]))
+LENGTHS = tf.data.Dataset.range(9).map(lambda i: tf.zeros([i]))
+Dataset = tf.data.Dataset
+
+
+def drawn(*_):
+    return tf.gather(TABLE, tf.random.uniform([], 0, N, tf.int32))
+
+
+def mixed(x, y):
+    order = tf.random.shuffle(tf.range(tf.shape(x)[0]))
+    return x + tf.gather(x, order), y
+
+
+MEET = {
+    "mixup in a batch": (lambda: ROWS.batch(8).map(mixed), "GatherV2 .* picks examples of the batch"),
+    "reversed": (lambda: ROWS.batch(8).map(lambda x, y: (x + x[::-1], y)), "takes some examples of the batch"),
+    "rolled": (lambda: ROWS.batch(8).map(lambda x, y: (x + tf.roll(x, 1, 0), y)), "works along the batch axis"),
+    "centred": (lambda: ROWS.batch(8).map(lambda x, y: (x - tf.reduce_mean(x, 0), y)), "reduces over the batch"),
+    "centred labels": (lambda: ROWS.batch(8).map(lambda x, y: (x, y - tf.reduce_mean(y))), "reduces over the batch"),
+    "behind a batch that was taken apart": (
+        lambda: ROWS.batch(16).map(lambda x, y: (x / tf.reduce_max(x), y)).unbatch().batch(8), "reduces over"),
+    "of poisson batches": (
+        lambda: poisson_batches((X, Y), 0.1, 5).map(lambda x, y: (x - tf.reduce_mean(x, 0), y)), "reduces over"),
+    "mixup of two passes": (
+        lambda: Dataset.zip((ROWS.shuffle(N), SAME.shuffle(N))).map(lambda a, b: (a[0] + b[0], a[1])).batch(8),
+        "ZipDataset joins data sets that hold the same examples, in different orders"),
+    "pairs": (lambda: Dataset.zip((ROWS, ROWS.skip(1))).batch(8), "ZipDataset joins"),
+    "copies": (lambda: ROWS.concatenate(SAME.map(lambda x, y: (-x, y))).batch(8), "ConcatenateDataset joins"),
+    "a split that leaks": (
+        lambda: ROWS.shuffle(N).take(9).concatenate(ROWS.shuffle(N).skip(9)).batch(8), "ConcatenateDataset joins"),
+    "the same twice": (
+        lambda: Dataset.sample_from_datasets([ROWS, ROWS.filter(lambda x, y: y > 0)]).batch(8), "in turns"),
+    "drawn with replacement": (lambda: Dataset.range(N).map(drawn).batch(8), "reads rows at random from a table of 64"),
+    "drawn by a branch": (
+        lambda: Dataset.range(N).map(lambda i: tf.cond(i > 3, lambda: TABLE[0], drawn)).batch(8), "reads rows"),
+    "drawn by a data set": (
+        lambda: Dataset.random(seed=1).take(N).map(lambda i: tf.gather(TABLE, i % N)).batch(8), "reads rows at random"),
+    "drawn from an element": (
+        lambda: Dataset.zip((Dataset.from_tensors(X).repeat(N), Dataset.range(N))).map(
+            lambda x, i: tf.gather(x, tf.random.uniform([], 0, N, tf.int32))).batch(8), "reads rows at random"),
+    "padded": (lambda: LENGTHS.padded_batch(3), "PaddedBatchDataset pads each batch to its longest example"),
+    "padded in buckets": (
+        lambda: LENGTHS.bucket_by_sequence_length(lambda t: tf.shape(t)[0], [4], [3, 3]), "pads each batch"),
+    "ragged made dense": (lambda: WORDS.ragged_batch(2).map(lambda t: t.to_tensor()), "pads each batch"),
+    "batches dropped": (
+        lambda: ROWS.batch(8).filter(lambda x, y: tf.reduce_max(y) > 0), "leaves out a whole batch for what"),
+    "cut off": (lambda: ROWS.take_while(lambda x, y: y < 1).batch(8), "leaves out all examples behind one"),
+    "running sum": (
+        lambda: ROWS.scan(tf.zeros(4), lambda s, e: (s + e[0], (s, e[1]))).batch(8), "to the examples behind it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEET)
+def test_examples_that_meet_or_come_twice_are_refused(name):
+    data, message = MEET[name]
+    with pytest.raises(PrivacyError, match=message):
+        check_apart(data(), N, batched=True)
+
+
+def flipped(x, y):
+    up = tf.random.uniform([tf.shape(x)[0], 1]) < 0.5
+    return tf.where(up, x, -x) + tf.random.normal(tf.shape(x)), y
+
+
+APART = {
+    "each its own draw": lambda: ROWS.shuffle(N).batch(8).map(flipped),
+    "a small table": lambda: ROWS.map(lambda x, y: (x * tf.gather(tf.ones(9), tf.random.uniform([], 0, 9, tf.int32)), y)
+                                      ).batch(8),
+    "rows by number": lambda: Dataset.range(N).shuffle(N).map(lambda i: tf.gather(TABLE, i)).batch(8),
+    "over the axes of an example": lambda: ROWS.batch(8).map(lambda x, y: (x - tf.reduce_mean(x, 1, keepdims=True), y)),
+    "before the batch": lambda: ROWS.map(lambda x, y: (x - tf.reduce_mean(x, 0), y)).batch(8),
+    "one by one": lambda: ROWS.batch(8).map(lambda x, y: (tf.map_fn(lambda t: t * 2, x), y)),
+    "Python code": lambda: ROWS.batch(8).map(lambda x, y: (tf.numpy_function(np.sin, [x], tf.float32), y)),
+    "sides of an example": lambda: Dataset.zip((ROWS.map(lambda x, y: x), ROWS.map(lambda x, y: y))).batch(8),
+    "two arrays": lambda: Dataset.zip((Dataset.from_tensor_slices(X), Dataset.from_tensor_slices(Y))).batch(8),
+    "seeds beside": lambda: Dataset.zip((ROWS, Dataset.random(), Dataset.random())).map(lambda e, *_: e).batch(8),
+    "a split": lambda: ROWS.take(9).concatenate(SAME.skip(9)).batch(8),
+    "by class": lambda: Dataset.sample_from_datasets(
+        [ROWS.filter(lambda x, y: y > 0).shuffle(N), ROWS.filter(lambda x, y: y < 1).shuffle(N)]).batch(8),
+    "a series": lambda: tf.keras.utils.timeseries_dataset_from_array(X, Y, 4, batch_size=8, shuffle=True),
+    "a fixed length": lambda: LENGTHS.padded_batch(3, padded_shapes=[10]),
+    "buckets": lambda: LENGTHS.bucket_by_sequence_length(
+        lambda t: tf.shape(t)[0], [4, 10], [3, 3, 3], pad_to_bucket_boundary=True),
+    "ragged, a fixed length": lambda: WORDS.ragged_batch(2).map(lambda t: t.to_tensor(shape=[None, 4])),
+    "whole batches": lambda: ROWS.batch(6).filter(lambda x, y: tf.shape(x)[0] == 6),
+    "counted": lambda: ROWS.scan(0, lambda s, e: (s + 1, (e[0], s))).batch(8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APART)
+def test_examples_that_keep_apart_are_taken(name):
+    check_apart(APART[name](), N, batched=True)
+
+
+def test_augmentation_layers_keep_examples_apart():
+    layers = tf.keras.layers
+    images = Dataset.from_tensor_slices(np.zeros((8, 9, 9, 3), np.float32)).batch(4)
+    layer = tf.keras.Sequential([layers.RandomFlip(), layers.RandomRotation(0.1), layers.RandomZoom(0.1)])
+    check_apart(images.map(lambda x: layer(x, training=True)), 8, batched=True)
+
+
+def test_what_is_drawn_from_is_looked_at_too():
+    with pytest.raises(PrivacyError, match="reduces over the batch"):
+        poisson_batches(ROWS.batch(8).map(lambda x, y: (x - tf.reduce_mean(x, 0), y)).unbatch(), 0.1, 5)
+    with pytest.raises(PrivacyError, match="reads rows at random"):
+        poisson_batches((X, Y), 0.1, 5, map_fn=lambda x, y: (x + drawn(), y))
+    with pytest.raises(PrivacyError, match="joins"):
+        check_once(ROWS.concatenate(ROWS), "each label is released")
+
+
+@pytest.mark.parametrize("data, why", [
+    (lambda: ROWS.filter(lambda x, y: tf.random.uniform([]) < 0.9), "FilterDataset draws at random"),
+    (lambda: Dataset.zip((ROWS, Dataset.random())).filter(lambda e, r: r > 9).map(lambda e, r: e), "Filter.* draws"),
+    (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2, deterministic=False), r"\(deterministic=False\)"),
+    (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2).with_options(unordered()), r"\(deterministic=False\)"),
+    (lambda: ROWS.map(lambda x, y: (x + tf.random.normal([4]), y), num_parallel_calls=2), None),
+    (lambda: ROWS.filter(lambda x, y: y > 0), None),
+])  # fmt: skip
+def test_an_order_that_is_another_in_each_pass_is_seen(data, why):
+    found = out_of_order(data().batch(8))
+    assert found is None if why is None else re.search(why, found)
+
+
+def unordered():
+    options = tf.data.Options()
+    options.deterministic = False
+    return options

@@ -1,0 +1,386 @@
+"""Whether the transformations of a data set keep each example in one row, and in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tfdpfl._types import Dataset
+from tfdpfl.data.declared import ancestors, inputs_of, made_by, passed_through, repeats
+from tfdpfl.errors import PrivacyError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tfdpfl.clipping.states import Mixed
+
+__all__ = ["check_apart", "check_once", "hands_on_early", "out_of_order"]
+
+_SIZES = frozenset(["Shape", "ShapeN", "Size", "Rank"])  # what they say of a tensor does not depend on its values
+_SELECT = frozenset(["Gather", "ResourceGather", "RandomShuffle"])
+# Why `BatchAxis` says that examples meet, of ops that are known to let them. It says more of ops that it cannot follow.
+_MEET = frozenset([
+    "reduces over the batch", "sums over the batch", "picks examples of the batch", "works along the batch axis",
+    "takes some examples of the batch, not all", "joins along the batch axis", "lets examples pick from one another",
+    "combines the examples along one axis with the examples along another", "normalises over the batch",
+    "multiplies the examples along one axis with the examples along another", "normalises examples together",
+])  # fmt: skip
+# Transformations that hand on the elements in the order in which they come, each once.
+_ALIGNED = (
+    "tensorslice", "parallelmap", "map", "batch", "prefetch", "options", "cache", "assertcardinality", "model", "take",
+)  # fmt: skip
+_DISJOINT = ("skip", "shard", "filter", "takewhile", "window", "directedinterleave")
+
+
+def check_once(dataset: Dataset, draws: str) -> None:
+    """Raises if a data set, from which each element is to be one example, holds its examples several times.
+
+    Args:
+        draws: What comes of each element, for the error.
+    """
+    if repeats(dataset):
+        raise PrivacyError(
+            f"The data set repeats its examples, and {draws}, so an example that comes twice would cost more than ε "
+            "says. Leave .repeat() out."
+        )
+    for each in ancestors(dataset):
+        _check_joined(each)
+
+
+def check_apart(dataset: Dataset, number: float = math.inf, batched: bool | None = None) -> None:
+    """Raises if TensorFlow shows that an example is in several rows of a data set, or changes rows of others.
+
+    What Python code does (a generator, py_function) does not show.
+
+    Args:
+        dataset: What examples come from.
+        number: How many examples there are. A table with as many rows may hold them.
+        batched: Whether its elements are batches; None if its last transformations tell.
+    """
+    if batched is None:
+        batched = passed_through(dataset, ("unbatch", "batch")) == "batch"
+    _check(dataset, number, 1 if batched else 0)
+
+
+def _check(dataset: Dataset, number: float, level: int | None) -> None:
+    """Checks a data set and those that it was made from; ``level`` counts the batch axes of its elements, if known."""
+    kind = made_by(dataset, ("flatmap", "map", "takewhile", "filter", "scan"))
+    for graph, given in _functions(dataset):
+        _check_draws(dataset, graph, given, number)
+        _check_inner_padding(dataset, graph)
+        if kind == "map" and level == 1:
+            _check_batches(dataset, graph, given)
+        if (kind == "filter" and level) or kind == "takewhile":
+            _check_choice(dataset, graph, given, whole=kind == "filter")
+        if kind == "scan":
+            _check_state(dataset, graph, given)
+    _check_joined(dataset)
+    if made_by(dataset, ("paddedbatch",)):
+        _check_padding(dataset)
+    for each in inputs_of(dataset):
+        _check(each, number, _level_before(dataset, each, level))
+
+
+def _level_before(dataset: Dataset, source: Dataset, level: int | None) -> int | None:
+    if made_by(dataset, ("unbatch", "batch", "flatmap", "interleave", "window")) in (None, "interleave"):
+        return level
+    rank, before = _rank(dataset), _rank(source)
+    return None if level is None or rank is None or before is None else level - rank + before
+
+
+def _rank(dataset: Dataset) -> int | None:
+    import tensorflow as tf
+
+    return getattr(getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None), "rank", None)
+
+
+def _name(dataset: Dataset) -> str:
+    return type(dataset).__name__.strip("_")
+
+
+def _functions(dataset: Dataset) -> list[tuple[tf.Graph, list[tf.Tensor]]]:
+    """The graphs of the functions that a data set calls, with what they are given of each element."""
+    found = []
+    for function in getattr(dataset, "_functions", list)():
+        graph = function.function.graph
+        captured = {inner.op.name for _, inner in graph.captures}
+        found.append((graph, [t for t in graph.inputs if t.op.name not in captured]))
+    return found
+
+
+def _depends(targets: Iterable[tf.Tensor], given: list[tf.Tensor]) -> bool:
+    """Whether values of what a function is given decide the targets; its lengths do not count."""
+    from tfdpfl.clipping.graph import ancestors as ops_of
+
+    ops = ops_of(targets, follow=lambda t: t.op.type not in _SIZES)
+    return any(t.op.name in ops for t in given)
+
+
+def _draws(targets: Iterable[tf.Tensor]) -> bool:
+    """Whether random numbers decide the targets; their lengths do not count."""
+    from tfdpfl.clipping.graph import ancestors as ops_of
+
+    return any(map(_is_random, ops_of(targets, follow=lambda t: t.op.type not in _SIZES).values()))
+
+
+# -- functions of batches ------------------------------------------------------------------------------------------
+
+
+def _check_batches(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor]) -> None:
+    """Raises if a function of a batch computes a row from several examples."""
+    from tfdpfl.clipping.batch_axis import BatchAxis
+    from tfdpfl.clipping.states import Batch, Mixed
+
+    names = {t.op.name for t in given}
+    axis = BatchAxis(graph, lambda t: Batch(0) if t.op.name in names and t.shape.rank != 0 else None, within=True)
+    for t in graph.outputs:
+        state = axis[t]
+        if isinstance(state, Mixed) and state.why in _MEET and _of_values(graph, state, given):
+            raise _meets(dataset, state.describe())
+    for op in axis.ops.values():
+        of = axis.states.get((op.inputs[0].op.name, op.inputs[0].value_index)) if op.inputs else None
+        if isinstance(of, Batch) and of.axis == 0 and _selects(op) and _draws(op.inputs[1:]):
+            raise _meets(dataset, f"{op.type} ({op.name!r}) picks examples of the batch")
+    for op in graph.get_operations():
+        if op.type == "RaggedTensorToTensor" and not _is_fixed(op.inputs[0]) and _depends(op.outputs, given):
+            raise _pads(dataset, "to_tensor(shape=[None, 100]), or for a TextVectorization output_sequence_length=100")
+
+
+def _of_values(graph: tf.Graph, state: Mixed, given: list[tf.Tensor]) -> bool:
+    """Whether what meets are values of examples; not, say, random numbers of which each row has its own."""
+    try:
+        op = graph.get_operation_by_name(state.name)
+    except KeyError:  # of a function that this one calls
+        return True
+    if op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") & 1:
+        return False  # one example by its number, as code does that goes through them
+    if state.name.endswith("bincount/Max"):  # how long the counts have to be, not what is in them
+        return False
+    return _depends(op.inputs, given)
+
+
+def _is_fixed(shape: tf.Tensor) -> bool:
+    from tfdpfl.clipping.graph import constant
+
+    value = constant(shape)
+    return value is not None and value.ndim == 1 and bool((value[1:] >= 0).all())
+
+
+def _meets(dataset: Dataset, where: str) -> PrivacyError:
+    return PrivacyError(
+        f"{_name(dataset)} calls a function on whole batches, in which examples meet: {where}. An example then changes "
+        "several rows, each of which is clipped by itself, and ε counts one. Let the function treat each example by "
+        "itself (call it before batch), or leave it out."
+    )
+
+
+def _pads(dataset: Dataset, remedy: str) -> PrivacyError:
+    return PrivacyError(
+        f"{_name(dataset)} pads each batch to its longest example, so one example changes the lengths of all others of "
+        f"its batch, and ε counts one row. Pad to a length that you know without the data: {remedy}."
+    )
+
+
+def _check_padding(dataset: Dataset) -> None:
+    import tensorflow as tf
+
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
+    if any(shape is not None and shape.rank is not None and None in shape[1:].as_list() for shape in shapes):
+        raise _pads(dataset, "padded_batch(..., padded_shapes=...) with numbers in it")
+
+
+def _check_inner_padding(dataset: Dataset, graph: tf.Graph) -> None:
+    """As `_check_padding`, of data sets that a function makes (bucket_by_sequence_length)."""
+    from tfdpfl.clipping.graph import constant
+
+    for op in graph.get_operations():
+        if op.type.startswith("PaddedBatchDataset"):
+            shapes = [constant(t) for t in op.inputs[2 : 2 + op.get_attr("N")]]
+            lengths = [[d.size for d in shape.dim][1:] for shape in op.get_attr("output_shapes")]
+            if any(s is not None and -1 in s and -1 in n for s, n in zip(shapes, lengths, strict=True)):
+                raise _pads(dataset, "bucket_by_sequence_length(..., pad_to_bucket_boundary=True)")
+
+
+# -- which elements come -------------------------------------------------------------------------------------------
+
+
+def _check_choice(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], whole: bool) -> None:
+    if _depends(graph.outputs, given):
+        drops = "a whole batch for what one example holds" if whole else "all examples behind one for what that holds"
+        raise PrivacyError(
+            f"{_name(dataset)} leaves out {drops}. An example then changes which others are trained on, and ε counts "
+            "one row. Filter single examples, before batch; take(n) hands on the first n."
+        )
+
+
+def _check_state(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor]) -> None:
+    """Raises if a scan hands on something of an example to those that follow."""
+    import tensorflow as tf
+
+    states = len(tf.nest.flatten(dataset._initial_state))
+    if _depends(graph.outputs[:states], given[states:]):
+        raise PrivacyError(
+            f"{_name(dataset)} hands on what it computes from an example to the examples behind it (scan, or "
+            "rejection_resample without initial_dist), so one example changes many rows, and ε counts one. Compute "
+            "each row from its own example."
+        )
+
+
+def _check_draws(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], number: float) -> None:
+    """Raises if a function reads rows at random of a table that is as long as the data."""
+    drawn = any(made_by(each, ("random",)) for each in ancestors(dataset))
+    op = _drawn_from(graph, {t.op.name: (_is_long(t, number), drawn) for t in given}, number)
+    if op is not None:
+        raise PrivacyError(
+            f"{_name(dataset)} reads rows at random from a table of {number} rows or more ({op.type}, {op.name!r}). If "
+            "that holds the training data, an example may come several times in a pass or in a batch, and ε counts it "
+            "once. Use tfdpfl.data.poisson_batches, which draws from the arrays themselves."
+        )
+
+
+def _drawn_from(graph: tf.Graph, given: dict[str, tuple[bool, bool]], number: float) -> tf.Operation | None:
+    """The op that reads at random from a table of so many rows; ``given`` says of inputs whether they are such a table,
+    and whether they are random."""
+    from tfdpfl.clipping.graph import BODIES, body_graphs
+
+    states: dict[str, tuple[bool, bool]] = {}
+    for op in graph.get_operations():
+        if op.name in given:
+            states[op.name] = given[op.name]
+            continue
+        inputs = [states[t.op.name] for t in op.inputs]
+        random, draws = _is_random(op), any(drawn for _, drawn in inputs)
+        if inputs and inputs[0][0] and (random or draws) and _selects(op):
+            return op
+        for body in body_graphs(op) if op.type in BODIES else ():
+            handed = inputs[1:] if op.type.endswith("If") else inputs
+            found = _drawn_from(body, {t.op.name: s for t, s in zip(body.inputs, handed, strict=False)}, number)
+            random |= any(map(_is_random, body.get_operations()))
+            if found is not None:
+                return found
+        source = not op.inputs or op.type == "ReadVariableOp"
+        table = (source or any(table for table, _ in inputs)) and any(_is_long(t, number) for t in op.outputs)
+        states[op.name] = table, op.type not in _SIZES and (random or draws)
+    return None
+
+
+def _selects(op: tf.Operation) -> bool:
+    """Whether an op reads rows of its first input that others choose."""
+    from tfdpfl.clipping.graph import constant
+
+    if op.type == "GatherV2":
+        axis = constant(op.inputs[2])
+        return op.get_attr("batch_dims") == 0 and (axis is None or int(axis) == 0)
+    return op.type in _SELECT
+
+
+def _is_random(op: tf.Operation) -> bool:
+    generator = op.type.startswith(("Stateful", "Rng")) and op.type != "StatefulPartitionedCall"
+    return generator or "Random" in op.type
+
+
+def _is_long(t: tf.Tensor, number: float) -> bool:
+    if t.dtype.name == "resource":
+        data = getattr(t, "_handle_data", None)
+        shapes = [[d.size for d in entry.shape.dim] for entry in data.shape_and_type] if data is not None else []
+        return any(shape and shape[0] >= number for shape in shapes)
+    return bool(t.shape.rank) and t.shape[0] is not None and t.shape[0] >= number
+
+
+# -- what is joined ------------------------------------------------------------------------------------------------
+
+
+def _check_joined(dataset: Dataset) -> None:
+    """Raises if a data set joins others that hold the same examples, so that these come in several rows."""
+    kind = made_by(dataset, tuple(_JOINED)) or ""
+    inputs = inputs_of(dataset)[kind == "directedinterleave" :] if kind else []  # of this one the first selects
+    for i, one in enumerate(inputs):
+        for other in inputs[i + 1 :]:
+            if not _share(one, other):
+                continue
+            paths = ancestors(one), ancestors(other)
+            both = [*paths[0], *paths[1]]
+            if kind == "zip" and all(made_by(each, _ALIGNED) for each in both if inputs_of(each)):
+                continue  # parts of one example side by side
+            if kind != "zip" and _may_be_disjoint(paths):
+                continue
+            raise PrivacyError(
+                f"{_name(dataset)} joins data sets that hold the same examples, {_JOINED[kind]}. An example is then in "
+                "several rows, and ε counts one. For copies use tfdpfl.data.poisson_batches(..., augment=..., "
+                "copies=k) and an optimizer with rows_per_unit=k; leave mixtures of examples out."
+            )
+
+
+_JOINED = {
+    "zip": "in different orders", "concatenate": "one after the other",
+    "directedinterleave": "in turns (sample_from_datasets or choose_from_datasets)",
+}  # fmt: skip
+
+
+def _may_be_disjoint(paths: tuple[list[Dataset], list[Dataset]]) -> bool:
+    """Whether each of two data sets may leave out what the other one has, and in each pass the same."""
+    places = ("skip", "shard", "take", "window")
+    for path in paths:
+        placed = [at for at, each in enumerate(path) if made_by(each, places)]
+        order = [at for at, each in enumerate(path) if made_by(each, ("shuffle",)) and _anew(each)]
+        if not any(made_by(each, (*_DISJOINT, "take")) for each in path) or (
+            placed and order and max(order) > min(placed)
+        ):
+            return False
+    return any(made_by(each, _DISJOINT) for path in paths for each in path)
+
+
+def _anew(shuffled: Dataset) -> bool:
+    return getattr(shuffled, "_reshuffle_each_iteration", None) is not False
+
+
+def _share(one: Dataset, other: Dataset) -> bool:
+    """Whether two data sets read the same data."""
+    sources = [[each for each in ancestors(side) if not inputs_of(each)] for side in (one, other)]
+    return any(_same(a, b) for a in sources[0] for b in sources[1])
+
+
+def _same(a: Dataset, b: Dataset) -> bool:
+    import tensorflow as tf
+
+    if not made_by(a, ("tensorslice",)) and made_by(a, ("range", "random", "tensor")):
+        return False  # numbers that anyone knows; or one element, which every row may need
+    if a is b:
+        return True
+    tensors = [
+        sorted(getattr(each, "_tensors", []) or [], key=lambda t: int(tf.size(t)) if tf.is_tensor(t) else 0)
+        for each in (a, b)
+    ]
+    if not all(tensors) or not all(tf.is_tensor(t) for side in tensors for t in side):
+        return False
+    return any(_equal(tensors[i][-1], t) for i in (0, 1) for t in tensors[1 - i])
+
+
+def _equal(a: tf.Tensor, b: tf.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a.numpy(), b.numpy()))
+
+
+# -- in which order they come --------------------------------------------------------------------------------------
+
+
+def out_of_order(dataset: Dataset) -> str | None:
+    """Says why the examples of a data set come at other places in each pass, or returns None."""
+    if (early := hands_on_early(dataset, ancestors(dataset))) is not None:
+        return f"{_name(early)} hands examples on as soon as they are ready (deterministic=False)"
+    for each in ancestors(dataset):
+        functions = _functions(each)
+        draws = any(_is_random(op) for graph, _ in functions for op in graph.get_operations())
+        draws |= bool(functions) and any(made_by(before, ("random",)) for before in ancestors(each))
+        if draws and made_by(each, ("flatmap", "map")) != "map":
+            return f"{_name(each)} draws at random which examples come"
+    return None
+
+
+def hands_on_early(dataset: Dataset, among: list[Dataset]) -> Dataset | None:
+    """Returns the first of some transformations of a data set whose threads do not keep the order."""
+    determined = dataset.options().deterministic
+    kept = {"false": False, "default": determined}
+    return next((each for each in among if kept.get(getattr(each, "_deterministic", "")) is False), None)
