@@ -542,7 +542,10 @@ def test_a_batch_that_repeat_draws_anew_is_a_sample_of_fixed_size():
     model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="fixed_size", batch_size=20)
     model.fit(ROWS.cache().shuffle(N).take(20).batch(20).repeat(), steps_per_epoch=5, callbacks=[budget], verbose=0)
     assert budget.report().sampling == "fixed_size" and budget.report().steps == 5
-    for again in (ROWS.shuffle(N).take(20).cache().batch(20).repeat(), ROWS.shuffle(N).take(20).batch(20).cache()):
+    for again in (
+        ROWS.shuffle(N).take(20).cache().batch(20).repeat(),
+        ROWS.shuffle(N).take(20).batch(20).cache().repeat(),
+    ):
         with pytest.raises(PrivacyError, match=r"cache\(\) comes after samples: every epoch repeats"):
             model.fit(again, steps_per_epoch=1, callbacks=[budget], verbose=0)
 

@@ -15,7 +15,7 @@ X = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.float32)
 ROWS = tf.data.Dataset.from_tensor_slices((X, Y))
 SAME = tf.data.Dataset.from_tensor_slices((X, Y))  # another object of the same arrays
-TABLE = tf.constant(X)
+TABLE, MEAN, COUNT = tf.constant(X), tf.Variable(tf.zeros(4)), tf.Variable(0)
 WORDS = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3], [4]]))
 LENGTHS = tf.data.Dataset.range(9).map(lambda i: tf.zeros([i]))
 Dataset = tf.data.Dataset
@@ -64,6 +64,8 @@ MEET = {
     "batches dropped": (
         lambda: ROWS.batch(8).filter(lambda x, y: tf.reduce_max(y) > 0), "leaves out a whole batch for what"),
     "cut off": (lambda: ROWS.take_while(lambda x, y: y < 1).batch(8), "leaves out all examples behind one"),
+    "a running mean": (
+        lambda: ROWS.map(lambda x, y: (x - MEAN.assign(0.9 * MEAN + 0.1 * x), y)).batch(8), "to the examples behind"),
     "running sum": (
         lambda: ROWS.scan(tf.zeros(4), lambda s, e: (s + e[0], (s, e[1]))).batch(8), "to the examples behind it"),
 }  # fmt: skip
@@ -102,6 +104,7 @@ APART = {
         lambda t: tf.shape(t)[0], [4, 10], [3, 3, 3], pad_to_bucket_boundary=True),
     "ragged, a fixed length": lambda: WORDS.ragged_batch(2).map(lambda t: t.to_tensor(shape=[None, 4])),
     "whole batches": lambda: ROWS.batch(6).filter(lambda x, y: tf.shape(x)[0] == 6),
+    "counted in a variable": lambda: ROWS.map(lambda x, y: (x, y, COUNT.assign_add(1))).batch(8),
     "counted": lambda: ROWS.scan(0, lambda s, e: (s + 1, (e[0], s))).batch(8),
 }  # fmt: skip
 
@@ -133,6 +136,7 @@ def test_what_is_drawn_from_is_looked_at_too():
     (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2, deterministic=False), r"\(deterministic=False\)"),
     (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2).with_options(unordered()), r"\(deterministic=False\)"),
     (lambda: ROWS.map(lambda x, y: (x + tf.random.normal([4]), y), num_parallel_calls=2), None),
+    (lambda: Dataset.range(2).flat_map(lambda i: ROWS.shuffle(9)), "FlatMapDataset draws at random"),
     (lambda: ROWS.filter(lambda x, y: y > 0), None),
 ])  # fmt: skip
 def test_an_order_that_is_another_in_each_pass_is_seen(data, why):

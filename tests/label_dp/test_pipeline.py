@@ -22,6 +22,24 @@ def test_a_label_keeps_its_noise_through_epochs_and_shuffles():
     assert (other(y, ids=ids).numpy() != private(y, ids=ids).numpy()).any()
 
 
+def test_numbers_of_examples_that_change_with_each_pass_are_no_ids():
+    """Twenty passes showed both labels of each of 64 examples, and the ledger had one release."""
+    private, rows = LabelPrivacy(1.0, 3), tf.data.Dataset.from_tensor_slices(([7, 8, 9], [0, 1, 2]))
+
+    def released(number, example):
+        return private(example[1], ids=number)
+
+    for data in (rows.shuffle(3).enumerate(), rows.shuffle(3).enumerate().batch(2)):
+        with pytest.raises(Exception, match=r"ids are numbers of examples \(enumerate\)"):
+            data.map(released)
+    for data in (
+        rows.enumerate().shuffle(3), rows.shuffle(3).cache().enumerate(),
+        rows.shuffle(3, reshuffle_each_iteration=False).enumerate(),
+    ):  # fmt: skip
+        data.map(released)
+    rows.shuffle(3).enumerate().map(lambda number, example: private(example[1], ids=example[0]))
+
+
 def test_the_layers_frequencies_are_its_matrix():
     n, private = 60_000, LabelPrivacy(1.0, 4)
     said = private(tf.fill([n], 2), ids=tf.range(n)).numpy()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tfdpfl.clipping.states import Mixed
 
-__all__ = ["check_apart", "check_once", "hands_on_early", "out_of_order"]
+__all__ = ["check_apart", "check_once", "hands_on_early", "numbered_anew", "out_of_order"]
 
 _SIZES = frozenset(["Shape", "ShapeN", "Size", "Rank"])  # what they say of a tensor does not depend on its values
 _SELECT = frozenset(["Gather", "ResourceGather", "RandomShuffle"])
@@ -28,6 +28,7 @@ _MEET = frozenset([
     "combines the examples along one axis with the examples along another", "normalises over the batch",
     "multiplies the examples along one axis with the examples along another", "normalises examples together",
 ])  # fmt: skip
+_WRITES = ("Assign", "ResourceScatter", "LookupTableInsert")
 # Transformations that hand on the elements in the order in which they come, each once.
 _ALIGNED = (
     "tensorslice", "parallelmap", "map", "batch", "prefetch", "options", "cache", "assertcardinality", "model", "take",
@@ -75,8 +76,7 @@ def _check(dataset: Dataset, number: float, level: int | None) -> None:
             _check_batches(dataset, graph, given)
         if (kind == "filter" and level) or kind == "takewhile":
             _check_choice(dataset, graph, given, whole=kind == "filter")
-        if kind == "scan":
-            _check_state(dataset, graph, given)
+        _check_state(dataset, graph, given, len(_state_of(dataset)) if kind == "scan" else 0)
     _check_joined(dataset)
     if made_by(dataset, ("paddedbatch",)):
         _check_padding(dataset)
@@ -216,16 +216,21 @@ def _check_choice(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], who
         )
 
 
-def _check_state(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor]) -> None:
-    """Raises if a scan hands on something of an example to those that follow."""
+def _state_of(scan: Dataset) -> list:
     import tensorflow as tf
 
-    states = len(tf.nest.flatten(dataset._initial_state))
-    if _depends(graph.outputs[:states], given[states:]):
+    return tf.nest.flatten(scan._initial_state)
+
+
+def _check_state(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], states: int) -> None:
+    """Raises if a function hands on something of an example to those that follow, in a variable or as the first so
+    many of what it returns."""
+    written = [t for op in graph.get_operations() if op.type.startswith(_WRITES) for t in op.inputs[1:]]
+    if _depends([*written, *graph.outputs[:states]], given[states:]):
         raise PrivacyError(
-            f"{_name(dataset)} hands on what it computes from an example to the examples behind it (scan, or "
-            "rejection_resample without initial_dist), so one example changes many rows, and ε counts one. Compute "
-            "each row from its own example."
+            f"{_name(dataset)} hands on what it computes from an example to the examples behind it (by a variable, "
+            "scan, or rejection_resample without initial_dist), so one example changes many rows, and ε counts one. "
+            "Compute each row from its own example."
         )
 
 
@@ -372,11 +377,27 @@ def out_of_order(dataset: Dataset) -> str | None:
         return f"{_name(early)} hands examples on as soon as they are ready (deterministic=False)"
     for each in ancestors(dataset):
         functions = _functions(each)
-        draws = any(_is_random(op) for graph, _ in functions for op in graph.get_operations())
+        ops = [op for graph, _ in functions for op in graph.get_operations()]
+        draws = any(_is_random(op) or op.type.startswith("ShuffleDataset") for op in ops)
         draws |= bool(functions) and any(made_by(before, ("random",)) for before in ancestors(each))
         if draws and made_by(each, ("flatmap", "map")) != "map":
             return f"{_name(each)} draws at random which examples come"
     return None
+
+
+def numbered_anew(dataset: Dataset) -> bool:
+    """Whether the first component of each element is the number of an example (enumerate) that is another in each
+    pass."""
+    while (inputs := inputs_of(dataset)) and made_by(dataset, ("batch", "prefetch", "options", "take", "skip")):
+        dataset = inputs[0]
+    if made_by(dataset, ("zip",)) is None or inputs_of(inputs[0]):
+        return False
+    numbered = ancestors(inputs[1])
+    cached = next((at for at, each in enumerate(numbered) if made_by(each, ("cache",))), len(numbered))
+    mixes = ("shuffle", "interleave")
+    return out_of_order(inputs[1]) is not None or any(
+        made_by(each, mixes) and _anew(each) for each in numbered[:cached]
+    )
 
 
 def hands_on_early(dataset: Dataset, among: list[Dataset]) -> Dataset | None:

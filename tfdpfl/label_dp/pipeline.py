@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._frames import callers
 from tfdpfl._types import Arrays, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
+from tfdpfl.clipping.graph import ancestors
+from tfdpfl.data.functions import numbered_anew
+from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp._base import label_promise
 from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
@@ -52,6 +56,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     Raises:
         ValueError: for arguments out of range, or a call without ids.
+        PrivacyError: ids that number the examples after a shuffle.
         tf.errors.InvalidArgumentError: when run, a label outside 0..K-1.
     """
 
@@ -82,6 +87,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
                 f"ids must have the shape of labels, {labels.shape}, got {ids.shape}: give each label its own id "
                 "(enumerate() before batch(), not after it), because labels with one id share their noise"
             )
+        _check_numbers(ids)
         self._by_id = True
         alike = tf.debugging.assert_equal(tf.shape(ids), tf.shape(labels), "ids must have the shape of labels")
         with tf.control_dependencies([] if alike is None else [alike]):
@@ -142,3 +148,18 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     def compute_output_shape(self, input_shape: Arrays) -> Arrays:
         return input_shape
+
+
+def _check_numbers(ids: tf.Tensor) -> None:
+    """Raises if ids are numbers of examples in the order of a pass, and the map that runs is of a data set whose order
+    is another in each."""
+    if not isinstance(graph := getattr(ids, "graph", None), tf.Graph) or tf.executing_eagerly():
+        return
+    dataset = next((frame.f_locals["input_dataset"] for frame in callers() if "input_dataset" in frame.f_locals), None)
+    inputs = getattr(graph, "inputs", None)
+    if dataset is not None and inputs and inputs[0].op.name in ancestors([ids]) and numbered_anew(dataset):
+        raise PrivacyError(
+            "ids are numbers of examples (enumerate) in a data set that is shuffled anew in each pass, so each pass "
+            "would draw new noise for a label, and ε counts one release. Call enumerate() before shuffle(), or give "
+            "ids that belong to the examples."
+        )
