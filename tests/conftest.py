@@ -32,8 +32,12 @@ collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "
 # NumPy, scikit-learn and dp-accounting differ, too. A slow test elsewhere that must run on both has the mark
 # `both_stacks`; a test with the mark `one_stack` stands beside one of the same line that runs on both.
 BOTH_STACKS = (
+    *(f"clipping/ops/test_{ops}.py" for ops in "control_flow convolutions elementwise lookups products".split()),
+    *(f"clipping/ops/test_{ops}.py" for ops in "reductions shapes windows".split()),
     "clipping/test_gradients.py",
+    "clipping/test_reparametrized.py",
     "clipping/test_sizes.py",
+    "clipping/test_weight_uses.py",
     "federated/",
     "optimizers/test_accumulator.py",
     "optimizers/test_optimizers.py",

@@ -55,7 +55,7 @@ def slow(name, batch):
     return [pytest.mark.slow] * (batch == B or name in ("lstm", "bidirectional", "attention"))
 
 
-# Batches of any size, and of a size that is no other axis's, of the rest: test_gradients.py.
+# Batches of any size, and of a size that is no other axis's, of the rest: layer_cases.py.
 @pytest.mark.parametrize("name, batch", [
     pytest.param(name, batch, marks=slow(name, batch)) for name in MODELS for batch in (1, B, D, S)
     if (batch != B or name in ("conv", "attention", "gather")) and not twins(name, batch)

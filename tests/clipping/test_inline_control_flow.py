@@ -17,38 +17,14 @@ from helpers import (
     per_example_gradients,
     rng,
 )
+from loop_cases import TABLE, A, B, C, D, R, S, T, U, X, over_time, used, weights, zeros
 
 import tfdpfl
 from tfdpfl.clipping import clipped_gradients, per_example_norms
-from tfdpfl.clipping import engine as engine_module
 from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.errors import PrivacyError
 
-B, T, D, U = 5, 4, 3, 3
-X = normal(B, T, D)
-
-
-def weights(*shapes):
-    return [tf.Variable(0.5 * normal(*s, seed=i)) for i, s in enumerate(shapes)]
-
-
-def over_time(x, turn, state, most=None, **loop):
-    """state after turn(t, x[:, t], state) for t = 0, 1, ..."""
-    steps = tf.transpose(x, [1, 0, 2])
-    return tf.while_loop(
-        lambda t, s: t < (tf.shape(steps)[0] if most is None else most),
-        lambda t, s: (t + 1, turn(t, tf.gather(steps, t), s)),
-        (tf.constant(0), state),
-        **loop,
-    )[1]
-
-
-def zeros(x, width=U):
-    return tf.zeros([tf.shape(x)[0], width])
-
-
 COUNTER = tf.Variable(0.0)
-A, R, C, S, TABLE = weights((D, U), (U, U), (U,), (U,), (6, U))
 
 
 def several_ways(x):
@@ -170,47 +146,6 @@ OPENED = {f.__name__: f for f in (several_ways, normalised, made_of_weights, wit
                                   terms_of_sums, a_mean_beside, states_of_earlier_turns)}  # fmt: skip
 
 
-def without_a_limit(x):
-    return tf.while_loop(
-        lambda n, s: tf.reduce_sum(n) > 0, lambda n, s: (n - 1, tf.tanh(s @ R + C)), (tf.constant([3]), zeros(x))
-    )[1]
-
-
-def loop_in_a_loop(x):
-    inner = lambda h: over_time(x, lambda t, step, g: tf.tanh(step @ A + g @ R), h)
-    return tf.while_loop(lambda i, h: i < 2, lambda i, h: (i + 1, inner(h)), (tf.constant(0), zeros(x)))[1]
-
-
-def branch_in_a_loop(x):
-    def turn(t, step, h):
-        return tf.cond(t % 2 == 0, lambda: tf.tanh(step @ A + h), lambda: tf.tanh(h @ R))
-
-    return over_time(x, turn, zeros(x))
-
-
-def weights_that_change(x):
-    """The matrix is another one in each turn."""
-    return tf.while_loop(
-        lambda i, w, h: i < 3, lambda i, w, h: (i + 1, tf.tanh(w @ R), tf.tanh(h @ w)), (tf.constant(0), R, x[:, 0])
-    )[2]
-
-
-def variable_looked_up(x):
-    ids = lambda step: tf.cast(tf.abs(step[:, 0]) * 2, tf.int32) % 6
-    return over_time(x, lambda t, step, h: tf.tanh(h @ R) + tf.gather(TABLE, ids(step)), zeros(x))
-
-
-CLOSED = {f.__name__: f for f in (without_a_limit, weights_that_change, variable_looked_up)}
-REFUSED = {f.__name__: f for f in (loop_in_a_loop, branch_in_a_loop)}
-
-
-def used(f):
-    with tf.GradientTape() as tape:
-        y = f(tf.constant(X))
-    variables = [A, R, C, S, TABLE]
-    return [v for v, g in zip(variables, tape.gradient(y, variables), strict=True) if g is not None]
-
-
 def falls_back(f, variables):
     found = []
 
@@ -222,20 +157,6 @@ def falls_back(f, variables):
 
     step.get_concrete_function()
     return any(found)
-
-
-@pytest.fixture
-def replayed(monkeypatch):
-    """What the plans of a test leave to the fallback."""
-    found = []
-
-    class Seen(ClippingPipeline):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            found.append(any(part.replayed for part in self.parts))
-
-    monkeypatch.setattr(engine_module, "ClippingPipeline", Seen)
-    return found
 
 
 ON_BOTH = ("several_ways", "by_scan", "a_loop_in_a_call", "own_gradient", "terms_of_sums")
@@ -258,25 +179,6 @@ def test_loop_agrees_without_the_fallback(f, batch, replayed):
     assert len(variables) >= 1
     check(lambda x: example_losses(f(x)), X, variables, batch=batch)
     assert replayed == [False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("f", [
-    pytest.param(f, id=name, marks=[pytest.mark.one_stack] * (name != "variable_looked_up"))
-    for name, f in CLOSED.items()])  # fmt: skip
-def test_loop_that_cannot_be_opened_agrees_by_the_fallback(f, replayed):
-    check(lambda x: example_losses(f(x)), X, used(f))
-    assert replayed == [True]
-
-
-@pytest.mark.slow
-@pytest.mark.one_stack
-@pytest.mark.parametrize("f", list(REFUSED.values()), ids=list(REFUSED))
-def test_loop_of_which_neither_is_possible_is_refused(f):
-    with pytest.raises(
-        PrivacyError, match=r"While.*uses weights and cannot be run on one example alone.*Write the layer"
-    ):
-        check(lambda x: example_losses(f(x)), X, used(f))
 
 
 @pytest.mark.parametrize("taken", ["mean", "grown by the mean", "turns by the mean"])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import L, check, engine, example_losses, normal, rng
+from helpers import L, engine, normal, rng
 
 import tfdpfl
 from tfdpfl.clipping import clipped_gradients
@@ -137,23 +137,6 @@ def test_where_xla_drops_a_check_nothing_is_added():
     assert np.abs(step(X, X[:1])).max() == 0
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_ids_beyond_a_table_are_no_other_examples(compiled):
-    """XLA does not stop at them."""
-    table = tf.Variable(normal(6, 2))
-    ids = rng(0).integers(0, 6, (B, 3))
-
-    @tf.function(jit_compile=compiled, input_signature=[tf.TensorSpec([None, 3], tf.int64)])
-    def norms(ids):
-        looked_up = tf.gather(table * 2.0, ids)  # scaled: each example's gradient of the table is formed
-        return clipped_gradients(tf.reduce_mean(example_losses(looked_up)), [table], 1.0).norms
-
-    want = norms(ids).numpy()
-    if compiled:
-        ids[0] = 7, 8, 9
-        np.testing.assert_allclose(norms(ids).numpy()[1:], want[1:], rtol=1e-6)
-
-
 def test_a_clip_below_what_float32_can_square_is_refused():
     with pytest.raises(ValueError, match=r"l2_norm_clip=1e-12 is so small.*Scale the loss up"):
         tfdpfl.DPSGD(1e-12, 0.0)
@@ -171,21 +154,6 @@ def test_weights_in_complex_numbers_are_refused_by_name():
 
     with pytest.raises(PrivacyError, match=r"Mul.*complex numbers.*real and imaginary parts"):
         engine(spectral, X, [w], 1.0)
-
-
-@pytest.mark.parametrize("batch", [None, B])
-def test_rows_of_a_table_for_all_places_are_exact(batch):
-    """Keras's own example of positions: `Embedding(length, width)(tf.range(length))`."""
-    embedding = L.Embedding(D, 2)
-    embedding.build(None)
-    f = lambda x: example_losses(x[:, :, None] + embedding(tf.range(D)))
-    check(f, X, [embedding.embeddings], batch=batch)
-
-
-def test_what_tensorflow_cannot_vectorise_is_carried_back_one_by_one():
-    w = tf.Variable(normal(2, 3))
-    padded = lambda: tf.pad(w, [[1, 1], [0, 0]], "REFLECT")  # MirrorPadGrad has no vectorised form
-    check(lambda x: example_losses(x @ padded()), X, [w])
 
 
 @pytest.mark.slow

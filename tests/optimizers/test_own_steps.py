@@ -449,21 +449,3 @@ def test_a_generator_that_sees_draws_alone_is_trained_by_the_plain_optimizer(pri
         before = generator.get_weights()
         step(tf.constant(X), tf.constant(Y))
         assert np.abs(generator.get_weights()[0] - before[0]).max() > 0
-
-
-def test_a_tape_gives_out_what_it_always_did():
-    """Eager, by tensors, with output gradients, of what is not connected."""
-    v, w = tf.Variable(3.0), tf.Variable(2.0)
-    with tf.GradientTape(persistent=True) as tape:
-        t = v * v
-    assert tape.gradient(t, {"v": v, "w": w}) == {"v": 6.0, "w": None}
-    assert tape.gradient(t, [w], unconnected_gradients="zero") == [0.0]
-    assert tape.gradient(t, v, 2.0) == 12.0
-    once = tf.function(lambda: (lambda tape: (tape.gradient(tape.t, v), tape._recording))(_taped(v)))
-    assert once() == (6.0, False)
-
-
-def _taped(v):
-    with tf.GradientTape() as tape:
-        tape.t = v * v
-    return tape

@@ -1,0 +1,116 @@
+"""Weights that are broadcast, tiled or moved along axes: clipped sums are those of the examples one by one."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import K, L, check_model
+from layer_cases import ON_BOTH, Custom, parameters, sequence, stack, tanh
+from loss_cases import X, agrees, refused
+
+
+def class_token(x, w):
+    return tf.concat([tf.broadcast_to(w[None, None], [tf.shape(x)[0], 1, 4]), x], 1)
+
+
+CUSTOM = {
+    "time major": (sequence, lambda x, w: tf.transpose(tf.tanh(tf.transpose(x, [1, 0, 2]) @ w), [1, 0, 2]), [(4, 3)]),
+    "dynamic flattening": (sequence, lambda x, w: tf.reshape(tf.tanh(tf.reshape(x, [-1, 4]) @ w),
+                                                             [tf.shape(x)[0], -1, 3]), [(4, 3)]),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
+def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
+    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_class_token_spread_over_the_batch_agrees():
+    check_model(stack(tanh(4), Custom(class_token, (4,)), L.LSTM(2)), sequence)
+
+
+def positions(make):
+    return lambda x, w: x + tf.gather(w, make(tf.shape(x)[0]))
+
+
+def before(make):
+    return lambda x, w: tf.concat([make(w, tf.shape(x)[0]), x], 1)
+
+
+SPREAD = {  # tokens, queries and positions for each example, in the ways that people write them
+    "broadcast": (before(lambda w, n: tf.broadcast_to(w[None], [n, 2, 4])), (2, 4)),
+    "tiled": (before(lambda w, n: tf.tile(w[None], [n, 1, 1])), (2, 4)),
+    "repeated": (before(lambda w, n: tf.repeat(w[None], n, axis=0)), (2, 4)),
+    "tiled by a list that begins with the size": (
+        before(lambda w, n: tf.tile(w[None], tf.concat([n[..., tf.newaxis], [1, 1]], 0))),
+        (2, 4),
+    ),
+    "tiled along two axes": (before(lambda w, n: tf.tile(w, [n, 3, 1])), (1, 1, 4)),
+    "tiled twice over": (before(lambda w, n: tf.tile(w[None], [n, 2, 1])), (2, 4)),
+    "positions tiled": (positions(lambda n: tf.tile(tf.range(5)[None], [n, 1])), (5, 4)),
+    "positions broadcast": (positions(lambda n: tf.broadcast_to(tf.range(5), [n, 5])), (5, 4)),
+    "positions counted": (positions(lambda n: tf.cumsum(tf.ones([n, 5], tf.int32), 1) - 1), (5, 4)),
+    "embedded positions tiled": (lambda x, w: x + tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (5, 4)),
+}
+
+BOTH_SPREAD = ("tiled along two axes", "positions broadcast")  # in batches of any size, and on both stacks
+
+
+@pytest.mark.parametrize(("name", "batch"), [
+    *[pytest.param(n, len(sequence), marks=[pytest.mark.one_stack] * (n not in BOTH_SPREAD)) for n in SPREAD],
+    *[pytest.param(n, None, marks=pytest.mark.slow) for n in BOTH_SPREAD],
+])  # fmt: skip
+def test_weights_that_every_example_gets_agree(name, batch):
+    function, shape = SPREAD[name]
+    check_model(stack(tanh(4), Custom(function, shape), tanh(3), L.Flatten()), sequence, batch=batch)
+
+
+@pytest.mark.slow
+@pytest.mark.one_stack
+@pytest.mark.parametrize("batch", [None, len(sequence)])
+def test_queries_that_every_example_gets_agree(batch):
+    """As many queries as examples, so that only their place tells the axes apart."""
+    attend = L.MultiHeadAttention(2, 3)
+    queries = Custom(lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (len(sequence), 4))
+    x = K.Input((5, 4))
+    check_model(K.Model(x, L.Flatten()(attend(queries(x), tanh(4)(x)))), sequence, batch=batch)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("cut", [np.s_[:, 1:3], np.s_[..., 0], np.s_[:, None, 2], np.s_[:, ::2], np.s_[..., None, 1:]])
+@pytest.mark.one_stack
+def test_the_gradient_of_a_slice_is_exact(cut, static):
+    def loss(w, x):
+        x = tf.convert_to_tensor(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.tanh(x @ w)[cut] ** 2
+        return tf.reduce_mean(tape.gradient(y, x) ** 2)
+
+    agrees(loss, X, rtol=2e-5, static=static)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("cut", [np.s_[1:], np.s_[::-1], np.s_[:2], np.s_[0], np.s_[None, 1:]])
+@pytest.mark.one_stack
+def test_the_gradient_of_a_slice_of_examples_is_refused(cut, static):
+    def loss(w, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.tanh(x @ w)[cut] ** 2
+        return tf.reduce_mean(tape.gradient(y, x) ** 2)
+
+    refused(loss, X, match="takes some examples|by its position|not known to follow the batch size", static=static)
+
+
+def test_a_slice_that_turns_the_examples_round_is_refused():
+    def loss(w, x):
+        y = tf.tanh(x @ w)
+        turned = tf.raw_ops.StridedSliceGrad(
+            shape=tf.shape(y), begin=[0], end=[0], strides=[-1], dy=y, begin_mask=1, end_mask=1
+        )
+        return tf.reduce_mean((y - turned) ** 2)
+
+    refused(loss, X, match="StridedSliceGrad.*takes some examples")
