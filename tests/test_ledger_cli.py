@@ -17,7 +17,7 @@ from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.flower.journal import DamagedError, Journal
 from tfdpfl.noise import Banded
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 POISSON = {"sampling_rate": 0.25, "clients_per_round": None, "most": None, "apart": 1, "given": None}
 BOUNDED = {"sampling_rate": None, "clients_per_round": 2, "most": 2, "apart": 2, "given": None}
 FREE = {**BOUNDED, "most": None, "apart": 1}
