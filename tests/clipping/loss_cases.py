@@ -12,6 +12,7 @@ FRAMES = RNG.normal(size=(5, 12, 4)).astype("float32")
 LABELS = RNG.integers(1, 6, (5, 3)).astype("int32")
 X = RNG.normal(size=(5, 4)).astype("float32")
 WEIGHTS = RNG.normal(size=(4, 6)).astype("float32")
+MASK = (RNG.random((5, 6)) < 0.7).astype("float32") + np.eye(5, 6, dtype="float32")
 
 
 def agrees(loss, *batch, weights=WEIGHTS, rtol=1e-5, static=False):

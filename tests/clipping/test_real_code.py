@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from conftest import keras3
 from helpers import K, L
-from loss_cases import FRAMES, WEIGHTS, X, agrees, refused
+from loss_cases import FRAMES, MASK, WEIGHTS, X, agrees, refused
 
 import tfdpfl
 from tfdpfl.clipping import clipped_gradients, per_example_norms
@@ -146,8 +146,6 @@ def test_a_recurrence_that_a_gpu_runs_in_cudnn_is_refused_with_what_to_build_ins
 
 
 # -- mends in general ----------------------------------------------------------------------------------------------
-
-MASK = (RNG.random((5, 6)) < 0.7).astype("float32") + np.eye(5, 6, dtype="float32")
 
 
 def last_turn(w, x, until):
