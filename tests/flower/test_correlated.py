@@ -200,10 +200,9 @@ def test_what_has_no_price_is_refused():
 @pytest.mark.slow
 def test_a_server_that_is_killed_at_any_time_has_charged_what_it_showed_and_repeats_no_noise(tmp_path):
     """With both kinds of noise in one process, which imports TensorFlow once."""
-    here = os.path.dirname(__file__)
-    done = subprocess.run(
-        [sys.executable, os.path.join(here, "flower_killed.py"), tmp_path], capture_output=True, text=True,
-    )  # fmt: skip
+    program = os.path.join(os.path.dirname(__file__), "flower_killed.py")
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(tfdpfl.__file__))}
+    done = subprocess.run([sys.executable, program, tmp_path], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     for kind, got in json.loads(done.stdout.split("RESULT ")[1]).items():
         assert got["kills"] >= 4 and 8 < got["released"] <= got["charged"]

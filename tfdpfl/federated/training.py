@@ -112,7 +112,7 @@ class History(Mapping):
                 f"(adjacency {self.adjacency[column]}, accountant {self.accountant[column]})"
             )
         if self.lost_rounds:
-            lines.append(f"  {self.lost_rounds} more begun and lost: charged where clients add the noise")
+            lines.append(f"  {self.lost_rounds} more begun and lost: charged where they may have been seen")
         if self.delta is not None and self.delta >= 1 / p.population and "client" in self.epsilon:
             lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
         return "\n".join(lines)
