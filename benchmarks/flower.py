@@ -37,6 +37,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # it is 15: on a busy machine clients would hardly run
 
 import numpy as np
+from flower_app import write_app
 
 RESULTS = Path(__file__).parent / "results" / "flower.md"
 BIN = Path(sys.executable).parent
@@ -261,35 +262,9 @@ def one_simulation(asked: int, nodes: int, rounds: int) -> None:
 
 # Processes.
 
-APP = """
-[project]
-name = "kills"
-version = "1.0.0"
-description = "A load test"
-license = "Apache-2.0"
-dependencies = []
-
-[build-system]
-requires = ["setuptools>=64"]
-build-backend = "setuptools.build_meta"
-
-[tool.flwr.app]
-publisher = "tfdpfl"
-
-[tool.flwr.app.components]
-serverapp = "kills.server:app"
-clientapp = "kills.client:app"
-
-[tool.flwr.app.config]
-nodes = 50
-rounds = 50
-rate = 0.2
-timeout = 60
-folder = ""
-step = 0.01
-life = -1
-pause = 0.0
-"""
+CONFIG = dict(
+    nodes=50, rounds=50, rate=0.2, timeout=60, folder="", step=0.01, life=-1, pause=0.0,
+)  # fmt: skip
 CLIENT = """
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
@@ -355,11 +330,7 @@ class Federation:
 
     def __init__(self, folder: Path, nodes: int):
         self.folder, self.running, self.port = folder, {}, free_port()
-        (folder / "kills").mkdir()
-        (folder / "pyproject.toml").write_text(APP)
-        (folder / "kills" / "__init__.py").write_text("")
-        (folder / "kills" / "client.py").write_text(CLIENT)
-        (folder / "kills" / "server.py").write_text(SERVER)
+        write_app(folder, "kills", SERVER, CLIENT, CONFIG)
         home = folder / "home"
         home.mkdir()
         (home / "config.toml").write_text(
