@@ -34,6 +34,17 @@ def spent(sigma, batch, steps):
     )
 
 
+def test_the_plans_own_optimizer_goes_with_batches_that_are_cut():
+    made = plan(physical_batch_size=5)
+    fit = {"x": made.batches, "callbacks": [made.callback]}
+    optimizer = made.optimizer("sgd")
+    assert optimizer._dp.parts == declared_sampling(made.batches).physical_batches == 4
+    made.check(optimizer, fit)
+    with pytest.raises(PrivacyError, match=r"gradient_accumulation_steps=4, and the plan has 1"):
+        whole = plan(noise_multiplier=made.noise_multiplier, target_epsilon=None)
+        whole.check(optimizer, {"x": whole.batches, "callbacks": [whole.callback]})
+
+
 @pytest.mark.slow
 def test_five_lines_train_to_the_target_and_say_so():
     made = plan()

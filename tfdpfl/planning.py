@@ -208,7 +208,9 @@ class PrivacyPlan:
                 "target_epsilon. Give fit callbacks=[plan.callback]."
             )
         wanted = {**_DEFAULTS, **self._settings}
-        has = {name: getattr(optimizer, name, _DEFAULTS.get(name)) or _DEFAULTS.get(name) for name in wanted}
+        # Keras 3 has an attribute gradient_accumulation_steps of its own, which is None.
+        settings = optimizer._dp.settings
+        has = {name: getattr(settings if hasattr(settings, name) else optimizer, name) for name in wanted}
         other = next((name for name in wanted if has[name] != wanted[name]), None)
         if other is not None:
             raise PrivacyError(

@@ -402,6 +402,9 @@ def numbered_anew(dataset: Dataset) -> bool:
 
 def hands_on_early(dataset: Dataset, among: list[Dataset]) -> Dataset | None:
     """Returns the first of some transformations of a data set whose threads do not keep the order."""
-    determined = dataset.options().deterministic
+    import tensorflow as tf
+
+    with tf.init_scope():
+        determined = dataset.options().deterministic
     kept = {"false": False, "default": determined}
     return next((each for each in among if kept.get(getattr(each, "_deterministic", "")) is False), None)
