@@ -558,6 +558,13 @@ def test_what_lies_behind_poisson_batches_is_priced_as_said():
     assert budget.report().epsilon == pytest.approx(price(batch_size=20, noise_multiplier=2.0, num_steps=7))
 
 
+def test_a_number_of_steps_that_changes_while_training_is_refused():
+    model = compiled(steps_per_execution="auto")
+    with pytest.raises(PrivacyError, match="steps_per_execution='auto'"):
+        model.fit(X, Y, callbacks=[PrivacyBudget(N, DELTA)], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
 def test_a_callback_that_saw_no_fit_knows_no_epsilon():
     budget = PrivacyBudget(N, DELTA)
     with pytest.raises(PrivacyError, match="saw no training"):
