@@ -119,7 +119,7 @@ def executions_of(model: Model) -> int:
     """How many batches a compiled model takes between two calls of its callbacks."""
     # Keras 3 has the number itself, Keras 2 a variable under another name.
     held = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
-    if isinstance(held, str) or getattr(model, "autotune_steps_per_execution", False):
+    if isinstance(held, str) or getattr(model, "_steps_per_execution_tuner", None) is not None:
         raise PrivacyError(
             "The model was compiled with steps_per_execution='auto', which changes while it trains, so a callback does "
             "not know how many steps come next. Give compile a number, for example steps_per_execution=1."
