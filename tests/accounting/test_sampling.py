@@ -27,6 +27,8 @@ SAVED = {
     13: ("shuffle", "zero_out", "user", True),
     14: ("fixed_order", "zero_out", "user", False),
     15: ("cyclic_poisson", "add_or_remove_one", "user", False),
+    32: ("b_min_sep", "add_or_remove_one", "example", False),
+    33: ("b_min_sep", "add_or_remove_one", "user", False),
 }
 
 

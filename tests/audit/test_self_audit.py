@@ -77,7 +77,7 @@ NO_CASE = {
     "prices and settings of noise": "Compared compare compute_correlated_noise_multiplier SOLVERS HyperParameters",
     "clips alone": "clipping ClippedGradients clipped_gradients explain fix per_example_norms register_rule validate",
     "sampling, whose amplification the case of poisson_batches tests": "data SamplingDeclaration cyclic_poisson "
-    "bound_owners declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
+    "b_min_sep bound_owners declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
     "AvailabilityClientSampler BoundedParticipationSampler samplers",
     "made of what is private already": "ALIBILoss AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",

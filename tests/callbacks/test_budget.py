@@ -172,6 +172,7 @@ def test_batches_that_are_another_optimizers_are_refused():
         (poisson_batches((X, Y), 0.1, 3, copies=2), "2 rows are one example, .* each row by itself", {}),
         (poisson_batches((X, Y), 0.5, 3, user_ids=Y, examples_per_user=3), "3 rows are one user", {}),
         (data.cyclic_poisson((X, Y), 4, groups=2, expected_batch_size=20), "for correlated noise", {}),
+        (data.b_min_sep((X, Y), 4, min_separation=2, expected_batch_size=20), "b_min_sep bounds how often", {}),
         (weighted, "weighted or class-balanced", said),
     ]:
         model = compiled(expected_batch_size=20)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdpfl import _process
 from tfdpfl.data import (
     SamplingDeclaration,
+    b_min_sep,
     bound_owners,
     cyclic_poisson,
     declared_sampling,
@@ -622,6 +623,21 @@ def test_cyclic_sampling_keeps_participations_apart_and_assigns_each_example_ind
     assert (np.abs(sizes - 2000) < 6 * np.sqrt(1000)).all() and np.abs(sizes - 2000).max() > 3
 
 
+def test_examples_rest_after_each_use_and_every_step_has_the_same_mean_size():
+    n, steps, size, rate = 4000, 12, 600, 600 / 2800  # of 4000, 1200 rest
+    dataset = b_min_sep(np.arange(n), steps, 1, min_separation=3, expected_batch_size=size)
+    declared = declared_sampling(dataset)
+    assert (declared.kind, declared.sampling_rate, declared.min_separation) == ("b_min_sep", pytest.approx(rate), 3)
+    assert declared.expected_batch_size == pytest.approx(size)
+    used = inclusion_matrix(drawn(dataset), n)
+    assert (np.abs(used.sum(1) - size) < 6 * np.sqrt(size * (1 - size / n))).all()
+    assert not (used[1:] * used[:-1]).any() and not (used[2:] * used[:-2]).any()
+    for later, chance in ((3, rate), (4, rate * (1 - rate))):  # from a use to the next one that may be
+        pairs = (used[later:] * used[:-later]).sum(1)
+        assert (np.abs(pairs - size * chance) < 6 * np.sqrt(size * chance)).all()
+    assert drawn(dataset) != drawn(dataset)
+
+
 def test_bad_sources_and_settings_are_refused_in_one_sentence():
     batched = getattr(tf.keras.utils, "PyDataset", tf.keras.utils.Sequence)
     rows = lambda i: np.zeros(1 + i % 2)
@@ -647,6 +663,7 @@ def test_bad_sources_and_settings_are_refused_in_one_sentence():
         (lambda: later(user_ids={"a": ROWS, "b": []}, examples_per_user=2), ValueError, "without examples, 'b'"),
         (lambda: later(user_ids={"a": ROWS, "b": [3]}, examples_per_user=2), ValueError, "names 21 examples"),
         (lambda: fixed_order(ROWS, 21), ValueError, "batch_size=21 is more than the 20"),
+        (lambda: b_min_sep(ROWS, 7, min_separation=3, expected_batch_size=7), ValueError, "is more than 6"),
         (lambda: cyclic_poisson(ROWS, 7, groups=3, expected_batch_size=2), ValueError, "steps=7 is not a multiple.* 6"),
         (lambda: cyclic_poisson(ROWS, 6, groups=3, expected_batch_size=7), ValueError, "mean size of a group, got 7"),
     ]:  # fmt: skip

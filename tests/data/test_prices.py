@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl import data
-from tfdpfl.accounting import compute_epsilon
+from tfdpfl.accounting import compute_epsilon, monte_carlo
 from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.sampling import SCHEMES
@@ -32,11 +32,17 @@ DRAWN = {
     "shuffle": lambda: data.shuffled_batches(ROWS, SIZE, seed=1),
     "fixed_order": lambda: data.fixed_order(ROWS, SIZE),
     "cyclic_poisson": lambda: data.cyclic_poisson(ROWS, STEPS, 1, groups=STEPS, expected_batch_size=SIZE / 2),
+    "b_min_sep": lambda: data.b_min_sep(ROWS, STEPS * PASSES, 1, min_separation=STEPS, expected_batch_size=SIZE // 2),
 }
 BY_HAND = {
     "fixed_size": lambda: list(map(FixedSizeClientSampler(range(N), SIZE, 1), range(STEPS * PASSES * TRAININGS))),
     "none": lambda: [range(N)] * (STEPS * PASSES * TRAININGS),
 }
+
+
+@pytest.fixture(autouse=True)
+def fewer_simulated_trainings(monkeypatch):
+    monkeypatch.setattr(monte_carlo, "RUNS", 1 << 18)
 
 
 def test_every_sampling_is_drawn_here():
@@ -51,7 +57,8 @@ def drawn(request):
     [TRAININGS, steps, N]."""
     batches = (DRAWN | BY_HAND)[request.param]()
     made = isinstance(batches, tf.data.Dataset)
-    numbers = (y for _, y in batches.repeat(PASSES * TRAININGS).as_numpy_iterator()) if made else batches
+    passes = PASSES * TRAININGS * STEPS // data.declared_sampling(batches).steps if made else 0
+    numbers = (y for _, y in batches.repeat(passes).as_numpy_iterator()) if made else batches
     uses = np.array([np.bincount(np.array(rows, int), minlength=N) for rows in numbers])
     return SCHEMES[request.param], batches, uses.reshape(TRAININGS, PASSES * STEPS, N)
 
@@ -144,7 +151,8 @@ def claimed(scheme, adjacency, sigma, batches):
     declared = data.declared_sampling(batches)
     run = CorrelatedRun(
         noise=NOISE, noise_multiplier=sigma, num_steps=PASSES * STEPS, min_separation=declared.min_separation,
-        sampling_rate=declared.sampling_rate if scheme.in_groups else None, adjacency=adjacency,
+        adjacency=adjacency,
+        **({"sampling_rate": declared.sampling_rate, "sampling": scheme.name} if scheme.starts_anew else {}),
     )  # fmt: skip
     epsilon = price(run.dp_event, DELTA, "pld", adjacency).epsilon
     return epsilon, NOISE.matrix(PASSES * STEPS), sigma * NOISE.unit
@@ -177,6 +185,7 @@ def test_fit_counts_what_was_drawn(drawn):
     noise = None if scheme.fresh_noise else NOISE
     model.compile(tfdpfl.DPSGD(1.0, 1.0, expected_batch_size=mean, learning_rate=0.1, noise=noise), loss="mse")
     budget = PrivacyBudget(delta=DELTA)
-    history = model.fit(batches, epochs=PASSES, verbose=0, callbacks=[budget]).history
+    epochs = PASSES * STEPS // data.declared_sampling(batches).steps
+    history = model.fit(batches, epochs=epochs, verbose=0, callbacks=[budget]).history
     expected = claimed(scheme, scheme.adjacencies[0], 1.0, batches)[0]
     assert history["epsilon"][-1] == pytest.approx(expected, rel=1e-3)

@@ -5,11 +5,14 @@ import dataclasses
 import pickle
 
 import conftest as c
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdpfl
+from tfdpfl.accounting import monte_carlo
+from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.callbacks import PrivacyBudget
 from tfdpfl.noise import BLT, Banded, BandedInverse, Source, Tree
 
@@ -325,17 +328,39 @@ def test_groups_in_turns_are_priced_with_their_sampling_and_begin_anew_with_new_
     assert [steps for steps, _, _ in of_rows(budget.ledger)] == [24, 24]
 
 
+@pytest.mark.slow
+@pytest.mark.one_stack
+def test_each_pass_of_resting_examples_is_a_training_of_its_own(monkeypatch):
+    monkeypatch.setattr(monte_carlo, "RUNS", 1 << 16)
+    noise, budget = Banded(bands=2, min_separation=2, max_participations=1), PrivacyBudget(delta=1e-2)
+    data = tfdpfl.data.b_min_sep((X, Y), 6, min_separation=2, expected_batch_size=12)
+    model = fitted(noise, data, 1, budget, multiplier=2.0)
+    fitted(None, data, 1, budget, model=model)
+    assert [steps for steps, _, _ in of_rows(budget.ledger)] == [6, 6]
+    assert tfdpfl.data.declared_sampling(data).sampling_rate == pytest.approx(12 / 36)
+    run = CorrelatedRun(
+        noise=noise, noise_multiplier=2.0, num_steps=6, min_separation=2, sampling_rate=12 / 36, sampling="b_min_sep"
+    )
+    twice = tfdpfl.accounting.price(dp_accounting.SelfComposedDpEvent(run.dp_event, 2), 1e-2).epsilon
+    assert budget.ledger.epsilon(1e-2) == pytest.approx(twice, rel=1e-9)
+    with pytest.raises(tfdpfl.PrivacyError, match="One pass"):
+        model.fit(data, epochs=1, steps_per_epoch=3, callbacks=[budget], verbose=0)
+    assert budget.ledger.steps == 12
+
+
 @pytest.mark.parametrize(
     "noise, data, said",
     [
         (Tree(), lambda: tfdpfl.data.poisson_batches((X, Y), 0.25, 4), "does not bound how often"),
         (Banded(bands=3, **HOW), lambda: declared("fixed_order", 3, in_order()), "keep 3"),
         (Banded(bands=3, **HOW), lambda: declared("cyclic_poisson", 5, in_order()), "5 groups"),
+        (Banded(bands=3, **HOW), lambda: declared("b_min_sep", 5, in_order()), "until the 5th step"),
+        (Banded(bands=3, **HOW), lambda: declared("b_min_sep", 4, in_order()), "One pass .* is a whole training"),
     ],
 )
 def test_data_that_do_not_bound_the_uses_are_refused(noise, data, said):
     with pytest.raises(tfdpfl.PrivacyError, match=said):
-        fitted(noise, data(), 1, PrivacyBudget(delta=1e-5))
+        fitted(noise, data(), 2, PrivacyBudget(delta=1e-5))
 
 
 def test_what_says_it_keeps_an_order_and_shuffles_is_refused():

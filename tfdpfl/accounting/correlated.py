@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.participation import most_participations
@@ -53,6 +55,7 @@ class CorrelatedRun:
       adjacency: ``"zero_out"`` (one example contributes nothing; the default) or ``"replace_one"``; with a sampling
         rate ``"add_or_remove_one"`` (the default) or ``"zero_out"``.
       unit: what is clipped, and what an "example" is then in all of the above: ``"example"`` or ``"user"``.
+      sampling: with ``sampling_rate``, the name of the sampling that it is of.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -67,6 +70,7 @@ class CorrelatedRun:
     sampling_rate: float | None = None
     adjacency: str | None = None
     unit: str = "example"
+    sampling: str = CYCLIC_POISSON.name
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
@@ -85,6 +89,8 @@ class CorrelatedRun:
             if self.sampling_rate > 1:
                 raise ValueError(f"sampling_rate={self.sampling_rate!r} is above 1: {remedy}")
         put("unit", _checks.choice("unit", self.unit, UNITS))
+        known = tuple(name for name, scheme in SCHEMES.items() if scheme.starts_anew)
+        put("sampling", _checks.choice("sampling", self.sampling, known))
         offered = ADJACENCIES_OF_BOUNDED if self.sampling_rate is None else ADJACENCIES_OF_CYCLIC
         put("adjacency", offered[0] if self.adjacency is None else self.adjacency)
         if self.adjacency not in offered:
@@ -125,15 +131,16 @@ class CorrelatedRun:
         use = self.noise.event_of_a_use(self._uses, stddev)
         if use is None or self.sampling_rate is None:
             return self.noise.event(self._uses, stddev)
-        # The rounds of the groups see one of an example's uses each.
-        if self.sampling_rate < 1:
-            use = dp_event.PoissonSampledDpEvent(self.sampling_rate, use)
-        return dp_event.SelfComposedDpEvent(use, self.participations)
+        column = np.abs(np.trim_zeros(self.noise.matrix(min(self.num_steps, self.min_separation))[:, 0], "b"))
+        return SCHEMES[self.sampling].of_uses(
+            use, tuple((column / stddev).tolist()), self.sampling_rate, self.min_separation, self.participations,
+            self.num_steps,
+        )  # fmt: skip
 
     def text(self) -> str:
         how = f"at most {self.participations} uses of one {self.unit}, {self.min_separation} or more steps apart"
         if self.sampling_rate is not None:
-            how = f"{self.min_separation} groups of {self.unit}s in turns, sampled at {self.sampling_rate:.4g}"
+            how = SCHEMES[self.sampling].of_uses_text(self.unit, self.sampling_rate, self.min_separation)
             how += "" if self.amplified else " (not in the price)"
         what = f"{self.noise.text()} noise, noise multiplier {self.noise_multiplier:.4g}"
         return f"{self.num_steps} steps with {what}: {how}"
@@ -143,6 +150,8 @@ class CorrelatedRun:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.unit == "example":  # as releases save it that know no other unit
             del fields["unit"]
+        if self.sampling == CYCLIC_POISSON.name:
+            del fields["sampling"]
         return {**fields, "noise": self.noise.to_dict()}
 
     @classmethod

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BY_CODE",
+    "B_MIN_SEP",
     "CYCLIC_POISSON",
     "EVERY_BATCH",
     "FIXED_ORDER",
@@ -72,6 +73,7 @@ class SamplingScheme:
         limits_batches: Whether no batch holds more than `batch_size` examples.
         separates_uses: Whether it bounds how often an example takes part, which prices correlated noise.
         in_groups: Whether steps draw from groups of the examples in turns.
+        one_pass: Whether a pass is a whole training, so that the noise begins anew with each.
         weaker: Names of samplings that claim less and are true of the same batches.
         prices_discrete_noise: Whether a step with discrete noise can be priced.
         group_adjacencies: The relations that are priced if neighbours differ in several examples.
@@ -92,6 +94,7 @@ class SamplingScheme:
     limits_batches: ClassVar[bool] = False
     separates_uses: ClassVar[bool] = False
     in_groups: ClassVar[bool] = False
+    one_pass: ClassVar[bool] = False
     weaker: ClassVar[tuple[str, ...]] = ()
     prices_discrete_noise: ClassVar[bool] = False
     group_adjacencies: ClassVar[tuple[str, ...]] = ()
@@ -112,6 +115,37 @@ class SamplingScheme:
     def amplifies(self) -> bool:
         """Whether ε depends on the size of a batch."""
         return self.sampled_anew or (self.independent and self.fresh_noise)
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether nothing is known of when an example was last used once the data begin anew."""
+        return self.in_groups or self.one_pass
+
+    def mean_share(self, rate: float, separation: int) -> float:
+        """Returns which share of the examples a batch has on average. `separation` is the declared one."""
+        return rate
+
+    def rate(self, size: float, population: int, separation: int) -> float:
+        """Returns the declared rate of batches of a mean size."""
+        return min(size / population, 1.0)
+
+    def of_uses(
+        self, use: DpEvent, moves: tuple[float, ...], rate: float, separation: int, uses: int, steps: int
+    ) -> DpEvent:
+        """Returns a training whose noise has one use of an example as the event `use`, no two of which meet.
+
+        Args:
+            moves: How far a use moves the base normals of its step and of the next ones, over their deviation.
+            rate: As declared.
+            separation: As declared.
+            uses: The most uses of an example.
+            steps: The steps of the training.
+        """
+        raise NotImplementedError
+
+    def of_uses_text(self, unit: str, rate: float, separation: int) -> str:
+        """Returns how such a training samples, for a sentence."""
+        raise NotImplementedError
 
     def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
         """Returns a step on a batch of so many of a population, given the step on all of them. Where ε depends on the
@@ -262,6 +296,63 @@ class CyclicPoisson(SamplingScheme):
     separates_uses = True
     in_groups = True
 
+    def mean_share(self, rate: float, separation: int) -> float:
+        return rate / separation
+
+    def rate(self, size: float, population: int, separation: int) -> float:
+        return min(size * separation / population, 1.0)
+
+    def of_uses(
+        self, use: DpEvent, moves: tuple[float, ...], rate: float, separation: int, uses: int, steps: int
+    ) -> DpEvent:
+        from dp_accounting import dp_event
+
+        # The rounds of the groups see one of an example's uses each.
+        return dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(rate, use) if rate < 1 else use, uses)
+
+    def of_uses_text(self, unit: str, rate: float, separation: int) -> str:
+        return f"{separation} groups of {unit}s in turns, sampled at {rate:.4g}"
+
+
+class BMinSep(SamplingScheme):
+    """An example that was in a step rests for the next steps; then an independent coin decides in each step.
+
+    `tfdpfl.accounting.monte_carlo` has the sampling and the proof of its price. A pass is a whole training: the next
+    one rests nothing, so its noise begins anew.
+    """
+
+    name = "b_min_sep"
+    adjacencies = ("add_or_remove_one", "zero_out")
+    codes = (Code(32, "add_or_remove_one"), Code(33, "add_or_remove_one", unit="user"))
+    text = "an example rests for some steps after each use, and then joins a step by an independent coin"
+    fresh_noise = False
+    independent = True
+    separates_uses = True
+    one_pass = True
+
+    def mean_share(self, rate: float, separation: int) -> float:
+        return rate / (1 + (separation - 1) * rate)
+
+    def rate(self, size: float, population: int, separation: int) -> float:
+        return min(size / max(population - (separation - 1) * size, size), 1.0)
+
+    def of_uses(
+        self, use: DpEvent, moves: tuple[float, ...], rate: float, separation: int, uses: int, steps: int
+    ) -> DpEvent:
+        from tfdpfl.accounting import monte_carlo
+
+        moves = (*moves, *(0.0,) * (separation - len(moves)))
+        return _resting(use, moves, rate, steps, steps * self.mean_share(rate, separation), monte_carlo.RUNS)
+
+    def of_uses_text(self, unit: str, rate: float, separation: int) -> str:
+        from tfdpfl.accounting import monte_carlo
+
+        return (
+            f"one {unit} rests for {separation - 1} steps after each use, and is sampled at {rate:.4g} otherwise; "
+            f"epsilon is a bound from {monte_carlo.RUNS} simulated trainings in each direction. It is too small with a "
+            f"probability of at most {2 * monte_carlo.FAILURE:g}, and delta includes this"
+        )
+
 
 class RandomAllocation(SamplingScheme):
     """Every example joins one of the ⌈`num_examples` / `batch_size`⌉ steps of a pass ("balls in bins").
@@ -288,8 +379,10 @@ class RandomAllocation(SamplingScheme):
 
 POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH = Poisson(), Shuffled(), FixedSize(), EveryBatch()
 FIXED_ORDER, CYCLIC_POISSON, RANDOM_ALLOCATION = FixedOrder(), CyclicPoisson(), RandomAllocation()
+B_MIN_SEP = BMinSep()
 _ALL: tuple[SamplingScheme, ...] = (
     POISSON, SHUFFLED, FIXED_SIZE, EVERY_BATCH, FIXED_ORDER, CYCLIC_POISSON, RANDOM_ALLOCATION,
+    B_MIN_SEP,
 )  # fmt: skip
 SCHEMES: dict[str, SamplingScheme] = {scheme.name: scheme for scheme in _ALL}
 SAMPLINGS = tuple(scheme.name for scheme in _ALL if scheme.fresh_noise)
@@ -330,6 +423,16 @@ def _allocation_losses(event: DpEvent, interval: float) -> PrivacyLossDistributi
 
 # A pass of `steps` Gaussian sums, of which each example joins one that is chosen at random.
 _allocation = event_type("RandomAllocationDpEvent", "event", "steps", losses=_allocation_losses)
+
+
+def _resting_losses(event: DpEvent, interval: float) -> PrivacyLossDistribution:
+    from tfdpfl.accounting import monte_carlo
+
+    return monte_carlo.losses(event.moves, event.rate, event.steps, event.runs, interval)
+
+
+# A training of `steps` in which an example rests after each use (`event`), of which there are `mean` on average.
+_resting = event_type("BMinSepDpEvent", "event", "moves", "rate", "steps", "mean", "runs", losses=_resting_losses)
 
 
 def _sampled_group(rate: float, sigma: float, size: int) -> DpEvent:

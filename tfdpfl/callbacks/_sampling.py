@@ -176,7 +176,7 @@ class Sampling:
     def _check_made_from(self, origin: SamplingDeclaration, x: object) -> None:
         """Raises if data that were made from others are not drawn as those were."""
         if not origin.scheme.amplifies:
-            described = self.sampling == origin.kind and not origin.scheme.in_groups
+            described = self.sampling == origin.kind and not origin.scheme.starts_anew
             if not described and self.sampling not in origin.scheme.weaker:
                 raise PrivacyError(
                     f"A {type(x).__name__} was made from batches of kind {origin.kind!r}, which sampling="
@@ -380,10 +380,10 @@ class Sampling:
 
     def _in_order(self, declared: SamplingDeclaration, call: Call) -> Data:
         """Of batches that hold each example once a pass; or once a round of passes, sampled."""
-        if declared.scheme.in_groups:
+        if declared.scheme.starts_anew:
             raise PrivacyError(
-                "cyclic_poisson bounds how often an example takes part, for correlated noise, but the optimizer draws "
-                "fresh noise in every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the "
+                f"{declared.kind} bounds how often an example takes part, for correlated noise, but the optimizer "
+                "draws fresh noise in every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the "
                 "optimizer noise=."
             )
         n, size = declared.num_examples, self._agreed(declared, SHUFFLED.name)
@@ -436,14 +436,27 @@ class Sampling:
                 f"of an example to its next, but the data ({sampling}) keep {apart}. Give fit "
                 "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
             )
-        in_groups = scheme is not None and scheme.in_groups
-        if in_groups and apart != noise.min_separation:
+        starts_anew = scheme is not None and scheme.starts_anew
+        if starts_anew and apart != noise.min_separation:
             raise PrivacyError(
-                f"The batches come from {apart} groups in turns, but {type(noise).__name__} noise was made for "
-                f"min_separation={noise.min_separation}. Give it the number of groups."
+                f"The batches come from {apart} groups in turns, or an example rests until the {apart}th step after a "
+                f"use, but {type(noise).__name__} noise was made for min_separation={noise.min_separation}. Give it "
+                f"{apart}."
             )
-        if not in_groups:
+        if scheme is not None and scheme.one_pass:
+            self._check_one_pass(call)
+        if not starts_anew:
             self._check_epochs(call)
+
+    def _check_one_pass(self, call: Call) -> None:
+        """Raises if a fit has several passes, or parts of one, of data whose pass is a whole training."""
+        epochs = (self.params.get("epochs") or 1) - (call.get("initial_epoch") or 0)
+        if epochs > 1 or call.get("steps_per_epoch") is not None:
+            raise PrivacyError(
+                "One pass over these batches is a whole training, because an example that was used at the end of a "
+                "pass may be used again at the start of the next one. Give fit epochs=1 without steps_per_epoch, and "
+                "draw the data with steps= all steps."
+            )
 
     def _batches_added(self, declared: SamplingDeclaration | None, call: Call) -> int:
         """How many batches of the data make one of the optimizer, which holds an example at most once."""

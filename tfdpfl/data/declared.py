@@ -38,6 +38,7 @@ class SamplingDeclaration:
             `"poisson"`: each with probability `sampling_rate`, independently of all else.
             `"cyclic_poisson"`: each belongs to one of `min_separation` groups, assigned independently and uniformly;
             at step t group `t mod min_separation` is sampled as above.
+            `"b_min_sep"`: each rests for `min_separation` - 1 steps after one that has it; else as `"poisson"`.
             `"random_allocation"`: each in `num_selected` batches of a pass, chosen evenly and independently.
             `"shuffle"`: each in one batch of a pass.
             `"fixed_order"`: the same, and every pass has the same batches in the same order.
@@ -89,8 +90,7 @@ class SamplingDeclaration:
     def expected_batch_size(self) -> float:
         """The mean number of units in a logical batch (before it is truncated); the denominator for a DP optimizer's
         `expected_batch_size`."""
-        groups = self.min_separation if self.scheme.in_groups else 1
-        return self.sampling_rate * self.num_examples / groups
+        return self.scheme.mean_share(self.sampling_rate, self.min_separation) * self.num_examples
 
 
 def declare(dataset: Dataset, declaration: SamplingDeclaration) -> Dataset:

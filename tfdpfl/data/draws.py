@@ -73,6 +73,14 @@ class Words:
         units = np.argsort(chosen.ravel(), kind="stable") // each
         return np.split(units, np.cumsum(np.bincount(chosen.ravel(), minlength=steps))[:-1])
 
+    def rests(self, number: int, rate: float, separation: int) -> np.ndarray:
+        """Draws for how many more steps each of ``number`` rests, if it rests for ``separation - 1`` steps after a use
+        and is used with probability ``rate`` otherwise, and this has always been so: int64 [number]."""
+        may_join = 1 / (1 + (separation - 1) * rate)
+        place = self(number) * 2.0**-64
+        rests = 1 + np.floor((place - may_join) / (rate * may_join)).astype(np.int64)
+        return np.where(place < may_join, 0, np.clip(rests, 1, max(separation - 1, 0)))
+
     def order(self, number: int) -> np.ndarray:
         """A uniform permutation: int64 [number]."""
         return np.argsort(self(number)).astype(np.int64)

@@ -44,8 +44,8 @@ STEP, KIND, LOST = 1, 2, 3
 # with, and that this object did not leave, is there by the negative of its segment.
 ORDER = 4
 
-# Samplings whose groups take turns, as the step table has them.
-IN_GROUPS = [float(number) for number, (scheme, _) in BY_CODE.items() if scheme.in_groups]
+# Samplings of which nothing goes on when the data begin anew, as the step table has them.
+STARTS_ANEW = [float(number) for number, (scheme, _) in BY_CODE.items() if scheme.starts_anew]
 
 _Segments = dict[float, np.ndarray]  # rows of the table, by id
 
@@ -106,7 +106,7 @@ class NoiseSegments:
         own, saved = tf.convert_to_tensor(self._own), tf.convert_to_tensor(self.table)
         goes_on = (own[0, ID] > 0) & tf.reduce_all(tf.equal(own[0, : STEP + 1], saved[0, : STEP + 1]))
         # Of new groups nothing goes on: an example may be in another one.
-        anew = ~goes_on & tf.reduce_any(tf.equal(known[1], IN_GROUPS))
+        anew = ~goes_on & tf.reduce_any(tf.equal(known[1], STARTS_ANEW))
         step = tf.where(anew, tf.zeros_like(saved[0, STEP]), saved[0, STEP])
         drawn = tf.bitwise.bitwise_and(source.unique(), (1 << 51) - 1)
         current = tf.where(goes_on, own[0, ID], tf.cast(drawn, tf.float64) + 1)
@@ -147,7 +147,7 @@ class NoiseSegments:
                     row[PASS_BEGUN] = step
         if not (own[0, ID] > 0 and (own[0, : STEP + 1] == saved[0, : STEP + 1]).all()):
             own[0, [ID, STEP]] = -saved[0, ID], step
-        if sampling in IN_GROUPS and step % self.noise.min_separation:
+        if sampling in STARTS_ANEW and step % self.noise.min_separation:
             own[0] = 0  # the turns of the groups begin anew: so does the noise
         self._own.assign(own)
         self.table.assign(saved)
@@ -156,7 +156,7 @@ class NoiseSegments:
         """Notes that a fit begins. Its groups may be others. Its data may come in another order (a number for each)
         than those before, so that an example may be used again at once."""
         own, (scheme, _) = self._own.numpy(), BY_CODE[sampling]
-        if scheme.in_groups:
+        if scheme.starts_anew:
             own[0] = 0
         elif scheme.same_order:
             if own[0, ORDER] not in (0, order) and self.table is not None:
@@ -259,7 +259,7 @@ class NoiseSegments:
         head = np.zeros(len(COLUMNS)) if self.table is None else np.array(self.table)[0]
         current, step = float(head[ID]), int(head[STEP])
         if (
-            batches[1] in IN_GROUPS and float(self._own[0, ID]) != current
+            batches[1] in STARTS_ANEW and float(self._own[0, ID]) != current
         ):  # the groups are others: a training of its own
             next_ = _Training(steps=more_steps)
         else:
@@ -339,7 +339,7 @@ class _Training:
         """Returns how often an example can take part, as `CorrelatedRun` accepts it; nothing if that is not known.
 
         Args:
-          groups: that take turns, if the sampling is cyclic.
+          groups: the declared separation of uses, if the sampling starts anew.
         """
         if len(self.sampled) != 1:
             return {}
@@ -350,8 +350,10 @@ class _Training:
             of_data, seen = int(n // batch), int(self.separation)
             apart = min(seen or of_data, of_data) if self.whole_passes or self.passes > 1 else self.steps
             return {"min_separation": max(apart, 1), "max_participations": self.passes}
-        if scheme.in_groups:
-            return {"min_separation": groups, "sampling_rate": min(batch * groups / n, 1.0)}
+        if scheme.starts_anew:
+            return {
+                "min_separation": groups, "sampling_rate": scheme.rate(batch, int(n), groups), "sampling": scheme.name,
+            }  # fmt: skip
         return {"max_participations": self.passes} if scheme.separates_uses and not code.across_passes else {}
 
 
