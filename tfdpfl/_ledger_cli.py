@@ -139,7 +139,7 @@ class OpenedJournal(Opened):
         elif not self.faults and model.get("ledger", self._journal.chain.digest) not in self._journal.chain.digests:
             self.faults.append(
                 f"{self.path} lacks lines that it had when the saved model came, so rounds may be missing from "
-                "epsilon. One of the two files is an older copy, or of another training. Restore both from one backup."
+                "epsilon. One of the two files is an older copy, or of another training. Restore the newest of both."
             )
 
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:

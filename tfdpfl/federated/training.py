@@ -516,7 +516,7 @@ class _Checkpoints:
                 raise ValueError(
                     f"{self._folder / LEDGER} lacks lines that it had when {STATE}{done} was saved, so rounds that "
                     "were released may be missing from epsilon. One of them is an older copy, or of another training. "
-                    "Restore both from one backup, or take another folder and pass initial_state."
+                    "Restore the newest of both, or take another folder and pass initial_state."
                 )
             told = told["rows"]
         rows += told

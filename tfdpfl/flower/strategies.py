@@ -406,7 +406,7 @@ class DifferentialPrivacy(Strategy):
             raise PrivacyError(
                 f"The ledger has {self.rounds_charged} charged rounds, but it lacks lines that it had when the model "
                 "next to it was saved, so rounds that were released may be missing from epsilon. One of the two files "
-                "is an older copy, or of another training. Restore both from one backup, or begin another training "
+                "is an older copy, or of another training. Restore the newest of both, or begin another training "
                 "with another ledger_path."
             )
         found: dict[str, np.ndarray] = {}
