@@ -176,6 +176,14 @@ def test_a_clients_ledger_outlives_its_process(tmp_path):
         assert client_reports([answer])[101]["steps"] == life + 1
     file = tmp_path / "of-0-101.json"
     assert file.stat().st_mode & 0o777 == 0o600
+    client, older = Clients(shifted(1.0), [mod]), file.read_text()
+    client(message(), 0)
+    newest = file.read_text()
+    file.write_text(older)  # of two steps, but what Flower keeps has three
+    with pytest.raises(PrivacyError, match=r"has 2 steps, but this client has spent 3 in this run"):
+        client(message(), 0)
+    file.write_text(newest)
+    assert client_reports([client(message(), 0)])[101]["steps"] == 4
     for damaged in ("{}", "", "{", "[1]"):
         file.write_text(damaged)
         with pytest.raises(ValueError, match=r"of-.*\.json' holds no whole ledger .*Restore the file"):

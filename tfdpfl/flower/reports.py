@@ -14,6 +14,7 @@ from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.accounting.promises import Promise
+from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import files
 from tfdpfl.federated.privacy import UNITS, covered_by
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
@@ -79,12 +80,21 @@ class ClientLedger:
         return None
 
     def _kept(self) -> PrivacyLedger:
-        if self._path is not None and self._path.exists():
-            saved = self._path.read_text()
-        elif self._key in self._context.state.config_records:
-            saved = str(self._context.state.config_records[self._key]["ledger"])
-        else:
-            return PrivacyLedger()
+        in_file = self._path is not None and self._path.exists()
+        record = self._context.state.config_records.get(self._key)
+        in_context = PrivacyLedger() if record is None else self._parsed(str(record["ledger"]))
+        if not in_file:
+            return in_context
+        assert self._path is not None
+        kept = self._parsed(self._path.read_text())
+        if kept.steps < in_context.steps:  # the file is written first, so it cannot have less
+            raise PrivacyError(
+                f"ledger_path={str(self._path)!r} has {kept.steps} steps, but this client has spent {in_context.steps} "
+                "in this run. The steps that this older copy lacks would be in no epsilon. Restore the newest ledger."
+            )
+        return kept
+
+    def _parsed(self, saved: str) -> PrivacyLedger:
         try:
             return PrivacyLedger.from_dict(json.loads(saved))
         except NewerFormatError as error:
