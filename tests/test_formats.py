@@ -93,7 +93,7 @@ def test_a_table_of_steps_of_a_newer_version_is_refused():
     with pytest.raises(PrivacyError, match=REFUSED):
         optimizer.ledger  # noqa: B018
     strange = store[place].copy()
-    strange[0, _step_table.SAMPLING] = 2 * _step_table.DISCRETE
+    strange[0, _step_table.SAMPLING] = 8 * _step_table.DISCRETE
     with pytest.raises(PrivacyError, match=r"with the sampling of number \d+, .* upgrade with pip"):
         tfdpfl.DPSGD(1.0, 1.0).load_own_variables({**store, place: strange})
 
