@@ -15,6 +15,7 @@ X = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.float32)
 ROWS = tf.data.Dataset.from_tensor_slices((X, Y))
 SAME = tf.data.Dataset.from_tensor_slices((X, Y))  # another object of the same arrays
+TURNED = ROWS.shuffle(9, seed=1)
 TABLE, MEAN, COUNT = tf.constant(X), tf.Variable(tf.zeros(4)), tf.Variable(0)
 WORDS = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3], [4]]))
 LENGTHS = tf.data.Dataset.range(9).map(lambda i: tf.zeros([i]))
@@ -43,6 +44,8 @@ MEET = {
     "mixup of two passes": (
         lambda: Dataset.zip((ROWS.shuffle(N), SAME.shuffle(N))).map(lambda a, b: (a[0] + b[0], a[1])).batch(8),
         "ZipDataset joins data sets that hold the same examples, in different orders"),
+    "two seeds": (lambda: Dataset.zip((ROWS.shuffle(9, seed=1), SAME.shuffle(9, seed=2))).batch(8), "ZipDataset joins"),
+    "one shuffle in two places": (lambda: Dataset.zip((TURNED, TURNED)).batch(8), "ZipDataset joins"),
     "pairs": (lambda: Dataset.zip((ROWS, ROWS.skip(1))).batch(8), "ZipDataset joins"),
     "copies": (lambda: ROWS.concatenate(SAME.map(lambda x, y: (-x, y))).batch(8), "ConcatenateDataset joins"),
     "a split that leaks": (
@@ -93,6 +96,8 @@ APART = {
     "one by one": lambda: ROWS.batch(8).map(lambda x, y: (tf.map_fn(lambda t: t * 2, x), y)),
     "Python code": lambda: ROWS.batch(8).map(lambda x, y: (tf.numpy_function(np.sin, [x], tf.float32), y)),
     "sides of an example": lambda: Dataset.zip((ROWS.map(lambda x, y: x), ROWS.map(lambda x, y: y))).batch(8),
+    "two views by one seed": lambda: Dataset.zip(
+        (ROWS.shuffle(9, seed=1).map(lambda x, y: x).batch(8), SAME.shuffle(9, seed=1).map(lambda x, y: -x).batch(8))),
     "two arrays": lambda: Dataset.zip((Dataset.from_tensor_slices(X), Dataset.from_tensor_slices(Y))).batch(8),
     "seeds beside": lambda: Dataset.zip((ROWS, Dataset.random(), Dataset.random())).map(lambda e, *_: e).batch(8),
     "a split": lambda: ROWS.take(9).concatenate(SAME.skip(9)).batch(8),

@@ -236,6 +236,7 @@ def test_examples_are_counted_as_they_come_and_not_as_they_were():
         ),
         (lambda: {"a": of_one()["a"].take(20).repeat(5).shuffle(9).batch(8).prefetch(1)}, r"client 'a' is repeated"),
         (lambda: {"a": of_one()["a"].batch(8).map(lambda x, y: (tf.tile(x, [2, 1]), tf.tile(y, [2])))}, "yields 200"),
+        (lambda: of_one().batch(8).preprocess(lambda d: d.map(lambda x, y: (x - tf.reduce_mean(x, 0), y))), "meet"),
     ],
 )
 def test_examples_that_come_more_than_once_are_refused(clients, words):

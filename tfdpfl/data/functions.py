@@ -307,9 +307,8 @@ def _check_joined(dataset: Dataset) -> None:
             if not _share(one, other):
                 continue
             paths = ancestors(one), ancestors(other)
-            both = [*paths[0], *paths[1]]
-            if kind == "zip" and all(made_by(each, _ALIGNED) for each in both if inputs_of(each)):
-                continue  # parts of one example side by side
+            if kind == "zip" and _side_by_side(paths):
+                continue  # parts of one example, or two views of it
             if kind != "zip" and _may_be_disjoint(paths):
                 continue
             raise PrivacyError(
@@ -323,6 +322,21 @@ _JOINED = {
     "zip": "in different orders", "concatenate": "one after the other",
     "directedinterleave": "in turns (sample_from_datasets or choose_from_datasets)",
 }  # fmt: skip
+
+
+def _side_by_side(paths: tuple[list[Dataset], list[Dataset]]) -> bool:
+    """Whether two data sets hand on the same examples in the same order."""
+    moved = [[each for each in path if inputs_of(each) and not made_by(each, _ALIGNED)] for path in paths]
+    return len(moved[0]) == len(moved[1]) and all(map(_shuffle_alike, *moved))
+
+
+def _shuffle_alike(one: Dataset, other: Dataset) -> bool:
+    if not all(made_by(each, ("shuffle",)) and hasattr(each, "_buffer_size") for each in (one, other)):
+        return False
+    if one is other:  # each pass over it draws anew, also two at once
+        return not _anew(one)
+    settings = [(int(e._buffer_size), int(e._seed), int(e._seed2), _anew(e)) for e in (one, other)]
+    return settings[0] == settings[1] and any(settings[0][1:3])
 
 
 def _may_be_disjoint(paths: tuple[list[Dataset], list[Dataset]]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
 from tfdpfl.data.declared import repeats
+from tfdpfl.data.functions import check_apart
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
 
     Raises:
       PrivacyError: the data set repeats its examples, or yields more of them than the client holds: then one example
-        is in it more than once, and what protects each of a batch's rows protects no example.
+        is in it more than once, and what protects each of a batch's rows protects no example. Or examples meet in it.
       ValueError: it is infinite.
     """
     import tensorflow as tf
@@ -275,4 +276,6 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
             f"The data set of client {client!r} yields {found} examples, but the client holds {most}. Give each one "
             f"once, since {own}; or correct num_examples."
         )
+    if isinstance(dataset, tf.data.Dataset):
+        check_apart(dataset, found, batched=True)
     return kept, found
