@@ -46,10 +46,10 @@ def announced() -> tf.Tensor:
 
 
 def weights(count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
-    """The sample weights of so many blank rows."""
+    """The sample weights of so many blank rows. From NumPy: Python's -0.0 is 0.0 to TensorFlow's cache of scalars."""
     import tensorflow as tf
 
-    return tf.fill([count], tf.constant(-0.0, dtype))
+    return tf.fill([count], tf.constant(np.array(-0.0, dtype.as_numpy_dtype)))
 
 
 def unmarked(x: tf.Tensor) -> tf.Tensor:
