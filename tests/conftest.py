@@ -1,6 +1,7 @@
 """What the tests of the optimizers share: a tiny classifier, its gradients in numpy, and ways to take one step."""
 
 import gc
+import logging
 import os
 from importlib import metadata
 from pathlib import Path
@@ -91,6 +92,16 @@ def same_weights():
     tf.keras.utils.set_random_seed(0)
     # An error that passes through tf.map_fn leaves this set, and then TensorFlow enters no MirroredStrategy any more.
     tf.compat.v1.get_variable_scope()._caching_device = None
+
+
+@pytest.fixture(autouse=True)
+def flower_log():
+    """Flower's log is after each test as it was: tests that silence it hid what the next was to read."""
+    log = logging.getLogger("flwr")
+    before = log.level, log.propagate
+    yield
+    log.setLevel(before[0])
+    log.propagate = before[1]
 
 
 def keras3() -> bool:
