@@ -301,7 +301,7 @@ def plan(
 
     if sampling == BEST:
         made = solved(POISSON.name)
-        if steps_per_epoch is None and not secure_noise and not batches.keys() & {"truncated_batch_size", "strategy"}:
+        if steps_per_epoch is None and not secure_noise and "truncated_batch_size" not in batches:
             with contextlib.suppress(PrivacyError):  # only Poisson batches meet the target
                 other = solved(RANDOM_ALLOCATION.name)
                 made = made if made.better_than(other) else other

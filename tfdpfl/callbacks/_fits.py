@@ -29,6 +29,7 @@ __all__ = [
     "fingerprint",
     "fingerprints",
     "fit_arguments",
+    "is_stream",
     "keeps_averages",
     "length",
     "private_optimizer",
@@ -168,6 +169,18 @@ def length(x: Arrays) -> int | None:
     return None
 
 
+def is_stream(call: Call) -> bool:
+    """Returns whether `fit` reads on from one epoch to the next, so that it does not show where passes end.
+
+    What workers read has no end, either. But it begins with the fit, and Keras 2 leaves out none of it. So passes end
+    with epochs of whole passes."""
+    steps, x = call.get("steps_per_epoch"), call.get("x")
+    declared = declared_sampling(x)
+    if declared is not None and declared.workers > 1 and steps is not None:
+        return steps % (declared.steps * declared.physical_batches) > 0
+    return steps is not None or passed_through(x, ("repeat",)) is not None
+
+
 _ORDERS: weakref.WeakKeyDictionary[Model, int] = weakref.WeakKeyDictionary()
 _NEXT_ORDER = itertools.count(-1, -1)
 
@@ -227,8 +240,7 @@ class Fit:
         self.model, self.optimizer, self.data, self.stride = model, optimizer, data, stride
         self.parts = optimizer._dp.parts
         self._counter = optimizer._dp.counter
-        self.whole = call.get("steps_per_epoch") is None and passed_through(call.get("x"), ("repeat",)) is None
-        self.whole |= length(call.get("x")) is not None
+        self.whole = not is_stream(call) or length(call.get("x")) is not None
         self._in_executions = call.get("steps_per_epoch") is not None and hasattr(model, "steps_per_execution")
         x, declared = call.get("x"), declared_sampling(call.get("x"))
         self.own = declared is None and length(x) is None
@@ -327,7 +339,11 @@ class Fit:
         """Tells the optimizer of the next execution's batches, of which the first is number ``batch`` of the epoch."""
         self.announced, self.awaited, self.optimizer._dp.whole_pass = self.announced + batches, True, False
         parts = self.parts if self.parts > 1 and self.uses == 1 else 0
-        self._counter.announce(self.batches, batches, (batch - (self.first or 0)) % self.parts, parts)
+        if self._declared is not None and self._declared.workers > 1:  # their data begin with the fit alone
+            at = self.announced - batches
+        else:
+            at = batch - (self.first or 0)
+        self._counter.announce(self.batches, batches, at % self.parts, parts)
 
     def share(self, most: int | None) -> None:
         """Tells the optimizer, for workers to agree on, the order of the data and how many steps the target allows."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdpfl._types import Arrays, Dataset, Optimizer
 from tfdpfl.accounting.sampling import EVERY_BATCH, FIXED_SIZE, SCHEMES, SHUFFLED, SamplingScheme
-from tfdpfl.callbacks._fits import Call, Data
+from tfdpfl.callbacks._fits import Call, Data, is_stream
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.callbacks._streams import check_stream
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
@@ -92,7 +92,8 @@ class Sampling:
                 f"Training runs on {workers} workers, and the data were made for "
                 f"{'one' if declared is None or declared.workers == 1 else declared.workers}. Each worker shuffles and "
                 "samples by itself, so a step may hold an example several times. Give fit "
-                "tfdpfl.data.poisson_batches(..., strategy=strategy), which shares the examples out."
+                "tfdpfl.data.poisson_batches(..., strategy=strategy), which shares the examples out; for correlated "
+                "noise fixed_order or cyclic_poisson."
             )
         if isinstance(x, tf.distribute.DistributedDataset) and declared is None:
             raise PrivacyError(
@@ -228,8 +229,14 @@ class Sampling:
 
     def _check_passes(self, scheme: SamplingScheme, x: object, call: Call) -> None:
         """That the end of each pass is seen, where ε counts passes whose batches vary in size."""
-        stream = call.get("steps_per_epoch") is not None or passed_through(x, ("repeat",))
-        if scheme.counts_passes and stream:
+        stream, declared = is_stream(call), declared_sampling(x)
+        if declared is not None and declared.workers > 1:
+            if stream and (scheme.counts_passes or declared.physical_batches > 1):
+                raise PrivacyError(
+                    "The batches of workers have no end, and an epoch must be whole passes, because ε or an update is "
+                    f"of several batches. Give fit steps_per_epoch={declared.steps * declared.physical_batches}."
+                )
+        elif scheme.counts_passes and stream:
             raise PrivacyError(
                 f"sampling={scheme.name!r} has an ε for each pass over the data, and in a stream "
                 f"(steps_per_epoch={call.get('steps_per_epoch')}, or repeat) the end of a pass is not visible. Leave "
@@ -357,13 +364,12 @@ class Sampling:
                 f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which has {parts} "
                 "batches: leave steps_per_epoch out, and give poisson_batches the number of samples as steps."
             )
-        stream = call.get("steps_per_epoch")
-        if parts > 1 and stream is not None:
+        if parts > 1 and call.get("steps_per_epoch") is not None and is_stream(call):
             # Keras 3 takes a batch off a stream to build a model with, so that what follows is out of step.
             raise PrivacyError(
-                f"steps_per_epoch={stream} reads the batches as one stream, which does not show where the {parts} "
-                "batches of a Poisson sample begin: leave it out, and give poisson_batches the number of samples as "
-                "steps."
+                f"steps_per_epoch={call['steps_per_epoch']} reads the batches as one stream, which does not show where "
+                f"the {parts} batches of a Poisson sample begin: leave it out, and give poisson_batches the number of "
+                "samples as steps."
             )
         more: Data = {"unit": declared.unit}
         if declared.truncated_batch_size is not None:
@@ -461,7 +467,7 @@ class Sampling:
     def _batches_added(self, declared: SamplingDeclaration | None, call: Call) -> int:
         """How many batches of the data make one of the optimizer, which holds an example at most once."""
         parts, x = self._optimizer._dp.parts, call.get("x")
-        stream = call.get("steps_per_epoch") is not None or passed_through(x, ("repeat",)) is not None
+        stream = is_stream(call)
         if declared is not None and declared.draws_logical_batches and (parts == 1 or not stream):
             self._check_parts(declared)
             return 1

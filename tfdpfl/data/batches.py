@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import secrets
 import zlib
@@ -41,6 +42,8 @@ _EMPTY_BATCHES = ("auto", "keep", "zero_weight")
 _PLACEHOLDERS = 2
 # Examples that are in memory twice while all are compared.
 _HASHED = 4096
+# Data sets that were made for workers: each of these makes the same ones, one after the other.
+_NUMBERS = itertools.count()
 
 
 def poisson_batches(
@@ -125,7 +128,8 @@ def poisson_batches(
         strategy: The `tf.distribute.MultiWorkerMirroredStrategy` that trains. Pass the same data in the same order on
             each worker. Worker i of n then draws from every n-th example, beginning with the i-th, at the same rate. So
             all workers together draw a Poisson sample of all examples, and no example is on two workers. The result is
-            an endless `tf.distribute.DistributedDataset`, so pass ``steps_per_epoch`` to `fit`.
+            an endless `tf.distribute.DistributedDataset`, so pass ``steps_per_epoch`` to `fit`: with physical batches
+            as many as a pass has, or a multiple.
 
     Raises:
         ValueError: an argument is out of its range, the arrays differ in length or hold nothing, a user has no
@@ -139,13 +143,12 @@ def poisson_batches(
     steps = _checked_steps(steps)
     units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
     rate = _checked_rate(sampling_rate, expected_batch_size, units.number)
-    for name, value in (("physical", physical_batch_size), ("truncated", truncated_batch_size)):
-        if strategy is not None and value is not None:
-            raise ValueError(
-                f"{name}_batch_size={value} together with strategy: each worker draws its own part of a batch, and the "
-                "others do not know its size. Leave it out."
-            )
     if truncated_batch_size is not None:
+        if strategy is not None:
+            raise ValueError(
+                f"truncated_batch_size={truncated_batch_size} together with strategy: each worker draws its own part "
+                "of a batch, and the others do not know its size. Leave it out."
+            )
         mend = "use six √expected more than the expected size"
         truncated_batch_size = _positive("truncated_batch_size", truncated_batch_size, mend)
         truncated_event_type(truncated_batch_size)
@@ -178,6 +181,7 @@ def random_allocation(
     copies: int = 1,
     num_parallel_calls: int | None = None,
     empty_batches: str = "auto",
+    strategy: tf.distribute.Strategy | None = None,
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of batches for `fit` that have each example once an epoch, in a step of its own
     choice.
@@ -207,6 +211,9 @@ def random_allocation(
         num_selected: In how many batches of a pass each unit is.
         arrays_or_dataset: As those that follow, see `poisson_batches`.
 
+        strategy: As for `poisson_batches`. Pass a multiple of `declared_sampling(dataset).steps` to `fit` as
+            ``steps_per_epoch``.
+
     Raises:
         ValueError: as `poisson_batches`.
     """
@@ -215,12 +222,13 @@ def random_allocation(
     size = _checked_rate(None, expected_batch_size, units.number) * units.number
     steps = each * math.ceil(units.number / math.ceil(size - 1e-9))
 
-    def draw(words: Words) -> Iterator[np.ndarray]:
-        yield from words.allocated(units.number, steps, each)
+    def draw(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
+        for drawn in words.allocated(len(range(worker, units.number, workers)), steps, each):
+            yield worker + workers * drawn
 
     pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration("random_allocation", each / steps, units.number, steps, seed, num_selected=each)
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches)
+    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches, strategy)
 
 
 class _Units:
@@ -243,10 +251,10 @@ class _Units:
         """The numbers of the examples that stand for these units in a batch."""
         return units if self.users is None else self.users.some_of(units, self._each, words)
 
-    def order(self, for_workers: bool = False) -> int:
+    def order(self, among: int | None = None) -> int:
         """A number that units in another order do not have; see `_order_of`."""
         of_users = [] if self.users is None else [self.users.rows, self.users.starts]
-        return _order_of(self.examples, for_workers) + sum(zlib.crc32(part.tobytes()) for part in of_users)
+        return _order_of(self.examples, among) + sum(zlib.crc32(part.tobytes()) for part in of_users)
 
 
 def _of_units(
@@ -279,8 +287,8 @@ def _of_units(
         declaration, physical_batches=parts, rows_per_unit=units.rows, unit=units.name, blanks=least > 0
     )
     if strategy is not None:
-        declaration = dataclasses.replace(declaration, order=units.order(for_workers=True))
-        return _of_workers(strategy, pipeline, cut, steps, least, declaration)
+        declaration = dataclasses.replace(declaration, order=declaration.order or units.order(among=0))
+        return _of_workers(strategy, pipeline, cut, steps * parts, least, declaration)
     batches = pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size)
     pipeline.keep_source(batches, units.users)
     return declare(batches, declaration)
@@ -346,6 +354,7 @@ def fixed_order(
     augment: Callable | None = None,
     copies: int = 1,
     num_parallel_calls: int | None = None,
+    strategy: tf.distribute.Strategy | None = None,
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of the data in their own order, the same in every pass, for correlated noise.
 
@@ -374,26 +383,34 @@ def fixed_order(
     if max_participations is not None:
         max_participations = _positive("max_participations", max_participations, "count the passes, or leave it out")
     last, parts = number % size or size, _parts(physical_batch_size, size * units.rows)
+    parts *= 1 if strategy is None else strategy.num_replicas_in_sync
     if last < parts:
         raise ValueError(
             f"physical_batch_size={physical_batch_size} cuts each batch into {parts} parts, but the last batch of a "
             f"pass has {last} {units.name}s: take a larger physical_batch_size, or another batch_size."
+            if strategy is None
+            else f"Each batch is cut into {parts} parts for the replicas, but the last batch of a pass has {last} "
+            f"{units.name}s: take another batch_size."
         )
 
-    def draw(words: Words) -> Iterator[np.ndarray]:
-        yield from (np.arange(at, min(at + size, number)) for at in range(0, number, size))
+    def draw(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
+        for at in range(0, number, size):
+            batch = np.arange(at, min(at + size, number))
+            yield batch[batch % workers == worker]
 
     pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(
         "fixed_order", size / number, number, steps, min_separation=steps, max_participations=max_participations,
-        order=units.order(),
+        order=units.order(among=None if strategy is None else next(_NUMBERS)),
     )  # fmt: skip
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, "keep")
+    return _of_units(pipeline, units, draw, declaration, physical_batch_size, "keep", strategy)
 
 
-def _order_of(examples: Examples, for_workers: bool = False) -> int:
-    """Returns a number above 1 that data in another order do not have: made from all that are in memory. Of others it
-    is made from 64, and only workers, of which each opens the data for itself, take it from one data set to another."""
+def _order_of(examples: Examples, among: int | None) -> int:
+    """Returns a number above 1 that data in another order do not have: made from all that are in memory.
+
+    Of others it is made from 64, and from ``among``, which workers have in common: each opens the data for itself. None
+    makes it of this object alone."""
     import tensorflow as tf
 
     number, found = examples.number, hashlib.sha256()
@@ -401,7 +418,7 @@ def _order_of(examples: Examples, for_workers: bool = False) -> int:
         pieces = [np.arange(at, min(at + _HASHED, number)) for at in range(0, number, _HASHED)]
     else:
         pieces = [np.unique(np.linspace(0, number - 1, 64).astype(np.int64))]
-        found.update(b"" if for_workers else secrets.token_bytes(16))
+        found.update(secrets.token_bytes(16) if among is None else str(among).encode())
     with tf.device("CPU:0"):
         for piece in pieces:
             for leaf in tf.nest.flatten(examples.take(tf.constant(piece))):
@@ -425,6 +442,7 @@ def cyclic_poisson(
     copies: int = 1,
     num_parallel_calls: int | None = None,
     empty_batches: str = "auto",
+    strategy: tf.distribute.Strategy | None = None,
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of Poisson samples from one group of units after the other.
 
@@ -470,16 +488,17 @@ def cyclic_poisson(
     group_of = Words(seed)(number) % np.uint64(groups)
     members = [np.flatnonzero(group_of == g) for g in range(groups)]
 
-    def draw(words: Words) -> Iterator[np.ndarray]:
+    def draw(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
+        own = [group[group % workers == worker] for group in members]
         for step in range(steps):
-            group = members[step % groups]
+            group = own[step % groups]
             yield group[words.each(len(group), rate)]
 
     pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(
         "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations
     )
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches)
+    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches, strategy)
 
 
 def b_min_sep(
