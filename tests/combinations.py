@@ -68,10 +68,6 @@ FEATURES: dict[str, dict[str, Any] | Callable[[], contextlib.AbstractContextMana
 REASONS: list[tuple[str, str, str]] = [
     (r"a step has one kind of noise", "choose one", "A step has one kind of noise."),
     (r"both state whose mean", "choose one", "Both state whose mean gradient is clipped."),
-    (
-        r"correlated noise is drawn again from keys", "not built",
-        "Correlated noise is drawn again from keys that only one process has.",
-    ),
     (r"which XLA does not compile", "platform", "XLA does not compile a sum over replicas inside a step."),
     (r"draws on the host's CPU", "platform", "XLA has no generator for discrete noise. Python draws it."),
     (

@@ -65,14 +65,24 @@ def forget():
     [*EACH_KIND, Fading()],
     ids=Noise.text,
 )
-def test_rows_have_the_covariance_of_the_inverse_matrix(noise):
-    stream = Stream(noise, [(200, 100), (1000,)], lambda name, value: tf.Variable(value, name=name))
-    source, dirty = Source(3), [v.assign(tf.ones_like(v)) for v in stream.state]  # at step 0 it counts as empty
-    rows = [stream.next(source, tf.constant(t, tf.int64)) for t in range(8)]
-    assert dirty and [tuple(part.shape) for part in rows[0]] == [(200, 100), (1000,)]
-    base = noise.matrix(8) @ np.array([np.concatenate([np.ravel(part) for part in row]) for row in rows])
-    # The deviation of an entry is at most sqrt(2 / 21,000), 0.01: 6 of them.
-    np.testing.assert_allclose(base @ base.T / base.shape[1], np.eye(8), atol=0.06)
+def test_rows_have_the_covariance_of_the_inverse_matrix_and_processes_that_share_keys_have_the_same(noise):
+    def stream():
+        made = Stream(noise, [(200, 100), (1000,)], lambda name, value: tf.Variable(value, name=name))
+        assert all(v.assign(tf.ones_like(v)) is not None for v in made.state)  # at step 0 it counts as empty
+        return made
+
+    alone, source, sharing, rows, same = stream(), Source(3), [stream(), stream()], [], []
+    for t in range(8):
+        step, key = tf.constant(t, tf.int64), source.fresh_key()
+        rows.append(alone.next(source, step))
+        same.append([each.next(Source().shared(key), step) for each in sharing])
+    assert [tuple(part.shape) for part in rows[0]] == [(200, 100), (1000,)]
+    flat = [[np.concatenate([np.ravel(part) for part in row]) for row in of] for of in (rows, *zip(*same, strict=True))]
+    np.testing.assert_array_equal(flat[1], flat[2])
+    for row in flat[:2]:
+        base = noise.matrix(8) @ np.array(row)
+        # The deviation of an entry is at most sqrt(2 / 21,000), 0.01: 6 of them.
+        np.testing.assert_allclose(base @ base.T / base.shape[1], np.eye(8), atol=0.06)
 
 
 def test_rows_of_a_banded_inverse_are_sums_of_the_last_draws(monkeypatch):

@@ -637,6 +637,28 @@ def test_threads_draw_each_their_own_noise(generator):
     assert len(drawn) == 401 and np.unique(np.stack(drawn)[:, :8], axis=0).shape[0] == 401
 
 
+@both_generators
+def test_processes_that_share_a_key_draw_the_same_and_each_call_draws_afresh(generator):
+    def drawn(key):
+        with drawn_by(generator):
+            shared = noise.Source().shared(key)
+            return [t.numpy() for t in (*(shared.gaussian([[40_000]], 1.0)[0] for _ in range(2)),
+                                        shared.fresh_key(), shared.unique())]  # fmt: skip
+
+    with drawn_by(generator):
+        key = noise.Source(20).fresh_key()
+        by_the_key_itself = noise.Source().gaussian([[40_000]], 1.0, key)[0]
+    one, two, *others = (
+        drawn(tf.bitwise.bitwise_xor(key, tf.constant(change, tf.int64))) for change in ([0, 0], [0, 0], [0, 1], [1, 0])
+    )  # either half matters
+    assert all((a == b).all() and (a != c).any() for other in others for a, b, c in zip(one, two, other, strict=True))
+    for sample in one[:2]:
+        assert accepts(sample, 1.0) and not accepts(sample, 2 / 3) and not accepts(sample, 3 / 2)
+    samples = [*one[:2], *others[0][:2], *others[1][:2], by_the_key_itself.numpy()]
+    assert np.abs(np.corrcoef(samples) - np.eye(7)).max() < 0.035  # seven deviations
+    assert len({*key.numpy(), *one[2], one[3]}) == 5
+
+
 @contextlib.contextmanager
 def known_keys():
     """The keys that are drawn meanwhile, as bytes."""

@@ -190,6 +190,14 @@ class Source:
 
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
 
+    def shared(self, key: tf.Tensor) -> Source:
+        """Returns a source for one step that is traced, from which all processes draw the same.
+
+        Args:
+          key: int64 [2], secret, from `fresh_key` of one of them. Use none twice.
+        """
+        return _Shared(self, key)
+
     @tf.autograph.experimental.do_not_convert
     def discrete(self, size: int, sigma: float | tf.Tensor, key: tf.Tensor | None = None) -> tf.Tensor:
         """Draws int64 [size]: independent discrete Gaussians of this many whole steps; see `tfdpfl.noise.discrete`.
@@ -267,6 +275,39 @@ class Source:
         return tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[2], key=state[2:], counter=state[:2], alg=_PHILOX, dtype=tf.int64
         )
+
+
+class _Shared(Source):
+    """Draws from one key, which several processes have. Each call takes a key of its own from the generator's stream of
+    that key, which draws nothing else. So calls are independent, and one key tells nothing of another.
+
+    What it does not define would draw from this process's stream, and fails for want of its attributes.
+    """
+
+    def __init__(self, source: Source, key: tf.Tensor):
+        self._source, self._key, self._taken = source, key, 0
+
+    def gaussian(self, shapes: Sequence, stddev: float | tf.Tensor, key: tf.Tensor | None = None) -> list[tf.Tensor]:
+        return self._source.gaussian(shapes, stddev, self.fresh_key() if key is None else key)
+
+    def of_keys(self, size: int, keys: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        return self._source.of_keys(size, keys, count)
+
+    def unique(self) -> tf.Tensor:
+        return self.fresh_key()[0]
+
+    @tf.autograph.experimental.do_not_convert
+    def fresh_key(self) -> tf.Tensor:
+        at, self._taken = self._taken, self._taken + 1
+        if not _on_host():
+            first, counter = tf.unstack(tf.bitcast(self._key, tf.uint64))
+            return tf.raw_ops.StatelessRandomUniformFullIntV2(
+                shape=[2], key=first[None], counter=[tf.constant(at, tf.uint64), counter], alg=_PHILOX, dtype=tf.int64
+            )
+        keys = tf.numpy_function(
+            lambda key: KeyStream(key).words(np.empty([at + 1, 2], np.int64)), [self._key], tf.int64
+        )
+        return tf.ensure_shape(keys[at], [2])
 
 
 def _on_host() -> bool:

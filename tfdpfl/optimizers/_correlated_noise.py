@@ -6,7 +6,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import Noise, as_noise
 from tfdpfl.optimizers import _step_table
 from tfdpfl.optimizers._fresh_noise import FreshNoise, NoiselessMean, noisy_sums, shown
@@ -26,6 +25,9 @@ class CorrelatedNoise(FreshNoise):
     A step is a logical batch. If an example moves some steps by m clips, and none by more, it moves the mechanism by at
     most m times what it moves it with one clip a step. So the ledger has the least multiplier of all steps. The same
     holds for a multiplier that changes: where it is larger, the sum counts for less of the base normals.
+
+    Several workers draw each step's base normals from one key, which the first of them draws for all. So they all have
+    the same state, and they take no step if they began it with different ones.
 
     The count of an adaptive clip has independent noise, and is one mechanism with the sums. u uses of an example move
     all counts by sqrt(u) / 2, and the base normals by at least sqrt(u) times `Noise.least_shift`. So the
@@ -57,22 +59,19 @@ class CorrelatedNoise(FreshNoise):
                 "as l2_norm_clip."
             )
 
-    def check_replicas(self, replicas: int, workers: int) -> None:
-        if workers > 1:
-            raise PrivacyError(
-                f"{self.label} on {workers} workers: correlated noise is drawn again from keys that only one process "
-                "has. Use noise=None, or train under MirroredStrategy."
-            )
+    def state(self) -> list[tf.Tensor]:
+        return self.segments.state()
 
     @property
     def variables(self) -> list[tf.Variable]:
         return self.segments.variables
 
     def draw(self, mean: NoiselessMean, counter: _step_table.Counter) -> list[tf.Tensor]:
-        rows = self.segments.next(self.source, counter, mean.known, mean.ids)
+        source = self.source if mean.key is None else self.source.shared(mean.key)
+        rows = self.segments.next(source, counter, mean.known, mean.ids)
         at, unit = len(rows), self.correlated.unit
         counts = [
-            self.source.gaussian([s.shape], std * (unit / self.correlated.least_shift), mean.key)[0]
+            source.gaussian([s.shape], std * (unit / self.correlated.least_shift))[0]
             for s, std in zip(mean.sums[at:], mean.stddevs[at:], strict=True)
         ]
         return [row * (unit * mean.stddev) for row in rows] + counts

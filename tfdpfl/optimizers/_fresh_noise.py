@@ -91,9 +91,6 @@ class FreshNoise:
     def check(self) -> None:
         """Raises a `ValueError` if the settings exclude this noise."""
 
-    def check_replicas(self, replicas: int, workers: int) -> None:
-        """Raises a `PrivacyError` if so many replicas of so many workers cannot draw this noise."""
-
     @property
     def divides(self) -> bool:
         """Whether this noise goes on undivided sums, and divides them."""
@@ -102,6 +99,10 @@ class FreshNoise:
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables that are saved with the optimizer."""
+        return []
+
+    def state(self) -> list[tf.Tensor]:
+        """Returns the numbers that tell apart what workers have of earlier noise as a step begins."""
         return []
 
     def multiplier_of_sums(self, noise_multiplier: float | tf.Tensor) -> float | tf.Tensor:

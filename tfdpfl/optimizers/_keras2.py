@@ -63,7 +63,8 @@ class Keras2Adapter:
     def build(self, var_list):
         """As Keras does, but as if before the step: TensorFlow traces a function twice that makes variables."""
         if tf.distribute.has_strategy():
-            return super().build(var_list)
+            with tf.init_scope():  # the first values of variables are sent to all workers, which is no part of a step
+                return super().build(var_list)
         with tf.init_scope(), tf.variable_creator_scope(plain_variable):
             return super().build(var_list)
 

@@ -31,7 +31,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.correlated import Stream
 from tfdpfl.noise.source import Source
 from tfdpfl.noise.strategies import Noise
-from tfdpfl.optimizers import _step_table
+from tfdpfl.optimizers import _replicas, _step_table
 
 __all__ = ["NoiseSegments"]
 
@@ -62,6 +62,7 @@ class NoiseSegments:
         self.table: Any = None  # the optimizer's variable
         # In no file: the segment that this object is in and the step that it expects; all its segments.
         self._own = in_memory(np.zeros([1 + ROWS, len(COLUMNS)]))
+        self._workers = in_memory(np.float64(0))  # that took the last step together
         self.loaded = np.zeros([0, len(COLUMNS)])
         renew_after_fork(self)
 
@@ -80,6 +81,12 @@ class NoiseSegments:
     def variables(self) -> list:
         """Returns what is saved."""
         return [] if self.stream is None else [self.table, *self.stream.state]
+
+    def state(self) -> list[tf.Tensor]:
+        """Returns numbers that no two states share, nor two objects of which one would go on from a state and one would
+        begin a segment there."""
+        heads = [tf.convert_to_tensor(table)[0, : STEP + 1] for table in (self._own, self.table)]
+        return [*tf.unstack(tf.concat(heads, 0)), tf.convert_to_tensor(self._workers)]
 
     def next(self, source: Source, counter: _step_table.Counter, known: tf.Tensor, ids: list[int]) -> list[tf.Tensor]:
         """Draws the next row of noise for the weights of these ids, of unit base normals. It is traced before the step
@@ -105,6 +112,8 @@ class NoiseSegments:
         """Returns the step's number, from 0. Begins a segment where the state is not what this object left."""
         own, saved = tf.convert_to_tensor(self._own), tf.convert_to_tensor(self.table)
         goes_on = (own[0, ID] > 0) & tf.reduce_all(tf.equal(own[0, : STEP + 1], saved[0, : STEP + 1]))
+        # All workers have the same segments. What each of them took by itself would be other steps.
+        goes_on &= tf.equal(self._workers, float(_replicas.workers()))
         # Of new groups nothing goes on: an example may be in another one.
         anew = ~goes_on & tf.reduce_any(tf.equal(known[1], STARTS_ANEW))
         step = tf.where(anew, tf.zeros_like(saved[0, STEP]), saved[0, STEP])
@@ -127,6 +136,7 @@ class NoiseSegments:
             tables.append(tf.concat([head[None], rows], 0))
         self._own.assign(tables[0])
         self.table.assign(tables[1])
+        self._workers.assign(float(_replicas.workers()))
         counter.origin.assign(current)
         return step
 

@@ -149,7 +149,6 @@ class GradientPrivatizer:
                 f"num_microbatches={groups} on {replicas} replicas, of which each clips as many groups: choose a "
                 f"multiple of {replicas}, or None to clip every example by itself."
             )
-        self.noise.check_replicas(replicas, _replicas.workers())
 
     def update(
         self, loss: tf.Tensor, variables: Sequence, table: tf.Variable
@@ -208,7 +207,8 @@ class GradientPrivatizer:
         _filled.leave_out_blanks(plan)
         agreement = _workers.agree(
             tf.cast(plan.units.count, tf.float32), variables, self.to_dict(), self.counter, self.source,
-            self.noise.draws, lambda: [raw_variable(self.iterations), self.pending, self.clipping.norm],
+            self.noise.draws,
+            lambda: [raw_variable(self.iterations), self.pending, self.clipping.norm, *self.noise.state()],
         )  # fmt: skip
         self.holders = replicas
         denominator = settings.expected_batch_size if self.parts > 1 else self._denominator(agreement.units)
@@ -264,7 +264,9 @@ class GradientPrivatizer:
                 [id(raw_variable(step.variables[i])) for i in step.used], of_sums,
             )  # fmt: skip
             noise = self.noise.draw(mean, self.counter)
-        self.counter.count(whole.drawn, whole.multiplier, step.table, step.agreement.origin)
+        # Of correlated noise it is the segment, which all workers have.
+        origin = step.agreement.origin if noise is None or self.noise.segments is None else None
+        self.counter.count(whole.drawn, whole.multiplier, step.table, origin)
         if noise is not None:
             sums = self.noise.add(mean, noise)
         if step.count is not None:

@@ -37,8 +37,8 @@ _DATA = (
     "workers the same arrays in the same order, and PrivacyBudgets of the same settings."
 )
 _STATE = (
-    "tfdpfl: the workers are not at the same step (iterations, logical batch or clip differ): one of them began from "
-    "another file. Give all workers the same backup."
+    "tfdpfl: the workers are not at the same step (iterations, logical batch, clip or correlated noise differ): one of "
+    "them began from another file. Give all workers the same backup."
 )
 
 
@@ -81,7 +81,8 @@ def agree(
     number = _replicas.number()
     replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
     data = [*tf.unstack(tf.convert_to_tensor(counter.batches)), *tf.unstack(tf.convert_to_tensor(counter.share))]
-    own = [units, counter.origin, *(word for _ in range(draws) for word in tf.unstack(_words(source.fresh_key())))]
+    secret = [word for _ in range(draws) for word in tf.unstack(_words(source.fresh_key() if replica == 0 else None))]
+    own = [units, counter.origin, *secret]
     kinds: list[list] = [[_number_of(made_with, variables)], data, state(), own]
     row = tf.stack([tf.cast(tf.convert_to_tensor(value), tf.float64) for values in kinds for value in values])
     # Each replica's row beside those of all others: a sum to which only it adds.
@@ -116,8 +117,11 @@ def _number_of(made_with: Json, variables: Sequence) -> float:
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
-def _words(key: tf.Tensor) -> tf.Tensor:
-    """Returns a key as float64 [4], each of which is a whole number: in a sum with zeros no bit is lost."""
+def _words(key: tf.Tensor | None) -> tf.Tensor:
+    """Returns a key as float64 [4], each of which is a whole number: in a sum with zeros no bit is lost. None is of a
+    replica whose key nobody would use: zeros."""
+    if key is None:
+        return tf.zeros([4], tf.float64)
     return tf.cast(tf.reshape(tf.bitcast(key, tf.int32), [4]), tf.float64)
 
 
