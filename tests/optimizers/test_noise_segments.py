@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdpfl.accounting.sampling import BY_CODE, CYCLIC_POISSON, FIXED_ORDER, SHUFFLED
+from tfdpfl.accounting.sampling import B_MIN_SEP, BY_CODE, CYCLIC_POISSON, FIXED_ORDER, SHUFFLED
 from tfdpfl.noise import Banded, Source, Tree
 from tfdpfl.optimizers import _replicas
 from tfdpfl.optimizers._noise_segments import COLUMNS, ID, PARENT, ROWS, SINCE, STEP, NoiseSegments, _Training
@@ -17,7 +17,10 @@ def test_only_samplings_that_keep_uses_apart_limit_them():
     for unit in ("example", "user"):
         assert limits.pop(SHUFFLED.code(unit=unit)) == {"max_participations": 3}
         assert limits.pop(FIXED_ORDER.code(unit=unit)) == {"min_separation": 4, "max_participations": 3}
-        assert limits.pop(CYCLIC_POISSON.code(unit=unit)) == {"min_separation": 2, "sampling_rate": 0.5}
+        for scheme, rate in ((CYCLIC_POISSON, 1 / 2), (B_MIN_SEP, 1 / 3)):
+            assert limits.pop(scheme.code(unit=unit)) == {
+                "min_separation": 2, "sampling_rate": pytest.approx(rate), "sampling": scheme.name,
+            }  # fmt: skip
     assert not any(limits.values())
 
 
