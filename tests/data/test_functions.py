@@ -22,6 +22,12 @@ LENGTHS = tf.data.Dataset.range(9).map(lambda i: tf.zeros([i]))
 Dataset = tf.data.Dataset
 
 
+def unseeded(data):
+    """As where no global seed is set."""
+    data._seed = data._seed2 = tf.constant(0, tf.int64)
+    return data
+
+
 def drawn(*_):
     return tf.gather(TABLE, tf.random.uniform([], 0, N, tf.int32))
 
@@ -45,6 +51,8 @@ MEET = {
         lambda: Dataset.zip((ROWS.shuffle(N), SAME.shuffle(N))).map(lambda a, b: (a[0] + b[0], a[1])).batch(8),
         "ZipDataset joins data sets that hold the same examples, in different orders"),
     "two seeds": (lambda: Dataset.zip((ROWS.shuffle(9, seed=1), SAME.shuffle(9, seed=2))).batch(8), "ZipDataset joins"),
+    "two without a seed": (
+        lambda: Dataset.zip((unseeded(ROWS.shuffle(9)), unseeded(SAME.shuffle(9)))).batch(8), "ZipDataset joins"),
     "one shuffle in two places": (lambda: Dataset.zip((TURNED, TURNED)).batch(8), "ZipDataset joins"),
     "pairs": (lambda: Dataset.zip((ROWS, ROWS.skip(1))).batch(8), "ZipDataset joins"),
     "copies": (lambda: ROWS.concatenate(SAME.map(lambda x, y: (-x, y))).batch(8), "ConcatenateDataset joins"),
