@@ -42,7 +42,7 @@ def test_a_line_that_was_changed_lost_doubled_or_put_in_is_seen(lines):
     first, second, third = lines
     for touched in (
         [first, second.replace(b'"a"', b'"c"'), third], [first, third], [first, second, second, third],
-        [second, first, third], [first, b'{"round": 7}\n', second],
+        [second, first, third], [first, second, b'{"round": 7}\n'],
     ):  # fmt: skip
         with pytest.raises(ValueError, match="hash"):
             read(touched, required=False)
