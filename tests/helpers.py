@@ -26,18 +26,19 @@ def normal(*shape, seed=0):
 
 def example_losses(outputs):
     """One loss an example, [batch], of every output together; all entries count, each differently."""
-    total = 0.0
+    losses = []
     for o in tf.nest.flatten(outputs):
         o = tf.cast(o, tf.float64 if o.dtype == tf.float64 else tf.float32)
         inner = o.shape[1:].num_elements()
         if inner is None:
             o = tf.reshape(o, [tf.shape(o)[0], -1])
-            inner = tf.shape(o)[1]
-        else:
-            o = tf.reshape(o, [-1, inner])
-        target = 2.0 * tf.cos(tf.range(tf.cast(inner, o.dtype), dtype=o.dtype))
-        total += tf.reduce_mean((o - target) ** 2, 1)
-    return total
+            target = 2.0 * tf.cos(tf.range(tf.cast(tf.shape(o)[1], o.dtype), dtype=o.dtype))
+            losses.append(tf.reduce_mean((o - target) ** 2, 1))
+        else:  # the same, in a third of the ops
+            target = tf.constant(2.0 * np.cos(np.arange(inner)), o.dtype)
+            squares = tf.square(tf.nn.bias_add(tf.reshape(o, [-1, inner]), -target))
+            losses.append(tf.linalg.matvec(squares, tf.fill([inner], tf.constant(1 / max(inner, 1), o.dtype))))
+    return losses[0] if len(losses) == 1 else tf.add_n(losses)
 
 
 def one(x, i):

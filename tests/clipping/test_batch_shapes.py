@@ -3,7 +3,19 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import K, L, check, check_model, clipped_sums, example_losses, normal, per_example_gradients, rng
+from helpers import (
+    K,
+    L,
+    assert_close,
+    check,
+    check_model,
+    clipped_sums,
+    engine,
+    example_losses,
+    normal,
+    per_example_gradients,
+    rng,
+)
 
 import tfdpfl
 
@@ -147,3 +159,12 @@ def test_fit_takes_one_example_at_a_time(name):
 def test_an_only_example_under_another_axis_of_length_one_is_trained():
     model, _ = trained([Unfolded(), tanh(1)], normal(4, 3), normal(4, 1, seed=1), batch_size=1)
     assert model.optimizer.num_dp_steps == 4
+
+
+def test_terms_of_a_loss_stay_apart_where_the_examples_are_the_last_axis():
+    w, x = tf.Variable(normal(4, 3)), normal(5, 4, seed=1)
+    terms = lambda x: (tf.reduce_sum(tf.tanh(x @ w), 1), tf.reduce_sum((x @ w) ** 2, 1))
+    whole = lambda both: tf.reduce_sum(tf.reduce_mean(both, 1) * [1.0, 3.0])
+    sums, _, _ = engine(lambda x: tf.stack(terms(x)), x, [w], 4.0, reduce=whole)
+    own = lambda x: terms(x)[0] + 3.0 * terms(x)[1]
+    assert_close(sums, clipped_sums(per_example_gradients(own, x, [w]), 4.0))

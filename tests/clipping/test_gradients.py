@@ -7,7 +7,7 @@ from helpers import K, L, check, check_model, example_losses, normal, per_exampl
 from layer_cases import NESTED, SIMPLE, B, ids, image, layers_of, sequence, stack, tanh, vector
 
 from tfdpfl.clipping import per_example_norms
-from tfdpfl.clipping.gradients import Costs, _not_broadcast, joined, products
+from tfdpfl.clipping.gradients import Costs, _not_broadcast, joined, products, squares
 
 
 @pytest.mark.parametrize(("x", "layers"), layers_of(NESTED))
@@ -253,6 +253,20 @@ def test_gram_matrices_of_the_same_rows_are_made_once():
     shapes = [value, value + 1, value.reshape(10, 2, 6), value.reshape(5, 6, 4)]
     for gram, rows in zip(grams(tf.constant(value)), shapes, strict=True):
         np.testing.assert_allclose(gram, rows @ rows.transpose(0, 2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_squares_of_the_same_rows_are_added_up_once():
+    value = normal(6, 4, 6)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4, 6])])
+    def sums(x):
+        flat, halves, pairs = (tf.reshape(x, [-1, *shape]) for shape in ([24], [2, 6], [48]))
+        assert squares(x) is squares(flat)
+        return squares(x), squares(halves), squares(pairs), squares(x + 1.0)
+
+    shapes = [value.reshape(6, -1), value.reshape(12, -1), value.reshape(3, -1), (value + 1).reshape(6, -1)]
+    for found, rows in zip(sums(tf.constant(value)), shapes, strict=True):
+        np.testing.assert_allclose(found, (rows**2).sum(1), rtol=1e-5)
 
 
 def test_gradients_are_joined_once_for_the_kernels_that_take_in_the_same():

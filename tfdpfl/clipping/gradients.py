@@ -92,6 +92,8 @@ class Units:
         self.good: tf.Tensor | None = None
         self.last_product: list[tf.Tensor] = []  # of patches: the next are made after it, so that few are in memory
         self._masked: dict[int, tf.Tensor] = {}
+        self._columns: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
+        self._grouped: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
         self._row: tuple[tf.Tensor, tf.Tensor] | None = None
 
     def group(self, x: tf.Tensor, state: Batch) -> tf.Tensor:
@@ -108,7 +110,10 @@ class Units:
             x = tf.reshape(tf.transpose(x, [1, 0, *range(2, x.shape.rank)]), tf.concat([[-1], dims], 0))
             state = Batch(0, None if state.rows is None else state.rows * state.blocks)
         if self.single and state.rows == 1:
-            return tf.expand_dims(x, 1)
+            this = id(x), id(tf.compat.v1.get_default_graph())
+            if this not in self._grouped:
+                self._grouped[this] = (x, tf.expand_dims(x, 1))
+            return self._grouped[this][1]
         if self.single and state.rows is not None and x.shape[1:].is_fully_defined():
             return tf.reshape(x, [-1 if x.shape[0] is None else x.shape[0] // state.rows, state.rows, *x.shape[1:]])
         dims = tf.shape(x)
@@ -144,7 +149,10 @@ class Units:
 
     def scaled(self, g: tf.Tensor, c: tf.Tensor) -> tf.Tensor:
         """g [units, ...] times c [units]; zero where c is, whatever g."""
-        return tf.math.multiply_no_nan(g, tf.reshape(c, [-1] + [1] * (g.shape.rank - 1)))
+        rank = g.shape.rank
+        if (id(c), rank) not in self._columns:
+            self._columns[id(c), rank] = (c, tf.reshape(c, [-1] + [1] * (rank - 1)))
+        return tf.math.multiply_no_nan(g, self._columns[id(c), rank][1])
 
     def weighted(self, c: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
         """sum_u c[u] x[u]."""
@@ -533,8 +541,12 @@ def squares(x: tf.Tensor) -> tf.Tensor:
     axes = list(range(1, x.shape.rank))
     if compiled():
         return tf.reduce_sum(x * x, axes)
+
     # One pass without a copy of x, in about half the time; XLA has no such op, and fuses the two.
-    return tf.square(tf.raw_ops.EuclideanNorm(input=x, axis=axes))
+    def make() -> tf.Tensor:
+        return tf.square(tf.raw_ops.EuclideanNorm(input=x, axis=axes))
+
+    return _once("squares", [x], make, lambda x: (x.shape[0], x.shape[1:].num_elements()))
 
 
 def lost_squares(x: tf.Tensor) -> float:
@@ -552,17 +564,20 @@ def joined(parts: list[tf.Tensor]) -> tf.Tensor:
     return _once("joined", parts, lambda: tf.concat(parts, 1))
 
 
-def _once(what: str, of: list[tf.Tensor], make: Callable[[], tf.Tensor]) -> tf.Tensor:
+def _once(
+    what: str, of: list[tf.Tensor], make: Callable[[], tf.Tensor],
+    shape: Callable[[tf.Tensor], tuple] = lambda x: tuple(x.shape),
+) -> tf.Tensor:  # fmt: skip
     """What ``make`` makes of these, or made of the same before."""
     graph = tf.compat.v1.get_default_graph()
 
     def entries(x: tf.Tensor) -> tuple:
-        """What tells tensors apart: all of a tensor's entries in the same order and shape are the same tensor."""
+        """What tells tensors apart: all of a tensor's entries in the same order and ``shape`` are the same tensor."""
         root = x
         while root.graph is graph and root.op.type in ("Identity", "Reshape", "ExpandDims", "Squeeze"):
             root = root.op.inputs[0]
         many = tuple(x.shape).count(None) > 1
-        return (id(x.graph), x.name) if many else (id(root.graph), root.name, tuple(x.shape))
+        return (id(x.graph), x.name) if many else (id(root.graph), root.name, shape(x))
 
     known, this = record_of(graph).made, (what, *map(entries, of))
     if this not in known:

@@ -125,6 +125,8 @@ class PerExampleLoss:
         rank = x.shape.rank
         if a:
             x = tf.transpose(x, [a, *[i for i in range(rank) if i != a]])
+        if state == Batch(a):
+            return tf.expand_dims(x, a + 1)
         dims = tf.shape(x)
         rows = state.rows if state.rows is not None else self._declare(dims[0] // self.one_or_more)
         x = tf.reshape(x, tf.concat([[self.batch_size], [rows], dims[1:]], 0))
@@ -188,7 +190,11 @@ class PerExampleLoss:
         reduce = tf.reduce_sum if op.type == "Sum" else tf.reduce_mean
         keep = op.get_attr("keep_dims")
         public = None if x.public is None else reduce(self._spread(x), axes, keep)
-        value = reduce(x.value, [i + 1 for i in axes], keep)
+        places = [i + 1 for i in axes]
+        if all(x.value.shape[i] == 1 for i in places):  # nothing to add up, in a twentieth of the ops
+            value = tf.squeeze(x.value, places) if places and not keep else x.value
+        else:
+            value = reduce(x.value, places, keep)
         kind = x.kind
         if kind == "batch":
             kind = "count" if op.type == "Sum" and is_mask(op.inputs[0]) else "total"
