@@ -54,6 +54,9 @@ MEET = {
     "two without a seed": (
         lambda: Dataset.zip((unseeded(ROWS.shuffle(9)), unseeded(SAME.shuffle(9)))).batch(8), "ZipDataset joins"),
     "one shuffle in two places": (lambda: Dataset.zip((TURNED, TURNED)).batch(8), "ZipDataset joins"),
+    "one side twice": (
+        lambda: Dataset.zip((ROWS.flat_map(lambda x, y: Dataset.from_tensors((x, y)).repeat(2)), ROWS)).batch(8),
+        "ZipDataset joins"),
     "pairs": (lambda: Dataset.zip((ROWS, ROWS.skip(1))).batch(8), "ZipDataset joins"),
     "copies": (lambda: ROWS.concatenate(SAME.map(lambda x, y: (-x, y))).batch(8), "ConcatenateDataset joins"),
     "a split that leaks": (

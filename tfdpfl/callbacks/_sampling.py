@@ -13,7 +13,7 @@ from tfdpfl.callbacks._fits import Call, Data, is_stream
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.callbacks._streams import check_stream
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
-from tfdpfl.data.declared import ancestors, made_by
+from tfdpfl.data.declared import SHUFFLES, ancestors, made_by
 from tfdpfl.data.functions import check_apart, out_of_order
 from tfdpfl.data.sources import of_batches
 from tfdpfl.errors import PrivacyError
@@ -24,7 +24,7 @@ __all__ = ["Sampling"]
 
 _CHANGES_SAMPLES = {
     "flatmap": "flat_map", "interleave": "interleave", "filter": "filter", "takewhile": "take_while",
-    "unique": "unique", "ignoreerrors": "ignore_errors", "groupbywindow": "group_by_window",
+    "unique": "unique", "ignoreerrors": "ignore_errors", "groupby": "group_by_window",
 }  # fmt: skip
 _ONE_BATCH = ("repeat", "batch", "take", "map", "prefetch", "options", "assertcardinality", "model")
 _AGAIN = ("cache", "snapshot", "save")
@@ -40,14 +40,13 @@ def _drawn_anew(x: Dataset, size: int, number: int) -> bool:
     path = ancestors(x)
     repeated = next((each for each in path if made_by(each, ("repeat",))), None)
     pass_ = x if repeated is None else repeated._inputs()[0]
-    shuffle = next((each for each in path if made_by(each, ("shuffle",))), None)
+    shuffle = next((each for each in path if made_by(each, SHUFFLES)), None)
     if shuffle is None or getattr(shuffle, "_reshuffle_each_iteration", None) is False:
         return False
     batched, behind = any(map(_batches, ancestors(pass_))), path[: path.index(shuffle)]
     all_ = int(shuffle._buffer_size) >= max(number, int(shuffle._inputs()[0].cardinality()))
     one = int(pass_.cardinality()) == (1 if batched else size)
-    kept = all(made_by(each, _ONE_BATCH) and made_by(each, ("flatmap",)) is None for each in behind)
-    return all_ and one and kept
+    return all_ and one and all(made_by(each, _ONE_BATCH) for each in behind)
 
 
 def _repeats(again: str, samples: str) -> PrivacyError:
@@ -188,7 +187,7 @@ class Sampling:
         if again is not None:
             raise _repeats(again, "Poisson batches")
         samples = sum(declared_sampling(each) is not None for each in ancestors(x))
-        if samples > 1 or passed_through(x, ("concatenate", "directedinterleave")):
+        if samples > 1 or passed_through(x, ("concatenate", "directed")):
             raise PrivacyError(
                 f"A {type(x).__name__} was made from several data sets, so its batches have no sampling rate of their "
                 "own. Call fit once for each of them, with one PrivacyBudget."
@@ -220,7 +219,7 @@ class Sampling:
                 f"Whether a {type(x).__name__} keeps the rows of a unit together, of which rows_per_unit="
                 f"{self._optimizer.rows_per_unit} are one, is not known. Use tfdpfl.data.poisson_batches."
             )
-        if passed_through(x, ("directedinterleave",)) and passed_through(x, ("repeat",)):
+        if passed_through(x, ("directed",)) and passed_through(x, ("repeat",)):
             raise PrivacyError(
                 "sample_from_datasets with repeat() draws some examples more often than others (weighted or "
                 "class-balanced sampling), and no ε is known for this. Draw with tfdpfl.data.poisson_batches, and "
@@ -492,7 +491,7 @@ class Sampling:
     def _check_order(self, declared: SamplingDeclaration | None, call: Call) -> None:
         """Raises if batches of a fixed order come in another one."""
         x = call.get("x")
-        if declared is None and passed_through(x, ("shuffle", "repeat", "interleave")):
+        if declared is None and passed_through(x, (*SHUFFLES, "repeat", "interleave")):
             raise PrivacyError(
                 "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so two uses of an example "
                 "may be closer together. Use tfdpfl.data.fixed_order, or say sampling='shuffle'."

@@ -7,14 +7,14 @@ import math
 import tensorflow as tf
 
 from tfdpfl._types import Dataset
-from tfdpfl.data.declared import ancestors, made_by
+from tfdpfl.data.declared import SHUFFLES, ancestors, made_by
 from tfdpfl.data.functions import hands_on_early
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["check_stream"]
 
 _EXPANDING = ("flatmap", "interleave", "unbatch", "window")
-_MIXING = ("shuffle", "concatenate", "groupbywindow", "interleave")
+_MIXING = (*SHUFFLES, "concatenate", "groupby", "interleave")
 _OMITTING = ("filter", "shard", "takewhile", "unique", "ignoreerrors")
 
 

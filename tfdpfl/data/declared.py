@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 
 __all__ = [
+    "SHUFFLES",
     "SamplingDeclaration",
     "ancestors",
     "declare",
@@ -25,6 +27,13 @@ __all__ = [
 
 _ATTRIBUTE = "tfdpfl_sampling"
 _SOURCE = "tfdpfl_source"
+# The words in the names of tf.data's classes, each by itself: a take is no takewhile, and an unbatch no batch.
+_TRANSFORMATION = re.compile(
+    "assertcardinality|batch|cache|concatenate|directed|filter|flatmap|groupby|ignoreerrors|interleave|map|model|"
+    "options|padded|prefetch|random|range|repeat|save|scan|shard|shuffle|skip|snapshot|takewhile|take|tensorslice|"
+    "tensor|unbatch|unique|window|zip"
+)
+SHUFFLES = ("shuffle",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +151,9 @@ def transformed_by(dataset: Dataset, harmless: tuple[str, ...]) -> str | None:
 
 def made_by(dataset: Dataset, names: tuple[str, ...]) -> str | None:
     """Which of the named transformations (as in "cache") made a data set, in its last step."""
-    kind = type(dataset).__name__.lower()
-    return next((name for name in names if name in kind), None)
+    words = _TRANSFORMATION.findall(type(dataset).__name__.lower())
+    assert all(map(_TRANSFORMATION.fullmatch, names)), names
+    return next((name for name in names if name in words), None)
 
 
 def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:

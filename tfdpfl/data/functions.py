@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tfdpfl._types import Dataset
-from tfdpfl.data.declared import ancestors, inputs_of, made_by, passed_through, repeats
+from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, passed_through, repeats
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ _MEET = frozenset([
 _WRITES = ("Assign", "ResourceScatter", "LookupTableInsert")
 # Transformations that hand on the elements in the order in which they come, each once.
 _ALIGNED = (
-    "tensorslice", "parallelmap", "map", "batch", "prefetch", "options", "cache", "assertcardinality", "model", "take",
+    "tensorslice", "map", "batch", "prefetch", "options", "cache", "assertcardinality", "model", "take",
 )  # fmt: skip
-_DISJOINT = ("skip", "shard", "filter", "takewhile", "window", "directedinterleave")
+_DISJOINT = ("skip", "shard", "filter", "takewhile", "window", "directed")
 
 
 def check_once(dataset: Dataset, draws: str) -> None:
@@ -78,7 +78,7 @@ def _check(dataset: Dataset, number: float, level: int | None) -> None:
             _check_choice(dataset, graph, given, whole=kind == "filter")
         _check_state(dataset, graph, given, len(_state_of(dataset)) if kind == "scan" else 0)
     _check_joined(dataset)
-    if made_by(dataset, ("paddedbatch",)):
+    if made_by(dataset, ("padded",)):
         _check_padding(dataset)
     for each in inputs_of(dataset):
         _check(each, number, _level_before(dataset, each, level))
@@ -301,7 +301,7 @@ def _is_long(t: tf.Tensor, number: float) -> bool:
 def _check_joined(dataset: Dataset) -> None:
     """Raises if a data set joins others that hold the same examples, so that these come in several rows."""
     kind = made_by(dataset, tuple(_JOINED)) or ""
-    inputs = inputs_of(dataset)[kind == "directedinterleave" :] if kind else []  # of this one the first selects
+    inputs = inputs_of(dataset)[kind == "directed" :] if kind else []  # of this one the first selects
     for i, one in enumerate(inputs):
         for other in inputs[i + 1 :]:
             if not _share(one, other):
@@ -320,7 +320,7 @@ def _check_joined(dataset: Dataset) -> None:
 
 _JOINED = {
     "zip": "in different orders", "concatenate": "one after the other",
-    "directedinterleave": "in turns (sample_from_datasets or choose_from_datasets)",
+    "directed": "in turns (sample_from_datasets or choose_from_datasets)",
 }  # fmt: skip
 
 
@@ -331,7 +331,7 @@ def _side_by_side(paths: tuple[list[Dataset], list[Dataset]]) -> bool:
 
 
 def _shuffle_alike(one: Dataset, other: Dataset) -> bool:
-    if not all(made_by(each, ("shuffle",)) and hasattr(each, "_buffer_size") for each in (one, other)):
+    if not all(made_by(each, SHUFFLES) and hasattr(each, "_buffer_size") for each in (one, other)):
         return False
     if one is other:  # each pass over it draws anew, also two at once
         return not _anew(one)
@@ -344,7 +344,7 @@ def _may_be_disjoint(paths: tuple[list[Dataset], list[Dataset]]) -> bool:
     places = ("skip", "shard", "take", "window")
     for path in paths:
         placed = [at for at, each in enumerate(path) if made_by(each, places)]
-        order = [at for at, each in enumerate(path) if made_by(each, ("shuffle",)) and _anew(each)]
+        order = [at for at, each in enumerate(path) if made_by(each, SHUFFLES) and _anew(each)]
         if not any(made_by(each, (*_DISJOINT, "take")) for each in path) or (
             placed and order and max(order) > min(placed)
         ):
@@ -402,13 +402,14 @@ def out_of_order(dataset: Dataset) -> str | None:
 def numbered_anew(dataset: Dataset) -> bool:
     """Whether the first component of each element is the number of an example (enumerate) that is another in each
     pass."""
-    while (inputs := inputs_of(dataset)) and made_by(dataset, ("batch", "prefetch", "options", "take", "skip")):
+    handed_on = ("batch", "unbatch", "prefetch", "options", "take", "takewhile", "skip")
+    while (inputs := inputs_of(dataset)) and made_by(dataset, handed_on):
         dataset = inputs[0]
     if made_by(dataset, ("zip",)) is None or inputs_of(inputs[0]):
         return False
     numbered = ancestors(inputs[1])
     cached = next((at for at, each in enumerate(numbered) if made_by(each, ("cache",))), len(numbered))
-    mixes = ("shuffle", "interleave")
+    mixes = (*SHUFFLES, "interleave")
     return out_of_order(inputs[1]) is not None or any(
         made_by(each, mixes) and _anew(each) for each in numbered[:cached]
     )

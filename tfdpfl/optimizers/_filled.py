@@ -12,14 +12,14 @@ from tfdpfl._types import Dataset
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.pipeline import ClippingPipeline
 from tfdpfl.clipping.sizes import original
-from tfdpfl.data.declared import made_from, transformed_by
+from tfdpfl.data.declared import SHUFFLES, made_from, transformed_by
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
 
 __all__ = ["check_kept", "leave_out_blanks"]
 
 # What hands on each batch with all of its rows and their weights.
-_KEEPS = ("prefetch", "options", "take", "skip", "repeat", "cache", "snapshot", "shuffle", "assertcardinality")
+_KEEPS = ("prefetch", "options", "take", "skip", "repeat", "cache", "snapshot", *SHUFFLES, "assertcardinality")
 
 
 def leave_out_blanks(plan: ClippingPipeline) -> None:
