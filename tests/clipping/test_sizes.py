@@ -56,26 +56,36 @@ def of_model(model, x):
 
 def cases():
     """(name, a function that makes what `agree` compares) of all model sets that the tests of this folder have."""
+    import layer_cases as layers
+    import loop_cases as loops
+    import mixing_cases as mixing
     import test_architectures as architectures
-    import test_gradients as layers
-    import test_inline_control_flow as loops
+    import test_fallback as unopened
+    import test_lists as lists
+    import test_matrices as matrices
+    import test_random as draws
     import test_refusals as refusals
+    import test_segments as segments
+    from test_gradients import FUNCTIONAL
+    from test_inline_control_flow import OPENED
+    from test_shapes import SPREAD
 
     for name, (x, made) in layers.SIMPLE.items():
         if x.dtype != object:
             yield f"layer {name}", lambda x=x, made=made: of_layers(x, made)
-    for name, made in layers.FUNCTIONAL.items():
+    for name, made in FUNCTIONAL.items():
         yield f"model {name}", lambda made=made: of_model(*made())
-    for name, (function, shape) in layers.SPREAD.items():
+    for name, (function, shape) in SPREAD.items():
         yield f"spread {name}", lambda f=function, s=shape: of_layers(
             layers.sequence, lambda: [layers.tanh(4), layers.Custom(f, s), L.Flatten()])  # fmt: skip
     for made in [*architectures.EXACT, *architectures.REFUSED]:
         yield f"architecture {made.__name__}", lambda made=made: of_model(*made())
-    for name, function in {**loops.OPENED, **loops.CLOSED, **loops.REFUSED}.items():
+    for name, function in {**OPENED, **unopened.CLOSED, **unopened.REFUSED}.items():
         yield f"loop {name}", lambda f=function: (lambda x: example_losses(f(x)), loops.X, loops.used(f))
-    for name, function in refusals.MIXING.items():
-        variables = [refusals.W, refusals.W8, refusals.TABLE]
-        yield f"mixing {name}", lambda f=function, v=variables: (lambda x: tf.reshape(f(x), [-1]), normal(4, 4), v)
+    variables = [mixing.W, mixing.W8, mixing.TABLE]
+    for family in (refusals, lists, matrices, draws, segments):
+        for name, function in family.MIXING.items():
+            yield f"mixing {name}", lambda f=function: (lambda x: tf.reshape(f(x), [-1]), normal(4, 4), variables)
 
 
 @pytest.mark.slow
