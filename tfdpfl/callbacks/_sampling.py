@@ -13,8 +13,8 @@ from tfdpfl.callbacks._fits import Call, Data, is_stream
 from tfdpfl.callbacks._fits import length as length_of
 from tfdpfl.callbacks._streams import check_stream
 from tfdpfl.data import SamplingDeclaration, declared_sampling, made_from, passed_through
-from tfdpfl.data.declared import SHUFFLES, ancestors, made_by
-from tfdpfl.data.functions import check_apart, out_of_order
+from tfdpfl.data.declared import SHUFFLES, ancestors, made_by, name_of
+from tfdpfl.data.functions import check_apart, out_of_order, shuffles_anew
 from tfdpfl.data.sources import of_batches
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _replicas
@@ -41,7 +41,7 @@ def _drawn_anew(x: Dataset, size: int, number: int) -> bool:
     repeated = next((each for each in path if made_by(each, ("repeat",))), None)
     pass_ = x if repeated is None else repeated._inputs()[0]
     shuffle = next((each for each in path if made_by(each, SHUFFLES)), None)
-    if shuffle is None or getattr(shuffle, "_reshuffle_each_iteration", None) is False:
+    if shuffle is None or not shuffles_anew(shuffle):
         return False
     batched, behind = any(map(_batches, ancestors(pass_))), path[: path.index(shuffle)]
     all_ = int(shuffle._buffer_size) >= max(number, int(shuffle._inputs()[0].cardinality()))
@@ -347,7 +347,7 @@ class Sampling:
         cut = next(filter(_batches, ancestors(x)), None)
         if scheme.amplifies and cut is not None and not drawn:
             raise PrivacyError(
-                f"sampling={self.sampling!r}, but {type(cut).__name__.strip('_')} cuts the data set into batches of "
+                f"sampling={self.sampling!r}, but {name_of(cut)} cuts the data set into batches of "
                 "one size, one after the other, so they are no independent samples. Use tfdpfl.data.poisson_batches, "
                 "or say sampling='shuffle' if an example comes at most once a pass."
             )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import tensorflow as tf
-
 from tfdpfl._types import Dataset
-from tfdpfl.data.declared import SHUFFLES, ancestors, made_by
-from tfdpfl.data.functions import hands_on_early
+from tfdpfl.data.declared import SHUFFLES, ancestors, made_by, name_of
+from tfdpfl.data.functions import hands_on_early, rank_of
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["check_stream"]
@@ -35,7 +33,7 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
     if repeated is None and (steps is None or not counts_passes):
         return
     pass_ = x if repeated is None else repeated._inputs()[0]
-    batched = _rank(pass_) == _rank(x)
+    batched = rank_of(pass_) == rank_of(x)
     behind = [] if repeated is None else ancestors(x, repeated)
     if counts_passes:
         _check_copies(x, pass_, behind, math.ceil(num_examples / (batch_size if batched else 1)), num_examples, steps)
@@ -44,7 +42,7 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
     mixing = next(filter(lambda each: made_by(each, _MIXING), behind), None)
     early = hands_on_early(x, behind)
     if mixing is not None or early is not None:
-        name = _name(mixing) if mixing is not None else f"{_name(early)} (deterministic=False)"
+        name = name_of(mixing) if mixing is not None else f"{name_of(early)} (deterministic=False)"
         raise PrivacyError(
             f"{name} comes after repeat, so rows of several passes are mixed: an example may be in one pass, or in one "
             "batch, several times, and no ε is known for this. Call repeat after it: "
@@ -61,7 +59,7 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
     omitting = next(filter(lambda each: made_by(each, _OMITTING), behind if rows >= 0 else ancestors(x)), None)
     if omitting is not None:
         raise PrivacyError(
-            f"{_name(omitting)} may leave examples out, and in a stream (repeat) the rows of a pass are not counted: "
+            f"{name_of(omitting)} may leave examples out, and in a stream (repeat) the rows of a pass are not counted: "
             f"if a pass has fewer than num_examples={num_examples}, there are more passes than ε counts. Leave "
             "steps_per_epoch and .repeat() out, and give fit epochs; or state the number of rows of a pass before "
             f".repeat() by tf.data.experimental.assert_cardinality({num_examples})."
@@ -83,7 +81,7 @@ def _check_copies(
     expanded = next(filter(_expands, ancestors(x)), None)
     if expanded is not None and (any(map(_expands, behind)) or not 0 <= int(pass_.cardinality()) <= most):
         raise PrivacyError(
-            f"{_name(expanded)} may make several rows of one example, and in a stream (steps_per_epoch={steps}, or "
+            f"{name_of(expanded)} may make several rows of one example, and in a stream (steps_per_epoch={steps}, or "
             f"repeat) the rows of a pass are not counted: with copies, num_examples={num_examples} would give an ε "
             "that is too small. Leave steps_per_epoch and .repeat() out, and give fit epochs; or state the number of "
             f"rows of a pass before .repeat() by tf.data.experimental.assert_cardinality({num_examples})."
@@ -94,12 +92,3 @@ def _expands(dataset: Dataset) -> bool:
     """Whether a data set may have several elements of one that it was made from; one of a generator is a flat_map of a
     single number."""
     return bool(made_by(dataset, _EXPANDING)) and any(int(each.cardinality()) != 1 for each in dataset._inputs())
-
-
-def _name(dataset: Dataset) -> str:
-    return type(dataset).__name__.strip("_")
-
-
-def _rank(dataset: Dataset) -> int | None:
-    shape = getattr(tf.nest.flatten(getattr(dataset, "element_spec", None))[0], "shape", None)
-    return getattr(shape, "rank", None)

@@ -210,7 +210,6 @@ def random_allocation(
             number of batches: `declared_sampling(dataset).expected_batch_size`, the optimizer's denominator.
         num_selected: In how many batches of a pass each unit is.
         arrays_or_dataset: As those that follow, see `poisson_batches`.
-
         strategy: As for `poisson_batches`. Pass a multiple of `declared_sampling(dataset).steps` to `fit` as
             ``steps_per_epoch``.
 

@@ -19,6 +19,7 @@ __all__ = [
     "keep_source",
     "made_by",
     "made_from",
+    "name_of",
     "passed_through",
     "repeats",
     "source_of",
@@ -144,7 +145,7 @@ def transformed_by(dataset: Dataset, harmless: tuple[str, ...]) -> str | None:
     """The name of the nearest transformation behind declared batches that is none of the harmless ones, or None."""
     while inputs := inputs_of(dataset):
         if made_by(dataset, harmless) is None:
-            return type(dataset).__name__.strip("_").removesuffix("Dataset")
+            return name_of(dataset).removesuffix("Dataset")
         dataset = next((i for i in inputs if made_from(i) is not None), None)
     return None
 
@@ -154,6 +155,11 @@ def made_by(dataset: Dataset, names: tuple[str, ...]) -> str | None:
     words = _TRANSFORMATION.findall(type(dataset).__name__.lower())
     assert all(map(_TRANSFORMATION.fullmatch, names)), names
     return next((name for name in names if name in words), None)
+
+
+def name_of(dataset: Dataset) -> str:
+    """Returns the name of a data set's class, for errors."""
+    return type(dataset).__name__.strip("_")
 
 
 def passed_through(dataset: Dataset, names: tuple[str, ...]) -> str | None:

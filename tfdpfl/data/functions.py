@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tfdpfl._types import Dataset
-from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, passed_through, repeats
+from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, name_of, passed_through, repeats
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
     from tfdpfl.clipping.states import Mixed
 
-__all__ = ["check_apart", "check_once", "hands_on_early", "numbered_anew", "out_of_order"]
+__all__ = [
+    "check_apart",
+    "check_once",
+    "hands_on_early",
+    "numbered_anew",
+    "out_of_order",
+    "rank_of",
+    "shuffles_anew",
+]
 
 _SIZES = frozenset(["Shape", "ShapeN", "Size", "Rank"])  # what they say of a tensor does not depend on its values
 _SELECT = frozenset(["Gather", "ResourceGather", "RandomShuffle"])
@@ -87,18 +95,16 @@ def _check(dataset: Dataset, number: float, level: int | None) -> None:
 def _level_before(dataset: Dataset, source: Dataset, level: int | None) -> int | None:
     if made_by(dataset, ("unbatch", "batch", "flatmap", "interleave", "window")) in (None, "interleave"):
         return level
-    rank, before = _rank(dataset), _rank(source)
+    rank, before = rank_of(dataset), rank_of(source)
     return None if level is None or rank is None or before is None else level - rank + before
 
 
-def _rank(dataset: Dataset) -> int | None:
+def rank_of(dataset: Dataset) -> int | None:
+    """Returns the rank of the first part of each element, or None if it is not known."""
     import tensorflow as tf
 
-    return getattr(getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None), "rank", None)
-
-
-def _name(dataset: Dataset) -> str:
-    return type(dataset).__name__.strip("_")
+    shape = getattr(tf.nest.flatten(getattr(dataset, "element_spec", None))[0], "shape", None)
+    return getattr(shape, "rank", None)
 
 
 def _functions(dataset: Dataset) -> list[tuple[tf.Graph, list[tf.Tensor]]]:
@@ -171,16 +177,16 @@ def _is_fixed(shape: tf.Tensor) -> bool:
 
 def _meets(dataset: Dataset, where: str) -> PrivacyError:
     return PrivacyError(
-        f"{_name(dataset)} calls a function on whole batches, in which examples meet: {where}. An example then changes "
-        "several rows, each of which is clipped by itself, and ε counts one. Let the function treat each example by "
-        "itself (call it before batch), or leave it out."
+        f"{name_of(dataset)} calls a function on whole batches, in which examples meet: {where}. An example then "
+        "changes several rows, each of which is clipped by itself, and ε counts one. Let the function treat each "
+        "example by itself (call it before batch), or leave it out."
     )
 
 
 def _pads(dataset: Dataset, remedy: str) -> PrivacyError:
     return PrivacyError(
-        f"{_name(dataset)} pads each batch to its longest example, so one example changes the lengths of all others of "
-        f"its batch, and ε counts one row. Pad to a length that you know without the data: {remedy}."
+        f"{name_of(dataset)} pads each batch to its longest example, so one example changes the lengths of all others "
+        f"of its batch, and ε counts one row. Pad to a length that you know without the data: {remedy}."
     )
 
 
@@ -211,7 +217,7 @@ def _check_choice(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], who
     if _depends(graph.outputs, given):
         drops = "a whole batch for what one example holds" if whole else "all examples behind one for what that holds"
         raise PrivacyError(
-            f"{_name(dataset)} leaves out {drops}. An example then changes which others are trained on, and ε counts "
+            f"{name_of(dataset)} leaves out {drops}. An example then changes which others are trained on, and ε counts "
             "one row. Filter single examples, before batch; take(n) hands on the first n."
         )
 
@@ -228,7 +234,7 @@ def _check_state(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], stat
     written = [t for op in graph.get_operations() if op.type.startswith(_WRITES) for t in op.inputs[1:]]
     if _depends([*written, *graph.outputs[:states]], given[states:]):
         raise PrivacyError(
-            f"{_name(dataset)} hands on what it computes from an example to the examples behind it (by a variable, "
+            f"{name_of(dataset)} hands on what it computes from an example to the examples behind it (by a variable, "
             "scan, or rejection_resample without initial_dist), so one example changes many rows, and ε counts one. "
             "Compute each row from its own example."
         )
@@ -240,9 +246,9 @@ def _check_draws(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], numb
     op = _drawn_from(graph, {t.op.name: (_is_long(t, number), drawn) for t in given}, number)
     if op is not None:
         raise PrivacyError(
-            f"{_name(dataset)} reads rows at random from a table of {number} rows or more ({op.type}, {op.name!r}). If "
-            "that holds the training data, an example may come several times in a pass or in a batch, and ε counts it "
-            "once. Use tfdpfl.data.poisson_batches, which draws from the arrays themselves."
+            f"{name_of(dataset)} reads rows at random from a table of {number} rows or more ({op.type}, {op.name!r}). "
+            "If that holds the training data, an example may come several times in a pass or in a batch, and ε counts "
+            "it once. Use tfdpfl.data.poisson_batches, which draws from the arrays themselves."
         )
 
 
@@ -312,8 +318,8 @@ def _check_joined(dataset: Dataset) -> None:
             if kind != "zip" and _may_be_disjoint(paths):
                 continue
             raise PrivacyError(
-                f"{_name(dataset)} joins data sets that hold the same examples, {_JOINED[kind]}. An example is then in "
-                "several rows, and ε counts one. For copies use tfdpfl.data.poisson_batches(..., augment=..., "
+                f"{name_of(dataset)} joins data sets that hold the same examples, {_JOINED[kind]}. An example is then "
+                "in several rows, and ε counts one. For copies use tfdpfl.data.poisson_batches(..., augment=..., "
                 "copies=k) and an optimizer with rows_per_unit=k; leave mixtures of examples out."
             )
 
@@ -334,8 +340,8 @@ def _shuffle_alike(one: Dataset, other: Dataset) -> bool:
     if not all(made_by(each, SHUFFLES) and hasattr(each, "_buffer_size") for each in (one, other)):
         return False
     if one is other:  # each pass over it draws anew, also two at once
-        return not _anew(one)
-    settings = [(int(e._buffer_size), int(e._seed), int(e._seed2), _anew(e)) for e in (one, other)]
+        return not shuffles_anew(one)
+    settings = [(int(e._buffer_size), int(e._seed), int(e._seed2), shuffles_anew(e)) for e in (one, other)]
     return settings[0] == settings[1] and any(settings[0][1:3])
 
 
@@ -344,7 +350,7 @@ def _may_be_disjoint(paths: tuple[list[Dataset], list[Dataset]]) -> bool:
     places = ("skip", "shard", "take", "window")
     for path in paths:
         placed = [at for at, each in enumerate(path) if made_by(each, places)]
-        order = [at for at, each in enumerate(path) if made_by(each, SHUFFLES) and _anew(each)]
+        order = [at for at, each in enumerate(path) if made_by(each, SHUFFLES) and shuffles_anew(each)]
         if not any(made_by(each, (*_DISJOINT, "take")) for each in path) or (
             placed and order and max(order) > min(placed)
         ):
@@ -352,7 +358,8 @@ def _may_be_disjoint(paths: tuple[list[Dataset], list[Dataset]]) -> bool:
     return any(made_by(each, _DISJOINT) for path in paths for each in path)
 
 
-def _anew(shuffled: Dataset) -> bool:
+def shuffles_anew(shuffled: Dataset) -> bool:
+    """Returns whether each pass over a shuffle has an order of its own."""
     return getattr(shuffled, "_reshuffle_each_iteration", None) is not False
 
 
@@ -388,14 +395,14 @@ def _equal(a: tf.Tensor, b: tf.Tensor) -> bool:
 def out_of_order(dataset: Dataset) -> str | None:
     """Says why the examples of a data set come at other places in each pass, or returns None."""
     if (early := hands_on_early(dataset, ancestors(dataset))) is not None:
-        return f"{_name(early)} hands examples on as soon as they are ready (deterministic=False)"
+        return f"{name_of(early)} hands examples on as soon as they are ready (deterministic=False)"
     for each in ancestors(dataset):
         functions = _functions(each)
         ops = [op for graph, _ in functions for op in graph.get_operations()]
         draws = any(_is_random(op) or op.type.startswith("ShuffleDataset") for op in ops)
         draws |= bool(functions) and any(made_by(before, ("random",)) for before in ancestors(each))
         if draws and made_by(each, ("flatmap", "map")) != "map":
-            return f"{_name(each)} draws at random which examples come"
+            return f"{name_of(each)} draws at random which examples come"
     return None
 
 
@@ -411,7 +418,7 @@ def numbered_anew(dataset: Dataset) -> bool:
     cached = next((at for at, each in enumerate(numbered) if made_by(each, ("cache",))), len(numbered))
     mixes = (*SHUFFLES, "interleave")
     return out_of_order(inputs[1]) is not None or any(
-        made_by(each, mixes) and _anew(each) for each in numbered[:cached]
+        made_by(each, mixes) and shuffles_anew(each) for each in numbered[:cached]
     )
 
 

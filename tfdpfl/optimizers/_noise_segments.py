@@ -112,7 +112,7 @@ class NoiseSegments:
         """Returns the step's number, from 0. Begins a segment where the state is not what this object left."""
         own, saved = tf.convert_to_tensor(self._own), tf.convert_to_tensor(self.table)
         goes_on = (own[0, ID] > 0) & tf.reduce_all(tf.equal(own[0, : STEP + 1], saved[0, : STEP + 1]))
-        # All workers have the same segments. What each of them took by itself would be other steps.
+        # All workers have the same segments. Steps that one of them took by itself would be others.
         goes_on &= tf.equal(self._workers, float(_replicas.workers()))
         # Of new groups nothing goes on: an example may be in another one.
         anew = ~goes_on & tf.reduce_any(tf.equal(known[1], STARTS_ANEW))
