@@ -122,7 +122,7 @@ def composed_epsilon(p, q, x, steps, delta):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "sigma", "delta", "steps"),
-    [(0.1, 1.0, 1e-5, 1), (0.1, 1.0, 1e-5, 2), (0.5, 2.0, 1e-6, 2), (0.01, 0.7, 1e-5, 1)],
+    [(0.1, 1.0, 1e-5, 1), (0.5, 2.0, 1e-6, 2)],
 )
 def test_replacing_a_sampled_example_costs_what_integration_says(rate, sigma, delta, steps):
     x = np.linspace(-12 * sigma - 1, 12 * sigma + 1, 40_001 if steps == 1 else 2001)
@@ -139,12 +139,12 @@ def test_replacing_a_sampled_example_costs_what_integration_says(rate, sigma, de
 @pytest.mark.slow
 def test_no_replacement_in_another_direction_shows_more():
     rate, sigma, delta = 0.2, 1.0, 1e-5
-    x = np.linspace(-10, 11, 1501)
+    x = np.linspace(-9, 10, 601)
     epsilon = compute_epsilon(
         num_examples=100, batch_size=20, noise_multiplier=sigma, num_steps=1, delta=delta, adjacency="replace_one"
     )
     blank = density([1], [0], sigma, x)
-    for angle in np.linspace(0.3, math.pi, 6):
+    for angle in (1.0, 2.5, math.pi):
         moved = lambda a: np.outer(density([1], [math.cos(a)], sigma, x), density([1], [math.sin(a)], sigma, x))
         p, q = ((1 - rate) * np.outer(blank, blank) + rate * moved(a) for a in (0.0, angle))
         assert integrated_epsilon(p, q, (x[1] - x[0]) ** 2, delta) <= epsilon * (1 + 1e-4)
@@ -169,7 +169,7 @@ def test_a_users_examples_may_all_be_in_one_batch(sampling):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "sigma", "k", "delta", "steps"),
-    [(0.1, 2.0, 3, 1e-5, 1), (0.1, 2.0, 3, 1e-5, 2), (0.5, 6.0, 5, 1e-6, 1), (0.01, 1.5, 2, 1e-5, 2)],
+    [(0.1, 2.0, 3, 1e-5, 2), (0.5, 6.0, 5, 1e-6, 1)],
 )
 @pytest.mark.one_stack
 def test_a_sampled_user_costs_what_integration_says(rate, sigma, k, delta, steps):
@@ -187,7 +187,7 @@ def test_a_sampled_user_costs_what_integration_says(rate, sigma, k, delta, steps
 @pytest.mark.slow
 def test_a_user_of_more_examples_costs_more_and_no_more_than_in_every_batch():
     run = dict(num_examples=10_000, noise_multiplier=40.0, num_steps=100, delta=1e-6)
-    costs = [compute_epsilon(**run, batch_size=100, max_examples_per_user=k) for k in (1, 2, 10, 64, 1000)]
+    costs = [compute_epsilon(**run, batch_size=100, max_examples_per_user=k) for k in (1, 2, 64)]
     assert costs == sorted(costs) and costs[0] < costs[-1]
     nearly = compute_epsilon(**run, batch_size=9_999, max_examples_per_user=5)
     always = compute_epsilon(**run, batch_size=10_000, max_examples_per_user=5)

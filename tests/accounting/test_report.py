@@ -53,7 +53,7 @@ def test_a_statement_of_several_batch_sizes_names_no_single_one(sampling):
     ledger = PrivacyLedger()
     for size in (20, 40):
         ledger.record(1.1, num_examples=200, batch_size=size, num_steps=5, sampling=sampling)
-    assert "noise multiplier 1.1, 10 steps, batches of several sizes of 200 examples" in str(ledger.report(1e-5))
+    assert "noise multiplier 1.1, 10 steps, batches of several sizes of 200 examples" in str(ledger.report(1e-5, "rdp"))
 
 
 def test_the_statement_of_a_ledger_without_runs_is_about_examples():

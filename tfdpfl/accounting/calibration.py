@@ -74,8 +74,7 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
         PrivacyError: The adjacency has no price under this sampling.
     """
     made = build_run(**run)
-    pricer = _pricer(delta, accountant, made)
-    return pricer(made)
+    return _pricer(delta, accountant, made, "noise_multiplier")(made.noise_multiplier)
 
 
 @shows_arguments(NoiselessRunArguments)
@@ -100,16 +99,12 @@ def compute_noise_multiplier(
             f"one of num_steps={run.get('num_steps')} and num_epochs={run.get('num_epochs')} must be above 0: without "
             "a step, ε is 0 with any noise"
         )
-    with_sigma = lambda sigma: dataclasses.replace(begun, noise_multiplier=sigma)  # noqa: E731
-    pricer = _pricer(delta, accountant, begun)
-    epsilon = lambda sigma: pricer(with_sigma(sigma))  # noqa: E731
-
-    return smallest_noise_multiplier(epsilon, target)
+    return smallest_noise_multiplier(_pricer(delta, accountant, begun, "noise_multiplier"), target)
 
 
 @explain_wait("searching for the noise multiplier; each try computes one epsilon")
-def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float) -> float:
-    """Returns the smallest σ, to 0.1 %, whose ε, which must fall as σ grows, is at most ``target``.
+def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float, tolerance: float = _TOLERANCE) -> float:
+    """Returns the smallest σ, to about ``tolerance`` of it, whose ε, which must fall as σ grows, is at most ``target``.
 
     Raises:
         PrivacyError: No noise multiplier between 2⁻¹⁰ and 2³⁰ is the smallest one that meets the target.
@@ -124,8 +119,8 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float) 
         if low < _SMALLEST_SIGMA:
             raise PrivacyError(f"target_epsilon={target:g} needs almost no noise, which protects nothing: lower it")
 
-    sigma = _calibrate(epsilon, lambda sigma: sigma, target, low, high, _TOLERANCE * low)
-    nudge = _TOLERANCE
+    sigma = _calibrate(epsilon, target, low, high, tolerance * low)
+    nudge = tolerance
     while epsilon(sigma) > target:
         sigma, nudge = min(high, sigma * (1 + nudge)), 2 * nudge
     return sigma
@@ -149,9 +144,8 @@ def compute_num_steps(
     target = _check_target(target_epsilon)
     one_step = build_run(**run, num_steps=1)
     steps_each = one_step.steps_per_pass
-    with_uses = lambda uses: dataclasses.replace(one_step, num_steps=uses * steps_each)  # noqa: E731
-    pricer = _pricer(delta, accountant, one_step)
-    epsilon = lambda uses: pricer(with_uses(uses))  # noqa: E731
+    pricer = _pricer(delta, accountant, one_step, "num_steps")
+    epsilon = lambda uses: pricer(uses * steps_each)  # noqa: E731
     if epsilon(1) > target:
         raise ValueError(
             f"target_epsilon={target:g} is less than one use of an example costs (ε = {epsilon(1):.4g}): raise the "
@@ -176,7 +170,7 @@ def largest_count(epsilon: Callable[[int], float], target: float) -> int | None:
         low, high = high, 8 * high
         if high > MOST_STEPS:
             return None
-    return _largest(epsilon, lambda number: number, target, low, high)
+    return _largest(epsilon, target, low, high)
 
 
 @shows_arguments(SizelessRunArguments)
@@ -195,15 +189,13 @@ def compute_batch_size(
         PrivacyError: The batch size does not change ε under this sampling.
     """
     target = _check_target(target_epsilon)
-    with_size = lambda size: build_run(**run, batch_size=size)  # noqa: E731
-    smallest = with_size(1)
+    smallest = build_run(**run, batch_size=1)
     if not smallest.scheme.amplifies:
         raise PrivacyError(
             f"sampling={smallest.sampling!r} costs the same at every batch size, so no batch size is the largest: give "
             "batch_size"
         )
-    pricer = _pricer(delta, accountant, smallest)
-    epsilon = lambda size: pricer(with_size(size))  # noqa: E731
+    epsilon = _pricer(delta, accountant, smallest, "batch_size")
     if epsilon(1) > target:
         raise ValueError(
             f"target_epsilon={target:g} is less than batches of one example cost (ε = {epsilon(1):.4g}): raise the "
@@ -211,15 +203,15 @@ def compute_batch_size(
         )
     n = smallest.num_examples
     with explain_wait("searching for the batch size; each try computes one epsilon"):
-        return n if epsilon(n) <= target else _largest(pricer, with_size, target, 1, n)
+        return n if epsilon(n) <= target else _largest(epsilon, target, 1, n)
 
 
-def _largest(pricer: Callable[[Any], float], run_of: Callable[[int], Any], target: float, low: int, high: int) -> int:
-    """Returns the largest number whose run meets the target, as `low` does and `high` does not."""
-    number = max(_calibrate(pricer, lambda number: run_of(round(number)), target, low, high, 0.5, discrete=True), 1)
-    while pricer(run_of(number)) > target:
+def _largest(epsilon: Callable[[int], float], target: float, low: int, high: int) -> int:
+    """Returns the largest number whose ε meets the target, as that of `low` does and that of `high` does not."""
+    number = max(_calibrate(lambda number: epsilon(round(number)), target, low, high, 0.5, discrete=True), 1)
+    while epsilon(number) > target:
         number -= 1
-    while pricer(run_of(number + 1)) <= target:
+    while epsilon(number + 1) <= target:
         number += 1
     return number
 
@@ -228,9 +220,9 @@ def _check_target(target_epsilon: float) -> float:
     return _checks.real("target_epsilon", target_epsilon, "give the ε to stay within", above=0)
 
 
-def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
-    """Returns the ε of a run, remembered, since searches ask for their bracket's ends again; checks its
-    arguments at once.
+def _pricer(delta: float, accountant: str, run: Run, field: str) -> Callable[[Any], float]:
+    """Returns the ε of the run with another value of a field, remembered, since searches ask for their bracket's ends
+    again; checks its arguments at once.
     """
     delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
     too_large = delta_warning(delta, run.num_examples)
@@ -242,41 +234,39 @@ def _pricer(delta: float, accountant: str, run: Run) -> Callable[[Run], float]:
             f"accountant='rdp' has no ε for {what}, so this ε is that of accountant='pld'. Leave accountant out.",
             stacklevel=4,
         )
-    assert run.adjacency is not None
-    adjacency = run.adjacency
-    return functools.cache(lambda run: price(run.dp_event, delta, accountant, adjacency).epsilon)
+
+    @functools.cache
+    def epsilon(value: Any) -> float:
+        event = dataclasses.replace(run, **{field: value}).dp_event
+        return price(event, delta, accountant, str(run.adjacency)).epsilon
+
+    return epsilon
 
 
 def _calibrate(
-    pricer: Callable[[Any], float],
-    run_of: Callable[[Any], Any],
-    target: float,
-    low: float,
-    high: float,
-    tolerance: float,
-    discrete: bool = False,
+    epsilon: Callable[[Any], float], target: float, low: float, high: float, tolerance: float, discrete: bool = False
 ) -> Any:
     """dp-accounting's root finder over our price, between two values of which one meets the target. The
     caller verifies.
     """
     import dp_accounting
 
-    class PriceOfRun:
+    class Price:
         """Gives `calibrate_dp_mechanism` what it needs of an accountant."""
 
         ledger = dp_accounting.NoOpDpEvent()
 
-        def compose(self, run: object) -> "PriceOfRun":
-            self.run = run
+        def compose(self, value: object) -> "Price":
+            self.value = value
             return self
 
         def get_epsilon(self, target_delta: float) -> float:
-            return min(pricer(self.run), 10 * target)  # an infinite end would turn the secant into NaN
+            return min(epsilon(self.value), 10 * target)  # an infinite end would turn the secant into NaN
 
     try:
         return dp_accounting.calibrate_dp_mechanism(
-            PriceOfRun,
-            run_of,
+            Price,
+            lambda value: value,
             target,
             0.5,  # the price has its δ
             dp_accounting.ExplicitBracketInterval(low, high),

@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.participation import most_participations
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.run import UNITS
@@ -24,18 +25,11 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 __all__ = [
-    "ADJACENCIES_OF_BOUNDED",
-    "ADJACENCIES_OF_CYCLIC",
     "Compared",
     "CorrelatedRun",
     "compare",
     "compute_correlated_noise_multiplier",
 ]
-
-# Neighbours differ in what one example contributes; who else is in a batch, and when, stays. Where the order is fixed
-# or shuffled a data set with an example more has other batches: that has no price.
-ADJACENCIES_OF_BOUNDED = FIXED_ORDER.adjacencies
-ADJACENCIES_OF_CYCLIC = CYCLIC_POISSON.adjacencies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +85,7 @@ class CorrelatedRun:
         put("unit", _checks.choice("unit", self.unit, UNITS))
         known = tuple(name for name, scheme in SCHEMES.items() if scheme.starts_anew)
         put("sampling", _checks.choice("sampling", self.sampling, known))
-        offered = ADJACENCIES_OF_BOUNDED if self.sampling_rate is None else ADJACENCIES_OF_CYCLIC
+        offered = self._offered
         put("adjacency", offered[0] if self.adjacency is None else self.adjacency)
         if self.adjacency not in offered:
             how = "without sampling" if self.sampling_rate is None else "with cyclic sampling"
@@ -99,6 +93,22 @@ class CorrelatedRun:
                 f"no ε is known for correlated noise {how} under adjacency={self.adjacency!r}: use "
                 f"{' or '.join(map(repr, offered))}"
             )
+
+    @property
+    def _offered(self) -> tuple[str, ...]:
+        """The neighbours that this can be priced for. They differ in what one example contributes; who else is in a
+        batch, and when, stays. Where the order is fixed or shuffled a data set with an example more has other batches:
+        that has no price."""
+        return (FIXED_ORDER if self.sampling_rate is None else CYCLIC_POISSON).adjacencies
+
+    @property
+    def steps(self) -> int:
+        """The number of noisy updates."""
+        return self.num_steps
+
+    def stated_for(self, adjacency: str) -> DpEvent | None:
+        """Returns the event for these neighbours, or None if it has none."""
+        return dataclasses.replace(self, adjacency=adjacency).dp_event if adjacency in self._offered else None
 
     @property
     def participations(self) -> int:
@@ -188,7 +198,8 @@ def compute_correlated_noise_multiplier(
       accountant: "pld" or "rdp".
 
     Raises:
-      ValueError: an argument is out of its range, or no noise multiplier below 2^30 meets the target.
+      ValueError: an argument is out of its range.
+      PrivacyError: no noise multiplier between 2^-10 and 2^30 is the smallest one that meets the target.
     """
     target = _checks.real("target_epsilon", target_epsilon, "give the ε to keep to", above=0)
 
@@ -200,30 +211,7 @@ def compute_correlated_noise_multiplier(
         )  # fmt: skip
         return price(run.dp_event, delta, accountant, str(run.adjacency)).epsilon
 
-    return _least_multiplier(epsilon, target, delta)
-
-
-def _least_multiplier(epsilon: Callable[[float], float], target: float, delta: float, near: float = 1e-5) -> float:
-    """Returns a noise multiplier that meets the target and is about 1 + ``near`` times the smallest one that does."""
-    from scipy.optimize import brentq
-
-    def excess(log_multiplier: float) -> float:
-        found = epsilon(math.exp(log_multiplier))
-        return math.log(min(max(found, 1e-9), 1e9) / target)
-
-    low = high = 0.0
-    while excess(high) > 0:
-        low, high = high, high + math.log(2)
-        if high > 30 * math.log(2):
-            raise ValueError(
-                f"target_epsilon={target!r} at delta={delta!r} needs a noise multiplier above 2^30: raise it."
-            )
-    while low == high or (low > -10 * math.log(2) and excess(low) <= 0):
-        low, high = low - math.log(2), low
-    root = high if excess(low) <= 0 else brentq(excess, low, high, xtol=near / 4, rtol=1e-15)
-    while excess(root) > 0:
-        root += near / 2
-    return math.exp(root)
+    return smallest_noise_multiplier(epsilon, target, 1e-5)
 
 
 class Compared(NamedTuple):
@@ -330,7 +318,7 @@ def _independent(num_steps: int, rate: float, target: float, delta: float) -> It
     from dp_accounting import dp_event
 
     population: Any = round(1 / rate, 6)  # of which a batch has one on average
-    neighbours = ADJACENCIES_OF_BOUNDED[0]
+    neighbours = FIXED_ORDER.adjacencies[0]
     for scheme in SCHEMES.values():
         if not (scheme.fresh_noise and scheme.amplifies and neighbours in scheme.adjacencies):
             continue
@@ -344,4 +332,4 @@ def _independent(num_steps: int, rate: float, target: float, delta: float) -> It
             except PrivacyError:  # with so little noise there is no price
                 return math.inf
 
-        yield INDEPENDENT, _least_multiplier(epsilon, target, delta, near=1e-3), scheme.name
+        yield INDEPENDENT, smallest_noise_multiplier(epsilon, target, 1e-3), scheme.name

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from tfdpfl import _formats
 from tfdpfl._names import accept_old_names
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tfdpfl.accounting.correlated import CorrelatedRun
 
 __all__ = ["PrivacyLedger"]
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,10 @@ class _Applied:
         return f"{self.count} x {type(self.event).__name__.removesuffix('DpEvent')}, adjacency {self.adjacency}"
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """The first steps that one optimizer object took: `run` has their number, and what is known of them."""
+class _OfRun:
+    """What a row says of its run."""
 
-    origin: str
-    dataset: str | None
-    run: Run
-    unknown: bool = False
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.origin, self.dataset, self.unknown, _mechanism(self.run)
+    run: "Run | CorrelatedRun"
 
     @property
     def adjacency(self) -> str | None:
@@ -82,6 +76,20 @@ class _Counted:
     def stated_for(self, adjacency: str) -> "DpEvent | None":
         return self.run.stated_for(adjacency)
 
+
+@dataclass(frozen=True)
+class _Counted(_OfRun):
+    """The first steps that one optimizer object took: `run` has their number, and what is known of them."""
+
+    origin: str
+    dataset: str | None
+    run: Run
+    unknown: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.origin, self.dataset, self.unknown, _mechanism(self.run)
+
     def text(self) -> str:
         return (
             f"{self.steps} steps of which only the noise multiplier {self.run.noise_multiplier:g} is known: ε counts "
@@ -90,34 +98,12 @@ class _Counted:
 
 
 @dataclass(frozen=True)
-class _Correlated:
+class _Correlated(_OfRun):
     """A training with correlated noise. `origins` tells who took its steps: each begins after so many of them."""
 
     origins: tuple[tuple[str, int], ...]
     dataset: str | None
     run: "CorrelatedRun"
-
-    @property
-    def adjacency(self) -> str | None:
-        return self.run.adjacency
-
-    @property
-    def steps(self) -> int:
-        return self.run.num_steps
-
-    @property
-    def participations(self) -> int:
-        return self.run.participations
-
-    @property
-    def unit(self) -> str:
-        return self.run.unit
-
-    def stated_for(self, adjacency: str) -> "DpEvent | None":
-        from tfdpfl.accounting.correlated import ADJACENCIES_OF_BOUNDED, ADJACENCIES_OF_CYCLIC
-
-        offered = ADJACENCIES_OF_BOUNDED if self.run.sampling_rate is None else ADJACENCIES_OF_CYCLIC
-        return dataclasses.replace(self.run, adjacency=adjacency).dp_event if adjacency in offered else None
 
     def text(self) -> str:
         return self.run.text()
@@ -358,10 +344,9 @@ class PrivacyLedger:
         same = [row for row in rows if row.goes_on_from(new) and new.goes_on_from(row)]
         bounds = [row.run for row in [new, *same]]
         if same:
-            uses = [run.max_participations for run in bounds]
             new = dataclasses.replace(new, run=dataclasses.replace(
                 new.run, min_separation=min(run.min_separation for run in bounds),
-                max_participations=None if None in uses else max(u for u in uses if u is not None),
+                max_participations=_most([run.max_participations for run in bounds]),
             ))  # fmt: skip
         self._rows = [r for r in self._rows if not (isinstance(r, _Correlated) and new.goes_on_from(r))]
         self._rows.append(new)
@@ -389,13 +374,11 @@ class PrivacyLedger:
     def _unite(self, new: _Counted) -> None:
         for i, row in enumerate(self._rows):
             if isinstance(row, _Counted) and row.key == new.key:
-                steps = max(row.run.steps, new.run.steps)
-                if new.run.num_epochs is not None and row.run.num_epochs is not None:
-                    epochs: float | None = max(row.run.num_epochs, new.run.num_epochs)
-                else:
-                    epochs = None
-                uneven = row.run.uneven_batches or new.run.uneven_batches
-                run = dataclasses.replace(row.run, num_steps=steps, num_epochs=epochs, uneven_batches=uneven)
+                run = dataclasses.replace(
+                    row.run, num_steps=max(row.run.steps, new.run.steps),
+                    num_epochs=_most([row.run.num_epochs, new.run.num_epochs]),
+                    uneven_batches=row.run.uneven_batches or new.run.uneven_batches,
+                )  # fmt: skip
                 self._rows[i] = dataclasses.replace(row, run=run)
                 return
         self._rows.append(new)
@@ -601,6 +584,12 @@ class PrivacyLedger:
 
     def __repr__(self) -> str:
         return f"PrivacyLedger({len(self)} rows, {self.steps} steps)"
+
+
+def _most(numbers: Sequence[Number | None]) -> Number | None:
+    """Returns the largest of these numbers, or None if one is not known."""
+    known = [number for number in numbers if number is not None]
+    return max(known) if len(known) == len(numbers) else None
 
 
 def _joined(row: _Row, made: Run, goes_on: bool) -> Run | None:
