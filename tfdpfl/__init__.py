@@ -29,8 +29,8 @@ _WHERE = {
     **dict.fromkeys(["plan", "PrivacyPlan"], "planning"),
 }  # fmt: skip
 _MODULES = (
-    "accounting", "audit", "callbacks", "clipping", "convex", "data", "datasets", "errors", "federated", "flower",
-    "label_dp", "noise", "optimizers", "pate", "planning", "plots", "preprocessing", "tuning",
+    "accounting", "audit", "callbacks", "clipping", "convex", "data", "datasets", "errors", "features", "federated",
+    "flower", "label_dp", "noise", "optimizers", "pate", "planning", "plots", "preprocessing", "tuning",
 )  # fmt: skip
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         data,
         datasets,
         errors,
+        features,
         federated,
         flower,
         label_dp,

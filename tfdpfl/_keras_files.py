@@ -14,7 +14,7 @@ from types import ModuleType
 __all__ = ["AfterKeras", "register"]
 
 # What registers classes with Keras.
-_MODULES = ("optimizers", "label_dp.losses", "label_dp.pipeline", "preprocessing")
+_MODULES = ("optimizers", "label_dp.losses", "label_dp.pipeline", "preprocessing", "features")
 
 
 def register() -> None:
