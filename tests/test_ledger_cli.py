@@ -14,7 +14,7 @@ from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel
 from tfdpfl.federated.nbafl import NbAFLLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
-from tfdpfl.flower.journal import DamagedError, Journal
+from tfdpfl.flower.journal import DamagedError, Journal, Record
 from tfdpfl.noise import Banded
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -171,6 +171,25 @@ def test_files_of_every_format_are_inspected_verified_and_migrated(tmp_path):
             for what in ("rounds", "begun", "evaluations", "clients", "records", "steps"):
                 assert after.get(what) == before.get(what)
             assert "exists, and could hold what was spent" in run("migrate", old, "--output", new, code=2)
+
+
+def test_a_migrated_journal_and_the_model_beside_it_go_on(tmp_path):
+    path, new = tmp_path / "journal", tmp_path / "new"
+    shutil.copy(GOLDEN / "v1" / "journal.jsonl", path)
+    old = Record().read(path.read_bytes(), "it")
+    about = {"rounds": 1, "charged": len(old.charged), "ledger": old.chain.digest}
+    np.savez(tmp_path / "journal.npz", about=np.array(json.dumps(about)), **{"array/w": np.arange(3)})
+    (tmp_path / "journal.noise-1.npz").write_bytes(b"kept")
+    run("migrate", path, "--output", new)
+    assert "ok (journal" in run("verify", new)
+    journal = Journal(new, old.header)
+    assert journal.run == old.run  # so that a register knows it
+    arrays, told = journal.load()
+    assert arrays["w"].tolist() == [0, 1, 2] and told == {**about, "ledger": journal.chain.digest}
+    assert (tmp_path / "new.noise-1.npz").read_bytes() == b"kept"
+    journal.close()
+    new.unlink()
+    assert ".npz exists, and could hold" in run("migrate", path, "--output", new, code=2)
 
 
 def test_merged_files_cost_their_sum(tmp_path):

@@ -19,7 +19,17 @@ from tfdpfl.errors import PrivacyError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["NewerFormatError", "agrees", "describe", "number_or_text", "refuse_newer", "restore", "stamp", "strict"]
+__all__ = [
+    "NewerFormatError",
+    "agrees",
+    "describe",
+    "number_or_text",
+    "refuse_newer",
+    "refuse_others",
+    "restore",
+    "stamp",
+    "strict",
+]
 
 
 class NewerFormatError(PrivacyError):
@@ -118,6 +128,25 @@ def agrees(saved: object, value: object) -> bool:
             return False
         return all(agrees(one, other) for one, other in zip(saved, value, strict=True))
     return bool(saved == value)
+
+
+def refuse_others(what: str, saved: Mapping[str, JsonValue], now: Mapping[str, object], why: str) -> None:
+    """Refuses a file of a training with other settings than those that it would go on with.
+
+    Args:
+      what: names the file, at the beginning of the sentence.
+      saved: what `describe` gave, read from JSON.
+      now: the settings.
+      why: the reason and the fix, which end the sentence.
+
+    Raises:
+      PrivacyError: they differ.
+    """
+    for name in {**now, **saved}:
+        if not agrees(saved.get(name), now.get(name)):
+            raise PrivacyError(
+                f"{what} is of a training with another {name}, {saved.get(name)}, not {describe(now.get(name))}: {why}"
+            )
 
 
 def restore(saved: JsonValue, classes: Iterable[type]) -> Any:

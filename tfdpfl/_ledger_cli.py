@@ -6,16 +6,21 @@ the checkpoint_dir of `tfdpfl.federated.train`, whose ledger may also stand alon
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import numpy as np
 
+from tfdpfl import _formats
 from tfdpfl._cli_parts import DELTA, JSON, TARGET, BadArgument, NewFile, clean_errors
 from tfdpfl._types import Json
+from tfdpfl.federated.files import replace, whole_lines
 
 if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyLedger
@@ -66,8 +71,9 @@ class Opened:
         """Returns what the file holds. Names of clients stay out: who took part in which round is a secret."""
         raise NotImplementedError
 
-    def newest(self) -> bytes:
-        """Returns the content in the newest format."""
+    def newest(self) -> dict[str, bytes]:
+        """Returns the content in the newest format: the file's own at "", after that of the files beside it, by what
+        their names have more."""
         raise NotImplementedError
 
 
@@ -90,8 +96,8 @@ class OpenedLedger(Opened):
             "adjacency": self._ledger.adjacency,
         }  # fmt: skip
 
-    def newest(self) -> bytes:
-        return json.dumps(self._ledger.to_dict()).encode()
+    def newest(self) -> dict[str, bytes]:
+        return {"": json.dumps(self._ledger.to_dict()).encode()}
 
 
 class OpenedJournal(Opened):
@@ -103,7 +109,7 @@ class OpenedJournal(Opened):
         from tfdpfl.flower.journal import DamagedError, Record
 
         super().__init__(path)
-        whole = _whole_lines(data)
+        whole = whole_lines(data)
         self._unread = 0  # rounds that a damaged journal may have charged beyond those that can be read
         try:
             self._journal = Record().read(whole, str(path))
@@ -125,22 +131,17 @@ class OpenedJournal(Opened):
         }  # fmt: skip
 
     def _compare(self, model: Json, rounds: int) -> None:
+        from tfdpfl.flower.journal import rounds_of_model
+
         if "error" in model:
             self.faults.append(
                 f"The saved model {_model_of(self.path)} cannot be read ({model['error']}). Restore it from a backup."
             )
-        known = max(int(model.get(name, 0)) for name in ("charged", "rounds"))
-        if known > rounds:
-            self._unread += known - rounds
-            self.faults.append(
-                f"The saved model came after {known} charged rounds, but {self.path} has {rounds}, so rounds are "
-                "missing from epsilon. Restore the newest ledger."
-            )
-        elif not self.faults and model.get("ledger", self._journal.chain.digest) not in self._journal.chain.digests:
-            self.faults.append(
-                f"{self.path} lacks lines that it had when the saved model came, so rounds may be missing from "
-                "epsilon. One of the two files is an older copy, or of another training. Restore the newest of both."
-            )
+        missing = rounds_of_model(model) - rounds
+        if missing > 0 or not self.faults:
+            fault = self._journal.fault_of_model(str(self.path), model, self._unread)
+            self.faults += [fault] if fault else []
+        self._unread += max(0, missing)
 
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
         from tfdpfl.flower.spent import Settings
@@ -170,12 +171,11 @@ class OpenedJournal(Opened):
             "settings": j.header,
         }  # fmt: skip
 
-    def newest(self) -> bytes:
-        from tfdpfl import _formats
+    def newest(self) -> dict[str, bytes]:
         from tfdpfl.flower.journal import VERSION, Record
 
         old, new, text = self._journal, Record(), b""
-        lines: list[Json] = [{**_formats.stamp(VERSION), "header": old.header}]
+        lines: list[Json] = [{**_formats.stamp(VERSION), "run": old.run, "header": old.header}]
         for number, (cohort, replied) in enumerate(zip(old.charged, old.replied, strict=True)):
             lines += {"begin": number, "cohort": cohort}, {"charge": number, "replied": replied}
         lines += ({"evaluation": number} for number in range(old.evaluations))
@@ -185,19 +185,24 @@ class OpenedJournal(Opened):
             whole = new.chain.seal(line)
             new.read(whole, "the new file")
             text += whole
-        return text
+        beside = {path.name.removeprefix(self.path.name): path for path in self.path.parent.glob(self.path.name + ".*")}
+        found = {more: path.read_bytes() for more, path in beside.items() if more.startswith(".noise-")}
+        if _model_of(self.path).exists():
+            found[".npz"] = _model_with_ledger(_model_of(self.path), new.chain.digest)
+        return {**found, "": text}
 
 
 class OpenedCheckpoints(Opened):
     """The ledger of a folder that `tfdpfl.federated.train` wrote, compared with the states next to it.
 
     Args:
-      states: the states' numbers before the ledger was read, and those after; None if only the ledger is there.
+      states: the number of the newest state before the ledger was read, the one after, and the hash of the ledger that
+        the former came with; None if only the ledger is there.
     """
 
     kind = "checkpoints"
 
-    def __init__(self, path: Path, data: bytes, record: Record, states: tuple[list[int], list[int]] | None):
+    def __init__(self, path: Path, data: bytes, record: Record, states: tuple[int, int, str | None] | None):
         super().__init__(path)
         self._record = record
         self._rounds = rounds = record.rounds
@@ -208,24 +213,17 @@ class OpenedCheckpoints(Opened):
                 "Restore it from a backup."
             )
         if states is not None:
-            before, after = (found[-1] if found else 0 for found in states)
-            if before > rounds:
-                self._rounds, self.complete = before, False
-                self.faults.append(
-                    f"The newest state came after {before} rounds, but {path} has {rounds}, so rounds are missing from "
-                    "epsilon. Restore the newest ledger."
-                )
-            elif max(record.saved, rounds - 1) > after and not record.fault:
-                self.faults.append(
-                    f"The newest state came after {after} rounds, but {path} has {max(record.saved, rounds - 1)} whose "
-                    "state was saved. A training that goes on from this state would release rounds again. Restore the "
-                    "newest states."
-                )
+            before, after, _ = states
+            fault = record.fault_of_state(*states)
+            if fault:
+                self.faults.append(fault)
+                self.complete = self.complete and after < record.shown
+                self._rounds = max(before, rounds)
             elif not record.fault and (not record.begun or record.begun[-1].followed):
                 self._rounds = min(after, rounds)  # a round that began and was lost has released nothing
         self.counts = {
             "rounds": self._rounds, "hashed_lines": record.chain.hashed, "lines": record.lines,
-            "torn_bytes": len(data) - len(_whole_lines(data)),
+            "torn_bytes": len(data) - len(whole_lines(data)),
         }  # fmt: skip
 
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
@@ -260,7 +258,7 @@ class OpenedCheckpoints(Opened):
             **_clients(cohorts), "settings": {name: value for name, value in r.header.items() if name not in hidden},
         }  # fmt: skip
 
-    def newest(self) -> bytes:
+    def newest(self) -> dict[str, bytes]:
         raise BadArgument(
             f"{self.path} is of checkpoints. `train` goes on with the folder as it is, in the newest format."
         )
@@ -270,18 +268,9 @@ def open_file(path: Path) -> Opened:
     """Returns what a path holds.
 
     Raises:
-      BadArgument: it is no file of privacy, or of a newer release.
+      BadArgument: it is no file of privacy.
+      NewerFormatError: it is of a newer release.
     """
-    from tfdpfl._formats import NewerFormatError
-
-    try:
-        return _open_file(path)
-    except NewerFormatError as error:
-        raise BadArgument(str(error)) from error
-
-
-def _open_file(path: Path) -> Opened:
-    from tfdpfl._formats import NewerFormatError
     from tfdpfl.accounting import PrivacyLedger
     from tfdpfl.federated import checkpoints
 
@@ -294,28 +283,24 @@ def _open_file(path: Path) -> Opened:
                 "Give the folder that train(checkpoint_dir=) wrote, or the file of a ledger or journal."
             )
     # Models before ledgers: a training that runs charges a round before its model is there.
-    before, model = checkpoints.versions(path.parent), _about_model(path)
+    before, model = checkpoints.newest_state(path.parent), _about_model(path)
+    came_with = checkpoints.ledger_of(path.parent / f"{checkpoints.STATE}{before}")
     data = path.read_bytes()
     try:
         saved = json.loads(data)
         return OpenedLedger(path, saved, PrivacyLedger.from_dict(saved))
-    except NewerFormatError as error:
+    except _formats.NewerFormatError as error:
         raise BadArgument(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    whole = _whole_lines(data)
+    whole = whole_lines(data)
     if not whole:
         raise BadArgument(f"{path} holds no whole line, so no epsilon. Restore it from a backup.")
     if b'"sampler": ' not in whole[: whole.index(b"\n")]:
         return OpenedJournal(path, data, model)
     record = checkpoints.Record(whole, str(path))
-    after = checkpoints.versions(path.parent)
-    return OpenedCheckpoints(path, data, record, (before, after) if folder or after else None)
-
-
-def _whole_lines(data: bytes) -> bytes:
-    """Returns the lines that have an end. Nothing was done before a line was whole, so what follows is no damage."""
-    return data[: data.rfind(b"\n") + 1]
+    after = checkpoints.newest_state(path.parent)
+    return OpenedCheckpoints(path, data, record, (before, after, came_with) if folder or after else None)
 
 
 def _writer(stamp: Json) -> Json:
@@ -333,10 +318,6 @@ def _model_of(path: Path) -> Path:
 
 def _about_model(path: Path) -> Json:
     """Returns what the model next to a journal says of itself, or the "error" with which it cannot be read."""
-    import zipfile
-
-    import numpy as np
-
     if not _model_of(path).exists():
         return {}
     try:
@@ -344,6 +325,15 @@ def _about_model(path: Path) -> Json:
             return dict(json.loads(str(saved["about"])))
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         return {"error": str(error)}
+
+
+def _model_with_ledger(path: Path, digest: str) -> bytes:
+    """Returns a saved model that names another ledger as the one that it belongs to."""
+    with np.load(path, allow_pickle=False) as saved:
+        held, made = dict(saved), io.BytesIO()
+    about = {**json.loads(str(held.pop("about"))), "ledger": digest}
+    np.savez(made, about=np.array(json.dumps(about)), **held)
+    return made.getvalue()
 
 
 @ledger.command()
@@ -379,7 +369,7 @@ def verify(files: tuple[Path, ...], as_json: bool) -> None:
             for fault in opened.faults:
                 click.echo(f"  {fault}")
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        _print_json(told)
     raise SystemExit(0 if sound else 1)
 
 
@@ -414,7 +404,6 @@ def epsilon(file: Path, delta: float, accountant: str, target_epsilon: float | N
 def _show_prices(
     opened: Opened, prices: dict[str, tuple[str, float]], delta: float, accountant: str, as_json: bool
 ) -> None:
-    from tfdpfl._formats import strict
     from tfdpfl.accounting.report import rounded_up
 
     if as_json:
@@ -422,7 +411,7 @@ def _show_prices(
             {"level": level or None, "epsilon": spent, "delta": delta, "adjacency": adjacency, "accountant": accountant}
             for level, (adjacency, spent) in prices.items()
         ]
-        click.echo(json.dumps(strict({"complete": opened.complete, "figures": figures}), indent=2))
+        _print_json({"complete": opened.complete, "figures": figures})
         return
     for level, (adjacency, spent) in prices.items():
         of = f" ({level} level)" if level else ""
@@ -442,7 +431,6 @@ def _show_prices(
 def clients(file: Path, delta: float, accountant: str, target_epsilon: float | None, as_json: bool) -> None:
     """Show what each client has spent over all runs, from the database FILE that a server's register_path= names."""
     with clean_errors():
-        from tfdpfl._formats import strict
         from tfdpfl.accounting.pricing import check_delta
         from tfdpfl.accounting.report import rounded_up
         from tfdpfl.flower.register import Register
@@ -452,7 +440,7 @@ def clients(file: Path, delta: float, accountant: str, target_epsilon: float | N
     if target_epsilon is not None:
         rows = [{**row, "left": max(0.0, target_epsilon - row["epsilon"])} for row in rows]
     if as_json:
-        click.echo(json.dumps(strict(rows), indent=2))
+        _print_json(rows)
     for spent in [] if as_json else found:
         left = "" if target_epsilon is None else f", {max(0.0, target_epsilon - spent.epsilon):.3g} left"
         click.echo(
@@ -485,7 +473,7 @@ def merge(files: tuple[Path, ...], output: str) -> None:
         for one in opened:
             made.merge(one.as_ledger())
         made.adjacency  # noqa: B018  # raises where they do not add up
-        _write(output, json.dumps(made.to_dict()).encode())
+        _write({output: json.dumps(made.to_dict()).encode()})
     click.echo(f"{output}: {made.steps} releases of {len(files)} files")
 
 
@@ -493,26 +481,30 @@ def merge(files: tuple[Path, ...], output: str) -> None:
 @_FILE
 @click.option("--output", type=NewFile(), required=True, help="The file to write; FILE stays as it is.")
 def migrate(file: Path, output: str) -> None:
-    """Write FILE in the newest format. A journal then has a hash on each line."""
+    """Write FILE in the newest format. A journal then has a hash on each line, and a model beside it that names it."""
     with clean_errors():
         opened = open_file(file)
         if opened.faults:
             raise BadArgument(f"{opened.faults[0]} The new file would lack what is missing.")
-        _write(output, opened.newest())
+        _write({output + more: content for more, content in opened.newest().items()})
     click.echo(f"{output}: {opened.facts()['kind']} of {file}, in the newest format")
 
 
-def _write(output: str, text: bytes) -> None:
-    from tfdpfl.federated import files
+def _write(contents: dict[str, bytes]) -> None:
+    for output in contents:
+        if Path(output).exists():
+            raise BadArgument(f"{output} exists, and could hold what was spent. Give the name of a new file.")
+    for output, content in contents.items():
+        replace(Path(output), lambda file, content=content: file.write(content))
 
-    if Path(output).exists():
-        raise BadArgument(f"{output} exists, and could hold what was spent. Give the name of a new file.")
-    files.replace(Path(output), lambda file: file.write(text))
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(_formats.strict(value), indent=2))
 
 
 def _show(facts: Json, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        _print_json(facts)
         return
     for name, value in facts.items():
         told = json.dumps(value) if isinstance(value, dict | list) else value

@@ -93,18 +93,30 @@ def test_the_client_with_the_most_steps_at_the_highest_rate_has_the_epsilon_of_e
 
 def test_verify_compares_the_rounds_with_the_states(tmp_path):
     older = made(tmp_path / "a", states=[1, 2])
-    assert "The newest state came after 2 rounds, but" in run("verify", older, code=1)
+    assert "3 rounds whose state was saved, but the newest state came after 2." in run("verify", older, code=1)
     assert epsilons(older, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, True)
     last = made(tmp_path / "d", states=[3, 4])
     (last / "state_4").rmdir()  # its round was shown, and would run again
-    assert "ledger.jsonl has 4 whose state was saved" in run("verify", last, code=1)
+    assert "ledger.jsonl has 4 rounds whose state was saved" in run("verify", last, code=1)
     assert epsilons(last, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, True)
     newer = made(tmp_path / "b", states=[5, 6])
     assert "so rounds are missing from epsilon" in run("verify", newer, code=1)
     assert epsilons(newer, code=1) == ({"client": pytest.approx(cost(poisson(6)))}, False)
     none = made(tmp_path / "c")
-    assert "came after 0 rounds, but" in run("verify", none, code=1)
+    assert "the newest state came after 0." in run("verify", none, code=1)
     assert "ok (checkpoints, 4 rounds, " in run("verify", none / "ledger.jsonl")
+
+
+def test_verify_compares_the_ledger_with_the_hash_that_its_state_came_with(tmp_path):
+    folder = made(tmp_path / "a", states=[3, 4])
+    tensors = folder / "state_4" / "variables" / "variables.data-00000-of-00001"
+    tensors.parent.mkdir()
+    for digest in sorted(Record((folder / "ledger.jsonl").read_bytes(), "it").chain.digests)[:2]:
+        tensors.write_bytes(b"\0\1weights" + json.dumps({"rows": [], "ledger": digest}).encode() + b"\2more weights")
+        assert "ok (checkpoints, 4 rounds, " in run("verify", folder)
+    tensors.write_bytes(json.dumps({"rows": [], "ledger": "0" * 64}).encode())
+    assert "lacks lines that it had when state_4 was saved" in run("verify", folder, code=1)
+    assert epsilons(folder, code=1) == ({"client": pytest.approx(cost(poisson(4)))}, False)
 
 
 def test_a_round_that_version_1_cannot_say_was_lost_counts_as_shown_each_time(tmp_path):

@@ -34,3 +34,10 @@ def test_metrics_out_of_range_are_refused():
         NoisedMetrics(noise_multiplier=1.0, bound={})
     with pytest.raises(ValueError, match="a bound of 1 for 'contributing'"):
         NoisedMetrics(noise_multiplier=1.0, bound={"loss": 2.0, "contributing": 2.0})
+
+
+def test_one_bound_is_of_all_of_the_models_own_metrics_and_noise_is_spent_on_those_alone():
+    names = ["loss", "accuracy", "num_examples", "num_batches"]  # the last two are TFF's
+    assert NoisedMetrics(noise_multiplier=1.0, bound=3.0).bounds(names) == {"loss": 3.0, "accuracy": 3.0}
+    asked = {"num_examples": 40.0, "contributing": 1.0}
+    assert NoisedMetrics(noise_multiplier=1.0, bound=asked).bounds(names) == asked

@@ -182,12 +182,13 @@ def build(tff, clients):
 
     from tfdpfl.federated import build_nbafl, local_runtime
 
-    def make_model():
-        return tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(2, bias_initializer="ones")])
-
-    def build(**more):
+    def build(data=clients, **more):
+        features = data.element_spec[0].shape[1:]
         return build_nbafl(
-            make_model, delta=1e-5, num_clients=8, input_spec=clients.element_spec,
+            lambda: tf.keras.Sequential(
+                [tf.keras.Input(features), tf.keras.layers.Dense(2, bias_initializer="ones")]
+            ),
+            delta=1e-5, num_clients=8, input_spec=data.element_spec,
             loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), **more,
         )  # fmt: skip
 
@@ -200,6 +201,7 @@ def flat(weights):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_almost_without_noise_the_mean_is_of_clipped_weights(build, clients):
     process = build(epsilon=1e14, num_rounds=5, l2_norm_clip=1.0, calibration="published", min_dataset_size=1e6)
     start = process.initialize()
@@ -221,36 +223,32 @@ def test_almost_without_noise_the_mean_is_of_clipped_weights(build, clients):
 
 
 @pytest.mark.slow
-def test_noise_of_clients_and_server_has_the_planned_size_and_no_other(build, clients):
-    process = build(epsilon=8.0, num_rounds=60, l2_norm_clip=0.01, num_exposures=1)
+@pytest.mark.both_stacks
+def test_noise_of_clients_and_server_has_the_planned_size_and_no_other(build):
+    wide = fd.from_arrays((np.zeros([8, 300]), np.zeros(8, np.int32)), range(8)).batch(1)  # a round is many draws
+    process = build(wide, epsilon=8.0, num_rounds=60, l2_norm_clip=0.01, num_exposures=1)
     plan = process.nbafl
     assert plan.sigma_d > 0
     start = process.initialize()
     origin = flat(process.get_model_weights(start))
-    ends = {
-        k: np.array([
-            flat(process.get_model_weights(process.next(start, [clients[f"client_{i}"] for i in range(k)]).state))
-            for _ in range(60)
-        ])
-        for k in (0, 8)
-    }  # fmt: skip
-    for k, drawn in ends.items():
-        stddev = math.sqrt(k * plan.sigma_u**2 / 64 + plan.sigma_d**2)
-        law = stats.chi2(drawn.size - 10)  # around the 10 weights' means
-        off = np.sum((drawn - drawn.mean(0)) ** 2)
-        fits = lambda s, law=law, off=off: min(law.cdf(off / s**2), law.sf(off / s**2)) > 1e-8
-        assert fits(stddev) and not fits(stddev * 2 / 3) and not fits(stddev * 3 / 2)
-        # The clients' part of the mean is of clipped weights: a norm of 0.01 at most.
-        assert np.linalg.norm(drawn.mean(0) - origin * (1 - k / 8)) < 0.01 * k / 8 + 8 * stddev / math.sqrt(60)
+    for k in (0, 8):
+        cohort = [wide[client] for client in wide.client_ids[:k]]
+        drawn = flat(process.get_model_weights(process.next(start, cohort).state)) - origin * (1 - k / 8)
+        # What is left of the clients' weights has a norm of 0.01 at most.
+        stddev, law = math.sqrt(k * plan.sigma_u**2 / 64 + plan.sigma_d**2), stats.chi2(drawn.size)
+        off = np.sum(drawn**2)
+        fits = lambda s, law=law, off=off: min(law.cdf(off / s**2), law.sf(off / s**2)) > 5e-9
+        assert [fits(stddev * by) for by in (2 / 3, 1, 3 / 2)] == [False, True, False]
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_training_has_both_levels_and_the_claim(build, clients):
     from tfdpfl.federated import train
 
-    process = build(epsilon=3.0, num_rounds=5, l2_norm_clip=2.0, clients_per_round=4, min_dataset_size=20)
+    process = build(epsilon=3.0, num_rounds=5, l2_norm_clip=2.0, min_dataset_size=20)
     history = train(
-        process, clients, num_rounds=2, sampler=FixedSizeClientSampler(clients.client_ids, 4), delta=1e-5,
+        process, clients, num_rounds=2, sampler=FixedSizeClientSampler(clients.client_ids, 8), delta=1e-5,
         progress=False,
     )  # fmt: skip
     assert history.adjacency == {"local_epsilon": "replace_one", "client_epsilon": "replace_one"}

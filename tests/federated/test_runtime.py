@@ -1,6 +1,7 @@
 """Workers end when they should, and a lost one is reported in seconds."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -8,8 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import uuid
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ import tensorflow as tf
 tff = pytest.importorskip("tensorflow_federated", reason="TensorFlow Federated is not installed on this stack")
 
 # ruff: noqa: E402
+import tfdpfl
 from tfdpfl.federated import (
     WorkerLost,
     build_distributed_dp_fed_avg,
@@ -28,74 +28,15 @@ from tfdpfl.federated import (
     runtime,
 )
 
-MARK = "TFDPFL_TEST_MARK"
-
-SCRIPT = """
-import signal, sys, time
-import numpy as np
-from tfdpfl.federated import local_runtime, runtime
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background would ignore it
-from tfdpfl.federated._tff import tff
-
-add_one = tff.tensorflow.computation(lambda x: x + 1, np.int32)
-
-with local_runtime():
-    print("result", add_one(41), flush=True)
-    if "within" in sys.argv:
-        time.sleep(600)
-runtime.ensure_default()
-print("result", add_one(42), flush=True)
-time.sleep(600)
-"""
-
-
-def marked(mark):
-    """Processes whose environment has the mark, by what they run."""
-    found = []
-    for entry in pathlib.Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
-    return found
-
-
-def assert_gone(mark):
-    deadline = time.monotonic() + 600
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert marked(mark) == []
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "ended_by"),
-    [
-        (["within"], signal.SIGINT),  # an exception that leaves the block
-        (["within"], signal.SIGKILL),  # SIGTERM is the same to local_runtime, which handles no signal
-        ([], signal.SIGTERM),  # local_runtime's worker has ended, and that of the default serves
-    ],
-)
-def test_no_process_is_left_and_a_pipe_that_reads_the_output_ends(arguments, ended_by):
-    mark = uuid.uuid4().hex
-    script = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, MARK: mark},
-    )  # fmt: skip
-    try:
-        said = b""
-        for line in script.stdout:
-            said += line
-            if line.endswith(b"result 42\n" if arguments else b"result 43\n"):
-                assert any("worker_binary" in process for process in marked(mark))
-                script.send_signal(ended_by)
-        assert b"result 42\n" in said  # and the output has come to its end
-        assert script.wait() == -ended_by
-        assert_gone(mark)
-    finally:
-        script.kill()
-        script.stdout.close()
-        script.wait()
+def test_no_process_is_left_and_a_pipe_that_reads_the_output_ends():
+    """Four scripts that end by a signal, as forks of one process, which imports TFF once."""
+    program = pathlib.Path(__file__).with_name("runtime_ended.py")
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(tfdpfl.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-W", "ignore", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.count("nothing is left") == 4
 
 
 def model_fn():
@@ -113,6 +54,7 @@ def client(number, seed):
 CLIENTS = [client(10, seed) for seed in range(5)]
 
 
+@functools.cache
 def process(build=build_dp_fed_avg, **more):
     settings = {"l2_norm_clip": 1.0, "noise_multiplier": 0.0, "clients_per_round": 5, **more}
     return build(
@@ -163,17 +105,15 @@ def signal_to(worker, number):
 @pytest.mark.slow
 def test_two_workers_give_one_workers_result():
     with local_runtime():
-        alone = weights_after(process(), 3)
+        alone = weights_after(process(), 2)
     with workers(2) as pair, remote_runtime([w.port for w in pair]):
-        together = weights_after(process(), 3)
-        of_a_tree = weights_after(process(build_dp_ftrl, server_optimizer_fn="sgd"), 3)
-        secure = weights_after(process(build_distributed_dp_fed_avg), 3)
-        noisy = process(noise_multiplier=1.0)
-        assert np.isfinite(weights_after(noisy, 1)).all()
+        together = weights_after(process(noise_multiplier=1e-9), 2)
+        of_a_tree = weights_after(process(build_dp_ftrl, server_optimizer_fn="sgd"), 2)
+        secure = weights_after(process(build_distributed_dp_fed_avg), 2)
     assert np.abs(together - alone).max() <= 1e-6
     assert np.abs(of_a_tree - alone).max() <= 1e-6
     # TFF caps the grid at a millionth; rounding is at most one step a client and a round.
-    assert np.abs(secure - alone).max() <= 3 * 1e-5
+    assert np.abs(secure - alone).max() <= 2 * 1e-5
 
 
 @pytest.mark.slow
@@ -257,27 +197,3 @@ def test_the_context_that_was_there_comes_back():
         assert default_context() is not before
         raise KeyError
     assert default_context() is before
-
-
-@pytest.mark.slow
-def test_a_worker_that_serves_ends_on_sigterm_and_leaves_nothing():
-    mark = uuid.uuid4().hex
-    code = "import sys; from tfdpfl.federated.runtime import worker; worker(int(sys.argv[1]))"
-    held = socket.socket()  # so that no one else is given the port while the child starts
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("localhost", 0))
-    port = held.getsockname()[1]
-    serving = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, str(port)], env={**os.environ, MARK: mark},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        runtime._wait_ready(f"localhost:{port}", 60, lambda: serving.poll() is None)
-        serving.send_signal(signal.SIGTERM)
-        serving.wait()
-        assert_gone(mark)
-    finally:
-        serving.kill()
-        serving.wait()
-        held.close()

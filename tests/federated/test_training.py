@@ -478,7 +478,7 @@ def test_a_folder_of_another_training_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"ledger\.jsonl is damaged .*Restore it"):
             run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
     ledger.write_text("".join(lines[:2]))
-    with pytest.raises(ValueError, match="lacks rounds that ran"):
+    with pytest.raises(ValueError, match=r"came after 2 rounds, but .* has 1, so rounds are missing"):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=tmp_path)
     ledger.write_text("".join(lines))
     os.rename(tmp_path / "state_2", tmp_path.parent / "newest")  # its round was shown: it would run again, uncharged
@@ -491,6 +491,8 @@ def test_a_folder_of_another_training_is_refused(tmp_path):
     os.rename(tmp_path.parent / "newest", other / "state_2")  # of as many rounds, but others
     with pytest.raises(ValueError, match=r"lacks lines that it had when state_2 was saved"):
         run(Counting(GAUSSIAN), poisson(), checkpoint_dir=other)
+    verified = CliRunner().invoke(main, ["ledger", "verify", str(other)])
+    assert verified.exit_code == 1 and "lacks lines that it had when state_2 was saved" in verified.output
     shutil.copytree(other / "state_2", tmp_path / "state_2")
     ledger.unlink()
     with pytest.raises(ValueError, match="states but no ledger"):

@@ -163,7 +163,7 @@ def test_a_ledger_and_a_model_of_different_backups_lose_no_round(tmp_path):
     saved.write_bytes(old_model)
     go_on(4)
     saved.write_bytes(new_model)  # of as many rounds, but of others
-    assert "lacks lines that it had when the saved model came" in run("verify", path, code=1)
+    assert "lacks lines that it had when the model next to it was saved" in run("verify", path, code=1)
     with pytest.raises(PrivacyError, match="lacks lines that it had when the model next to it was saved"):
         go_on(4)
 

@@ -10,9 +10,12 @@ Since version 2 the lines are chained by hashes, and a state holds the hash of t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import mmap
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +27,7 @@ from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLe
 from tfdpfl.federated.nbafl import NbAFLLevel
 from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
 
-__all__ = ["LEDGER", "STATE", "VERSION", "Record", "Round", "completed", "runs", "versions"]
+__all__ = ["LEDGER", "STATE", "VERSION", "Record", "Round", "completed", "ledger_of", "newest_state", "runs"]
 
 LEDGER = "ledger.jsonl"
 STATE = "state_"  # before the number in the name of a state's folder
@@ -69,6 +72,7 @@ class Record:
     """
 
     def __init__(self, text: bytes, what: str):
+        self.what = what
         self.header: Json = {}
         self.stamps: list[Json] = []
         self.begun: list[Round] = []
@@ -78,7 +82,7 @@ class Record:
         self.rewound = False
         for self.lines, line in enumerate(text.splitlines(keepends=True), 1):
             try:
-                self._read(line, what)
+                self._read(line)
                 self.chain.check(line, bool(self.stamps) and self.stamps[-1]["version"] >= _HASHED)
             except _formats.NewerFormatError:
                 raise
@@ -86,13 +90,13 @@ class Record:
                 self.fault = self.fault or f"line {self.lines}, {type(error).__name__}: {error}"
             self.chain.add(line)
 
-    def _read(self, line: bytes, what: str) -> None:
+    def _read(self, line: bytes) -> None:
         before = len(self.begun)
         try:
             held = dict(json.loads(line))
             hashed = held.pop("sha256", None) is not None
             if "version" in held:
-                _formats.refuse_newer(what, held, VERSION)
+                _formats.refuse_newer(self.what, held, VERSION)
                 self.stamps.append(held)
             if held.keys() == _formats.stamp(VERSION).keys():
                 return
@@ -126,6 +130,40 @@ class Record:
         if not self.fault:
             return len(numbers)
         return max(len(self.begun) + self.unread, max(numbers, default=-1) + 1)
+
+    @property
+    def shown(self) -> int:
+        """How many rounds have a state that was saved, so that each may have been shown."""
+        return max(self.saved, self.rounds - 1)
+
+    def fault_of_state(self, least: int, most: int, ledger: str | None) -> str:
+        """Returns why the newest state does not belong to this ledger; nothing if it does.
+
+        Args:
+          least: how many rounds the newest state came after, before the ledger was read.
+          most: the same, after it was read: a training may have gone on meanwhile.
+          ledger: the hash of the ledger that it came with, if the state holds one.
+        """
+        if least > self.rounds:
+            return (
+                f"The newest state came after {least} rounds, but {self.what} has {self.rounds}, so rounds are missing "
+                "from epsilon. Restore the newest ledger, or take another folder and pass initial_state."
+            )
+        if self.fault:
+            return ""
+        if most < self.shown:
+            return (
+                f"{self.what} has {self.shown} rounds whose state was saved, but the newest state came after {most}. "
+                "The rounds from there on were released, and would run again without being charged again. Restore the "
+                "newest states, or take another folder and pass initial_state."
+            )
+        if ledger is not None and ledger not in self.chain.digests:
+            return (
+                f"{self.what} lacks lines that it had when {STATE}{least} was saved, so rounds that were released may "
+                "be missing from epsilon. One of them is an older copy, or of another training. Restore the newest of "
+                "both, or take another folder and pass initial_state."
+            )
+        return ""
 
     def settings(self) -> tuple[tuple[Guarantee, ...], Participation | None]:
         """Returns what the training promises, and what its sampler declares.
@@ -234,10 +272,22 @@ def runs(
     return found
 
 
-def versions(folder: Path) -> list[int]:
-    """Returns the numbers of the states in a folder, in order, as TFF's manager of states finds them."""
+def newest_state(folder: Path) -> int:
+    """Returns the number of the newest state in a folder, as TFF's manager of states finds it; 0 if there is none."""
     names = [path.name.removeprefix(STATE) for path in folder.glob(f"{STATE}*")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def ledger_of(state: Path) -> str | None:
+    """Returns the hash of the ledger that a state came with. It stands among the tensors in TFF's file, as `train`
+    wrote it. None if there is none, as before version 2, or the state is gone: a training that runs keeps two."""
+    with contextlib.suppress(OSError):
+        for path in state.glob("variables/*"):
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
+                found = re.search(rb'"ledger": "([0-9a-f]{64})"', held)
+                if found:
+                    return found[1].decode()
+    return None
 
 
 def _unlimited(p: Participation) -> Participation:

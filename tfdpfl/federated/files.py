@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-__all__ = ["lock", "replace", "sync", "sync_tree"]
+from tfdpfl._chain import Chain
+from tfdpfl._types import Json
+from tfdpfl.errors import PrivacyError
+
+__all__ = ["Lines", "lock", "replace", "sync", "sync_tree", "whole_lines"]
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -65,3 +69,62 @@ def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     sync(path.parent)
+
+
+def whole_lines(data: bytes) -> bytes:
+    """Returns the lines that have an end. Nothing was done before a line was whole, so what follows is no damage."""
+    return data[: data.rfind(b"\n") + 1]
+
+
+class Lines:
+    """A file of lines that this process holds and adds to; a line is on the disk before it counts.
+
+    Args:
+      path: the file, which is made for its owner alone if it is not there.
+      name: the argument that named it, for error messages.
+      given: the argument's value.
+
+    Attributes:
+      new: whether the file was made.
+      held: what it held.
+
+    Raises:
+      ValueError: another process holds the file, or it cannot be locked.
+    """
+
+    def __init__(self, path: Path, name: str, given: str | os.PathLike):
+        self.new, self._path, self._process = not path.exists(), path, os.getpid()
+        self._what = f"{name}={os.fspath(given)!r}"
+        self._file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115
+        try:
+            lock(self._file, name, given)
+            self.held = self._file.read()
+        except BaseException:
+            self.close()
+            raise
+        self._end = len(whole_lines(self.held))
+
+    def append(self, line: Json, chain: Chain) -> None:
+        """Adds a line, and its hash.
+
+        Raises:
+          OSError: it cannot be written; then it does not count, now or later.
+          PrivacyError: this process is a fork of the one that opened the file.
+        """
+        if os.getpid() != self._process:
+            raise PrivacyError(
+                f"{self._what} is of the process that this one was forked from: both would write over each other's "
+                "rounds. Open it in the process that trains."
+            )
+        text = chain.seal(line)
+        self._file.truncate(self._end)  # what an append that failed has left
+        self._file.seek(self._end)
+        written = self._file.write(text)
+        if written < len(text):
+            raise OSError(errno.ENOSPC, f"{written} of {len(text)} bytes written", str(self._path))
+        os.fsync(self._file.fileno())
+        self._end += len(text)
+        chain.add(text)
+
+    def close(self) -> None:
+        self._file.close()

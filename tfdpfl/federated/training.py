@@ -459,8 +459,8 @@ class _Checkpoints:
     def __init__(self, folder: str | os.PathLike, ledger: _Ledger, stack: contextlib.ExitStack):
         self._folder, self._ledger = Path(folder), ledger
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = stack.enter_context(open(self._folder / LEDGER, "a+", encoding="utf-8"))  # noqa: SIM115
-        files.lock(self._file, "checkpoint_dir", folder)
+        self._file = files.Lines(self._folder / LEDGER, "checkpoint_dir", folder)
+        stack.callback(self._file.close)
         self._states = tff.program.FileProgramStateManager(
             os.fspath(self._folder), prefix=STATE, keep_total=2, keep_first=False
         )
@@ -468,12 +468,7 @@ class _Checkpoints:
 
     def restore(self, start: State, rows: list[dict[str, float]]) -> State:
         """The last state, with the rows up to it; ``start`` for a new training."""
-        self._file.seek(0)
-        text = self._file.read()
-        whole = text[: text.rfind("\n") + 1]  # a last line without an end was not written before its round began
-        if whole != text:
-            self._file.truncate(len(whole.encode()))
-        kept = Record(whole.encode(), str(self._folder / LEDGER))
+        kept = Record(files.whole_lines(self._file.held), str(self._folder / LEDGER))
         self._chain, self._saved = kept.chain, kept.saved
         if kept.fault:
             raise ValueError(
@@ -498,44 +493,28 @@ class _Checkpoints:
             if kept.header["sampler"] is not None and hasattr(sampler, "set_state"):
                 sampler.set_state(kept.header["sampler"])
                 sampler.remember({round_.number: round_.cohort for round_ in kept.begun})
-        if done < max(kept.saved, kept.rounds - 1):
-            raise ValueError(
-                f"{self._folder / LEDGER} has {max(kept.saved, kept.rounds - 1)} rounds whose state was saved, but the "
-                f"newest state came after {done}. The rounds from there on were released, and would run again without "
-                "being charged again. Restore the newest states, or take another folder and pass initial_state."
-            )
-        if not versions:
+        saved = _wait(self._states.load(done, {"state": start, "rows": ""})) if versions else {}
+        told = json.loads(bytes(saved["rows"]).decode()) if saved else []
+        told = {"rows": told, "ledger": None} if isinstance(told, list) else told  # as it was before version 2
+        fault = kept.fault_of_state(done, done, told["ledger"])
+        if fault:
+            raise ValueError(fault)
+        if not saved:
             self.save(start, rows)
             return start
-        if done > kept.rounds:
-            raise ValueError(f"{self._folder / LEDGER} lacks rounds that ran. Restore it, or take another folder.")
-        saved = _wait(self._states.load(done, {"state": start, "rows": ""}))
-        told = json.loads(bytes(saved["rows"]).decode())
-        if isinstance(told, dict):  # before version 2 a state did not name its ledger
-            if told["ledger"] not in kept.chain.digests:
-                raise ValueError(
-                    f"{self._folder / LEDGER} lacks lines that it had when {STATE}{done} was saved, so rounds that "
-                    "were released may be missing from epsilon. One of them is an older copy, or of another training. "
-                    "Restore the newest of both, or take another folder and pass initial_state."
-                )
-            told = told["rows"]
-        rows += told
+        rows += told["rows"]
         self._note(done)
         return saved["state"]
 
     def _check_header(self, saved: Json) -> None:
         """Refuses a folder of a training with other settings."""
-        now = self._ledger.header()
-        others = saved.keys() - {"sampler", *_formats.stamp(VERSION)}
-        for name in {**now, **dict.fromkeys(others)}:
-            if name not in saved and "version" not in saved and name not in ("privacy", "participation"):
-                continue  # a folder of before these were compared
-            if not _formats.agrees(saved.get(name), now.get(name)):
-                raise PrivacyError(
-                    f"{self._folder} is of a training with another {name}, {saved.get(name)}, not "
-                    f"{_formats.describe(now.get(name))}: its noise would not be what its rounds are priced by. "
-                    "Continue with the same, or take another folder."
-                )
+        now, hidden = self._ledger.header(), {"sampler", *_formats.stamp(VERSION)}
+        if "version" not in saved:  # the folder may be of before settings were compared
+            now = {name: now[name] for name in now if name in saved or name in ("privacy", "participation")}
+        _formats.refuse_others(
+            str(self._folder), {name: value for name, value in saved.items() if name not in hidden}, now,
+            "its noise would not be what its rounds are priced by. Continue with the same, or take another folder.",
+        )  # fmt: skip
 
     def save(self, state: State, rows: list[dict[str, float]]) -> None:
         """Saves a state, and waits until it is on the disk: the round is shown afterwards."""
@@ -551,11 +530,7 @@ class _Checkpoints:
             self._saved = state
 
     def _append(self, line: Json) -> None:
-        sealed = self._chain.seal(line)
-        self._file.write(sealed.decode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._chain.add(sealed)
+        self._file.append(line, self._chain)
 
 
 class _Logs:

@@ -9,7 +9,6 @@ Since version 2 the lines are chained by hashes. The model holds the hash of the
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -17,7 +16,6 @@ import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,10 +26,7 @@ from tfdpfl._types import Json, JsonValue
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated import files
 
-if TYPE_CHECKING:
-    from io import FileIO
-
-__all__ = ["VERSION", "DamagedError", "Journal", "Record"]
+__all__ = ["VERSION", "DamagedError", "Journal", "Record", "rounds_of_model"]
 
 VERSION = 2  # of the lines; files of before lines had a version hold settings as their `repr`
 _HASHED = 2  # the first version whose lines have a hash
@@ -90,6 +85,29 @@ class Record:
                 ) from error  # fmt: skip
         return self
 
+    def fault_of_model(self, what: str, about: Json, unread: int = 0) -> str:
+        """Returns why a saved model does not belong to these lines; nothing if it does.
+
+        Args:
+          what: names the file.
+          about: what the model says of itself.
+          unread: how many more rounds the file may have charged.
+        """
+        rounds = len(self.charged) + unread
+        if rounds_of_model(about) > rounds:
+            return (
+                f"The saved model came after {rounds_of_model(about)} charged rounds, but {what} has {rounds}. The "
+                "rounds that this older copy lacks would be in no epsilon. Restore the newest ledger, or begin another "
+                "training with another ledger_path."
+            )
+        if about.get("ledger", self.chain.digest) not in self.chain.digests:  # older models do not name their ledger
+            return (
+                f"{what} lacks lines that it had when the model next to it was saved, so rounds that were released may "
+                "be missing from epsilon. One of the two files is an older copy, or of another training. Restore the "
+                "newest of both, or begin another training with another ledger_path."
+            )
+        return ""
+
     def _line(self, line: bytes, what: str) -> None:
         held = json.loads(line)
         if not isinstance(held, dict):
@@ -123,6 +141,12 @@ class Record:
             raise ValueError(f"{json.dumps(held)[:99]} cannot follow {len(self.charged)} charged rounds")
 
 
+def rounds_of_model(about: Json) -> int:
+    """Returns how many charged rounds a saved model came after."""
+    # Older files have the round alone, which is no smaller: a round may fail before it is charged.
+    return int(about.get("charged", about.get("rounds", 0)))
+
+
 class Journal(Record):
     """A journal that goes on: each line is on the disk when it counts.
 
@@ -139,21 +163,14 @@ class Journal(Record):
 
     def __init__(self, path: str | os.PathLike | None, header: Mapping[str, JsonValue]):
         super().__init__()
-        self._file: FileIO | None = None
-        self._process = os.getpid()
+        self._file: files.Lines | None = None
         self._path = None if path is None else Path(path)
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT
+        self._file = files.Lines(self._path, "ledger_path", self._path)
         try:
-            descriptor, new = os.open(self._path, flags | os.O_EXCL, 0o600), True
-        except FileExistsError:
-            descriptor, new = os.open(self._path, flags, 0o600), False
-        self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
-        try:
-            files.lock(self._file, "ledger_path", self._path)
-            self._resume(header, new)
+            self._resume(header)
         except BaseException:
             self.close()
             raise
@@ -185,7 +202,7 @@ class Journal(Record):
         """The last model, and what was said about it; None if there is none.
 
         Raises:
-          PrivacyError: the journal lacks lines that it had when the model was saved.
+          PrivacyError: the journal lacks rounds, or lines, that it had when the model was saved.
           ValueError: the model cannot be read.
         """
         if self._path is None or not self._model.exists():
@@ -193,13 +210,17 @@ class Journal(Record):
         try:
             with np.load(self._model, allow_pickle=False) as saved:
                 arrays = {name.removeprefix("array/"): saved[name] for name in saved if name != "about"}
-                return arrays, json.loads(str(saved["about"]))
+                about = json.loads(str(saved["about"]))
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise ValueError(
                 f"The saved model {self._model} cannot be read ({error}). Without it the training cannot go on after "
                 f"its {len(self.charged)} charged rounds. Restore the file from a backup, or delete it to begin again "
                 "from initial_arrays: the ledger keeps the rounds."
             ) from error
+        fault = self.fault_of_model(f"ledger_path={str(self._path)!r}", about)
+        if fault:
+            raise PrivacyError(fault)
+        return arrays, about
 
     def keep(self, rounds: int, past: Sequence[np.ndarray]) -> None:
         """Keeps what noise needs of ``rounds`` rounds, before the last is charged. That of one round less stays: it is
@@ -239,50 +260,31 @@ class Journal(Record):
     def _replace(self, path: Path, named: Json) -> None:
         files.replace(path, lambda file: np.savez(file, **named))
 
-    def _resume(self, header: Mapping[str, JsonValue], new: bool) -> None:
+    def _resume(self, header: Mapping[str, JsonValue]) -> None:
         assert self._file is not None and self._path is not None
-        text = self._file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # what follows was not written before anything was done
-        self._end = len(whole)
+        what, whole = f"ledger_path={str(self._path)!r}", files.whole_lines(self._file.held)
         if not whole:
             if self._model.exists():
                 raise ValueError(f"{self._model} has a model but {self._path} no ledger. Restore it, or give another.")
-            if not new:
+            if not self._file.new:
                 raise ValueError(
-                    f"ledger_path={str(self._path)!r} holds {len(text)} bytes and no whole line. A ledger has one from "
-                    "its beginning, so rounds that were released may be missing. Restore the file from a backup, or "
-                    "delete it if no round has run."
+                    f"{what} holds {len(self._file.held)} bytes and no whole line. A ledger has one from its "
+                    "beginning, so rounds that were released may be missing. Restore the file from a backup, or delete "
+                    "it if no round has run."
                 )
             self.run, self.header = secrets.token_hex(8), _formats.describe(header)
             self._append({**_formats.stamp(VERSION), "run": self.run, "header": self.header})
             files.sync(self._path.parent)
             return
-        self.read(whole, f"ledger_path={str(self._path)!r}")
-        for name in {**header, **self.header}:
-            if not _formats.agrees(self.header.get(name), header.get(name)):
-                raise PrivacyError(
-                    f"ledger_path={str(self._path)!r} is of a training with another {name}, {self.header.get(name)}, "
-                    f"not {_formats.describe(header.get(name))}: its rounds would be priced wrongly. Continue with the "
-                    "same, or take another path."
-                )
+        self.read(whole, what)
+        _formats.refuse_others(
+            what, self.header, header,
+            "its rounds would be priced wrongly. Continue with the same, or take another path.",
+        )  # fmt: skip
         if max((line["version"] for line in self.versions), default=0) < VERSION:
             self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
 
     def _append(self, line: Json) -> None:
         """Raises `OSError` where it cannot be written; then it does not count, now or later."""
-        if self._file is None:
-            return
-        if os.getpid() != self._process:
-            raise PrivacyError(
-                f"ledger_path={str(self._path)!r} is of the process that this one was forked from: both would write "
-                "over each other's rounds. Make the strategy in the process that trains."
-            )
-        text = self.chain.seal(line)
-        self._file.truncate(self._end)  # what an append that failed has left
-        self._file.seek(self._end)
-        written = self._file.write(text)
-        if written < len(text):
-            raise OSError(errno.ENOSPC, f"{written} of {len(text)} bytes written", str(self._path))
-        os.fsync(self._file.fileno())
-        self._end += len(text)
-        self.chain.add(text)
+        if self._file is not None:
+            self._file.append(line, self.chain)

@@ -393,22 +393,6 @@ class DifferentialPrivacy(Strategy):
         if saved is None:
             return initial
         arrays, about = saved
-        # Older files have the round alone, which is no smaller: a round may fail before it is charged.
-        known = about["charged"] if "charged" in about else about["rounds"]
-        if known > self.rounds_charged:
-            raise PrivacyError(
-                f"The ledger has {self.rounds_charged} charged rounds, but the saved model beside it came after "
-                f"{known}. The rounds that this older copy lacks would be in no epsilon. Restore the newest ledger, or "
-                "begin another training with another ledger_path."
-            )
-        chain = self._journal.chain
-        if about.get("ledger", chain.digest) not in chain.digests:  # older files do not name their ledger
-            raise PrivacyError(
-                f"The ledger has {self.rounds_charged} charged rounds, but it lacks lines that it had when the model "
-                "next to it was saved, so rounds that were released may be missing from epsilon. One of the two files "
-                "is an older copy, or of another training. Restore the newest of both, or begin another training "
-                "with another ledger_path."
-            )
         found: dict[str, np.ndarray] = {}
         state: dict[str, dict[str, np.ndarray]] = {}
         for name, value in arrays.items():
