@@ -6,13 +6,14 @@ the checkpoint_dir of `tfdpfl.federated.train`, whose ledger may also stand alon
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import click
 import numpy as np
@@ -495,7 +496,11 @@ def _write(contents: dict[str, bytes]) -> None:
         if Path(output).exists():
             raise BadArgument(f"{output} exists, and could hold what was spent. Give the name of a new file.")
     for output, content in contents.items():
-        replace(Path(output), lambda file, content=content: file.write(content))
+        replace(Path(output), functools.partial(_put, content))
+
+
+def _put(content: bytes, file: IO[bytes]) -> None:
+    file.write(content)
 
 
 def _print_json(value: object) -> None:

@@ -144,7 +144,8 @@ class Record:
 def rounds_of_model(about: Json) -> int:
     """Returns how many charged rounds a saved model came after."""
     # Older files have the round alone, which is no smaller: a round may fail before it is charged.
-    return int(about.get("charged", about.get("rounds", 0)))
+    known = about["charged"] if "charged" in about else about.get("rounds", 0)
+    return int(known)
 
 
 class Journal(Record):
