@@ -160,9 +160,9 @@ def test_equal_priors_are_found_and_all_others_kept(monkeypatch):
 
 
 def test_chunks_keep_each_label_with_its_prior(monkeypatch):
-    from tfdpfl.label_dp import classification
+    from tfdpfl.label_dp import _base
 
-    monkeypatch.setattr(classification, "_CHUNK", 7)
+    monkeypatch.setattr(_base, "_CHUNK", 7)
     rng = np.random.default_rng(0)
     y = rng.integers(0, 4, 100)
     sure = np.eye(4)[y]  # k = 1: the prior's class is released whatever the label

@@ -24,6 +24,7 @@ __all__ = [
     "beyond_support",
     "check_delta",
     "delta_warning",
+    "gaussian_epsilon",
     "is_of_pld_alone",
     "leaves_of",
     "price",
@@ -398,7 +399,7 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
     # Gaussians are together one, whatever the adjacency.
     mu = math.hypot(*(math.sqrt(n) / max(leaf.noise_multiplier, 1e-100) for leaf, n in gaussians))
     if not others:
-        return _gaussian_epsilon(mu, delta)
+        return gaussian_epsilon(mu, delta)
     left = delta - _ROUNDING_OF_A_STEP * sum(n for _, n in others)
     if delta < _SMALLEST_PLD_DELTA or left < delta / 2 or _takes_pld_too_long(others, guide):
         return None
@@ -458,8 +459,8 @@ def _relation(
     return None
 
 
-def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """The ε of Gaussians that are together one of σ = 1/mu (Balle & Wang 2018, arXiv:1805.06530, Theorem 8)."""
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Returns the ε of Gaussians that are together one of σ = 1/mu (Balle & Wang 2018, arXiv:1805.06530, Theorem 8)."""
     from scipy.special import log_ndtr, ndtr
 
     def priced(epsilon: float) -> float:  # each rounding is taken for the worst

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import special, stats
 
 from tfdpfl._types import Arrays, Dataset
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.pricing import gaussian_epsilon
 
 __all__ = ["audit_epsilon", "epsilon_of_mu"]
 
@@ -136,14 +137,7 @@ def _mu(hits: Arrays, misses: Arrays, n: int, confidence: float, delta: float) -
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
     """The least ε ≥ 0 at which μ-GDP implies (ε, δ)-DP (Dong, Roth & Su 2019, corollary 2.13); 0 of no positive μ."""
-
-    def above(epsilon: float) -> float:
-        first, second = stats.norm.logcdf([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu])
-        return first + np.log1p(-np.exp(min(epsilon + second - first, 0.0))) - math.log(delta)
-
-    if not mu > 0 or 2 * stats.norm.cdf(mu / 2) - 1 <= delta:
-        return 0.0
-    return float(optimize.brentq(above, 0.0, mu * mu / 2 + mu * stats.norm.isf(delta) + 1e-9, xtol=1e-12))
+    return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
 
 
 def _outputs(mechanism: Callable[..., Arrays], data: Arrays, trials: int, vectorized: bool) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,15 +14,25 @@ from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Estimator, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
+from tfdpfl.label_dp import _labels
+from tfdpfl.label_dp._datasets import labels_of
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
 from tfdpfl.label_dp._top_k import FINEST, RARE
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["ClassTransformer", "LabelMechanism", "LabelTransformer", "Uniforms", "label_promise", "noisy_counts"]
+__all__ = [
+    "ClassTransformer",
+    "LabelMechanism",
+    "LabelTransformer",
+    "Uniforms",
+    "in_chunks",
+    "label_promise",
+    "noisy_counts",
+]
 
-
+_CHUNK = 1 << 18  # labels
 _COVERED = (
     "Covered: the released labels, and what is computed from them and from public data.",
     "Not covered: the features, which are used as they are, and scores that were measured on the true labels.",
@@ -69,6 +80,12 @@ def noisy_counts(counts: np.ndarray, parameter: float, uniforms: Uniforms, repla
     return _replay_hook.released([counts], [counts + noise], [noise], [1 / parameter], charge, replaced=charge, norm=1)[
         0
     ]
+
+
+def in_chunks(release: Callable[[np.ndarray, int], np.ndarray], values: np.ndarray) -> np.ndarray:
+    """`release(piece, where it starts)` of each piece, put together. Many labels need little memory so."""
+    said = [release(values[start : start + _CHUNK], start) for start in range(0, max(len(values), 1), _CHUNK)]
+    return said[0] if len(said) == 1 else np.concatenate(said)
 
 
 def label_promise(mechanism: Estimator, spent: PrivacyLedger, more: str = "") -> Promise:
@@ -170,14 +187,16 @@ class LabelMechanism(BaseEstimator):
         if self.seed is not None:
             _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
 
-    def _labels_alone(self, second: object) -> None:
-        """Refuses (X, y) where only labels are due."""
+    def _begin(self, y: Arrays, second: object) -> Arrays:
+        """Returns the labels to be fitted on, also those of a data set, and refuses (X, y)."""
         if second is not None:
             name = type(self).__name__
             raise ValueError(
                 f"{name} releases labels, but received two arrays, as in a pipeline, which passes y on unchanged: call "
                 f"{name}.fit_transform(y) before, and fit the pipeline on what that returns"
             )
+        self._check()
+        return labels_of(y) if _labels.is_dataset(y) else y
 
     def _check_epsilon(self) -> None:
         check_epsilon(self.epsilon, "give the total ε of one release")
@@ -217,6 +236,18 @@ class ClassTransformer(LabelTransformer):
     """A mechanism of labels that are classes."""
 
     num_classes: int | None
+    classes: Arrays
+
+    def fit(self, y: Arrays, _second: None = None) -> Estimator:
+        """Learns the classes, unless they were given. Costs nothing.
+
+        Args:
+            y: Labels [n] or [n, 1]: numbers or strings, in a list, array, pandas Series, tensor, or a
+                `tf.data.Dataset` of labels or (x, y) pairs, batched or not.
+        """
+        labels, _ = _labels.read(self._begin(y, _second))
+        self.classes_ = _labels.find_classes(labels, self.num_classes, self.classes)
+        return self
 
     def _check(self) -> None:
         super()._check()

@@ -8,7 +8,17 @@ import numpy as np
 
 from tfdpfl import _replay_hook
 
-__all__ = ["FINEST", "RARE", "best_k", "by_likelihood", "keep_probability", "lie_probability", "matrices", "release"]
+__all__ = [
+    "FINEST",
+    "RARE",
+    "best_k",
+    "by_likelihood",
+    "keep_probability",
+    "lie_probability",
+    "matrices",
+    "release",
+    "response_matrix",
+]
 
 # A uniform number is a multiple of 2⁻⁵³, so what is rarer never comes; where lies are rarer than this, which class
 # they name is drawn by itself.
@@ -80,6 +90,11 @@ def release(
         return np.where(rank[row, codes] >= k, np.log((np.exp(epsilon) + k - 1) / k), epsilon * (said == codes))
 
     return _replay_hook.drawn(codes, said, epsilon, loss)
+
+
+def response_matrix(epsilon: float, size: int) -> np.ndarray:
+    """P(released = j | label = i) of randomized response on so many classes, [K, K]."""
+    return matrices(np.arange(size)[None], np.array([size]), epsilon)[0]
 
 
 def matrices(order: np.ndarray, k: np.ndarray, epsilon: float) -> np.ndarray:

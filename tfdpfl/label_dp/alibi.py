@@ -57,13 +57,6 @@ class ALIBI(ClassTransformer):
         self.epsilon, self.num_classes, self.prior, self.seed, self.classes = epsilon, num_classes, prior, seed, classes
         self._check()
 
-    def fit(self, y: Arrays, _second: None = None) -> ALIBI:
-        """Learns the classes, unless they were given. Costs nothing."""
-        self._labels_alone(_second)
-        self._check()
-        self.classes_ = _labels.find_classes(_labels.read(y)[0], self.num_classes, self.classes)
-        return self
-
     def transform(self, y: Arrays) -> np.ndarray:
         """Releases noisy labels and returns the posterior, float64 [n, K]; one release, whatever y holds."""
         check_is_fitted(self, "classes_")

@@ -11,8 +11,8 @@ from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
-from tfdpfl.label_dp._base import ClassTransformer, LabelMechanism
-from tfdpfl.label_dp._datasets import arrays_of, labels_of, with_labels
+from tfdpfl.label_dp._base import ClassTransformer, LabelMechanism, in_chunks
+from tfdpfl.label_dp._datasets import arrays_of, with_labels
 from tfdpfl.label_dp.counts import debiased_by_response
 from tfdpfl.label_dp.priors import LabelPrior, PublicPrior, from_counts
 
@@ -22,7 +22,6 @@ __all__ = ["RandomizedResponse", "RandomizedResponseTopK", "RandomizedResponseWi
 # group's classes are made up from. They make the commonest class of ten 66 % to 94 % of a group.
 _SHARES = 2.0 ** -np.arange(0.25, 7.1, 0.25)
 _PURITY = (0.1, 1.0)
-_CHUNK = 1 << 18  # labels at a time, so that 10⁷ of them need little memory besides the result
 
 
 class RandomizedResponse(ClassTransformer):
@@ -57,20 +56,6 @@ class RandomizedResponse(ClassTransformer):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self._check()
 
-    def fit(self, y: Arrays, _second: None = None) -> RandomizedResponse:
-        """Learns the classes, unless they were given. Costs nothing.
-
-        Args:
-            y: Labels [n] or [n, 1]: numbers or strings, in a list, array, pandas Series, tensor, or a
-                `tf.data.Dataset` of labels or (x, y) pairs, batched or not.
-        """
-        self._labels_alone(_second)
-        self._check()
-        if _labels.is_dataset(y):
-            y = labels_of(y)
-        self.classes_ = _labels.find_classes(_labels.read(y)[0], self.num_classes, self.classes)
-        return self
-
     def transform(self, y: Arrays) -> Arrays:
         """Releases noisy labels, in the container of `y`; one release, whatever it holds.
 
@@ -87,7 +72,7 @@ class RandomizedResponse(ClassTransformer):
         self._spend((float(self.epsilon), size))
         self._count_release()
 
-        def chunk(part: np.ndarray) -> np.ndarray:
+        def chunk(part: np.ndarray, _: int) -> np.ndarray:
             codes = _labels.encode(part, self.classes_)
             uniform = uniforms(len(codes))
             # The same number tells whether to lie, and how far round the circle of classes.
@@ -103,7 +88,7 @@ class RandomizedResponse(ClassTransformer):
         def loss(one: np.ndarray, other: np.ndarray, said: np.ndarray) -> float:
             return float(self.epsilon * np.sum((one == said) != (other == said)))
 
-        return rebuild(_in_chunks(chunk, values))
+        return rebuild(in_chunks(chunk, values))
 
     def label_counts(self, noisy: Arrays) -> np.ndarray:
         """Unbiased estimates of how many labels of each class there were, [K], from released ones.
@@ -123,8 +108,7 @@ class RandomizedResponse(ClassTransformer):
     def transition_matrix_(self) -> np.ndarray:
         """[K, K], P(class j is released | the label is class i)."""
         check_is_fitted(self, "classes_")
-        size = len(self.classes_)
-        return _top_k.matrices(np.arange(size)[None], np.array([size]), self.epsilon)[0]
+        return _top_k.response_matrix(self.epsilon, len(self.classes_))
 
     def _cost(self) -> list[tuple[float, int]]:
         given = self.num_classes if self.classes is None else len(np.unique(self.classes))
@@ -134,7 +118,7 @@ class RandomizedResponse(ClassTransformer):
 class _PriorTransformer(ClassTransformer):
     """Randomized response on the k likeliest classes of each example's prior."""
 
-    def fit(self, X: Arrays, y: Arrays = None) -> Estimator:
+    def fit(self, X: Arrays, y: Arrays = None) -> Estimator:  # type: ignore[override]  # features come first
         """Learns the classes, and releases the prior's noisy counts if it is one that is fitted on the labels.
 
         Args:
@@ -203,7 +187,7 @@ class _PriorTransformer(ClassTransformer):
             said = _top_k.release(codes, row, order, rank, k, epsilon, uniforms)
             return _labels.decode(said, self.classes_, values)
 
-        return rebuild(_in_chunks(chunk, values, positions=True))
+        return rebuild(in_chunks(chunk, values))
 
     def fit_transform(self, X: Arrays, y: Arrays = None) -> Arrays:
         """`fit` and `transform` on the same data, for `epsilon` in all."""
@@ -423,20 +407,6 @@ def randomized_response(y: Arrays, epsilon: float, num_classes: int | None = Non
         ValueError: for arguments out of range, or a label that is none of the classes.
     """
     return RandomizedResponse(epsilon, num_classes, seed).fit_transform(y)
-
-
-def _in_chunks(release: Arrays, values: np.ndarray, positions: bool = False) -> np.ndarray:
-    """`release` of each piece, put together; with `positions`, it is told where the piece starts."""
-    starts = range(0, len(values), _CHUNK)
-    result = None
-    for start in starts:
-        part = values[start : start + _CHUNK]
-        said = release(part, start) if positions else release(part)
-        if len(starts) == 1:
-            return said
-        result = np.empty(len(values), said.dtype) if result is None else result
-        result[start : start + len(part)] = said
-    return values.copy() if result is None else result
 
 
 def _pays(prior: Prior) -> bool:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdpfl._types import Arrays, Json
 from tfdpfl.accounting import _checks
 from tfdpfl.label_dp._events import check_epsilon
-from tfdpfl.label_dp._top_k import keep_probability, matrices
+from tfdpfl.label_dp._top_k import keep_probability, response_matrix
 from tfdpfl.label_dp.counts import check_condition, inverse_of
 
 __all__ = ["ALIBILoss", "BackwardCorrectedLoss", "ForwardCorrectedLoss"]
@@ -46,7 +46,7 @@ class _Response:
 
     @property
     def matrix(self) -> np.ndarray:
-        return matrices(np.arange(self.size)[None], np.array([self.size]), self.config["epsilon"])[0]
+        return response_matrix(self.config["epsilon"], self.size)
 
     def log_released(self, log_probabilities: tf.Tensor) -> tf.Tensor:
         lies = self._log_lie + tf.reduce_logsumexp(log_probabilities, axis=-1, keepdims=True)

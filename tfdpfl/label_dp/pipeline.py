@@ -17,7 +17,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp._base import label_promise
 from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
-from tfdpfl.label_dp._top_k import RARE, lie_probability, matrices
+from tfdpfl.label_dp._top_k import RARE, lie_probability, response_matrix
 from tfdpfl.label_dp.classification import RandomizedResponse
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
     @property
     def transition_matrix_(self) -> np.ndarray:
         """[K, K], P(released = j | label = i)."""
-        return matrices(np.arange(self.num_classes)[None], np.array([self.num_classes]), self.epsilon)[0]
+        return response_matrix(self.epsilon, self.num_classes)
 
     @property
     def dp_event(self) -> DpEvent:

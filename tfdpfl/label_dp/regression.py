@@ -14,14 +14,13 @@ from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import _labels, _top_k
-from tfdpfl.label_dp._base import LabelTransformer, Uniforms, noisy_counts
-from tfdpfl.label_dp._datasets import labels_of, with_labels
+from tfdpfl.label_dp._base import LabelTransformer, Uniforms, in_chunks, noisy_counts
+from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp.priors import check_probabilities
 
 __all__ = ["RROnBins", "UnbiasedRandomizer"]
 
 _LOSSES = ("squared", "absolute", "poisson")
-_CHUNK = 1 << 18
 
 
 class _RegressionMechanism(LabelTransformer):
@@ -50,11 +49,7 @@ class _RegressionMechanism(LabelTransformer):
         Args:
             y: Labels [n], finite numbers. Each counts as the nearest value of the grid.
         """
-        self._labels_alone(_second)
-        self._check()
-        if _labels.is_dataset(y):
-            y = labels_of(y)
-        numbers, _ = _numbers(y)
+        numbers, _ = _numbers(self._begin(y, _second))
         if self.prior is not None:
             values, probabilities = self._public_prior()
         else:
@@ -82,11 +77,7 @@ class _RegressionMechanism(LabelTransformer):
         self._spend((self._response_epsilon, 2))
         self._count_release()
         uniforms = self._uniforms()
-        result = np.empty(len(numbers))
-        for start in range(0, len(numbers), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            result[part] = self._release(numbers[part], uniforms)
-        return rebuild(result)
+        return rebuild(in_chunks(lambda part, _: self._release(part, uniforms), numbers))
 
     def inverse_transform(self, y: Arrays) -> Arrays:
         """`y` as it is, since released labels are in the units of the true ones; for `TransformedTargetRegressor`.
@@ -212,8 +203,7 @@ class RROnBins(_RegressionMechanism):
     def transition_matrix_(self) -> np.ndarray:
         """[bins, outputs], P(output j is released | label is in bin i)."""
         check_is_fitted(self, "outputs_")
-        size = len(self.outputs_)
-        return _top_k.matrices(np.arange(size)[None], np.array([size]), self._response_epsilon)[0][self.bins_]
+        return _top_k.response_matrix(self._response_epsilon, len(self.outputs_))[self.bins_]
 
 
 def _interval_costs(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from tfdpfl.pate.epsilon import WARNING, Epsilon
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity_release
 from tfdpfl.pate.teachers import compiled, inputs_of, labels_for, like_zero
 from tfdpfl.pate.votes import as_counts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from tfdpfl.plots import panels
 
 __all__ = ["PATE", "PATEReport"]
 
@@ -111,7 +109,9 @@ class PATEReport:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        figure, (above, below) = _figure(2, (7, 4.4))
+        figure = panels(1)[0].figure
+        figure.clear()
+        above, below = figure.subplots(2)
         right = {
             "one teacher alone": (alone, True),
             "plurality of the votes": (self.vote_accuracy, True),
@@ -325,13 +325,13 @@ class PATE:
         self._check_fitted()
         ordered = np.sort(self.answers_.counts, axis=1)
         margins, answered = ordered[:, -1] - ordered[:, -2], self.answers_.by_teachers
-        figure, axes = _figure()
+        (axes,) = panels(1)
         axes.set(xlabel="votes between the first and the second class", ylabel="queries")
         both = [margins[answered], margins[~answered]]
         axes.hist(both, bins=30, stacked=True, label=["answered", "not answered"])
         axes.legend()
         axes.set_title(f"Vote margins ({WARNING})")
-        return _saved(figure, path)
+        return _saved(axes.figure, path)
 
     def plot_costs(self, path: str | os.PathLike | None = None) -> Axes:
         """Draws each query's data-dependent cost beside its data-independent one; as `plot_margins`."""
@@ -339,7 +339,7 @@ class PATE:
         epsilon = self.answers_.epsilon(self.delta, data_dependent=True)
         order = epsilon.order or 8.0
         costs = np.sort(self.answers_.rdp([order])[:, 0])[::-1]
-        figure, axes = _figure()
+        (axes,) = panels(1)
         axes.set(xlabel="queries, the most expensive first", ylabel=f"RDP at order {order:.3g}")
         axes.plot(np.maximum(costs, 1e-12), label=f"given its votes ({WARNING})")
         most = rdp_data_independent(self.aggregator, [order])[0]
@@ -347,7 +347,7 @@ class PATE:
         axes.set_yscale("log")
         axes.legend()
         axes.set_title(f"Cost of each query, total epsilon {epsilon:.3g}")
-        return _saved(figure, path)
+        return _saved(axes.figure, path)
 
     # Queries and answers
 
@@ -407,11 +407,11 @@ class PATE:
             orders = pricing.ORDERS
             spent = np.cumsum(answers.rdp(orders), axis=0)
             epsilon = lambda k: pricing.epsilon_of_rdp(orders, spent[k - 1], self.delta)[0]  # noqa: E731
-            return _largest(len(answers), lambda k: epsilon(k) <= budget)
-        if len(self.aggregator.parts) == 1:
-            price = lambda k: pricing.price_of(self.aggregator.dp_event(k), self.delta)  # noqa: E731
-            return _largest(len(answers), lambda k: price(k) <= budget)
-        return self._filtered(answers, budget)
+        elif len(self.aggregator.parts) == 1:
+            epsilon = lambda k: pricing.price_of(self.aggregator.dp_event(k), self.delta)  # noqa: E731
+        else:
+            return self._filtered(answers, budget)
+        return bisect.bisect(range(1, len(answers) + 1), False, key=lambda k: bool(epsilon(k) > budget))
 
     def _filtered(self, answers: Answers, budget: float) -> int:
         """The same where what is answered is itself an outcome: a filter at an order that is fixed beforehand
@@ -474,24 +474,6 @@ class PATE:
     def _check_fitted(self) -> None:
         if not hasattr(self, "answers_"):
             raise ValueError("nothing has been answered: call fit(X) first.")
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest k up to `most` that fits, where all below it fit too; 0 always does."""
-    low, high = 0, most
-    while low < high:
-        middle = math.ceil((low + high) / 2)
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def _figure(panels: int = 1, size: tuple[float, float] = (7, 4)) -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'tfdpfl[plots]'") from error
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(panels)
 
 
 def _bars(axes: Axes, values: dict[str, tuple[float, bool]], label: str, form: str, start: float) -> None:
