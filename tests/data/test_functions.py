@@ -22,6 +22,18 @@ LENGTHS = tf.data.Dataset.range(9).map(lambda i: tf.zeros([i]))
 Dataset = tf.data.Dataset
 
 
+def rare(x, y):
+    return y > 0
+
+
+def common(x, y):
+    return y < 1
+
+
+def kept(seed):
+    return ROWS.shuffle(9, seed=seed, reshuffle_each_iteration=False)
+
+
 def unseeded(data):
     """As where no global seed is set."""
     data._seed = data._seed2 = tf.constant(0, tf.int64)
@@ -54,6 +66,19 @@ MEET = {
     "two without a seed": (
         lambda: Dataset.zip((unseeded(ROWS.shuffle(9)), unseeded(SAME.shuffle(9)))).batch(8), "ZipDataset joins"),
     "one shuffle in two places": (lambda: Dataset.zip((TURNED, TURNED)).batch(8), "ZipDataset joins"),
+    "overlapping parts": (lambda: ROWS.take(40).concatenate(SAME.skip(39)).batch(8), "ConcatenateDataset joins"),
+    "overlapping batches": (lambda: (lambda d: d.take(4).concatenate(d.skip(3)))(ROWS.batch(8)), "joins"),
+    "a shard twice": (lambda: ROWS.shard(6, 2).concatenate(SAME.shard(4, 0)).batch(8), "ConcatenateDataset joins"),
+    "a third part that overlaps": (
+        lambda: ROWS.take(20).concatenate(ROWS.skip(20).take(20)).concatenate(ROWS.skip(39)).batch(8), "joins"),
+    "parts of two orders": (
+        lambda: kept(1).take(9).concatenate(kept(2).skip(9)).batch(8), "ConcatenateDataset joins"),
+    "parts of an order that is drawn twice": (
+        lambda: (lambda d: d.take(9).concatenate(d.skip(9)))(ROWS.shuffle(N)).batch(8), "ConcatenateDataset joins"),
+    "a class twice": (
+        lambda: (lambda d: d.concatenate(d.map(lambda x, y: (-x, y))))(ROWS.filter(rare)).batch(8), "joins"),
+    "a class twice, beside the others": (
+        lambda: ROWS.filter(common).concatenate(ROWS.filter(rare)).concatenate(SAME.filter(rare)).batch(8), "joins"),
     "one side twice": (
         lambda: Dataset.zip((ROWS.flat_map(lambda x, y: Dataset.from_tensors((x, y)).repeat(2)), ROWS)).batch(8),
         "ZipDataset joins"),
@@ -64,6 +89,16 @@ MEET = {
     "the same twice": (
         lambda: Dataset.sample_from_datasets([ROWS, ROWS.filter(lambda x, y: y > 0)]).batch(8), "in turns"),
     "drawn with replacement": (lambda: Dataset.range(N).map(drawn).batch(8), "reads rows at random from a table of 64"),
+    "a row drawn": (
+        lambda: Dataset.range(N).map(lambda i: TABLE[tf.random.uniform([], 0, N, tf.int64)]).batch(8), "reads rows at"),
+    "a slice drawn": (
+        lambda: Dataset.range(N).map(lambda i: tf.slice(TABLE, [tf.random.uniform([], 0, N, tf.int32), 0], [1, 4])[0]
+                                     ).batch(8), "reads rows at random"),
+    "each row for two numbers": (
+        lambda: Dataset.range(N).shuffle(N).map(lambda i: tf.gather(TABLE, i // 2)).batch(8), "for several numbers"),
+    "the same in batches": (lambda: Dataset.range(N).batch(8).map(lambda i: tf.gather(TABLE, i % 60)), "for several"),
+    "the same by counter": (
+        lambda: Dataset.counter().map(lambda i: TABLE[i * 31 % 62]).batch(8), "StridedSlice.* for several|for several"),
     "drawn by a branch": (
         lambda: Dataset.range(N).map(lambda i: tf.cond(i > 3, lambda: TABLE[0], drawn)).batch(8), "reads rows"),
     "drawn by a data set": (
@@ -71,7 +106,19 @@ MEET = {
     "drawn from an element": (
         lambda: Dataset.zip((Dataset.from_tensors(X).repeat(N), Dataset.range(N))).map(
             lambda x, i: tf.gather(x, tf.random.uniform([], 0, N, tf.int32))).batch(8), "reads rows at random"),
-    "padded": (lambda: LENGTHS.padded_batch(3), "PaddedBatchDataset pads each batch to its longest example"),
+    "sorted": (lambda: ROWS.batch(8).map(lambda x, y: (tf.sort(x, 0), y)), "another first row changes the other rows"),
+    "sorted by label": (
+        lambda: ROWS.batch(8, drop_remainder=True).map(lambda x, y: (tf.gather(x, tf.argsort(y)), y)),
+        "works along the batch axis"),
+    "centred in its class": (
+        lambda: ROWS.batch(8).map(lambda x, y: (x - tf.gather(tf.math.unsorted_segment_mean(
+            x, tf.cast(y, tf.int32), 2), tf.cast(y, tf.int32)), y)), "another first row"),
+    "centred one by one": (
+        lambda: ROWS.batch(8).map(lambda x, y: (tf.map_fn(lambda t: t - tf.reduce_mean(x, 0), x), y)), "another first"),
+    "running sums": (lambda: ROWS.batch(8).map(lambda x, y: (tf.scan(lambda a, b: a + b, x), y)), "another first row"),
+    "turned by one": (
+        lambda: ROWS.batch(8).map(lambda x, y: (tf.cond(tf.reduce_max(y) > 0, lambda: x, lambda: -x), y)), "branch by"),
+    "padded": (lambda: LENGTHS.padded_batch(3), "longest example.* and cut longer examples to it: padded_batch"),
     "padded in buckets": (
         lambda: LENGTHS.bucket_by_sequence_length(lambda t: tf.shape(t)[0], [4], [3, 3]), "pads each batch"),
     "ragged made dense": (lambda: WORDS.ragged_batch(2).map(lambda t: t.to_tensor()), "pads each batch"),
@@ -112,6 +159,15 @@ APART = {
     "two arrays": lambda: Dataset.zip((Dataset.from_tensor_slices(X), Dataset.from_tensor_slices(Y))).batch(8),
     "seeds beside": lambda: Dataset.zip((ROWS, Dataset.random(), Dataset.random())).map(lambda e, *_: e).batch(8),
     "a split": lambda: ROWS.take(9).concatenate(SAME.skip(9)).batch(8),
+    "a split in three": lambda: kept(1).take(9).concatenate(kept(1).skip(9).take(9).shuffle(N)).concatenate(
+        kept(1).skip(18)).batch(8),
+    "a split of batches": lambda: (lambda d: d.take(3).concatenate(d.skip(3)))(ROWS.batch(8)),
+    "shards": lambda: Dataset.choose_from_datasets(
+        [ROWS.shard(3, i) for i in range(3)], Dataset.range(3).repeat()).batch(8),
+    "a class and the rest": lambda: ROWS.filter(common).concatenate(ROWS.filter(rare)).batch(8),
+    "a split of a class": lambda: ROWS.filter(rare).take(9).concatenate(SAME.filter(rare).skip(9)).batch(8),
+    "classes by a tensor": lambda: Dataset.sample_from_datasets(
+        [ROWS.filter(lambda x, y, c=c: tf.equal(y, c)) for c in tf.constant([0.0, 1.0])]).batch(8),
     "by class": lambda: Dataset.sample_from_datasets(
         [ROWS.filter(lambda x, y: y > 0).shuffle(N), ROWS.filter(lambda x, y: y < 1).shuffle(N)]).batch(8),
     "a series": lambda: tf.keras.utils.timeseries_dataset_from_array(X, Y, 4, batch_size=8, shuffle=True),
@@ -119,6 +175,10 @@ APART = {
     "buckets": lambda: LENGTHS.bucket_by_sequence_length(
         lambda t: tf.shape(t)[0], [4, 10], [3, 3, 3], pad_to_bucket_boundary=True),
     "ragged, a fixed length": lambda: WORDS.ragged_batch(2).map(lambda t: t.to_tensor(shape=[None, 4])),
+    "by number, in another order": lambda: Dataset.range(N).map(lambda i: tf.gather(TABLE, (i * 5 + 3) % N)).batch(8),
+    "passes by number": lambda: Dataset.counter().map(lambda i: tf.gather(TABLE, i % N)).batch(8),
+    "counter beside": lambda: Dataset.zip((Dataset.counter(), ROWS)).map(lambda i, e: e).batch(8),
+    "up to a number": lambda: ROWS.shuffle(N).enumerate().take_while(lambda i, e: i < 50).map(lambda i, e: e).batch(8),
     "whole batches": lambda: ROWS.batch(6).filter(lambda x, y: tf.shape(x)[0] == 6),
     "counted in a variable": lambda: ROWS.map(lambda x, y: (x, y, COUNT.assign_add(1))).batch(8),
     "counted": lambda: ROWS.scan(0, lambda s, e: (s + 1, (e[0], s))).batch(8),

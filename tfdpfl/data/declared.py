@@ -130,10 +130,20 @@ def source_of(dataset: Dataset) -> tuple[Nest, Callable | None, Arrays] | None:
 
 def inputs_of(dataset: Dataset) -> list[Dataset]:
     """Returns the data sets that a transformation made `dataset` from; none of one that declares its sampling."""
-    if declared_sampling(dataset) is not None:
+    if declared_sampling(dataset) is not None or _counts(dataset):
         return []
     # What tf.compat.v1 made is in a wrapper, which passes over the transformation that it holds.
     return [dataset._dataset] if hasattr(dataset, "_dataset") else getattr(dataset, "_inputs", list)()
+
+
+def _counts(dataset: Dataset) -> bool:
+    """Whether `tf.data.Dataset.counter` made a data set: it goes through one zero that is repeated."""
+    path = [dataset]
+    for name in ("scan", "repeat"):
+        if made_by(path[-1], (name,)) is None or not hasattr(path[-1], "_input_dataset"):
+            return False
+        path.append(path[-1]._input_dataset)
+    return type(path[-1]).__name__.strip("_") == "TensorDataset" and path[-1].element_spec.shape == ()
 
 
 def made_from(dataset: Dataset) -> SamplingDeclaration | None:

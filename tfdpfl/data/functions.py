@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,11 +29,13 @@ __all__ = [
 ]
 
 _SIZES = frozenset(["Shape", "ShapeN", "Size", "Rank"])  # what they say of a tensor does not depend on its values
+_KEEPING = ("Cast", "Identity", "Reshape", "ExpandDims", "Squeeze", "Pack")
 _SELECT = frozenset(["Gather", "ResourceGather", "RandomShuffle"])
 # Why `BatchAxis` says that examples meet, of ops that are known to let them. It says more of ops that it cannot follow.
 _MEET = frozenset([
     "reduces over the batch", "sums over the batch", "picks examples of the batch", "works along the batch axis",
-    "takes some examples of the batch, not all", "joins along the batch axis", "lets examples pick from one another",
+    "takes some examples of the batch, not all", "takes a branch by data",
+    "joins along the batch axis", "lets examples pick from one another",
     "combines the examples along one axis with the examples along another", "normalises over the batch",
     "multiplies the examples along one axis with the examples along another", "normalises examples together",
 ])  # fmt: skip
@@ -41,7 +44,13 @@ _WRITES = ("Assign", "ResourceScatter", "LookupTableInsert")
 _ALIGNED = (
     "tensorslice", "map", "batch", "prefetch", "options", "cache", "assertcardinality", "model", "take",
 )  # fmt: skip
-_DISJOINT = ("skip", "shard", "filter", "takewhile", "window", "directed")
+# Transformations whose elements are those that they are given, or batches of them.
+_SELECTING = (
+    "batch", "unbatch", "prefetch", "options", "cache", "assertcardinality", "model", "shuffle", "repeat", "take",
+    "skip", "shard", "filter", "takewhile",
+)  # fmt: skip
+_PLACES = ("take", "skip", "shard")
+_CHOOSING = ("filter", "takewhile", "window", "directed")
 
 
 def check_once(dataset: Dataset, draws: str) -> None:
@@ -77,13 +86,17 @@ def check_apart(dataset: Dataset, number: float = math.inf, batched: bool | None
 def _check(dataset: Dataset, number: float, level: int | None) -> None:
     """Checks a data set and those that it was made from; ``level`` counts the batch axes of its elements, if known."""
     kind = made_by(dataset, ("flatmap", "map", "takewhile", "filter", "scan"))
-    for graph, given in _functions(dataset):
+    for called in _functions(dataset):
+        graph, given = called.graph, called.given
         _check_draws(dataset, graph, given, number)
         _check_inner_padding(dataset, graph)
+        if kind == "map" and level is not None:
+            _check_copies(dataset, called, number, level)
         if kind == "map" and level == 1:
-            _check_batches(dataset, graph, given)
+            _check_batches(dataset, called)
         if (kind == "filter" and level) or kind == "takewhile":
-            _check_choice(dataset, graph, given, whole=kind == "filter")
+            of_examples = [t for t, numbers in called.numbered if numbers is None]
+            _check_choice(dataset, graph, of_examples, whole=kind == "filter")
         _check_state(dataset, graph, given, len(_state_of(dataset)) if kind == "scan" else 0)
     _check_joined(dataset)
     if made_by(dataset, ("padded",)):
@@ -107,14 +120,52 @@ def rank_of(dataset: Dataset) -> int | None:
     return getattr(shape, "rank", None)
 
 
-def _functions(dataset: Dataset) -> list[tuple[tf.Graph, list[tf.Tensor]]]:
-    """The graphs of the functions that a data set calls, with what they are given of each element."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Function:
+    """A function that a data set calls, with what it is given of each element.
+
+    Attributes:
+        call: Calls it with such tensors.
+        numbered: What it is given, each with the data set of numbers that it comes from, or None.
+    """
+
+    graph: tf.Graph
+    call: Callable[..., object]
+    given: list[tf.Tensor]
+    numbered: list[tuple[tf.Tensor, Dataset | None]]
+
+
+def _functions(dataset: Dataset) -> list[_Function]:
     found = []
     for function in getattr(dataset, "_functions", list)():
         graph = function.function.graph
         captured = {inner.op.name for _, inner in graph.captures}
-        found.append((graph, [t for t in graph.inputs if t.op.name not in captured]))
+        given = [t for t in graph.inputs if t.op.name not in captured]
+        sources = [of for each in inputs_of(dataset) for of in _numbers(each)]
+        sources = sources if len(sources) == len(given) else [None] * len(given)
+        found.append(_Function(graph, function.function, given, list(zip(given, sources, strict=True))))
     return found
+
+
+def _numbers(dataset: Dataset) -> list[Dataset | None]:
+    """Of each part of an element the data set of numbers (range, enumerate, counter) that it comes from, or None."""
+    import tensorflow as tf
+
+    inputs = inputs_of(dataset)
+    if not inputs and _are_numbers(dataset):
+        return [dataset]
+    if made_by(dataset, ("zip",)) or (len(inputs) == 1 and made_by(dataset, _SELECTING)):
+        return [of for each in inputs for of in _numbers(each)]
+    return [None] * len(tf.nest.flatten(dataset.element_spec))
+
+
+def _are_numbers(source: Dataset) -> bool:
+    """Whether a source is made of numbers that anyone knows: those of range, of counter, or of enumerate, which has no
+    class of its own, and no end."""
+    if made_by(source, ("tensorslice",)) is None and made_by(source, ("range", "scan")):
+        return True
+    number = int(source.cardinality())
+    return name_of(source) == "VariantDataset" and (number == -1 or number > 2**62)  # -1 is endless
 
 
 def _depends(targets: Iterable[tf.Tensor], given: list[tf.Tensor]) -> bool:
@@ -135,17 +186,20 @@ def _draws(targets: Iterable[tf.Tensor]) -> bool:
 # -- functions of batches ------------------------------------------------------------------------------------------
 
 
-def _check_batches(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor]) -> None:
+def _check_batches(dataset: Dataset, called: _Function) -> None:
     """Raises if a function of a batch computes a row from several examples."""
     from tfdpfl.clipping.batch_axis import BatchAxis
     from tfdpfl.clipping.states import Batch, Mixed
 
+    graph, given = called.graph, called.given
     names = {t.op.name for t in given}
     axis = BatchAxis(graph, lambda t: Batch(0) if t.op.name in names and t.shape.rank != 0 else None, within=True)
     for t in graph.outputs:
         state = axis[t]
         if isinstance(state, Mixed) and state.why in _MEET and _of_values(graph, state, given):
             raise _meets(dataset, state.describe())
+        if isinstance(state, Mixed) and _moves_others(called):
+            raise _meets(dataset, f"another first row changes the other rows of its result, and {state.describe()}")
     for op in axis.ops.values():
         of = axis.states.get((op.inputs[0].op.name, op.inputs[0].value_index)) if op.inputs else None
         if isinstance(of, Batch) and of.axis == 0 and _selects(op) and _draws(op.inputs[1:]):
@@ -153,6 +207,77 @@ def _check_batches(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor]) ->
     for op in graph.get_operations():
         if op.type == "RaggedTensorToTensor" and not _is_fixed(op.inputs[0]) and _depends(op.outputs, given):
             raise _pads(dataset, "to_tensor(shape=[None, 100]), or for a TextVectorization output_sequence_length=100")
+
+
+# Ops with a state that may be called with made-up rows.
+_READS = (
+    "Assert", "Case", "HashTable", "If", "LookupTable", "MutableHashTable", "Partitioned", "Placeholder",
+    "ReadVariable", "ResourceGather", "StatefulPartitioned", "Stateless", "TensorList", "VarHandle", "While",
+)  # fmt: skip
+_LARGEST = 1 << 22  # numbers in a made-up batch
+
+
+def _moves_others(called: _Function) -> bool:
+    """Whether a function of a batch gives other rows where the first one is another: it is called with made-up rows.
+
+    False if that does not show: it draws at random, calls Python, writes variables, or does not take such rows."""
+    import tensorflow as tf
+    from tensorflow.python.framework import op_def_registry
+
+    definition = called.graph.as_graph_def()
+    nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
+    kinds = {node.op for node in nodes} - {f.signature.name for f in definition.library.function}
+    defined = {kind: op_def_registry.get(kind) for kind in kinds if not kind.startswith(_READS)}
+    if any(of is None or of.is_stateful or "Random" in kind for kind, of in defined.items()):
+        return False
+    shapes = [t.shape for t in called.given]
+    if any(shape.rank is None for shape in shapes) or any(t.dtype == tf.variant for t in called.given):
+        return False
+    sizes = [[n or 4 for n in shape.as_list()] for shape in shapes]
+    if any(math.prod(size) > _LARGEST for size in sizes) or {size[0] for size in sizes if size} in (set(), {1}):
+        return False
+    for zero in [None, *range(len(sizes))]:
+        try:
+            before, after = (_leaves(called.call(*_made_up(called.given, sizes, zero, first))) for first in (0, 1))
+        except Exception:  # of TensorFlow's, or of the function's own checks
+            return False
+        rows = next(size[0] for size in sizes if size)
+        for one, other in zip(before, after, strict=True):
+            if one.shape == other.shape and one.shape[:1] == (rows,) and not _alike(one[1:], other[1:]):
+                return True
+    return False
+
+
+def _made_up(given: list[tf.Tensor], sizes: list[list[int]], zero: int | None, first: int) -> list[tf.Tensor]:
+    """Rows of numbers from 0 to 1; in the part of number ``zero`` they are 0. Where ``first`` is 1, the first row is
+    another."""
+    import tensorflow as tf
+
+    random, made = np.random.default_rng(0), []
+    for part, (t, size) in enumerate(zip(given, sizes, strict=True)):
+        values = random.integers(0, 5, size) / 4 * (part != zero)
+        if size:
+            values[0] = 1 - values[0] if first else values[0]
+        if t.dtype == tf.string:
+            made.append(tf.constant(np.where(values > 0.5, "a", "b").astype(object)))
+        elif t.dtype.is_floating:
+            made.append(tf.constant(values, t.dtype))
+        else:
+            made.append(tf.cast(values > 0.5, t.dtype))
+    return made
+
+
+def _leaves(result: object) -> list[np.ndarray]:
+    import tensorflow as tf
+
+    return [np.asarray(t) for t in tf.nest.flatten(result) if tf.is_tensor(t) and t.dtype != tf.variant]
+
+
+def _alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether arrays are the same but for what rounding changes."""
+    if one.dtype.kind != "f":
+        return bool((one == other).all())
+    return np.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _of_values(graph: tf.Graph, state: Mixed, given: list[tf.Tensor]) -> bool:
@@ -186,7 +311,8 @@ def _meets(dataset: Dataset, where: str) -> PrivacyError:
 def _pads(dataset: Dataset, remedy: str) -> PrivacyError:
     return PrivacyError(
         f"{name_of(dataset)} pads each batch to its longest example, so one example changes the lengths of all others "
-        f"of its batch, and ε counts one row. Pad to a length that you know without the data: {remedy}."
+        "of its batch, and ε counts one row. Pad to a length that you know without the data, and cut longer examples "
+        f"to it: {remedy}."
     )
 
 
@@ -285,7 +411,56 @@ def _selects(op: tf.Operation) -> bool:
     if op.type == "GatherV2":
         axis = constant(op.inputs[2])
         return op.get_attr("batch_dims") == 0 and (axis is None or int(axis) == 0)
+    if op.type == "StridedSlice":  # one row, as in table[i]
+        return bool(op.get_attr("shrink_axis_mask") & 1)
+    if op.type == "Slice":
+        size = constant(op.inputs[2])
+        return size is not None and size.reshape(-1)[:1].tolist() == [1]
     return op.type in _SELECT
+
+
+def _check_copies(dataset: Dataset, called: _Function, number: float, level: int) -> None:
+    """Raises if a function reads a row of a table that is as long as the data for several numbers."""
+    for op in called.graph.get_operations():
+        if not (op.inputs and _is_long(op.inputs[0], number) and _selects(op)):
+            continue
+        chosen = [(t, of) for t, of in called.numbered if _depends(op.inputs[1:2], [t])]
+        if len(chosen) != 1 or chosen[0][1] is None or _draws(op.inputs[1:2]):
+            continue
+        ((given, numbers),) = chosen
+        if op.type not in ("StridedSlice", "Slice") and op.inputs[1].shape.rank != level:
+            continue  # a row of several examples (a window)
+        found = _chosen(called.graph, given, op.inputs[1], numbers, number, level)
+        if len(np.unique(found)) < len(found):
+            raise PrivacyError(
+                f"{name_of(dataset)} reads one row of a table of {number} rows or more for several numbers "
+                f"({op.type}, {op.name!r}). If that holds the training data, an example is in several rows, and ε "
+                "counts one. Read a row of its own for each number, or leave copies out."
+            )
+
+
+def _chosen(
+    graph: tf.Graph, given: tf.Tensor, index: tf.Tensor, numbers: Dataset, number: float, level: int
+) -> np.ndarray:
+    """Which row a function reads for each number; nothing if it is plainly the number itself."""
+    import tensorflow as tf
+
+    at = index
+    while at.op.type in _KEEPING and len(at.op.inputs) >= 1 and at is not given:
+        at = at.op.inputs[0]
+    if at is given:
+        return np.zeros(0)
+    shape = [1] * level
+
+    def row(i: tf.Tensor) -> tf.Tensor:
+        here = tf.compat.v1.get_default_graph()
+        feeds = {inner.name: here.capture(outer) for outer, inner in graph.captures}
+        feeds[given.name] = tf.reshape(tf.cast(i, given.dtype), shape)
+        found = tf.graph_util.import_graph_def(graph.as_graph_def(), feeds, [index.name])[0]
+        return tf.cast(tf.reshape(found, [-1])[0], tf.int64)
+
+    parts = [part.numpy() for part in numbers.take(int(min(number, 2**31))).map(row).batch(4096)]
+    return np.concatenate(parts)
 
 
 def _is_random(op: tf.Operation) -> bool:
@@ -310,12 +485,10 @@ def _check_joined(dataset: Dataset) -> None:
     inputs = inputs_of(dataset)[kind == "directed" :] if kind else []  # of this one the first selects
     for i, one in enumerate(inputs):
         for other in inputs[i + 1 :]:
-            if not _share(one, other):
-                continue
-            paths = ancestors(one), ancestors(other)
-            if kind == "zip" and _side_by_side(paths):
+            shared = [(a, b) for a in _paths(one) for b in _paths(other) if _same(a[-1], b[-1])]
+            if kind == "zip" and (not shared or _side_by_side((ancestors(one), ancestors(other)))):
                 continue  # parts of one example, or two views of it
-            if kind != "zip" and _may_be_disjoint(paths):
+            if kind != "zip" and all(_may_be_disjoint(*paths) for paths in shared):
                 continue
             raise PrivacyError(
                 f"{name_of(dataset)} joins data sets that hold the same examples, {_JOINED[kind]}. An example is then "
@@ -345,17 +518,64 @@ def _shuffle_alike(one: Dataset, other: Dataset) -> bool:
     return settings[0] == settings[1] and any(settings[0][1:3])
 
 
-def _may_be_disjoint(paths: tuple[list[Dataset], list[Dataset]]) -> bool:
-    """Whether each of two data sets may leave out what the other one has, and in each pass the same."""
-    places = ("skip", "shard", "take", "window")
-    for path in paths:
-        placed = [at for at, each in enumerate(path) if made_by(each, places)]
-        order = [at for at, each in enumerate(path) if made_by(each, SHUFFLES) and shuffles_anew(each)]
-        if not any(made_by(each, (*_DISJOINT, "take")) for each in path) or (
-            placed and order and max(order) > min(placed)
-        ):
-            return False
-    return any(made_by(each, _DISJOINT) for path in paths for each in path)
+def _may_be_disjoint(one: list[Dataset], other: list[Dataset]) -> bool:
+    """Whether two data sets, each as `_paths` gives it, may leave out of the same data what the other one has, and in
+    each pass the same."""
+    common = {id(each) for each in one} & {id(each) for each in other}
+    anew = any(made_by(each, SHUFFLES) and shuffles_anew(each) for each in one if id(each) in common)
+    ways = [[each for each in reversed(path) if id(each) not in common] for path in (one, other)]
+    (rows, orders), (others, their_orders) = (_rows_of(way, anew) for way in ways)
+    if len(orders) == len(their_orders) and all(map(_same_order, orders, their_orders)) and not _meet(rows, others):
+        return True
+    choosing = [[each for each in way if made_by(each, _CHOOSING)] for way in ways]
+    new = any(not any(_same_order(each, its) for its in choosing[1 - i]) for i in (0, 1) for each in choosing[i])
+    return new and all(any(made_by(each, (*_CHOOSING, *_PLACES)) for each in way) for way in ways)
+
+
+def _rows_of(way: list[Dataset], unordered: bool) -> tuple[range, list[Dataset]]:
+    """The places of the elements that transformations leave, or more, and what puts the elements in order before."""
+    rows, orders, cut = range(2**62), [], False
+    for each in way:
+        kind = made_by(each, _PLACES)
+        if kind is not None and not unordered:
+            rows, cut = _left_of(rows, each, kind), True
+        elif kind is None and not cut and made_by(each, (*SHUFFLES, "batch", *_CHOOSING)):
+            orders.append(each)
+            unordered |= made_by(each, SHUFFLES) is not None and shuffles_anew(each)
+        elif kind is None and inputs_of(each) and not made_by(each, _ALIGNED):
+            unordered = True
+    return rows, orders
+
+
+def _left_of(rows: range, chosen: Dataset, kind: str) -> range:
+    if kind == "shard":
+        return rows[int(chosen._index) :: int(chosen._num_shards)]
+    count = int(chosen._count)
+    if kind == "take":
+        return rows if count < 0 else rows[:count]
+    return rows[:0] if count < 0 else rows[count:]
+
+
+def _meet(one: range, other: range) -> bool:
+    """Whether two sequences have a number in common."""
+    later = one[max(-(-(other.start - one.start) // one.step), 0) :]
+    return any(number in other for number in later[: other.step])
+
+
+def _same_order(one: Dataset, other: Dataset) -> bool:
+    """Whether two transformations of the same elements hand on the same ones in the same order."""
+    if one is other or _shuffle_alike(one, other):
+        return not (made_by(one, SHUFFLES) and shuffles_anew(one))
+    if all(hasattr(each, "_batch_size") for each in (one, other)):
+        return int(one._batch_size) == int(other._batch_size)
+    calls = _functions(one), _functions(other)
+    if type(one) is not type(other) or len(calls[0]) != 1 or len(calls[1]) != 1:
+        return False
+    graphs = [found[0].graph for found in calls]
+    captured = [[outer for outer, _ in graph.captures] for graph in graphs]
+    return graphs[0].as_graph_def() == graphs[1].as_graph_def() and all(
+        a is b or (a.dtype == b.dtype != "resource" and _equal(a, b)) for a, b in zip(*captured, strict=True)
+    )
 
 
 def shuffles_anew(shuffled: Dataset) -> bool:
@@ -363,16 +583,15 @@ def shuffles_anew(shuffled: Dataset) -> bool:
     return getattr(shuffled, "_reshuffle_each_iteration", None) is not False
 
 
-def _share(one: Dataset, other: Dataset) -> bool:
-    """Whether two data sets read the same data."""
-    sources = [[each for each in ancestors(side) if not inputs_of(each)] for side in (one, other)]
-    return any(_same(a, b) for a in sources[0] for b in sources[1])
+def _paths(dataset: Dataset) -> list[list[Dataset]]:
+    """The data set and what it was made from, down to each of its sources."""
+    return [[dataset, *path] for each in inputs_of(dataset) for path in _paths(each)] or [[dataset]]
 
 
 def _same(a: Dataset, b: Dataset) -> bool:
     import tensorflow as tf
 
-    if not made_by(a, ("tensorslice",)) and made_by(a, ("range", "random", "tensor")):
+    if not made_by(a, ("tensorslice",)) and (_are_numbers(a) or made_by(a, ("random", "tensor"))):
         return False  # numbers that anyone knows; or one element, which every row may need
     if a is b:
         return True
@@ -398,7 +617,7 @@ def out_of_order(dataset: Dataset) -> str | None:
         return f"{name_of(early)} hands examples on as soon as they are ready (deterministic=False)"
     for each in ancestors(dataset):
         functions = _functions(each)
-        ops = [op for graph, _ in functions for op in graph.get_operations()]
+        ops = [op for called in functions for op in called.graph.get_operations()]
         draws = any(_is_random(op) or op.type.startswith("ShuffleDataset") for op in ops)
         draws |= bool(functions) and any(made_by(before, ("random",)) for before in ancestors(each))
         if draws and made_by(each, ("flatmap", "map")) != "map":
