@@ -41,13 +41,10 @@ BOTH_STACKS = (
     "clipping/test_weight_uses.py",
     *(f"federated/test_{part}.py" for part in "aggregators example_level examples models".split()),
     *(f"federated/test_{part}.py" for part in "personalization processes runtime training".split()),
-    "optimizers/test_accumulator.py",
     "optimizers/test_optimizers.py",
     "optimizers/test_saving.py",
     "optimizers/test_variants.py",
-    "optimizers/test_step_table.py",
     "optimizers/test_workers.py",
-    "callbacks/test_budget.py",
 )
 
 

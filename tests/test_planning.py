@@ -80,7 +80,6 @@ def test_the_best_sampling_is_random_allocation_where_it_costs_no_more(changes, 
         assert best.target_epsilon == plan(sampling=sampling, **given).target_epsilon < poisson.target_epsilon
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_any_three_give_the_fourth():
     sigma = plan().noise_multiplier
@@ -186,7 +185,6 @@ def test_a_piece_with_what_is_not_its_plans_is_refused_before_the_first_update(
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_second_fit_with_another_plans_pieces_is_refused_though_nothing_is_traced_anew(plans):
     one, other = plan(), plan()  # the same settings
     model = model_with(one.optimizer("sgd"))
@@ -211,7 +209,6 @@ def test_a_loaded_model_goes_on_within_the_target(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_copy_of_a_plans_callback_is_the_plans():
     made = plan()
     for _ in range(2):

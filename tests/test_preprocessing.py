@@ -278,7 +278,6 @@ def held(*layers):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_fit_warns_once_of_statistics_that_epsilon_does_not_cover():
     x, y = RNG.normal(size=(60, 2)).astype("float32"), np.zeros((60, 1), "float32")
     layer, budget = tf.keras.layers.Normalization(name="scaled"), PrivacyBudget(delta=1e-3)

@@ -43,6 +43,7 @@ def PrivacyBudget(*args, **kwargs):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_poisson_batches_are_priced_by_the_steps_that_ran():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(num_examples=N, delta=DELTA)
     log = model.fit(poisson_batches((X, Y), expected_batch_size=20, steps=7), epochs=2, callbacks=[budget], verbose=0)
@@ -79,6 +80,7 @@ def test_the_default_accountant_is_the_tight_one():
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_training_stops_before_the_step_that_would_pass_the_target(steps_per_execution):
     target = price(batch_size=20, noise_multiplier=2.0, num_steps=10)
@@ -118,7 +120,6 @@ def test_shuffled_training_stops_before_the_epoch_that_would_pass_the_target():
     assert log.history["epsilon"][-1] <= target * 1.0001
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_units_and_truncation_that_the_data_declare_are_priced_and_said():
     owners = [{i, i - i % 4} for i in range(N)]  # of every four the first is chosen, whose owner all four have
@@ -143,7 +144,6 @@ def test_units_and_truncation_that_the_data_declare_are_priced_and_said():
 
 
 @pytest.mark.parametrize("make", [data.shuffled_batches, data.fixed_order])
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_batches_that_hold_each_example_once_a_pass_are_priced_without_amplification(make):
     model, budget = compiled(), PrivacyBudget(delta=DELTA)
@@ -277,7 +277,6 @@ def test_steps_that_no_fit_took_count_as_steps_of_every_example(poisson):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_epsilon_never_falls_when_the_sampling_or_the_optimizer_changes():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(delta=DELTA)
     found = []
@@ -294,7 +293,6 @@ def test_epsilon_never_falls_when_the_sampling_or_the_optimizer_changes():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_ledger_tells_what_a_callback_before_saw(recwarn):
     model, first = compiled(), PrivacyBudget(delta=DELTA)
     model.fit(X, Y, batch_size=N, epochs=10, callbacks=[first], verbose=0)
@@ -313,7 +311,6 @@ def test_a_ledger_tells_what_a_callback_before_saw(recwarn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [None, 3])
-@pytest.mark.one_stack
 def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(target):
     model = compiled()
     allowed = None if target is None else uses(target) * 1.0001
@@ -373,7 +370,6 @@ def test_updates_of_one_batch_do_not_count_its_rows_again():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_stream_says_what_it_takes_for_granted():
     model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
     model.fit(own_batches([20] * 10).repeat(), steps_per_epoch=20, callbacks=[budget], verbose=0)
@@ -455,7 +451,6 @@ def test_a_batch_that_may_hold_an_example_twice_is_refused_where_each_batch_coun
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 @pytest.mark.parametrize("data", [
     lambda: ROWS.flat_map(one_each).apply(STATED).batch(20).repeat(),
     lambda: ROWS.flat_map(one_each).apply(STATED).repeat().batch(20),
@@ -523,6 +518,7 @@ def test_transformations_that_break_what_is_said_are_refused(sampling, data, mes
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_an_allocated_pass_that_ends_before_the_number_that_it_states_counts_as_unknown():
     """An example chose among two batches, not among the ten that ε would count."""
     output = (tf.TensorSpec([None, 4]), tf.TensorSpec([None], tf.int64))
@@ -552,7 +548,6 @@ def test_a_batch_that_repeat_draws_anew_is_a_sample_of_fixed_size():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_what_lies_behind_poisson_batches_is_priced_as_said():
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)
     model.fit(poisson_batches((X, Y), 0.1, 7).map(lambda x, y: (2 * x, y)), callbacks=[budget], verbose=0)
@@ -620,6 +615,7 @@ class Loads(tf.keras.callbacks.Callback):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_state_that_a_later_callback_loads_is_a_past_like_any_other():
     first, budget = compiled(), PrivacyBudget(N, DELTA)
     first.fit(X, Y, batch_size=20, epochs=2, callbacks=[budget], verbose=0)
@@ -658,7 +654,6 @@ def test_a_distributed_data_set_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_training_that_the_target_ends_says_so(capsys):
     budget = PrivacyBudget(N, DELTA, uses(2) * 1.0001)
     compiled().fit(X, Y, batch_size=20, epochs=5, callbacks=[budget], verbose=2)
@@ -707,6 +702,7 @@ class Tracks(Thrice):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_metrics_that_a_model_keeps_are_shown_not_trained():
     model = Tracks()
     model.compile(tfdpfl.DPSGD(1.0, 2.0))
@@ -715,7 +711,6 @@ def test_metrics_that_a_model_keeps_are_shown_not_trained():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
     model, budget = Thrice(), PrivacyBudget(delta=DELTA)
     model.compile(tfdpfl.DPSGD(1.0, 2.0))
@@ -728,7 +723,6 @@ def test_several_updates_on_one_batch_are_each_a_use_of_its_examples():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_steps_after_a_fit_count_when_the_model_is_gone():
     model, budget = compiled(), PrivacyBudget(delta=DELTA)
     model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
@@ -744,7 +738,6 @@ def test_steps_after_a_fit_count_when_the_model_is_gone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expected, adjacency", [(None, "zero_out"), (20.0, "add_or_remove_one")])
-@pytest.mark.one_stack
 def test_a_sum_that_is_divided_by_the_batch_size_tells_how_many_examples_there_are(expected, adjacency):
     """With one example more the denominator is another: nothing bounds that, so it is not claimed."""
     model = compiled(expected_batch_size=expected)
@@ -760,7 +753,6 @@ def test_a_second_private_optimizer_is_refused():
         model.fit(X, Y, callbacks=[PrivacyBudget(N, DELTA)], verbose=0)
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_microbatches_cost_what_twice_the_sensitivity_costs():
     model, budget = compiled(num_microbatches=5), PrivacyBudget(num_examples=N, delta=DELTA)
@@ -770,14 +762,12 @@ def test_microbatches_cost_what_twice_the_sensitivity_costs():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_validation_split_leaves_the_validation_examples_out():
     model, budget = compiled(), PrivacyBudget(num_examples=N, delta=DELTA)
     model.fit(X, Y, batch_size=20, validation_split=0.5, callbacks=[budget], verbose=0)
     assert budget.report().num_examples == N // 2
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_no_noise_is_an_infinite_epsilon():
     model = compiled(0.0)

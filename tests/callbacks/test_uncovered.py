@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import tfdpfl
 from tfdpfl.callbacks import PrivacyBudget, PrivateMetrics
+from tfdpfl.callbacks._uncovered import choices_by_public_figures, uncovered_choices
 
 callbacks = tf.keras.callbacks
 X, Y = c.examples(12)
@@ -29,26 +30,26 @@ IF_PUBLIC = "ε holds if the validation data are public. They have a say in the 
     (lambda: [PrivateMetrics(), callbacks.TerminateOnNaN()], {}, None, None),
     (lambda: [callbacks.LearningRateScheduler(lambda epoch: 0.1)], {}, None, None),
 ])  # fmt: skip
-def test_what_is_decided_by_figures_without_noise_is_named(made, fit, warned, noted, recwarn):
-    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0))
-    budget = PrivacyBudget(delta=1e-3)
-    model.fit(X, Y, batch_size=6, verbose=0, callbacks=[*made(), budget], **fit)
-    notes = " ".join(budget.report().notes)
-    said = " ".join(str(w.message) for w in recwarn)
-    assert ("does not cover" in said) == ("does not cover" in notes) == bool(warned)
-    assert ("the validation data are public" in notes) == bool(noted)
-    if warned:
-        assert UNCOVERED.format(warned) in said and UNCOVERED.format(warned) in notes
-    if noted:
-        assert IF_PUBLIC.format(noted) in notes and noted not in said
+def test_what_is_decided_by_figures_without_noise_is_named(made, fit, warned, noted):
+    call = {"callbacks": callbacks.CallbackList(made()), **fit}
+    assert [said[: said.index(" Keras") + 6] for said in uncovered_choices(call)] == (
+        [UNCOVERED.format(warned)] if warned else []
+    )
+    assert list(choices_by_public_figures(call)) == ([IF_PUBLIC.format(noted)] if noted else [])
+
+
+def test_a_fit_warns_of_what_is_decided_without_noise_and_only_notes_what_public_figures_decide(recwarn):
+    model, budget = c.compiled(tfdpfl.DPSGD(1.0, 1.0)), PrivacyBudget(delta=1e-3)
+    decide = [callbacks.EarlyStopping("val_loss"), callbacks.ReduceLROnPlateau("loss")]
+    model.fit(X, Y, batch_size=6, verbose=0, callbacks=[*decide, budget], **PUBLIC)
+    notes, said = " ".join(budget.report().notes), " ".join(str(w.message) for w in recwarn)
+    uncovered, public = UNCOVERED.format("ReduceLROnPlateau (by 'loss')"), "EarlyStopping (by 'val_loss')"
+    assert uncovered in said and uncovered in notes
+    assert IF_PUBLIC.format(public) in notes and public not in said
 
 
 @pytest.mark.parametrize("best_only", [True, False])
 def test_a_checkpoint_decides_where_it_saves_the_best_alone(best_only, tmp_path):
-    model = c.compiled(tfdpfl.DPSGD(1.0, 1.0))
-    path = str(tmp_path / ("{epoch}.weights.h5" if c.keras3() else "{epoch}"))
-    saves = callbacks.ModelCheckpoint(path, "loss", save_best_only=best_only, save_weights_only=True)
-    budget = PrivacyBudget(delta=1e-3)
-    model.fit(X, Y, batch_size=6, verbose=0, callbacks=[saves, budget])
-    notes = " ".join(budget.report().notes)
-    assert (UNCOVERED.format("ModelCheckpoint (by 'loss')") in notes) == best_only
+    saves = callbacks.ModelCheckpoint(str(tmp_path / "model.keras"), "loss", save_best_only=best_only)
+    found = list(uncovered_choices({"callbacks": callbacks.CallbackList([saves])}))
+    assert len(found) == best_only and all(UNCOVERED.format("ModelCheckpoint (by 'loss')") in said for said in found)

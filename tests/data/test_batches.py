@@ -58,7 +58,6 @@ def included():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_each_example_is_drawn_with_the_rate_independently_of_others_and_of_other_batches(included):
     matrix, rate = included
     assert {name: z for name, z in z_scores(matrix, rate).items() if abs(z) > 4} == {}

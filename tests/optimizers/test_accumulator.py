@@ -46,6 +46,7 @@ def parts_of(model):
 
 @pytest.mark.parametrize("denominator", [None, 9])
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_updates_are_those_of_numpy_on_the_logical_batches_across_epochs_and_fits(denominator):
     """22 examples in batches of 4 are 6 parts an epoch, the last of 2; k = 4 ends in the middle of each."""
     model = model_of(4, expected_batch_size=denominator)
@@ -62,6 +63,7 @@ def test_updates_are_those_of_numpy_on_the_logical_batches_across_epochs_and_fit
         ("steps_per_execution", 2), ("jit_compile", True)))], ids=lambda d: next(iter(d), "plain"),
 )  # fmt: skip
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_moments_schedule_average_and_noise_are_those_of_one_large_batch(compiled):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.02])
     given = {"kind": tfdpfl.DPAdamW, "learning_rate": schedule, "use_ema": True, "ema_overwrite_frequency": 2}
@@ -125,6 +127,7 @@ def test_no_file_holds_a_sum_without_noise(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_restart_begins_the_logical_batch_anew(tmp_path):
     model = model_of(3)
     for i in (0, 4, 8, 12):
@@ -142,7 +145,6 @@ def test_a_restart_begins_the_logical_batch_anew(tmp_path):
     assert_same(model.get_weights(), other.get_weights())
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_steps_on_other_variables_are_of_another_logical_batch():
     """Else what one left would be released by the other, a step later."""
@@ -189,7 +191,6 @@ def test_a_shuffled_pass_of_whole_logical_batches_costs_what_it_costs_in_one():
     assert watched.ledger.unknown_steps == 0 and model.optimizer.num_dp_steps == 4
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_logical_batches_that_reach_into_the_next_pass_may_hold_an_example_twice():
     """6 parts a pass, k = 4: 4 of one, then 2 and 2. An example twice in a batch costs as four uses, and not two."""
@@ -203,7 +204,6 @@ def test_logical_batches_that_reach_into_the_next_pass_may_hold_an_example_twice
     assert watched.ledger.unknown_steps == 0
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_parts_of_which_one_is_not_known_are_priced_as_if_each_held_every_example():
     model, watched = model_of(3, 3.0), budget()
@@ -217,7 +217,6 @@ def test_parts_of_which_one_is_not_known_are_priced_as_if_each_held_every_exampl
     assert sorted(model.optimizer.executed) == [(1.0, 1), (3.0, 4)]
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_a_step_by_another_in_the_middle_does_not_shift_what_is_known():
     """Else the last part of one pass and the first of the next would make a batch that is priced as one of a pass."""
@@ -267,7 +266,6 @@ def test_a_part_out_of_place_makes_its_batch_unknown():
     assert found == [([*said, 0], 6.0, [7.0, 7.0])]
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_a_target_stops_at_a_logical_batch():
     watched, model = budget(target_epsilon=cost(1)), model_of(3, 2.0)
@@ -286,7 +284,6 @@ def sample(parts, epochs_of=4):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_poisson_sample_in_parts_is_priced_as_the_sample_that_it_is():
     watched, model = budget(), model_of(2, 2.0, expected_batch_size=6)
     model.train_on_batch(X[:4], Y[:4])  # a part that does not belong to it
@@ -332,7 +329,6 @@ def test_samples_that_come_as_one_stream_are_refused():
     assert model.optimizer.executed == []
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_batches_of_which_nobody_said_how_they_were_drawn_may_all_hold_one_example():
     """The same rows three times in a logical batch move its sum by three clips: a third of the noise each."""
@@ -345,7 +341,6 @@ def test_batches_of_which_nobody_said_how_they_were_drawn_may_all_hold_one_examp
     assert model.optimizer.ledger.epsilon(1e-3) == pytest.approx(once)
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_a_pass_that_is_shorter_than_the_data_brings_more_uses_into_a_logical_batch():
     """2 batches a pass, k = 4: three passes may meet in a batch, whatever num_examples says."""
@@ -356,7 +351,6 @@ def test_a_pass_that_is_shorter_than_the_data_brings_more_uses_into_a_logical_ba
     assert watched.report().epsilon == pytest.approx(cost(6))
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_passes_that_were_cut_do_not_meet_in_a_logical_batch():
     """Else four beginnings of passes would be in one, with the same examples, and priced as two."""
@@ -372,7 +366,6 @@ def test_passes_that_were_cut_do_not_meet_in_a_logical_batch():
     assert model.optimizer.executed == []
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_a_pass_that_ends_before_its_data_says_so():
     def some():
@@ -386,7 +379,6 @@ def test_a_pass_that_ends_before_its_data_says_so():
     assert model.optimizer.executed == [] and parts_of(model) == 0
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_a_clip_that_shrinks_within_a_logical_batch_is_in_the_price():
     """Noise is of the last clip, and earlier parts were clipped to a larger one: a state may be loaded in between."""
@@ -414,6 +406,7 @@ class Interrupted(keras.callbacks.Callback):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_backup_within_a_sample_goes_on_with_whole_samples(tmp_path):
     """Keras 2 goes on with batch number 3, and with the data from their beginning: 5 batches are two samples."""
     backup = keras.callbacks.BackupAndRestore(str(tmp_path), save_freq=3)

@@ -75,15 +75,13 @@ STEPS = 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "noise", [Tree(), Banded(bands=2, **HOW), BandedInverse(bands=3, **HOW), BLT(**HOW)], ids=lambda n: type(n).__name__
-)
-def test_the_noise_of_each_step_has_the_size_of_its_clip_and_multiplier(noise):
+def test_the_noise_of_each_step_has_the_size_of_its_clip_and_multiplier():
     """They change in the middle. A kernel without a gradient shows the noise: over both, that of one clip."""
     halved = tf.keras.optimizers.schedules.PiecewiseConstantDecay([STEPS // 2 - 1], [1.0, 0.5])
     seen = []
-    for clip, multiplier in ((1.0, 2.0), (halved, 2.0), (2.0, halved)):
+    for clip, multiplier in ((1.0, 1.0), (halved, halved)):
         model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
+        noise = BandedInverse(bands=3, **HOW)
         model.compile(
             tfdpfl.DPSGD(clip, multiplier, noise=noise, seed=5, expected_batch_size=1, learning_rate=1.0), "mse"
         )
@@ -92,9 +90,8 @@ def test_the_noise_of_each_step_has_the_size_of_its_clip_and_multiplier(noise):
             model.train_on_batch(np.zeros((2, 3), "float32"), np.zeros((2, 2), "float32"))
             weights.append(model.get_weights()[0])
         seen.append(np.diff(weights, axis=0).reshape(STEPS, -1))
-    one, *changing = seen
-    for other in changing:
-        np.testing.assert_allclose(other, one * np.repeat([1, 0.5], STEPS // 2)[:, None], atol=1e-6)
+    one, changing = seen
+    np.testing.assert_allclose(changing, one * np.repeat([1, 0.25], STEPS // 2)[:, None], atol=1e-6)
     assert (np.abs(one) > 0).all()
     assert model.optimizer.ledger.to_dict()["rows"][0]["correlated"]["noise_multiplier"] == 0.5  # the least
 
@@ -120,9 +117,8 @@ def test_sums_and_counts_together_are_within_the_event_of_the_noise(noise):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
-@pytest.mark.parametrize("noise", EACH_KIND[:2], ids=lambda noise: type(noise).__name__)
-def test_an_adaptive_clip_has_fresh_noise_on_its_count_beside_the_correlated_rows(noise):
+def test_an_adaptive_clip_has_fresh_noise_on_its_count_beside_the_correlated_rows():
+    noise = Banded(bands=2, **HOW)
     z, of_count, eta, width = 1.5, 1.0, 0.02, 20_000
     clip = tfdpfl.AdaptiveClip(initial=2.0, clipped_count_stddev=of_count, learning_rate=eta)
     model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(width, use_bias=False)])
@@ -133,8 +129,8 @@ def test_an_adaptive_clip_has_fresh_noise_on_its_count_beside_the_correlated_row
     for i in range(400):
         drawn = step()
         if i == 0:
-            first = 1.0 if isinstance(noise, Tree) else noise.coefficients[0]
-            assert drawn.std() * first == pytest.approx(clip.split(z, 8)[0] * 2.0 * noise.unit, rel=0.03)
+            want = clip.split(z, 8)[0] * 2.0 * noise.unit / noise.coefficients[0]
+            assert drawn.std() == pytest.approx(want, rel=0.03)
         clips.append(model.optimizer.current_clip)
     counts = -np.diff(np.log(clips)) / eta * 8
     # 400 normals: tails below 1e-7, also those of 2/3 and 3/2 into these bounds
@@ -174,7 +170,6 @@ def fitted(data, parts=1, noise=BANDED, epochs=2, multiplier=2.0, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_an_update_of_several_batches_is_that_of_one_large_batch():
     whole, training = fitted(fixed_order((X, Y), 6))
     ((steps, apart, uses),) = [(t["num_steps"], t["min_separation"], t["max_participations"]) for t in training]
@@ -208,7 +203,6 @@ def clipped_sum(x, y, clip):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_an_example_moves_all_updates_together_by_what_the_noise_is_made_for():
     """Without noise: one example counts in two of eight updates, which are four apart, and in no more of them."""
     model, sums = linear(0.4, 0.0), []
@@ -267,7 +261,6 @@ def test_updates_of_several_batches_are_those_of_numpy_also_if_one_is_interrupte
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_groups_that_are_sampled_in_turns_may_be_cut_into_batches():
     once = Banded(bands=2, min_separation=2, max_participations=1)
     data = cyclic_poisson((X, Y), 4, groups=2, expected_batch_size=6, physical_batch_size=3)
@@ -280,7 +273,6 @@ def test_groups_that_are_sampled_in_turns_may_be_cut_into_batches():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_target_counts_updates_of_several_batches():
     data = fixed_order((X, Y), 3)
     _, (three,) = fitted(data, 2, Tree(), epochs=3)
@@ -369,7 +361,6 @@ def test_an_update_that_was_given_up_leaves_the_turns_of_the_next_unknown():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 @pytest.mark.parametrize(
     "how", [{"num_microbatches": 2}, {"gradient_accumulation_steps": 3}], ids=lambda how: next(iter(how))
 )
@@ -392,7 +383,6 @@ def test_an_example_that_moves_a_step_by_several_clips_costs_as_much(how):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_a_target_knows_that_groups_cost_twice():
     data = fixed_order((X, Y), 6)
     _, (training,) = fitted(data, epochs=1, num_microbatches=2)
@@ -432,7 +422,6 @@ def of_users(batch_size=3, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 @pytest.mark.parametrize("parts", [1, 2])
 def test_all_that_a_user_has_moves_all_updates_together_by_what_the_noise_is_made_for(parts):
     """Without noise, over two passes. The user has other rows, and more of them, or all of them are blanked."""
@@ -445,10 +434,14 @@ def test_all_that_a_user_has_moves_all_updates_together_by_what_the_noise_is_mad
         "more rows": (more, np.append(OWNERS, [3] * 4), 2),
     }
 
+    model = linear(0.4, 0.0, rows_per_unit=4, gradient_accumulation_steps=parts)
+    start = model.get_weights()
+
     def updates(x, ids):
+        model.set_weights(start)
         data = fixed_order((x, 9 * x[:, :2]), 3, user_ids=ids, examples_per_user=4, physical_batch_size=12 // parts)
         assert declared_sampling(data).physical_batches == parts
-        model, weights = linear(0.4, 0.0, rows_per_unit=4, gradient_accumulation_steps=parts), []
+        weights = []
         for number, batch in enumerate(2 * list(data)):
             weights += [model.get_weights()[0]] if number % parts == 0 else []
             model.train_on_batch(*batch)
@@ -479,7 +472,6 @@ def test_users_come_in_the_order_of_their_ids_whichever_examples_they_have():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_users_in_turns_are_sampled_as_wholes():
     ids = np.arange(2000) // 5
     data = cyclic_poisson(ids, 4, groups=2, expected_batch_size=100, user_ids=ids, examples_per_user=3)
@@ -494,10 +486,10 @@ def test_users_in_turns_are_sampled_as_wholes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Tree", "Banded", "BLT", "cyclic"])
+@pytest.mark.parametrize("kind", ["BLT", "cyclic"])
 def test_users_cost_what_as_many_examples_do_and_the_statement_names_them(kind):
     data, alone = of_users(), fixed_order((X[:12], Y[:12]), 3)
-    noise = {"Tree": Tree(), "Banded": Banded(bands=2, **HOW), "BLT": BLT(**HOW)}.get(kind)
+    noise = BLT(**HOW)
     if kind == "cyclic":
         noise, how = Banded(bands=2, min_separation=2, max_participations=1), {"groups": 2, "expected_batch_size": 3}
         data = cyclic_poisson((X, Y), 4, user_ids=OWNERS, examples_per_user=2, **how)
@@ -520,7 +512,6 @@ def test_users_cost_what_as_many_examples_do_and_the_statement_names_them(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_one_training_does_not_clip_users_and_examples():
     model = model_of(Banded(bands=2, **HOW), 2, expected_batch_size=3)
     model.fit(of_users(), verbose=0, callbacks=[PrivacyBudget(delta=1e-5)])
@@ -531,7 +522,6 @@ def test_one_training_does_not_clip_users_and_examples():
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_users_in_a_fixed_order_cost_what_shuffled_ones_do_with_independent_noise():
     budget, model = PrivacyBudget(delta=1e-5), model_of(None, 2)
     model.fit(of_users(), epochs=2, callbacks=[budget], verbose=0)

@@ -38,7 +38,6 @@ def test_the_update_lies_on_the_grid_and_has_the_noise(monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_it_is_priced_by_renyi_dp_of_whole_orders():
     x, y = c.examples(48)
@@ -93,7 +92,6 @@ def test_a_count_and_a_clip_that_changes_are_on_one_grid_with_the_weights():
     assert 0.99 / z < moved <= 1.002 / z  # the grid's deviation is larger by what the roundings may add
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_discrete_noise_goes_with_parts_of_a_batch_a_clip_that_adapts_and_a_schedule():
     x, y = c.examples(48)

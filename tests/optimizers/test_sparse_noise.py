@@ -104,7 +104,6 @@ def test_the_rows_that_enough_examples_look_up_are_trained_by_any_optimizer(name
         assert np.all(g[s == 0] == 0)
 
 
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_blanks_that_fill_up_a_batch_are_not_counted():
     """Poisson batches have rows of weight 0 where fewer were drawn, and looked-up words in them."""
@@ -331,7 +330,6 @@ COUNTED = tfdpfl.AdaptiveClip(initial=0.5, learning_rate=1e-9, clipped_count_std
     ({}, [(1.0, 2.0, 0)] * 2), ({"gradient_accumulation_steps": 3}, [(1.0, 2.0, 0)] * 2),
     ({"noise_multiplier": DECAY}, [(1.0, 2.0, 0), (0.5, 1.0, 0)]), ({"l2_norm_clip": COUNTED}, [(1.0, 2.0, 2.4)] * 2),
 ], ids=["alone", "parts", "schedule", "adaptive"])  # fmt: skip
-@pytest.mark.one_stack
 @pytest.mark.slow
 def test_counts_and_kept_rows_have_their_noise_whether_looked_up_or_not(beside, of_steps):
     """All gradients are tiny: what moves a row is noise. Each step has its z, the counts', and twice the deviation of a
