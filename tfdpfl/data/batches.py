@@ -9,13 +9,14 @@ import math
 import secrets
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from tfdpfl import _blanks
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.sampling import B_MIN_SEP, POISSON, RANDOM_ALLOCATION, SHUFFLED, truncated_event_type
 from tfdpfl.data.declared import SamplingDeclaration, declare, keep_source
 from tfdpfl.data.draws import Passes, Words
@@ -26,6 +27,7 @@ from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     import tensorflow as tf
+    from typing_extensions import Unpack
 
 __all__ = [
     "PLANNED",
@@ -46,6 +48,104 @@ _HASHED = 4096
 _NUMBERS = itertools.count()
 
 
+class _UnitArguments(TypedDict, total=False):
+    """How examples or users become rows of batches; see `poisson_batches`."""
+
+    physical_batch_size: int | None
+    user_ids: Arrays
+    examples_per_user: int | None
+    map_fn: Callable | None
+    augment: Callable | None
+    copies: int
+    num_parallel_calls: int | None
+
+
+class _SampledArguments(_UnitArguments, total=False):
+    empty_batches: str
+
+
+class _Units:
+    """What is sampled: examples, or users with all that is theirs.
+
+    Attributes:
+        number: How many there are.
+        rows: Consecutive rows of a batch that are one of them.
+        name: "example" or "user".
+    """
+
+    def __init__(
+        self,
+        data: Arrays,
+        physical_batch_size: object = None,
+        user_ids: Arrays = None,
+        examples_per_user: object = None,
+        map_fn: Callable | None = None,
+        augment: Callable | None = None,
+        copies: int = 1,
+        num_parallel_calls: int | None = None,
+        empty_batches: str = "auto",
+    ):
+        self.examples = examples_of(data)
+        self.users, self._each = _checked_users(user_ids, examples_per_user, self.examples)
+        self.number = self.examples.number if self.users is None else self.users.number
+        self.rows = self._each * _positive("copies", copies, "count the rows that an example becomes")
+        self.name = "example" if self.users is None else "user"
+        if empty_batches not in _EMPTY_BATCHES:
+            raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
+        self._empty_batches, self.physical_batch_size = empty_batches, physical_batch_size
+        self._pipeline = _Pipeline(self.examples, map_fn, num_parallel_calls, augment, copies)
+
+    def examples_of(self, units: np.ndarray, words: Words) -> np.ndarray:
+        """The numbers of the examples that stand for these units in a batch."""
+        return units if self.users is None else self.users.some_of(units, self._each, words)
+
+    def order(self, among: int | None = None) -> int:
+        """A number that units in another order do not have; see `_order_of`."""
+        of_users = [] if self.users is None else [self.users.rows, self.users.starts]
+        return _order_of(self.examples, among) + sum(zlib.crc32(part.tobytes()) for part in of_users)
+
+    def parts(self, expected: float) -> int:
+        """Returns into how many physical batches one of so many units is cut."""
+        if self.physical_batch_size is None:
+            return 1
+        room = _positive("physical_batch_size", self.physical_batch_size, "count the rows that fit in memory")
+        return max(math.ceil(expected * self.rows / room - 1e-9), 1)
+
+    def batches(
+        self, draw: Callable, declaration: SamplingDeclaration, strategy: tf.distribute.Strategy | None = None
+    ) -> Dataset:
+        """The data set of logical batches that ``draw`` gives, in each of which a unit is with one chance."""
+        steps, truncated = declaration.steps, declaration.truncated_batch_size
+        rate = declaration.expected_batch_size / self.number
+        parts = self.parts(declaration.expected_batch_size)
+        replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+
+        def cut(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
+            for drawn in draw(words) if workers == 1 else draw(words, worker, workers):
+                for part in np.array_split(drawn, parts * replicas // workers):
+                    yield self.examples_of(part, words)
+
+        size: int | None = None
+        least = 0
+        if truncated is not None:
+            size = least = -(-truncated // parts) * self.rows
+        else:
+            pieces = parts * replicas
+            log_never = self.number * math.log1p(-rate) / pieces if rate < 1 else -math.inf
+            if self._pipeline.fills_empty(self._empty_batches, math.log(steps * pieces) + log_never > math.log(1e-9)):
+                least = -(-_PLACEHOLDERS // self.rows) * self.rows
+        declaration = dataclasses.replace(
+            declaration, physical_batches=parts, rows_per_unit=self.rows, unit=self.name, blanks=least > 0
+        )
+        if strategy is not None:
+            declaration = dataclasses.replace(declaration, order=declaration.order or self.order(among=0))
+            return _of_workers(strategy, self._pipeline, cut, steps * parts, least, declaration)
+        batches = self._pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size)
+        self._pipeline.keep_source(batches, self.users)
+        return declare(batches, declaration)
+
+
+@shows_arguments(_SampledArguments, _Units)
 def poisson_batches(
     arrays_or_dataset: Arrays,
     sampling_rate: float | None = None,
@@ -53,16 +153,9 @@ def poisson_batches(
     seed: int | None = None,
     *,
     expected_batch_size: float | None = None,
-    physical_batch_size: int | None = None,
     truncated_batch_size: int | None = None,
-    user_ids: Arrays = None,
-    examples_per_user: int | None = None,
-    map_fn: Callable | None = None,
-    augment: Callable | None = None,
-    copies: int = 1,
-    num_parallel_calls: int | None = None,
-    empty_batches: str = "auto",
     strategy: tf.distribute.Strategy | None = None,
+    **of_units: Unpack[_SampledArguments],
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of Poisson-sampled batches, for `fit`.
 
@@ -141,7 +234,7 @@ def poisson_batches(
     Differential Privacy of the Sampled Gaussian Mechanism", for add/remove of an example.
     """
     steps = _checked_steps(steps)
-    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    units = _Units(arrays_or_dataset, **of_units)
     rate = _checked_rate(sampling_rate, expected_batch_size, units.number)
     if truncated_batch_size is not None:
         if strategy is not None:
@@ -160,28 +253,21 @@ def poisson_batches(
                 drawn = words.some(drawn, truncated_batch_size)
             yield drawn
 
-    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(
         "poisson", rate, units.number, steps, seed, truncated_batch_size=truncated_batch_size
     )
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches, strategy)
+    return units.batches(draw, declaration, strategy)
 
 
+@shows_arguments(_SampledArguments, _Units)
 def random_allocation(
     arrays_or_dataset: Arrays,
     *,
     expected_batch_size: float,
     num_selected: int = 1,
     seed: int | None = None,
-    physical_batch_size: int | None = None,
-    user_ids: Arrays = None,
-    examples_per_user: int | None = None,
-    map_fn: Callable | None = None,
-    augment: Callable | None = None,
-    copies: int = 1,
-    num_parallel_calls: int | None = None,
-    empty_batches: str = "auto",
     strategy: tf.distribute.Strategy | None = None,
+    **of_units: Unpack[_SampledArguments],
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of batches for `fit` that have each example once an epoch, in a step of its own
     choice.
@@ -217,7 +303,7 @@ def random_allocation(
         ValueError: as `poisson_batches`.
     """
     each = _positive("num_selected", num_selected, "count the batches of a pass that have an example")
-    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    units = _Units(arrays_or_dataset, **of_units)
     size = _checked_rate(None, expected_batch_size, units.number) * units.number
     steps = each * math.ceil(units.number / math.ceil(size - 1e-9))
 
@@ -225,72 +311,8 @@ def random_allocation(
         for drawn in words.allocated(len(range(worker, units.number, workers)), steps, each):
             yield worker + workers * drawn
 
-    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration("random_allocation", each / steps, units.number, steps, seed, num_selected=each)
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches, strategy)
-
-
-class _Units:
-    """What is sampled: examples, or users with all that is theirs.
-
-    Attributes:
-        number: How many there are.
-        rows: Consecutive rows of a batch that are one of them.
-        name: "example" or "user".
-    """
-
-    def __init__(self, data: Arrays, user_ids: Arrays, examples_per_user: object, copies: object):
-        self.examples = examples_of(data)
-        self.users, self._each = _checked_users(user_ids, examples_per_user, self.examples)
-        self.number = self.examples.number if self.users is None else self.users.number
-        self.rows = self._each * _positive("copies", copies, "count the rows that an example becomes")
-        self.name = "example" if self.users is None else "user"
-
-    def examples_of(self, units: np.ndarray, words: Words) -> np.ndarray:
-        """The numbers of the examples that stand for these units in a batch."""
-        return units if self.users is None else self.users.some_of(units, self._each, words)
-
-    def order(self, among: int | None = None) -> int:
-        """A number that units in another order do not have; see `_order_of`."""
-        of_users = [] if self.users is None else [self.users.rows, self.users.starts]
-        return _order_of(self.examples, among) + sum(zlib.crc32(part.tobytes()) for part in of_users)
-
-
-def _of_units(
-    pipeline: _Pipeline, units: _Units, draw: Callable, declaration: SamplingDeclaration, physical_batch_size: object,
-    empty_batches: str, strategy: tf.distribute.Strategy | None = None,
-) -> Dataset:  # fmt: skip
-    """The data set of logical batches that ``draw`` gives, in each of which a unit is with one chance."""
-    if empty_batches not in _EMPTY_BATCHES:
-        raise ValueError(f"empty_batches must be one of {_EMPTY_BATCHES}, got {empty_batches!r}.")
-    steps, truncated = declaration.steps, declaration.truncated_batch_size
-    rate = declaration.expected_batch_size / units.number
-    parts = _parts(physical_batch_size, declaration.expected_batch_size * units.rows)
-    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-
-    def cut(words: Words, worker: int = 0, workers: int = 1) -> Iterator[np.ndarray]:
-        for drawn in draw(words) if workers == 1 else draw(words, worker, workers):
-            for part in np.array_split(drawn, parts * replicas // workers):
-                yield units.examples_of(part, words)
-
-    if truncated is not None:
-        size: int | None = -(-truncated // parts) * units.rows
-        least = -(-truncated // parts) * units.rows
-    else:
-        size, least = None, 0
-        pieces = parts * replicas
-        log_never = units.number * math.log1p(-rate) / pieces if rate < 1 else -math.inf
-        if pipeline.fills_empty(empty_batches, math.log(steps * pieces) + log_never > math.log(1e-9)):
-            least = -(-_PLACEHOLDERS // units.rows) * units.rows
-    declaration = dataclasses.replace(
-        declaration, physical_batches=parts, rows_per_unit=units.rows, unit=units.name, blanks=least > 0
-    )
-    if strategy is not None:
-        declaration = dataclasses.replace(declaration, order=declaration.order or units.order(among=0))
-        return _of_workers(strategy, pipeline, cut, steps * parts, least, declaration)
-    batches = pipeline.dataset(Passes(cut, declaration.seed), steps * parts, least, size)
-    pipeline.keep_source(batches, units.users)
-    return declare(batches, declaration)
+    return units.batches(draw, declaration, strategy)
 
 
 def _of_workers(
@@ -341,19 +363,14 @@ def shuffled_batches(
     return declare(dataset, SamplingDeclaration(SHUFFLED.name, size / examples.number, examples.number, steps, seed))
 
 
+@shows_arguments(_UnitArguments, _Units)
 def fixed_order(
     arrays_or_dataset: Arrays,
     batch_size: int,
     *,
     max_participations: int | None = None,
-    physical_batch_size: int | None = None,
-    user_ids: Arrays = None,
-    examples_per_user: int | None = None,
-    map_fn: Callable | None = None,
-    augment: Callable | None = None,
-    copies: int = 1,
-    num_parallel_calls: int | None = None,
     strategy: tf.distribute.Strategy | None = None,
+    **of_units: Unpack[_UnitArguments],
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of the data in their own order, the same in every pass, for correlated noise.
 
@@ -376,17 +393,17 @@ def fixed_order(
     Raises:
         ValueError: as `poisson_batches`; or the last batch of a pass cannot be cut into as many parts as the others.
     """
-    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    units = _Units(arrays_or_dataset, empty_batches="keep", **of_units)
     number = units.number
     size, steps = _batches_of(batch_size, number, units.name)
     if max_participations is not None:
         max_participations = _positive("max_participations", max_participations, "count the passes, or leave it out")
-    last, parts = number % size or size, _parts(physical_batch_size, size * units.rows)
+    last, parts = number % size or size, units.parts(size)
     parts *= 1 if strategy is None else strategy.num_replicas_in_sync
     if last < parts:
         raise ValueError(
-            f"physical_batch_size={physical_batch_size} cuts each batch into {parts} parts, but the last batch of a "
-            f"pass has {last} {units.name}s: take a larger physical_batch_size, or another batch_size."
+            f"physical_batch_size={units.physical_batch_size} cuts each batch into {parts} parts, but the last batch "
+            f"of a pass has {last} {units.name}s: take a larger physical_batch_size, or another batch_size."
             if strategy is None
             else f"Each batch is cut into {parts} parts for the replicas, but the last batch of a pass has {last} "
             f"{units.name}s: take another batch_size."
@@ -397,12 +414,11 @@ def fixed_order(
             batch = np.arange(at, min(at + size, number))
             yield batch[batch % workers == worker]
 
-    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(
         "fixed_order", size / number, number, steps, min_separation=steps, max_participations=max_participations,
         order=units.order(among=None if strategy is None else next(_NUMBERS)),
     )  # fmt: skip
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, "keep", strategy)
+    return units.batches(draw, declaration, strategy)
 
 
 def _order_of(examples: Examples, among: int | None) -> int:
@@ -425,6 +441,7 @@ def _order_of(examples: Examples, among: int | None) -> int:
     return 2 + int.from_bytes(found.digest()[:6], "big")
 
 
+@shows_arguments(_SampledArguments, _Units)
 def cyclic_poisson(
     arrays_or_dataset: Arrays,
     steps: int,
@@ -433,15 +450,8 @@ def cyclic_poisson(
     groups: int,
     expected_batch_size: float,
     max_participations: int | None = None,
-    physical_batch_size: int | None = None,
-    user_ids: Arrays = None,
-    examples_per_user: int | None = None,
-    map_fn: Callable | None = None,
-    augment: Callable | None = None,
-    copies: int = 1,
-    num_parallel_calls: int | None = None,
-    empty_batches: str = "auto",
     strategy: tf.distribute.Strategy | None = None,
+    **of_units: Unpack[_SampledArguments],
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of Poisson samples from one group of units after the other.
 
@@ -475,7 +485,7 @@ def cyclic_poisson(
         max_participations = _positive(
             "max_participations", max_participations, "count the uses of a unit, or leave it out"
         )
-    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    units = _Units(arrays_or_dataset, **of_units)
     number = units.number
     size = _real("expected_batch_size", expected_batch_size)
     if not 0 < size * groups <= number:
@@ -493,13 +503,13 @@ def cyclic_poisson(
             group = own[step % groups]
             yield group[words.each(len(group), rate)]
 
-    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(
         "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations
     )
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches, strategy)
+    return units.batches(draw, declaration, strategy)
 
 
+@shows_arguments(_SampledArguments, _Units)
 def b_min_sep(
     arrays_or_dataset: Arrays,
     steps: int,
@@ -507,14 +517,7 @@ def b_min_sep(
     *,
     min_separation: int,
     expected_batch_size: int,
-    physical_batch_size: int | None = None,
-    user_ids: Arrays = None,
-    examples_per_user: int | None = None,
-    map_fn: Callable | None = None,
-    augment: Callable | None = None,
-    copies: int = 1,
-    num_parallel_calls: int | None = None,
-    empty_batches: str = "auto",
+    **of_units: Unpack[_SampledArguments],
 ) -> tf.data.Dataset:
     """Returns a `tf.data.Dataset` of Poisson samples in which a unit rests after each use, for banded noise.
 
@@ -549,7 +552,7 @@ def b_min_sep(
     steps = _checked_steps(steps)
     apart = _positive("min_separation", min_separation, "count the steps from one use of a unit to its next")
     size = _positive("expected_batch_size", expected_batch_size, "give the mean number of units in a batch")
-    units = _Units(arrays_or_dataset, user_ids, examples_per_user, copies)
+    units = _Units(arrays_or_dataset, **of_units)
     number = units.number
     if size * apart > number:
         raise ValueError(
@@ -567,9 +570,8 @@ def b_min_sep(
             rests[drawn] = apart - 1
             yield drawn
 
-    pipeline = _Pipeline(units.examples, map_fn, num_parallel_calls, augment, copies)
     declaration = SamplingDeclaration(B_MIN_SEP.name, rate, number, steps, seed, min_separation=apart)
-    return _of_units(pipeline, units, draw, declaration, physical_batch_size, empty_batches)
+    return units.batches(draw, declaration)
 
 
 # What `tfdpfl.plan` can plan: the function that draws, and its arguments for batches of this size and, where their
@@ -749,13 +751,6 @@ def _checked_users(user_ids: Arrays, examples_per_user: object, examples: Exampl
         )
     rows = _positive("examples_per_user", examples_per_user, "count the rows of a user in a batch")
     return users_of(user_ids, examples.number), rows
-
-
-def _parts(physical_batch_size: object, expected_rows: float) -> int:
-    if physical_batch_size is None:
-        return 1
-    room = _positive("physical_batch_size", physical_batch_size, "count the rows that fit in memory")
-    return max(math.ceil(expected_rows / room - 1e-9), 1)
 
 
 def _batches_of(batch_size: object, number: int, unit: str = "example") -> tuple[int, int]:
