@@ -8,7 +8,7 @@ from pathlib import Path
 import conftest as c
 import pytest
 
-CORE = "three_steps or under_a_tape or loss_scale_of or regulariser or from_config or registered_name or fault_4 or pickles"
+CORE = "three_steps or under_a_tape or loss_scale_of or regulariser or config or registered_name or fault_4 or pickles"
 
 
 @pytest.mark.slow
