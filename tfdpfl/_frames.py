@@ -1,12 +1,13 @@
 """Finds out who called: Keras tells neither callbacks what data it trains on, nor optimizers which model."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
+from typing import Any
 
-from tfdpfl._types import Keywords, Model
+from tfdpfl._types import Callback, Keywords, Model, Optimizer
 
-__all__ = ["PLAN", "callers", "running_fits", "trained_by"]
+__all__ = ["PLAN", "callbacks_of", "callers", "optimizer_of", "running_fits"]
 
 PLAN = "tfdpfl_plan"
 """The attribute by which the pieces of a `tfdpfl.plan` know it."""
@@ -25,7 +26,13 @@ def running_fits() -> Iterator[Keywords]:
     return (frame.f_locals for frame in callers() if frame.f_code.co_name == "fit")
 
 
-def trained_by(fit: Keywords) -> Model:
-    """The optimizer of the model of a running `fit`, out of its loss-scaling wrapper if there is one."""
-    optimizer = getattr(fit.get("self"), "optimizer", None)
+def optimizer_of(model: Model) -> Optimizer:
+    """The optimizer of a model, out of its loss-scaling wrapper if there is one."""
+    optimizer = getattr(model, "optimizer", None)
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def callbacks_of(call: Mapping[str, Any]) -> list[Callback]:
+    """The callbacks of a call of `fit`, which Keras puts into a list of its own."""
+    given = call.get("callbacks")
+    return list(getattr(given, "callbacks", given) or ())

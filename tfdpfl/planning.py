@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfdpfl import clips
-from tfdpfl._frames import PLAN
+from tfdpfl._frames import PLAN, callbacks_of
 from tfdpfl._names import accept_old_names, unexpected
 from tfdpfl._types import Arrays, Estimator, Keywords, Nest, Optimizer
 from tfdpfl.accounting import (
@@ -194,15 +194,14 @@ class PrivacyPlan:
         Raises:
           PrivacyError: a piece is another's, or missing.
         """
-        data, callbacks = fit.get("x"), fit.get("callbacks")
-        callbacks = getattr(callbacks, "callbacks", callbacks) or []
+        data = fit.get("x")
         if data is not self.batches:
             what = "those of another plan" if hasattr(data, PLAN) else f"an object of type {type(data).__name__}"
             raise PrivacyError(
                 f"fit was given {what}, not the batches that the noise was planned for. Give it plan.batches; for "
                 "other data make another plan."
             )
-        if not any(getattr(callback, PLAN, None) is self for callback in callbacks):
+        if not any(getattr(callback, PLAN, None) is self for callback in callbacks_of(fit)):
             raise PrivacyError(
                 "The plan's callback is not among the callbacks of this fit, so nothing would stop it at "
                 "target_epsilon. Give fit callbacks=[plan.callback]."

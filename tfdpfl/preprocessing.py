@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._sums import noisy_sum
-from tfdpfl._types import Arrays, Nest
+from tfdpfl._types import Arrays, Layer, Nest
 from tfdpfl.accounting import PrivacyLedger, _checks, price
 from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
@@ -308,17 +309,44 @@ def _vocabulary(
     return kept
 
 
-def _checked_most(most: int | None) -> int:
-    if most is None:
-        raise ValueError(
-            "max_tokens_per_example is missing: say how many different tokens of an example may count. The noise "
-            "grows with its root."
-        )
-    return _checks.whole("max_tokens_per_example", most, 1, "count the tokens of an example that may count")
+class _Vocabulary(_Adapted):
+    """What layers have whose `adapt` learns a vocabulary."""
+
+    set_vocabulary: Callable[[list[str]], None]  # Keras's
+
+    def _tokens(self, rows: np.ndarray) -> list[list[str]]:
+        """Returns the tokens of each example."""
+        raise NotImplementedError
+
+    @shows_arguments(_Cost, _Release)
+    def adapt(
+        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, **cost: Unpack[_Cost]
+    ) -> None:
+        """Learns the vocabulary with noise.
+
+        Args:
+            data: As all that follow, see `Normalization.adapt`.
+            max_tokens_per_example: How many different strings (tokens of a text) of one example count; the others are
+                ignored.
+        """
+        if max_tokens_per_example is None:
+            raise ValueError(
+                "max_tokens_per_example is missing: say how many different tokens of an example may count. The noise "
+                "grows with its root."
+            )
+        text = "count the tokens of an example that may count"
+        most = _checks.whole("max_tokens_per_example", max_tokens_per_example, 1, text)
+        examples = self._tokens(_rows(data))
+        release = self._release(cost, thresholded=True)
+        lookup: Layer = getattr(self, "_lookup_layer", self)
+        reserved = {lookup.mask_token, lookup.oov_token} - {None}
+        indices = lookup.num_oov_indices + (lookup.mask_token is not None)
+        room = None if lookup.max_tokens is None else lookup.max_tokens - indices
+        self.set_vocabulary(_vocabulary(examples, most, release, room, reserved))
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")
-class StringLookup(_Adapted, tf.keras.layers.StringLookup):
+class StringLookup(_Vocabulary, tf.keras.layers.StringLookup):
     """Maps strings to numbers by a vocabulary that it learns privately.
 
     Arguments are those of `tf.keras.layers.StringLookup`.
@@ -333,25 +361,8 @@ class StringLookup(_Adapted, tf.keras.layers.StringLookup):
         >>> layer.adapt(["a", "b"] * 200, max_tokens_per_example=1, epsilon=1.0, delta=1e-6)
     """
 
-    @shows_arguments(_Cost, _Release)
-    def adapt(
-        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, **cost: Unpack[_Cost]
-    ) -> None:
-        """Learns the vocabulary with noise.
-
-        Args:
-            data: As all that follow, see `Normalization.adapt`.
-            max_tokens_per_example: How many different strings of one example count; the others are ignored.
-        """
-        most = _checked_most(max_tokens_per_example)
-        rows = _rows(data)
-        examples = [[_text(token) for token in row] for row in rows.reshape(len(rows), -1)]
-        release = self._release(cost, thresholded=True)
-        reserved = {self.mask_token, self.oov_token} - {None}
-        room = None if self.max_tokens is None else self.max_tokens - self.num_oov_indices - (
-            self.mask_token is not None
-        )  # fmt: skip
-        self.set_vocabulary(_vocabulary(examples, most, release, room, reserved))
+    def _tokens(self, rows: np.ndarray) -> list[list[str]]:
+        return [[_text(token) for token in row] for row in rows.reshape(len(rows), -1)]
 
 
 def _text(token: bytes | str) -> str:
@@ -359,7 +370,7 @@ def _text(token: bytes | str) -> str:
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")
-class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
+class TextVectorization(_Vocabulary, tf.keras.layers.TextVectorization):
     """Splits texts into tokens, and maps them to numbers by a vocabulary that it learns privately.
 
     Arguments are those of `tf.keras.layers.TextVectorization`, without "tf_idf".
@@ -372,30 +383,15 @@ class TextVectorization(_Adapted, tf.keras.layers.TextVectorization):
         >>> layer.adapt(["good", "bad film"] * 300, max_tokens_per_example=5, epsilon=1.0, delta=1e-6)
     """
 
-    @shows_arguments(_Cost, _Release)
-    def adapt(
-        self, data: ArrayLike | tf.data.Dataset, *, max_tokens_per_example: int | None = None, **cost: Unpack[_Cost]
-    ) -> None:
-        """Learns the vocabulary with noise.
-
-        Args:
-            data: As all that follow, see `Normalization.adapt`.
-            max_tokens_per_example: How many different tokens of one text count; the others are ignored.
-        """
-        most = _checked_most(max_tokens_per_example)
+    def _tokens(self, rows: np.ndarray) -> list[list[str]]:
         if getattr(self, "_output_mode", None) == "tf_idf":
             raise PrivacyError(
                 "output_mode='tf_idf' needs document frequencies, which adapt does not publish. Use 'count' or 'int'."
             )
-        texts = _rows(data)
-        texts = texts.reshape(-1, 1) if texts.ndim < 2 else texts
+        texts = rows.reshape(-1, 1) if rows.ndim < 2 else rows
         tokens = self._preprocess(tf.constant(texts.astype(object)))
         tokens = tokens if isinstance(tokens, tf.RaggedTensor) else tf.RaggedTensor.from_tensor(tokens)
-        flat = tokens.to_list()
-        examples = [[_text(token) for token in _flattened(row) if len(token)] for row in flat]
-        release = self._release(cost, thresholded=True)
-        room = None if self._max_tokens is None else self._max_tokens - 2
-        self.set_vocabulary(_vocabulary(examples, most, release, room, {"", "[UNK]"}))
+        return [[_text(token) for token in _flattened(row) if len(token)] for row in tokens.to_list()]
 
 
 def _flattened(row: Nest) -> list[Nest]:

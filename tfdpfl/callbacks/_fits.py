@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._frames import running_fits
+from tfdpfl._frames import optimizer_of, running_fits
 from tfdpfl._types import Arrays, Callback, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.data import declared_sampling, passed_through
@@ -100,9 +100,7 @@ def keeps_averages(model: Model) -> bool:
 
 
 def _averages(model: Model) -> list[Model]:
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    averages = getattr(optimizer, "_model_variables_moving_average", None) or []
+    averages = getattr(optimizer_of(model), "_model_variables_moving_average", None) or []
     return averages if len(averages) == len(weights_of(model, "trainable_weights")) else []
 
 
@@ -134,8 +132,7 @@ def private_optimizer(model: Model) -> Optimizer:
     Raises:
       PrivacyError: it trains with another, or holds a second DP optimizer.
     """
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = optimizer_of(model)
     if not isinstance(optimizer, DPOptimizer):
         raise PrivacyError(
             f"PrivacyBudget computes ε for DP optimizers, but the model trains with {type(optimizer).__name__}. "

@@ -49,6 +49,17 @@ def _drawn_anew(x: Dataset, size: int, number: int) -> bool:
     return all_ and one and all(made_by(each, _ONE_BATCH) for each in behind)
 
 
+def _cardinality(x: Arrays) -> int:
+    """How many batches a data set has, negative where it does not know."""
+    return int(x.cardinality()) if hasattr(x, "element_spec") and hasattr(x, "cardinality") else -1
+
+
+def _sizes(x: Arrays) -> set[int]:
+    """The sizes of a data set's batches, as far as they are fixed."""
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(getattr(x, "element_spec", ()))]
+    return {shape[0] for shape in shapes if shape is not None and shape.rank} - {None}
+
+
 def _repeats(again: str, samples: str) -> PrivacyError:
     return PrivacyError(
         f"{again}() comes after {samples}: every epoch repeats the batches of the first one, and draws no new ones. "
@@ -143,11 +154,9 @@ class Sampling:
         if origin is not None:
             self._check_made_from(origin, x)
         self._check_whole_units(x)
-        self._check_complete(x)
-        assert self.sampling is not None and self.num_examples is not None
+        scheme, number, size = self._complete(x)
         if isinstance(x, tf.data.Dataset):
-            check_apart(x, self.num_examples, batched=True)
-        scheme = SCHEMES[self.sampling]
+            check_apart(x, number, batched=True)
         if scheme.independent:
             self._check_poisson()
             self._check_passes(scheme, x, call)
@@ -159,16 +168,18 @@ class Sampling:
                 "tfdpfl.data.poisson_batches, which cuts one sample into batches, or sampling='shuffle'."
             )
         if origin is None:
-            self._check_against(x, call)
+            self._check_sizes(scheme, x, size)
+            self._check_rows(scheme, x, call, number, size)
+            self._check_drawn(scheme, x, number, size)
         else:
             self._check_said_of(origin)
-        self._check_length_of_pass(scheme, x)
+        if scheme.counts_passes and scheme.independent:
+            self._check_length_of_pass(x, number, size)
         if scheme.counts_passes or scheme is EVERY_BATCH:
-            assert self.num_examples is not None and self.batch_size is not None
-            check_stream(x, self.num_examples, self.batch_size, call.get("steps_per_epoch"), scheme.counts_passes)
+            check_stream(x, number, size, call.get("steps_per_epoch"), scheme.counts_passes)
         ordered = self._optimizer.noise is None and scheme.same_order
         sampling = SHUFFLED.name if ordered else self.sampling  # with fresh noise only the number of uses counts
-        data = {"num_examples": self.num_examples, "batch_size": self.batch_size, "sampling": sampling}
+        data = {"num_examples": number, "batch_size": size, "sampling": sampling}
         if scheme is EVERY_BATCH and self._optimizer.expected_batch_size is None:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
@@ -242,40 +253,34 @@ class Sampling:
                 "steps_per_epoch and .repeat() out, and give fit epochs."
             )
 
-    def _check_length_of_pass(self, scheme: SamplingScheme, x: Arrays) -> None:
+    def _check_length_of_pass(self, x: Arrays, num_examples: int, size: int) -> None:
         """Raises if a pass may have another number of batches than the price of one pass takes it to have."""
-        if not (scheme.counts_passes and scheme.independent):
-            return
-        assert self.num_examples is not None and self.batch_size is not None
-        priced = math.ceil(self.num_examples / self.batch_size)
-        if hasattr(x, "element_spec") and hasattr(x, "cardinality"):
-            number = int(x.cardinality())
-        else:
-            number = len(x) if hasattr(type(x), "__len__") else -1
+        priced, number = math.ceil(num_examples / size), _cardinality(x)
+        if number < 0 and not hasattr(x, "element_spec") and hasattr(type(x), "__len__"):
+            number = len(x)
         if number != priced:
             raise PrivacyError(
-                f"num_examples={self.num_examples} and batch_size={self.batch_size} make {priced} batches in a pass, "
+                f"num_examples={num_examples} and batch_size={size} make {priced} batches in a pass, "
                 "from which each example chooses one, but a pass over the data has "
                 f"{number if number >= 0 else 'an unknown'} {'number' if number < 0 else 'batches'}. Use "
                 "tfdpfl.data.random_allocation, or give the numbers that the batches were made with (a data set states "
                 "theirs by tf.data.experimental.assert_cardinality)."
             )
 
-    def _check_complete(self, x: object) -> None:
-        missing = [
-            said
-            for said, given in (
-                ("sampling='shuffle' (every example at most once a pass)", self.sampling),
-                ("num_examples", self.num_examples),
-                ("batch_size", self.batch_size),
-            )
-            if given is None
-        ]
-        if missing:
-            raise PrivacyError(
-                f"How {type(x).__name__} draws its batches is not known, so no ε can be computed. Use "
-                f"tfdpfl.data.poisson_batches, or give PrivacyBudget {' and '.join(missing)}, too."
-            )
+    def _complete(self, x: object) -> tuple[SamplingScheme, int, int]:
+        """Returns the sampling, the number of examples and the batch size, all of which must have been said."""
+        sampling, number, size = self.sampling, self.num_examples, self.batch_size
+        if sampling is not None and number is not None and size is not None:
+            return SCHEMES[sampling], number, size
+        said = {
+            "sampling='shuffle' (every example at most once a pass)": sampling, "num_examples": number,
+            "batch_size": size,
+        }  # fmt: skip
+        raise PrivacyError(
+            f"How {type(x).__name__} draws its batches is not known, so no ε can be computed. Use "
+            "tfdpfl.data.poisson_batches, or give PrivacyBudget "
+            f"{' and '.join(name for name, given in said.items() if given is None)}, too."
+        )
 
     def _check_said_of(self, origin: SamplingDeclaration) -> None:
         """That what is said of data that were made from others does not contradict what those declare."""
@@ -308,44 +313,47 @@ class Sampling:
                 f"{uses}. Train for fewer epochs, or declare more uses."
             )
 
-    def _check_against(self, x: Arrays, call: Call) -> None:
-        """That what TensorFlow tells of a data set does not contradict what is said of it."""
-        assert self.num_examples is not None and self.batch_size is not None and self.sampling is not None
-        scheme = SCHEMES[self.sampling]
-        shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(getattr(x, "element_spec", ()))]
-        sizes = {shape[0] for shape in shapes if shape is not None and shape.rank} - {None}
+    # That what TensorFlow tells of a data set does not contradict what is said of it.
+
+    def _check_sizes(self, scheme: SamplingScheme, x: Arrays, size: int) -> None:
+        sizes = _sizes(x)
         if scheme.independent and sizes:
             raise PrivacyError(
                 f"sampling={self.sampling!r}, but all batches of the data set hold {min(sizes)} examples (its "
                 "element_spec says so). If examples are drawn independently, sizes vary. Use "
                 "tfdpfl.data.poisson_batches or random_allocation, or say sampling='shuffle'."
             )
-        if sizes - {self.batch_size}:
+        if sizes - {size}:
             raise PrivacyError(
-                f"batch_size={self.batch_size}, but batches of the data set hold {min(sizes - {self.batch_size})} "
+                f"batch_size={size}, but batches of the data set hold {min(sizes - {size})} "
                 "examples (its element_spec says so); give that number."
             )
-        batches = int(x.cardinality()) if hasattr(x, "element_spec") and hasattr(x, "cardinality") else -1
-        rows = batches * self.batch_size
+
+    def _check_rows(self, scheme: SamplingScheme, x: Arrays, call: Call, number: int, size: int) -> None:
+        batches = _cardinality(x)
+        rows = batches * size
         whole = call.get("steps_per_epoch") is None and passed_through(x, ("repeat",)) is None
-        if scheme.once_a_pass and sizes and whole and rows > self.num_examples:
+        if scheme.once_a_pass and _sizes(x) and whole and rows > number:
             raise PrivacyError(
-                f"num_examples={self.num_examples}, but a pass over the data set has {rows} examples ({batches} batches"
-                f" of {self.batch_size}). One of them may be in several steps, or several times in one. Give "
+                f"num_examples={number}, but a pass over the data set has {rows} examples ({batches} batches"
+                f" of {size}). One of them may be in several steps, or several times in one. Give "
                 "PrivacyBudget the number of examples, or fit one pass over the data, and epochs."
             )
-        if scheme.sampled_anew and 0 <= rows < self.num_examples:
+        if scheme.sampled_anew and 0 <= rows < number:
             raise PrivacyError(
-                f"sampling={self.sampling!r} from num_examples={self.num_examples}, but the data set ends after "
-                f"{batches} batches, {rows} examples at batch_size={self.batch_size}, and begins "
+                f"sampling={self.sampling!r} from num_examples={number}, but the data set ends after "
+                f"{batches} batches, {rows} examples at batch_size={size}, and begins "
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
             )
-        drawn = scheme is FIXED_SIZE and _drawn_anew(x, self.batch_size, self.num_examples)
+
+    def _check_drawn(self, scheme: SamplingScheme, x: Arrays, number: int, size: int) -> None:
+        if not scheme.amplifies or (scheme is FIXED_SIZE and _drawn_anew(x, size, number)):
+            return
         again = passed_through(x, _AGAIN)
-        if scheme.amplifies and again is not None and not drawn:
+        if again is not None:
             raise _repeats(again, "samples")
         cut = next(filter(_batches, ancestors(x)), None)
-        if scheme.amplifies and cut is not None and not drawn:
+        if cut is not None:
             raise PrivacyError(
                 f"sampling={self.sampling!r}, but {name_of(cut)} cuts the data set into batches of "
                 "one size, one after the other, so they are no independent samples. Use tfdpfl.data.poisson_batches, "
@@ -370,10 +378,16 @@ class Sampling:
                 f"the {parts} batches of a Poisson sample begin: leave it out, and give poisson_batches the number of "
                 "samples as steps."
             )
-        more: Data = {"unit": declared.unit}
-        if declared.truncated_batch_size is not None:
-            more["truncated_batch_size"] = declared.truncated_batch_size
-        return {"num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind, **more}
+        return self._described(declared, declared.kind, size)
+
+    @staticmethod
+    def _described(declared: SamplingDeclaration, sampling: str, size: int) -> Data:
+        truncated = declared.truncated_batch_size
+        more = {} if truncated is None else {"truncated_batch_size": truncated}
+        return {
+            "num_examples": declared.num_examples, "batch_size": size, "sampling": sampling, "unit": declared.unit,
+            **more,
+        }  # fmt: skip
 
     def _check_parts(self, declared: SamplingDeclaration) -> None:
         parts, drawn = self._optimizer._dp.parts, declared.physical_batches
@@ -391,11 +405,11 @@ class Sampling:
                 "draws fresh noise in every step. Use tfdpfl.data.poisson_batches, which then costs less, or give the "
                 "optimizer noise=."
             )
-        n, size = declared.num_examples, self._agreed(declared, SHUFFLED.name)
+        size = self._agreed(declared, SHUFFLED.name)
         if declared.physical_batches > 1:
             self._check_parts(declared)
-        self._check_groups(n, size, call, declared.physical_batches)
-        return {"num_examples": n, "batch_size": size, "sampling": SHUFFLED.name, "unit": declared.unit}
+        self._check_groups(declared.num_examples, size, call, declared.physical_batches)
+        return self._described(declared, SHUFFLED.name, size)
 
     def _check_groups(self, length: int, batch: int, call: Call, parts: int = 1) -> None:
         """That each batch, or each of the parts that it is cut into, is of whole microbatches."""
@@ -426,32 +440,34 @@ class Sampling:
                 f"{type(noise).__name__} noise depends on this bound. Give fit tfdpfl.data.fixed_order, "
                 "tfdpfl.data.cyclic_poisson or arrays, or train with noise=None."
             )
-        ordered = scheme is not None and scheme.same_order
-        if ordered:
+        if scheme is not None:
+            self._check_separation(scheme, declared, call)
+        if scheme is None or not scheme.starts_anew:
+            self._check_epochs(call)
+
+    def _check_separation(self, scheme: SamplingScheme, declared: SamplingDeclaration | None, call: Call) -> None:
+        """That two uses of an example are as far apart as correlated noise was made for."""
+        name, needed = type(self._optimizer.noise).__name__, self._optimizer.noise.min_separation
+        apart = getattr(declared, "min_separation", 1)
+        if scheme.same_order:
             self._check_order(declared, call)
-        if ordered and declared is None and self.num_examples and self.batch_size:
-            apart = self.num_examples // self.batch_size
-        else:
-            apart = getattr(declared, "min_separation", 1)
+            if declared is None and self.num_examples and self.batch_size:
+                apart = self.num_examples // self.batch_size
         added = self._batches_added(declared, call)
-        apart = apart // added if ordered else apart
-        if apart < noise.min_separation and sampling is not None:
+        apart = apart // added if scheme.same_order else apart
+        if apart < needed:
             raise PrivacyError(
-                f"{type(noise).__name__} noise was made for min_separation={noise.min_separation} steps from one use "
-                f"of an example to its next, but the data ({sampling}) keep {apart}. Give fit "
-                "tfdpfl.data.fixed_order(...) of as many batches, or noise of a smaller min_separation."
+                f"{name} noise was made for min_separation={needed} steps from one use of an example to its next, but "
+                f"the data ({scheme.name}) keep {apart}. Give fit tfdpfl.data.fixed_order(...) of as many batches, or "
+                "noise of a smaller min_separation."
             )
-        starts_anew = scheme is not None and scheme.starts_anew
-        if starts_anew and apart != noise.min_separation:
+        if scheme.starts_anew and apart != needed:
             raise PrivacyError(
                 f"The batches come from {apart} groups in turns, or an example rests until the {apart}th step after a "
-                f"use, but {type(noise).__name__} noise was made for min_separation={noise.min_separation}. Give it "
-                f"{apart}."
+                f"use, but {name} noise was made for min_separation={needed}. Give it {apart}."
             )
-        if scheme is not None and scheme.one_pass:
+        if scheme.one_pass:
             self._check_one_pass(call)
-        if not starts_anew:
-            self._check_epochs(call)
 
     def _check_one_pass(self, call: Call) -> None:
         """Raises if a fit has several passes, or parts of one, of data whose pass is a whole training."""
@@ -529,9 +545,7 @@ class Sampling:
             self._check_poisson()
         else:
             self._check_groups(declared.num_examples, size, call, declared.physical_batches)
-        return {
-            "num_examples": declared.num_examples, "batch_size": size, "sampling": declared.kind, "unit": declared.unit,
-        }  # fmt: skip
+        return self._described(declared, declared.kind, size)
 
     def _agreed(self, declared: SamplingDeclaration, kind: str) -> int:
         """The batch size of data that say themselves how they are drawn, if what the callback was told agrees."""

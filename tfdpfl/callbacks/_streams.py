@@ -39,6 +39,18 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
         _check_copies(x, pass_, behind, math.ceil(num_examples / (batch_size if batched else 1)), num_examples, steps)
     if repeated is None:
         return
+    _check_mixed(x, behind)
+    if counts_passes:
+        _check_rows(pass_, behind if int(pass_.cardinality()) >= 0 else ancestors(x), batched, num_examples, batch_size)
+    elif not batched and num_examples % batch_size:
+        raise PrivacyError(
+            "batch comes after repeat, so a batch may continue into the next pass over the data and hold an "
+            "example twice, and no ε is known for this. Call batch before repeat."
+        )
+
+
+def _check_mixed(x: Dataset, behind: list[Dataset]) -> None:
+    """Raises if rows of several passes may meet behind their repeat."""
     mixing = next(filter(lambda each: made_by(each, _MIXING), behind), None)
     early = hands_on_early(x, behind)
     if mixing is not None or early is not None:
@@ -48,15 +60,15 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
             "batch, several times, and no ε is known for this. Call repeat after it: "
             "data.shuffle(...).batch(...).repeat()."
         )
-    if not counts_passes:
-        if not batched and num_examples % batch_size:
-            raise PrivacyError(
-                "batch comes after repeat, so a batch may continue into the next pass over the data and hold an "
-                "example twice, and no ε is known for this. Call batch before repeat."
-            )
-        return
-    rows = int(pass_.cardinality())
-    omitting = next(filter(lambda each: made_by(each, _OMITTING), behind if rows >= 0 else ancestors(x)), None)
+
+
+def _check_rows(pass_: Dataset, counted: list[Dataset], batched: bool, num_examples: int, batch_size: int) -> None:
+    """Raises if a pass may have fewer rows than `num_examples`, or has another number than was said.
+
+    Args:
+      counted: The transformations after which nothing states the number of rows.
+    """
+    omitting = next(filter(lambda each: made_by(each, _OMITTING), counted), None)
     if omitting is not None:
         raise PrivacyError(
             f"{name_of(omitting)} may leave examples out, and in a stream (repeat) the rows of a pass are not counted: "
@@ -64,6 +76,7 @@ def check_stream(x: Dataset, num_examples: int, batch_size: int, steps: int | No
             "steps_per_epoch and .repeat() out, and give fit epochs; or state the number of rows of a pass before "
             f".repeat() by tf.data.experimental.assert_cardinality({num_examples})."
         )
+    rows = int(pass_.cardinality())
     least, most = (num_examples // batch_size, math.inf) if batched else (num_examples, num_examples)
     if rows >= 0 and not least <= rows <= most:
         of = f"batches of at most {batch_size}" if batched else "examples"

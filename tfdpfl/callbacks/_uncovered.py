@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdpfl._frames import callbacks_of
 from tfdpfl._types import Callback, Layer, Model
 from tfdpfl.accounting import PrivacyLedger
 
@@ -56,7 +57,7 @@ def choices_by_public_figures(call: Mapping[str, Any]) -> Iterator[str]:
 
 def _choices(call: Mapping[str, Any]) -> list[Callback]:
     """The callbacks that decide by a figure of Keras, which no `PrivateMetrics` hides from them."""
-    given = getattr(call.get("callbacks"), "callbacks", [])
+    given = callbacks_of(call)
     hiding = [callback for callback in given if hasattr(callback, "hides")]
     return [
         callback

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdpfl._frames import optimizer_of
 from tfdpfl._types import Model
 from tfdpfl.callbacks._fits import Fit, executions_of, fit_arguments, length, running_models
 from tfdpfl.callbacks._sampling import Sampling
@@ -86,8 +87,7 @@ class _Watch(tf.keras.callbacks.Callback):
 
 def trained_with(model: Model) -> DPOptimizer | None:
     """The model's optimizer, if it is a private one that takes each batch as it comes, with fresh noise."""
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = optimizer_of(model)
     if not isinstance(optimizer, DPOptimizer) or optimizer.noise is not None or optimizer._dp.parts > 1:
         return None
     return optimizer if _replicas.workers() == 1 else None

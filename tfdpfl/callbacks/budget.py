@@ -12,7 +12,7 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from tfdpfl._frames import PLAN
+from tfdpfl._frames import PLAN, callbacks_of, optimizer_of
 from tfdpfl._types import Keywords, Model, Optimizer
 from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
@@ -333,7 +333,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def _warn_of_missing_values(self, logs: dict) -> None:
         """Warns of gradients that are not finite, unless the private figures of this fit are hidden. It is no note: a
         statement is published."""
-        given = getattr(fit_arguments(self.model).get("callbacks"), "callbacks", [])
+        given = callbacks_of(fit_arguments(self.model))
         found = self._running().optimizer.num_nonfinite
         if math.isnan(float(logs.get("loss", 0.0))):
             warnings.warn(_NOT_FINITE.format("The loss is NaN"), stacklevel=4)
@@ -350,7 +350,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def _before_me(self) -> list[PrivacyBudget]:
         """The other PrivacyBudgets of the fit that have begun already."""
-        given = getattr(fit_arguments(self.model).get("callbacks"), "callbacks", [])
+        given = callbacks_of(fit_arguments(self.model))
         return [c for c in given[: given.index(self) if self in given else 0] if isinstance(c, PrivacyBudget)]
 
     def _running(self) -> Fit:
@@ -519,8 +519,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if not self._spent.stepped and not len(self._given):
             raise PrivacyError("PrivacyBudget saw no training. Give it to fit: model.fit(..., callbacks=[budget]).")
         for model in list(self._spent.models):
-            since = getattr(model, "optimizer", None)
-            since = getattr(since, "inner_optimizer", since)
+            since = optimizer_of(model)
             if not hasattr(since, "_dp") and int(tf.convert_to_tensor(getattr(since, "iterations", 0))) > 0:
                 raise PrivacyError(
                     f"The model was compiled with {type(since).__name__} since and trained on, without privacy, so its "

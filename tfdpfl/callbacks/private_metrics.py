@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tensorflow as tf
 
+from tfdpfl._frames import callbacks_of, optimizer_of
 from tfdpfl._sums import noisy_sum
 from tfdpfl._types import Arrays, Dataset, Keywords, Loss, Model
 from tfdpfl.accounting import PrivacyLedger, _checks
@@ -174,17 +175,16 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         call = fit_arguments(self.model)
-        given = call.get("callbacks")
-        others = list(getattr(given, "callbacks", given) or ())
-        others = others if self in others else [self]
-        before = [c for c in others[: others.index(self)] if not isinstance(c, PrivateMetrics)]
-        if before:
+        others = callbacks_of(call)
+        before = others[: others.index(self)] if self in others else []
+        strangers = [c for c in before if not isinstance(c, PrivateMetrics)]
+        if strangers:
             raise PrivacyError(
-                f"{type(before[0]).__name__} comes before PrivateMetrics among the callbacks, so it would see the "
+                f"{type(strangers[0]).__name__} comes before PrivateMetrics among the callbacks, so it would see the "
                 "figures that PrivateMetrics hides. Put PrivateMetrics first: callbacks=[metrics, ...]."
             )
         budgets = [c for c in others if isinstance(c, PrivacyBudget)]
-        self._hides = not any(isinstance(c, PrivateMetrics) for c in others[: others.index(self)])
+        self._hides = not before
         self._batches, self._weights, self._units = self._to_evaluate(call)
         self._releases.model = weakref.ref(self.model)
         self._event = self._releases.event = self.event(self._units)
@@ -257,8 +257,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
                     "The batches protect users, and PrivateMetrics would count each of their examples. Give it "
                     "user_ids, too."
                 )
-            optimizer = getattr(self.model, "optimizer", None)
-            rows = getattr(getattr(optimizer, "inner_optimizer", optimizer), "rows_per_unit", 1)
+            rows = getattr(optimizer_of(self.model), "rows_per_unit", 1)
             if rows > 1 and declared_sampling(x) is None and not self.validation:
                 raise PrivacyError(
                     f"With rows_per_unit={rows} the optimizer protects {rows} rows together, and PrivateMetrics would "

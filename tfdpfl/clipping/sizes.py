@@ -20,7 +20,7 @@ from tensorflow.python.data.util import structure
 from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.eager.polymorphic_function import tracing_compilation
 
-from tfdpfl._frames import callers, trained_by
+from tfdpfl._frames import callers, optimizer_of
 from tfdpfl._types import Nest
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
@@ -163,7 +163,7 @@ def _expected(function: Callable, function_type: Any) -> int | None:
     frame = next((f for f in callers() if f.f_code.co_name in _TRAINS and "self" in f.f_locals), None)
     if name not in getattr(function_type, "parameters", ()) or frame is None or not _TRAINS[frame.f_code.co_name]:
         return None
-    if not hasattr(trained_by(frame.f_locals), "_dp"):
+    if not hasattr(optimizer_of(frame.f_locals.get("self")), "_dp"):
         return None
     spec = function_type.parameters[name].type_constraint
     flatten = getattr(spec, "flatten", getattr(spec, "_flatten", list))  # the latter before TensorFlow 2.15

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl import _formats
-from tfdpfl._frames import PLAN, callers, running_fits, trained_by
+from tfdpfl._frames import PLAN, callers, optimizer_of, running_fits
 from tfdpfl._types import Variable
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.promises import Promise
@@ -214,7 +214,7 @@ class DPOptimizer:
             )
         planned = getattr(self, PLAN, None)
         for fit in running_fits():
-            if trained_by(fit) is self:
+            if optimizer_of(fit.get("self")) is self:
                 if planned is not None:
                     planned.check(self, fit)
                 self._warn_of_class_weights(fit.get("class_weight"))
@@ -275,8 +275,7 @@ class DPOptimizer:
     def _model_that_trains(self) -> weakref.ref | None:
         for frame in callers():
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
-                optimizer = getattr(model, "optimizer", None) if isinstance(model, self._dp_model) else None
-                if self is getattr(optimizer, "inner_optimizer", optimizer):
+                if isinstance(model, self._dp_model) and optimizer_of(model) is self:
                     return weakref.ref(model)
         return None
 
