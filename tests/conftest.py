@@ -42,9 +42,11 @@ BOTH_STACKS = (
     *(f"federated/test_{part}.py" for part in "aggregators example_level examples models".split()),
     *(f"federated/test_{part}.py" for part in "personalization processes runtime training".split()),
     "optimizers/test_optimizers.py",
+    "optimizers/test_replicas.py",
     "optimizers/test_saving.py",
     "optimizers/test_variants.py",
     "optimizers/test_workers.py",
+    "callbacks/test_averaged.py",
 )
 
 

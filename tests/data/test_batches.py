@@ -1,30 +1,21 @@
-"""`poisson_batches` draws what the accountant assumes, in a form that `fit` takes; and the loaders."""
+"""The data sets for `fit` draw what the accountant assumes."""
 
 import collections
-import itertools
 
 import dp_accounting
 import numpy as np
-import pandas as pd
 import pytest
 import tensorflow as tf
 
-from tfdpfl import _process
 from tfdpfl.data import (
     SamplingDeclaration,
     b_min_sep,
-    bound_owners,
     cyclic_poisson,
     declared_sampling,
     fixed_order,
     poisson_batches,
-    random_allocation,
     shuffled_batches,
 )
-from tfdpfl.data.draws import Words
-from tfdpfl.data.sources import examples_of
-from tfdpfl.data.users import users_of
-from tfdpfl.errors import PrivacyError
 
 
 def inclusion_matrix(batches, num_examples):
@@ -153,32 +144,6 @@ def test_the_parts_of_an_example_stay_together():
     x = np.arange(N * 6, dtype=np.float32).reshape(N, 3, 2)
     for batch in poisson_batches(({"x": x}, ROWS), 0.5, 10).as_numpy_iterator():
         np.testing.assert_array_equal(batch[0]["x"], x[batch[1]])
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        tf.data.Dataset.from_tensor_slices((ROWS[:, None] * 2.0, ROWS)),
-        tf.data.Dataset.from_tensor_slices((ROWS[:, None] * 2.0, ROWS)).filter(lambda x, y: True),
-        tf.data.Dataset.from_tensor_slices((ROWS[:, None] * 2.0, ROWS)).batch(7).unbatch(),
-    ],
-    ids=["known size", "unknown size", "unbatched"],
-)
-def test_a_dataset_of_examples_is_sampled_like_arrays(source):
-    dataset = poisson_batches(source, expected_batch_size=10, steps=30, seed=0)
-    assert declared_sampling(dataset).num_examples == N
-    batches = list(dataset.as_numpy_iterator())
-    assert all((x[:, 0] == 2 * y).all() for x, y in batches)
-    assert len({len(y) for _, y in batches}) > 3
-
-
-def test_arrays_that_change_afterwards_leave_the_batches_as_they_were():
-    """Else an order that was declared could be broken in place; memory that is aligned may be taken as it is."""
-    memory = np.zeros(1000 * 4 + 16, np.float32)
-    x = memory[-memory.ctypes.data // 4 % 16 :][:4000].reshape(1000, 4)
-    batches = fixed_order(x, 10)
-    x[:] = 7
-    assert all((batch == 0).all() for batch in batches.as_numpy_iterator())
 
 
 def test_the_sampling_is_declared_by_the_dataset_itself_only():
@@ -340,45 +305,6 @@ def test_bad_input_is_refused_in_one_sentence(changes, message):
 # -- the draws ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "rate"), [(40, 0.9), (2000, 0.002), (7, 0.5), (10**12, 1e-11)])
-def test_coins_are_fair_at_every_rate(number, rate):
-    words, runs = Words(11), 3000
-    draws = [words.each(number, rate) for _ in range(runs)]
-    assert all((np.diff(d) > 0).all() and (not len(d) or (d[0] >= 0 and d[-1] < number)) for d in draws)
-    sizes = np.array([len(d) for d in draws])
-    mean, variance = number * rate, number * rate * (1 - rate)
-    assert abs(sizes.mean() - mean) < 5 * np.sqrt(variance / runs)
-    assert abs(sizes.var() / variance - 1) < 5 * np.sqrt((2 + 1 / variance) / runs)
-    places = np.concatenate(draws)  # spread evenly: the first, the last and all between
-    assert abs(places.mean() / ((number - 1) / 2) - 1) < 5 * np.sqrt(1 / 3 / len(places)) + 1e-9
-    if number < 100:
-        counts = np.bincount(places, minlength=number)
-        assert (np.abs(counts - runs * rate) < 5 * np.sqrt(runs * rate * (1 - rate))).all()
-
-
-def test_draws_come_from_the_generator_of_noise_and_a_forked_process_has_its_own():
-    from tfdpfl.noise.source import KeyStream, new_key
-
-    assert (Words(5)(3) == KeyStream(new_key(5)).words(np.empty(3, np.uint64))).all()
-    words = Words()
-    words(1)
-    parents = words._stream
-    _process._renew()
-    words(1)
-    assert words._stream is not parents
-    assert len(np.unique(Words(1)(200_000))) == 200_000  # more than one call of the generator fills
-
-
-def test_subsets_and_orders_are_uniform():
-    words = Words(2)
-    counts = np.zeros((5, 5))
-    for _ in range(4000):
-        counts[np.arange(5), words.order(5)] += 1
-    assert (np.abs(counts / 4000 - 0.2) < 5 * np.sqrt(0.16 / 4000)).all()
-    pairs = collections.Counter(tuple(words.some(np.array([3, 5, 8, 9]), 2)) for _ in range(3000))
-    assert len(pairs) == 6 and all(abs(n / 3000 - 1 / 6) < 5 * np.sqrt(5 / 36 / 3000) for n in pairs.values())
-
-
 def test_a_batch_is_drawn_once_and_cut_into_physical_ones():
     whole = [set(b) for b in drawn(poisson_batches(ROWS, 0.5, 6, seed=3))]
     dataset = poisson_batches(ROWS, 0.5, 6, seed=3, physical_batch_size=3)
@@ -428,84 +354,6 @@ def test_truncated_batches_have_one_shape_and_the_rest_weighs_nothing(parts):
 # -- data that are read as they are needed -----------------------------------------------------------------------
 
 
-class Rows:
-    """Gives single examples by number, as sources of grain and Hugging Face do."""
-
-    def __init__(self, example, number=N):
-        self.example, self.number = example, number
-
-    def __len__(self):
-        return self.number
-
-    def __getitem__(self, i):
-        return self.example(i)
-
-
-def on_disk(kind, tmp_path):
-    x = np.random.default_rng(0).normal(size=(N, 3))
-    if kind == "memmap":
-        np.save(tmp_path / "x.npy", np.concatenate([x[:2], x]))
-        return x, (np.load(tmp_path / "x.npy", mmap_mode="r")[2:], ROWS)
-    if kind == "h5py":
-        file = pytest.importorskip("h5py").File(tmp_path / "x.h5", "w")
-        file["x"], file["y"] = x, ROWS
-        return x, ({"in": file["x"]}, file["y"])
-    return x, Rows(lambda i: (x[i], i, None))
-
-
-@pytest.mark.parametrize("kind", ["memmap", "h5py", "rows"])
-def test_data_on_disk_are_sampled_like_arrays(kind, tmp_path):
-    x, source = on_disk(kind, tmp_path)
-    same = poisson_batches((x, ROWS), 0.4, 4, seed=6)
-    dataset = poisson_batches(source, 0.4, 4, seed=6)
-    assert [s.dtype for s in tf.nest.flatten(dataset.element_spec)] == [tf.float32, tf.int64]
-    assert declared_sampling(dataset) == declared_sampling(same)
-    for got, want in zip(dataset, same, strict=True):
-        for a, b in zip(tf.nest.flatten(got), want, strict=True):
-            np.testing.assert_array_equal(a, b)
-    copied = poisson_batches(source, 0.4, 1, seed=6, copies=2)
-    again = poisson_batches((x, ROWS), 0.4, 1, seed=6)
-    np.testing.assert_array_equal(next(iter(copied))[1], np.repeat(next(iter(again))[1], 2))
-
-
-@pytest.mark.parametrize("kind", ["memmap", "rows"])
-def test_data_on_disk_are_allocated_like_arrays(kind, tmp_path):
-    x, source = on_disk(kind, tmp_path)
-    how = {"expected_batch_size": 4, "seed": 6}
-    same, dataset = random_allocation((x, ROWS), **how), random_allocation(source, **how)
-    assert declared_sampling(dataset) == declared_sampling(same)
-    seen = []
-    for got, want in zip(dataset, same, strict=True):
-        for a, b in zip(tf.nest.flatten(got), want, strict=True):
-            np.testing.assert_array_equal(a, b)
-        seen += want[1].numpy().tolist()
-    assert sorted(seen) == list(range(N))
-
-
-def test_a_source_that_no_memory_holds_is_sampled():
-    read = []
-    source = Rows(lambda i: (read.append(i), np.full(1000, i % 7, np.float32), i)[1:], 10**10)
-    dataset = poisson_batches(source, expected_batch_size=5, steps=4)
-    batches = list(dataset)
-    assert all((x == y.numpy()[:, None] % 7).numpy().all() for x, y in batches)
-    assert len(read) <= 1 + sum(len(y) for _, y in batches)  # no example is read that no batch holds
-
-
-def test_examples_are_decoded_and_augmented_one_at_a_time_and_copies_apart():
-    texts = Rows(lambda i: (b"ab\x00" * (i + 1), i))  # files may end in zeros
-    decode = lambda text, i: (tf.cast(tf.fill([4, 4, 1], tf.strings.length(text)), tf.float32), i)
-    augment = lambda image, i: (image + tf.random.uniform([]), i)
-    dataset = poisson_batches(texts, 0.5, 20, seed=1, map_fn=decode, augment=augment, copies=3)
-    assert declared_sampling(dataset).rows_per_unit == 3
-    assert [tuple(s.shape) for s in dataset.element_spec[:2]] == [(None, 4, 4, 1), (None,)]
-    for image, i, *_ in dataset.as_numpy_iterator():
-        assert len(i) and (i.reshape(-1, 3) == i[::3, None]).all()
-        shift = image[:, 0, 0, 0] - 3 * (i + 1)
-        assert (shift >= 0).all() and (shift < 1).all() and len(set(shift.tolist())) > len(i) / 2
-    (empty,) = poisson_batches(texts, 1e-12, 1, map_fn=decode, copies=3).as_numpy_iterator()
-    assert empty[0].shape == (3, 4, 4, 1) and not empty[2].any()  # whole units of nothing
-
-
 @pytest.mark.parametrize("as_mapping", [False, True])
 def test_users_are_sampled_and_come_with_so_many_rows_one_after_the_other(as_mapping):
     ids = np.array([0] * 5 + [1] * 2 + [2] + [3] * 12)
@@ -527,48 +375,6 @@ def test_users_are_sampled_and_come_with_so_many_rows_one_after_the_other(as_map
         assert (np.abs(often - often.mean()) < 5 * np.sqrt(1 / counts[user])).all()
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        np.array([12, "12", 12.0, 13.0, 13, 13], dtype=object),  # as pandas makes of chunks of mixed types
-        np.array(["12", "12.0", " 12", "13", "+13", "1.3e1"]),
-        np.array([b"12", "12", 12, 13, b"13", np.float32(13)], dtype=object),
-        {12: [0], "12": [1, 2], 13: [3], "13.0": [5, 4]},
-        [12, 12, 12, 13, 13, 13],
-    ],
-)
-def test_ids_of_one_value_are_one_user(ids):
-    users = users_of(ids, 6)
-    rows = [users.rows[a:b].tolist() for a, b in itertools.pairwise(users.starts)]
-    assert sorted(map(sorted, rows)) == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_examples_of_several_owners_are_chosen_so_that_each_owner_is_in_one_user():
-    owners = [["a", "b"], ["b"], {"c", "d"}, ("d", "c", "c"), "e", 7, np.array([7.0]), ["7", "a"], ["a", "f", "g"], "b"]
-    users = bound_owners(owners)
-    rows = [users.rows[a:b].tolist() for a, b in itertools.pairwise(users.starts)]
-    assert rows == [[1, 9], [4], [5, 6], [2, 3], [8]]  # 0 shares b with 1, and 7 shares 7 with 5
-    one_each = bound_owners(np.array([3, 1, 3, 2]))
-    assert [one_each.rows[a:b].tolist() for a, b in itertools.pairwise(one_each.starts)] == [[0, 2], [1], [3]]
-    for wrong, message in (
-        ([["a"], []], "no owner for example 1"), ([["a"], ["b", None]], "no owner for example 1"),
-        ([np.nan], "no owner for example 0"), ({"a": [0]}, "owners is a mapping"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            bound_owners(wrong)
-    with pytest.raises(ValueError, match="for 10 examples, and the data have 20"):
-        poisson_batches(ROWS, 0.5, 1, user_ids=users, examples_per_user=1)
-
-
-def test_a_table_of_numbers_and_truth_values_holds_floats_and_other_columns_are_named():
-    table = pd.DataFrame({"age": [61.0, np.nan], "smokes": [True, False], "visits": pd.array([1, None], "Int64")})
-    rows = examples_of(table).take(np.array([1, 0]))
-    assert rows.dtype == tf.float32 and np.array_equal(rows, [[np.nan, 0, np.nan], [61, 1, 1]], equal_nan=True)
-    assert examples_of(pd.DataFrame({"a": ["x"], "b": ["y"]})).spec.dtype == tf.string
-    with pytest.raises(ValueError, match=r"columns 'city', 'ward' .* not hold numbers.*\['city'\] == 'Bern'"):
-        examples_of(table.assign(city=["Bern", "Genf"], ward=["A", "B"]))
-
-
 def order_of(data):
     return declared_sampling(fixed_order(data, 10)).order
 
@@ -585,12 +391,6 @@ def test_any_two_examples_that_change_places_make_another_order(tmp_path):
     np.save(tmp_path / "x.npy", x)
     on_disk = np.load(tmp_path / "x.npy", mmap_mode="r")
     assert order_of(on_disk) != order_of(on_disk)
-
-
-def test_ids_of_different_values_are_different_users():
-    ids = ["12", "21", "a", "A", "1_2", "12345678901234567890", "12345678901234567891", "nan", "infinity", "", "1e400"]
-    assert users_of(np.array(ids), len(ids)).number == len(ids)
-    assert users_of(np.array(ids, dtype=object), len(ids)).number == len(ids)
 
 
 def test_other_orders_hold_each_example_once_a_pass():
@@ -635,42 +435,3 @@ def test_examples_rest_after_each_use_and_every_step_has_the_same_mean_size():
         pairs = (used[later:] * used[:-later]).sum(1)
         assert (np.abs(pairs - size * chance) < 6 * np.sqrt(size * chance)).all()
     assert drawn(dataset) != drawn(dataset)
-
-
-def test_bad_sources_and_settings_are_refused_in_one_sentence():
-    batched = getattr(tf.keras.utils, "PyDataset", tf.keras.utils.Sequence)
-    rows = lambda i: np.zeros(1 + i % 2)
-    later = lambda **how: poisson_batches(ROWS, 0.5, 2, **how)
-    for make, kind, message in [
-        (lambda: poisson_batches(type("Images", (batched,), {"__len__": len, "__getitem__": rows})(), 0.5, 2),
-         ValueError, "Images gives whole batches"),
-        (lambda: poisson_batches(iter([1, 2]), 0.5, 2), ValueError, "in its own order"),
-        (lambda: poisson_batches(Rows(rows, 0), 0.5, 2), ValueError, "at least one example"),
-        (lambda: list(poisson_batches(Rows(rows), 1.0, 1)), Exception, "has the shape .*give all examples one shape"),
-        (lambda: list(poisson_batches(Rows(lambda i: {"a": 1} if i < 9 else {"b": 1}), 1.0, 1)), Exception,
-         "Example 9 of the source has another structure"),
-        (lambda: poisson_batches(ROWS, np.full(N, 0.1), 2), PrivacyError, "weighted or class-balanced"),
-        (lambda: later(physical_batch_size=0), ValueError, "physical_batch_size must be"),
-        (lambda: later(copies=0), ValueError, "copies must be"),
-        (lambda: later(map_fn=3), ValueError, "map_fn=3 must be a function"),
-        (lambda: later(truncated_batch_size=0), ValueError, "truncated_batch_size must be"),
-        (lambda: later(user_ids=ROWS), ValueError, "user_ids needs examples_per_user"),
-        (lambda: later(examples_per_user=2), ValueError, "examples_per_user=2 needs user_ids"),
-        (lambda: later(user_ids=ROWS[1:], examples_per_user=2), ValueError, "one id for each of the 20 examples"),
-        (lambda: later(user_ids=np.where(ROWS == 4, np.nan, 1.0), examples_per_user=2), ValueError,
-         "no user for 1 examples, the first at 4"),
-        (lambda: later(user_ids={"a": ROWS, "b": []}, examples_per_user=2), ValueError, "without examples, 'b'"),
-        (lambda: later(user_ids={"a": ROWS, "b": [3]}, examples_per_user=2), ValueError, "names 21 examples"),
-        (lambda: fixed_order(ROWS, 21), ValueError, "batch_size=21 is more than the 20"),
-        (lambda: b_min_sep(ROWS, 7, min_separation=3, expected_batch_size=7), ValueError, "is more than 6"),
-        (lambda: cyclic_poisson(ROWS, 7, groups=3, expected_batch_size=2), ValueError, "steps=7 is not a multiple.* 6"),
-        (lambda: cyclic_poisson(ROWS, 6, groups=3, expected_batch_size=7), ValueError, "mean size of a group, got 7"),
-    ]:  # fmt: skip
-        with pytest.raises(kind, match=message):
-            make()
-    if hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"):
-        with pytest.raises(ValueError, match=r"needs data of the form \(x, y\)"):
-            later(truncated_batch_size=5)
-    else:
-        with pytest.raises(PrivacyError, match=r"dp-accounting 0\.6"):
-            later(truncated_batch_size=5)
