@@ -36,7 +36,7 @@ def test_one_step_costs_what_a_gaussian_costs(sigma):
 
 @pytest.mark.parametrize(("sigma", "steps"), [(1.0, 2), (0.7, 3), (2.0, 7), (1.0, 40)])
 def test_a_few_steps_cost_what_samples_of_the_dominating_pair_cost(sigma, steps):
-    noise = np.random.default_rng(7).standard_normal([200_000, steps])
+    noise = np.random.default_rng(7).standard_normal([100_000, steps])
     ratio = np.exp(noise / sigma - 0.5 / sigma**2).mean(axis=1)  # of the mixture of shifted noises to noise alone
     for epsilon in (0.0, 0.2):
         removed = np.maximum(ratio - math.exp(epsilon), 0)
@@ -71,7 +71,7 @@ def test_a_coarser_grid_gives_a_larger_epsilon(monkeypatch):
 
 def test_more_steps_in_an_epoch_cost_less_and_the_mean_is_kept():
     last = math.inf
-    for steps in (1, 2, 3, 5, 8, 64, 1000):
+    for steps in (1, 2, 3, 5, 64):
         total = allocation._sum_of(0.5, steps)
         assert abs(total.probabilities.sum() + total.zero - 1) < 1e-11
         assert abs(total.probabilities @ total.values + total.lost - steps) < 1e-11 * steps
@@ -102,6 +102,7 @@ def test_rdp_says_that_it_has_no_answer(more, named):
     assert caught[0].filename == __file__ and asked == tfdpfl.compute_epsilon(**run)
 
 
+@pytest.mark.slow
 def test_noise_steps_and_batch_size_are_found_for_a_target():
     given = {**RUN, "target_epsilon": 1.0, "delta": 1e-5}
     sigma = compute_noise_multiplier(**given, num_epochs=1)
@@ -139,8 +140,8 @@ def test_what_has_no_proof_is_refused(changes):
 
 
 def test_the_price_takes_an_epoch_to_have_as_many_steps_as_the_batches_have():
-    for number in (7, 20, 61):
-        for size in (1, 1.5, 3, 6.9, 7):
+    for number in (7, 61):
+        for size in (1, 1.5, 6.9):
             declared = declared_sampling(random_allocation(np.arange(number), expected_batch_size=size))
             whole = math.ceil(declared.expected_batch_size - 1e-9)  # what the step table holds
             run = tfdpfl.accounting.Run(

@@ -239,12 +239,9 @@ def test_a_kmeans_prior_helps_on_mnist_and_an_automatic_share_tells_nine_of_ten_
     assert (plain == y).mean() < 0.2 < 0.6 < (noisy == y).mean()
     prior = KMeansPrior("auto", clusterer=Given(200))
     before = 0
-    for epsilon in (0.2, 0.5, 1.0, 2.05, 4.0, 8.0):
-        true = []
-        for _ in range(4):
-            mechanism = RandomizedResponseWithPrior(epsilon, prior, 10)
-            noisy = mechanism.fit_transform(clusters, y)
-            assert mechanism.epsilon_spent == pytest.approx(epsilon)
-            true.append((noisy == y).mean())
-        assert np.mean(true) > before - 0.003 and (epsilon < 1 or min(true) > 0.9)
-        before = np.mean(true)
+    for epsilon in (0.2, 1.0, 4.0):
+        mechanism = RandomizedResponseWithPrior(epsilon, prior, 10)
+        true = (mechanism.fit_transform(clusters, y) == y).mean()
+        assert mechanism.epsilon_spent == pytest.approx(epsilon)
+        assert true > before and (epsilon < 1 or true > 0.9)
+        before = true

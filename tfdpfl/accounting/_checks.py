@@ -1,11 +1,22 @@
 """Checks of arguments: each failure is one sentence with the argument, its value and the remedy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
-__all__ = ["choice", "probability", "real", "whole"]
+__all__ = ["choice", "known", "probability", "put", "real", "whole"]
+
+
+def put(owner: object, check: Callable, field: str, *remedy: Any, **bounds: float) -> None:
+    """Checks a field of a frozen dataclass by a function of this module, and keeps what that returns."""
+    object.__setattr__(owner, field, check(field, getattr(owner, field), *remedy, **bounds))
+
+
+def known(owner: object, check: Callable, field: str, *remedy: Any, **bounds: float) -> None:
+    """Does the same where the field is not None."""
+    if getattr(owner, field) is not None:
+        put(owner, check, field, *remedy, **bounds)
 
 
 def whole(name: str, value: Any, minimum: int, remedy: str) -> int:

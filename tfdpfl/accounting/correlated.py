@@ -4,7 +4,6 @@ each round of the groups."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 
 from tfdpfl._types import Json
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting._checks import choice, real, whole
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.participation import most_participations
 from tfdpfl.accounting.pricing import price
@@ -67,26 +67,17 @@ class CorrelatedRun:
     sampling: str = CYCLIC_POISSON.name
 
     def __post_init__(self) -> None:
-        put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
-        put("noise", as_noise(self.noise))
-        remedy = "give the optimizer's noise_multiplier (0 for none)"
-        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, remedy, at_least=0))
-        put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
-        remedy = "count the steps from one use of an example to its next"
-        put("min_separation", _checks.whole("min_separation", self.min_separation, 1, remedy))
-        if self.max_participations is not None:
-            remedy = "count the uses of an example, or leave it out"
-            put("max_participations", _checks.whole("max_participations", self.max_participations, 0, remedy))
-        if self.sampling_rate is not None:
-            remedy = "give the probability that an example of a group is sampled, or None"
-            put("sampling_rate", _checks.real("sampling_rate", self.sampling_rate, remedy, above=0))
-            if self.sampling_rate > 1:
-                raise ValueError(f"sampling_rate={self.sampling_rate!r} is above 1: {remedy}")
-        put("unit", _checks.choice("unit", self.unit, UNITS))
-        known = tuple(name for name, scheme in SCHEMES.items() if scheme.starts_anew)
-        put("sampling", _checks.choice("sampling", self.sampling, known))
+        object.__setattr__(self, "noise", as_noise(self.noise))
+        _checks.put(self, real, "noise_multiplier", "give the optimizer's noise_multiplier (0 for none)", at_least=0)
+        _checks.put(self, whole, "num_steps", 0, "count the noisy updates")
+        _checks.put(self, whole, "min_separation", 1, "count the steps from one use of an example to its next")
+        _checks.known(self, whole, "max_participations", 0, "count the uses of an example, or leave it out")
+        remedy = "give the probability that an example of a group is sampled, or None"
+        _checks.known(self, _rate, "sampling_rate", remedy)
+        _checks.put(self, choice, "unit", UNITS)
+        _checks.put(self, choice, "sampling", tuple(s.name for s in SCHEMES.values() if s.starts_anew))
         offered = self._offered
-        put("adjacency", offered[0] if self.adjacency is None else self.adjacency)
+        object.__setattr__(self, "adjacency", offered[0] if self.adjacency is None else self.adjacency)
         if self.adjacency not in offered:
             how = "without sampling" if self.sampling_rate is None else "with cyclic sampling"
             raise PrivacyError(
@@ -170,6 +161,13 @@ class CorrelatedRun:
         return cls(**saved)
 
 
+def _rate(name: str, value: object, remedy: str) -> float:
+    rate = real(name, value, remedy, above=0)
+    if rate > 1:
+        raise ValueError(f"{name}={value!r} is above 1: {remedy}")
+    return rate
+
+
 def compute_correlated_noise_multiplier(
     noise: Noise,
     *,
@@ -201,7 +199,7 @@ def compute_correlated_noise_multiplier(
       ValueError: an argument is out of its range.
       PrivacyError: no noise multiplier between 2^-10 and 2^30 is the smallest one that meets the target.
     """
-    target = _checks.real("target_epsilon", target_epsilon, "give the ε to keep to", above=0)
+    target = real("target_epsilon", target_epsilon, "give the ε to keep to", above=0)
 
     def epsilon(z: float) -> float:
         run = CorrelatedRun(
@@ -267,8 +265,8 @@ def compare(
     """
     if (target_epsilon is None) != (delta is None) or (sampling_rate is not None and target_epsilon is None):
         raise ValueError("Give target_epsilon and delta together, and sampling_rate only with them.")
-    kind = _checks.choice("kind", kind, ERRORS)
-    num_steps = _checks.whole("num_steps", num_steps, 1, "count the noisy updates")
+    kind = choice("kind", kind, ERRORS)
+    num_steps = whole("num_steps", num_steps, 1, "count the noisy updates")
     base = Noise(min_separation=min_separation, max_participations=max_participations)
     uses = Uses(num_steps, base.min_separation, base.max_participations)
     uses = uses._replace(max_participations=most_participations(*uses))
@@ -285,9 +283,7 @@ def compare(
         found.append(Compared(noise, sigma * noise.error(num_steps, kind), multiplier, unsampled))
     if sampling_rate is not None and target_epsilon is not None and delta is not None:
         remedy = "give the mean size of a batch over the number of examples"
-        sampling_rate = _checks.real("sampling_rate", sampling_rate, remedy, above=0)
-        if sampling_rate > 1:
-            raise ValueError(f"sampling_rate={sampling_rate!r} is above 1: {remedy}")
+        sampling_rate = _rate("sampling_rate", sampling_rate, remedy)
         multipliers = [
             *_in_groups(num_steps, sampling_rate, kind, target_epsilon, delta),
             *_independent(num_steps, sampling_rate, target_epsilon, delta),

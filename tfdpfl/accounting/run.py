@@ -1,12 +1,11 @@
 """A run of DP-SGD, as the accountant sees it: how often an example takes part, at what noise."""
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting._checks import choice, real, whole
 from tfdpfl.accounting.events import event_type
 from tfdpfl.accounting.sampling import EVERY_BATCH, POISSON, SAMPLINGS, SCHEMES, SamplingScheme
 from tfdpfl.errors import PrivacyError
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ADJACENCIES", "OLD_NAMES", "SAMPLINGS", "SAVED_AS", "UNITS", "NoiseArguments", "Run", "options_of"]
 
-Put: TypeAlias = Callable[[str, object], None]  # sets a field of a frozen dataclass
 UNITS = ("example", "user")
 _DISCRETE = "The noise is discrete Gaussian (secure_noise=True), whose ε only Rényi DP knows."
 SAVED_AS = {"secure_noise": "discrete"}  # fields that files call otherwise
@@ -92,38 +90,34 @@ class Run:
     uneven_batches: bool | None = None
 
     def __post_init__(self) -> None:
-        put = functools.partial(object.__setattr__, self)  # the way to set a frozen dataclass's fields
-        put("num_examples", _checks.whole("num_examples", self.num_examples, 1, "count the training examples"))
-        put("batch_size", _checks.whole("batch_size", self.batch_size, 1, "count the examples of a batch"))
+        _checks.put(self, whole, "num_examples", 1, "count the training examples")
+        _checks.put(self, whole, "batch_size", 1, "count the examples of a batch")
         if self.batch_size > self.num_examples:
             raise ValueError(
                 f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}: use a smaller "
                 "batch, or check that you did not swap the two"
             )
         remedy = "give the standard deviation of the noise divided by the clip (0 for none)"
-        put("noise_multiplier", _checks.real("noise_multiplier", self.noise_multiplier, remedy, at_least=0))
-        put("sampling", _checks.choice("sampling", self.sampling, SAMPLINGS))
+        _checks.put(self, real, "noise_multiplier", remedy, at_least=0)
+        _checks.put(self, choice, "sampling", SAMPLINGS)
         missing = [self.num_epochs, self.num_steps].count(None)
         if missing == 2 or (missing == 0 and not self.scheme.counts_passes):
             raise ValueError(
                 "give exactly one of num_epochs and num_steps, "
                 f"got num_epochs={self.num_epochs!r} and num_steps={self.num_steps!r}"
             )
-        if self.num_steps is not None:
-            put("num_steps", _checks.whole("num_steps", self.num_steps, 0, "count the noisy updates"))
-        if self.num_epochs is not None:
-            remedy = "count the passes over the data, possibly a fraction"
-            put("num_epochs", _checks.real("num_epochs", self.num_epochs, remedy, at_least=0))
+        _checks.known(self, whole, "num_steps", 0, "count the noisy updates")
+        _checks.known(self, real, "num_epochs", "count the passes over the data, possibly a fraction", at_least=0)
         if self.num_epochs is not None and not self.uneven_batches and self.steps > self._steps_of_epochs:
             raise ValueError(
                 f"num_steps={self.num_steps} is more than the {self._steps_of_epochs} steps that "
                 f"num_epochs={self.num_epochs:g} passes have: give one of the two"
             )
-        self._check_microbatches(put)
-        self._check_adjacency(put)
-        self._check_group(put)
-        self._check_truncation(put)
-        put("unit", _checks.choice("unit", self.unit, UNITS))
+        self._check_microbatches()
+        self._check_adjacency()
+        self._check_group()
+        self._check_truncation()
+        _checks.put(self, choice, "unit", UNITS)
         if self.unit == "user" and self.max_examples_per_user > 1:
             raise ValueError(
                 f"max_examples_per_user={self.max_examples_per_user} is for examples that are clipped one by one, "
@@ -142,11 +136,10 @@ class Run:
                 "without secure_noise"
             )
 
-    def _check_truncation(self, put: Put) -> None:
+    def _check_truncation(self) -> None:
         if self.truncated_batch_size is None:
             return
-        remedy = "give the size of all batches, or leave it out"
-        put("truncated_batch_size", _checks.whole("truncated_batch_size", self.truncated_batch_size, 1, remedy))
+        _checks.put(self, whole, "truncated_batch_size", 1, "give the size of all batches, or leave it out")
         if self.adjacency not in self.scheme.truncated_adjacencies:
             raise PrivacyError(
                 f"truncated_batch_size={self.truncated_batch_size} has a known ε for sampling='poisson' with "
@@ -156,34 +149,30 @@ class Run:
             what = "num_microbatches" if self.grouped else "max_examples_per_user"
             raise PrivacyError(f"truncated_batch_size has no known ε for {what}={getattr(self, what)}: leave one out")
 
-    def _check_microbatches(self, put: Put) -> None:
-        if self.num_microbatches is None:
-            return
-        remedy = "count the groups whose mean gradient is clipped, or leave it out"
-        put("num_microbatches", _checks.whole("num_microbatches", self.num_microbatches, 1, remedy))
-        if self.batch_size % self.num_microbatches:
+    def _check_microbatches(self) -> None:
+        _checks.known(
+            self, whole, "num_microbatches", 1, "count the groups whose mean gradient is clipped, or leave it out"
+        )
+        if self.num_microbatches is not None and self.batch_size % self.num_microbatches:
             raise ValueError(
                 f"num_microbatches must divide batch_size={self.batch_size}, got {self.num_microbatches}: use a "
                 "divisor, or leave it out to clip every example by itself"
             )
 
-    def _check_adjacency(self, put: Put) -> None:
+    def _check_adjacency(self) -> None:
         offered = self.scheme.adjacencies
         if self.adjacency is None:
-            put("adjacency", offered[0])
-        put("adjacency", _checks.choice("adjacency", self.adjacency, ADJACENCIES))
+            object.__setattr__(self, "adjacency", offered[0])
+        _checks.put(self, choice, "adjacency", ADJACENCIES)
         if self.adjacency not in offered:
             raise PrivacyError(
                 f"sampling={self.sampling!r} has no known ε for adjacency={self.adjacency!r}: use "
                 f"{' or '.join(map(repr, offered))}, or another sampling"
             )
 
-    def _check_group(self, put: Put) -> None:
+    def _check_group(self) -> None:
         remedy = "count the examples of the user with the most, or leave it out"
-        put(
-            "max_examples_per_user",
-            _checks.whole("max_examples_per_user", self.max_examples_per_user, 1, remedy),
-        )
+        _checks.put(self, whole, "max_examples_per_user", 1, remedy)
         if self.max_examples_per_user > self.num_examples:
             raise ValueError(
                 f"max_examples_per_user must be at most num_examples={self.num_examples}, "
