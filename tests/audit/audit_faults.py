@@ -353,7 +353,8 @@ def _merged(as_counts: Any) -> Any:
 
 
 def _half_noise_of_votes(noisy: Any) -> Any:
-    return lambda values, noise, part: noisy(values, noise / 2, part)
+    halved = lambda source: types.SimpleNamespace(normals=lambda shape: source.normals(shape) / 2)
+    return lambda values, part, source: noisy(values, part, halved(source))
 
 
 def _votes_replayed(there: bool) -> str:

@@ -38,6 +38,19 @@ NO_LABEL = -1
 _FRESH_FROM = 20.0  # scales of Laplace noise, where our generator's normals are still exact to a part in 10^9
 
 
+class _Gaussian:
+    sigma: float
+    norm = 2
+
+    @property
+    def scale(self) -> float:
+        """Of the noise, in votes."""
+        return self.sigma
+
+    def noise(self, source: Source, shape: tuple[int, ...]) -> np.ndarray:
+        return self.sigma * source.normals(shape)
+
+
 class _Argmax:
     log_q_of_gap: Callable[[np.ndarray], np.ndarray]
     step = 2.0  # how far a gap moves when one vote does
@@ -51,10 +64,11 @@ class _Argmax:
 
 
 @dataclass(frozen=True)
-class GaussianArgmax(_Argmax):
+class GaussianArgmax(_Gaussian, _Argmax):
     """argmax(counts + N(0, σ²))."""
 
     sigma: float
+    moved = math.sqrt(2)  # how far the counts move in `norm`: two of them by 1 each
 
     @property
     def event(self) -> DpEvent:
@@ -81,6 +95,16 @@ class LaplaceArgmax(_Argmax):
     """argmax(counts + Laplace(1/γ))."""
 
     gamma: float
+    norm = 1
+    moved = 2.0
+
+    @property
+    def scale(self) -> float:
+        """Of the noise, in votes."""
+        return 1 / self.gamma
+
+    def noise(self, source: Source, shape: tuple[int, ...]) -> np.ndarray:
+        return _laplace(source, shape) / self.gamma
 
     @property
     def event(self) -> DpEvent:
@@ -105,12 +129,13 @@ class LaplaceArgmax(_Argmax):
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(_Gaussian):
     """max(scores) + N(0, σ²) >= threshold, a score being a count less a public number."""
 
     threshold: float
     sigma: float
     step = 1.0
+    moved = 1.0
 
     @property
     def event(self) -> DpEvent:
@@ -247,9 +272,12 @@ class Aggregator(abc.ABC):
     def parts(self) -> tuple[Part, ...]:
         """Returns what runs on a query, in its order; the last one only where the query is answered."""
 
-    @abc.abstractmethod
     def _answer(self, counts: np.ndarray) -> Answers:
-        """Draws the noise."""
+        """Draws the noise of a mechanism that answers every query."""
+        (vote,) = self.parts
+        everyone = np.ones(len(counts), bool)
+        labels = np.argmax(_noisy(counts, vote, self._source), axis=1)
+        return Answers(labels, everyone, everyone, np.full(len(counts), vote.rho), self, counts)
 
     def aggregate(self, votes: Arrays, num_classes: int | None = None, *, num_teachers: int | None = None) -> Answers:
         """Answers every query once. Asking again costs again.
@@ -434,10 +462,6 @@ class LNMax(Aggregator):
     def parts(self) -> tuple[Part, ...]:
         return (LaplaceArgmax(self.gamma),)
 
-    def _answer(self, counts: np.ndarray) -> Answers:
-        noise = _laplace(self._source, counts.shape) / self.gamma
-        return _all_answered(self, counts, np.argmax(_noisy(counts, noise, self.parts[0]), axis=1))
-
 
 @dataclass(frozen=True)
 class GNMax(Aggregator):
@@ -460,9 +484,6 @@ class GNMax(Aggregator):
     @property
     def parts(self) -> tuple[Part, ...]:
         return (GaussianArgmax(self.sigma),)
-
-    def _answer(self, counts: np.ndarray) -> Answers:
-        return _all_answered(self, counts, _noisy_argmax(counts, self.sigma, self._source))
 
 
 @dataclass(frozen=True)
@@ -497,12 +518,10 @@ class ConfidentGNMax(Aggregator):
 
     def _answer(self, counts: np.ndarray, scores: np.ndarray | None = None) -> Answers:
         seen = counts if scores is None else scores
-        source = self._source
-        noise = self.sigma_threshold * source.normals([len(counts)])
-        passed = _noisy(seen.max(axis=1), noise, self.parts[0]) >= self.threshold
+        source, (check, vote) = self._source, self.parts
+        passed = _noisy(seen.max(axis=1), check, source) >= self.threshold
         labels = np.full(len(counts), NO_LABEL)
-        labels[passed] = _noisy_argmax(counts[passed], self.sigma, source)
-        check, vote = self.parts
+        labels[passed] = np.argmax(_noisy(counts[passed], vote, source), axis=1)
         return Answers(labels, passed, passed, check.rho + passed * vote.rho, self, counts, scores)
 
 
@@ -578,20 +597,8 @@ def _check_sigma(name: str, value: object) -> None:
     _checks.real(name, value, "the noise's standard deviation in votes, for instance 40", above=0)
 
 
-def _noisy_argmax(counts: np.ndarray, sigma: float, source: Source) -> np.ndarray:
-    return np.argmax(_noisy(counts, sigma * source.normals(counts.shape), GaussianArgmax(sigma)), axis=1)
-
-
-def _noisy(values: np.ndarray, noise: np.ndarray, part: Part) -> np.ndarray:
-    """values + noise; a vote that moves changes two counts by 1 each, their maximum by 1."""
-    laplace = isinstance(part, LaplaceArgmax)
-    scale = 1 / part.gamma if isinstance(part, LaplaceArgmax) else part.sigma
-    charge = (2.0 if laplace else 1.0 if isinstance(part, Threshold) else math.sqrt(2)) / scale
+def _noisy(values: np.ndarray, part: Part, source: Source) -> np.ndarray:
+    noise, charge = part.noise(source, values.shape), part.moved / part.scale
     return _replay_hook.released(
-        [values], [values + noise], [noise], [scale], charge, replaced=charge, norm=1 if laplace else 2, by_row=True
+        [values], [values + noise], [noise], [part.scale], charge, replaced=charge, norm=part.norm, by_row=True
     )[0]
-
-
-def _all_answered(mechanism: Aggregator, counts: np.ndarray, labels: np.ndarray) -> Answers:
-    everyone = np.ones(len(counts), bool)
-    return Answers(labels, everyone, everyone, np.full(len(counts), mechanism.parts[0].rho), mechanism, counts)
