@@ -226,10 +226,10 @@ def test_a_release_that_fails_on_a_label_is_not_free():
 
 
 @pytest.mark.slow
-def test_label_dp_does_not_import_tensorflow():
+def test_label_dp_and_pate_do_not_import_tensorflow():
     code = (
-        "import sys, tfdpfl.label_dp as l; l.RandomizedResponse(1.0, 2).fit_transform([0, 1]); l.KMeansPrior; "
-        "l.RROnBins; l.MultiStageTraining; dir(l); sys.exit('tensorflow' in sys.modules)"
+        "import sys, tfdpfl.pate, tfdpfl.label_dp as l; l.RandomizedResponse(1.0, 2).fit_transform([0, 1]); "
+        "l.KMeansPrior; l.RROnBins; l.MultiStageTraining; dir(l); sys.exit('tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     import tfdpfl.label_dp
