@@ -41,6 +41,7 @@ BOTH_STACKS = (
     "clipping/test_weight_uses.py",
     *(f"federated/test_{part}.py" for part in "aggregators example_level examples models".split()),
     *(f"federated/test_{part}.py" for part in "personalization processes runtime training".split()),
+    "optimizers/test_keras2.py",
     "optimizers/test_optimizers.py",
     "optimizers/test_replicas.py",
     "optimizers/test_saving.py",

@@ -1,6 +1,5 @@
 """A DP optimizer is its Keras optimizer on (clipped sum + noise) / denominator, in every way that Keras trains."""
 
-import json
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import conftest as c
 import numpy as np
 import pytest
 import tensorflow as tf
+from optimizer_cases import CLIP, assert_same, custom_step, loss_of, sgd
 
 import tfdpfl
 from tfdpfl import PrivacyError
@@ -17,7 +17,6 @@ from tfdpfl.optimizers import make_dp_optimizer_class
 
 keras = tf.keras
 KERAS3 = c.keras3()
-CLIP = 0.6  # some of the examples' norms are above, some below
 NAMED = {
     "DPSGD": ("SGD", {"learning_rate": 0.3, "momentum": 0.9}),
     "DPAdam": ("Adam", {"learning_rate": 0.05}),
@@ -36,32 +35,9 @@ def plain_updates(optimizer, gradients_of, steps, seed=0):
     return model.get_weights()
 
 
-def assert_same(actual, expected, rtol=2e-4, atol=2e-6):
-    for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
-
-
-def sgd(clip=CLIP, multiplier=0.0, **kwargs):
-    return tfdpfl.DPSGD(clip, multiplier, **{"learning_rate": 1.0, **kwargs})
-
-
 def some_clipped(x, y, clip=CLIP):
     norms = c.norms_of(c.per_example_gradients(c.weights(), x, y))
     return 0 < (norms > clip).sum() < len(x)
-
-
-def loss_of(model, x, y):
-    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
-
-
-def custom_step(model, optimizer, **kwargs):
-    optimizer.build(model.trainable_variables)
-
-    @tf.function(reduce_retracing=True, **kwargs)
-    def step(x, y):
-        optimizer.minimize(lambda: loss_of(model, x, y), model.trainable_variables)
-
-    return lambda x, y: step(tf.constant(x), tf.constant(y))
 
 
 # -- the update --------------------------------------------------------------------------------------------------
@@ -244,23 +220,6 @@ def test_steps_per_execution_equals_single_steps():
         assert model.optimizer.executed == [(0.7, 4)]
         ends.append(model.get_weights())
     assert_same(*ends)
-
-
-@pytest.mark.skipif(KERAS3, reason="Keras 3 makes the optimizer's variables before it traces a step")
-def test_a_step_is_traced_once_though_the_optimizers_variables_are_new():
-    x, y = c.examples(12)
-    model, traced = c.classifier(), []
-
-    def loss(y, outputs):
-        traced.append(outputs)
-        return c.cross_entropy()(y, outputs)
-
-    model.compile(tfdpfl.DPAdam(CLIP, 1.0, use_ema=True), loss=loss)
-    model.fit(x, y, batch_size=5, verbose=0)  # a batch of known size is traced once more, with its size free
-    assert len(traced) == 1
-    slots = [v for v in model.optimizer.variables if v.shape.rank]
-    assert {"m", "v", "average"} <= {part for v in slots for part in v.name.split("/")}
-    assert all(np.any(v.numpy()) for v in slots)
 
 
 @pytest.mark.slow
@@ -557,95 +516,6 @@ def test_one_optimizer_serves_two_graphs_and_counts_both():
     assert_same(model.get_weights(), other.get_weights())
 
 
-# -- mixed float16 -----------------------------------------------------------------------------------------------
-
-
-def float16_model(optimizer, **kwargs):
-    model = c.classifier(dtype=keras.mixed_precision.Policy("mixed_float16"))
-    model.compile(optimizer, loss=c.cross_entropy(), **kwargs)
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(KERAS3, reason="Keras 2 hands the scaled loss to compute_gradients; Keras 3 does not")
-@pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**15])
-def test_under_a_loss_scale_the_unscaled_gradient_is_clipped(scale):
-    x, y = c.examples(12)
-    inner = sgd(clip=0.05)
-    model = float16_model(keras.mixed_precision.LossScaleOptimizer(inner, dynamic=False, initial_scale=scale))
-    update = c.update_of(model, lambda: model.train_on_batch(x, y))
-    assert_same(update, [-g / 12 for g in c.clipped_sum(c.weights(), x, y, 0.05)], rtol=0.05, atol=2e-4)
-    assert inner.num_dp_steps == 1
-
-
-@pytest.mark.skipif(KERAS3, reason="Keras 2 wraps the optimizer by the global policy only")
-@pytest.mark.slow
-def test_the_wrapper_that_keras_2_adds_by_itself_trains_and_keeps_the_noise():
-    x, y = c.examples(12)
-    keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        quiet, loud = (float16_model(sgd(multiplier=z, seed=1)) for z in (0.0, 1.0))
-        updates = [c.flat(c.update_of(m, lambda m=m: m.train_on_batch(x, y))) for m in (quiet, loud)]
-    finally:
-        keras.mixed_precision.set_global_policy("float32")
-    assert isinstance(quiet.optimizer, keras.mixed_precision.LossScaleOptimizer)
-    want = c.flat([-g / 12 for g in c.clipped_sum(c.weights(), x, y, CLIP)])
-    np.testing.assert_allclose(updates[0], want, rtol=0.05, atol=5e-3)
-    plain = c.compiled(sgd(multiplier=1.0, seed=1))
-    plain = c.flat(c.update_of(plain, lambda: plain.train_on_batch(x, y)))
-    np.testing.assert_allclose(updates[1] - updates[0], plain - want, atol=5e-3)
-
-
-@pytest.mark.skipif(not KERAS3, reason="Keras 2 hands the scaled loss to the optimizer")
-@pytest.mark.parametrize("by", ["the policy", "hand, k = 2"])
-@pytest.mark.slow
-def test_the_loss_scaling_that_keras_3_adds_by_itself_trains_and_keeps_the_noise(by, tmp_path):
-    x, y = c.examples(12)
-    updates, k = [], 2 if "k" in by else 1
-    keras.config.set_dtype_policy("mixed_float16" if by == "the policy" else "float32")
-    try:
-        for z in (0.0, 1.0):
-            inner = sgd(multiplier=z, seed=1, gradient_accumulation_steps=k)
-            model = float16_model(inner if by == "the policy" else keras.optimizers.LossScaleOptimizer(inner))
-            assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-            step = lambda m=model: [m.train_on_batch(x[i::k], y[i::k]) for i in range(k)]
-            updates.append(c.flat(c.update_of(model, step)))
-            assert inner.executed == [(z / k, 1)] and int(inner.iterations) == 1
-            model.save(tmp_path / "m.keras")
-            again = keras.models.load_model(tmp_path / "m.keras")
-            assert again.optimizer.inner_optimizer.executed == [(z / k, 1)]
-            again.train_on_batch(x, y)
-    finally:
-        keras.config.set_dtype_policy("float32")
-    want = c.flat([-g / 12 for g in c.clipped_sum(c.weights(), x, y, CLIP)])
-    np.testing.assert_allclose(updates[0], want, rtol=0.05, atol=5e-3)
-    plain = c.compiled(sgd(multiplier=1.0, seed=1))
-    plain = c.flat(c.update_of(plain, lambda: plain.train_on_batch(x, y)))
-    np.testing.assert_allclose(updates[1] - updates[0], plain - want, atol=5e-3)
-
-
-@pytest.mark.skipif(not KERAS3, reason="Keras 2's is tested above")
-def test_an_example_that_overflows_neither_stops_a_step_nor_moves_the_loss_scale():
-    """Both would tell of it: the scale is saved, and a step is seen."""
-    x, y = c.examples(12)
-    x[3] = 1e38
-    model = float16_model(keras.optimizers.LossScaleOptimizer(sgd(expected_batch_size=12)))
-    keep = np.delete(np.arange(12), 3)
-    update = c.update_of(model, lambda: model.train_on_batch(x, y))
-    want = [-g / 12 for g in c.clipped_sum(c.weights(), x[keep], y[keep], CLIP)]
-    assert_same(update, want, rtol=0.05, atol=5e-3)
-    assert float(model.optimizer.dynamic_scale) == 2.0**15 and int(model.optimizer.step_counter) == 0
-    assert model.optimizer.inner_optimizer.num_nonfinite == 1
-
-
-@pytest.mark.skipif(not KERAS3, reason="loss_scale_factor came with Keras 3")
-def test_a_fixed_loss_scale_factor_changes_nothing():
-    x, y = c.examples(12)
-    model = c.compiled(sgd(loss_scale_factor=64.0))
-    update = c.update_of(model, lambda: model.train_on_batch(x, y))
-    assert_same(update, [-g / 12 for g in c.clipped_sum(c.weights(), x, y, CLIP)])
-
-
 # -- the guard ---------------------------------------------------------------------------------------------------
 
 
@@ -815,25 +685,6 @@ def test_one_announced_loss_serves_one_update(guarded):
         step(guarded.x, guarded.y)
 
 
-@pytest.mark.skipif(not KERAS3, reason="Keras 2 hands the loss to compute_gradients")
-def test_the_gradients_that_keras_3_brings_are_replaced_by_private_ones():
-    x, y = c.examples(6)
-    model, optimizer = c.classifier(), sgd()
-    optimizer.build(model.trainable_variables)
-
-    @tf.function
-    def step(x, y):
-        loss = loss_of(model, x, y)
-        with tf.GradientTape() as tape:
-            raw = loss_of(model, x, y)
-        gradients = tape.gradient(raw, model.trainable_variables)
-        optimizer.scale_loss(loss)
-        optimizer.apply([1e3 * g for g in gradients], model.trainable_variables)
-
-    update = c.update_of(model, lambda: step(tf.constant(x), tf.constant(y)))
-    assert_same(update, [-g / 6 for g in c.clipped_sum(c.weights(), x, y, CLIP)])
-
-
 # -- any optimizer -----------------------------------------------------------------------------------------------
 
 
@@ -897,49 +748,7 @@ def test_what_is_no_optimizer_class_is_refused(wrong):
         make_dp_optimizer_class(wrong)
 
 
-@pytest.mark.skipif(KERAS3, reason="Keras 3 has only warning stubs of the legacy optimizers")
-def test_legacy_optimizers_are_refused_with_the_mend():
-    with pytest.raises(TypeError, match=r"use tf\.keras\.optimizers"):
-        make_dp_optimizer_class(keras.optimizers.legacy.SGD)
-
-
 # -- arguments ---------------------------------------------------------------------------------------------------
-
-BAD = [
-    ({"noise_multiplier": -0.1}, "noise_multiplier=-0.1", "compute_noise_multiplier"),
-    ({"noise_multiplier": float("nan")}, "noise_multiplier=nan", "compute_noise_multiplier"),
-    ({"noise_multiplier": float("inf")}, "noise_multiplier=inf", "compute_noise_multiplier"),
-    ({"noise_multiplier": True}, "noise_multiplier=True", "compute_noise_multiplier"),
-    ({"noise_multiplier": "1.0"}, "noise_multiplier='1.0'", "compute_noise_multiplier"),
-    ({"noise_multiplier": None}, "noise_multiplier=None", "compute_noise_multiplier"),
-    ({"noise_multiplier": 1e-30}, "noise_multiplier=1e-30", "Scale the loss"),
-    ({"expected_batch_size": 1e30}, "expected_batch_size=1e+30", "Scale the loss"),
-    ({"l2_norm_clip": 0}, "l2_norm_clip=0", "1.0 is usual"),
-    ({"l2_norm_clip": -1.0}, "l2_norm_clip=-1.0", "1.0 is usual"),
-    ({"l2_norm_clip": float("nan")}, "l2_norm_clip=nan", "1.0 is usual"),
-    ({"l2_norm_clip": float("inf")}, "l2_norm_clip=inf", "1.0 is usual"),
-    ({"l2_norm_clip": False}, "l2_norm_clip=False", "1.0 is usual"),
-    ({"l2_norm_clip": "big"}, "l2_norm_clip='big'", "1.0 is usual"),
-    ({"num_microbatches": 0}, "num_microbatches=0", "None clips every example"),
-    ({"num_microbatches": -3}, "num_microbatches=-3", "None clips every example"),
-    ({"num_microbatches": 2.0}, "num_microbatches=2.0", "None clips every example"),
-    ({"num_microbatches": True}, "num_microbatches=True", "None clips every example"),
-    ({"expected_batch_size": 0}, "expected_batch_size=0", "sampling rate"),
-    ({"expected_batch_size": -5}, "expected_batch_size=-5", "sampling rate"),
-    ({"expected_batch_size": "5"}, "expected_batch_size='5'", "sampling rate"),
-    ({"seed": -1}, "seed=-1", "None"),
-    ({"seed": 1.5}, "seed=1.5", "None"),
-    ({"seed": True}, "seed=True", "None"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0", "how many batches"),
-    ({"gradient_accumulation_steps": 2.0}, "gradient_accumulation_steps=2.0", "how many batches"),
-    ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps=True", "how many batches"),
-]
-
-
-@pytest.mark.parametrize("given, named, mend", BAD, ids=[named for _, named, _ in BAD])
-def test_a_bad_argument_is_named_with_its_value_and_the_mend(given, named, mend):
-    with pytest.raises(ValueError, match=f"(?s){re.escape(named)}.*{re.escape(mend)}"):
-        tfdpfl.DPAdam(**{"l2_norm_clip": 1.0, "noise_multiplier": 1.0, **given})
 
 
 def test_an_argument_that_keras_does_not_know_is_refused():
@@ -962,19 +771,6 @@ def test_class_weights_in_front_of_a_clip_are_warned_of(weights, recwarn):
     model.fit(*c.examples(), verbose=0, class_weight=weights)
     said = [w for w in recwarn if re.search(r"class_weight=\{0: 0.5.*l2_norm_clip=0.1.*threshold", str(w.message))]
     assert len(said) == (weights is not None and weights[0] == 0.5)
-
-
-def test_numpy_numbers_are_numbers():
-    optimizer = tfdpfl.DPSGD(
-        np.float32(1.5), np.float64(0.5), num_microbatches=np.int64(4), seed=np.int32(3), expected_batch_size=8
-    )
-    own = {k: optimizer.get_config()[k] for k in ("l2_norm_clip", "noise_multiplier", "num_microbatches", "seed")}
-    assert json.loads(json.dumps(own)) == {
-        "l2_norm_clip": 1.5,
-        "noise_multiplier": 0.5,
-        "num_microbatches": 4,
-        "seed": 3,
-    }
 
 
 # -- what cannot be made private ---------------------------------------------------------------------------------
@@ -1018,17 +814,6 @@ def test_training_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         c.compiled(tfdpfl.DPAdam(CLIP, 1.0)).fit(x, y, verbose=0)
-
-
-@pytest.mark.parametrize("name", [
-    "l2_norm_clip", "noise_multiplier", "num_microbatches", "expected_batch_size", "gradient_accumulation_steps",
-])  # fmt: skip
-def test_a_setting_that_is_traced_cannot_be_changed_behind_its_steps(name):
-    optimizer = tfdpfl.DPAdam(1.0, 1.5)
-    before = getattr(optimizer, name, None)
-    with pytest.raises(AttributeError, match=rf"{name} is part of steps.*Compile.*DPAdam\({name}=3"):
-        setattr(optimizer, name, 3)
-    assert getattr(optimizer, name, None) == before
 
 
 def test_what_ran_is_not_read_while_a_step_is_traced():

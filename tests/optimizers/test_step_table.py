@@ -15,45 +15,15 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
+from step_cases import DELTA, Also, N, X, Y, Z, budget, compiled, draws, everyone, fit, slices, uses
 
 import tfdpfl
-from tfdpfl import callbacks
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _step_table
 
 keras = tf.keras
 KERAS3 = c.keras3()
-N, DELTA, Z = 200, 1e-4, 2.0
-X, Y = c.examples(N)
-
-
-def compiled(z=Z, **kwargs):
-    return c.compiled(tfdpfl.DPSGD(1.0, z, learning_rate=0.1, **kwargs))
-
-
-def budget(*args, **kwargs):
-    return callbacks.PrivacyBudget(*args, **{"delta": DELTA, "accountant": "rdp", **kwargs})  # the quick accountant
-
-
-def fit(model, *watching, batch_size=20, **kwargs):
-    return model.fit(X, Y, batch_size=batch_size, callbacks=list(watching), verbose=0, **kwargs)
-
-
-def uses(count, z=Z):
-    """The price of so many steps with every example in each."""
-    said = {"num_examples": N, "batch_size": N, "sampling": "none", "delta": DELTA, "accountant": "rdp"}
-    return tfdpfl.compute_epsilon(noise_multiplier=z, num_steps=count, **said)
-
-
-def everyone(model, steps):
-    for _ in range(steps):
-        model.train_on_batch(X, Y)
-
-
-def draws(steps=3, **kwargs):
-    return poisson_batches((X, Y), sampling_rate=0.01, steps=steps, **kwargs)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
@@ -263,99 +233,6 @@ def test_steps_before_do_not_take_the_next_fits_sampling():
 
 
 @pytest.mark.slow
-@pytest.mark.both_stacks
-def test_a_fit_of_arrays_says_itself_how_they_are_drawn(tmp_path):
-    """Without the callback, saved and gone on with in another object: each pass is one use of each example."""
-    model, watched = compiled(), budget(N)
-    fit(model, epochs=2)
-    assert model.optimizer.ledger.unknown_steps == 0
-    model.save(tmp_path / "model.keras")
-    model = keras.models.load_model(tmp_path / "model.keras")
-    fit(model, watched)
-    assert watched.report().epsilon == pytest.approx(uses(3)) and watched.report().steps == 30
-    model.train_on_batch(X, Y)
-    assert model.optimizer.ledger.epsilon(DELTA, "rdp") == pytest.approx(uses(4))
-
-
-@pytest.mark.slow
-def test_batches_that_say_themselves_how_they_are_drawn_need_no_callback():
-    model = compiled(expected_batch_size=20.0)
-    model.fit(tfdpfl.data.poisson_batches((X, Y), expected_batch_size=20, steps=5), epochs=2, verbose=0)
-    ledger = model.optimizer.ledger
-    run = dict(num_examples=N, batch_size=20, noise_multiplier=Z, num_steps=10, delta=DELTA, accountant="rdp")
-    assert ledger.epsilon(DELTA, "rdp") == pytest.approx(tfdpfl.compute_epsilon(**run)) and ledger.unknown_steps == 0
-    unsized = compiled()  # it divides by the size of a Poisson sample, which has no price
-    unsized.fit(tfdpfl.data.poisson_batches((X, Y), expected_batch_size=20, steps=5), verbose=0)
-    assert unsized.optimizer.ledger.unknown_steps == 5
-
-
-@pytest.mark.slow
-def test_the_sampling_of_ones_own_data_is_not_known_without_the_callback():
-    model, watched = compiled(), budget(N)
-    model.fit(slices(20), verbose=0)
-    with pytest.warns(UserWarning, match="10 steps"):
-        fit(model, watched)
-    assert watched.report().epsilon == pytest.approx(uses(11))
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_step_after_a_fit_without_the_callback_that_was_interrupted_is_one_of_every_example(again):
-    def stop(_):
-        raise KeyboardInterrupt
-
-    model = compiled()
-    fit(model, batch_size=N)
-    step, model.train_function = model.train_function, stop
-    with contextlib.suppress(KeyboardInterrupt):
-        fit(model, batch_size=N)  # its batch was announced, and its step was not taken
-    model.train_function = step
-    everyone(model, 1)
-    if again:  # before anyone looked at what ran
-        fit(model, batch_size=N)
-    assert model.optimizer.ledger.unknown_steps == 1
-    assert model.optimizer.ledger.epsilon(DELTA, "rdp") >= uses(3 if again else 2)
-
-
-def test_a_fit_in_a_fit_that_is_interrupted_later_leaves_it_watched():
-    model = compiled()
-    fit(model, batch_size=N)
-    step, calls = model.train_function, []
-
-    def stop_at_the_third(iterator):
-        calls.append(0)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step(iterator)
-
-    model.train_function = stop_at_the_third
-    with contextlib.suppress(KeyboardInterrupt):
-        fit(model, Also(on_epoch_end=lambda: len(calls) == 1 and fit(model, batch_size=N)), batch_size=N, epochs=2)
-    model.train_function = step
-    everyone(model, 1)
-    assert model.optimizer.ledger.unknown_steps == 1
-
-
-@pytest.mark.slow
-def test_several_updates_on_one_batch_are_not_taken_for_one_without_the_callback():
-    model, other = compiled(), Also(on_train_batch_end=lambda: everyone(model, 1))
-    fit(model, other)
-    assert model.optimizer.ledger.unknown_steps == 10
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.slow
-def test_a_fit_without_the_callback_after_recompiling_is_not_forgotten(again):
-    model, watched = compiled(), budget(N)
-    fit(model, watched)
-    model.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
-    fit(model)
-    if again:
-        model.compile(tfdpfl.DPSGD(1.0, Z), loss=model.loss)
-        fit(model, watched)
-    assert watched.report().epsilon == pytest.approx(uses(3 if again else 2))
-
-
-@pytest.mark.slow
 def test_a_model_that_was_trained_without_privacy_since_has_no_report():
     model, watched = compiled(), budget(N)
     fit(model, watched)
@@ -364,15 +241,6 @@ def test_a_model_that_was_trained_without_privacy_since_has_no_report():
     fit(model)
     with pytest.raises(PrivacyError, match="compiled with Adam since and trained"):
         watched.report()
-
-
-class Also(keras.callbacks.Callback):
-    """Does something in the middle of a training."""
-
-    def __init__(self, **hooks):
-        super().__init__()
-        for name, hook in hooks.items():
-            setattr(self, name, lambda *args, hook=hook, **kwargs: hook())
 
 
 @pytest.mark.slow
@@ -705,49 +573,6 @@ def test_steps_on_a_data_set_of_another_name_are_not_in_this_ones_epsilon():
         budget(N, dataset_name="east", ledger=first.ledger)
     everyone(model, 2)  # on which data is not known: they count for both
     assert second.report().epsilon == pytest.approx(uses(3)) and first.report().epsilon == pytest.approx(uses(5))
-
-
-def slices(batch, drop=False):
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch, drop_remainder=drop)
-
-
-@pytest.mark.parametrize(
-    ("data", "said", "message"),
-    [
-        (lambda: slices(100, drop=True), {"sampling": "shuffle", "batch_size": 10}, "batches of the data set hold 100"),
-        (lambda: slices(20, drop=True), {"sampling": "poisson", "batch_size": 20}, "hold 20 examples"),
-        (
-            lambda: slices(20), {"sampling": "poisson", "batch_size": 20, "num_examples": 60_000},
-            "ends after 10 batches, 200 examples",
-        ),
-        (
-            lambda: slices(20), {"sampling": "fixed_size", "batch_size": 20, "num_examples": 60_000},
-            "ends after 10 batches",
-        ),
-        (lambda: draws().cache(), {"sampling": "poisson", "batch_size": 2}, r"cache\(\) comes after Poisson"),
-        (lambda: draws().cache().prefetch(1), {}, r"cache\(\) comes after Poisson"),
-        (
-            lambda: tfdpfl.data.fixed_order((X, Y), 20).prefetch(1), {"sampling": "poisson", "batch_size": 20},
-            "of kind 'fixed_order', which sampling='poisson' does not",
-        ),
-        (
-            lambda: tfdpfl.data.poisson_batches((X, Y), 0.01, 2, copies=3).prefetch(1),
-            {"sampling": "poisson", "batch_size": 2}, "made from batches with 3 rows of each example",
-        ),
-        (
-            lambda: draws().prefetch(1), {"sampling": "poisson", "batch_size": 1},
-            "batch_size=1, but the data were made from batches of 2 from 200",
-        ),
-    ],
-)  # fmt: skip
-def test_data_that_contradict_what_is_said_of_them_are_refused(data, said, message):
-    model = compiled(expected_batch_size=2.0)
-    before = model.get_weights()
-    with pytest.raises(PrivacyError, match=message) as raised:
-        model.fit(data(), callbacks=[budget(**{"num_examples": N, **said})], verbose=0)
-    if "cache" in message:
-        assert "sampling=" not in str(raised.value)
-    np.testing.assert_array_equal(before[0], model.get_weights()[0])
 
 
 @pytest.mark.slow
