@@ -20,7 +20,6 @@ from tfdpfl.optimizers import make_dp_optimizer_class
 keras = tf.keras
 KERAS3 = c.keras3()
 WIDTH = 100_000
-JIT = [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.one_stack])]
 
 
 def template(jit=False, width=WIDTH, **kwargs):
@@ -84,19 +83,12 @@ COPIES = {
 }
 
 
-QUICK = ("saved and loaded", "pickled optimizer")
-FILES = ("saved and loaded", "weights loaded", "checkpoint restored", "deepcopy of the model")  # by Keras itself
-WAYS = [pytest.param(way, False, marks=[pytest.mark.slow] * (way not in QUICK) + [pytest.mark.one_stack] * (
-    way not in FILES)) for way in COPIES]  # fmt: skip
-WAYS += [pytest.param("saved and loaded", True, marks=[pytest.mark.slow, pytest.mark.one_stack])]
-
-
-@pytest.mark.parametrize(("way", "jit"), WAYS)
+@pytest.mark.parametrize("way", COPIES)
 @pytest.mark.slow
-def test_copies_of_a_model_draw_independent_noise(way, jit, tmp_path):
+def test_copies_of_a_model_draw_independent_noise(way, tmp_path):
     """K-fold, or one template for three hospitals: the difference of two copies must hold the noise of both, whether
     they are of a new model or of one that has trained."""
-    model = template(jit)
+    model = template()
     first = COPIES[way](model, tmp_path)
     draws = [update(model)]
     second = COPIES[way](model, tmp_path)
@@ -121,7 +113,7 @@ def test_an_optimizer_whose_variables_are_set_to_zero_before_its_first_step_keep
     assert_independent(*draws)
 
 
-@pytest.mark.parametrize("jit", JIT)
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.slow
 def test_a_model_that_is_reset_compiled_anew_or_loaded_back_does_not_repeat_noise(jit, tmp_path):
     model = template(jit)
@@ -191,7 +183,7 @@ def holds(path, keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.one_stack)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_nothing_that_can_be_saved_holds_the_key(jit, drawn, tmp_path):
     model = template(jit, width=50)
     for _ in range(2):
