@@ -3,6 +3,7 @@
 import copy
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -249,3 +250,27 @@ def test_a_plan_of_random_allocation_with_private_metrics_ends_where_it_was_plan
     assert made.callback.report().epsilon == pytest.approx(made.epsilon) and metrics.ledger.steps == 2
     with pytest.raises(ValueError, match="num_epochs cannot be computed together with metrics"):
         plan(num_epochs=None, noise_multiplier=1.0, metrics=["loss"])
+
+
+def test_a_plan_takes_what_a_ledger_leaves_of_the_target():
+    """Against dp-accounting's own composition of both events."""
+    ledger, spent_before = tfdpfl.PrivacyLedger(), dp_accounting.GaussianDpEvent(4.0)
+    made = plan(ledger=ledger.add(spent_before))
+    both = dp_accounting.rdp.RdpAccountant()
+    step = dp_accounting.PoissonSampledDpEvent(20 / N, dp_accounting.GaussianDpEvent(made.noise_multiplier))
+    both.compose(spent_before).compose(step, 20)
+    assert 1.98 < both.get_epsilon(DELTA) <= 2.0 and both.get_epsilon(DELTA) == pytest.approx(made.epsilon, 1e-3)
+    assert made.noise_multiplier > 1.05 * plan().noise_multiplier
+    assert "1 x Gaussian" in made.statement() and ", 20 steps" in made.statement()
+    budget = made.callback
+    assert budget.ledger.epsilon(DELTA, "rdp") == ledger.epsilon(DELTA, "rdp") > 0
+    given = plan(ledger=ledger, target_epsilon=None, noise_multiplier=made.noise_multiplier)
+    assert given.target_epsilon == pytest.approx(made.epsilon) == given.callback.target_epsilon
+    with pytest.raises(ValueError, match="batch_size cannot be computed together with metrics or a ledger"):
+        plan(ledger=ledger, batch_size=None, noise_multiplier=1.0)
+    with pytest.raises(PrivacyError, match=r"The ledger has spent ε = 0\.\d+ of target_epsilon=0\.5: nothing is left"):
+        plan(ledger=ledger, target_epsilon=0.5)
+    with pytest.raises(PrivacyError, match="for different neighbours"):
+        plan(ledger=ledger, sampling="shuffle")
+    with pytest.raises(ValueError, match=r"ledger=0\.5 must be a PrivacyLedger"):
+        plan(ledger=0.5)

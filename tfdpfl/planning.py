@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfdpfl import clips
@@ -21,11 +21,10 @@ from tfdpfl.accounting import (
     compute_epsilon,
     compute_noise_multiplier,
     compute_num_steps,
-    price,
     privacy_report,
 )
-from tfdpfl.accounting.arguments import build_run
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
+from tfdpfl.accounting.ledger import check_ledger
 from tfdpfl.accounting.promises import PLANNED, Promise
 from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SCHEMES
 from tfdpfl.data import declared_sampling, examples_of, users_of
@@ -33,8 +32,6 @@ from tfdpfl.data.batches import PLANNED as BATCHES
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-
     from tfdpfl.callbacks import PrivacyBudget, PrivateMetrics
 
 __all__ = ["PrivacyPlan", "plan"]
@@ -69,6 +66,7 @@ class PrivacyPlan:
         num_examples: size of the data.
         l2_norm_clip, sampling, accountant, secure_noise: as they were given.
         metrics: the `PrivateMetrics` whose releases ε covers, too, or None.
+        ledger: the `PrivacyLedger` of what was spent before, which ε covers, too, or None.
         batches: the data set for `fit`.
     """
 
@@ -84,6 +82,7 @@ class PrivacyPlan:
     accountant: str
     secure_noise: bool = False
     metrics: PrivateMetrics | None = None
+    ledger: PrivacyLedger | None = None
     batches: Arrays = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +96,9 @@ class PrivacyPlan:
         """
         from tfdpfl.callbacks import PrivacyBudget
 
-        budget = PrivacyBudget(self.num_examples, self.delta, self.target_epsilon, accountant=self.accountant)
+        budget = PrivacyBudget(
+            self.num_examples, self.delta, self.target_epsilon, accountant=self.accountant, ledger=self.ledger
+        )
         setattr(budget, PLAN, self)
         return budget
 
@@ -173,11 +174,9 @@ class PrivacyPlan:
             "sampling": self.sampling, "truncated_batch_size": declared.truncated_batch_size, "unit": declared.unit,
             "secure_noise": self.secure_noise,
         }  # fmt: skip
-        if self.metrics is None:
+        if self.metrics is None and self.ledger is None:
             return privacy_report(delta=self.delta, accountant=self.accountant, **run)
-        ledger = PrivacyLedger().record(**run)
-        ledger.add(self.metrics.event(self.num_examples), self.epochs // self.metrics.every, adjacency=ledger.adjacency)
-        return ledger.report(self.delta, self.accountant)
+        return _ledger(run, self.ledger, self.metrics, self.epochs).report(self.delta, self.accountant)
 
     @property
     def epsilon(self) -> float:
@@ -235,6 +234,7 @@ def plan(
     accountant: str = "pld",
     secure_noise: bool = False,
     metrics: PrivateMetrics | Sequence[str] | None = None,
+    ledger: PrivacyLedger | None = None,
     **batches: Arrays,
 ) -> PrivacyPlan:
     """Plans a private training, so that noise, batches, optimizer and callback fit together.
@@ -267,6 +267,8 @@ def plan(
         more noise.
       metrics: a `tfdpfl.callbacks.PrivateMetrics`, or names of its metrics, whose cost the same ε includes. Then pass
         ``callbacks=plan.callbacks`` to `fit`. The plan can find ``noise_multiplier`` or ``target_epsilon``.
+      ledger: a `PrivacyLedger` of what was spent on the data before, such as that of `tfdpfl.preprocessing`, which the
+        same ε includes. The plan can find ``noise_multiplier`` or ``target_epsilon``.
       **batches: other arguments of `tfdpfl.data.poisson_batches`, `random_allocation` or `shuffled_batches`.
 
     Raises:
@@ -287,13 +289,14 @@ def plan(
         "num_examples": num_examples, "delta": delta, "accountant": accountant,
         "truncated_batch_size": batches.get("truncated_batch_size"), "secure_noise": secure_noise,
     }  # fmt: skip
+    check_ledger(ledger)
     shown, clip = _checked_metrics(metrics), _checked_clip(l2_norm_clip)
 
     def solved(sampling: str) -> _Numbers:
         counts_passes = _check_sampling(sampling, steps_per_epoch)
         made = _Numbers(
             target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, {**run, "sampling": sampling},
-            counts_passes, batches.get("num_selected", 1), shown,
+            counts_passes, batches.get("num_selected", 1), shown, ledger,
         )  # fmt: skip
         made.solve()
         return made
@@ -322,6 +325,7 @@ def plan(
         accountant=accountant,
         secure_noise=secure_noise,
         metrics=shown,
+        ledger=ledger,
         batches=drawn,
     )
 
@@ -372,6 +376,15 @@ def _checked_clip(l2_norm_clip: Clip) -> Clip:
     return schedule_of("l2_norm_clip", l2_norm_clip) or l2_norm_clip
 
 
+def _ledger(run: Keywords, before: PrivacyLedger | None, metrics: PrivateMetrics | None, epochs: int) -> PrivacyLedger:
+    """Returns the ledger of a training that ran as planned, of what was spent before it, and of its metrics."""
+    ledger = PrivacyLedger() if before is None else PrivacyLedger().merge(before)
+    ledger.record(**run)
+    if metrics is not None:
+        ledger.add(metrics.event(run["num_examples"]), epochs // metrics.every, adjacency=ledger.adjacency)
+    return ledger
+
+
 @dataclasses.dataclass
 class _Numbers:
     """The numbers of a plan, of which `solve` finds the one that is None."""
@@ -385,6 +398,7 @@ class _Numbers:
     counts_passes: bool
     uses: int  # of an example in an epoch, where that is fixed
     metrics: PrivateMetrics | None
+    ledger: PrivacyLedger | None
 
     def __post_init__(self) -> None:
         four = ("target_epsilon", "noise_multiplier", "batch_size", "num_epochs")
@@ -402,11 +416,16 @@ class _Numbers:
             value = getattr(self, name)
             setattr(self, name, None if value is None else _checks.whole(name, value, 1, text))
 
-        if self.metrics is not None and None in (self.batch_size, self.num_epochs):
+        if self._beside and None in (self.batch_size, self.num_epochs):
             raise ValueError(
-                f"{unknown[0]} cannot be computed together with metrics, because it changes how often these are "
-                "released. Give it, and leave out noise_multiplier or target_epsilon."
+                f"{unknown[0]} cannot be computed together with metrics or a ledger, whose cost ε includes. Give it, "
+                "and leave out noise_multiplier or target_epsilon."
             )
+
+    @property
+    def _beside(self) -> bool:
+        """Whether ε covers more than the training."""
+        return self.metrics is not None or self.ledger is not None
 
     def better_than(self, other: _Numbers) -> bool:
         """Whether this plan has less noise or ε, or more epochs or larger batches, than another of the same figures."""
@@ -428,27 +447,31 @@ class _Numbers:
             **sized,
             **({"num_epochs": self.num_epochs * self.uses} if self.counts_passes else {"num_steps": steps}),
         }
-        if self.metrics is not None:
-            spent = self._spent(self.metrics.event(self.run["num_examples"]), self.num_epochs // self.metrics.every)
+        if self._beside:
             if self.noise_multiplier is None:
-                self.noise_multiplier = smallest_noise_multiplier(lambda z: spent(z, **whole), self.target_epsilon)
-            self.target_epsilon = self.target_epsilon or spent(self.noise_multiplier, **whole)
+                self._check_left(whole["delta"], whole["accountant"])
+                self.noise_multiplier = smallest_noise_multiplier(
+                    lambda z: self._spent(z, **whole), self.target_epsilon
+                )
+            self.target_epsilon = self.target_epsilon or self._spent(self.noise_multiplier, **whole)
         if self.noise_multiplier is None:
             self.noise_multiplier = compute_noise_multiplier(target_epsilon=self.target_epsilon, **whole)
         if self.target_epsilon is None:
             self.target_epsilon = compute_epsilon(noise_multiplier=self.noise_multiplier, **whole)
 
-    @staticmethod
-    def _spent(release: DpEvent, times: int) -> Callable[..., float]:
-        """The ε of a training by its noise, with so many releases beside it."""
-        from dp_accounting import dp_event
+    def _spent(self, noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
+        """Returns the ε of a training by its noise, with all that ε covers beside it."""
+        run["noise_multiplier"] = noise_multiplier
+        return _ledger(run, self.ledger, self.metrics, self.num_epochs).epsilon(delta, accountant)
 
-        def epsilon(noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
-            made = build_run(noise_multiplier=noise_multiplier, **run)
-            whole = dp_event.ComposedDpEvent([made.dp_event, dp_event.SelfComposedDpEvent(release, times)])
-            return price(whole, delta, accountant, str(made.adjacency)).epsilon
-
-        return epsilon
+    def _check_left(self, delta: float, accountant: str) -> None:
+        """Raises if nothing is left of the target for the training."""
+        spent = 0.0 if self.ledger is None else self.ledger.epsilon(delta, accountant)
+        if spent >= self.target_epsilon:
+            raise PrivacyError(
+                f"The ledger has spent ε = {spent:.4g} of target_epsilon={self.target_epsilon:g}: nothing is left for "
+                "the training. Raise the target, or spend less before."
+            )
 
     def _steps_in(self, batch_size: int) -> int:
         """Returns how many updates an epoch has."""

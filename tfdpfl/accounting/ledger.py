@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tfdpfl.accounting.correlated import CorrelatedRun
 
-__all__ = ["PrivacyLedger"]
+__all__ = ["PrivacyLedger", "check_ledger"]
 
 Number = TypeVar("Number", int, float)
 
@@ -170,6 +170,12 @@ def _version_of(runs: Sequence[Json]) -> int:
         if names <= offered:
             return version
     raise AssertionError(f"no version of the saved ledger has {sorted(names - offered)}: add one to _RUN_FIELDS")
+
+
+def check_ledger(ledger: object) -> None:
+    """Raises if an argument is neither a ledger nor None."""
+    if not isinstance(ledger, PrivacyLedger | None):
+        raise ValueError(f"ledger={ledger!r:.99} must be a PrivacyLedger: PrivacyLedger.from_dict makes one.")
 
 
 class PrivacyLedger:

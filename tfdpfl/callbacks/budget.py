@@ -17,6 +17,7 @@ from tfdpfl._types import Keywords, Model, Optimizer
 from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
 from tfdpfl.accounting.calibration import MOST_STEPS
+from tfdpfl.accounting.ledger import check_ledger
 from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.run import options_of
@@ -185,8 +186,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 )
         self.batch_size = batch_size
         self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
-        if ledger is not None and not isinstance(ledger, PrivacyLedger):
-            raise ValueError(f"ledger={ledger!r:.99} must be a PrivacyLedger: PrivacyLedger.from_dict makes one.")
+        check_ledger(ledger)
         if dataset_name is not None and (not isinstance(dataset_name, str) or not dataset_name):
             raise ValueError(f"dataset_name={dataset_name!r} must be a name, or None.")
         self.dataset_name = dataset_name
