@@ -113,7 +113,7 @@ def test_the_command_prints_the_plan_and_its_json_has_the_arguments():
         (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, target_epsilon=1.0), "Give two of them"),
         (dict(CLIENTS, num_rounds=0, noise_multiplier=1.0), "num_rounds must be"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=0.0), "noise_multiplier must be"),
-        (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, clients_per_round=3), "Give the probability"),
+        (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, clients_per_round=3), "Give one of clients_per_round"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, max_participations=3), "keeps to no limit"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, num_examples=3), "num_examples=3: the ε of a client"),
         (dict(CLIENTS, num_rounds=3, noise_multiplier=1.0, sampling_rate=1.5), "sampling_rate must be at most 1"),

@@ -55,10 +55,10 @@ def shifted(by):
     return lambda message, context: reply(message, {k: v + by for k, v in arrays_in(message).items()}, {"loss": 1.0})
 
 
-def plain(clients=3):
+def plain(clients=3, **how):
     """A server that does nothing, so that what clients do is seen."""
     return DifferentialPrivacyFixedClipping(
-        flower.FedAvg(), noise_multiplier=0.0, l2_norm_clip=1e9, clients_per_round=clients, delta=1e-5
+        flower.FedAvg(), noise_multiplier=0.0, l2_norm_clip=1e9, clients_per_round=clients, delta=1e-5, **how
     )
 
 
@@ -130,7 +130,7 @@ def test_a_projects_report_has_the_strategy_and_what_its_clients_said():
     assert server.figures.epsilon == pytest.approx(strategy.ledger.epsilon(1e-5))
 
 
-def test_clients_of_other_releases_are_read_or_refused_in_a_sentence(caplog):
+def test_clients_of_other_releases_are_read_or_refused_in_a_sentence(caplog, tmp_path):
     """0: as this release; 1: as 0.1, without versions; 2: a newer report; 3: a newer ledger in it; 4: no report."""
     logger = logging.getLogger("flwr")
     logger.setLevel(logging.WARNING)
@@ -155,13 +155,15 @@ def test_clients_of_other_releases_are_read_or_refused_in_a_sentence(caplog):
         record["report"] = json.dumps(told)
         return reply
 
-    strategy = plain(5)
+    strategy = plain(5, monitor_folder=tmp_path)
     result = strategy.start(FakeGrid(5, answer), model(), num_rounds=1)
     assert {*strategy.contributors[0]} == {"101", "102", "105"} and {*strategy.client_reports} == {101, 102}
     assert np.linalg.norm(flat(result.arrays)) == pytest.approx(3 / 5, rel=1e-5)  # three updates of norm 1, of five
     for node in (103, 104):
         assert f"Node {node} counts as if it had not changed the model: The report of node {node}" in caplog.text
     assert caplog.text.count("written by tfdpfl 9.1.0, but tfdpfl 0.") == 2 and "upgrade with pip" in caplog.text
+    assert {*strategy.newer_clients} == {103, 104} and "upgrade with pip" in strategy.newer_clients[103]
+    assert json.loads((tmp_path / "rounds.jsonl").read_text())["clients_too_new"] == 2
     assert "Node 105's report on its own privacy is left out: 'unheard'" in caplog.text
     assert len(strategy.promises(1e-5)) == 2  # what is kept can be stated
     with pytest.raises(PrivacyError, match="The report of node 103 is of format version 99"):

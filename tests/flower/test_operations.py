@@ -70,7 +70,7 @@ app = ClientApp()
 
 @app.train()
 def train(message, context):
-    time.sleep(1)  # costs no processor, and keeps the number of rounds low
+    time.sleep(4)  # costs no processor, and keeps the number of rounds low, each of which starts three processes
     content = RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})})
     return Message(content, reply_to=message)
 """

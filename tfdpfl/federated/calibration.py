@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl._names import accept_old_names
@@ -84,35 +85,29 @@ def compute_federated_noise_multiplier(
     most = participations(run)
     if most == 0:
         raise PrivacyError("No client takes part in any round, so that no noise is needed. Check participation.")
-    if level == "distributed":
+    make: Callable[..., Guarantee] = LocalLevel if level == "local" else ClientLevel
+    if level == "tree":
+        make = functools.partial(TreeLevel, restart_every=restart_every)
+    elif level == "distributed":
         weights = _checks.whole("num_weights", num_weights, 1, "count the model's trainable weights")
         cohort = [f"{i}" for i in range(math.ceil(participation.clients_per_round))]
         # Priced without use of the draw, for a client that is there as often as may be.
         unclaimed = Participation(sampling="none", population=len(cohort), clients_per_round=len(cohort))
         run = RoundsRun(rounds=most, participation=unclaimed, cohorts=[cohort] * most)
+        make = functools.partial(
+            skellam_level, l2_norm_clip=l2_norm_clip, clients_per_round=len(cohort), num_weights=weights, bits=bits
+        )
     elif level == "example" and local_epochs is None:
         remedy = "give it, or local_epochs where the data set's own batches are taken"
         steps = _checks.whole("local_steps", local_steps, 1, f"count the steps of one participation: {remedy}")
         size = _checks.whole("batch_size", batch_size, 1, "count the examples of a step")
         examples = _checks.whole("num_examples", num_examples, 1, "count the examples of the smallest client")
         run = RoundsRun(rounds=rounds, participation=participation, num_examples={"": examples})
+        make = functools.partial(ExampleLevel, batch_size=size, local_steps=steps)
     elif level == "example":
         epochs = _checks.whole("local_epochs", local_epochs, 1, "count the passes over the client's data")
-
-    def of(z: float) -> Guarantee:
-        if level == "client":
-            return ClientLevel(noise_multiplier=z)
-        if level == "tree":
-            return TreeLevel(noise_multiplier=z, restart_every=restart_every)
-        if level == "local":
-            return LocalLevel(noise_multiplier=z)
-        if level == "distributed":
-            return skellam_level(z, l2_norm_clip, len(cohort), weights, bits)
-        if local_epochs is not None:
-            return ExampleLevel(noise_multiplier=z, sampling="batches", batch_size=1, local_epochs=epochs)
-        return ExampleLevel(noise_multiplier=z, batch_size=size, local_steps=steps)
-
-    return smallest_noise_multiplier(lambda z: of(z).price(run, delta, accountant).epsilon, target)
+        make = functools.partial(ExampleLevel, sampling="batches", batch_size=1, local_epochs=epochs)
+    return smallest_noise_multiplier(lambda z: make(noise_multiplier=z).price(run, delta, accountant).epsilon, target)
 
 
 @accept_old_names(clip="l2_norm_clip")

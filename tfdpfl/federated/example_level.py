@@ -13,20 +13,11 @@ from tfdpfl._types import Arrays, Computation, Dataset, Model, Nest, State
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.clipping import clipped_gradients
-from tfdpfl.federated import aggregators, processes, runtime
+from tfdpfl.federated import aggregators, models, processes, runtime
 from tfdpfl.federated._tff import client_work_of, compose, loss_of, tff
 from tfdpfl.federated.clip import AdaptiveClip
 from tfdpfl.federated.guarantees import ClientLevel, ExampleLevel
-from tfdpfl.federated.models import (
-    CLIENT_RATES,
-    SERVER_RATES,
-    Loss,
-    ModelFn,
-    Optimizer,
-    Spec,
-    optimizer,
-    trainable_model_fn,
-)
+from tfdpfl.federated.models import CLIENT_RATES, SERVER_RATES, Loss, ModelFn, Optimizer, Spec, optimizer
 
 __all__ = ["build_example_dp_fed_avg"]
 
@@ -98,9 +89,7 @@ def build_example_dp_fed_avg(
         local_epochs = _checks.whole("local_epochs", passes, 1, "count the passes over the client's data")
     aggregator, settings = _aggregator(client_clip, client_noise_multiplier, clients_per_round, model_aggregator)
     client_optimizer = optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES)
-    make = trainable_model_fn(model_fn, loss, input_spec)
-    if not callable(make):
-        raise TypeError("model_fn must make a Keras or a variable model here: the engine reads the graph of its loss.")
+    make = models.variable_model_fn(model_fn, loss, input_spec)
     step = _Step(client_optimizer, clip, z, size)
     at_client = _poisson(step, size, local_steps) if local_steps is not None else _batches(step, local_epochs or 1)
     runtime.ensure_default()
@@ -142,8 +131,7 @@ class _Step:
 
     def start(self, weights: list) -> tuple[State, tf.Tensor]:
         """The optimizer's state, and the key for all of a participation's noise."""
-        specs = tuple(tf.TensorSpec(w.shape, w.dtype) for w in weights)
-        return self._optimizer.initialize(specs), self._secret.fresh_key()
+        return models.begin(self._optimizer, weights), self._secret.fresh_key()
 
     def sums(self, model: Model, weights: list, batch: Arrays) -> list[tf.Tensor]:
         """Clipped gradients summed over the batch, and the regularizers' gradients."""
@@ -157,11 +145,8 @@ class _Step:
         if self._stddev > 0:
             normals = noise.gaussian([w.shape for w in weights], self._stddev, key, number)
             clipped = [c + tf.cast(n, c.dtype) for c, n in zip(clipped, normals, strict=True)]
-        gradients = tuple(c / self._batch_size + r for c, r in zip(clipped, regularization, strict=True))
-        state, new = self._optimizer.next(state, tuple(tf.convert_to_tensor(w) for w in weights), gradients)
-        for weight, value in zip(weights, new, strict=True):
-            weight.assign(value)
-        return state
+        gradients = [c / self._batch_size + r for c, r in zip(clipped, regularization, strict=True)]
+        return models.step(self._optimizer, state, weights, gradients)
 
 
 def _batches(step: _Step, epochs: int) -> Callable[[Model, State, Dataset], None]:

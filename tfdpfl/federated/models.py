@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
+from tfdpfl._types import State
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated._tff import keras_model_inside, tff
 
@@ -18,9 +19,12 @@ __all__ = [
     "ModelFn",
     "Optimizer",
     "Spec",
+    "begin",
     "optimizer",
     "reconstruction_model_fn",
+    "step",
     "trainable_model_fn",
+    "variable_model_fn",
 ]
 
 TffModel: TypeAlias = tff.learning.models.VariableModel | tff.learning.models.ReconstructionModel
@@ -72,6 +76,23 @@ def trainable_model_fn(
         metrics = None if metrics_fn is None else list(metrics_fn())
         return tff.learning.models.from_keras_model(model_fn(), loss=loss, input_spec=input_spec, metrics=metrics)
 
+    return make
+
+
+def variable_model_fn(
+    model_fn: ModelFn, loss: Loss | None = None, input_spec: Spec | None = None, metrics_fn: MetricsFn | None = None
+) -> Callable[[], tff.learning.models.VariableModel]:
+    """Returns the same as `trainable_model_fn` where clients train by loops of this package.
+
+    Raises:
+      TypeError: a functional model, too.
+    """
+    make = trainable_model_fn(model_fn, loss, input_spec, metrics_fn)
+    if not callable(make):
+        raise TypeError(
+            "model_fn must make a Keras or a variable model here, got a functional model. Give a function that makes "
+            "the model, because the graph of its loss is read."
+        )
     return make
 
 
@@ -200,6 +221,22 @@ def optimizer(name: str, given: Optimizer, learning_rates: dict[str, float]) -> 
             "its kind, or 'sgd', 'momentum', 'adam' or 'yogi'; Keras optimizers keep state where TFF cannot see it."
         )
     return given
+
+
+def begin(optimizer: tff.learning.optimizers.Optimizer, weights: Sequence[tf.Variable]) -> State:
+    """Returns the state that an optimizer of these weights begins with."""
+    return optimizer.initialize(tuple(tf.TensorSpec(w.shape, w.dtype) for w in weights))
+
+
+def step(
+    optimizer: tff.learning.optimizers.Optimizer, state: State, weights: Sequence[tf.Variable], gradients: Sequence
+) -> State:
+    """Assigns to weights what an optimizer makes of them, and returns its new state."""
+    values = tuple(tf.convert_to_tensor(weight) for weight in weights)
+    state, new = optimizer.next(state, values, tuple(gradients))
+    for weight, value in zip(weights, new, strict=True):
+        weight.assign(value)
+    return state
 
 
 CLIENT_RATES = {"sgd": 0.1, "momentum": 0.1, "adam": 1e-3, "yogi": 1e-2}

@@ -314,25 +314,19 @@ def build_nbafl(
 
     clip = float(settings["l2_norm_clip"])
     client_optimizer = models.optimizer("client_optimizer_fn", client_optimizer_fn, models.CLIENT_RATES)
-    make = models.trainable_model_fn(model_fn, loss, input_spec)
-    if not callable(make):
-        raise TypeError("model_fn must make a Keras or a variable model here. Give it instead of a functional model.")
+    make = models.variable_model_fn(model_fn, loss, input_spec)
     secret = aggregators.Secret()
 
     def at_client(model: Model, initial: State, dataset: Dataset) -> None:
         weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
-        start = client_optimizer.initialize(tuple(tf.TensorSpec(w.shape, w.dtype) for w in weights))
 
         def step(state: State, batch: Arrays) -> State:
             with tf.GradientTape() as tape:
                 value = loss_of(model, batch)
-            gradients = tuple(tape.gradient(value, weights, unconnected_gradients="zero"))
-            state, new = client_optimizer.next(state, tuple(tf.convert_to_tensor(w) for w in weights), gradients)
-            for weight, updated in zip(weights, new, strict=True):
-                weight.assign(updated)
-            return state
+            gradients = tape.gradient(value, weights, unconnected_gradients="zero")
+            return models.step(client_optimizer, state, weights, gradients)
 
-        dataset.reduce(start, step)
+        dataset.reduce(models.begin(client_optimizer, weights), step)
         clipped, _ = aggregators.clip_by_norm([tf.convert_to_tensor(w) for w in weights], clip)
         for weight, value, normal in zip(weights, clipped, secret.gaussian_like(clipped, plan.sigma_u), strict=True):
             weight.assign(value + normal)

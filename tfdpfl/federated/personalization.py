@@ -7,17 +7,9 @@ import tensorflow as tf
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import Arrays, Dataset
 from tfdpfl.accounting import _checks
+from tfdpfl.federated import models
 from tfdpfl.federated._tff import tff
-from tfdpfl.federated.models import (
-    CLIENT_RATES,
-    Loss,
-    MetricsFn,
-    ModelFn,
-    Optimizer,
-    Spec,
-    optimizer,
-    trainable_model_fn,
-)
+from tfdpfl.federated.models import Loss, MetricsFn, ModelFn, Optimizer, Spec
 from tfdpfl.federated.training import clients_of
 
 __all__ = ["evaluate_personalized"]
@@ -57,11 +49,8 @@ def evaluate_personalized(
       ValueError: a client has no test data, ``weights`` are of another model; other bad arguments.
     """
     num_epochs = _checks.whole("num_epochs", num_epochs, 1, "count the passes over a client's training data")
-    improve = optimizer("client_optimizer_fn", client_optimizer_fn, CLIENT_RATES)
-    make = trainable_model_fn(model_fn, loss, input_spec, metrics_fn)
-    if not callable(make):
-        raise TypeError("model_fn must make a Keras or a variable model here, got a functional model.")
-    model = make()
+    improve = models.optimizer("client_optimizer_fn", client_optimizer_fn, models.CLIENT_RATES)
+    model = models.variable_model_fn(model_fn, loss, input_spec, metrics_fn)()
     own = tff.learning.models.ModelWeights.from_model(model)
     pairs = list(zip(_leaves(own), _leaves(weights), strict=False))
     if len(_leaves(own)) != len(_leaves(weights)) or any(a.shape != b.shape for a, b in pairs):
@@ -73,10 +62,7 @@ def evaluate_personalized(
         with tf.GradientTape() as tape:
             batch_loss = model.forward_pass(batch, training=True).loss
         gradients = tape.gradient(batch_loss, own.trainable, unconnected_gradients="zero")
-        state, new = improve.next(state, tuple(w.read_value() for w in own.trainable), tuple(gradients))
-        for weight, value in zip(own.trainable, new, strict=True):
-            weight.assign(value)
-        return state
+        return models.step(improve, state, own.trainable, gradients)
 
     @tf.function
     def look(batch):
@@ -96,8 +82,7 @@ def evaluate_personalized(
         for mine, given in pairs:
             mine.assign(given)
         before = measured(client)
-        specs = tuple(tf.TensorSpec(w.shape, w.dtype) for w in own.trainable)
-        state = tf.nest.map_structure(tf.convert_to_tensor, improve.initialize(specs))
+        state = tf.nest.map_structure(tf.convert_to_tensor, models.begin(improve, own.trainable))
         for _ in range(num_epochs):
             for batch in dataset():
                 state = step(state, batch)

@@ -13,8 +13,7 @@ from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.guarantees import ClientLevel, participations
 from tfdpfl.federated.privacy import Participation, RoundsRun
-from tfdpfl.federated.samplers import PoissonClientSampler
-from tfdpfl.flower.spent import ledger_of, participation
+from tfdpfl.flower.spent import check_draw, ledger_of, participation
 
 __all__ = ["FederatedPlan", "plan_federation"]
 
@@ -175,7 +174,9 @@ def plan_federation(
         _checks.real("noise_multiplier", noise_multiplier, "give the noise's std over the clip", above=0)
     if num_rounds is not None:
         num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
-    cohort = _cohort(population, sampling_rate, clients_per_round, max_participations, min_separation)
+    population = _checks.whole("population", population, 1, "count all clients")
+    check_draw(sampling_rate, clients_per_round, max_participations, min_separation, population)
+    cohort = participation(sampling_rate, clients_per_round, max_participations, min_separation, population)
     local = _local(unit, local_steps, batch_size, num_examples)
 
     def spent(noise_multiplier: float, rounds: int) -> float:
@@ -235,35 +236,6 @@ def _local(
     return {
         name: None if value is None else _checks.whole(name, value, 1, _LOCAL[name]) for name, value in local.items()
     }
-
-
-def _cohort(
-    population: int,
-    sampling_rate: float | None,
-    clients_per_round: int | None,
-    max_participations: int | None,
-    min_separation: int,
-) -> Participation:
-    cohort = {"sampling_rate": sampling_rate, "clients_per_round": clients_per_round}
-    if [*cohort.values()].count(None) != 1:
-        raise ValueError(
-            f"{_said(cohort)}. Give the probability that a client is in a round, or the number of clients in a round."
-        )
-    limits = {"max_participations": max_participations, "min_separation": min_separation}
-    _checks.whole("min_separation", min_separation, 1, "1 lets participations be adjacent")
-    if max_participations is not None:
-        _checks.whole("max_participations", max_participations, 1, "give the most rounds of a client, or None")
-    if sampling_rate is not None:
-        if limits != {"max_participations": None, "min_separation": 1}:
-            raise ValueError(
-                f"{_said(limits)} with sampling_rate={sampling_rate!r}: a coin in every round keeps to no limit. Leave "
-                "the limits out, or give clients_per_round."
-            )
-        PoissonClientSampler(["a client"], sampling_rate)  # says what is wrong with a rate
-    else:
-        clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count the clients of a round")
-    population = _checks.whole("population", population, clients_per_round or 1, "count all clients")
-    return participation(sampling_rate, clients_per_round, max_participations, min_separation, population)
 
 
 _LOCAL = {

@@ -13,7 +13,16 @@ from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SamplingScheme
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["UNITS", "Guarantee", "Participation", "RoundsRun", "covered_by", "level_promise", "promises_of_levels"]
+__all__ = [
+    "UNITS",
+    "Guarantee",
+    "Participation",
+    "RoundsRun",
+    "covered_by",
+    "level_promise",
+    "promises_of_levels",
+    "within",
+]
 
 UNITS = {"client": "client", "local": "client's update", "example": "example"}  # of a level
 _COVERED = {
@@ -100,6 +109,11 @@ class Guarantee(Protocol):
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for what ran: for the worst client, where clients differ. Infinite where nothing is
         promised; `PrivacyError` where the sampler's declaration is not one that the mechanism can be priced for."""
+
+
+def within(target: float, epsilon_of: Callable[[str], float], accountant: str) -> bool:
+    """Whether an ε is within a target. The quick accountant is asked first, the other one only where it says no."""
+    return any(epsilon_of(name) <= target for name in dict.fromkeys(["rdp", accountant]))
 
 
 def covered_by(level: str) -> list[str]:

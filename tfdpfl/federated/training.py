@@ -31,7 +31,7 @@ from tfdpfl.federated import data, files, runtime
 from tfdpfl.federated._tff import client_element, tff
 from tfdpfl.federated.checkpoints import LEDGER, STATE, VERSION, Record, Round, completed, runs
 from tfdpfl.federated.guarantees import CohortCheck, ExampleLevel
-from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun, promises_of_levels
+from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun, promises_of_levels, within
 
 if TYPE_CHECKING:
     import pandas
@@ -424,17 +424,12 @@ class _Ledger:
 
     def _affords(self, event: object, guarantee: ExampleLevel, budget: float) -> bool:
         assert self.delta is not None
-        return any(
-            price(event, self.delta, accountant, guarantee.adjacency).epsilon <= budget
-            for accountant in dict.fromkeys(["rdp", self.accountant])
-        )
+        paid = functools.partial(price, event, self.delta, adjacency=guarantee.adjacency)
+        return within(budget, lambda name: paid(name).epsilon, self.accountant)
 
     def fits(self, target: float, rounds: int, next_: Round) -> bool:
-        """Whether no level's ε passes the target with one more round. The quick accountant is asked first."""
-        return any(
-            _highest(self.prices(rounds, next_, accountant)) <= target
-            for accountant in dict.fromkeys(["rdp", self.accountant])
-        )
+        """Whether no level's ε passes the target with one more round."""
+        return within(target, lambda name: _highest(self.prices(rounds, next_, name)), self.accountant)
 
     def prices(self, rounds: int, next_: Round | None = None, accountant: str | None = None) -> dict[str, Price]:
         """ε of each level after these rounds, and one more, if given."""

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdpfl._types import Json
-from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation
 from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSampler
 from tfdpfl.flower._flwr import Grid, Message, RecordDict, log
-from tfdpfl.flower.spent import participation
+from tfdpfl.flower.spent import check_draw, participation
 
 __all__ = ["Cohorts", "Roster", "SteadyNodes"]
 
@@ -32,28 +31,10 @@ class Cohorts:
         seed: int | None = None,
         client_of: Callable[[int], str | None] | None = None,
     ):
-        if (clients_per_round is None) == (sampling_rate is None):
-            raise ValueError(
-                f"Give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
-                f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round."
-            )
-        if clients_per_round is not None:
-            clients_per_round = _checks.whole("clients_per_round", clients_per_round, 1, "count a round's clients")
-        if population is not None:
-            population = _checks.whole("population", population, clients_per_round or 1, "count all clients, or None")
+        check_draw(sampling_rate, clients_per_round, max_participations, min_separation, population)
         self.sampling_rate = sampling_rate
-        if sampling_rate is not None:
-            PoissonClientSampler(["a client"], sampling_rate, seed)  # says what is wrong with a rate
-        self._most = max_participations
-        self._apart = _checks.whole("min_separation", min_separation, 1, "1 lets participations be adjacent")
-        if max_participations is not None:
-            _checks.whole("max_participations", max_participations, 1, "give the most rounds of a client, or None")
+        self._most, self._apart = max_participations, min_separation
         self._bounded = max_participations is not None or min_separation > 1
-        if self._bounded and sampling_rate is not None:
-            raise ValueError(
-                "max_participations and min_separation go with clients_per_round: a coin for every client in every "
-                f"round (sampling_rate={sampling_rate!r}) keeps to no limit."
-            )
         self.population, self._given = population, population
         self._clients_per_round, self._seed = clients_per_round, seed
         self._client_of, self._strangers = client_of, set[int]()

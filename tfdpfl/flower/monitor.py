@@ -32,9 +32,10 @@ METRICS = {
     "clients_asked": ("gauge", "Clients that the last round asked, if its size is public."),
     "clients_replied": ("gauge", "Clients that answered, whatever they sent, if that is public."),
     "dropouts": ("gauge", "Clients that were asked and did not answer, if that is public."),
+    "clients_too_new": ("gauge", "Asked clients that do not count, as their tfdpfl is newer, if that is public."),
     "round_seconds": ("gauge", "Time from the messages of the last round to its result, if that is public."),
 }
-PUBLIC_COHORTS_ONLY = ("clients_asked", "clients_replied", "dropouts", "round_seconds")
+PUBLIC_COHORTS_ONLY = ("clients_asked", "clients_replied", "dropouts", "clients_too_new", "round_seconds")
 
 
 class Monitor:

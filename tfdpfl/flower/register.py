@@ -20,7 +20,7 @@ from tfdpfl import _formats
 from tfdpfl._types import JsonValue
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.errors import PrivacyError
-from tfdpfl.federated.privacy import RoundsRun
+from tfdpfl.federated.privacy import RoundsRun, within
 from tfdpfl.flower.spent import Settings
 
 __all__ = ["Register"]
@@ -232,8 +232,7 @@ class Register:
         return dict(self._db.execute(query, (client,)))
 
     def _within(self, counts: Mapping[str, int], delta: float, budget: float) -> bool:
-        """The quick accountant is asked first."""
-        return any(self._price(counts, delta, accountant) <= budget for accountant in ("rdp", "pld"))
+        return within(budget, lambda name: self._price(counts, delta, name), "pld")
 
     def _price(self, counts: Mapping[str, int], delta: float, accountant: str) -> float:
         parts = []

@@ -12,21 +12,55 @@ from typing import TYPE_CHECKING, Any
 
 from tfdpfl import _formats
 from tfdpfl._types import JsonValue, Promiser
-from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.clips import AdaptiveClip
 from tfdpfl.federated.clip import NoisedMetrics
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel, participations
 from tfdpfl.federated.nbafl import NbAFLLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.samplers import PoissonClientSampler
 from tfdpfl.noise.strategies import KINDS
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["Settings", "ledger_of", "participation"]
+__all__ = ["Settings", "check_draw", "ledger_of", "participation"]
 
 _CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
+
+
+def check_draw(
+    sampling_rate: float | None,
+    clients_per_round: int | None,
+    most: int | None,
+    apart: int,
+    population: int | None,
+) -> None:
+    """Checks what is said of who is asked in a round; see `participation`.
+
+    Raises:
+      ValueError: an argument is out of its range, or does not go with another.
+    """
+    if (clients_per_round is None) == (sampling_rate is None):
+        raise ValueError(
+            f"Give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
+            f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round."
+        )
+    if sampling_rate is not None:
+        PoissonClientSampler(["a client"], sampling_rate)  # says what is wrong with a rate
+    else:
+        _checks.whole("clients_per_round", clients_per_round, 1, "count a round's clients")
+    if population is not None:
+        _checks.whole("population", population, clients_per_round or 1, "count all clients")
+    _checks.whole("min_separation", apart, 1, "1 lets participations be adjacent")
+    if most is not None:
+        _checks.whole("max_participations", most, 1, "give the most rounds of a client, or None")
+    if sampling_rate is not None and (most is not None or apart > 1):
+        raise ValueError(
+            f"max_participations={most!r}, min_separation={apart!r}: a coin for every client in every round "
+            f"(sampling_rate={sampling_rate!r}) keeps to no limit. Leave them out, or give clients_per_round."
+        )
 
 
 def participation(

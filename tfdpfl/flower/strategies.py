@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +28,7 @@ from tfdpfl.clips import check_adapted
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel
-from tfdpfl.federated.privacy import Participation, RoundsRun, covered_by
+from tfdpfl.federated.privacy import Participation, RoundsRun, covered_by, within
 from tfdpfl.flower._flwr import (
     COMPARE,
     ArrayRecord,
@@ -51,7 +51,7 @@ from tfdpfl.flower._flwr import (
 from tfdpfl.flower.cohorts import Cohorts, SteadyNodes
 from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
-from tfdpfl.flower.metrics import add_noise, fractions, means_of, named, names_of
+from tfdpfl.flower.metrics import Asked
 from tfdpfl.flower.monitor import Monitor
 from tfdpfl.flower.register import Register
 from tfdpfl.flower.reports import promises_of_clients, report_in
@@ -128,10 +128,10 @@ class DifferentialPrivacy(Strategy):
         self.target_epsilon = target_epsilon
         if target_epsilon is not None:
             _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
-        self._train_metrics = named("train_metrics", train_metrics)
-        self._evaluate_metrics: NoisedMetrics | str | None = (
-            UNPROTECTED if evaluate_metrics == UNPROTECTED else named("evaluate_metrics", evaluate_metrics)
-        )
+        self._train_metrics, self._evaluate_metrics = train_metrics, evaluate_metrics
+        self._unprotected = evaluate_metrics == UNPROTECTED
+        self._of_training = Asked("train_metrics", train_metrics)
+        self._of_evaluation = Asked("evaluate_metrics", None if self._unprotected else evaluate_metrics)
         self._noise = noise
         if noise is not None:
             max_participations, min_separation = _limits_with(
@@ -156,6 +156,7 @@ class DifferentialPrivacy(Strategy):
         self._told = self._told_of_statistics = False
         self.stopped_by: str | None = None
         self.client_reports: dict[int, Json] = {}
+        self.newer_clients: dict[int, str] = {}
         self._journal = self._opened(ledger_path)
         self._monitor = None if monitor_folder is None else Monitor(monitor_folder, sampling_rate is None)
         self._register = self._joined(register_path, client_epsilon, ledger_path)
@@ -209,7 +210,7 @@ class DifferentialPrivacy(Strategy):
             return None
         try:
             later = "noise" if self._noise is not None else "evaluate_metrics"
-            if client_epsilon is not None and (later == "noise" or isinstance(self._evaluate_metrics, NoisedMetrics)):
+            if client_epsilon is not None and (later == "noise" or self._of_evaluation.size):
                 raise ValueError(
                     f"client_epsilon={client_epsilon!r} does not go with {later}, by which later rounds cost all "
                     "clients. A client that is not asked any more would then pass client_epsilon. Leave "
@@ -241,8 +242,8 @@ class DifferentialPrivacy(Strategy):
     @property
     def ledger(self) -> PrivacyLedger:
         """All that was released so far, as events; lost rounds that nobody saw are not among them."""
-        run = self._rounds(self.rounds_charged, self._cohorts.to_check(self._journal.charged))
-        return self._ledger_of(run, self._journal.evaluations)
+        cohorts = self._cohorts.to_check(self._journal.charged)
+        return self._ledger_of(self.rounds_charged, self._journal.evaluations, cohorts)
 
     @property
     def epsilon(self) -> float:
@@ -286,31 +287,26 @@ class DifferentialPrivacy(Strategy):
             f"  client level: epsilon = {rounded_up(self.epsilon)} at delta = {self.delta:g} "
             f"(adjacency zero_out, noise multiplier {z:g}, accountant {self.accountant})",
         ]
-        if self._evaluate_metrics == UNPROTECTED:
+        if self._unprotected:
             lines.append("  evaluation metrics are exact, and what they give away is in no epsilon")
         if self.delta >= 1 / p.population:
             lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
         return "\n".join(lines)
 
-    def _ledger_of(self, run: RoundsRun, evaluations: int) -> PrivacyLedger:
+    def _ledger_of(self, rounds: int, evaluations: int = 0, cohorts: Sequence[Sequence[str]] = ()) -> PrivacyLedger:
+        run = RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts)
         return ledger_of(
             self.privacy[0], run, sampling_rate=self._cohorts.sampling_rate, train_metrics=self._train_metrics,
             evaluate_metrics=self._evaluate_metrics, evaluations=evaluations,
         )  # fmt: skip
 
-    def _rounds(self, rounds: int, cohorts: list[list[str]] | None = None) -> RoundsRun:
-        return RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts or [])
-
     def _fits(self, rounds: int) -> bool:
-        """Whether ε stays within the target with so many rounds in all. The quick accountant is asked first."""
+        """Whether ε stays within the target with so many rounds in all."""
         if self.target_epsilon is None or rounds <= self._fitting:
             return True
-        evaluations = rounds if isinstance(self._evaluate_metrics, NoisedMetrics) else 0
-        ledger = self._ledger_of(self._rounds(rounds), max(evaluations, self._journal.evaluations))
-        fits = any(
-            ledger.epsilon(self.delta, accountant) <= self.target_epsilon
-            for accountant in dict.fromkeys(["rdp", self.accountant])
-        )
+        evaluations = rounds if self._of_evaluation.size else 0
+        ledger = self._ledger_of(rounds, max(evaluations, self._journal.evaluations))
+        fits = within(self.target_epsilon, lambda name: ledger.epsilon(self.delta, name), self.accountant)
         if fits:
             self._fitting = rounds
         return fits
@@ -356,7 +352,7 @@ class DifferentialPrivacy(Strategy):
             self._cohorts.know(grid, self._cohorts.population or 0)
         rounds = self._room(wanted)
         if rounds == 0 and wanted and not self.rounds_charged:
-            one = self._ledger_of(self._rounds(1), 0).epsilon(self.delta, self.accountant)
+            one = self._ledger_of(1).epsilon(self.delta, self.accountant)
             raise PrivacyError(
                 f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for one round, which "
                 f"costs {one:.4g}. Raise noise_multiplier, or the target."
@@ -372,12 +368,8 @@ class DifferentialPrivacy(Strategy):
         )  # fmt: skip
         if not result.arrays:
             result.arrays = arrays
-        for by_round in (
-            result.train_metrics_clientapp, result.evaluate_metrics_clientapp, result.evaluate_metrics_serverapp
-        ):  # fmt: skip
-            moved = {done + number: metrics for number, metrics in by_round.items()}
-            by_round.clear()
-            by_round.update(moved)
+        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+            setattr(result, name, {done + number: metrics for number, metrics in getattr(result, name).items()})
         log.info("%s", self.statement())
         return result
 
@@ -393,15 +385,11 @@ class DifferentialPrivacy(Strategy):
         if saved is None:
             return initial
         arrays, about = saved
-        found: dict[str, np.ndarray] = {}
-        state: dict[str, dict[str, np.ndarray]] = {}
-        for name, value in arrays.items():
-            part, _, rest = name.partition("/")
-            if part == "model":
-                found[rest] = value
-            else:
-                attribute, _, rest = rest.partition("/")
-                state.setdefault(attribute, {})[rest] = value
+
+        def below(folder: str) -> dict[str, np.ndarray]:
+            return {name.removeprefix(folder): value for name, value in arrays.items() if name.startswith(folder)}
+
+        found = below("model/")
         now = {name: (tuple(a.shape), a.dtype) for name, a in initial.items()}
         then = {name: (value.shape, str(value.dtype)) for name, value in found.items()}
         if now != then:
@@ -410,7 +398,7 @@ class DifferentialPrivacy(Strategy):
                 "began with, or take another ledger_path."
             )
         for attribute, kind in about["strategy"].items():
-            setattr(self.strategy, attribute, unpacked(kind, state.get(attribute, {})))
+            setattr(self.strategy, attribute, unpacked(kind, below(f"strategy/{attribute}/")))
         self._done, self.current_clip = about["rounds"], about["clip"]
         self._cohorts.population = about["population"]
         log.info("Goes on after round %d, of %d that were charged", self._done, self.rounds_charged)
@@ -535,16 +523,15 @@ class DifferentialPrivacy(Strategy):
         result, about = self._released(self._done + server_round, opened, noisy)
         told = MetricRecord({**(about or {}), "clip": clip, "epsilon": self.epsilon})
         if self._monitor is not None:
-            self._show(self._done + server_round, told, len(opened.groups), len(opened.answered))
-        names = names_of(self._train_metrics)
-        if names:
-            told.update(means_of(found.metrics / clients, names, self._train_metrics))
+            self._show(self._done + server_round, told, opened)
+        if self._of_training.size:
+            told.update(self._of_training.means(found.metrics, clients))
         return result, told
 
     def _collected(self, opened: Round, replies: Iterable[Message]) -> Collected:
         """What the answers add up to."""
-        names, clip = names_of(self._train_metrics), self.current_clip
-        found = Collected(ClippedSum(opened.base, clip), np.zeros(len(names) + 1 if names else 0))
+        asked, clip = self._of_training, self.current_clip
+        found = Collected(ClippedSum(opened.base, clip), np.zeros(asked.size))
         for node, reply in opened.valid(replies):
             try:
                 self._keep_report(node, reply)
@@ -555,8 +542,8 @@ class DifferentialPrivacy(Strategy):
             found.count += 0.5 if norm <= clip else -0.5
             if math.isfinite(norm):
                 found.replied.append(opened.clients[node])
-                if names:
-                    found.metrics += fractions(node, reply, names, self._train_metrics)
+                if asked.size:
+                    found.metrics += asked.fractions(node, reply)
         log.info("aggregate_train: %d of %d clients' updates are in the sum", len(found.replied), len(opened.groups))
         return found
 
@@ -584,8 +571,8 @@ class DifferentialPrivacy(Strategy):
                      for name, part in parts.items()}  # fmt: skip
         if counted:
             found.count = float(counted[0][0])
-        if self._train_metrics is not None:
-            add_noise(found.metrics, normals[-1], self._train_metrics)
+        if self._of_training.size:
+            self._of_training.add_noise(found.metrics, normals[-1])
         return noisy, past
 
     def _released(
@@ -607,16 +594,18 @@ class DifferentialPrivacy(Strategy):
             self._save(server_round, result)
         return result, about
 
-    def _show(self, server_round: int, told: Mapping[str, Any], asked: int, answered: int) -> None:
+    def _show(self, server_round: int, told: Mapping[str, Any], opened: Round) -> None:
         """Shows the round to operators, but not whether an answer could be summed, because that depends on data. The
         monitor leaves out what depends on secret cohorts."""
         assert self._monitor is not None
         target, epsilon = self.target_epsilon, told["epsilon"]
+        asked, answered = len(opened.groups), len(opened.answered)
         self._monitor.round(server_round, {
             "epsilon": epsilon, "target_epsilon": target, "delta": self.delta, "clip": told["clip"],
             "epsilon_left": None if target is None else max(0.0, target - epsilon),
             "rounds_charged": self.rounds_charged, "noise_multiplier": self.privacy[0].noise_multiplier,
             "clients_asked": asked, "clients_replied": answered, "dropouts": asked - answered,
+            "clients_too_new": sum(node in self.newer_clients for node in opened.groups),
         })  # fmt: skip
 
     def _content(self, arrays: ArrayRecord) -> RecordDict:
@@ -652,31 +641,27 @@ class DifferentialPrivacy(Strategy):
                 log.info("Clients are not asked to evaluate: evaluate_metrics says what may be shown, and it is None")
             self._told = True
             return []
-        if self._evaluate_metrics == UNPROTECTED:
-            chosen = self.strategy.configure_evaluate(
-                self._done + server_round, arrays, config, cast(Grid, SteadyNodes(grid))
-            )
-            return self._cohorts.of_strategy([*chosen])
-        if self._journal.evaluations >= self.rounds_charged:  # one a round is what the target has room for
-            return []
+        if not self._unprotected and self._journal.evaluations >= self.rounds_charged:
+            return []  # one a round is what the target has room for
         chosen = self.strategy.configure_evaluate(
             self._done + server_round, arrays, config, cast(Grid, SteadyNodes(grid))
         )
         messages = self._cohorts.of_strategy([*chosen])  # a client with two nodes would count twice
-        self._evaluated = open_round({}, messages, server_round) if messages else None
+        if messages and not self._unprotected:
+            self._evaluated = open_round({}, messages, server_round)
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        if self._evaluate_metrics == UNPROTECTED:
+        if self._unprotected:
             return self.strategy.aggregate_evaluate(self._done + server_round, replies)
         opened, self._evaluated = self._evaluated, None
-        if opened is None or not isinstance(self._evaluate_metrics, NoisedMetrics):
+        if opened is None:
             return None
-        names = names_of(self._evaluate_metrics)
-        total = np.zeros(len(names) + 1)
+        asked = self._of_evaluation
+        total = np.zeros(asked.size)
         for node, reply in opened.valid(replies):
-            total += fractions(node, reply, names, self._evaluate_metrics)
-        add_noise(total, self._normals([total.shape])[0], self._evaluate_metrics)
+            total += asked.fractions(node, reply)
+        asked.add_noise(total, self._normals([total.shape])[0])
         try:
             if self._register is not None:
                 clients = [self._cohorts.name_of(node) or str(node) for node in opened.groups]
@@ -685,7 +670,7 @@ class DifferentialPrivacy(Strategy):
         except (OSError, sqlite3.Error) as error:
             log.error("The evaluation is not released: the ledger cannot be written (%s)", error)
             return None
-        return MetricRecord(dict(means_of(total / len(opened.groups), names, self._evaluate_metrics)))
+        return MetricRecord(dict(asked.means(total, len(opened.groups))))
 
     # What a round's sum gets.
 
@@ -722,11 +707,13 @@ class DifferentialPrivacy(Strategy):
         """
         try:
             report = report_in(reply)
-        except NewerFormatError:
+        except NewerFormatError as error:
+            self.newer_clients[node] = str(error)
             raise
         except Exception as error:
             log.warning("Node %d's report on its own privacy is left out: %s", node, error)
             return
+        self.newer_clients.pop(node, None)
         if report is not None:
             self.client_reports[node] = report
 
@@ -803,6 +790,8 @@ class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
       current_clip: the clip of the next round.
       stopped_by: "target_epsilon" if that ended the training, else None.
       client_reports: by node, what clients said of their own privacy (see `example_dp`).
+      newer_clients: by node, why an answer does not count: the client's tfdpfl is newer, in a way that the server does
+        not know. As secret as the cohorts.
 
     Raises:
       ValueError: an argument is out of its range or does not go with another; or the strategy compares clients.
