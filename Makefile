@@ -28,7 +28,7 @@ test: $(VENV)/keras3.installed $(VENV)/tff.installed
 	$(TFF) -m pytest $(PYTEST) $(ARGS)
 
 # Without what is slow; on the second stack what only it has, and where Keras 2 differs most.
-SECOND := $(patsubst %,tests/federated/test_%.py,aggregators data example_level models personalization \
+SECOND := $(patsubst %,tests/federated/test_%.py,aggregators example_level models personalization \
 	processes runtime training) \
 	tests/optimizers/test_legacy_keras.py tests/optimizers/test_optimizers.py
 test-fast: $(VENV)/keras3.installed $(VENV)/tff.installed

@@ -26,6 +26,7 @@ from tfdpfl.federated.files import replace, whole_lines
 if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyLedger
     from tfdpfl.federated.checkpoints import Record
+    from tfdpfl.flower.journal import Record as JournalRecord
 
 __all__ = ["ledger"]
 
@@ -126,10 +127,7 @@ class OpenedJournal(Opened):
         j = self._journal
         self._compare(model, len(j.charged) + self._unread)
         self.complete = not self._unread
-        self.counts = {
-            "rounds": len(j.charged), "hashed_lines": j.chain.hashed, "lines": j.lines,
-            "torn_bytes": len(data) - len(whole),
-        }  # fmt: skip
+        self.counts = _counts(len(j.charged), j, data)
 
     def _compare(self, model: Json, rounds: int) -> None:
         from tfdpfl.flower.journal import rounds_of_model
@@ -152,17 +150,12 @@ class OpenedJournal(Opened):
         return settings.prices(j.charged, j.replied, j.evaluations + more, delta, accountant, more)
 
     def as_ledger(self) -> PrivacyLedger:
-        from tfdpfl.federated.privacy import RoundsRun
         from tfdpfl.flower.spent import Settings
 
         j, settings = self._journal, Settings.of(self._journal.header)
         if len(settings.privacy) > 1:
             raise BadArgument(f"{self.path} is of NbAFL, which has no event of its own. See `tfdpfl ledger epsilon`.")
-        p = settings.participation
-        return settings.ledger(
-            RoundsRun(rounds=len(j.charged), participation=p, cohorts=j.charged if p.sampling == "bounded" else []),
-            j.evaluations,
-        )
+        return settings.ledger(settings.run(j.charged), j.evaluations)
 
     def facts(self) -> Json:
         j = self._journal
@@ -222,10 +215,7 @@ class OpenedCheckpoints(Opened):
                 self._rounds = max(before, rounds)
             elif not record.fault and (not record.begun or record.begun[-1].followed):
                 self._rounds = min(after, rounds)  # a round that began and was lost has released nothing
-        self.counts = {
-            "rounds": self._rounds, "hashed_lines": record.chain.hashed, "lines": record.lines,
-            "torn_bytes": len(data) - len(whole_lines(data)),
-        }  # fmt: skip
+        self.counts = _counts(self._rounds, record, data)
 
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
         return self._record.prices(self._rounds, delta, accountant)
@@ -302,6 +292,11 @@ def open_file(path: Path) -> Opened:
     record = checkpoints.Record(whole, str(path))
     after = checkpoints.newest_state(path.parent)
     return OpenedCheckpoints(path, data, record, (before, after, came_with) if folder or after else None)
+
+
+def _counts(rounds: int, record: Record | JournalRecord, data: bytes) -> dict[str, int]:
+    torn = len(data) - len(whole_lines(data))
+    return {"rounds": rounds, "hashed_lines": record.chain.hashed, "lines": record.lines, "torn_bytes": torn}
 
 
 def _writer(stamp: Json) -> Json:
@@ -393,34 +388,26 @@ def epsilon(file: Path, delta: float, accountant: str, target_epsilon: float | N
     """Compute the epsilon of FILE, also of a run that was stopped or whose journal broke."""
     with clean_errors():
         from tfdpfl.accounting.pricing import check_delta
+        from tfdpfl.accounting.report import rounded_up
 
         opened = open_file(file)
         prices = opened.prices(check_delta(delta), accountant)
-        _show_prices(opened, prices, delta, accountant, as_json)
-    if target_epsilon is not None and max(spent for _, spent in prices.values()) > target_epsilon:
-        raise SystemExit(1)
-    _end(opened)
-
-
-def _show_prices(
-    opened: Opened, prices: dict[str, tuple[str, float]], delta: float, accountant: str, as_json: bool
-) -> None:
-    from tfdpfl.accounting.report import rounded_up
-
     if as_json:
         figures = [
             {"level": level or None, "epsilon": spent, "delta": delta, "adjacency": adjacency, "accountant": accountant}
             for level, (adjacency, spent) in prices.items()
         ]
         _print_json({"complete": opened.complete, "figures": figures})
-        return
-    for level, (adjacency, spent) in prices.items():
+    for level, (adjacency, spent) in [] if as_json else prices.items():
         of = f" ({level} level)" if level else ""
         click.echo(
             f"epsilon = {rounded_up(spent)}{of} at delta {delta:g}, adjacency {adjacency}, accountant {accountant}"
         )
-    if not opened.complete:
+    if not (as_json or opened.complete):
         click.echo(_BROKEN)
+    if target_epsilon is not None and max(spent for _, spent in prices.values()) > target_epsilon:
+        raise SystemExit(1)
+    _end(opened)
 
 
 @ledger.command()

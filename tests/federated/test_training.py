@@ -714,7 +714,7 @@ def test_a_private_process_trains_on_tffs_client_data_too_and_goes_on_from_its_c
         make_model, clients_per_round=4, noise_multiplier=0.5, client_optimizer_fn="sgd", loss=loss(),
         input_spec=clients.element_spec,
     )  # fmt: skip
-    how = dict(sampler=PoissonClientSampler(clients.client_ids, 0.5), delta=DELTA, progress=False)
+    how = dict(sampler=PoissonClientSampler(clients.client_ids, 0.5), delta=DELTA, progress=False, **quick)
     with local_runtime():
         first = train(process, theirs, num_rounds=3, checkpoint_dir=tmp_path, **how)
         whole = train(process, clients, num_rounds=6, checkpoint_dir=tmp_path, **how)
@@ -727,15 +727,16 @@ def test_a_tree_goes_on_from_its_checkpoint_with_the_noise_of_its_open_nodes(tmp
     wide = tf.keras.layers.Dense  # 600 weights, so that their spread tells the noise's
     clients = fd.from_arrays((np.zeros([8, 300]), np.zeros(8, np.int32)), range(8)).batch(1)
 
+    process = build_dp_ftrl(
+        lambda: tf.keras.Sequential([tf.keras.Input((300,)), wide(2, use_bias=False, kernel_initializer="zeros")]),
+        clients_per_round=2, noise_multiplier=3.0, l2_norm_clip=1.0, restart_every=8, client_optimizer_fn="sgd",
+        server_optimizer_fn="sgd", loss=loss(), input_spec=clients.element_spec,
+    )  # fmt: skip
+    assert process.noise_settings["clip"] == 1.0  # of which the noise of its open nodes is
+
     def moved(rounds):
-        process = build_dp_ftrl(
-            lambda: tf.keras.Sequential([tf.keras.Input((300,)), wide(2, use_bias=False, kernel_initializer="zeros")]),
-            clients_per_round=2, noise_multiplier=3.0, l2_norm_clip=1.0, restart_every=8, client_optimizer_fn="sgd",
-            server_optimizer_fn="sgd", loss=loss(), input_spec=clients.element_spec,
-        )  # fmt: skip
-        assert process.noise_settings["clip"] == 1.0  # of which the noise of its open nodes is
         sampler = BoundedParticipationSampler(clients.client_ids, 2, max_participations=3)
-        how = dict(sampler=sampler, delta=DELTA, checkpoint_dir=tmp_path, progress=False)
+        how = dict(sampler=sampler, delta=DELTA, checkpoint_dir=tmp_path, progress=False, **quick)
         return np.ravel(process.get_model_weights(train(process, clients, num_rounds=rounds, **how).state).trainable)
 
     with local_runtime():

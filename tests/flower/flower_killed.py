@@ -21,7 +21,7 @@ import tfdpfl.noise.correlated  # noqa: F401
 from tfdpfl.flower import DifferentialPrivacyFixedClipping
 from tfdpfl.noise import Banded
 
-ROUNDS, CLIENTS = 14, 3
+ROUNDS, CLIENTS = 10, 3
 
 
 def live(folder, kind, life):

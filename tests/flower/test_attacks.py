@@ -1,8 +1,5 @@
 """What users do to a federation, on purpose or not, that would make ε too small."""
 
-import logging
-import os
-
 import numpy as np
 import pytest
 
@@ -10,28 +7,24 @@ pytest.importorskip("flwr")
 import dp_accounting
 from dp_accounting import dp_event
 from flower_fakes import FakeGrid, arrays_in, flat, model, moved, reply
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord
 from flwr.serverapp import strategy as flower
 
-from tfdpfl import PrivacyError, PrivacyLedger
+from tfdpfl import PrivacyError
 from tfdpfl.flower import DifferentialPrivacyFixedClipping as Fixed
-from tfdpfl.flower import local_dp_mod
-from tfdpfl.flower.journal import Journal
-from tfdpfl.flower.reports import ClientLedger
-from tfdpfl.flower.updates import ClippedSum
 
 CLIENTS = 4
-
-
-@pytest.fixture(autouse=True)
-def heard():
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    logging.getLogger("flwr").propagate = True  # so that caplog sees it
 
 
 def fixed(inner=None, **arguments):
     given = dict(noise_multiplier=2.0, l2_norm_clip=1.0, delta=1e-5, clients_per_round=CLIENTS)
     return Fixed(inner or flower.FedAvg(), **{**given, **arguments})
+
+
+def epsilon_of(rounds, z=2.0, delta=1e-5):
+    accountant = dp_accounting.pld.PLDAccountant()
+    accountant.compose(dp_event.GaussianDpEvent(z), rounds)
+    return accountant.get_epsilon(delta)
 
 
 def life(strategy, rounds, nodes=None):
@@ -46,12 +39,7 @@ def life(strategy, rounds, nodes=None):
         strategy._journal.close()
 
 
-def epsilon_of(rounds, z=2.0, delta=1e-5):
-    accountant = dp_accounting.pld.PLDAccountant()
-    accountant.compose(dp_event.GaussianDpEvent(z), rounds)
-    return accountant.get_epsilon(delta)
-
-
+@pytest.mark.slow
 def test_other_numbers_of_rounds_and_other_strategies_forget_no_round(tmp_path):
     path, ran = tmp_path / "ledger", 0
     for inner, rounds in (
@@ -75,20 +63,6 @@ def test_exact_evaluations_do_not_slip_into_a_ledger_that_promised_none(tmp_path
     life(fixed(ledger_path=tmp_path / "ledger"), 1)
     with pytest.raises(PrivacyError, match="another evaluations"):
         fixed(ledger_path=tmp_path / "ledger", evaluate_metrics="unprotected")
-
-
-def test_a_forked_server_does_not_write_over_its_parents_rounds(tmp_path, monkeypatch):
-    journal = Journal(tmp_path / "ledger", {})
-    journal.begin(["1"])
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
-        with pytest.raises(PrivacyError, match="forked"):
-            journal.charge(["1"])
-    journal.charge(["1"])
-    journal.close()
-    again = Journal(tmp_path / "ledger", {})
-    assert again.charged == [["1"]]
-    again.close()
 
 
 def test_nodes_with_new_ids_get_no_new_allowance(tmp_path):
@@ -129,59 +103,3 @@ def test_a_ledger_that_another_folder_would_not_have_is_named(tmp_path, monkeypa
     life(fixed(ledger_path="ledger"), 2)
     life(fixed(ledger_path=tmp_path / "other"), 1)
     assert caplog.text == ""
-
-
-def test_arrays_that_are_neither_weights_nor_counters_are_refused():
-    for dtype in (np.complex64, np.dtype("V2")):  # bfloat16 arrives as two bytes
-        base = {"w": np.zeros(3, np.float32), "half": np.zeros(2, dtype)}
-        with pytest.raises(ValueError, match="'half' is of"):
-            ClippedSum(base, 1.0)
-    strategy = fixed()
-    with pytest.raises(PrivacyError, match="'c' is of complex64"):
-        strategy.start(FakeGrid(CLIENTS, None), model(c=np.zeros(2, np.complex64)), num_rounds=1)
-    assert strategy.rounds_charged == 0
-
-
-def test_what_two_processes_of_a_client_spend_adds_up_and_stays_within_its_budget(tmp_path):
-    """Two servers may ask one hospital at the same time."""
-
-    def opened():
-        return ClientLedger(Context(1, 101, {}, RecordDict(), {}), "local", tmp_path / "ledger.json")
-
-    cost = PrivacyLedger().add(dp_event.GaussianDpEvent(2.0), adjacency="replace_one")
-    first, second = opened(), opened()
-    assert first.spend(cost) is second.spend(cost) is None
-    assert second.ledger.steps == opened().ledger.steps == 2
-    third, fourth = opened(), opened()
-    target = epsilon_of(3) + 1e-3
-    assert third.spend(cost, 1e-5, target) is None
-    assert "over this client's target_epsilon" in fourth.spend(cost, 1e-5, target)
-    assert opened().ledger.steps == 3
-
-    mod = local_dp_mod(
-        l2_norm_clip=1.0,
-        noise_multiplier=4.0,
-        delta=1e-5,
-        target_epsilon=epsilon_of(1) + 1e-3,
-        ledger_path=tmp_path / "b.json",
-    )
-
-    def asked(train):
-        message = Message(RecordDict({"arrays": model()}), 101, "train")
-        return mod(message, Context(1, 101, {}, RecordDict(), {}), train)
-
-    def same(message, context):
-        return reply(message, arrays_in(message))
-
-    def slow(message, context):  # while it trains for one server, another gets the update that its budget has room for
-        assert not asked(same).has_error()
-        return same(message, context)
-
-    assert "over this client's target_epsilon" in asked(slow).error.reason
-
-
-def test_a_clients_ledger_that_is_named_after_a_passing_id_is_told(tmp_path, caplog):
-    for path, warned in ((tmp_path / "of-{node_id}", True), (tmp_path / "of-{partition-id}", False)):
-        caplog.clear()
-        ClientLedger(Context(1, 101, {"partition-id": 0}, RecordDict(), {}), "local", path)
-        assert ("named after this node's id" in caplog.text) == warned

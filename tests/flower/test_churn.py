@@ -1,7 +1,6 @@
 """Nodes come, go and get new ids, and the server dies between any two writes: nothing is under-counted or stopped."""
 
 import collections
-import json
 import logging
 import os
 import random
@@ -14,10 +13,11 @@ from commands import run
 from dp_accounting import dp_event
 from flower_fakes import FakeGrid, arrays_in, model, reply
 from flwr.serverapp import strategy as flower
+from strategy_cases import limited
 
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.errors import PrivacyError
-from tfdpfl.flower import DifferentialPrivacyFixedClipping, Roster
+from tfdpfl.flower import DifferentialPrivacyFixedClipping
 
 RATE, HOSPITALS = 0.2, 30
 
@@ -166,70 +166,3 @@ def test_a_ledger_and_a_model_of_different_backups_lose_no_round(tmp_path):
     assert "lacks lines that it had when the model next to it was saved" in run("verify", path, code=1)
     with pytest.raises(PrivacyError, match="lacks lines that it had when the model next to it was saved"):
         go_on(4)
-
-
-def limited(path, clients, **how):
-    how = dict(clients_per_round=2, max_participations=2) | how
-    return DifferentialPrivacyFixedClipping(
-        flower.FedAvg(min_available_nodes=1, fraction_evaluate=0.0), noise_multiplier=1.0, l2_norm_clip=1.0, delta=1e-5,
-        accountant="rdp", ledger_path=path, clients=clients, **how,
-    )  # fmt: skip
-
-
-def test_a_client_keeps_its_limits_and_its_name_when_its_node_gets_another_id(tmp_path):
-    roster = tmp_path / "roster.json"
-    roster.write_text(json.dumps({"101": "a", "102": "b", "103": "a"}))
-    grid = FakeGrid(4, lambda message, number: reply(message, arrays_in(message)))
-    first = limited(tmp_path / "ledger", Roster(roster))
-    first.start(grid, model(), num_rounds=1)
-    assert sorted(grid.sent[0]) == [101, 102] and sorted(first.cohorts[0]) == sorted(first.contributors[0]) == [
-        "a",
-        "b",
-    ]
-    first._journal.close()
-    roster.write_text(json.dumps({"201": "a", "202": "b", "203": "c"}))  # both installed anew, one joins
-    grid.nodes = [201, 202, 203]
-    again = limited(tmp_path / "ledger", Roster(roster))
-    again.start(grid, model(), num_rounds=5)
-    counts = collections.Counter(client for cohort in again.cohorts for client in cohort)
-    assert counts == {"a": 2, "b": 2, "c": 2} and again.epsilon == first_two_rounds()
-
-
-def first_two_rounds():
-    return PrivacyLedger().add(dp_event.GaussianDpEvent(1.0), 2, adjacency="zero_out").epsilon(1e-5, "rdp")
-
-
-def test_a_client_with_two_nodes_counts_once_and_a_stranger_is_not_asked(caplog):
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    names = {101: "a", 102: "a", 103: "b", 104: None}
-    for how in (dict(sampling_rate=1.0, clients_per_round=None), dict(clients_per_round=3), dict(max_participations=2)):
-        grid = FakeGrid(4, lambda message, number: reply(message, arrays_in(message)))
-        strategy = limited(None, names.get, **{"max_participations": None, **how})
-        strategy.start(grid, model(), num_rounds=1)
-        assert sorted(grid.sent[0]) == [101, 103] and sorted(strategy.cohorts[0]) == ["a", "b"]
-    assert "Node 104 belongs to no client that clients= names" in caplog.text
-
-
-def test_a_roster_that_breaks_keeps_what_it_had(tmp_path, caplog):
-    path = tmp_path / "roster.json"
-    with pytest.raises(ValueError, match="cannot be read"):
-        Roster(path)
-    path.write_text('["hospital"]')
-    with pytest.raises(ValueError, match=r'Write for instance \{"4938271": "hospital-0"\}'):
-        Roster(path)
-    path.write_text('{"1": "hospital-0"}')
-    roster = Roster(path)
-    path.write_text("{")
-    os.utime(path, ns=(0, 0))
-    assert roster(1) == "hospital-0" and "The roster is that of before" in caplog.text
-    path.write_text('{"2": "hospital-0"}')
-    assert roster(1) is None and roster(2) == "hospital-0"
-
-
-def test_a_strategy_does_not_wait_for_a_node_that_left_while_it_chose():
-    grid = FakeGrid(3, lambda message, number: reply(message, arrays_in(message)))
-    seen = iter([[101, 102, 103], [101, 102]])
-    grid.get_node_ids = lambda: next(seen, [101, 102])
-    strategy = limited(None, None, max_participations=None)
-    strategy.start(grid, model(), num_rounds=1)
-    assert sorted(grid.sent[0]) == [101, 102, 103]  # the third counts as one that does not answer

@@ -4,7 +4,6 @@ Facts on Flower are those of release 1.41: its wrappers (`serverapp.strategy.dp_
 """
 
 import json
-import logging
 import math
 
 import numpy as np
@@ -18,6 +17,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import mod as their_mods
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.exception import PrivacyBudgetExhausted
+from strategy_cases import E1, epsilon_of, run
 
 import tfdpfl
 from tfdpfl import AdaptiveClip, PrivacyLedger
@@ -27,27 +27,11 @@ from tfdpfl.flower import (
     LedgerAccountant,
     local_dp_mod,
 )
-from tfdpfl.flower.updates import ClippedSum
-
-E1 = np.eye(10)[0]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
 def fixed(inner=None, **arguments):
     given = dict(noise_multiplier=0.0, l2_norm_clip=1.0, delta=1e-5, clients_per_round=4)
     return DifferentialPrivacyFixedClipping(inner or flower.FedAvg(), **{**given, **arguments})
-
-
-def run(strategy, answer, rounds=1, clients=4, **start):
-    return strategy.start(FakeGrid(clients, answer), model(), num_rounds=rounds, **start)
-
-
-def epsilon_of(*events):
-    return tfdpfl.accounting.price(dp_event.ComposedDpEvent(list(events)), 1e-5, "pld", "zero_out").epsilon
 
 
 # The faults.
@@ -219,30 +203,8 @@ def test_noise_changes_every_entry_and_no_shape():
     assert {k: v.numpy().shape for k, v in result.arrays.items()} == {"w": (3, 2), "b": (4,)}
 
 
-def test_the_norm_is_over_all_arrays_together():
-    base = {"a": np.zeros((2, 2)), "b": np.zeros((2, 2))}
-    norm = ClippedSum(base, 1.0).add({"a": np.array([[1, 2], [3, 4]]), "b": np.array([[5, 6], [7, 8]])})
-    assert norm == pytest.approx(math.sqrt(sum(i * i for i in range(1, 9))))
-
-
-def test_clipping_scales_all_arrays_by_one_factor():
-    update = {"a": np.array([[1.5, -0.5], [2.0, -1.0]]), "b": np.array([0.5, -0.5])}
-    total = ClippedSum({k: np.zeros_like(v) for k, v in update.items()}, 1.5)
-    norm = total.add(update)
-    assert norm == pytest.approx(math.sqrt(8.0))
-    for name, value in update.items():
-        np.testing.assert_allclose(total.total[name], value * 1.5 / math.sqrt(8.0))
-
-
 def test_the_standard_deviation_is_the_multiplier_times_the_clip_over_the_clients():
     assert fixed(noise_multiplier=1.0, l2_norm_clip=0.5)._stddevs(0.5, 10)[0] / 10 == 0.05
-
-
-def test_an_update_within_the_clip_stays_as_it_is():
-    base = {k: np.arange(3.0) + i for i, k in enumerate("abc")}
-    total = ClippedSum(base, 4.0)
-    total.add({k: v - 0.5 for k, v in base.items()})
-    assert all((part == -0.5).all() for part in total.total.values())
 
 
 def test_the_adaptive_split_is_the_theorems_and_small_cohorts_have_a_default_that_works():
@@ -285,53 +247,6 @@ def test_our_mod_lets_nothing_out_but_a_noisy_update_and_its_price():
 
 
 # The accountant behind their wrappers (upstream's rdp_accountant_test asks the same of theirs).
-
-
-def test_the_accountant_prices_their_wrapper():
-    ours, theirs = LedgerAccountant(1e-5), flower_accountant()
-    for accountant in (ours, theirs):
-        strategy = flower.DifferentialPrivacyServerSideFixedClipping(
-            flower.FedAvg(), 1.2, 1.0, 4, accountant=accountant
-        )
-        run(strategy, moved(lambda n: E1 * (n + 1)), rounds=5)
-    spent = ours.get_privacy_spent()
-    assert (spent.num_releases, spent.delta, spent.accounting_method) == (5, 1e-5, "pld")
-    assert spent.epsilon == pytest.approx(epsilon_of(dp_event.GaussianDpEvent(1.2 / math.sqrt(5))))
-    assert spent.epsilon < theirs.get_privacy_spent().epsilon  # RDP is the looser
-    assert LedgerAccountant(1e-5, accountant="rdp").get_epsilon(1e-5) == 0.0
-
-
-def flower_accountant():
-    from flwr.supercore import privacy_accounting as pa
-    from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
-
-    sampling, relation = pa.SamplingMethod.NO_AMPLIFICATION, pa.NeighboringRelation.ADD_OR_REMOVE_ONE
-    return RdpAccountant(pa.PrivacyConfig(1e-5, 4, relation, sampling))
-
-
-def test_the_accountant_keeps_flowers_protocol():
-    from flwr.supercore.privacy_accounting import GaussianPrivacyEvent
-
-    accountant = LedgerAccountant(1e-5, population_size=10, max_epsilon=6.0)
-    event = GaussianPrivacyEvent(2.0, 4, 10)
-    accountant.compose(event, 2)
-    before = accountant.get_epsilon(1e-5)
-    assert not accountant.would_exceed(event) and accountant.would_exceed(event, count=50)
-    assert accountant.num_releases == 2 and accountant.get_epsilon(1e-5) == before
-    assert accountant.get_delta(before) == pytest.approx(1e-5, rel=0.01)
-    assert accountant.get_epsilon(accountant.get_delta(1.0)) <= 1.0
-    again = LedgerAccountant(1e-5, population_size=10)
-    again.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
-    assert again.get_epsilon(1e-5) == before
-    for wrong in (
-        lambda: accountant.compose(GaussianPrivacyEvent(2.0, 4, 11)),
-        lambda: again.would_exceed(event),
-        lambda: LedgerAccountant(1e-6).load_state_dict(accountant.state_dict()),
-        lambda: LedgerAccountant(2.0),
-        lambda: accountant.compose(event, 0),
-    ):
-        with pytest.raises(ValueError):
-            wrong()
 
 
 # One mathematics.

@@ -5,7 +5,6 @@ server sees numpy arrays alone, so that most of this needs no PyTorch; where it 
 through the page's snippet.
 """
 
-import logging
 import re
 from pathlib import Path
 
@@ -27,12 +26,6 @@ SHAPES = {
 }  # fmt: skip
 STATISTICS = [name for name in SHAPES if name.startswith("bn1.running") or name.endswith("tracked")]
 CLIP, CLIENTS = 2.0, 5
-
-
-@pytest.fixture(autouse=True)
-def heard():
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    logging.getLogger("flwr").propagate = True
 
 
 def state(seed, names=SHAPES, scale=1.0):

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import logging
 import math
 import shutil
 import sqlite3
@@ -25,11 +24,6 @@ from tfdpfl.flower.register import Register
 from tfdpfl.noise import Tree
 
 DELTA = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("flwr").setLevel(logging.WARNING)
 
 
 def server(folder, name, **how):

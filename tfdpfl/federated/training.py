@@ -588,25 +588,29 @@ class _Clients:
         """The data sets of a round's clients, less those that are left out. Notes in the round what it finds."""
         found = []
         for client in round_.cohort:
+            cause = None
             try:
                 dataset = self.dataset_of[client]()
                 fault = None if self._wanted is None else _fault(dataset, self._wanted)
                 if fault is None and self._counted:
-                    most = self._held.get(client)
-                    dataset, round_.examples[client] = data.once(client, dataset, most)
+                    dataset, round_.examples[client] = data.once(client, dataset, self._held.get(client))
             except PrivacyError:
                 raise
             except Exception as error:  # whatever reads the data may raise
-                if not self._leaves_out:
-                    raise ValueError(_bad(client, f"cannot be read ({_first_line(error)})")) from error
-                fault = f"cannot be read ({_first_line(error)})"
+                cause, fault = error, _unreadable(error)
             if fault is None:
                 found.append(dataset)
-            elif self._leaves_out:
-                round_.absent[client] = fault
             else:
-                raise ValueError(_bad(client, fault))
+                self._leave_out(round_, client, fault, cause)
         return found
+
+    def _leave_out(self, round_: Round, client: str, fault: str, cause: Exception | None) -> None:
+        if not self._leaves_out:
+            raise ValueError(
+                f"The data of client {client!r} {fault}. Correct them, or leave the client out by bad_data='leave_out'."
+            ) from cause
+        round_.absent[client] = fault
+        round_.examples.pop(client, None)
 
     def without_unreadable(self, round_: Round, datasets: list[Dataset], error: Exception) -> list[Dataset]:
         """The data sets that can be read to their end, where a round failed; its error, if that is all of them."""
@@ -617,11 +621,7 @@ class _Clients:
                     pass
                 readable.append(dataset)
             except Exception as unreadable:  # whatever it may be
-                fault = f"cannot be read ({_first_line(unreadable)})"
-                if not self._leaves_out:
-                    raise ValueError(_bad(client, fault)) from error
-                round_.absent[client] = fault
-                round_.examples.pop(client, None)
+                self._leave_out(round_, client, _unreadable(unreadable), error)
         if len(readable) == len(datasets):
             raise error
         return readable
@@ -673,12 +673,9 @@ def _spec(spec: Nest) -> str:
     return ", ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in tf.nest.flatten(spec))
 
 
-def _bad(client: str, fault: str) -> str:
-    return f"The data of client {client!r} {fault}. Correct them, or leave the client out by bad_data='leave_out'."
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+def _unreadable(error: Exception) -> str:
+    first_line = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return f"cannot be read ({first_line})"
 
 
 def _highest(prices: Mapping[str, Price]) -> float:

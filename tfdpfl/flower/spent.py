@@ -167,15 +167,19 @@ class Settings:
         more: int = 0,
     ) -> dict[str, tuple[str, float]]:
         """Returns {level: (adjacency, ε)} of rounds; ``more`` of them in addition, of unknown clients."""
-        p, rounds = self.participation, len(charged) + more
         if any(isinstance(level, NbAFLLevel) for level in self.privacy):
-            p = dataclasses.replace(p, sampling="none", max_participations=None, min_separation=1)
-            run = RoundsRun(rounds=rounds, participation=p, cohorts=[] if more else replied)
+            p = dataclasses.replace(self.participation, sampling="none", max_participations=None, min_separation=1)
+            run = RoundsRun(rounds=len(charged) + more, participation=p, cohorts=[] if more else replied)
             priced = [(level, level.price(run, delta, accountant).epsilon) for level in self.privacy]
             return {level.level: (level.adjacency, epsilon) for level, epsilon in priced}
-        run = RoundsRun(rounds=rounds, participation=p, cohorts=charged if p.sampling == "bounded" and not more else [])
-        ledger = self.ledger(run, evaluations)
+        ledger = self.ledger(self.run(charged, more), evaluations)
         return {"client": ("zero_out", ledger.epsilon(delta, accountant))}
+
+    def run(self, charged: Sequence[Sequence[str]], more: int = 0) -> RoundsRun:
+        """Returns the rounds of these cohorts, and ``more`` of unknown clients. Only limits are held against cohorts."""
+        p = self.participation
+        cohorts = charged if p.sampling == "bounded" and not more else []
+        return RoundsRun(rounds=len(charged) + more, participation=p, cohorts=cohorts)
 
     def ledger(self, run: RoundsRun, evaluations: int) -> PrivacyLedger:
         """Returns what these rounds released, as events."""
