@@ -176,7 +176,7 @@ class Settings:
         return {"client": ("zero_out", ledger.epsilon(delta, accountant))}
 
     def run(self, charged: Sequence[Sequence[str]], more: int = 0) -> RoundsRun:
-        """Returns the rounds of these cohorts, and ``more`` of unknown clients. Only limits are held against cohorts."""
+        """Returns rounds of these cohorts, and ``more`` of unknown clients. Only limits are held against cohorts."""
         p = self.participation
         cohorts = charged if p.sampling == "bounded" and not more else []
         return RoundsRun(rounds=len(charged) + more, participation=p, cohorts=cohorts)
