@@ -70,6 +70,7 @@ def test_the_denominator_is_the_expected_batch_size_or_else_the_batch(expected):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_batches_of_any_size_sum_alike_and_an_empty_one_moves_nothing():
     x, y = c.examples(30)
     model = c.classifier()
@@ -80,6 +81,7 @@ def test_batches_of_any_size_sum_alike_and_an_empty_one_moves_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_fit_takes_poisson_batches_and_divides_each_by_the_expected_size():
     x, y = c.examples(40)
     sizes = []
@@ -95,6 +97,7 @@ def test_fit_takes_poisson_batches_and_divides_each_by_the_expected_size():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_an_empty_batch_gets_the_noise_of_any_other():
     model = c.classifier()
     step = custom_step(model, sgd(multiplier=1.0, seed=2, expected_batch_size=4))
@@ -111,6 +114,7 @@ def test_an_empty_batch_gets_the_noise_of_any_other():
 
 @pytest.mark.parametrize("jit_compile", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_tables_rows_are_added_to_the_noise_of_all_of_it(jit_compile):
     """Rows that are looked up once, twice and never; with equal seeds the noise of two steps is the same."""
     table = tf.Variable(tf.zeros([7, 3]))
@@ -145,6 +149,7 @@ def test_a_tables_rows_are_added_to_the_noise_of_all_of_it(jit_compile):
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_partial_last_batch_is_divided_by_its_own_size():
     x, y = c.examples(6)
     model = c.compiled(sgd())
@@ -157,6 +162,7 @@ def test_a_partial_last_batch_is_divided_by_its_own_size():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_microbatches_clip_the_mean_of_each_group_and_divide_by_their_number():
     x, y = c.examples(12)
     model = c.compiled(sgd(num_microbatches=3))
@@ -174,6 +180,7 @@ def test_a_batch_that_microbatches_do_not_divide_is_refused_and_moves_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_no_example_moves_the_sum_by_more_than_the_clip():
     x, y = c.examples(8)
     x[3] *= 1e4
@@ -240,6 +247,7 @@ def test_a_step_of_ones_own_is_traced_once_though_it_makes_the_optimizers_variab
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_xla_equals_no_xla():
     x, y = c.examples(8)
     ends = []  # without noise: XLA makes other normals of the same random bits
@@ -503,6 +511,7 @@ def test_two_models_train_side_by_side_with_different_optimizers():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_one_optimizer_serves_two_graphs_and_counts_both():
     x, y = c.examples(8)
     model, optimizer = c.classifier(), sgd(multiplier=0.4, seed=1)

@@ -8,6 +8,7 @@ import functools
 import math
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 import tensorflow as tf
@@ -366,95 +367,21 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     # -- what is to be said --------------------------------------------------------------------------------------
 
     def _say_what_is_odd(self) -> None:
-        fit, ledger = self._running(), self.ledger
-        taken_back = fit.optimizer._dp.counter.taken_back(fit.optimizer._dp_ledger)
-        if taken_back:
-            self._say(
-                f"A state was loaded that knows of {taken_back} steps less than this optimizer has taken. These steps "
-                "stay counted, because they ran."
-            )
+        fit, ledger, call = self._running(), self.ledger, fit_arguments(self.model)
         if ledger.unknown_steps:
             warnings.warn(
                 f"{ledger.unknown_steps} steps ran of which only the noise is known. ε counts them as if every "
                 "example took part in each. Give every fit on these data a PrivacyBudget.",
                 stacklevel=4,
             )
-        self._say_whose_weights(fit.model, ledger)
-        self._say_what_batches_hold(fit)
-        for sentence in [*uncovered_statistics(fit.model, ledger), *uncovered_choices(fit_arguments(self.model))]:
-            self._say(sentence)
-        self._note_conditions(fit)
-
-    def _say_whose_weights(self, model: tf.keras.Model, ledger: PrivacyLedger) -> None:
-        """Warns if something else than the steps of this ledger made the weights."""
-        weights, single = fingerprints(model)
-        numbers = {weights, *single}
-        steps, left = LEFT.get(model, (None, ()))
-        if steps == steps_on(model) and weights not in left:
-            self._say(
-                "The weights are not those that private steps left: something else changed them (load_weights, "
-                "set_weights, training with another optimizer). This ε includes the cost of the new weights only if "
-                "this ledger has it."
-            )
-        for other, (steps, left) in list(LEFT.items()):
-            theirs = [dp.ledger() for dp in stepping(other).values()] if numbers & left and other is not model else []
-            if any(not taken.origins <= ledger.origins for taken in theirs):
-                self._say(
-                    f"{'The' if weights in left else 'Some'} weights are those that {steps} private steps on another "
-                    "model left, and this ε does not include these steps. If they were on these data, too, pass the "
-                    "ledger of that training as ledger=."
-                )
-
-    def _say_what_batches_hold(self, fit: Fit) -> None:
-        if fit.uses > 1:
-            self._say(
-                "Batches continue from one pass over the data into the next, so one batch may hold an example "
-                f"{fit.uses} times, and ε counts each pass as {fit.uses}. Use a number of batches in an epoch that "
-                "gradient_accumulation_steps divides, without .repeat() before .batch(), or use Poisson batches."
-            )
-        expected, batch = fit.optimizer.expected_batch_size, fit.data["batch_size"]
-        if expected is not None and not 0.5 <= batch / expected <= 2:
-            self._say(
-                f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
-                f"steps are {batch / expected:.3g} times what the learning rate says. ε does not change."
-            )
-
-    def _note_conditions(self, fit: Fit) -> None:
-        """Notes what ε relies on."""
-        optimizer = fit.optimizer
-        self._spent.notes |= dict.fromkeys(choices_by_public_figures(fit_arguments(self.model)))
-        if fit.own:
-            self._spent.notes[_ROWS] = None
-        if fit.own and not fit.whole:
-            self._spent.notes[_STREAM] = None
-        x = fit_arguments(self.model).get("x")
-        note = getattr((source_of(x) or (None,))[-1], "note", None)
-        if note is not None:
-            self._spent.notes[note] = None
-        declared = declared_sampling(x)
-        if declared is not None and declared.seed is not None:
-            self._spent.notes[
-                f"The Poisson batches come from seed={declared.seed}: anyone who knows it knows the batches, and the "
-                "same seed draws the same ones again. To publish the model, draw them with seed=None."
-            ] = None
-        segments = optimizer._dp.noise.segments
-        if segments is not None and fit.scheme.same_order and segments.order_is_not_known:
-            self._spent.notes[
-                "The training continues from a saved state. ε holds if the data come in the same order as before: not "
-                "shuffled, or with a fixed seed. The uses of an example are then as far apart as ε assumes."
-            ] = None
-        if fit.clips > 1:
-            self._spent.notes[_GROUPED.format(optimizer.num_microbatches, optimizer.noise_multiplier)] = None
-        if optimizer._dp.seed is not None:
-            self._spent.notes[
-                f"The noise comes from seed={optimizer._dp.seed}: anyone who knows it can subtract the noise. To "
-                "publish the model, train with seed=None."
-            ] = None
-
-    def _say(self, text: str) -> None:
-        if text not in self._spent.notes:
-            self._spent.notes[text] = None
-            warnings.warn(text, stacklevel=4)
+        odd = [
+            *_taken_back(fit), *_whose_weights(fit.model, ledger), *_what_batches_hold(fit),
+            *uncovered_statistics(fit.model, ledger), *uncovered_choices(call),
+        ]  # fmt: skip
+        for sentence in odd:
+            if sentence not in self._spent.notes:
+                warnings.warn(sentence, stacklevel=4)
+        self._spent.notes |= dict.fromkeys([*odd, *_conditions(fit, call)])
 
     # -- prices ----------------------------------------------------------------------------------------------
 
@@ -647,3 +574,80 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return fit.passes + (self._passes_per_epoch or 1) > self._limit
         after = self._passes_before + fit.passes_in_epoch(steps_of_epoch + fit.stride)
         return self._passes_per_epoch is None and after > self._limit
+
+
+def _taken_back(fit: Fit) -> Iterator[str]:
+    taken_back = fit.optimizer._dp.counter.taken_back(fit.optimizer._dp_ledger)
+    if taken_back:
+        yield (
+            f"A state was loaded that knows of {taken_back} steps less than this optimizer has taken. These steps "
+            "stay counted, because they ran."
+        )
+
+
+def _whose_weights(model: Model, ledger: PrivacyLedger) -> Iterator[str]:
+    """Yields sentences if something else than the steps of this ledger made the weights."""
+    weights, single = fingerprints(model)
+    numbers = {weights, *single}
+    steps, left = LEFT.get(model, (None, ()))
+    if steps == steps_on(model) and weights not in left:
+        yield (
+            "The weights are not those that private steps left: something else changed them (load_weights, "
+            "set_weights, training with another optimizer). This ε includes the cost of the new weights only if "
+            "this ledger has it."
+        )
+    for other, (steps, left) in list(LEFT.items()):
+        theirs = [dp.ledger() for dp in stepping(other).values()] if numbers & left and other is not model else []
+        if any(not taken.origins <= ledger.origins for taken in theirs):
+            yield (
+                f"{'The' if weights in left else 'Some'} weights are those that {steps} private steps on another "
+                "model left, and this ε does not include these steps. If they were on these data, too, pass the "
+                "ledger of that training as ledger=."
+            )
+
+
+def _what_batches_hold(fit: Fit) -> Iterator[str]:
+    if fit.uses > 1:
+        yield (
+            "Batches continue from one pass over the data into the next, so one batch may hold an example "
+            f"{fit.uses} times, and ε counts each pass as {fit.uses}. Use a number of batches in an epoch that "
+            "gradient_accumulation_steps divides, without .repeat() before .batch(), or use Poisson batches."
+        )
+    expected, batch = fit.optimizer.expected_batch_size, fit.data["batch_size"]
+    if expected is not None and not 0.5 <= batch / expected <= 2:
+        yield (
+            f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
+            f"steps are {batch / expected:.3g} times what the learning rate says. ε does not change."
+        )
+
+
+def _conditions(fit: Fit, call: Keywords) -> Iterator[str]:
+    """Yields what ε relies on."""
+    optimizer, x = fit.optimizer, call.get("x")
+    yield from choices_by_public_figures(call)
+    if fit.own:
+        yield _ROWS
+    if fit.own and not fit.whole:
+        yield _STREAM
+    note = getattr((source_of(x) or (None,))[-1], "note", None)
+    if note is not None:
+        yield note
+    declared = declared_sampling(x)
+    if declared is not None and declared.seed is not None:
+        yield (
+            f"The Poisson batches come from seed={declared.seed}: anyone who knows it knows the batches, and the "
+            "same seed draws the same ones again. To publish the model, draw them with seed=None."
+        )
+    segments = optimizer._dp.noise.segments
+    if segments is not None and fit.scheme.same_order and segments.order_is_not_known:
+        yield (
+            "The training continues from a saved state. ε holds if the data come in the same order as before: not "
+            "shuffled, or with a fixed seed. The uses of an example are then as far apart as ε assumes."
+        )
+    if fit.clips > 1:
+        yield _GROUPED.format(optimizer.num_microbatches, optimizer.noise_multiplier)
+    if optimizer._dp.seed is not None:
+        yield (
+            f"The noise comes from seed={optimizer._dp.seed}: anyone who knows it can subtract the noise. To "
+            "publish the model, train with seed=None."
+        )

@@ -229,40 +229,10 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
 
     def _to_evaluate(self, call: Keywords) -> tuple[Dataset, np.ndarray, int]:
         """The data in batches, each example's weight, and the number of units."""
-        data, users, x = self._data, self._user_ids, call.get("x")
-        if self.validation and _objects(data) & _objects(x):
-            raise PrivacyError(
-                "validation=True is for data of other people, whose figures cost the training nothing, but "
-                "PrivateMetrics was given the training data. Leave validation out, or give it the validation data."
-            )
-        map_fn, unit = None, getattr(declared_sampling(x), "unit", "example")
-        if data is None and source_of(x) is not None:
-            data, map_fn, users = source_of(x) or (None, None, None)
-        elif data is None and length(x) is not None and not call.get("validation_split"):
-            data = (x, call.get("y"))
-        elif data is None and length(x) is not None:
-            raise PrivacyError(
-                f"validation_split={call['validation_split']} lets Keras split the arrays, so PrivateMetrics cannot "
-                "see which examples are trained on. Split them yourself, and pass validation_data to fit."
-            )
-        elif data is None:
-            raise PrivacyError(
-                f"PrivateMetrics cannot evaluate a {type(x).__name__}, because each pass over it may hold other data. "
-                "Give it the training data: PrivateMetrics((x, y), ...)."
-            )
+        data, map_fn, users = self._data_of(call)
         examples = examples_of(data)
         if users is None:
-            if unit == "user" and not self.validation:
-                raise PrivacyError(
-                    "The batches protect users, and PrivateMetrics would count each of their examples. Give it "
-                    "user_ids, too."
-                )
-            rows = getattr(optimizer_of(self.model), "rows_per_unit", 1)
-            if rows > 1 and declared_sampling(x) is None and not self.validation:
-                raise PrivacyError(
-                    f"With rows_per_unit={rows} the optimizer protects {rows} rows together, and PrivateMetrics would "
-                    f"count each row. Give it the unit of each row: user_ids=np.arange(len(x)) // {rows}."
-                )
+            self._check_unit(call.get("x"))
             self._releases.unit = "example"
             weights, units = np.ones(examples.number), examples.number
         else:
@@ -270,6 +240,48 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             units, weights = users.number, np.zeros(examples.number)  # 0 for an example that no user has
             weights[users.rows] = np.repeat(1 / np.diff(users.starts), np.diff(users.starts))
         return fixed_order(examples, min(self.batch_size, examples.number), map_fn=map_fn), weights, units
+
+    def _data_of(self, call: Keywords) -> tuple[Arrays, Callable | None, Arrays]:
+        """The data, what is made of each example, and whose the examples are."""
+        x = call.get("x")
+        if self.validation and _objects(self._data) & _objects(x):
+            raise PrivacyError(
+                "validation=True is for data of other people, whose figures cost the training nothing, but "
+                "PrivateMetrics was given the training data. Leave validation out, or give it the validation data."
+            )
+        if self._data is not None:
+            return self._data, None, self._user_ids
+        source = source_of(x)
+        if source is not None:
+            return source
+        if length(x) is None:
+            raise PrivacyError(
+                f"PrivateMetrics cannot evaluate a {type(x).__name__}, because each pass over it may hold other data. "
+                "Give it the training data: PrivateMetrics((x, y), ...)."
+            )
+        if call.get("validation_split"):
+            raise PrivacyError(
+                f"validation_split={call['validation_split']} lets Keras split the arrays, so PrivateMetrics cannot "
+                "see which examples are trained on. Split them yourself, and pass validation_data to fit."
+            )
+        return (x, call.get("y")), None, self._user_ids
+
+    def _check_unit(self, x: object) -> None:
+        """Raises if the training protects several rows together, each of which would count by itself."""
+        declared = declared_sampling(x)
+        if self.validation:
+            return
+        if getattr(declared, "unit", "example") == "user":
+            raise PrivacyError(
+                "The batches protect users, and PrivateMetrics would count each of their examples. Give it "
+                "user_ids, too."
+            )
+        rows = getattr(optimizer_of(self.model), "rows_per_unit", 1)
+        if rows > 1 and declared is None:
+            raise PrivacyError(
+                f"With rows_per_unit={rows} the optimizer protects {rows} rows together, and PrivateMetrics would "
+                f"count each row. Give it the unit of each row: user_ids=np.arange(len(x)) // {rows}."
+            )
 
     def _release(self) -> dict[str, float]:
         sums, at = np.zeros(len(self._functions)), 0

@@ -71,22 +71,29 @@ def users_of(user_ids: Arrays, num_examples: int) -> Users:
                 f"{num_examples}: pass the owners of these data."
             )
         return user_ids
-    if isinstance(user_ids, Mapping):
-        parts = [np.asarray(rows).ravel() for rows in user_ids.values()]
-        without = next((user for user, rows in zip(user_ids, parts, strict=True) if not len(rows)), None)
-        if without is not None:
-            raise ValueError(
-                f"user_ids has a user without examples, {without!r}: leave them out. (Who has none takes no part, and "
-                "is not to count among those that are sampled.)"
-            )
-        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        whose = np.repeat(_numbered(user_ids), [len(part) for part in parts])
-        if sorted(rows.tolist()) != list(range(num_examples)):
-            raise ValueError(
-                f"user_ids names {len(rows)} examples ({len(set(rows.tolist()))} different ones) of {num_examples}: "
-                "give each example's number, from 0 on, to one user."
-            )
-        return _grouped(rows.astype(np.int64), whose)
+    return _grouped(*(_of_mapping if isinstance(user_ids, Mapping) else _of_array)(user_ids, num_examples))
+
+
+def _of_mapping(user_ids: Mapping, num_examples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the examples' numbers, and whose each is."""
+    parts = [np.asarray(rows).ravel() for rows in user_ids.values()]
+    without = next((user for user, rows in zip(user_ids, parts, strict=True) if not len(rows)), None)
+    if without is not None:
+        raise ValueError(
+            f"user_ids has a user without examples, {without!r}: leave them out. (Who has none takes no part, and "
+            "is not to count among those that are sampled.)"
+        )
+    rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    if sorted(rows.tolist()) != list(range(num_examples)):
+        raise ValueError(
+            f"user_ids names {len(rows)} examples ({len(set(rows.tolist()))} different ones) of {num_examples}: "
+            "give each example's number, from 0 on, to one user."
+        )
+    return rows.astype(np.int64), np.repeat(_numbered(user_ids), [len(part) for part in parts])
+
+
+def _of_array(user_ids: Arrays, num_examples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the examples' numbers, and whose each is."""
     ids = np.asarray(user_ids.to_numpy() if hasattr(user_ids, "to_numpy") else user_ids)
     if ids.shape != (num_examples,):
         raise ValueError(
@@ -99,11 +106,9 @@ def users_of(user_ids: Arrays, num_examples: int) -> Users:
             "these out, or give each an id of its own."
         )
     if ids.dtype.kind == "O":
-        whose = _numbered(ids)
-    else:
-        values, whose = np.unique(ids, return_inverse=True)
-        whose = _numbered(values)[whose] if ids.dtype.kind in "US" else whose
-    return _grouped(np.arange(num_examples), whose)
+        return np.arange(num_examples), _numbered(ids)
+    values, whose = np.unique(ids, return_inverse=True)
+    return np.arange(num_examples), _numbered(values)[whose] if ids.dtype.kind in "US" else whose
 
 
 def bound_owners(owners: Iterable[Arrays]) -> Users:
