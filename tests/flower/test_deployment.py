@@ -64,6 +64,24 @@ def test_the_app_has_neither_network_nor_keys_nor_policy():
     assert not {v.split(":")[0] for v in service["volumes"]} & {v.split(":")[0] for v in other["volumes"]}
 
 
-def test_the_policy_is_one_that_the_guard_reads():
+def test_each_unit_finds_the_commands_that_flower_starts():
+    for name in ("superlink", "supernode", "app"):
+        made = unit(f"flower-{name}")
+        program = Path(shlex.split(dict(made)["ExecStart"])[0])
+        assert ("Environment", f"PATH={program.parent}:/usr/bin:/bin") in made, name
+
+
+def test_the_image_lets_each_user_write_into_the_volumes_that_the_user_has():
+    image = (FOLDER.parents[2] / "Dockerfile").read_text()
+    owners = re.findall(r"install -d -m 700 -o (\d+) -g (\d+) (\S+)", image)
+    for service in yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"].values():
+        for volume in service["volumes"]:
+            source, folder = volume.split(":")[:2]
+            assert source.startswith("./") or (*service["user"].split(":"), folder) in owners, volume
+
+
+def test_the_policy_is_one_that_the_guard_reads_and_its_answer_is_in_time():
     policy = Policy.read(FOLDER / "policy.toml")
-    assert policy.protect and policy.answer_after and policy.ledger_path.startswith("/var/lib/flower-node/")
+    assert policy.protect and policy.ledger_path.startswith("/var/lib/flower-node/")
+    timeouts = re.findall(r"timeout=(\d+)", (FOLDER.parent / "hospitals" / "server.py").read_text())
+    assert timeouts and policy.answer_after < min(map(int, timeouts))

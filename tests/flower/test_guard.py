@@ -226,3 +226,15 @@ def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, m
             main([str(arg) for arg in args], lambda: started.append(1))
     main([str(path), "--isolation", "process"], lambda: started.append(2))
     assert started == [2] and supernode._push_messages.__func__ is Guard.push
+
+
+def test_a_node_that_lost_its_connection_ends_although_a_thread_of_flowers_runs(tmp_path, monkeypatch):
+    def lose():
+        raise ConnectionError("EOF occurred in violation of protocol")
+
+    path, codes = tmp_path / "policy.toml", []
+    text = "l2_norm_clip = 1\nnoise_multiplier = 4\ndelta = 1e-5\ntarget_epsilon = 8\nledger_path = '/l'\n"
+    path.write_text(text + "protect = false\n")
+    monkeypatch.setattr("os._exit", codes.append)
+    main([str(path)], lose)
+    assert codes == [1]

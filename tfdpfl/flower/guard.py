@@ -310,7 +310,11 @@ def main(arguments: list[str], run: Callable[[], None] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     sys.argv = ["flower-supernode", *others]
-    (run or flower_supernode)()
+    try:
+        (run or flower_supernode)()
+    except Exception:
+        log.exception("The SuperNode has ended")
+        os._exit(1)  # a thread of Flower's would keep this process, so nothing would start the node again
 
 
 def _price(policy: Policy) -> str:
