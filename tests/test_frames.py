@@ -32,8 +32,11 @@ def test_callers_begin_with_the_function_that_asks():
     assert asks() == ["asks", "test_callers_begin_with_the_function_that_asks"]
 
 
-def test_an_optimizer_is_found_inside_its_loss_scaling():
-    own, model = object(), types.SimpleNamespace
-    assert _frames.trained_by({"self": model(optimizer=own)}) is own
-    assert _frames.trained_by({"self": model(optimizer=model(inner_optimizer=own))}) is own
-    assert _frames.trained_by({}) is None
+def test_an_optimizer_is_found_inside_its_loss_scaling_and_callbacks_inside_keras_list():
+    own, made = object(), types.SimpleNamespace
+    assert _frames.optimizer_of(made(optimizer=own)) is own
+    assert _frames.optimizer_of(made(optimizer=made(inner_optimizer=own))) is own
+    assert _frames.optimizer_of(None) is None
+    for given in ([own], made(callbacks=[own])):
+        assert _frames.callbacks_of({"callbacks": given}) == [own]
+    assert _frames.callbacks_of({}) == _frames.callbacks_of({"callbacks": None}) == []

@@ -164,6 +164,7 @@ def test_training_resumed_from_a_checkpoint_is_the_uninterrupted_training_but_fo
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_a_restart_with_other_noise_makes_a_row_of_its_own(tmp_path):
     model = trained(1)
     path = tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "ckpt"))
@@ -277,6 +278,7 @@ def test_steps_without_noise_have_no_finite_price():
 
 
 @pytest.mark.slow
+@pytest.mark.one_stack
 def test_the_ledger_prices_what_ran():
     model = trained(1, multiplier=4.0)
     one = tfdpfl.compute_epsilon(
