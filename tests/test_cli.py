@@ -154,14 +154,6 @@ def test_demo_hands_its_options_on(monkeypatch):
     ]
 
 
-def test_python_m_tfdpfl_is_the_command_line():
-    args = [sys.executable, "-m", "tfdpfl", "epsilon", *RUN, "--num-steps", "5"]
-    run = subprocess.run([*args, "--help"], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("Usage: tfdpfl epsilon") and run.stderr == ""
-    refused = subprocess.run([*args, "--batch-size", "0"], capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stderr.startswith("Error: --batch-size")
-
-
 @pytest.mark.slow
 def test_no_command_but_demo_loads_tensorflow_and_refusals_load_nothing_slow():
     code = (

@@ -120,6 +120,11 @@ def test_where_the_normals_end_is_in_the_price():
     assert epsilon(Tree(), 0.1, num_steps=1000, delta=1e-5) == math.inf  # one use in a node moves it by ten deviations
 
 
+def test_a_target_that_needs_almost_no_noise_is_refused():
+    with pytest.raises(tfdpfl.PrivacyError, match="almost no noise"):
+        compute_correlated_noise_multiplier(Tree(), target_epsilon=1e300, delta=0.999, num_steps=1)
+
+
 def test_no_noise_no_steps_and_neighbours_without_a_price():
     assert epsilon(Tree(), 0, num_steps=3) == math.inf
     assert epsilon(Tree(), 1, num_steps=0) == 0
