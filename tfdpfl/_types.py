@@ -1,5 +1,5 @@
-"""Names for the kinds of values that TensorFlow, TFF and scikit-learn have no types for. A checker takes them as they
-come. A reader learns what they are."""
+"""Names for the kinds of values that TensorFlow, TFF, scikit-learn and dp-accounting have no types for. A checker takes
+them as they come. A reader learns what they are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ __all__ = [
     "Callback",
     "Computation",
     "Dataset",
+    "DpEvent",
     "Estimator",
     "Json",
     "JsonValue",
@@ -21,6 +22,7 @@ __all__ = [
     "Nest",
     "Optimizer",
     "Prior",
+    "PrivacyLosses",
     "Promiser",
     "Report",
     "State",
@@ -29,6 +31,8 @@ __all__ = [
 
 Arrays: TypeAlias = Any  # arrays, tensors or data frames, or nests of them, as Keras and scikit-learn take them
 Dataset: TypeAlias = Any  # a tf.data.Dataset, or another source of batches
+DpEvent: TypeAlias = Any  # an event of dp-accounting, which has no types and is imported by the first price
+PrivacyLosses: TypeAlias = Any  # its privacy loss distribution, or a part of one
 Model: TypeAlias = Any  # a Keras model, of Keras 2 or 3
 Layer: TypeAlias = Any  # a Keras layer
 Variable: TypeAlias = Any  # a variable of TensorFlow, or of Keras 3

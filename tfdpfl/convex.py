@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
@@ -21,15 +20,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tfdpfl import _replay_hook
-from tfdpfl._types import Arrays, Estimator
+from tfdpfl._types import Arrays, DpEvent, Estimator
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["SOLVERS", "DPLogisticRegression"]
 

@@ -14,20 +14,16 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tfdpfl import _formats, _report_html
 from tfdpfl._formats import NewerFormatError
-from tfdpfl._types import Json, Promiser
+from tfdpfl._types import DpEvent, Json, Promiser
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, Price, PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta, delta_warning
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
 from tfdpfl.accounting.zcdp_and_gdp import zcdp_and_gdp
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["Figures", "Measured", "Part", "ProjectReport", "Total", "read", "report"]
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdpfl._types import Keywords, Promiser
+from tfdpfl._types import DpEvent, Keywords, Promiser
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
 from tfdpfl.accounting.pricing import leaves_of
 from tfdpfl.accounting.promises import Promise
@@ -22,7 +22,6 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.planning import PrivacyPlan
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
     from scipy.stats.distributions import rv_frozen
 
 __all__ = ["HyperParameters", "RandomSearch", "Selected"]

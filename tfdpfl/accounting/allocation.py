@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from dp_accounting.pld.pld_pmf import PLDPmf
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from tfdpfl._types import PrivacyLosses
 
 __all__ = ["losses"]
 
@@ -121,7 +118,7 @@ def _sum_of(s: float, steps: int) -> _Sum:
     return total
 
 
-def losses(sigma: float, steps: int, interval: float) -> PrivacyLossDistribution:
+def losses(sigma: float, steps: int, interval: float) -> PrivacyLosses:
     """Returns the privacy loss distribution of all steps together, rounded towards less privacy.
 
     Args:
@@ -141,7 +138,7 @@ def losses(sigma: float, steps: int, interval: float) -> PrivacyLossDistribution
     number = np.arange(-last, last + 1)
     ratio = np.exp(number * interval)
 
-    def pmf(deltas: np.ndarray) -> PLDPmf:
+    def pmf(deltas: np.ndarray) -> PrivacyLosses:
         deltas = np.maximum.accumulate(np.clip(deltas, 0, 1)[::-1])[::-1]  # rounding may not make them rise
         return pld_pmf.create_pmf_pessimistic_connect_dots(interval, number, deltas)
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdpfl._types import Json
+from tfdpfl._types import DpEvent, Json
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting._checks import choice, real, whole
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
@@ -20,9 +20,6 @@ from tfdpfl.accounting.run import UNITS
 from tfdpfl.accounting.sampling import CYCLIC_POISSON, FIXED_ORDER, SCHEMES, SHUFFLED, SamplingScheme
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import ERRORS, INDEPENDENT, KINDS, Noise, Uses, as_noise
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = [
     "Compared",

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from tfdpfl._types import DpEvent, PrivacyLosses
 
 __all__ = ["event_named", "event_type", "thresholded"]
 
@@ -43,7 +40,7 @@ def event_named(name: str) -> type[DpEvent] | None:
     return getattr(dp_event, name, None) or _TYPES.get(name, lambda: None)()
 
 
-def _losses_above_threshold(event: DpEvent, interval: float) -> PrivacyLossDistribution:
+def _losses_above_threshold(event: DpEvent, interval: float) -> PrivacyLosses:
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as distribution
 

@@ -4,21 +4,17 @@ docs/federated.md, "Cohorts of fixed size"."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tfdpfl._types import Arrays
-
-if TYPE_CHECKING:
-    from dp_accounting import SampledWithoutReplacementDpEvent
+from tfdpfl._types import Arrays, DpEvent
 
 __all__ = ["losses"]
 
 _TAIL = 10.0  # standard deviations: what lies beyond, a mass of e^-53, counts as lost
 
 
-def losses(event: SampledWithoutReplacementDpEvent, interval: float) -> Arrays:
+def losses(event: DpEvent, interval: float) -> Arrays:
     """The privacy loss distribution of one use of the event, on a grid, rounded towards less privacy, where a member's
     contribution is blanked (``"zero_out"``). σ is relative to the clip C. Another member in its place moves the sum by
     up to 2C, nothing in its place by up to C.

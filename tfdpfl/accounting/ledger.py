@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from tfdpfl import _formats
 from tfdpfl._names import accept_old_names
-from tfdpfl._types import Json, JsonValue, Keywords
+from tfdpfl._types import DpEvent, Json, JsonValue, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_arguments
 from tfdpfl.accounting.events import event_named
@@ -20,7 +20,6 @@ from tfdpfl.accounting.sampling import EVERY_BATCH
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
     from typing_extensions import Unpack
 
     from tfdpfl.accounting.correlated import CorrelatedRun
@@ -32,7 +31,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class _Applied:
-    event: "DpEvent"
+    event: DpEvent
     count: int
     adjacency: str
     unit: str | None = None
@@ -43,7 +42,7 @@ class _Applied:
 
     participations = steps
 
-    def stated_for(self, adjacency: str) -> "DpEvent | None":
+    def stated_for(self, adjacency: str) -> DpEvent | None:
         from dp_accounting import dp_event
 
         return dp_event.SelfComposedDpEvent(self.event, self.count) if adjacency == self.adjacency else None
@@ -73,7 +72,7 @@ class _OfRun:
     def unit(self) -> str:
         return self.run.unit
 
-    def stated_for(self, adjacency: str) -> "DpEvent | None":
+    def stated_for(self, adjacency: str) -> DpEvent | None:
         return self.run.stated_for(adjacency)
 
 
@@ -257,7 +256,7 @@ class PrivacyLedger:
         return not shuffled or (self._goes_on and shuffled[-1].whole_passes)
 
     def add(
-        self, event: "DpEvent", count: int = 1, *, adjacency: str = "add_or_remove_one", unit: str | None = None
+        self, event: DpEvent, count: int = 1, *, adjacency: str = "add_or_remove_one", unit: str | None = None
     ) -> "PrivacyLedger":
         """Adds `count` applications of any dp-accounting event, and returns the ledger.
 
@@ -429,7 +428,7 @@ class PrivacyLedger:
         return sum(row.steps for row in self._rows if _is_unknown(row))
 
     @property
-    def dp_event(self) -> "DpEvent":
+    def dp_event(self) -> DpEvent:
         """All that ran, as one dp-accounting event for `adjacency`."""
         from dp_accounting import dp_event
 

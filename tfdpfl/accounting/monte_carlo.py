@@ -30,13 +30,10 @@ import concurrent.futures
 import functools
 import os
 import zlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from dp_accounting.pld.pld_pmf import PLDPmf
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from tfdpfl._types import PrivacyLosses
 
 __all__ = ["FAILURE", "RUNS", "losses"]
 
@@ -48,7 +45,7 @@ _ROUNDING = 1e-9  # of a privacy loss
 _LARGEST = 600.0  # ε of the grid: its exponential is a float
 
 
-def losses(shifts: tuple[float, ...], rate: float, steps: int, runs: int, interval: float) -> PrivacyLossDistribution:
+def losses(shifts: tuple[float, ...], rate: float, steps: int, runs: int, interval: float) -> PrivacyLosses:
     """Returns the privacy loss distribution of a whole training, rounded towards less privacy.
 
     Args:
@@ -105,7 +102,7 @@ def _log_ratios(
         return np.log(ratios.sum(0) * may_join) + scales
 
 
-def _pmf(loss: np.ndarray, interval: float) -> PLDPmf:
+def _pmf(loss: np.ndarray, interval: float) -> PrivacyLosses:
     """Returns losses on a grid that dominate those of which these are a sample, but for `FAILURE`."""
     from dp_accounting.pld import pld_pmf
 

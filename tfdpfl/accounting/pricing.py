@@ -6,16 +6,13 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from tfdpfl._types import Arrays
+from tfdpfl._types import Arrays, DpEvent, PrivacyLosses
 from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.run import ADJACENCIES
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = [
     "ACCOUNTANTS",
@@ -34,8 +31,7 @@ ACCOUNTANTS = ("pld", "rdp")
 # Classes of dp-accounting, which has no types and is imported by the first price.
 Relation: TypeAlias = Any
 Accountant: TypeAlias = Any
-Losses: TypeAlias = Any
-Leaves = Sequence[tuple["DpEvent", int]]
+Leaves = Sequence[tuple[DpEvent, int]]
 
 # dp-accounting's own orders are doubled from 64 to 1024; with these, large σ and small ε are not overpriced.
 # Every order is a valid bound, so more of them only lower ε.
@@ -95,7 +91,7 @@ class Price(NamedTuple):
 
 
 @explain_wait("computing epsilon")
-def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: str = "add_or_remove_one") -> Price:
+def price(event: DpEvent, delta: float, accountant: str = "pld", adjacency: str = "add_or_remove_one") -> Price:
     """Returns the smallest ε that is proven for `event` at `delta`.
 
     ε is an upper bound, never NaN, and infinite where nothing is promised. This includes an event whose noise no float
@@ -130,7 +126,7 @@ def price(event: "DpEvent", delta: float, accountant: str = "pld", adjacency: st
 
 
 @functools.lru_cache(maxsize=256)
-def _price(leaves: tuple[tuple["DpEvent", int], ...], delta: float, accountant: str, adjacency: str) -> Price:
+def _price(leaves: tuple[tuple[DpEvent, int], ...], delta: float, accountant: str, adjacency: str) -> Price:
     if any(_releases_the_truth(leaf) for leaf, _ in leaves):
         return Price(math.inf, accountant)
     if any(_is_group(leaf) for leaf, _ in leaves):
@@ -163,7 +159,7 @@ def _bounds(leaves: Leaves, delta: float, accountant: str, adjacency: str) -> li
     return [Price(epsilon, name) for name, epsilon in (("pld", pld), ("rdp", rdp)) if epsilon is not None]
 
 
-def _releases_the_truth(event: "DpEvent") -> bool:
+def _releases_the_truth(event: DpEvent) -> bool:
     """Whether an event has no noise that floats can express, at any depth of what it is made of.
 
     Accountants disagree about such an event. Privacy loss distributions even drop an infinite loss, and return ε = 0.
@@ -208,7 +204,7 @@ def _no_price(leaves: Leaves, adjacency: str) -> str:
     )
 
 
-def beyond_support(leaf: "DpEvent") -> float:
+def beyond_support(leaf: DpEvent) -> float:
     """The δ that a use of the event loses where its noise ends.
 
     Shifted noise is where the other noise cannot be with the probability that noise passes SUPPORT minus the shift,
@@ -243,11 +239,11 @@ def beyond_support(leaf: "DpEvent") -> float:
     return uses * tail(1 / sigma if sigma > 1e-300 else math.inf)
 
 
-def _is_discrete(leaf: "DpEvent") -> bool:
+def _is_discrete(leaf: DpEvent) -> bool:
     return getattr(leaf, "discrete", False) or (hasattr(leaf, "event") and _is_discrete(leaf.event))
 
 
-def _as_gaussian(leaf: "DpEvent") -> "DpEvent":
+def _as_gaussian(leaf: DpEvent) -> DpEvent:
     """The Gaussian mechanism that an event of several noises, or of discrete ones, is priced as."""
     import attr
 
@@ -304,7 +300,7 @@ def _converted_divergences(orders: Arrays, divergences: Arrays, delta: float) ->
     return float(rdp.compute_epsilon(orders[least], divergences[least], delta)[0])
 
 
-def _dominating(leaf: "DpEvent") -> "DpEvent":
+def _dominating(leaf: DpEvent) -> DpEvent:
     """A sum that several examples may join, where the accountant does not know it, as one that all of them join once
     one does: more of them move it no less."""
     from dp_accounting import dp_event
@@ -320,7 +316,7 @@ def _dominating(leaf: "DpEvent") -> "DpEvent":
     return dp_event.PoissonSampledDpEvent(chance, step)
 
 
-def _is_blanked_subset(leaf: "DpEvent", adjacency: str) -> bool:
+def _is_blanked_subset(leaf: DpEvent, adjacency: str) -> bool:
     """Whether a Gaussian's sum is over a fresh subset of fixed size, in which one member's contribution is blanked."""
     from dp_accounting import dp_event
 
@@ -328,27 +324,27 @@ def _is_blanked_subset(leaf: "DpEvent", adjacency: str) -> bool:
     return drawn and adjacency == "zero_out" and isinstance(leaf.event, dp_event.GaussianDpEvent)
 
 
-def _halved(leaf: "DpEvent") -> "DpEvent":
+def _halved(leaf: DpEvent) -> DpEvent:
     from dp_accounting import dp_event
 
     half = dp_event.GaussianDpEvent(leaf.event.noise_multiplier / 2)
     return dp_event.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, half)
 
 
-def _is_truncated(leaf: "DpEvent") -> bool:
+def _is_truncated(leaf: DpEvent) -> bool:
     return hasattr(leaf, "truncated_batch_size")
 
 
-def _is_of_pld_alone(leaf: "DpEvent") -> bool:
+def _is_of_pld_alone(leaf: DpEvent) -> bool:
     return _is_truncated(leaf) or hasattr(leaf, "losses")
 
 
-def is_of_pld_alone(event: "DpEvent") -> bool:
+def is_of_pld_alone(event: DpEvent) -> bool:
     """Returns whether `price` uses the PLD accountant for this event even if it is asked for RDP."""
     return any(_is_of_pld_alone(leaf) for leaf, _ in leaves_of(event))
 
 
-def _untruncated(leaf: "DpEvent") -> "DpEvent":
+def _untruncated(leaf: DpEvent) -> DpEvent:
     from dp_accounting import dp_event
 
     if not _is_truncated(leaf):
@@ -356,11 +352,11 @@ def _untruncated(leaf: "DpEvent") -> "DpEvent":
     return dp_event.PoissonSampledDpEvent(leaf.sampling_probability, dp_event.GaussianDpEvent(leaf.noise_multiplier))
 
 
-def _is_sampled(leaf: "DpEvent") -> bool:
+def _is_sampled(leaf: DpEvent) -> bool:
     return hasattr(leaf, "event") or _is_truncated(leaf)
 
 
-def _is_group(leaf: "DpEvent") -> bool:
+def _is_group(leaf: DpEvent) -> bool:
     return hasattr(leaf, "step") and hasattr(leaf, "size")
 
 
@@ -380,7 +376,7 @@ def _converted(leaves: Leaves, delta: float, accountant: str, adjacency: str, si
 
 
 @functools.lru_cache(maxsize=64)
-def _divergences(leaf: "DpEvent", orders: tuple[float, ...], relation: Relation) -> Arrays:
+def _divergences(leaf: DpEvent, orders: tuple[float, ...], relation: Relation) -> Arrays:
     """The Rényi divergences of one use of an event."""
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
@@ -487,7 +483,7 @@ class _Repeated:
     them together takes a tenth of the time that composing all steps anew takes.
     """
 
-    def __init__(self, leaf: "DpEvent", interval: float, relation: Relation):
+    def __init__(self, leaf: DpEvent, interval: float, relation: Relation):
         from dp_accounting import pld
 
         from tfdpfl.accounting.fixed_size import losses
@@ -497,9 +493,9 @@ class _Repeated:
         else:
             one = leaf.losses(interval) if hasattr(leaf, "losses") else losses(leaf, interval)
         self._of = functools.lru_cache(maxsize=2)(_composer(one))
-        self._last: tuple[int, Losses] = (0, None)
+        self._last: tuple[int, PrivacyLosses] = (0, None)
 
-    def __call__(self, n: int) -> Losses:
+    def __call__(self, n: int) -> PrivacyLosses:
         before, losses = self._last
         if losses is None or not _FEWEST_ADDED <= n - before <= before:
             losses = self._of(n)
@@ -509,7 +505,7 @@ class _Repeated:
         return losses
 
 
-def _composer(one: Losses) -> Callable[[int], Losses]:
+def _composer(one: PrivacyLosses) -> Callable[[int], PrivacyLosses]:
     """Returns ``one.self_compose``. Moments, by which it finds where tails may be cut off, are computed once: they do
     not depend on the number of uses, and take three quarters of its time. Transforms of real numbers take half of what
     its complex ones take."""
@@ -527,7 +523,7 @@ def _composer(one: Losses) -> Callable[[int], Losses]:
         orders = np.concatenate((np.arange(-20, 0), np.arange(1, 21))) / part.size
         moments.append([(o, special.logsumexp(np.arange(part.size) * o, b=part._probs)) for o in orders])
 
-    def of(part: Losses, moments: list[tuple[float, float]], n: int) -> Losses:
+    def of(part: PrivacyLosses, moments: list[tuple[float, float]], n: int) -> PrivacyLosses:
         bounds = [(order, (n * moment + math.log(2 / tail)) / order) for order, moment in moments]
         low = max(0, *(math.floor(b) for order, b in bounds if order < 0 and math.isfinite(b)))
         high = min((part.size - 1) * n, *(math.ceil(b) for order, b in bounds if order > 0 and math.isfinite(b)))
@@ -542,7 +538,7 @@ def _composer(one: Losses) -> Callable[[int], Losses]:
     return lambda n: PrivacyLossDistribution(*(of(part, m, n) for part, m in zip(parts, moments, strict=True)))
 
 
-def _least_epsilon(losses: Losses, delta: float) -> float:
+def _least_epsilon(losses: PrivacyLosses, delta: float) -> float:
     """Returns ``losses.get_epsilon_for_delta(delta)``, which visits the points of the grid one by one in Python."""
     from dp_accounting.pld.pld_pmf import DensePLDPmf
 
@@ -555,7 +551,7 @@ def _least_epsilon(losses: Losses, delta: float) -> float:
     return epsilon
 
 
-def _epsilon_above(least: float, part: Losses, delta: float) -> float:
+def _epsilon_above(least: float, part: PrivacyLosses, delta: float) -> float:
     """Returns the smallest ε from ``least`` on at which the hockey-stick divergence of dense losses is at most δ.
 
     Between two points of the grid the divergence is U - e^ε L, where U adds up the probabilities p of the losses x
@@ -582,7 +578,7 @@ def _epsilon_above(least: float, part: Losses, delta: float) -> float:
 _repeated = functools.lru_cache(maxsize=16)(_Repeated)  # of at most some MB each
 
 
-def _cached(function: Any, leaf: "DpEvent", *how: Any) -> Any:
+def _cached(function: Any, leaf: DpEvent, *how: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:  # an event that holds a list is no key of a cache
@@ -590,7 +586,7 @@ def _cached(function: Any, leaf: "DpEvent", *how: Any) -> Any:
     return function(leaf, *how)
 
 
-def _doubled(leaf: "DpEvent") -> "DpEvent | None":
+def _doubled(leaf: DpEvent) -> DpEvent | None:
     """The event as PLD of dp-accounting 0.6 reads σ under REPLACE_ONE: relative to half of what an example moves."""
     from dp_accounting import dp_event
 
@@ -620,7 +616,7 @@ def _relations(adjacency: str) -> list[Relation]:
     return [Neighbours.ADD_OR_REMOVE_ONE]
 
 
-def leaves_of(event: "DpEvent", count: int = 1) -> Iterator[tuple["DpEvent", int]]:
+def leaves_of(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
     """The events that compositions are made of, each with how often it ran."""
     from dp_accounting import dp_event
 
@@ -637,12 +633,12 @@ def _sampled_steps(leaves: Leaves) -> float:
     return sum(n * _times_rounded(leaf) for leaf, n in leaves if _is_sampled(leaf))
 
 
-def _times_rounded(leaf: "DpEvent") -> float:
+def _times_rounded(leaf: DpEvent) -> float:
     """How many sampled steps' rounding an event has: a search 2 + shape times a run's (arXiv:2110.03620, Theorem 2)."""
     return (2 + leaf.shape) * _sampled_steps(list(leaves_of(leaf.event))) if hasattr(leaf, "shape") else 1
 
 
-def _mixture_losses(leaf: "DpEvent") -> tuple[float, float]:
+def _mixture_losses(leaf: DpEvent) -> tuple[float, float]:
     """The range of a mixture's losses, as far as PLD goes (a mass of e^-50), and less than their deviation."""
     sigma, parts = leaf.standard_deviation, list(zip(leaf.sensitivities, leaf.sampling_probs, strict=True))
     if not sigma:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from tfdpfl._types import Promiser
+from tfdpfl._types import DpEvent, Promiser
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["PLANNED", "SEEDED", "NoPromisesError", "Promise", "fixed", "promises_of"]
 

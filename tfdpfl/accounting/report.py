@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdpfl import _formats
-from tfdpfl._types import Json, Keywords, Promiser
+from tfdpfl._types import DpEvent, Json, Keywords, Promiser
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import RunArguments, build_run, shows_arguments
 from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, delta_warning, price
@@ -21,7 +21,6 @@ from tfdpfl.errors import PrivacyError
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
     from typing_extensions import Unpack
 
 __all__ = [
@@ -108,7 +107,7 @@ class PrivacyReport:
     unit: str | None = "example"
     rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    event: "DpEvent | None" = dataclasses.field(default=None, repr=False, compare=False)
+    event: DpEvent | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def others(self) -> Measures:
@@ -234,7 +233,7 @@ def privacy_statement(*, delta: float, accountant: str = "pld", **run: "Unpack[R
 
 def report_of(
     runs: list[Run],
-    event: "DpEvent",
+    event: DpEvent,
     delta: float,
     accountant: str,
     adjacency: str,

@@ -2,16 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
+from tfdpfl._types import DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting._checks import choice, real, whole
 from tfdpfl.accounting.events import event_type
 from tfdpfl.accounting.sampling import EVERY_BATCH, POISSON, SAMPLINGS, SCHEMES, SamplingScheme
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["ADJACENCIES", "OLD_NAMES", "SAMPLINGS", "SAVED_AS", "UNITS", "NoiseArguments", "Run", "options_of"]
 
@@ -249,13 +247,13 @@ class Run:
             return -(-(self.steps - 1) // least) + 1
         return -(-self.steps // least)
 
-    def stated_for(self, adjacency: str) -> "DpEvent | None":
+    def stated_for(self, adjacency: str) -> DpEvent | None:
         """Returns the event for these neighbours, or None if it has none."""
         cut = self.truncated_batch_size is not None and adjacency != self.adjacency
         return None if cut or adjacency not in self.scheme.adjacencies else replace(self, adjacency=adjacency).dp_event
 
     @property
-    def dp_event(self) -> "DpEvent":
+    def dp_event(self) -> DpEvent:
         """Returns the event of the run for an accountant. Its σ is relative to the sensitivity under `adjacency`."""
         from dp_accounting import dp_event
 

@@ -6,14 +6,11 @@ To add a sampling, write a class and append an instance to `_ALL`. Nothing else 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from tfdpfl._types import DpEvent, PrivacyLosses
 from tfdpfl.accounting.events import event_type
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 __all__ = [
     "BY_CODE",
@@ -415,7 +412,7 @@ def truncated_event_type(size: int | None) -> type[DpEvent]:
 _group = event_type("GroupDpEvent", "step", "size")
 
 
-def _allocation_losses(event: DpEvent, interval: float) -> PrivacyLossDistribution:
+def _allocation_losses(event: DpEvent, interval: float) -> PrivacyLosses:
     from tfdpfl.accounting import allocation
 
     return allocation.losses(event.event.noise_multiplier, event.steps, interval)
@@ -425,7 +422,7 @@ def _allocation_losses(event: DpEvent, interval: float) -> PrivacyLossDistributi
 _allocation = event_type("RandomAllocationDpEvent", "event", "steps", losses=_allocation_losses)
 
 
-def _resting_losses(event: DpEvent, interval: float) -> PrivacyLossDistribution:
+def _resting_losses(event: DpEvent, interval: float) -> PrivacyLosses:
     from tfdpfl.accounting import monte_carlo
 
     return monte_carlo.losses(event.moves, event.rate, event.steps, event.runs, interval)

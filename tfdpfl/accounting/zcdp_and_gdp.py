@@ -1,13 +1,11 @@
 """Other measures of a mechanism next to its ε: ρ of zCDP, μ of GDP, and what a membership test can reach."""
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from tfdpfl._types import DpEvent
 from tfdpfl.accounting.pricing import beyond_support, leaves_of, price
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["Measures", "zcdp_and_gdp"]
 
@@ -32,7 +30,7 @@ class Measures(NamedTuple):
     tpr_at_1_percent_fpr: float | None
 
 
-def zcdp_and_gdp(event: "DpEvent", accountant: str, adjacency: str) -> Measures:
+def zcdp_and_gdp(event: DpEvent, accountant: str, adjacency: str) -> Measures:
     """Returns these measures of an event, as `price` takes it. (ρ and μ are of exact normals: where noise ends costs a
     δ beside them.)"""
     from dp_accounting import dp_event

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
 
 from tfdpfl import _replay_hook
-from tfdpfl._types import Arrays, Estimator, Json
+from tfdpfl._types import Arrays, DpEvent, Estimator, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._datasets import labels_of
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
 from tfdpfl.label_dp._top_k import FINEST, RARE
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = [
     "ClassTransformer",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from tfdpfl._types import DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["check_epsilon", "composed", "pure_event"]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import callers
-from tfdpfl._types import Arrays, Json
+from tfdpfl._types import Arrays, DpEvent, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.clipping.graph import ancestors
@@ -19,9 +17,6 @@ from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
 from tfdpfl.label_dp._top_k import RARE, lie_probability, response_matrix
 from tfdpfl.label_dp.classification import RandomizedResponse
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["LabelPrivacy"]
 

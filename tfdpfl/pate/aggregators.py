@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdpfl import _replay_hook
-from tfdpfl._types import Arrays
+from tfdpfl._types import Arrays, DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
 from tfdpfl.accounting.promises import Promise
@@ -28,8 +28,6 @@ from tfdpfl.pate.epsilon import Epsilon, votes_promise
 from tfdpfl.pate.votes import as_counts
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-
     from tfdpfl.noise import Source
 
 __all__ = ["Aggregator", "Answers", "ConfidentGNMax", "GNMax", "InteractiveGNMax", "LNMax", "Threshold"]

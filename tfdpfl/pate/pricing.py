@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tfdpfl._types import Arrays
+from tfdpfl._types import Arrays, DpEvent
 from tfdpfl.accounting import _checks, price
 from tfdpfl.pate.epsilon import Epsilon
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = [
     "ORDERS",
