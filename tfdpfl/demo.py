@@ -123,14 +123,12 @@ def _model(data: ImageData) -> Model:
 
 
 def _draw(plain: dict, private: dict, name: str, output: str) -> str | None:
+    from tfdpfl.plots import panels
+
     try:
-        import matplotlib
+        (accuracy,) = panels(1)
     except ImportError:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, accuracy = plt.subplots(figsize=(7, 4.2), layout="constrained")
     accuracy.plot(range(1, len(plain["val_accuracy"]) + 1), plain["val_accuracy"], color="0.5", label="without privacy")
     epochs = range(1, len(private["val_accuracy"]) + 1)
     accuracy.plot(epochs, private["val_accuracy"], color="C0", label="with privacy")
@@ -140,6 +138,5 @@ def _draw(plain: dict, private: dict, name: str, output: str) -> str | None:
     budget.set(ylabel="ε", ylim=(0, None))
     lines = accuracy.get_lines() + budget.get_lines()
     accuracy.legend(lines, [str(line.get_label()) for line in lines], loc="lower right")
-    figure.savefig(output, dpi=150)
-    plt.close(figure)
+    accuracy.figure.savefig(output, dpi=150)
     return output

@@ -25,7 +25,7 @@ def test_predictions_are_counted_as_a_loop_would(teachers, classes):
     [
         ([[3, 2], [3, 3]], {}, "row 1 sums to 6"),
         ([[3, 2], [3, 2]], {"num_teachers": 6}, "number of teachers, 6"),
-        ([[3, 2]], {"num_teachers": 0}, "num_teachers must be at least 1"),
+        ([[3, 2]], {"num_teachers": 0}, "num_teachers must be a whole number of at least 1"),
         ([[3, 2]], {"num_teachers": 1.5}, "num_teachers must be a whole number"),
         ([[-1, 3]], {}, "not be negative, got -1"),
         ([[0.5, 3]], {}, "whole numbers"),

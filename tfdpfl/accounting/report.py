@@ -159,9 +159,7 @@ class PrivacyReport:
     def to_dict(self) -> Json:
         """The fields as values that strict JSON can hold: an infinite ε is the string "inf"."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "event"}
-        fields |= {"rows": list(self.rows), "notes": list(self.notes), **self.others._asdict()}
-        strict = {name: "inf" if value == math.inf else value for name, value in fields.items()}
-        return {**_formats.stamp(_VERSION), **strict}
+        return _formats.strict({**_formats.stamp(_VERSION), **fields, **self.others._asdict()})
 
     def _sampling(self) -> str | None:
         text = None if self.sampling is None else SCHEMES[self.sampling].text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from scipy import special
 from sklearn.base import ClassifierMixin
 from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
@@ -100,8 +101,7 @@ class PublicPrior:
             output = self._lined_up(output, np.asarray(columns), classes)
         if self.from_logits or (self.from_logits is None and is_model and not _are_probabilities(output)):
             scaled = np.asarray(output, np.float64) / self.temperature
-            weights = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
-            return check_probabilities(weights / weights.sum(axis=-1, keepdims=True), len(classes))
+            return check_probabilities(special.softmax(scaled, axis=-1), len(classes))
         table = check_probabilities(output, len(classes))
         if self.temperature != 1:
             table = table ** (1 / self.temperature)
@@ -139,7 +139,8 @@ def from_counts(noisy: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 class LabelPrior(ClassifierMixin, LabelMechanism):
     """Guesses from histograms of the private labels, one for each group of examples, with discrete Laplace noise.
 
-    A subclass says which group an example is in, from its features alone: `_fit_groups(X)` and `_groups(X)`.
+    A subclass says which group an example is in, from its features alone: `_groups(X)`, and `_fit_groups(X)` if it
+    learns the groups.
 
     Promise: `noisy_counts_`, and all that follows from it, is `epsilon`-DP when one label is replaced. That moves two
     bins of one group's histogram by 1 each, so the noise is P(x) ∝ e^(-|x|·epsilon/2) on every bin. Groups are
@@ -251,7 +252,9 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         return self.classes_[likeliest]
 
     def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
-        raise PrivacyError(f"{type(self).__name__} does not say how features group: use KMeansPrior")
+        """Returns the group of each example, [n], and how many groups there are."""
+        groups = self._groups(X)
+        return groups, int(groups.max()) + 1
 
     def _groups(self, X: np.ndarray) -> np.ndarray:
         raise PrivacyError(f"{type(self).__name__} does not say how features group: use KMeansPrior")
@@ -282,9 +285,6 @@ class NoisyHistogram(LabelPrior):
         self.epsilon, self.num_classes, self.seed, self.classes = epsilon, num_classes, seed, classes
         self.local = local
         self._check()
-
-    def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
-        return np.zeros(len(X), np.intp), 1
 
     def _groups(self, X: np.ndarray) -> np.ndarray:
         return np.zeros(len(X), np.intp)
@@ -343,8 +343,8 @@ class KMeansPrior(LabelPrior):
 
             self.clusterer_ = clone(self.clusterer, safe=False)
             self.clusterer_.fit(X)
-            groups = self._groups(X)
-            return groups, max(int(groups.max()) + 1, getattr(self.clusterer_, "n_clusters", 0))
+            groups, count = super()._fit_groups(X)
+            return groups, max(count, getattr(self.clusterer_, "n_clusters", 0))
         if self.n_clusters > len(X):
             raise ValueError(
                 f"n_clusters={self.n_clusters} but X has only n_samples={len(X)} examples: take fewer clusters, each "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tfdpfl._types import Arrays
 
-__all__ = ["arrays", "as_classes", "as_inputs", "joined", "rows", "size"]
+__all__ = ["arrays", "as_classes", "as_inputs", "joined", "rows", "size", "zeros_like"]
 
 
 def as_inputs(X: Arrays, inputs: int = 1) -> Arrays:
@@ -19,12 +21,9 @@ def as_inputs(X: Arrays, inputs: int = 1) -> Arrays:
     Raises:
         ValueError: the arrays differ in length.
     """
-    if isinstance(X, dict):
-        made: Arrays = {name: np.asarray(each) for name, each in X.items()}
-    elif isinstance(X, tuple) or (isinstance(X, list) and inputs > 1):
-        made = [np.asarray(each) for each in X]
-    else:
+    if isinstance(X, list) and inputs == 1:
         return np.asarray(X)
+    made = _mapped(np.asarray, list(X) if isinstance(X, tuple) else X)
     lengths = [len(each) for each in arrays(made)]
     if len(set(lengths)) != 1:
         raise ValueError(f"X must have as many examples in each input, got {lengths}.")
@@ -43,18 +42,26 @@ def size(X: Arrays) -> int:
 
 def rows(X: Arrays, which: Arrays) -> Arrays:
     """Some of the examples: indices, a mask or a slice."""
-    if isinstance(X, dict):
-        return {name: each[which] for name, each in X.items()}
-    return [each[which] for each in X] if isinstance(X, list) else X[which]
+    return _mapped(lambda each: each[which], X)
+
+
+def zeros_like(X: Arrays) -> Arrays:
+    """Examples of zeros in the same form."""
+    return _mapped(np.zeros_like, X)
 
 
 def joined(parts: list[Arrays]) -> Arrays:
     """Parts of one form, one after the other."""
+    return _mapped(lambda *each: np.concatenate(each), *parts)
+
+
+def _mapped(function: Callable[..., np.ndarray], *parts: Arrays) -> Arrays:
+    """What a function makes of the arrays at each place of parts of one form."""
     if isinstance(parts[0], dict):
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return {name: function(*(part[name] for part in parts)) for name in parts[0]}
     if isinstance(parts[0], list):
-        return [np.concatenate(each) for each in zip(*parts, strict=True)]
-    return np.concatenate(parts)
+        return [function(*each) for each in zip(*parts, strict=True)]
+    return function(*parts)
 
 
 def as_classes(y: Arrays, examples: int) -> tuple[np.ndarray, int | None]:

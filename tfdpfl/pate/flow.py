@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import special
 
 from tfdpfl._types import Arrays, Axes, Json, Model
 from tfdpfl.accounting import _checks
@@ -22,7 +23,7 @@ from tfdpfl.pate.aggregators import Aggregator, Answers, InteractiveGNMax
 from tfdpfl.pate.analysis import rdp_data_independent
 from tfdpfl.pate.epsilon import WARNING, Epsilon
 from tfdpfl.pate.sensitivity import SanitizedEpsilon, smooth_sensitivity_release
-from tfdpfl.pate.teachers import compiled, inputs_of, labels_for, like_zero
+from tfdpfl.pate.teachers import compiled, inputs_of, labels_for
 from tfdpfl.pate.votes import as_counts
 from tfdpfl.plots import panels
 
@@ -437,7 +438,7 @@ class PATE:
         return _examples.as_inputs(X, inputs_of(self.student_fn()) if isinstance(X, list) else 1)
 
     def _taught(self, X: Arrays, labels: np.ndarray) -> Arrays:
-        student = compiled(self.student_fn, "student_fn", like_zero(_examples.rows(X, slice(0, 1))))
+        student = compiled(self.student_fn, "student_fn", _examples.zeros_like(_examples.rows(X, slice(0, 1))))
         self._learn(student, X, labels, self.epochs, 2 * bool(self.verbose > 1))
         return student
 
@@ -464,8 +465,7 @@ class PATE:
             raise ValueError(f"student_fn must make a model with one output for each class, got {outputs.shape}.")
         if outputs.min() >= 0 and np.abs(outputs.sum(axis=1) - 1).max() < 1e-3:
             return outputs
-        outputs = np.exp(outputs - outputs.max(axis=1, keepdims=True))
-        return outputs / outputs.sum(axis=1, keepdims=True)
+        return special.softmax(outputs, axis=1)
 
     def _classes(self, X: Arrays) -> np.ndarray:
         outputs = np.asarray(self.student_.predict(X, batch_size=1024, verbose=0))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tfdpfl.pate._stacked import Stack
 
-__all__ = ["TeacherEnsemble", "compiled", "inputs_of", "labels_for", "like_zero"]
+__all__ = ["TeacherEnsemble", "compiled", "inputs_of", "labels_for"]
 
 _STACK = 25  # teachers trained together: beyond, their weights no longer gain from each other's company
 _ONE_HOT = "CategoricalCrossentropy CategoricalFocalCrossentropy CategoricalHinge KLDivergence Dice Tversky".split()
@@ -132,7 +132,7 @@ class TeacherEnsemble:
         rng = np.random.default_rng(self.seed)
         examples = _examples.size(X)
         self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
-        self._zero = like_zero(_examples.rows(X, slice(0, 1)))
+        self._zero = _examples.zeros_like(_examples.rows(X, slice(0, 1)))
         self._template = first = compiled(lambda: first, "model_fn", self._zero)
         self._outputs = _num_outputs(first, self._zero)
         self.num_classes_ = max(self._outputs, 2)
@@ -579,13 +579,6 @@ def labels_for(loss: Loss, classes: np.ndarray, outputs: int, one_hot: bool = Fa
 def inputs_of(model: Model) -> int:
     """How many inputs a model has, as far as it says."""
     return len(getattr(model, "inputs", None) or [1])
-
-
-def like_zero(x: Arrays) -> Arrays:
-    """Examples of zeros in the form of x."""
-    if isinstance(x, dict):
-        return {name: np.zeros_like(each) for name, each in x.items()}
-    return [np.zeros_like(each) for each in x] if isinstance(x, list) else np.zeros_like(x)
 
 
 def _digest(arrays: Sequence[np.ndarray]) -> str:

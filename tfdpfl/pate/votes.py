@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tfdpfl._types import Arrays
+from tfdpfl.accounting import _checks
 
 __all__ = ["as_counts"]
 
@@ -25,10 +26,8 @@ def as_counts(votes: Arrays, num_classes: int | None = None, num_teachers: int |
         ValueError: no query, no teacher, one class, a vote that is negative, fractional, NaN or of no class,
             or a row that does not sum to the number of teachers.
     """
-    if num_teachers is not None and (isinstance(num_teachers, bool) or int(num_teachers) != num_teachers):
-        raise ValueError(f"num_teachers must be a whole number, got {num_teachers!r}.")
-    if num_teachers is not None and num_teachers < 1:
-        raise ValueError(f"num_teachers must be at least 1, got {num_teachers!r}: without a teacher no one votes.")
+    if num_teachers is not None:
+        _checks.whole("num_teachers", num_teachers, 1, "without a teacher no one votes")
     array = np.asarray(votes)
     if array.ndim == 1 and num_classes is None:
         array = array[None]
@@ -73,9 +72,7 @@ def _whole_numbers(array: np.ndarray) -> np.ndarray:
 
 
 def _count(predictions: np.ndarray, num_classes: int) -> np.ndarray:
-    if isinstance(num_classes, bool) or int(num_classes) != num_classes or num_classes < 2:
-        raise ValueError(f"num_classes must be a whole number of at least 2, got {num_classes!r}.")
-    num_classes, queries = int(num_classes), predictions.shape[1]
+    num_classes, queries = _checks.whole("num_classes", num_classes, 2, "count the classes"), predictions.shape[1]
     if predictions.size and predictions.max() >= num_classes:
         raise ValueError(
             f"votes must be classes below num_classes={num_classes}, got {predictions.max()}: raise num_classes."
