@@ -123,7 +123,7 @@ def test_where_the_normals_end_is_in_the_price():
 def test_a_target_that_needs_almost_no_noise_is_refused():
     with pytest.raises(tfdpfl.PrivacyError, match="almost no noise"):
         compute_correlated_noise_multiplier(
-            Banded(bands=1), target_epsilon=1e300, delta=0.5, num_steps=1, sampling_rate=0.01
+            Banded(bands=1, max_participations=1), target_epsilon=1e300, delta=0.5, num_steps=1, sampling_rate=0.01
         )
 
 
