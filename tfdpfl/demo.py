@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from tfdpfl._types import Keywords, Model, Optimizer
+from tfdpfl._types import Axes, Keywords, Model, Optimizer
 
 if TYPE_CHECKING:
     from tfdpfl.datasets import ImageData
@@ -138,5 +138,6 @@ def _draw(plain: dict, private: dict, name: str, output: str) -> str | None:
     budget.set(ylabel="ε", ylim=(0, None))
     lines = accuracy.get_lines() + budget.get_lines()
     accuracy.legend(lines, [str(line.get_label()) for line in lines], loc="lower right")
-    accuracy.figure.savefig(output, dpi=150)
+    figure: Axes = accuracy.figure
+    figure.savefig(output, dpi=150)
     return output
