@@ -37,7 +37,6 @@ BOTH_STACKS = (
     *(f"clipping/ops/test_{ops}.py" for ops in "reductions shapes windows".split()),
     "clipping/test_gradients.py",
     "clipping/test_reparametrized.py",
-    "clipping/test_sizes.py",
     "clipping/test_weight_uses.py",
     *(f"federated/test_{part}.py" for part in "aggregators example_level examples models".split()),
     *(f"federated/test_{part}.py" for part in "personalization processes runtime training".split()),

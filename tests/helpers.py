@@ -87,7 +87,7 @@ def engine(losses, x, variables, clip, *, batch=None, free=False, signature_shap
            reduce=tf.reduce_mean, m=None, jit=False):  # fmt: skip
     """What `clipped_gradients` gives: (sums, norms, number of units that were not finite)."""
 
-    @tf.function(input_signature=[signature(x, batch, free, signature_shape)], jit_compile=jit)
+    @tf.function(input_signature=[signature(x, batch, free, signature_shape)], jit_compile=jit, autograph=False)
     def step(x):
         r = clipped_gradients(reduce(losses(x)), variables, clip, m)
         return [tf.zeros(v.shape) if s is None else s for s, v in zip(r.sum, raw(variables), strict=True)], (
@@ -119,6 +119,14 @@ def check(losses, x, variables, tolerance=TOLERANCE, **how):
     assert bad == 0
     assert_close([got], [norms], tolerance)
     assert_close(sums, clipped_sums(gradients, clip), tolerance)
+
+
+def check_models(pairs, tolerance=TOLERANCE, **how):
+    """Models side by side, each on inputs of its own, of which there are as many: a trace of each takes longer."""
+    models, xs = zip(*pairs, strict=True)
+    losses = lambda xs: example_losses([model(x, training=False) for model, x in zip(models, xs, strict=True)])
+    losses(tf.nest.map_structure(tf.constant, xs))
+    check(losses, xs, [v for model in models for v in model.trainable_variables], tolerance, **how)
 
 
 def check_model(model, x, *, variables=None, training=False, **how):

@@ -1,9 +1,11 @@
 """What tests of layers and ops share: layers by the family of their ops, and a layer of any function of weights."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import K, L, normal, rng
+from helpers import K, L, check_models, normal, rng
 from hypothesis import HealthCheck, settings
 
 B = 4
@@ -170,32 +172,6 @@ if has("SpectralNormalization"):
 
 SIMPLE = {**PRODUCTS, **CONVOLUTIONS, **LOOKUPS, **REDUCTIONS, **ACTIVATIONS, **LOOPS, **NESTED}
 
-FAST = """dense of rank 2|dense of rank 3|einsum to two axes|conv1d causal dilated
-conv2d same strided|conv2d of 1x1 with stride 2|conv2d of many channels|conv2d of large strided kernels
-conv2d of large images|conv2d of many filters at few places|depthwise conv2d of multiplier 2|transposed conv2d
-embedding of repeated ids|embedding of one id|embedding of dozens of ids|embedding of many ids|string lookup
-category encoding
-layernorm of rank 3|prelu with shared axes
-lstm|time distributed dense|frozen layers|groupnorm"""
-SLOW = set(SIMPLE) - set(FAST.replace("\n", "|").split("|"))
-# Layers of other sizes and settings than those above, and than those here, are the same ops on both stacks.
-ALSO = """conv1d same|conv2d valid|conv2d dilated|conv2d grouped|conv3d same|conv3d strided
-einsum of each position|transposed conv2d same strided|depthwise conv2d|separable conv2d|embedding of rank 3 ids
-hashing|integer lookup|layernorm without scale
-lstm bidirectional|lstm without a fast kernel|gru|simple rnn|masked embedding into lstm|nested
-groupnorm of rank 3|unit normalization|spectral normalization"""
-SAME_OPS = SLOW - set(ALSO.replace("\n", "|").split("|"))
-
-
-def parameters(cases, slow=(), one_stack=()):
-    marks = lambda name: [pytest.mark.slow] * (name in slow) + [pytest.mark.one_stack] * (name in one_stack)
-    return [pytest.param(*c, id=name, marks=marks(name)) for name, c in cases.items()]
-
-
-def layers_of(family):
-    """The layers of one family of ops, marked as slow and as being the same ops on both stacks."""
-    return parameters(family, SLOW, SAME_OPS)
-
 
 class Custom(L.Layer):
     """A layer of one or two weights and a function of them."""
@@ -213,8 +189,41 @@ class Custom(L.Layer):
         return self.function(x, *[tf.convert_to_tensor(w) for w in self.ws])
 
 
-# On the older stack one of each way in which weights are used.
-ON_BOTH = {"table of every kind of use", "used as matrix and as scale", "weight standardisation", "matrices by id",
-           "loop of tensor products", "branch by weights", "unused"}  # fmt: skip
+def of_weights(cases):
+    """Layers of functions of weights: (inputs, function, shapes of weights) by name."""
+    return {name: (x, lambda f=function, shapes=shapes: [Custom(f, *shapes), L.Dense(2)])
+            for name, (x, function, shapes) in cases.items()}  # fmt: skip
+
+
+# On both stacks what the two Keras make of other ops, and one of each way in which weights are used; layers of other
+# sizes and settings are the same ops.
+BOTH = """dense of rank 3|time distributed dense|einsum to two axes|einsum of each position
+conv1d causal dilated|conv2d same strided|conv2d grouped|conv3d same|depthwise conv2d|separable conv2d
+transposed conv2d same strided
+embedding of repeated ids|string lookup|category encoding|hashing|integer lookup
+layernorm of rank 3|layernorm without scale|groupnorm|groupnorm of rank 3|unit normalization|spectral normalization
+prelu with shared axes|lstm bidirectional|lstm without a fast kernel|gru|simple rnn|masked embedding into lstm
+nested|frozen layers
+table of every kind of use|used as matrix and as scale|weight standardisation|matrices by id
+loop of tensor products|branch by weights|unused"""
+BOTH = set(BOTH.replace("\n", "|").split("|"))
+QUICK = "dense of rank 3", "conv2d same strided", "embedding of repeated ids", "layernorm of rank 3", "frozen layers"
+TOGETHER = 6
+
+
+def layers_of(*families):
+    """The layers of these families as cases of a test, several a case: a trace for each alone takes twice as long."""
+    groups = {}
+    for name, (x, layers) in itertools.chain(*map(dict.items, families)):
+        groups.setdefault((name in QUICK, name in BOTH, len(x)), []).append((name, x, layers))
+    for (quick, both, _), cases in groups.items():
+        for part in (cases[i : i + TOGETHER] for i in range(0, len(cases), TOGETHER)):
+            marks = [] if quick else [pytest.mark.slow] + [pytest.mark.one_stack] * (not both)
+            yield pytest.param([case[1:] for case in part], id=" + ".join(case[0] for case in part), marks=marks)
+
+
+def check_layers(cases):
+    check_models([(stack(*layers()), x) for x, layers in cases])
+
 
 few = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -70,10 +70,12 @@ def check_static(losses):
         norms(losses, batch=B).get_concrete_function()
 
 
-def check_exact(layer):
-    """A layer that keeps examples apart, between a dense layer and the loss."""
-    head = L.Lambda(lambda x: tf.reshape(x, [tf.shape(x)[0], -1]))
-    check_model(K.Sequential([K.Input((3, 4)), L.Dense(4, activation="tanh"), layer, head]), normal(B, 3, 4))
+def check_exact(*layers):
+    """Layers that keep examples apart, side by side, between a dense layer and the loss."""
+    x = K.Input((3, 4))
+    y = L.Dense(4, activation="tanh")(x)
+    flat = L.Lambda(lambda x: tf.reshape(x, [tf.shape(x)[0], -1]))
+    check_model(K.Model(x, [flat(layer(y)) for layer in layers]), normal(B, 3, 4))
 
 
 BATCHED = np.float32(normal(B, 4, seed=5))

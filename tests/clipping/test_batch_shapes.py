@@ -8,7 +8,7 @@ from helpers import (
     L,
     assert_close,
     check,
-    check_model,
+    check_models,
     clipped_sums,
     engine,
     example_losses,
@@ -58,24 +58,14 @@ def model_and_batch(name, n):
     return model, x
 
 
-def twins(name, batch):
-    """Both directions stand for one where the batch is as long as time, and elsewhere one alone."""
-    return name in ("lstm", "bidirectional") and (name == "bidirectional") != (batch == S)
-
-
-def slow(name, batch):
-    return [pytest.mark.slow] * (batch == B or name in ("lstm", "bidirectional", "attention"))
-
-
 # Batches of any size, and of a size that is no other axis's, of the rest: layer_cases.py.
-@pytest.mark.parametrize("name, batch", [
-    pytest.param(name, batch, marks=slow(name, batch)) for name in MODELS for batch in (1, B, D, S)
-    if (batch != B or name in ("conv", "attention", "gather")) and not twins(name, batch)
+@pytest.mark.slow
+@pytest.mark.parametrize("names, batch", [
+    (["dense", "conv", "attention", "embedding"], 1), (["gather", "time distributed", "lstm"], 1),
+    (["dense", "conv", "attention"], D), (["gather", "embedding"], S), (["attention", "bidirectional"], S),
 ])  # fmt: skip
-@pytest.mark.one_stack
-def test_batches_of_known_size_agree_with_one_example_at_a_time(name, batch):
-    model, x = model_and_batch(name, batch or B)
-    check_model(model, x, batch=batch)
+def test_batches_of_known_size_agree_with_one_example_at_a_time(names, batch):
+    check_models([model_and_batch(name, batch) for name in names], batch=batch)
 
 
 @pytest.mark.slow
@@ -87,8 +77,7 @@ def test_what_is_drawn_for_each_example_may_be_looked_up_in_a_public_table():
         at = tf.random.uniform([x.shape[0] or tf.shape(x)[0]], 0, 9, tf.int32)
         return example_losses(tf.tanh(x * tf.gather(table, at)[:, None] @ W))
 
-    for batch in (B, None):
-        check(losses, normal(B, 4), [W], batch=batch)
+    check(losses, normal(B, 4), [W], batch=B)
 
 
 # Branches
@@ -103,8 +92,7 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", [pytest.param(None, marks=pytest.mark.slow), 1, 4])
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize(("name", "batch"), [*((name, 4) for name in BRANCHES), ("weights in both", 1)])
 @pytest.mark.one_stack
 def test_branches_that_use_weights_agree(name, batch):
     check(lambda x: example_losses(BRANCHES[name](x)), normal(batch or 4, 4), [W, V], batch=batch)

@@ -1163,13 +1163,11 @@ MENDED = {
     q_learning: r"tf\.stop_gradient",
     speech_by_alignment: FIX,
 }
-# On the older stack: layers that Keras 2 builds otherwise (recurrent, normalising, attention, lookups, frozen
-# applications), and train steps and losses of one's own.
+# On the older stack one each of what Keras 2 builds otherwise (recurrent, normalising, attention, lookups, frozen
+# applications), and of train steps and losses of one's own.
 BOTH = {
-    digits_by_convolutions, head_on_a_frozen_application, video_frames_in_time, siamese_triplets,
-    knowledge_distillation, variational_autoencoder, adversaries_with_a_gradient_penalty, denoising_diffusion,
-    text_by_a_transformer, translation_letter_by_letter, income_from_raw_columns, weather, proximal_policy,
-    cats_and_dogs_from_scratch, adversaries_that_judge_all_at_once, q_learning, captcha,
+    head_on_a_frozen_application, adversaries_with_a_gradient_penalty, text_by_a_transformer, income_from_raw_columns,
+    weather, q_learning, captcha,
 }  # fmt: skip
 REFUSED = {
     contrast_with_the_rest_of_the_batch: "a loss that compares the examples of a batch",

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import K, L, check, check_model, example_losses, normal, per_example_gradients, raw, rng
-from layer_cases import NESTED, SIMPLE, B, ids, image, layers_of, sequence, stack, tanh, vector
+from helpers import K, L, check, check_model, check_models, example_losses, normal, per_example_gradients, raw, rng
+from layer_cases import NESTED, SIMPLE, B, check_layers, ids, image, layers_of, sequence, stack, tanh, vector
 
 from tfdpfl.clipping import per_example_norms
 from tfdpfl.clipping.gradients import Costs, _not_broadcast, joined, products, squares
 
 
-@pytest.mark.parametrize(("x", "layers"), layers_of(NESTED))
-def test_layer_agrees_with_examples_one_by_one(x, layers):
-    check_model(stack(*layers()), x)
+@pytest.mark.parametrize("cases", layers_of(NESTED))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)
 
 
 # Functional and subclassed models
@@ -74,10 +74,10 @@ FUNCTIONAL |= {
 }
 
 
-@pytest.mark.parametrize("build", FUNCTIONAL.values(), ids=FUNCTIONAL)
-def test_model_agrees_with_examples_one_by_one(build):
-    model, x = build()
-    check_model(model, x)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [list(FUNCTIONAL)[i::3] for i in range(3)], ids=" + ".join)
+def test_models_agree_with_examples_one_by_one(names):
+    check_models([FUNCTIONAL[name]() for name in names])
 
 
 def test_subclassed_model_agrees():

@@ -94,20 +94,20 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(n, marks=[pytest.mark.slow] * (n in ("divergence", "mean absolute error", "cosine",
-                                                      "binary cross entropy", "cross entropy"))) for n in LOSSES
-])  # fmt: skip
-def test_compiled_loss_clips_each_examples_own(name):
-    y, loss, own, head = LOSSES[name]
-    check(classifier(head), X, y, loss, own)
+@pytest.mark.slow
+@pytest.mark.both_stacks
+@pytest.mark.parametrize("part", range(2))
+def test_compiled_losses_clip_each_examples_own(part):
+    """Several, each of an output of its own."""
+    of_each = list(LOSSES.values())[part::2]
+    x = K.Input((4,))
+    h = L.Dense(5, activation="tanh")(x)
+    model = K.Model(x, [L.Dense(3, activation=head)(h) for *_, head in of_each])
+    own = lambda y, p: tf.add_n([f(a, b) for (_, _, f, _), a, b in zip(of_each, y, p, strict=True)])
+    check(model, X, [y for y, *_ in of_each], [loss for _, loss, *_ in of_each], own)
 
 
-REDUCTIONS = ["sum_over_batch_size", "sum"]
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("reduction", "weighted"), [("sum_over_batch_size", True), ("sum", True), ("sum", False)])
 def test_reduction_and_weights_enter_before_the_clip(reduction, weighted):
     loss = K.losses.MeanSquaredError(reduction=reduction)
     if weighted:

@@ -527,57 +527,40 @@ ALLOWED = {
     "public branch": lambda x: tf.cond(STATE[0] > 5.0, lambda: x, lambda: 2.0 * x),
     "swish": tf.nn.swish,
     "resized": lambda x: tf.image.resize(x[..., None], [2, 2]),
-    "Flatten": L.Flatten, "Permute": lambda: L.Permute((2, 1)), "Reshape": lambda: L.Reshape((2, -1)),
-    "ZeroPadding1D": lambda: L.ZeroPadding1D(1), "Cropping1D": lambda: L.Cropping1D(1),
-    "UpSampling1D": lambda: L.UpSampling1D(2), "GlobalMaxPooling1D": L.GlobalMaxPooling1D,
-    "GlobalAveragePooling1D": L.GlobalAveragePooling1D, "MaxPooling1D": lambda: L.MaxPooling1D(2),
-    "AveragePooling1D": lambda: L.AveragePooling1D(2, padding="same"), "Softmax": L.Softmax,
-    "Lambda": lambda: L.Lambda(lambda x: x[:, ::-1]), "Activation": lambda: L.Activation("gelu"),
 }  # fmt: skip
-
-
-ALSO_ALLOWED = {
-    *ALLOWED.keys() - {"time major", "positions", "attention with masks", "own pick", "own first step", "flat and back",
-                       "joined with zeros", "loop with a state", "tf.function", "public branch", "own best", "one hot",
-                       "UpSampling1D", "Flatten", "resized", "own softmax"}
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    pytest.param(n, marks=[pytest.mark.one_stack] * (n in ALSO_ALLOWED and n[0].islower())) for n in ALLOWED
-])  # fmt: skip
-def test_what_keeps_examples_apart_is_exact(name):
-    made = ALLOWED[name]
-    layer = made() if name[0].isupper() else L.Lambda(made)
-    check_exact(layer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", [
+LAYERS = [L.Flatten, lambda: L.Permute((2, 1)), lambda: L.Reshape((2, -1)), lambda: L.ZeroPadding1D(1),
+          lambda: L.Cropping1D(1), lambda: L.UpSampling1D(2), L.GlobalMaxPooling1D, L.GlobalAveragePooling1D,
+          lambda: L.MaxPooling1D(2), lambda: L.AveragePooling1D(2, padding="same"), L.Softmax,
+          lambda: L.Activation("gelu")]  # fmt: skip
+OF_IMAGES = [
     lambda: L.ZeroPadding2D(1), lambda: L.Cropping2D(1), lambda: L.UpSampling2D(2), lambda: L.Resizing(2, 2),
     lambda: L.UpSampling2D(2, interpolation="bilinear"), L.GlobalAveragePooling2D, L.GlobalMaxPooling2D,
     lambda: L.AveragePooling2D(2, padding="same"), lambda: L.Reshape((-1, 2)),
     lambda: L.CenterCrop(2, 2), lambda: L.Resizing(2, 3, crop_to_aspect_ratio=True),
-], ids=["padding", "cropping", "upsampling", "resizing", "bilinear", "mean", "max", "average", "reshape", "crop",
-        "cropped and resized"])  # fmt: skip
-def test_image_layers_without_weights_are_exact(layer):
-    check_model(K.Sequential([K.Input((4, 4, 2)), L.Conv2D(2, 2), layer()]), normal(B, 4, 4, 2))
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("join", ["Add", "Subtract", "Multiply", "Average", "Maximum", "Minimum", "Concatenate", "Dot"])
-def test_joining_layers_are_exact(join):
+@pytest.mark.parametrize("part", range(4))
+def test_what_keeps_examples_apart_is_exact(part):
+    check_exact(*[L.Lambda(function) for function in list(ALLOWED.values())[part::4]])
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_layers_without_weights_are_exact():
+    check_exact(*[layer() for layer in LAYERS])
+    x = K.Input((4, 4, 2))
+    convolved = L.Conv2D(2, 2)(x)
+    check_model(K.Model(x, [layer()(convolved) for layer in OF_IMAGES]), normal(B, 4, 4, 2))
+
+
+@pytest.mark.slow
+def test_joining_layers_are_exact():
     a, b = K.Input((4,)), K.Input((4,))
-    layer = L.Dot(1) if join == "Dot" else getattr(L, join)()
-    y = layer([L.Dense(3, activation="tanh")(a), L.Dense(3)(b)])
-    check_model(K.Model([a, b], y), [normal(B, 4), normal(B, 4, seed=1)])
-
-
-# Sensitivity
-
-
-# Microbatches
+    parts = [L.Dense(3, activation="tanh")(a), L.Dense(3)(b)]
+    joining = [L.Add, L.Subtract, L.Multiply, L.Average, L.Maximum, L.Minimum, L.Concatenate, lambda: L.Dot(1)]
+    check_model(K.Model([a, b], [layer()(parts) for layer in joining]), [normal(B, 4), normal(B, 4, seed=1)])
 
 
 # -- numbers and states that hold a batch ------------------------------------------------------------------------
@@ -781,41 +764,40 @@ def average(self, x):
     self.state.assign(0.9 * tf.convert_to_tensor(self.state) + tf.reshape(tf.convert_to_tensor(self.dense.kernel), [4]))
 
 
+def public(self, x, y):
+    """Another private step, an average of weights, other weights' training on numbers; and a loss that is shown."""
+    self.private(x, x[:, :1])
+    average(self, x)
+    self.plain(tf.ones([3, 4]))
+    return self.private(x, y)
+
+
 AROUND = {
-    "nothing": (beside(lambda self, x: None), True),
-    "a loss that is shown": (lambda self, x, y: self.private(x, y), True),
-    "two private steps": (beside(lambda self, x: self.private(x, x[:, :1])), True),
-    "an average of weights": (beside(average), True),
-    "trained on numbers": (beside(lambda self, x: self.plain(tf.ones([3, 4]))), True),
-    "trained on the batch": (beside(lambda self, x: self.plain(x)), False),
-    "trained on the batch by a function": (beside(lambda self, x: tf.function(self.plain)(x)), False),
-    "a statistic": (beside(lambda self, x: self.state.assign(tf.reduce_mean(x, 0))), False),
-    "a statistic in a loop's condition": (beside(lambda self, x: tf.while_loop(
-        lambda i: self.state.assign(tf.reduce_mean(x, 0))[0] * 0.0 + i < 1.0, lambda i: i + 1.0, [0.0])), False),
-    "trained beside a branch": (lambda self, x, y: (
-        tf.cond(self.optimizer.iterations < 9, lambda: self.private(x, y), lambda: 0.0), self.plain(x)), False),
+    "public": public,
+    "trained on the batch": beside(lambda self, x: self.plain(x)),
+    "trained on the batch by a function": beside(lambda self, x: tf.function(self.plain)(x)),
+    "a statistic": beside(lambda self, x: self.state.assign(tf.reduce_mean(x, 0))),
+    "a statistic in a loop's condition": beside(lambda self, x: tf.while_loop(
+        lambda i: self.state.assign(tf.reduce_mean(x, 0))[0] * 0.0 + i < 1.0, lambda i: i + 1.0, [0.0])),
+    "trained beside a branch": lambda self, x, y: (
+        tf.cond(self.optimizer.iterations < 9, lambda: self.private(x, y), lambda: 0.0), self.plain(x)),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "together"), [
-    *[pytest.param(n, 1, marks=[pytest.mark.one_stack] * (n not in ("two private steps", "trained on the batch")))
-      for n in AROUND if n not in ("nothing", "a loss that is shown")],
-    *[pytest.param(n, 2, marks=pytest.mark.one_stack) for n in (
-        "two private steps", "an average of weights", "a statistic", "trained beside a branch",
-        "a loss that is shown")],
-])  # fmt: skip
+    ("public", 1), ("public", 2), ("trained on the batch", 1), ("trained on the batch by a function", 1),
+    ("a statistic", 2), ("a statistic in a loop's condition", 1), ("trained beside a branch", 2)])  # fmt: skip
 def test_what_is_done_around_a_private_step_counts(name, together):
-    what, fine = AROUND[name]
     x = normal(12, 4)
-    model = Around(what)
+    model = Around(AROUND[name])
     model(x)
     model.sgd.build(model.aux.trainable_variables)
     model.compile(tfdpfl.DPSGD(1.0, 1.0), steps_per_execution=together)
     model.optimizer.build(model.dense.trainable_variables)
     budget = tfdpfl.callbacks.PrivacyBudget(12, 1e-2, accountant="rdp")
     fit = lambda: model.fit(x, x[:, :1], batch_size=3, callbacks=[budget], verbose=0)
-    if fine:
+    if name == "public":
         assert np.isfinite(fit().history["epsilon"][-1])
     else:
         with pytest.raises(PrivacyError, match=r"writes batch data to .*which is saved with the model"):
@@ -825,7 +807,7 @@ def test_what_is_done_around_a_private_step_counts(name, together):
 @pytest.mark.slow
 def test_what_is_left_around_a_private_step_for_its_next_loss_is_refused():
     x = normal(12, 4)
-    model = Around(AROUND["a statistic"][0], reads=True)
+    model = Around(AROUND["a statistic"], reads=True)
     model(x)
     model.compile(tfdpfl.DPSGD(1.0, 1.0))
     model.optimizer.build(model.dense.trainable_variables)
@@ -869,18 +851,12 @@ def test_a_pools_gradient_at_fixed_places_is_refused():
         next(clip_sum(losses, [w], [normal(B, 4)], 1.0))
 
 
-@pytest.mark.parametrize("static", [None, 4])
-@pytest.mark.parametrize(
-    "after",
-    [
-        lambda: [L.Dropout(0.2)],
-        lambda: [L.GaussianNoise(0.2)],
-        lambda: [L.SpatialDropout1D(0.2)],
-        lambda: [L.LSTM(3)],
-        lambda: [L.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))],
-    ],
-    ids=["dropout", "noise", "spatial dropout", "lstm", "random normal"],
-)
+@pytest.mark.parametrize(("after", "static"), [
+    pytest.param(lambda: [L.Dropout(0.2)], None, id="dropout"),
+    pytest.param(lambda: [L.SpatialDropout1D(0.2)], None, id="spatial dropout"),
+    pytest.param(lambda: [L.LSTM(3)], None, id="lstm"), pytest.param(lambda: [L.LSTM(3)], 4, id="lstm-static"),
+    pytest.param(lambda: [L.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))], None, id="random normal"),
+])  # fmt: skip
 def test_a_layer_that_takes_its_shape_from_normalised_examples_is_not_blamed(after, static):
     """Its shape is not known because the examples met before: that is what a user can mend."""
     model = tf.keras.Sequential(

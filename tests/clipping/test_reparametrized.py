@@ -2,8 +2,8 @@
 
 import pytest
 import tensorflow as tf
-from helpers import L, check, check_model, example_losses, normal, rng
-from layer_cases import ON_BOTH, Custom, image, parameters, sequence, stack, vector
+from helpers import check, example_losses, normal, rng
+from layer_cases import check_layers, image, layers_of, of_weights, sequence, vector
 
 
 def standardised(x, w):
@@ -22,10 +22,9 @@ CUSTOM = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
-def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
-    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+@pytest.mark.parametrize("cases", layers_of(of_weights(CUSTOM)))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)
 
 
 @pytest.mark.slow

@@ -91,9 +91,9 @@ def cases():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_known_and_free_sizes_get_the_same_answer(part):
-    """A twentieth of all models. Each belongs to the same part whatever models are added."""
+    """A fortieth of all models. Each belongs to the same part whatever models are added."""
     for name, make in cases():
-        if random.Random(name).randrange(40) == part:
+        if random.Random(name).randrange(80) == part:
             K.utils.set_random_seed(1)
             losses, x, variables = make()
             try:
@@ -126,8 +126,9 @@ GUESSED = {  # refused once where the size was known, and trained where it was f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", GUESSED)
+@pytest.mark.parametrize(("name", "rows"), [
+    pytest.param("frozen lstm", 3, marks=pytest.mark.both_stacks), ("frozen class token", 3), ("public rows", 3),
+    ("a front axis of one", 1)])  # fmt: skip
 def test_arrays_whose_length_the_batch_divides_train_as_others_do(name, rows):
     """Of three words, and so as many as examples."""
     x, y = normal(rows, 3, 4), normal(rows, 1, seed=1)
@@ -145,6 +146,7 @@ def test_arrays_whose_length_the_batch_divides_train_as_others_do(name, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_stateful_layer_is_refused_for_what_it_keeps():
     model = K.Sequential([K.Input((3, 4), batch_size=6), L.LSTM(3, stateful=True), L.Dense(1)])
     model.compile(tfdpfl.DPSGD(0.1, 1.0), "mse")
@@ -183,10 +185,10 @@ def check_forms(forms, batch, rows, length):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "length", "known"), [(3, 6, True), (4, 5, True), (3, 6, False)])
-def test_what_a_loss_is_divided_by_is_what_it_says(rows, length, known):
+@pytest.mark.parametrize(("rows", "length"), [(3, 6), (4, 5)])
+def test_what_a_loss_is_divided_by_is_what_it_says(rows, length):
     """Each example's loss is the expression on a batch of that example, whether the size divides the length or not."""
-    check_forms(list(FORMS.values()), rows if known else None, rows, length)
+    check_forms(list(FORMS.values()), rows, rows, length)
 
 
 factors = st.lists(st.sampled_from(["n", "k", "7", "k-1", "1"]), max_size=3)
@@ -195,7 +197,6 @@ factors = st.lists(st.sampled_from(["n", "k", "7", "k-1", "1"]), max_size=3)
 @pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(over=factors, times=st.booleans(), rows=st.integers(2, 5), times_length=st.integers(1, 3), known=st.booleans())
-@pytest.mark.one_stack
 def test_any_quotient_of_sizes_and_lengths_is_what_it_says(over, times, rows, times_length, known):
     """With a length that the size divides."""
 
@@ -284,9 +285,8 @@ def test_weights_that_are_as_long_as_the_batch_keep_their_shape():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["a loop over a data set", "an iterator", "a function in a function", "xla", "a reduction"]
-)
+@pytest.mark.parametrize("way", [
+    "a loop over a data set", "an iterator", "xla", "a reduction"])  # fmt: skip
 def test_batches_are_freed_wherever_they_come_in(way):
     w, x = tf.Variable(normal(4)), normal(6, 4)
     data = tf.data.Dataset.from_tensor_slices(x).batch(3, drop_remainder=True)
@@ -317,6 +317,7 @@ def test_batches_are_freed_wherever_they_come_in(way):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_model_that_is_built_in_its_first_step_is_built_once():
     model = K.Sequential([L.Dense(3), L.Dense(1)])
     model.compile(tfdpfl.DPSGD(1e9, 0.0, learning_rate=0.1), "mse")

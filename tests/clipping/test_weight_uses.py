@@ -2,8 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from helpers import L, check_model
-from layer_cases import ON_BOTH, B, Custom, ids, parameters, stack, vector
+from layer_cases import B, check_layers, ids, layers_of, of_weights, vector
 
 
 def table_and_matrix(i, w):
@@ -35,7 +34,6 @@ CUSTOM = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
-def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
-    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+@pytest.mark.parametrize("cases", layers_of(of_weights(CUSTOM)))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)

@@ -8,14 +8,14 @@ import tensorflow as tf
 from helpers import K, L, check, check_model, example_losses, normal
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from layer_cases import CONVOLUTIONS, few, image, layers_of, stack
+from layer_cases import CONVOLUTIONS, check_layers, few, image, layers_of
 
 from tfdpfl.clipping import clipped_gradients
 
 
-@pytest.mark.parametrize(("x", "layers"), layers_of(CONVOLUTIONS))
-def test_layer_agrees_with_examples_one_by_one(x, layers):
-    check_model(stack(*layers()), x)
+@pytest.mark.parametrize("cases", layers_of(CONVOLUTIONS))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)
 
 
 @pytest.mark.slow

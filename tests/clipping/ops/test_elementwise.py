@@ -2,14 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from helpers import L, check_model
-from layer_cases import ACTIVATIONS, ON_BOTH, Custom, layers_of, parameters, sequence, stack, vector
-
-
-@pytest.mark.parametrize(("x", "layers"), layers_of(ACTIVATIONS))
-def test_layer_agrees_with_examples_one_by_one(x, layers):
-    check_model(stack(*layers()), x)
-
+from layer_cases import ACTIVATIONS, check_layers, layers_of, of_weights, sequence, vector
 
 CUSTOM = {
     "squared": (vector, lambda x, w: w**2 * x, [(4,)]),
@@ -24,7 +17,6 @@ CUSTOM = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
-def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
-    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+@pytest.mark.parametrize("cases", layers_of(ACTIVATIONS, of_weights(CUSTOM)))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)

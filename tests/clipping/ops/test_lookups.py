@@ -4,16 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import K, L, check, check_model, example_losses, normal, rng
-from layer_cases import LOOKUPS, ON_BOTH, B, Custom, ids, layers_of, parameters, sequence, stack, vector
+from layer_cases import LOOKUPS, B, check_layers, ids, layers_of, of_weights, sequence, vector
 from mixing_cases import clip_sum
 
 from tfdpfl.clipping import clipped_gradients, per_example_norms
-
-
-@pytest.mark.parametrize(("x", "layers"), layers_of(LOOKUPS))
-def test_layer_agrees_with_examples_one_by_one(x, layers):
-    check_model(stack(*layers()), x)
-
 
 CUSTOM = {
     "matrices by id": (vector, lambda x, w: tf.einsum("bi,bij->bj", x, tf.gather(w, tf.cast(x[:, 0] > 0, tf.int32))),
@@ -23,10 +17,9 @@ CUSTOM = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
-def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
-    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+@pytest.mark.parametrize("cases", layers_of(LOOKUPS, of_weights(CUSTOM)))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)
 
 
 def test_free_lengths_of_ids_agree():

@@ -46,6 +46,5 @@ def test_a_refusal_names_the_op_and_the_reason(name, message):
 
 @pytest.mark.slow
 @pytest.mark.one_stack
-@pytest.mark.parametrize("name", ALLOWED)
-def test_what_keeps_examples_apart_is_exact(name):
-    check_exact(L.Lambda(ALLOWED[name]))
+def test_what_keeps_examples_apart_is_exact():
+    check_exact(*map(L.Lambda, ALLOWED.values()))

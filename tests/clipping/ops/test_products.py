@@ -2,26 +2,19 @@
 
 import pytest
 import tensorflow as tf
-from helpers import L, check, check_model, example_losses, normal
+from helpers import check, example_losses, normal
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from layer_cases import ON_BOTH, PRODUCTS, Custom, few, layers_of, parameters, sequence, stack
-
-
-@pytest.mark.parametrize(("x", "layers"), layers_of(PRODUCTS))
-def test_layer_agrees_with_examples_one_by_one(x, layers):
-    check_model(stack(*layers()), x)
-
+from layer_cases import PRODUCTS, check_layers, few, layers_of, of_weights, sequence
 
 CUSTOM = {
     "batch matrix product": (sequence, lambda x, w: tf.matmul(w, x), [(3, 5)]),
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
-def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
-    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+@pytest.mark.parametrize("cases", layers_of(PRODUCTS, of_weights(CUSTOM)))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)
 
 
 @pytest.mark.slow

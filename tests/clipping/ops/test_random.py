@@ -19,9 +19,8 @@ TOLD = {
 
 @pytest.mark.parametrize("layer", [
     lambda: L.Dropout(0.5), *[pytest.param(layer, marks=pytest.mark.slow) for layer in (
-        lambda: L.GaussianNoise(0.5), lambda: L.GaussianDropout(0.3), lambda: L.SpatialDropout1D(0.5),
-        lambda: L.LSTM(3, dropout=0.4, recurrent_dropout=0.2))],
-], ids=["Dropout", "GaussianNoise", "GaussianDropout", "SpatialDropout1D", "LSTM"])  # fmt: skip
+        lambda: L.GaussianNoise(0.5), lambda: L.LSTM(3, dropout=0.4, recurrent_dropout=0.2))],
+], ids=["Dropout", "GaussianNoise", "LSTM"])  # fmt: skip
 def test_noise_in_training_is_one_and_the_same_in_norm_and_sum(layer):
     """The sum of the batch of clipped gradients can then be no longer than the batch times the clip."""
     model = K.Sequential([K.Input((3, 4)), L.Dense(8, activation="relu"), layer(), L.Dense(2)])
@@ -43,8 +42,7 @@ def test_noise_in_training_is_one_and_the_same_in_norm_and_sum(layer):
 
 
 AUGMENTATIONS = {
-    "flip": lambda: L.RandomFlip(), "rotation": lambda: L.RandomRotation(0.3), "zoom": lambda: L.RandomZoom(0.4),
-    "translation": lambda: L.RandomTranslation(0.4, 0.4), "crop": lambda: L.RandomCrop(3, 3),
+    "flip": lambda: L.RandomFlip(), "rotation": lambda: L.RandomRotation(0.3), "crop": lambda: L.RandomCrop(3, 3),
     "brightness": lambda: L.RandomBrightness(0.5, value_range=(0, 1)),
 }  # fmt: skip
 
@@ -52,7 +50,7 @@ AUGMENTATIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("layer", "batch"), [
     *[pytest.param(layer, None, id=name) for name, layer in AUGMENTATIONS.items()],
-    *[pytest.param(AUGMENTATIONS[name], B, id=f"{name}-static") for name in ("rotation", "crop")],
+    *[pytest.param(AUGMENTATIONS[name], B, id=f"{name}-static") for name in ("crop",)],
 ])  # fmt: skip
 def test_random_images_are_clipped_as_they_were_drawn(layer, batch):
     model = K.Sequential([K.Input((6, 6, 3)), L.Conv2D(3, 2, activation="sigmoid"), layer(), L.Flatten(), L.Dense(1)])

@@ -2,14 +2,8 @@
 
 import pytest
 import tensorflow as tf
-from helpers import L, check, check_model, example_losses
-from layer_cases import ON_BOTH, REDUCTIONS, Custom, layers_of, parameters, sequence, stack, vector
-
-
-@pytest.mark.parametrize(("x", "layers"), layers_of(REDUCTIONS))
-def test_layer_agrees_with_examples_one_by_one(x, layers):
-    check_model(stack(*layers()), x)
-
+from helpers import L, check, example_losses
+from layer_cases import REDUCTIONS, check_layers, layers_of, of_weights, sequence, vector
 
 CUSTOM = {
     "where the target is among the best": (vector, lambda x, w: tf.tanh(x @ w) * tf.cast(tf.math.in_top_k(
@@ -18,10 +12,9 @@ CUSTOM = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
-def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
-    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
+@pytest.mark.parametrize("cases", layers_of(REDUCTIONS, of_weights(CUSTOM)))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)
 
 
 @pytest.mark.parametrize("softmax", [

@@ -3,14 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import K, L, check_model
-from layer_cases import ON_BOTH, Custom, parameters, sequence, stack, tanh
+from helpers import K, L, check_model, check_models
+from layer_cases import Custom, check_layers, layers_of, of_weights, sequence, stack, tanh
 from loss_cases import X, agrees, refused
-
-
-def class_token(x, w):
-    return tf.concat([tf.broadcast_to(w[None, None], [tf.shape(x)[0], 1, 4]), x], 1)
-
 
 CUSTOM = {
     "time major": (sequence, lambda x, w: tf.transpose(tf.tanh(tf.transpose(x, [1, 0, 2]) @ w), [1, 0, 2]), [(4, 3)]),
@@ -19,16 +14,9 @@ CUSTOM = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("x", "function", "shapes"), parameters(CUSTOM, one_stack=set(CUSTOM) - ON_BOTH))
-def test_custom_layer_agrees_with_examples_one_by_one(x, function, shapes):
-    check_model(stack(Custom(function, *shapes), L.Dense(2)), x)
-
-
-@pytest.mark.slow
-@pytest.mark.one_stack
-def test_class_token_spread_over_the_batch_agrees():
-    check_model(stack(tanh(4), Custom(class_token, (4,)), L.LSTM(2)), sequence)
+@pytest.mark.parametrize("cases", layers_of(of_weights(CUSTOM)))
+def test_layers_agree_with_examples_one_by_one(cases):
+    check_layers(cases)
 
 
 def positions(make):
@@ -55,33 +43,30 @@ SPREAD = {  # tokens, queries and positions for each example, in the ways that p
     "embedded positions tiled": (lambda x, w: x + tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (5, 4)),
 }
 
-BOTH_SPREAD = ("tiled along two axes", "positions broadcast")  # in batches of any size, and on both stacks
 
-
-@pytest.mark.parametrize(("name", "batch"), [
-    *[pytest.param(n, len(sequence), marks=[pytest.mark.one_stack] * (n not in BOTH_SPREAD)) for n in SPREAD],
-    *[pytest.param(n, None, marks=pytest.mark.slow) for n in BOTH_SPREAD],
-])  # fmt: skip
-def test_weights_that_every_example_gets_agree(name, batch):
-    function, shape = SPREAD[name]
-    check_model(stack(tanh(4), Custom(function, shape), tanh(3), L.Flatten()), sequence, batch=batch)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.one_stack)])
+def test_weights_that_every_example_gets_agree(part):
+    """In batches that are known to be as long as the sequences."""
+    layers = list(SPREAD.values())[part::2]
+    check_models(
+        [(stack(tanh(4), Custom(f, shape), tanh(3), L.Flatten()), sequence) for f, shape in layers], batch=len(sequence)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.one_stack
-@pytest.mark.parametrize("batch", [None, len(sequence)])
-def test_queries_that_every_example_gets_agree(batch):
+def test_queries_that_every_example_gets_agree():
     """As many queries as examples, so that only their place tells the axes apart."""
     attend = L.MultiHeadAttention(2, 3)
     queries = Custom(lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (len(sequence), 4))
     x = K.Input((5, 4))
-    check_model(K.Model(x, L.Flatten()(attend(queries(x), tanh(4)(x)))), sequence, batch=batch)
+    check_model(K.Model(x, L.Flatten()(attend(queries(x), tanh(4)(x)))), sequence, batch=len(sequence))
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cut", [np.s_[:, 1:3], np.s_[..., 0], np.s_[:, None, 2], np.s_[:, ::2], np.s_[..., None, 1:]])
 @pytest.mark.one_stack
-def test_the_gradient_of_a_slice_is_exact(cut, static):
+def test_the_gradient_of_a_slice_is_exact(cut):
     def loss(w, x):
         x = tf.convert_to_tensor(x)
         with tf.GradientTape() as tape:
@@ -89,20 +74,19 @@ def test_the_gradient_of_a_slice_is_exact(cut, static):
             y = tf.tanh(x @ w)[cut] ** 2
         return tf.reduce_mean(tape.gradient(y, x) ** 2)
 
-    agrees(loss, X, rtol=2e-5, static=static)
+    agrees(loss, X, rtol=2e-5, static=True)
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cut", [np.s_[1:], np.s_[::-1], np.s_[:2], np.s_[0], np.s_[None, 1:]])
 @pytest.mark.one_stack
-def test_the_gradient_of_a_slice_of_examples_is_refused(cut, static):
+def test_the_gradient_of_a_slice_of_examples_is_refused(cut):
     def loss(w, x):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = tf.tanh(x @ w)[cut] ** 2
         return tf.reduce_mean(tape.gradient(y, x) ** 2)
 
-    refused(loss, X, match="takes some examples|by its position|not known to follow the batch size", static=static)
+    refused(loss, X, match="takes some examples|by its position|not known to follow the batch size", static=True)
 
 
 def test_a_slice_that_turns_the_examples_round_is_refused():
