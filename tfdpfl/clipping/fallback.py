@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.gradients import MaterializedGradient, Units
+from tfdpfl.clipping.gradients import MaterializedGradient, Units, examples_first
 from tfdpfl.clipping.graph import BODIES, CALLS, key, within
 from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.ops.random import RANDOM
@@ -117,8 +117,7 @@ class Replay:
     @staticmethod
     def _rows(t: tf.Tensor, state: Batch, units: Units) -> tf.Tensor:
         """[U, rows, others]: the batch axis first."""
-        if state.axis:
-            t = tf.transpose(t, [state.axis, *[i for i in range(t.shape.rank) if i != state.axis]])
+        t = examples_first(t, state)
         dims = tf.shape(t)
         count = units.count
         per = state.rows if units.single and state.rows is not None else dims[0] // tf.maximum(count, 1)

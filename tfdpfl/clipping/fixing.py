@@ -340,12 +340,9 @@ def _difference(pairs: list[tuple[Layer, Layer]]) -> str | None:
 
 
 def _same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
-    if [a.shape for a in first] != [b.shape for b in second]:
-        return False
-    numbers = [(a, b) for a, b in zip(first, second, strict=True) if a.dtype.kind in "fc"]
-    others = [(a, b) for a, b in zip(first, second, strict=True) if a.dtype.kind not in "fc"]
-    return all(np.array_equal(a, b) for a, b in others) and all(
-        np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True) for a, b in numbers
+    close = functools.partial(np.allclose, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    return [a.shape for a in first] == [b.shape for b in second] and all(
+        (close if a.dtype.kind in "fc" else np.array_equal)(a, b) for a, b in zip(first, second, strict=True)
     )
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "added",
     "compiled",
     "dims_of",
+    "examples_first",
     "merge",
     "products",
     "reshaped",
@@ -98,10 +99,7 @@ class Units:
 
     def group(self, x: tf.Tensor, state: Batch) -> tf.Tensor:
         """[units, rows of the unit, other axes in order], in the working type unless it is made of integers."""
-        if state.axis:
-            x = tf.transpose(x, [state.axis, *[i for i in range(x.shape.rank) if i != state.axis]])
-        else:
-            x = _not_broadcast(x)
+        x = examples_first(x, state) if state.axis else _not_broadcast(x)
         if x.dtype.is_floating and x.dtype != self.dtype:
             x = tf.cast(x, self.dtype)
         if state.blocks > 1:  # [blocks x rows, ...] to [rows x blocks, ...]
@@ -114,14 +112,13 @@ class Units:
             if this not in self._grouped:
                 self._grouped[this] = (x, tf.expand_dims(x, 1))
             return self._grouped[this][1]
-        if self.single and state.rows is not None and x.shape[1:].is_fully_defined():
-            return tf.reshape(x, [-1 if x.shape[0] is None else x.shape[0] // state.rows, state.rows, *x.shape[1:]])
-        dims = tf.shape(x)
-        known = self.single and state.rows is not None
-        rows = state.rows if known else dims[0] // tf.maximum(self.count, 1)
-        rest = [d if d is not None else dims[i] for i, d in enumerate(x.shape[1:].as_list(), 1)]
-        first = x.shape[0] // rows if known and x.shape[0] is not None else self.count
-        return reshaped(x, [first, rows, *rest])
+        length, *rest = x.shape.as_list()
+        if None in rest:
+            dims = tf.shape(x)
+            rest = [dims[i] if d is None else d for i, d in enumerate(rest, 1)]
+        if not self.single or state.rows is None:
+            return reshaped(x, [self.count, tf.shape(x)[0] // tf.maximum(self.count, 1), *rest])
+        return reshaped(x, [self.count if length is None else length // state.rows, state.rows, *rest])
 
     def mask_nonfinite(self, tensors: list[tuple[tf.Tensor, Batch | None]]) -> None:
         """Has `masked` set units whose gradient is not finite to zero in these (of which a unit has an entry of the
@@ -363,8 +360,6 @@ class OuterProductGradient:
 
     @classmethod
     def merged(cls, parts: list[OuterProductGradient]) -> OuterProductGradient:
-        if len(parts) == 1:
-            return parts[0]
         a, g = (joined([getattr(p, name) for p in parts]) for name in ("a", "g"))
         return cls(a, g, parts[0].layout, parts[0].same)
 
@@ -440,8 +435,6 @@ class EmbeddingGradient:
 
     @classmethod
     def merged(cls, parts: list[EmbeddingGradient]) -> EmbeddingGradient:
-        if len(parts) == 1:
-            return parts[0]
         ids = tf.concat([tf.cast(p.ids, tf.int64) for p in parts], 1)
         return cls(ids, tf.concat([p.g for p in parts], 1), parts[0].shape)
 
@@ -496,9 +489,9 @@ class MaterializedGradient:
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
         return self._laid([units.weighted(c, units.masked(p)) for p in self.parts])
 
-    @classmethod
-    def merged(cls, parts: list[MaterializedGradient]) -> MaterializedGradient:
-        return cls([tf.add_n([p.formed() for p in parts])]) if len(parts) > 1 else parts[0]
+    @staticmethod
+    def merged(parts: list[MaterializedGradient]) -> MaterializedGradient:
+        return MaterializedGradient([tf.add_n([p.formed() for p in parts])])
 
 
 Contribution = OuterProductGradient | EmbeddingGradient | MaterializedGradient
@@ -506,7 +499,7 @@ Contribution = OuterProductGradient | EmbeddingGradient | MaterializedGradient
 
 def merge(parts: list[Any]) -> Contribution:
     """Returns contributions of one kind to one weight as one: that of the longer sum."""
-    return type(parts[0]).merged(parts)
+    return parts[0] if len(parts) == 1 else type(parts[0]).merged(parts)
 
 
 # -- shapes and sums ---------------------------------------------------------------------------------------------
@@ -528,6 +521,12 @@ def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) ->
 def compiled() -> bool:
     """Whether XLA compiles what is traced here."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def examples_first(x: tf.Tensor, state: Batch) -> tf.Tensor:
+    """The batch's axis before all others."""
+    others = [i for i in range(x.shape.rank) if i != state.axis]
+    return tf.transpose(x, [state.axis, *others]) if state.axis else x
 
 
 def turned(x: tf.Tensor) -> tf.Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "attributes",
     "body_graphs",
     "captured",
+    "channels_first",
     "constant",
     "copy_op",
     "function_graph",
@@ -233,6 +234,11 @@ def attributes(op: tf.Operation) -> dict:
     return {k: v for k, v in op.node_def.attr.items() if k != "_class"}
 
 
+def channels_first(op: tf.Operation) -> bool:
+    """Whether an op of images takes the axis of the channels before those of the places."""
+    return tf.compat.as_str(op.get_attr("data_format")).startswith("NC")
+
+
 def copy_op(
     op: tf.Operation,
     inputs: Sequence[tf.Tensor],
@@ -264,9 +270,8 @@ def copy_op(
 def rewrite_bodies(op: tf.Operation, rewrite: Callable[[NodeDef], bool]) -> None:
     """Gives a loop or a branch functions of its own in which ``rewrite`` has changed nodes; it says whether it has."""
     for kind, place in _GRAPHS[op.type.removeprefix("Stateless")].items():
-        graph, name = op.graph, op.get_attr(kind).name
-        while (function := graph._get_function(name)) is None:
-            graph = graph.outer_graph
+        name = op.get_attr(kind).name
+        function = _function(op.graph, name)
         definition = type(function.cached_definition)()
         definition.CopyFrom(function.cached_definition)
         if not any([rewrite(node) for node in definition.node_def]):
@@ -282,16 +287,17 @@ def rewrite_bodies(op: tf.Operation, rewrite: Callable[[NodeDef], bool]) -> None
 def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:
     """Makes the functions that an op's attributes name known to another graph."""
     for name in function_names(attrs):
-        graph = source
-        while graph is not None:
-            function = graph._get_function(name)
-            if function is not None:
-                if hasattr(target, "_add_function_recursive"):
-                    target._add_function_recursive(function)
-                else:
-                    target._add_function(function)
-                break
-            graph = getattr(graph, "outer_graph", None)
+        if function := _function(source, name):
+            target._add_function_recursive(function)
+
+
+def _function(graph: tf.Graph | None, name: str):
+    """A function by the name that an op of the graph has for it, or None."""
+    while graph is not None:
+        if (function := graph._get_function(name)) is not None:
+            return function
+        graph = getattr(graph, "outer_graph", None)
+    return None
 
 
 def captured(t: tf.Tensor):
@@ -320,10 +326,7 @@ ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue 
 
 def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:
     """The body of a function that an op of ``graph`` calls."""
-    function, g = None, graph
-    while function is None and g is not None:
-        function = g._get_function(name)
-        g = getattr(g, "outer_graph", None)
+    function = _function(graph, name)
     traced = getattr(function, "graph", None)
     if isinstance(traced, tf.Graph):
         return traced
@@ -380,8 +383,8 @@ def constant(t: tf.Tensor) -> np.ndarray | None:
         return value
     if t.op.type in _FOLDED:
         values = [constant(i) for i in t.op.inputs]
-        if all(v is not None for v in values) and t.shape.rank == _FOLDED_RANK.get(t.op.type, t.shape.rank):
-            return np.asarray(_FOLDED[t.op.type](*values)).astype(t.dtype.as_numpy_dtype)
+        if all(v is not None for v in values) and (t.op.type != "Prod" or t.shape.rank == 0):
+            return np.asarray(_FOLDED[t.op.type](t.op, *values)).astype(t.dtype.as_numpy_dtype)
     return _SEEN_THROUGH[t.op.type](t) if t.op.type in _SEEN_THROUGH else None
 
 
@@ -422,17 +425,24 @@ def _limit(t: tf.Tensor) -> np.ndarray | None:
     return None
 
 
+# What an op makes of the entries of others, whatever they are.
+_ARRANGED: dict[str, Callable] = {
+    "Cast": lambda op, x: x, "Identity": lambda op, x: x,
+    "Pack": lambda op, *parts: np.stack(parts, op.get_attr("axis")),
+    "ConcatV2": lambda op, *parts: np.concatenate(parts[:-1], int(parts[-1])),
+    "Reshape": lambda op, x, shape: np.reshape(x, [int(n) for n in shape]),
+    "ExpandDims": lambda op, x, axis: np.expand_dims(x, int(np.ravel(axis)[0])),
+    "Transpose": lambda op, x, order: np.transpose(x, [int(i) for i in order]),
+    "Fill": lambda op, shape, x: np.full([int(n) for n in shape], x),
+}  # fmt: skip
 _FOLDED: dict[str, Callable] = {
-    "Cast": lambda x: x, "Identity": lambda x: x, "Prod": lambda x, axes: np.prod(x), "Mul": np.multiply,
-    "Add": np.add, "AddV2": np.add, "Sub": np.subtract, "FloorMod": np.mod,
-    "Range": np.arange, "Pack": lambda *parts: np.stack(parts),
-    "ConcatV2": lambda *parts: np.concatenate(parts[:-1], int(parts[-1])),
-    "Reshape": np.reshape,
+    **_ARRANGED, "Prod": lambda op, x, axes: np.prod(x), "Mul": lambda op, x, y: x * y, "Add": lambda op, x, y: x + y,
+    "AddV2": lambda op, x, y: x + y, "Sub": lambda op, x, y: x - y, "FloorMod": lambda op, x, y: x % y,
+    "Range": lambda op, *given: np.arange(*given),
 }  # fmt: skip
 _SEEN_THROUGH: dict[str, Callable[[tf.Tensor], np.ndarray | None]] = {
     "StridedSlice": _one_entry, "Minimum": _limit, "Slice": _cut, **dict.fromkeys(CALLS, _given_out),
 }  # fmt: skip
-_FOLDED_RANK = {"Prod": 0, "Pack": 1}  # where it has to be this
 
 
 def known_entries(t: tf.Tensor) -> np.ndarray | None:
@@ -450,18 +460,6 @@ def known_entries(t: tf.Tensor) -> np.ndarray | None:
         except ValueError:  # a length or an axis is not known
             pass
     return np.full(t.shape, np.nan)
-
-
-# What an op makes of the entries of others, whatever they are.
-_ARRANGED: dict[str, Callable] = {
-    "Cast": lambda op, x: x, "Identity": lambda op, x: x,
-    "Pack": lambda op, *parts: np.stack(parts, op.get_attr("axis")),
-    "ConcatV2": lambda op, *parts: np.concatenate(parts[:-1], int(parts[-1])),
-    "Reshape": lambda op, x, shape: np.reshape(x, [int(n) for n in shape]),
-    "ExpandDims": lambda op, x, axis: np.expand_dims(x, int(np.ravel(axis)[0])),
-    "Transpose": lambda op, x, order: np.transpose(x, [int(i) for i in order]),
-    "Fill": lambda op, shape, x: np.full([int(n) for n in shape], x),
-}  # fmt: skip
 
 
 # -- gradients of an op's own ------------------------------------------------------------------------------------

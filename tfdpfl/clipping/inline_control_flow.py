@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import compiled
-from tfdpfl.clipping.graph import CALLS, constant, gradient_function, inner_call, key
+from tfdpfl.clipping.graph import CALLS, channels_first, constant, gradient_function, inner_call, key
 from tfdpfl.clipping.ops.random import DRAWS
 from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.states import Batch, Items, Mixed, Public, weighs
@@ -438,7 +438,7 @@ def _needs_xla(call: tf.Operation, op: tf.Operation) -> bool:
     compiled = "_XlaMustCompile" in call.node_def.attr and call.get_attr("_XlaMustCompile")
     if not compiled or op.type != "Conv2D":
         return False
-    channels = op.inputs[0].shape[1 if op.get_attr("data_format") == b"NCHW" else -1]
+    channels = op.inputs[0].shape[1 if channels_first(op) else -1]
     return channels != op.inputs[1].shape[-2]
 
 

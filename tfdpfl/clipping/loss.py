@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.gradients import examples_first
 from tfdpfl.clipping.graph import constant, key
 from tfdpfl.clipping.refusals import NO_BATCH, OVERLAP, WEIGHTED, mixing
 from tfdpfl.clipping.sizes import is_average
@@ -121,10 +122,7 @@ class PerExampleLoss:
 
     def _by_example(self, t: tf.Tensor, state: Batch) -> tf.Tensor:
         """[B, ..., rows at the batch axis, ...]."""
-        x, a = t, state.axis
-        rank = x.shape.rank
-        if a:
-            x = tf.transpose(x, [a, *[i for i in range(rank) if i != a]])
+        x, a, rank = examples_first(t, state), state.axis, t.shape.rank
         if state == Batch(a):
             return tf.expand_dims(x, a + 1)
         dims = tf.shape(x)

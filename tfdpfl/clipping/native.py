@@ -102,10 +102,6 @@ class Recomputed(MaterializedGradient):
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
         return self._laid([self._filters.weighted_sum(c)])
 
-    @classmethod
-    def merged(cls, parts: list) -> MaterializedGradient:
-        return parts[0] if len(parts) == 1 else MaterializedGradient.merged(parts)
-
 
 def _refuse(op: tf.Operation, *_: tf.Tensor) -> None:
     raise NotImplementedError(

@@ -100,16 +100,23 @@ def _off(rule: UserRule, use: Use, single: bool) -> str | None:
                 given = np.random.default_rng(int(scale > 1)).normal(size=shape) * scale
                 c = random.uniform(0.5, 1, count)
                 of_rule, summed, truth = session.run(fetched, {**feeds, g: given, factors: c})
-                lengths = np.sqrt((truth**2).reshape(count, -1).sum(1))
-                if not np.isfinite(lengths).all() or not lengths.any():
-                    raise _Incomparable("TensorFlow's gradients are 0 or not finite.")
-                far = np.abs(of_rule - lengths)
-                if not (far <= allowed * lengths.max()).all():
-                    i = int(np.argmax(far))
-                    return f"an example's norm is {of_rule[i]:.3g}, and that of TensorFlow {lengths[i]:.3g}"
-                far = np.linalg.norm(summed - np.tensordot(c, truth, 1))
-                if not far <= allowed * lengths.sum():
-                    return f"the sum over examples is {far:.3g} away from that of TensorFlow ({lengths.sum():.3g} long)"
+                if (difference := _difference(of_rule, summed, truth, c, allowed)) is not None:
+                    return difference
+    return None
+
+
+def _difference(norms: np.ndarray, total: np.ndarray, truth: np.ndarray, c: np.ndarray, allowed: float) -> str | None:
+    """Says how far a rule's norms, and its sum of the gradients times c, are from those of ``truth``, if they are."""
+    lengths = np.sqrt((truth**2).reshape(len(c), -1).sum(1))
+    if not np.isfinite(lengths).all() or not lengths.any():
+        raise _Incomparable("TensorFlow's gradients are 0 or not finite.")
+    far = np.abs(norms - lengths)
+    if not (far <= allowed * lengths.max()).all():
+        i = int(np.argmax(far))
+        return f"an example's norm is {norms[i]:.3g}, and that of TensorFlow {lengths[i]:.3g}"
+    far = np.linalg.norm(total - np.tensordot(c, truth, 1))
+    if not far <= allowed * lengths.sum():
+        return f"the sum over examples is {far:.3g} away from that of TensorFlow ({lengths.sum():.3g} long)"
     return None
 
 
@@ -135,14 +142,7 @@ def _apart(op: tf.Operation, states: list[State], analysis: BatchAxis) -> bool:
         with tf.Graph().as_default() as graph:
             inputs, feeds = _inputs(list(op.inputs), states, None, random)
             axes = {id(x): s.axis for x, s in zip(inputs, states, strict=True) if isinstance(s, Batch)}
-            made = graph_tools.copy_op(op, inputs)
-            results = [(y, s) for y, t in zip(made, op.outputs, strict=True) if isinstance(s := analysis[t], Batch)]
-            looked = [(y, s.axis) for y, s in results]
-            if by := [(y, s.axis) for y, s in results if y.dtype.is_floating]:
-                with contextlib.suppress(LookupError):  # no gradient
-                    xs = [x for x in inputs if id(x) in axes and x.dtype.is_floating]
-                    grads = tf.gradients([tf.sin(y) for y, _ in by], xs)
-                    looked += [(g, axes[id(x)]) for g, x in zip(grads, xs, strict=True) if g is not None]
+            looked = _by_example(op, inputs, axes, analysis)
             with _session(graph) as session:
                 first = session.run([y for y, _ in looked], feeds)
                 for x in feeds:
@@ -157,6 +157,19 @@ def _apart(op: tf.Operation, states: list[State], analysis: BatchAxis) -> bool:
         for run in (first, second)
     ]
     return all(np.allclose(a, b, 1e-4, 1e-5, equal_nan=True) for a, b in zip(*others, strict=True))
+
+
+def _by_example(
+    op: tf.Operation, inputs: list, axes: dict[int, int], analysis: BatchAxis
+) -> list[tuple[tf.Tensor, int]]:
+    """What the op makes of these inputs, and gradients of the inputs, each with the axis of its examples."""
+    made = zip(graph_tools.copy_op(op, inputs), op.outputs, strict=True)
+    looked = [(y, s.axis) for y, t in made if isinstance(s := analysis[t], Batch)]
+    if by := [tf.sin(y) for y, _ in looked if y.dtype.is_floating]:
+        with contextlib.suppress(LookupError):  # no gradient
+            xs = [x for x in inputs if id(x) in axes and x.dtype.is_floating]
+            looked += [(g, axes[id(x)]) for g, x in zip(tf.gradients(by, xs), xs, strict=True) if g is not None]
+    return looked
 
 
 def _session(graph: tf.Graph) -> tf.compat.v1.Session:

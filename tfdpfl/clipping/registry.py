@@ -28,6 +28,7 @@ __all__ = [
     "View",
     "batching_rule",
     "ends_gradient",
+    "moves_examples",
     "register_rule",
     "rule",
     "user_rules",
@@ -136,6 +137,20 @@ def batching_rule(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer
     def add(transfer: Transfer) -> Transfer:
         BATCHING_RULES.update(dict.fromkeys(kinds, BatchingRule(transfer, **settings)))
         return transfer
+
+    return add
+
+
+def moves_examples(*kinds: str, data: int = 0, **settings: Any) -> Callable[[Callable], Callable]:
+    """Registers where op types leave the examples of input ``data``, if it has some: a function of the `View`, the op
+    and that input's `Batch`. If it has none, they are as any op; all other inputs are settings."""
+
+    def add(move: Callable) -> Callable:
+        def transfer(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+            return move(view, op, states[data]) if isinstance(states[data], Batch) else None
+
+        batching_rule(*kinds, data=data, **settings)(transfer)
+        return move
 
     return add
 

@@ -3,13 +3,13 @@ what becomes of several tensors whose rows are put together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
+from tfdpfl.clipping.states import BY_POSITION, Batch, Entry, Public, Size, State, mixed
 
-__all__ = ["laid_along", "row_free", "rowwise", "shaped", "together"]
+__all__ = ["laid_along", "row_free", "rowwise", "shaped", "together", "with_rows"]
 
 
 def row_free(t: tf.Tensor, state: Public | Size, axis: int) -> bool:
@@ -23,27 +23,32 @@ def row_free(t: tf.Tensor, state: Public | Size, axis: int) -> bool:
     return t.shape[axis] is None and isinstance(state, Public) and state.alike and not state.deps
 
 
-def together(view, op, tensors, states, batches):
-    a = batches[0].axis
-    for t, s in zip(tensors, states, strict=True):
-        ok = isinstance(s, Batch) or (isinstance(s, Public) and row_free(t, s, a - t.shape.rank))
-        if not ok:
-            return mixed(op, BY_POSITION)
+def with_rows(op: tf.Operation, axis: int, batches: Iterable[Batch]) -> State:
+    """Examples along an axis, of rows of all of these."""
     rows = {s.rows for s in batches} - {None}
     if len(rows) > 1:
         return mixed(op, "combines rows of different examples")
-    return Batch(a, rows.pop() if rows else None)
+    return Batch(axis, rows.pop() if rows else None)
 
 
-def rowwise(view, op, states):
+def together(op, tensors, states):
+    batches = [s for s in states if isinstance(s, Batch)]
+    axis = batches[0].axis
+    for t, s in zip(tensors, states, strict=True):
+        if not (isinstance(s, Batch) or (isinstance(s, Public) and row_free(t, s, axis - t.shape.rank))):
+            return mixed(op, BY_POSITION)
+    return with_rows(op, axis, batches)
+
+
+def rowwise(op, states):
     """Works row by row on as many inputs as there are states, with the examples along their first axis."""
     batches = [s for s in states if isinstance(s, Batch)]
     if any(s.axis for s in batches):
         return mixed(op, "does not have the batch as its first axis")
-    return together(view, op, op.inputs[: len(states)], states, batches) if batches else None
+    return together(op, op.inputs[: len(states)], states) if batches else None
 
 
-def shaped(op: tf.Operation, entries: Sequence[tuple[int | None, int | None]]) -> State:
+def shaped(op: tf.Operation, entries: Sequence[Entry]) -> State:
     """A tensor of equal or identically distributed rows, of the given shape."""
     if any(p is None for _, p in entries):
         return mixed(op, "has a shape that is not known to follow the batch size")

@@ -26,9 +26,9 @@ from tfdpfl.clipping.gradients import (
 )
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.native import Filters, find_obstacle
-from tfdpfl.clipping.ops.shapes import shape_entries
+from tfdpfl.clipping.ops.shapes import even, shape_entries
 from tfdpfl.clipping.ops.windows import Window, places_of
-from tfdpfl.clipping.registry import View, batching_rule, rule
+from tfdpfl.clipping.registry import View, batching_rule, moves_examples, rule
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
 
@@ -48,36 +48,28 @@ SPATIAL = frozenset(
 WHOLE_ENTRIES = 4096
 
 
-@batching_rule(*CONVOLUTIONS, data=None, blocks=True)
+@batching_rule(*CONVOLUTIONS, *TRANSPOSED, data=None, blocks=True)
 def convolved(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    return first_axis(view, op, states, 0)
-
-
-@batching_rule(*TRANSPOSED, data=None, blocks=True)
-def transposed(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    return first_axis(view, op, states, 2)
-
-
-@batching_rule(*SPATIAL, data=0)
-def spatial(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    return first_axis(view, op, states, 0)
-
-
-def first_axis(view: View, op: tf.Operation, states: list[State], data: int) -> State | None:
-    others, state = [s for i, s in enumerate(states) if i != data], states[data]
-    if not isinstance(state, Batch):
-        return mixed(op, "has weights that depend on examples") if any(
-            isinstance(s, Batch) for s in others) else None  # fmt: skip
-    least = 4 if op.type.startswith("Adjust") else 2 if op.type in ("RGBToHSV", "HSVToRGB") else 0
-    if state.axis != 0 or op.inputs[data].shape.rank < least:
-        return mixed(op, "does not have the batch as its first axis")
-    if op.type in TRANSPOSED and any(p != 0 for _, p in view.entries(op.inputs[0])[1:]):
-        return mixed(op, "makes an example's result depend on the batch size")
+    """A transposed convolution takes in a shape and the weights before the data."""
+    others = list(states)
+    state = others.pop(2 if op.type in TRANSPOSED else 0)
     if any(isinstance(s, Batch) for s in others):
         return mixed(op, "has weights that depend on examples")
+    if not isinstance(state, Batch):
+        return None
+    if state.axis != 0:
+        return mixed(op, "does not have the batch as its first axis")
+    return even(op, view.entries(op.inputs[0]), 0) or state if op.type in TRANSPOSED else state
+
+
+@moves_examples(*SPATIAL)
+def spatial(view: View, op: tf.Operation, state: Batch) -> State:
+    least = 4 if op.type.startswith("Adjust") else 2 if op.type in ("RGBToHSV", "HSVToRGB") else 0
+    if state.axis != 0 or op.inputs[0].shape.rank < least:
+        return mixed(op, "does not have the batch as its first axis")
     if op.type in ("AvgPool", "MaxPool", "AvgPool3D", "MaxPool3D") and over_the_batch(op):
         return mixed(op, "pools over the batch")
-    return states[data]
+    return state
 
 
 def over_the_batch(op: tf.Operation) -> bool:
@@ -104,12 +96,10 @@ def _alike(op: tf.Operation, states: list[State]) -> State | None:
     return states[0] if isinstance(states[0], Batch) else None
 
 
-@batching_rule("AvgPoolGrad", "AvgPool3DGrad", data=1, sizes=(0,))
-def average_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
+@moves_examples("AvgPoolGrad", "AvgPool3DGrad", data=1, sizes=(0,))
+def average_gradient(view: View, op: tf.Operation, state: Batch) -> State:
     """Of the input's shape and the output's gradient."""
-    state, (n, *lengths) = states[1], view.entries(op.inputs[0])
-    if not isinstance(state, Batch):
-        return None
+    n, *lengths = view.entries(op.inputs[0])
     if over_the_batch(op):
         return mixed(op, "pools over the batch")
     if state.axis != 0:
@@ -119,24 +109,20 @@ def average_gradient(view: View, op: tf.Operation, states: list[State]) -> State
     return state
 
 
-@batching_rule("SpaceToBatchND", data=0)
-def space_to_batch(view, op, states):
+@moves_examples("SpaceToBatchND")
+def space_to_batch(view, op, state):
     block = constant(op.inputs[1])
-    if not isinstance(states[0], Batch):
-        return None
-    if states[0].axis or block is None:
+    if state.axis or block is None:
         return mixed(op, "does not have the batch as its first axis")
-    return Batch(0, states[0].rows, int(np.prod(block)))
+    return Batch(0, state.rows, int(np.prod(block)))
 
 
-@batching_rule("BatchToSpaceND", data=0, blocks=True)
-def batch_to_space(view, op, states):
+@moves_examples("BatchToSpaceND", blocks=True)
+def batch_to_space(view, op, state):
     block = constant(op.inputs[1])
-    if not isinstance(states[0], Batch):
-        return None
-    if states[0].axis or block is None or int(np.prod(block)) != states[0].blocks:
+    if state.axis or block is None or int(np.prod(block)) != state.blocks:
         return mixed(op, "takes the batch apart")
-    return Batch(0, states[0].rows)
+    return Batch(0, state.rows)
 
 
 @batching_rule("ImageProjectiveTransformV3", data=None)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, MaterializedGradient, Units, Use, summed_to
-from tfdpfl.clipping.graph import constant, copy_op, gradient_function, key, passes_gradients_through
+from tfdpfl.clipping.graph import channels_first, constant, copy_op, gradient_function, key, passes_gradients_through
 from tfdpfl.clipping.ops.lists import summed
 from tfdpfl.clipping.registry import ENDS, View, batching_rule, rule
-from tfdpfl.clipping.rows import row_free
+from tfdpfl.clipping.rows import row_free, with_rows
 from tfdpfl.clipping.states import (
     BY_POSITION,
     UNKNOWN,
@@ -67,9 +67,6 @@ def broadcast(op: tf.Operation, states: list[State], rank: int) -> State:
     axis, *other_axes = {s.axis - t.shape.rank for t, s in batches}
     if other_axes:
         return mixed(op, "combines the examples along one axis with the examples along another")
-    rows = {s.rows for _, s in batches} - {None}
-    if len(rows) > 1:
-        return mixed(op, "combines rows of different examples")
     lengths = {batches[0][0].shape[axis], op.outputs[0].shape[axis]}
     if len(lengths - {None}) > 1:  # the only example is repeated
         return mixed(op, BY_POSITION)
@@ -78,7 +75,7 @@ def broadcast(op: tf.Operation, states: list[State], rank: int) -> State:
             return mixed(op, "makes an example's result depend on the batch size")
         if isinstance(s, Public | Size) and not row_free(t, s, axis):
             return mixed(op, BY_POSITION)
-    return Batch(axis + rank, rows.pop() if rows else None)
+    return with_rows(op, axis + rank, (s for _, s in batches))
 
 
 def chosen_rows(op: tf.Operation, states: list[State]) -> State:
@@ -223,15 +220,13 @@ def bits(view, op, states):
 
 @batching_rule("BiasAdd", data=None, mixed=True)
 def bias_add(view, op, states):
+    if met := next((s for s in states if isinstance(s, Mixed)), None):
+        return met
     x, b = states
-    if isinstance(x, Mixed) or isinstance(b, Mixed):
-        return x if isinstance(x, Mixed) else b
-    if isinstance(x, Batch) and isinstance(b, Public):
-        channel = 1 if op.get_attr("data_format") in (b"NCHW", "NCHW") else op.inputs[0].shape.rank - 1
-        if x.axis == channel:
-            return mixed(op, BY_POSITION)
-        return x
-    return None
+    if not (isinstance(x, Batch) and isinstance(b, Public)):
+        return None
+    channel = 1 if channels_first(op) else op.inputs[0].shape.rank - 1
+    return mixed(op, BY_POSITION) if x.axis == channel else x
 
 
 @rule(*ELEMENTWISE - {"IdentityN"} | {"BiasAdd"})
@@ -253,7 +248,7 @@ def gradient(use: Use, units: Units) -> Contribution | None:
         (dy,) = tf.gradients(made, [wide], [use.g], stop_gradients=[t for t in inputs if t is not wide])
         if dy is None:
             return None
-    if kind == "BiasAdd" and use.op.get_attr("data_format") in (b"NCHW", "NCHW"):
+    if kind == "BiasAdd" and channels_first(use.op):
         shape = tf.TensorShape([use.shape[0], *[1] * (use.output.shape.rank - 2)])
         return MaterializedGradient([tf.reshape(summed_to(dy, use.out, shape, units).formed(), [-1, use.shape[0]])])
     return summed_to(dy, use.out, use.shape, units)

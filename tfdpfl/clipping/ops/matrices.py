@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import batching_rule
+from tfdpfl.clipping.registry import batching_rule, moves_examples
 from tfdpfl.clipping.rows import together
 from tfdpfl.clipping.states import Batch, mixed
 
@@ -19,21 +19,17 @@ def solved(view, op, states):
         return mixed(op, "combines the examples along one axis with the examples along another")
     if batches[0].axis >= op.inputs[0].shape.rank - 2:
         return mixed(op, "works along the batch axis")
-    return together(view, op, op.inputs, states, batches)
+    return together(op, op.inputs, states)
 
 
-@batching_rule("MatrixBandPart", data=0)
-def band_part(view, op, states):
-    if isinstance(states[0], Batch) and states[0].axis >= op.inputs[0].shape.rank - 2:
-        return mixed(op, "works along the batch axis")
-    return states[0] if isinstance(states[0], Batch) else None
+@moves_examples("MatrixBandPart")
+def band_part(view, op, state):
+    return mixed(op, "works along the batch axis") if state.axis >= op.inputs[0].shape.rank - 2 else state
 
 
-@batching_rule("MatrixDiagV3", data=0)
-def diagonal(view, op, states):
-    state, of = states[0], constant(op.inputs[1])
-    if not isinstance(state, Batch):
-        return None
+@moves_examples("MatrixDiagV3")
+def diagonal(view, op, state):
+    of = constant(op.inputs[1])
     if state.axis >= op.inputs[0].shape.rank - (1 if of is not None and of.size == 1 else 2):  # one diagonal
         return mixed(op, "works along the batch axis")
     return state

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, OuterProductGradient, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.registry import View, batching_rule, rule
-from tfdpfl.clipping.rows import row_free
+from tfdpfl.clipping.rows import row_free, with_rows
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
 
 __all__: list[str] = []
@@ -71,10 +71,7 @@ def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
             return mixed(op, BY_POSITION)
     if any(names.count(mark) > 1 for names in labels):
         return mixed(op, "takes a diagonal over the batch")
-    rows = {s.rows for _, s in batches} - {None}
-    if len(rows) > 1:
-        return mixed(op, "combines rows of different examples")
-    return Batch(lo.index(mark), rows.pop() if rows else None)
+    return with_rows(op, lo.index(mark), (s for _, s in batches))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.registry import View, batching_rule
+from tfdpfl.clipping.registry import View, batching_rule, moves_examples
 from tfdpfl.clipping.rows import shaped
 from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
 
@@ -30,10 +30,9 @@ def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return Public(alike=True) if isinstance(filled, Public) else filled
 
 
-@batching_rule("RandomShuffle")
-def shuffled(view, op, states):
-    state = states[0]
-    return mixed(op, "picks examples of the batch") if isinstance(state, Batch) and state.axis == 0 else None
+@moves_examples("RandomShuffle")
+def shuffled(view, op, state):
+    return mixed(op, "picks examples of the batch") if state.axis == 0 else None
 
 
 @batching_rule("RngReadAndSkip", data=None)

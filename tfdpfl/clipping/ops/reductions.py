@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import View, batching_rule
+from tfdpfl.clipping.graph import channels_first, constant
+from tfdpfl.clipping.registry import View, batching_rule, moves_examples
 from tfdpfl.clipping.rows import row_free, rowwise
 from tfdpfl.clipping.states import Batch, Public, Size, State, deps, is_batch_free, mixed
 
@@ -28,26 +28,29 @@ ALONG_THE_LAST = {
 
 @batching_rule(*REDUCTIONS, data=0)
 def reduced(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    x, state = op.inputs[0], states[0]
+    state = states[0]
     if isinstance(state, Size):
-        powers = [p for _, p in state.entries]
-        of_all = len(powers) == 1 or (x.shape.rank == 1 and summed_axes(op) == {0})
-        if not of_all or op.type != "Prod" or None in powers:
-            return state.blurred(op.outputs[0].shape.num_elements())
-        coefficients = [c for c, _ in state.entries if c is not None]
-        known = len(coefficients) == len(state.entries)
-        return Size(((int(np.prod(coefficients)) if known else None, sum(p for p in powers if p is not None)),))
+        return reduced_size(op, state)
     if not isinstance(state, Batch):
         return None
     gone = summed_axes(op)
-    if gone is None:
-        if x.shape.rank is not None and x.shape.rank == 1:
-            return mixed(op, "reduces over the batch")
+    if gone is None and op.inputs[0].shape.rank != 1:
         return mixed(op, "reduces over axes that are not known beforehand")
-    if state.axis in gone:
+    if gone is None or state.axis in gone:
         return mixed(op, "reduces over the batch")
     keep = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
     return Batch(state.axis - (0 if keep else sum(a < state.axis for a in gone)), state.rows)
+
+
+def reduced_size(op: tf.Operation, state: Size) -> Size:
+    """A product of lengths; of anything else made of them it is not known which power it has."""
+    powers = [p for _, p in state.entries]
+    of_all = len(powers) == 1 or (op.inputs[0].shape.rank == 1 and summed_axes(op) == {0})
+    if not of_all or op.type != "Prod" or None in powers:
+        return state.blurred(op.outputs[0].shape.num_elements())
+    coefficients = [c for c, _ in state.entries if c is not None]
+    known = len(coefficients) == len(state.entries)
+    return Size(((int(np.prod(coefficients)) if known else None, sum(p for p in powers if p is not None)),))
 
 
 def summed_axes(op: tf.Operation) -> set[int] | None:
@@ -58,11 +61,9 @@ def summed_axes(op: tf.Operation) -> set[int] | None:
     return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
 
 
-@batching_rule(*ALONG_AN_AXIS, *ALONG_THE_LAST, data=0)
-def along(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    x, state = op.inputs[0], states[0]
-    if not isinstance(state, Batch):
-        return None
+@moves_examples(*ALONG_AN_AXIS, *ALONG_THE_LAST)
+def along(view: View, op: tf.Operation, state: Batch) -> State:
+    x = op.inputs[0]
     axes: list[int] | None = [x.shape.rank - i for i in range(1, 1 + ALONG_THE_LAST.get(op.type, 0))]
     if op.type in ALONG_AN_AXIS:
         value = constant(op.inputs[ALONG_AN_AXIS[op.type]])
@@ -74,7 +75,7 @@ def along(view: View, op: tf.Operation, states: list[State]) -> State | None:
 
 @batching_rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", data=None)
 def cross_entropy(view, op, states):
-    return rowwise(view, op, states)
+    return rowwise(op, states)
 
 
 @batching_rule("InTopKV2", data=None)
@@ -82,7 +83,7 @@ def in_top_k(view, op, states):
     *rows, k = states
     if not is_batch_free(k):
         return mixed(op, "has settings that depend on examples or on how many there are")
-    return rowwise(view, op, rows)
+    return rowwise(op, rows)
 
 
 @batching_rule("DenseBincount", data=None)
@@ -131,8 +132,7 @@ def batch_norm_gradient(view, op, states):
 
 
 def channel_axis(op) -> int:
-    form = op.get_attr("data_format")
-    return 1 if (form if isinstance(form, str) else form.decode()) in ("NCHW", "NCDHW") else op.inputs[0].shape.rank - 1
+    return 1 if channels_first(op) else op.inputs[0].shape.rank - 1
 
 
 def own_statistics(numbers, states) -> bool:

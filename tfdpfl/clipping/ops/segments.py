@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.registry import View, batching_rule
+from tfdpfl.clipping.registry import View, moves_examples
 from tfdpfl.clipping.states import Batch, State, mixed
 
 __all__: list[str] = []
@@ -15,12 +15,10 @@ SEGMENTS = frozenset(
 )
 
 
-@batching_rule(*SEGMENTS, data=0)
-def segments(view: View, op: tf.Operation, states: list[State]) -> State | None:
+@moves_examples(*SEGMENTS)
+def segments(view: View, op: tf.Operation, state: Batch) -> State:
     """As of the edges of a public graph: the numbers are public, and of axes before the batch's."""
-    state, numbered = states[0], op.inputs[1].shape.rank
-    if not isinstance(state, Batch):
-        return None
+    numbered = op.inputs[1].shape.rank
     if numbered is None:
         return mixed(op, "has a shape of unknown rank")
     if state.axis < numbered:

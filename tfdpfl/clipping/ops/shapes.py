@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
 from tfdpfl.clipping.graph import constant, key, known_entries
-from tfdpfl.clipping.registry import batching_rule, rule
+from tfdpfl.clipping.registry import batching_rule, moves_examples, rule
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
     UNKNOWN,
@@ -28,12 +28,12 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
-__all__ = ["shape_entries"]
+__all__ = ["even", "shape_entries"]
 
 # -- shapes, and numbers made of them ----------------------------------------------------------------------------
 
 
-def shape_entries(t: tf.Tensor, state: State) -> tuple[tuple[int | None, int | None], ...]:
+def shape_entries(t: tf.Tensor, state: State) -> tuple[Entry, ...]:
     if t.shape.rank is None:
         return (UNKNOWN,)
     if isinstance(state, Mixed | Items | Handle):
@@ -271,7 +271,7 @@ def joined(view, op, tensors, states, axis):
         return mixed(op, "joins tensors with different batch axes")
     if axis == batches[0].axis:
         return mixed(op, "joins along the batch axis")
-    return together(view, op, tensors, states, batches)
+    return together(op, tensors, states)
 
 
 @batching_rule("Pack")
@@ -288,7 +288,7 @@ def stack(view, op, states):
         return None
     if len({s.axis for s in batches}) > 1:
         return mixed(op, "joins tensors with different batch axes")
-    state = together(view, op, op.inputs, states, batches)
+    state = together(op, op.inputs, states)
     if isinstance(state, Mixed):
         return state
     axis = op.get_attr("axis") % op.outputs[0].shape.rank
@@ -419,11 +419,11 @@ def is_whole(slicing: Slicing, i: int, state: Batch, end: Entry) -> bool:
     return starts and ends
 
 
-@batching_rule("StridedSliceGrad", data=4, sizes=(0,))
-def strided_slice_gradient(view, op, states):
+@moves_examples("StridedSliceGrad", data=4, sizes=(0,))
+def strided_slice_gradient(view, op, state):
     """A slice's gradient put back among zeros: the examples are where they were in what was sliced."""
-    state, entries, strides = states[4], view.entries(op.inputs[0]), constant(op.inputs[3])
-    if not isinstance(state, Batch) or strides is None:
+    entries, strides = view.entries(op.inputs[0]), constant(op.inputs[3])
+    if strides is None:
         return None
     slicing, found = Slicing(op, len(entries), len(strides)), None
     for i, axis, place in slicing.axes():
@@ -477,14 +477,10 @@ def offsets(view, op, states):
     return [Size(tuple(begin if i == axis else (0, 0) for i in range(len(parts[0])))) for begin in begins]
 
 
-@batching_rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", data=0)
-def pad(view, op, states):
-    if not isinstance(states[0], Batch):
-        return None
+@moves_examples("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
+def pad(view, op, state):
     paddings = known_entries(op.inputs[1])  # along other axes any that are public
-    if paddings is None or np.any(paddings[states[0].axis] != 0):
-        return mixed(op, "pads the batch")
-    return states[0]
+    return mixed(op, "pads the batch") if paddings is None or np.any(paddings[state.axis] != 0) else state
 
 
 # -- copies ------------------------------------------------------------------------------------------------------
@@ -520,11 +516,8 @@ def broadcast_to(view, op, states):
     return None
 
 
-@batching_rule("OneHot", data=0)
-def one_hot(view, op, states):
-    state = states[0]
-    if not isinstance(state, Batch):
-        return None
+@moves_examples("OneHot")
+def one_hot(view, op, state):
     axis = op.get_attr("axis")
     axis = axis if axis >= 0 else op.inputs[0].shape.rank
     return Batch(state.axis + (axis <= state.axis), state.rows)

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import dims_of, products, reshaped, volume
+from tfdpfl.clipping.graph import channels_first
 
 __all__ = ["Window", "places_of"]
 
@@ -35,12 +36,9 @@ class Window:
 
     @classmethod
     def of(cls, op: tf.Operation, weight: list[int]) -> Window:
-        form = op.get_attr("data_format")
-        form = form.decode() if isinstance(form, bytes) else form
-        first = form.startswith("NC")
+        first = channels_first(op)
         spatial = slice(2, None) if first else slice(1, -1)
-        padding = op.get_attr("padding")
-        padding = padding.decode() if isinstance(padding, bytes) else padding
+        padding = tf.compat.as_str(op.get_attr("padding"))
         explicit = list(op.get_attr("explicit_paddings")) if padding == "EXPLICIT" else []
         pairs = [explicit[2 * i : 2 * i + 2] for i in range(len(explicit) // 2)][spatial]
         return cls(
