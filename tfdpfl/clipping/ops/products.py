@@ -20,10 +20,12 @@ PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".spl
 
 def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
     """Einsum labels of a matrix product: of both inputs and of the output."""
+
+    def leading(n: int) -> list[str]:
+        return [f"~{i}" for i in range(n, 0, -1)]
+
     if op.type == "Einsum":
-        equation = op.get_attr("equation")
-        equation = equation.decode() if isinstance(equation, bytes) else equation
-        left, out = equation.replace(" ", "").split("->")
+        left, out = tf.compat.as_str(op.get_attr("equation")).replace(" ", "").split("->")
         terms = left.split(",")
         extra = [t.shape.rank - len(term.replace("...", "")) for t, term in zip(op.inputs, terms, strict=True)]
 
@@ -31,21 +33,17 @@ def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
             if "..." not in term:
                 return list(term)
             before, after = term.split("...")
-            return [*before, *[f"~{i}" for i in range(n, 0, -1)], *after]
+            return [*before, *leading(n), *after]
 
         n_out = max(extra) if "..." in left else 0
         labels = [expand(t, n) for t, n in zip(terms, extra, strict=True)]
         return labels[0], labels[1] if len(labels) > 1 else [], expand(out, n_out)
     a, b = op.inputs
-    if op.type == "MatMul":
-        ta, tb = op.get_attr("transpose_a"), op.get_attr("transpose_b")
-    else:
-        ta, tb = op.get_attr("adj_x"), op.get_attr("adj_y")
-    ra, rb = (2, 2) if op.type == "MatMul" else (a.shape.rank, b.shape.rank)
-    la = [f"~{i}" for i in range(ra - 2, 0, -1)] + (["k", "i"] if ta else ["i", "k"])
-    lb = [f"~{i}" for i in range(rb - 2, 0, -1)] + (["j", "k"] if tb else ["k", "j"])
-    lo = [f"~{i}" for i in range(max(ra, rb) - 2, 0, -1)] + ["i", "j"]
-    return la, lb, lo
+    plain = op.type == "MatMul"
+    ta, tb = map(op.get_attr, ("transpose_a", "transpose_b") if plain else ("adj_x", "adj_y"))
+    ra, rb = (0, 0) if plain else (a.shape.rank - 2, b.shape.rank - 2)
+    la, lb = ["k", "i"] if ta else ["i", "k"], ["j", "k"] if tb else ["k", "j"]
+    return leading(ra) + la, leading(rb) + lb, [*leading(max(ra, rb)), "i", "j"]
 
 
 @batching_rule(*PRODUCTS, data=None)
@@ -53,8 +51,7 @@ def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
     batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
     if not batches:
         return None
-    la, lb, lo = labels_of(op)
-    labels = [la, lb][: len(op.inputs)]
+    *labels, lo = labels_of(op)
     if len(op.inputs) > 2:
         return mixed(op, "has more than two operands")
     marks = {labels[i][s.axis] for i, s in batches}
@@ -63,7 +60,7 @@ def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
     mark = marks.pop()
     if mark not in lo:
         return mixed(op, "sums over the batch")
-    for t, s, names in zip(op.inputs, states, labels, strict=True):
+    for t, s, names in zip(op.inputs, states, labels, strict=False):
         if isinstance(s, Size) and not s.batch_free:
             return mixed(op, "makes an example's result depend on the batch size")
         at = names.index(mark) - len(names) if mark in names else None
