@@ -566,6 +566,7 @@ def test_joining_layers_are_exact():
 # -- numbers and states that hold a batch ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_number_handed_in_from_a_batch_is_refused():
     @tf.function(input_signature=[tf.TensorSpec([None, 4]), tf.TensorSpec([])])
     def inner(x, shift):

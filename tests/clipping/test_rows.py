@@ -36,12 +36,12 @@ def test_an_axis_as_long_as_the_batch_needs_rows_that_are_alike():
 
 def test_tensors_of_one_number_of_rows_go_together_and_no_others():
     op = op_of([None, 3], [None, 3])
-    both = lambda *states: together(None, op, op.inputs, states, [s for s in states if isinstance(s, Batch)])
+    both = lambda *states: together(op, op.inputs, states)
     assert both(Batch(0, 2), Batch(0, 2)) == both(Batch(0, 2), Batch(0, None)) == Batch(0, 2)
     assert both(Batch(0), Public(alike=True)) == Batch(0)
     assert isinstance(both(Batch(0, 2), Batch(0, 1)), Mixed) and isinstance(both(Batch(0), Public()), Mixed)
-    assert rowwise(None, op, [Batch(0), Batch(0)]) == Batch(0) and rowwise(None, op, [Public(), Public()]) is None
-    assert isinstance(rowwise(None, op, [Batch(1), Batch(1)]), Mixed)
+    assert rowwise(op, [Batch(0), Batch(0)]) == Batch(0) and rowwise(op, [Public(), Public()]) is None
+    assert isinstance(rowwise(op, [Batch(1), Batch(1)]), Mixed)
 
 
 def test_a_shape_with_the_batch_size_once_has_a_batch_axis_there():

@@ -62,7 +62,6 @@ def test_best_coefficients_of_the_inverse_are_the_least_of_a_grid(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.one_stack
 def test_best_buffers_are_jax_privacys():
     """Its golden values: 100,000 steps, one participation, largest error."""
     decay, scale = best_buffers(2, 100_000)
@@ -70,7 +69,7 @@ def test_best_buffers_are_jax_privacys():
     np.testing.assert_allclose(scale, [0.0122853238, 0.1878393665], rtol=1e-5)
 
 
-@pytest.mark.parametrize("steps, buffers, factor", [(10, 1, 1.04), (1000, 3, 1.03), (10_000, 3, 1.03)])
+@pytest.mark.parametrize("steps, buffers, factor", [(10, 1, 1.04), (1000, 3, 1.03)])
 def test_few_buffers_come_near_the_bound(steps, buffers, factor):
     """Of the best root loss, 1 + ln n / π (Mathias 1993, Corollary 3.5)."""
     noise = BLT(buffers=buffers, num_steps=steps, max_participations=1, objective="max")

@@ -138,6 +138,7 @@ def test_the_noise_does_not_shrink_with_microbatches():
     assert accepts(update, 1.3 * 0.5 / 2)
 
 
+@pytest.mark.slow
 def test_every_variable_gets_its_own_noise_of_the_same_size():
     shapes = [(500, 400), (200_000,), (20, 100, 100), (200_000,)]
     update = Noise(shapes)()
@@ -430,8 +431,9 @@ def test_every_run_of_a_traced_step_draws_afresh(generator, kind):
     assert np.abs(np.corrcoef(drawn) - np.eye(6)).max() < 0.02
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("jit, generator", [(None, noise.AES), (True, noise.PHILOX)])
+@pytest.mark.parametrize("kind, jit, generator", [
+    ("straight", None, noise.AES), ("straight", True, noise.PHILOX),
+    *[pytest.param(kind, True, noise.PHILOX, marks=pytest.mark.slow) for kind in KINDS[1:]]])  # fmt: skip
 def test_what_runs_uncompiled_on_the_cpu_draws_by_aes_and_what_xla_compiles_by_philox(kind, jit, generator):
     source = noise.Source(7)
     step = tf.function(steps_of(source, kind), jit_compile=jit)
