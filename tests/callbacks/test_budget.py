@@ -84,9 +84,9 @@ def test_training_stops_before_the_step_that_would_pass_the_target(steps_per_exe
     np.testing.assert_array_equal(model.get_weights()[0], weights[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [None, 10])
-@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
-@pytest.mark.one_stack
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_a_target_that_no_training_reaches_stops_none(accountant, steps):
     data = tf.data.Dataset.from_generator(
         lambda: ((X[i : i + 20], Y[i : i + 20]) for i in range(0, N, 20)),
@@ -108,6 +108,7 @@ def test_shuffled_training_stops_before_the_epoch_that_would_pass_the_target():
     assert log.history["epsilon"][-1] <= target * 1.0001
 
 
+@pytest.mark.slow
 def test_a_step_of_which_nothing_is_known_says_that_users_have_no_epsilon():
     model, budget = compiled(expected_batch_size=10, rows_per_unit=2), PrivacyBudget(delta=DELTA)
     users = poisson_batches(
@@ -121,6 +122,7 @@ def test_a_step_of_which_nothing_is_known_says_that_users_have_no_epsilon():
         budget.report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [False, True])
 def test_examples_without_a_finite_gradient_are_said_where_the_loss_hides_them(hidden, recwarn):
     """A relu makes 0 of NaN, so the loss is finite. A statement says nothing, because it is published."""

@@ -13,6 +13,8 @@ from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("poisson", [True, False])
 def test_steps_that_keras_adds_to_fill_an_execution_are_counted_as_sampled(poisson):
     """Keras 3 takes 12 batches for 10 steps in executions of 3, if the data go on."""
@@ -43,7 +45,8 @@ def test_a_data_set_that_turns_out_to_hold_several_passes_is_priced_for_each(tar
     assert model.optimizer.num_dp_steps == 10 * passes  # none is counted where the data end
 
 
-@pytest.mark.parametrize("target", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [None, 2])
 def test_a_pass_in_batches_of_uneven_size_is_one_pass(target):
     """Buckets of one length each have more batches than num_examples / batch_size. By the closed form: a use a pass."""
     allowed = None if target is None else uses(target) * 1.0001
@@ -56,6 +59,7 @@ def test_a_pass_in_batches_of_uneven_size_is_one_pass(target):
     assert "The data are a stream" not in str(budget.report())
 
 
+@pytest.mark.slow
 def test_more_rows_than_examples_are_refused_and_not_priced_as_one_use():
     """Two copies of each example, side by side: both are in one step, which costs a Gaussian of half the noise."""
     twice = own_batches([20] * 20, np.repeat(X, 2, 0), np.repeat(Y, 2, 0))
@@ -72,6 +76,7 @@ def test_batches_larger_than_was_said_are_refused():
         model.fit(own_batches([20, 30]), callbacks=[budget], verbose=0)
 
 
+@pytest.mark.slow
 def test_updates_of_one_batch_do_not_count_its_rows_again():
     model = Thrice()
     model.compile(tfdpfl.DPSGD(1.0, 2.0))

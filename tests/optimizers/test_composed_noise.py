@@ -311,7 +311,7 @@ def test_batches_that_reach_into_the_next_pass_are_refused():
         (6, 4, 2, r"Batches of 6 examples are cut into 2 parts .* a batch size that 4 divides"),
         (10, 4, 2, "Batches of 10 examples are cut into 3 parts"),
         (8, 4, 4, "last batch of an epoch has 4 of the 20 examples, in 2 parts, which num_microbatches=4"),
-        (8, 4, 2, None),
+        pytest.param(8, 4, 2, None, marks=pytest.mark.slow),
     ],
 )
 def test_parts_that_are_not_of_whole_microbatches_are_refused_at_the_start(noise, batch, rows, groups, message):

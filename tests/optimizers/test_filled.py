@@ -27,9 +27,9 @@ from tfdpfl.clips import AdaptiveClip
 from tfdpfl.data import poisson_batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [
-    "activity regularizer", pytest.param("add_loss", marks=pytest.mark.slow),
-    pytest.param("own train_step", marks=[pytest.mark.slow, pytest.mark.both_stacks])])  # fmt: skip
+    "activity regularizer", "add_loss", pytest.param("own train_step", marks=pytest.mark.both_stacks)])  # fmt: skip
 def test_blank_rows_contribute_nothing_whatever_the_loss_makes_of_them(kind):
     sums = Sums(MODELS[kind]())
     more, fewer = (sums(whole(X[:n], Y[:n], truncated_batch_size=16)) for n in (6, 5))

@@ -103,6 +103,7 @@ def set_to_zero(optimizer):
             v.assign(tf.zeros_like(v))
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_variables_are_set_to_zero_before_its_first_step_keeps_its_secret():
     draws = []
     for _ in range(2):
