@@ -349,9 +349,7 @@ class DPOptimizer:
     def get_config(self):
         config = super().get_config()
         config.pop("is_legacy_optimizer", None)
-        dp = self._dp
-        given = {**dp.settings.to_dict(), **dp.noise.to_dict(), "secure_noise": dp.noise.discrete}
-        return {**config, **given, _SAVED_BY: _formats.stamp(_CONFIG_VERSION)}
+        return {**config, **self._dp.to_dict(), _SAVED_BY: _formats.stamp(_CONFIG_VERSION)}
 
     @classmethod
     def from_config(cls, config, custom_objects=None):

@@ -159,6 +159,7 @@ class FreshNoise:
         return {
             "noise": None if self.correlated is None else self.correlated.to_dict(),
             "sparse": None if self.sparse is None else self.sparse.to_dict(),
+            "secure_noise": self.discrete,
         }
 
 

@@ -91,7 +91,8 @@ class GradientPrivatizer:
 
     def __init__(self, settings: Settings, noise: FreshNoise):
         self.settings, self.noise = settings, noise
-        self.parts, self.seed, self.least_noise = settings.parts, settings.seed, settings.least_noise
+        self.parts, self.seed = settings.gradient_accumulation_steps, settings.seed
+        self.least_noise = settings.least_noise
         self.clipping = clipping_of(settings.l2_norm_clip)
         self.source = noise.source = Source(settings.seed)
         self.draws = Source()  # whose keys the model's own random numbers are drawn with
@@ -108,7 +109,7 @@ class GradientPrivatizer:
 
     def to_dict(self) -> Json:
         """Returns all that the optimizer was made with, as JSON can hold it."""
-        return {**self.settings.to_dict(), **self.noise.to_dict(), "discrete": self.noise.discrete}
+        return {**self.settings.to_dict(), **self.noise.to_dict()}
 
     def rows(self) -> np.ndarray:
         """Returns all that is known to have run; see `tfdpfl.optimizers._step_table`."""
@@ -255,7 +256,7 @@ class GradientPrivatizer:
             sums = [s / tf.cast(denominator, s.dtype) for s in sums[:at]] + sums[at:]
         keys = step.agreement.keys
         of_sums, others = (None, None) if keys is None else (keys[0], keys[1:])
-        rows = self.noise.rows(self._now(tf.float64), stddev, divisor, counts, whole.tables, others)
+        rows = self.noise.rows(self._now(), stddev, divisor, counts, whole.tables, others)
         noise = None
         if self.least_noise > 0:
             mean = NoiselessMean(
@@ -280,18 +281,18 @@ class GradientPrivatizer:
 
     def _multiplier_of_sums(self) -> float | tf.Tensor:
         """Returns the noise multiplier of what the clip releases."""
-        multiplier = self.noise.multiplier_of_sums(self._now(tf.float64))
+        multiplier = self.noise.multiplier_of_sums(self._now())
         return tf.cast(multiplier, tf.float32) if tf.is_tensor(multiplier) else multiplier
 
-    def _now(self, dtype: tf.DType) -> float | tf.Tensor:
+    def _now(self) -> float | tf.Tensor:
         """Returns the noise multiplier of the step that is traced. The same is drawn and counted."""
         given = self.settings.noise_multiplier
-        return given.at(raw_variable(self.iterations), dtype) if isinstance(given, PiecewiseConstant) else given
+        return given.at(raw_variable(self.iterations), tf.float64) if isinstance(given, PiecewiseConstant) else given
 
     def _multiplier(self, of_groups: tf.Tensor) -> tf.Tensor:
         """Returns the noise's standard deviation over the sensitivity to one example. It is given how many replicas
         may have groups of several examples."""
-        multiplier = tf.convert_to_tensor(self._now(tf.float64), tf.float64)
+        multiplier = tf.convert_to_tensor(self._now(), tf.float64)
         if self.settings.num_microbatches is None:
             return multiplier
         # One example moves a whole group's clipped mean, by up to 2 C, unless the group is that example.

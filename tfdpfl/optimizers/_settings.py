@@ -82,11 +82,6 @@ class Settings:
             )
 
     @property
-    def parts(self) -> int:
-        """How many batches make one update."""
-        return self.gradient_accumulation_steps
-
-    @property
     def noises(self) -> tuple[float, ...]:
         """The noise multipliers of all steps."""
         z = self.noise_multiplier
