@@ -81,6 +81,13 @@ def test_the_best_sampling_is_random_allocation_where_it_costs_no_more(changes, 
         assert best.target_epsilon == plan(sampling=sampling, **given).target_epsilon < poisson.target_epsilon
 
 
+@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
+def test_the_report_of_a_plan_says_what_a_user_is_that_shares_examples(metrics):
+    users = tfdpfl.data.bound_owners([{i, i - i % 4} for i in range(N)])
+    made = plan(user_ids=users, examples_per_user=1, noise_multiplier=9.0, target_epsilon=None, metrics=metrics)
+    assert "so ε protects each owner" in made.report().statement()
+
+
 @pytest.mark.slow
 def test_any_three_give_the_fourth():
     sigma = plan().noise_multiplier

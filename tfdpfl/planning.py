@@ -29,6 +29,7 @@ from tfdpfl.accounting.promises import PLANNED, Promise
 from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SCHEMES
 from tfdpfl.data import declared_sampling, examples_of, users_of
 from tfdpfl.data.batches import PLANNED as BATCHES
+from tfdpfl.data.declared import notes_of
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -174,9 +175,11 @@ class PrivacyPlan:
             "sampling": self.sampling, "truncated_batch_size": declared.truncated_batch_size, "unit": declared.unit,
             "secure_noise": self.secure_noise,
         }  # fmt: skip
+        notes = notes_of(self.batches)
         if self.metrics is None and self.ledger is None:
-            return privacy_report(delta=self.delta, accountant=self.accountant, **run)
-        return _ledger(run, self.ledger, self.metrics, self.epochs).report(self.delta, self.accountant)
+            report = privacy_report(delta=self.delta, accountant=self.accountant, **run)
+            return dataclasses.replace(report, notes=(*report.notes, *notes))
+        return _ledger(run, self.ledger, self.metrics, self.epochs).report(self.delta, self.accountant, notes)
 
     @property
     def epsilon(self) -> float:

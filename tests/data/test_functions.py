@@ -68,6 +68,7 @@ MEET = {
     "one shuffle in two places": (lambda: Dataset.zip((TURNED, TURNED)).batch(8), "ZipDataset joins"),
     "overlapping parts": (lambda: ROWS.take(40).concatenate(SAME.skip(39)).batch(8), "ConcatenateDataset joins"),
     "overlapping batches": (lambda: (lambda d: d.take(4).concatenate(d.skip(3)))(ROWS.batch(8)), "joins"),
+    "batches of two sizes": (lambda: ROWS.batch(8).take(3).concatenate(ROWS.batch(4).skip(3)), "joins"),
     "a shard twice": (lambda: ROWS.shard(6, 2).concatenate(SAME.shard(4, 0)).batch(8), "ConcatenateDataset joins"),
     "a third part that overlaps": (
         lambda: ROWS.take(20).concatenate(ROWS.skip(20).take(20)).concatenate(ROWS.skip(39)).batch(8), "joins"),
@@ -117,7 +118,7 @@ MEET = {
         lambda: ROWS.batch(8).map(lambda x, y: (tf.map_fn(lambda t: t - tf.reduce_mean(x, 0), x), y)), "another first"),
     "running sums": (lambda: ROWS.batch(8).map(lambda x, y: (tf.scan(lambda a, b: a + b, x), y)), "another first row"),
     "turned by one": (
-        lambda: ROWS.batch(8).map(lambda x, y: (tf.cond(tf.reduce_max(y) > 0, lambda: x, lambda: -x), y)), "branch by"),
+        lambda: ROWS.batch(8).map(lambda x, y: (tf.cond(tf.reduce_max(y) > 9, lambda: x, lambda: -x), y)), "branch by"),
     "padded": (lambda: LENGTHS.padded_batch(3), "longest example.* and cut longer examples to it: padded_batch"),
     "padded in buckets": (
         lambda: LENGTHS.bucket_by_sequence_length(lambda t: tf.shape(t)[0], [4], [3, 3]), "pads each batch"),
@@ -167,7 +168,7 @@ APART = {
     "a class and the rest": lambda: ROWS.filter(common).concatenate(ROWS.filter(rare)).batch(8),
     "a split of a class": lambda: ROWS.filter(rare).take(9).concatenate(SAME.filter(rare).skip(9)).batch(8),
     "classes by a tensor": lambda: Dataset.sample_from_datasets(
-        [ROWS.filter(lambda x, y, c=c: tf.equal(y, c)) for c in tf.constant([0.0, 1.0])]).batch(8),
+        [ROWS.filter(lambda x, y, c=c: tf.equal(y, c[0])) for c in (tf.zeros(9), tf.ones(9))]).batch(8),
     "by class": lambda: Dataset.sample_from_datasets(
         [ROWS.filter(lambda x, y: y > 0).shuffle(N), ROWS.filter(lambda x, y: y < 1).shuffle(N)]).batch(8),
     "a series": lambda: tf.keras.utils.timeseries_dataset_from_array(X, Y, 4, batch_size=8, shuffle=True),

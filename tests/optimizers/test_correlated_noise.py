@@ -397,6 +397,18 @@ def test_data_in_another_order_bring_uses_next_to_each_other():
     assert of_rows(budget.ledger) == [(12, 1, 3)]
 
 
+@pytest.mark.both_stacks
+@pytest.mark.slow
+def test_a_backup_goes_on_with_whole_passes(tmp_path):
+    """Keras 2 loads it into the optimizer's variables when they are made: the pass is noted for that state."""
+    data, budget = fixed(), PrivacyBudget(delta=1e-5)
+    for epochs in (1, 3):
+        model = c.compiled(tfdpfl.DPSGD(1.0, 1.0, noise=Tree(), expected_batch_size=12))
+        kept = tf.keras.callbacks.BackupAndRestore(str(tmp_path), delete_checkpoint=False)
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[budget, kept])
+    assert of_rows(model.optimizer.ledger) == [(12, 4, 3)]
+
+
 @pytest.mark.slow
 def test_a_state_that_is_put_back_within_a_pass_brings_uses_next_to_each_other():
     """The batch that follows it may be one of those just before it."""

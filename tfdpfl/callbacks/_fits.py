@@ -17,7 +17,7 @@ from tfdpfl._types import Arrays, Callback, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import DPOptimizer, _step_table, stepped_on
+from tfdpfl.optimizers import DPOptimizer, _replicas, _step_table, stepped_on
 
 __all__ = [
     "LEFT",
@@ -226,6 +226,7 @@ class Fit:
       announced: batches that the optimizer was told of.
       awaited: whether a batch was announced that has not ended.
       ended: whether the call is over.
+      cut_pass: whether it was interrupted in a pass whose number of batches was only stated.
       seen: batches of this epoch that have ended.
       first: the number of its first. Keras 2 goes on with a number from a backup, and with data from their beginning.
     """
@@ -244,7 +245,7 @@ class Fit:
         ordered = self.own and optimizer.noise is not None
         self._order = float(getattr(declared, "order", 0) or (_order_of(x) if ordered else 1))
         self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
-        self.ended, self.awaited, self.counts_passes = False, False, True
+        self.ended, self.awaited, self.counts_passes, self.cut_pass = False, False, True, False
         self.first: int | None = None
         self._begun_at = (0.0, 0.0, 0)  # what the counter had seen before this epoch, before this batch; steps before
         # Batches of a pass: made into logical ones; or cut out of those that were drawn.
@@ -274,6 +275,10 @@ class Fit:
     def begin(self) -> None:
         segments = self.optimizer._dp.noise.segments
         if segments is not None:
+            if segments.table is None and self.model.built and _replicas.workers() == 1:
+                # Keras 2 loads a backup into variables only when they are made; what is noted now is of that state.
+                with self.model.distribute_strategy.scope():
+                    self.optimizer.build(self.model.trainable_variables)
             segments.begin_data(self.batches[1], self._order)
         self._counter.write_back(self.optimizer._dp_ledger)
         self._steps_before = self._counter.steps
@@ -418,6 +423,7 @@ class Fit:
             # The data may have ended early, against the number of batches that they state. An example then chose among
             # fewer of them than ε counts.
             self._count_unknown(self.steps - self._begun_at[2], self.optimizer._dp.holders)
+            self.cut_pass = True
         self.end()
 
     def _count_unknown(self, steps: int, held: int) -> None:

@@ -41,7 +41,8 @@ from tfdpfl.callbacks._fits import (
 from tfdpfl.callbacks._sampling import Sampling
 from tfdpfl.callbacks._uncovered import choices_by_public_figures, uncovered_choices, uncovered_statistics
 from tfdpfl.clipping.models import saved_weights
-from tfdpfl.data import declared_sampling, source_of
+from tfdpfl.data import declared_sampling
+from tfdpfl.data.declared import notes_of
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _step_table, stepped_on
 from tfdpfl.optimizers._schedules import PiecewiseConstant
@@ -76,6 +77,11 @@ _GROUPED = (
     "num_microbatches={} clips mean gradients of groups, so an example moves the sum by up to two clips: "
     "noise_multiplier={} counts as half. Leave num_microbatches out to clip each example by itself."
 )
+_CUT_PASS = (
+    "A pass of sampling='random_allocation' was interrupted, and the data only state how many batches an example is "
+    "allocated to. So ε counts the steps of this pass as if every example took part in each. It does not for "
+    "tfdpfl.data.random_allocation."
+)
 _START = "The weights that training began with are taken to be public."
 
 
@@ -109,6 +115,8 @@ class _Spent:
         """Ends the calls of `fit` that were interrupted."""
         for fit in [fit for fit in self.open if fit.model not in running_models()]:
             fit.cut_off()
+            if fit.cut_pass:
+                self.notes[_CUT_PASS] = None
         self.open = [fit for fit in self.open if not fit.ended]
 
 
@@ -629,9 +637,7 @@ def _conditions(fit: Fit, call: Keywords) -> Iterator[str]:
         yield _ROWS
     if fit.own and not fit.whole:
         yield _STREAM
-    note = getattr((source_of(x) or (None,))[-1], "note", None)
-    if note is not None:
-        yield note
+    yield from notes_of(x)
     declared = declared_sampling(x)
     if declared is not None and declared.seed is not None:
         yield (

@@ -20,6 +20,7 @@ __all__ = [
     "made_by",
     "made_from",
     "name_of",
+    "notes_of",
     "passed_through",
     "repeats",
     "source_of",
@@ -126,6 +127,12 @@ def keep_source(dataset: Dataset, examples: Nest, map_fn: Callable | None, users
 def source_of(dataset: Dataset) -> tuple[Nest, Callable | None, Arrays] | None:
     """Returns what `keep_source` was told of a data set, or None."""
     return getattr(dataset, _SOURCE, None)
+
+
+def notes_of(dataset: Dataset) -> list[str]:
+    """Returns what a statement has to say of a data set's users, as of owners who share examples."""
+    note = getattr((source_of(dataset) or (None,))[-1], "note", None)
+    return [] if note is None else [note]
 
 
 def inputs_of(dataset: Dataset) -> list[Dataset]:

@@ -236,26 +236,26 @@ def _moves_others(called: _Function) -> bool:
     sizes = [[n or 4 for n in shape.as_list()] for shape in shapes]
     if any(math.prod(size) > _LARGEST for size in sizes) or {size[0] for size in sizes if size} in (set(), {1}):
         return False
-    for zero in [None, *range(len(sizes))]:
-        try:
-            before, after = (_leaves(called.call(*_made_up(called.given, sizes, zero, first))) for first in (0, 1))
-        except Exception:  # of TensorFlow's, or of the function's own checks
-            return False
-        rows = next(size[0] for size in sizes if size)
-        for one, other in zip(before, after, strict=True):
-            if one.shape == other.shape and one.shape[:1] == (rows,) and not _alike(one[1:], other[1:]):
-                return True
-    return False
+    try:
+        before, after = (_leaves(called.call(*_made_up(called.given, sizes, first))) for first in (0, 1))
+    except Exception:  # of TensorFlow's, or of the function's own checks
+        return False
+    rows = next(size[0] for size in sizes if size)
+    alike = [
+        _alike(one[1:], other[1:])
+        for one, other in zip(before, after, strict=True)
+        if one.shape == other.shape and one.shape[:1] == (rows,)
+    ]
+    return not all(alike)
 
 
-def _made_up(given: list[tf.Tensor], sizes: list[list[int]], zero: int | None, first: int) -> list[tf.Tensor]:
-    """Rows of numbers from 0 to 1; in the part of number ``zero`` they are 0. Where ``first`` is 1, the first row is
-    another."""
+def _made_up(given: list[tf.Tensor], sizes: list[list[int]], first: int) -> list[tf.Tensor]:
+    """Rows of numbers from 0 to 1, the first of which is another where ``first`` is 1."""
     import tensorflow as tf
 
     random, made = np.random.default_rng(0), []
-    for part, (t, size) in enumerate(zip(given, sizes, strict=True)):
-        values = random.integers(0, 5, size) / 4 * (part != zero)
+    for t, size in zip(given, sizes, strict=True):
+        values = random.integers(0, 5, size) / 4
         if size:
             values[0] = 1 - values[0] if first else values[0]
         if t.dtype == tf.string:
@@ -521,27 +521,23 @@ def _shuffle_alike(one: Dataset, other: Dataset) -> bool:
 def _may_be_disjoint(one: list[Dataset], other: list[Dataset]) -> bool:
     """Whether two data sets, each as `_paths` gives it, may leave out of the same data what the other one has, and in
     each pass the same."""
-    common = {id(each) for each in one} & {id(each) for each in other}
-    anew = any(made_by(each, SHUFFLES) and shuffles_anew(each) for each in one if id(each) in common)
-    ways = [[each for each in reversed(path) if id(each) not in common] for path in (one, other)]
-    (rows, orders), (others, their_orders) = (_rows_of(way, anew) for way in ways)
+    (rows, orders), (others, their_orders) = _rows_of(one), _rows_of(other)
     if len(orders) == len(their_orders) and all(map(_same_order, orders, their_orders)) and not _meet(rows, others):
         return True
-    choosing = [[each for each in way if made_by(each, _CHOOSING)] for way in ways]
+    choosing = [[each for each in path if made_by(each, _CHOOSING)] for path in (one, other)]
     new = any(not any(_same_order(each, its) for its in choosing[1 - i]) for i in (0, 1) for each in choosing[i])
-    return new and all(any(made_by(each, (*_CHOOSING, *_PLACES)) for each in way) for way in ways)
+    return new and all(any(made_by(each, (*_CHOOSING, *_PLACES)) for each in path) for path in (one, other))
 
 
-def _rows_of(way: list[Dataset], unordered: bool) -> tuple[range, list[Dataset]]:
-    """The places of the elements that transformations leave, or more, and what puts the elements in order before."""
-    rows, orders, cut = range(2**62), [], False
-    for each in way:
+def _rows_of(path: list[Dataset]) -> tuple[range, list[Dataset]]:
+    """The places of the elements that a path leaves, or more, and what puts the elements in order before."""
+    rows, orders, cut, unordered = range(2**62), [], False, False
+    for each in reversed(path):
         kind = made_by(each, _PLACES)
         if kind is not None and not unordered:
             rows, cut = _left_of(rows, each, kind), True
         elif kind is None and not cut and made_by(each, (*SHUFFLES, "batch", *_CHOOSING)):
             orders.append(each)
-            unordered |= made_by(each, SHUFFLES) is not None and shuffles_anew(each)
         elif kind is None and inputs_of(each) and not made_by(each, _ALIGNED):
             unordered = True
     return rows, orders
