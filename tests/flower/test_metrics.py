@@ -33,6 +33,16 @@ def test_noised_metrics_are_clipped_and_charged():
     metrics = result.train_metrics_clientapp[1]
     assert metrics["loss"] == pytest.approx((0 + 0.25 + 3 * 0.5) / 5, abs=1e-6)  # from 0.5 up it is cut
     assert metrics["contributing"] == pytest.approx(1.0, abs=1e-6) and "secret" not in metrics
+
+    def one_is_broken(message, number):
+        got = loud(message, number)
+        got.content["metrics"]["loss"] = math.nan if number == 4 else 0.25 * number
+        return got
+
+    result, _ = one_round(fixed(noise_multiplier=1.0, train_metrics=noised), one_is_broken)
+    metrics = result.train_metrics_clientapp[1]  # it counts as one that sent none
+    assert metrics["loss"] == pytest.approx((0 + 0.25 + 2 * 0.5) / 5, abs=1e-6)
+    assert metrics["contributing"] == pytest.approx(0.8, abs=1e-6)
     assert strategy.epsilon > 1e9  # noise of 1e-9 is no noise, and says so
     wide = NoisedMetrics(noise_multiplier=3.0, bound={"loss": 0.5})
     strategy = fixed(noise_multiplier=1.0, train_metrics=wide)

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("flwr")
 import dp_accounting
 from dp_accounting import dp_event
-from flower_fakes import arrays_in, moved, reply
-from strategy_cases import fixed, loud, one_round, updates
+from flower_fakes import arrays_in, model, moved, reply
+from strategy_cases import config, fixed, loud, one_round, updates
 
 import tfdpfl
 from tfdpfl.federated import NoisedMetrics, RoundsRun
@@ -41,7 +41,8 @@ def test_without_sampling_nothing_is_amplified():
 def test_evaluations_are_charged_or_said_not_to_be():
     noised = NoisedMetrics(noise_multiplier=2.0, bound={"loss": 1.0})
     strategy = fixed(noise_multiplier=2.0, sampling_rate=0.5, evaluate_metrics=noised)
-    one_round(strategy, loud, rounds=3)
+    _, grid = one_round(strategy, loud, rounds=3)
+    assert strategy.configure_evaluate(4, model(), config(), grid) == []  # the target has room for one a round
     events = [
         dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(0.5, dp_event.GaussianDpEvent(2.0)), 3),
         dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(2.0), 3),
