@@ -3,7 +3,7 @@
     python benchmarks/utility.py [--seeds 3] [--data-dir FOLDER]   # minutes on two cores
     python benchmarks/utility.py --data peer                       # where TF Privacy 0.9 is: Keras 2
 
-MNIST's rows are those of `examples/mnist_scattering.py`. Writes `benchmarks/results/utility.json` and the picture.
+MNIST's rows are those of `examples/scattering.py`. Writes `benchmarks/results/utility.json` and the picture.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def peer_rows(data_dir: str | None):
 
 
 def mnist_rows(data_dir: str | None):
-    import mnist_scattering
+    import scattering
 
     data = datasets.load_image_data(data_dir)
-    model = mnist_scattering.features_of(data)
+    model = scattering.features_of(data)
     x_train, x_test = (model.predict(x, batch_size=500, verbose=0) for x in (data.x_train, data.x_test))
 
     def plain() -> float:
@@ -111,7 +111,7 @@ def mnist_rows(data_dir: str | None):
 
     yield "scattering, linear", None, plain
     for epsilon in EPSILONS["MNIST"]:
-        yield "scattering, linear", epsilon, lambda e=epsilon: mnist_scattering.run(data, x_train, x_test, e)[0]
+        yield "scattering, linear", epsilon, lambda e=epsilon: scattering.run(data, x_train, x_test, e)[0]
 
 
 def draw(found: dict[str, list[dict]], folder: Path) -> None:

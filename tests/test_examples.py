@@ -29,7 +29,7 @@ RUNS = {
         ["--quick", "--verbose", "0"],
         r"mean of 1: [\d.]+%, \d+ s a run\n(.*\n)*.*epsilon = (1\.0|0\.9)",
     ),
-    "mnist_scattering": (["--quick"], r"ε 1\.000: [789]\d\.\d+% in \d+ s"),
+    "scattering": (["--quick"], r"ε 1\.000: [789]\d\.\d+% in \d+ s"),
     "pate_hospitals": (["--quick"], r"10 by the teachers\n(.*\n)*.*student right: [\d.]+%"),
     "pate_mnist": (
         ["--quick"],

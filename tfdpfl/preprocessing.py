@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Discretization", "Normalization", "StringLookup", "TextVectorization", "class_weights"]
 
 _ADJACENCIES = ("add_or_remove_one", "zero_out")
+_ROWS_AT_A_TIME = 1024  # a float64 copy of many wide rows would not fit into memory
 
 
 class _Price(TypedDict):
@@ -155,8 +156,8 @@ def _check_batched(data: tf.data.Dataset) -> None:
         )
 
 
-def _bounded(rows: np.ndarray, bounds: Arrays, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The examples clipped to the bounds (what is no number to their middle), and the bounds."""
+def _limits(bounds: Arrays, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The bounds of values, as two arrays."""
     if bounds is None or len(bounds) != 2:
         raise ValueError(
             f"bounds={bounds!r} must be (low, high) that do not depend on the examples: give what you know of the "
@@ -165,8 +166,14 @@ def _bounded(rows: np.ndarray, bounds: Arrays, shape: tuple[int, ...]) -> tuple[
     low, high = (np.broadcast_to(np.asarray(bound, np.float64), shape) for bound in bounds)
     if not (np.isfinite(low) & np.isfinite(high) & (low < high)).all():
         raise ValueError(f"bounds={bounds!r} must be finite, and low below high.")
-    rows = rows.astype(np.float64)
-    return np.clip(np.where(np.isnan(rows), (low + high) / 2, rows), low, high), low, high
+    return low, high
+
+
+def _clipped(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields some examples at a time in float64, clipped to the bounds (what is no number to their middle)."""
+    for first in range(0, len(rows), _ROWS_AT_A_TIME):
+        some = rows[first : first + _ROWS_AT_A_TIME].astype(np.float64)
+        yield np.clip(np.where(np.isnan(some), (low + high) / 2, some), low, high)
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")
@@ -211,13 +218,15 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         others = tuple(axis for axis in range(1, rows.ndim) if axis not in kept)
         shape = tuple(rows.shape[axis] for axis in kept)
         whole = tuple(n if axis in kept else 1 for axis, n in enumerate(rows.shape) if axis)
-        clipped, low, high = _bounded(rows, _reshaped(bounds, whole), whole)
+        low, high = _limits(_reshaped(bounds, whole), whole)
         middle, half = (low + high) / 2, (high - low) / 2
-        scaled = (clipped - middle) / half
-        each = np.stack([scaled.mean(axis=others), (scaled**2).mean(axis=others)], axis=1)  # in [-1, 1]
+        sums = np.zeros((2, *shape))
+        for some in _clipped(rows, low, high):
+            scaled = (some - middle) / half  # in [-1, 1]
+            sums += np.stack([scaled.mean(axis=others), (scaled**2).mean(axis=others)], axis=1).sum(axis=0)
         release = self._release(cost)
-        sensitivity = math.sqrt(each[0].size)
-        mean, square = release.of(each.sum(axis=0), sensitivity) / len(rows)
+        sensitivity = math.sqrt(sums.size)
+        mean, square = release.of(sums, sensitivity) / len(rows)
         # A variance below what the noise may hide is not known, and would blow the feature up.
         least = min(release.noise_multiplier * sensitivity / len(rows), 1.0)
         mean = np.clip(mean, -1, 1)
@@ -272,9 +281,9 @@ class Discretization(_Adapted, tf.keras.layers.Discretization):
             )
         rows = _rows(data)
         cells = _checks.whole("cells", cells, 2, "cut the range into at least two cells")
-        clipped, low, high = _bounded(rows.reshape(len(rows), -1), bounds, ())
+        low, high = _limits(bounds, ())
         edges = np.linspace(float(low), float(high), cells + 1)
-        counts = np.histogram(clipped, edges)[0] / clipped.shape[1]
+        counts = sum(np.histogram(some, edges)[0] for some in _clipped(rows, low, high)) / rows[0].size
         release = self._release(cost)
         noisy = np.cumsum(release.of(counts, 1.0))
         shares = np.clip(np.maximum.accumulate(noisy) / len(rows), 0, 1)
