@@ -44,6 +44,17 @@ def test_a_step_is_not_traced_with_a_rule_that_is_wrong(kind, rules):
         norms_of(lambda x: tf.reduce_sum(tf.sin(x @ w)), w)(IMAGES[:, 0, 0])
 
 
+def test_a_rule_whose_norms_alone_are_wrong_is_refused(rules):
+    def halved(use, units):
+        each = products(use)
+        return MaterializedGradient([each], norms2=tf.reduce_sum(each**2, [1, 2]) / 4)
+
+    register_rule("MatMul")(halved)
+    w = tf.Variable(np.ones((3, 2), "float32"))
+    with pytest.raises(PrivacyError, match=r"Your rule for MatMul \(.*an example's norm is"):
+        norms_of(lambda x: tf.reduce_sum(tf.sin(x @ w)), w)(IMAGES[:, 0, 0])
+
+
 @pytest.mark.slow
 def test_fit_refuses_a_rule_that_is_wrong_and_changes_nothing(rules):
     model, (x, y) = flat()

@@ -9,6 +9,7 @@ from helpers import K, L, check, check_model, example_losses, normal
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from layer_cases import CONVOLUTIONS, check_layers, few, image, layers_of
+from mixing_cases import check_told, d, square, total
 
 from tfdpfl.clipping import clipped_gradients
 
@@ -98,3 +99,15 @@ def test_explicit_padding_agrees(kernel, channels):
     w = tf.Variable(normal(*kernel, channels, 2, seed=1))
     pads = [[0, 0], [2, 1], [0, 3], [0, 0]]
     check(lambda x: example_losses(tf.nn.conv2d(x, w, 1, pads)), normal(3, 4, 5, channels), [w])
+
+
+def test_filters_that_are_made_of_examples_are_refused():
+    check_told(lambda x: total(tf.nn.conv1d(d(x)[..., None], d(x)[:, :1, None], 1, "SAME")),
+               "Conv2D.*has weights that depend on examples")  # fmt: skip
+
+
+def test_windows_over_several_examples_are_refused():
+    pooled = lambda x: tf.raw_ops.AvgPool(
+        value=square(x)[..., None], ksize=[2, 1, 1, 1], strides=[1] * 4, padding="SAME"
+    )
+    check_told(lambda x: total(pooled(x)), "AvgPool.*pools over the batch")

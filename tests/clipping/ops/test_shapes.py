@@ -89,12 +89,19 @@ def test_the_gradient_of_a_slice_of_examples_is_refused(cut):
     refused(loss, X, match="takes some examples|by its position|not known to follow the batch size", static=True)
 
 
-def test_a_slice_that_turns_the_examples_round_is_refused():
+@pytest.mark.parametrize("rows, stride, match", [
+    (lambda n: n, -1, "takes some examples"), (lambda n: 2 * n, 1, "not known to follow the batch size"),
+    (lambda n: 5, 1, "not known to follow the batch size"),
+])  # fmt: skip
+def test_a_slices_gradient_in_other_rows_than_the_examples_is_refused(rows, stride, match):
+    """Turned round, among more rows than there are, or in as many as one batch has."""
+
     def loss(w, x):
         y = tf.tanh(x @ w)
-        turned = tf.raw_ops.StridedSliceGrad(
-            shape=tf.shape(y), begin=[0], end=[0], strides=[-1], dy=y, begin_mask=1, end_mask=1
-        )
-        return tf.reduce_mean((y - turned) ** 2)
+        put = tf.raw_ops.StridedSliceGrad(
+            shape=tf.stack([rows(tf.shape(y)[0]), 6]), begin=[0], end=[0], strides=[stride], dy=y, begin_mask=1,
+            end_mask=1,
+        )  # fmt: skip
+        return tf.reduce_mean(y**2) + tf.reduce_mean(put**2)
 
-    refused(loss, X, match="StridedSliceGrad.*takes some examples")
+    refused(loss, X, match=f"StridedSliceGrad.*{match}")
