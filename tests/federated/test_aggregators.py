@@ -54,7 +54,7 @@ def aggregate(process, cohort, state=None):
 def test_removing_a_client_moves_the_mean_by_the_clip_over_the_expected_cohort(name):
     process = process_of(name, 0.0, 10)
     others = [update(0.3, 1), update(7.0, 2)]
-    for norm, moved in [(0.2, 0.2), (1e3, 0.5), (3e30, 0.5)]:  # the last one's square is no float32
+    for norm, moved in [(0.2, 0.2), (0.6, 0.5), (3e30, 0.5)]:  # the last one's square is no float32
         with_it, without = (aggregate(process, cohort) for cohort in ([update(norm), *others], others))
         difference = np.linalg.norm(unpack(with_it.result) - unpack(without.result))
         assert difference == pytest.approx(moved / 10, rel=2e-3)
