@@ -226,7 +226,7 @@ def test_almost_without_noise_the_mean_is_of_clipped_weights(build, clients):
 @pytest.mark.both_stacks
 def test_noise_of_clients_and_server_has_the_planned_size_and_no_other(build):
     wide = fd.from_arrays((np.zeros([8, 300]), np.zeros(8, np.int32)), range(8)).batch(1)  # a round is many draws
-    process = build(wide, epsilon=8.0, num_rounds=60, l2_norm_clip=0.01, num_exposures=1)
+    process = build(wide, epsilon=8.0, num_rounds=60, l2_norm_clip=0.01, num_exposures=5)
     plan = process.nbafl
     assert plan.sigma_d > 0
     start = process.initialize()
