@@ -327,7 +327,7 @@ def _trainings() -> Iterator[Case]:
     yield Case("PrivateMetrics", "optimizers", metrics_replay, None)
 
 
-def poisson(steps: int = 3, trials: int = 80, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
+def poisson(steps: int = 3, trials: int = 160, times: int = 4, delta: float = 0.01) -> tuple[float, float]:
     """Runs of a few sampled batches in one `fit`, told by how far each one went."""
     import tensorflow as tf
 
