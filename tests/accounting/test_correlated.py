@@ -176,3 +176,12 @@ def test_pairs_of_noise_and_sampling_are_compared_at_equal_privacy():
     assert {line.sampling for line in compare(3)} == {"shuffle"}
     with pytest.raises(ValueError, match=r"sampling_rate=1\.5 is above 1"):
         compare(3, target_epsilon=target, delta=delta, sampling_rate=1.5)
+
+
+@pytest.mark.parametrize("views", [(3, None), (None, 3)])
+def test_of_two_views_of_the_same_steps_the_one_that_bounds_no_uses_stands(views):
+    both = PrivacyLedger()
+    for most in views:
+        run = CorrelatedRun(noise=Tree(), noise_multiplier=2.0, num_steps=9, max_participations=most)
+        both.count_correlated([("a", 0)], run, dataset=None)
+    assert len(both) == 1 and both.report(1e-5, "rdp").participations == 9
