@@ -29,11 +29,25 @@ def test_numbers_of_examples_that_change_with_each_pass_are_no_ids():
     def released(number, example):
         return private(example[1], ids=number)
 
-    for data in (rows.shuffle(3).enumerate(), rows.shuffle(3).enumerate().batch(2)):
+    numbers, shuffled = tf.data.Dataset.range(3), rows.shuffle(3)
+    place = tf.Variable(0)
+    for data in (
+        shuffled.enumerate(), shuffled.enumerate().batch(2), tf.data.Dataset.zip((tf.data.Dataset.counter(), shuffled)),
+        tf.data.Dataset.zip((shuffled, numbers)).map(lambda e, i: (i + 5, e)),
+        shuffled.scan(0, lambda s, e: (s + 1, (s, e))),
+        rows.map(lambda x, y: (x + tf.random.uniform([], 0, 9, tf.int32), (x, y))).shuffle(3),
+    ):  # fmt: skip
         with pytest.raises(Exception, match=r"ids are numbers of examples \(enumerate\)"):
             data.map(released)
+    for made in (
+        lambda y: tf.range(tf.size(y)), lambda y: y[:0] + tf.random.uniform([3], 0, 9, tf.int32),
+        lambda y: tf.fill(tf.shape(y), place.assign_add(1)),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match="or they are drawn or counted"):
+            rows.batch(3).map(lambda x, y, made=made: private(y, ids=made(y)))
     for data in (
-        rows.enumerate().shuffle(3), rows.shuffle(3).cache().enumerate(),
+        rows.enumerate().shuffle(3), rows.shuffle(3).cache().enumerate(), rows.map(lambda x, y: (x, (x, y))).shuffle(3),
+        rows.enumerate().shuffle(3).map(lambda i, e: (i + 5, e)), tf.data.Dataset.zip((numbers, rows)).shuffle(3),
         rows.shuffle(3, reshuffle_each_iteration=False).enumerate(),
     ):  # fmt: skip
         data.map(released)

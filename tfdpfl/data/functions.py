@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tfdpfl.clipping.states import Mixed
 
 __all__ = [
+    "changes_each_pass",
     "check_apart",
     "check_once",
     "hands_on_early",
-    "numbered_anew",
     "out_of_order",
     "rank_of",
     "shuffles_anew",
@@ -164,7 +164,10 @@ def _are_numbers(source: Dataset) -> bool:
     class of its own, and no end."""
     if made_by(source, ("tensorslice",)) is None and made_by(source, ("range", "scan")):
         return True
-    number = int(source.cardinality())
+    import tensorflow as tf
+
+    with tf.init_scope():  # it may be asked where a function is traced
+        number = int(source.cardinality())
     return name_of(source) == "VariantDataset" and (number == -1 or number > 2**62)  # -1 is endless
 
 
@@ -621,19 +624,44 @@ def out_of_order(dataset: Dataset) -> str | None:
     return None
 
 
-def numbered_anew(dataset: Dataset) -> bool:
-    """Whether the first component of each element is the number of an example (enumerate) that is another in each
-    pass."""
-    handed_on = ("batch", "unbatch", "prefetch", "options", "take", "takewhile", "skip")
-    while (inputs := inputs_of(dataset)) and made_by(dataset, handed_on):
-        dataset = inputs[0]
-    if made_by(dataset, ("zip",)) is None or inputs_of(inputs[0]):
-        return False
-    numbered = ancestors(inputs[1])
-    cached = next((at for at, each in enumerate(numbered) if made_by(each, ("cache",))), len(numbered))
+def changes_each_pass(dataset: Dataset, made: tf.Tensor) -> bool:
+    """Whether what a function makes of the elements of a data set may be another value for an example in each pass, or
+    follows from no value of the example (its place in a batch)."""
+    renewed = _renewed(dataset)
+    given = list(zip(made.graph.inputs[: len(renewed)], renewed, strict=True))
+    kept, changing = ([t for t, anew in given if anew is wanted] for wanted in (False, True))
+    return _draws([made]) or _depends([made], changing) or not _depends([made], kept)
+
+
+def _renewed(dataset: Dataset) -> list[bool]:
+    """Of each part of an element whether an example may have another value in each pass: a number by its place in an
+    order that is another one (enumerate after shuffle), or a number that is drawn."""
+    import tensorflow as tf
+
+    inputs, parts = inputs_of(dataset), len(tf.nest.flatten(dataset.element_spec))
+    kind = made_by(dataset, ("cache", "zip", "flatmap", "map", "scan", *_SELECTING))
+    before = [anew for each in inputs for anew in _renewed(each)]
+    if kind == "zip":
+        moved = [_comes_in_another_order(each) for each in inputs]
+        of_parts = [m for m, each in zip(moved, inputs, strict=True) for _ in tf.nest.flatten(each.element_spec)]
+        return [anew or (any(moved) and not m) for anew, m in zip(before, of_parts, strict=True)]
+    if kind in ("map", "scan") and inputs and (functions := _functions(dataset)):
+        graph, given = functions[0].graph, functions[0].given
+        states = len(_state_of(dataset)) if kind == "scan" else 0
+        anew = [_comes_in_another_order(inputs[0])] * states + before
+        changing = [t for t, is_anew in zip(given, anew, strict=False) if is_anew]
+        made = [_draws([t]) or _depends([t], changing) for t in graph.outputs[states:]]
+        return made if len(made) == parts else [any(made)] * parts
+    return before if kind in _SELECTING and kind != "cache" and len(before) == parts else [False] * parts
+
+
+def _comes_in_another_order(dataset: Dataset) -> bool:
+    """Whether the elements come in another order in each pass."""
+    path = ancestors(dataset)
+    cached = next((at for at, each in enumerate(path) if made_by(each, ("cache",))), len(path))
     mixes = (*SHUFFLES, "interleave")
-    return out_of_order(inputs[1]) is not None or any(
-        made_by(each, mixes) and shuffles_anew(each) for each in numbered[:cached]
+    return out_of_order(dataset) is not None or any(
+        made_by(each, mixes) and shuffles_anew(each) for each in path[:cached]
     )
 
 

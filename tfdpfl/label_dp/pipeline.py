@@ -9,8 +9,7 @@ from tfdpfl._frames import callers
 from tfdpfl._types import Arrays, DpEvent, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.clipping.graph import ancestors
-from tfdpfl.data.functions import numbered_anew
+from tfdpfl.data.functions import changes_each_pass
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp._base import label_promise
 from tfdpfl.label_dp._datasets import with_labels
@@ -146,15 +145,13 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
 
 def _check_numbers(ids: tf.Tensor) -> None:
-    """Raises if ids are numbers of examples in the order of a pass, and the map that runs is of a data set whose order
-    is another in each."""
-    if not isinstance(graph := getattr(ids, "graph", None), tf.Graph) or tf.executing_eagerly():
+    """Raises if the map that runs gives examples other ids in each pass."""
+    if not isinstance(getattr(ids, "graph", None), tf.__internal__.FuncGraph) or tf.executing_eagerly():
         return
     dataset = next((frame.f_locals["input_dataset"] for frame in callers() if "input_dataset" in frame.f_locals), None)
-    inputs = getattr(graph, "inputs", None)
-    if dataset is not None and inputs and inputs[0].op.name in ancestors([ids]) and numbered_anew(dataset):
+    if dataset is not None and changes_each_pass(dataset, ids):
         raise PrivacyError(
-            "ids are numbers of examples (enumerate) in a data set that is shuffled anew in each pass, so each pass "
-            "would draw new noise for a label, and ε counts one release. Call enumerate() before shuffle(), or give "
-            "ids that belong to the examples."
+            "ids are numbers of examples (enumerate) in a data set that is shuffled anew in each pass, or they are "
+            "drawn or counted, so each pass would draw new noise for a label, and ε counts one release. Call "
+            "enumerate() before shuffle() and batch(), or give ids that belong to the examples."
         )
