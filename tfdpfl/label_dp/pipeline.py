@@ -144,6 +144,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
         return input_shape
 
 
+@tf.autograph.experimental.do_not_convert
 def _check_numbers(ids: tf.Tensor) -> None:
     """Raises if the map that runs gives examples other ids in each pass."""
     if not isinstance(getattr(ids, "graph", None), tf.__internal__.FuncGraph) or tf.executing_eagerly():
