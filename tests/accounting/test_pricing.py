@@ -46,6 +46,12 @@ def test_one_gaussian_costs_its_closed_form(sigma, delta):
     assert exact <= compute_epsilon(**run, sampling="none", accountant="rdp") <= exact * 1.3
 
 
+@pytest.mark.parametrize("mu", [1e-4, 0.1, 2.0])
+def test_the_closed_form_is_zero_from_the_total_variation_on(mu):
+    distance = 2 * special.ndtr(mu / 2) - 1
+    assert pricing.gaussian_epsilon(mu, distance * 1.001) == 0 < pricing.gaussian_epsilon(mu, distance * 0.999)
+
+
 def test_k_gaussians_cost_one_of_sigma_over_root_k():
     epsilon = compute_epsilon(**{**RUN, "noise_multiplier": 4.0}, num_steps=16, sampling="none")
     assert epsilon == pytest.approx(gaussian_epsilon(1.0, 1e-5), rel=1e-4)

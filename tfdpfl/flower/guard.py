@@ -13,6 +13,7 @@ See docs/flower.md.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import math
 import os
@@ -306,6 +307,7 @@ def main(arguments: list[str], run: Callable[[], None] | None = None) -> None:
                     "itself. Add --isolation process, and start flower-superexec as a user without a network."
                 )
             install(policy)
+            importlib.import_module("tensorflow")  # its seconds would come before the first answer
             log.info("%s protects each update: %s", path, _price(policy))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
