@@ -224,32 +224,36 @@ def _moves_others(called: _Function) -> bool:
     """Whether a function of a batch gives other rows where the first one is another: it is called with made-up rows.
 
     False if that does not show: it draws at random, calls Python, writes variables, or does not take such rows."""
-    import tensorflow as tf
-    from tensorflow.python.framework import op_def_registry
-
-    definition = called.graph.as_graph_def()
-    nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
-    kinds = {node.op for node in nodes} - {f.signature.name for f in definition.library.function}
-    defined = {kind: op_def_registry.get(kind) for kind in kinds if not kind.startswith(_READS)}
-    if any(of is None or of.is_stateful or "Random" in kind for kind, of in defined.items()):
-        return False
-    shapes = [t.shape for t in called.given]
-    if any(shape.rank is None for shape in shapes) or any(t.dtype == tf.variant for t in called.given):
-        return False
-    sizes = [[n or 4 for n in shape.as_list()] for shape in shapes]
-    if any(math.prod(size) > _LARGEST for size in sizes) or {size[0] for size in sizes if size} in (set(), {1}):
+    sizes = _made_up_sizes(called.given)
+    if sizes is None or not _gives_the_same_again(called.graph):
         return False
     try:
         before, after = (_leaves(called.call(*_made_up(called.given, sizes, first))) for first in (0, 1))
     except Exception:  # of TensorFlow's, or of the function's own checks
         return False
-    rows = next(size[0] for size in sizes if size)
-    alike = [
-        _alike(one[1:], other[1:])
-        for one, other in zip(before, after, strict=True)
-        if one.shape == other.shape and one.shape[:1] == (rows,)
-    ]
-    return not all(alike)
+    rows = next(size[:1] for size in sizes if size)
+    pairs = [(one, other) for one, other in zip(before, after, strict=True) if [*one.shape[:1]] == rows]
+    return not all(_alike(one[1:], other[1:]) for one, other in pairs if one.shape == other.shape)
+
+
+def _gives_the_same_again(graph: tf.Graph) -> bool:
+    """Whether a function may be called for a trial: it draws nothing, calls no Python and writes nothing."""
+    from tensorflow.python.framework import op_def_registry
+
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
+    kinds = {node.op for node in nodes} - {f.signature.name for f in definition.library.function}
+    defined = {kind: op_def_registry.get(kind) for kind in kinds if not kind.startswith(_READS)}
+    return not any(of is None or of.is_stateful or "Random" in kind for kind, of in defined.items())
+
+
+def _made_up_sizes(given: list[tf.Tensor]) -> list[list[int]] | None:
+    """Sizes of tensors for a batch of several rows; None if they are not known, or too large."""
+    if any(t.shape.rank is None or t.dtype.name == "variant" for t in given):
+        return None
+    sizes = [[n or 4 for n in t.shape.as_list()] for t in given]
+    rows = {size[0] for size in sizes if size}
+    return None if rows in (set(), {1}) or any(math.prod(size) > _LARGEST for size in sizes) else sizes
 
 
 def _made_up(given: list[tf.Tensor], sizes: list[list[int]], first: int) -> list[tf.Tensor]:
@@ -395,16 +399,21 @@ def _drawn_from(graph: tf.Graph, given: dict[str, tuple[bool, bool]], number: fl
         random, draws = _is_random(op), any(drawn for _, drawn in inputs)
         if inputs and inputs[0][0] and (random or draws) and _selects(op):
             return op
-        for body in body_graphs(op) if op.type in BODIES else ():
-            handed = inputs[1:] if op.type.endswith("If") else inputs
+        bodies = body_graphs(op) if op.type in BODIES else ()
+        handed = inputs[1:] if op.type.endswith("If") else inputs
+        for body in bodies:
             found = _drawn_from(body, {t.op.name: s for t, s in zip(body.inputs, handed, strict=False)}, number)
-            random |= any(map(_is_random, body.get_operations()))
             if found is not None:
                 return found
-        source = not op.inputs or op.type == "ReadVariableOp"
-        table = (source or any(table for table, _ in inputs)) and any(_is_long(t, number) for t in op.outputs)
-        states[op.name] = table, op.type not in _SIZES and (random or draws)
+        random |= any(_is_random(inner) for body in bodies for inner in body.get_operations())
+        states[op.name] = _holds_table(op, inputs, number), op.type not in _SIZES and (random or draws)
     return None
+
+
+def _holds_table(op: tf.Operation, inputs: list[tuple[bool, bool]], number: float) -> bool:
+    """Whether an op gives a table of so many rows: as a source, or of such a table."""
+    source = not op.inputs or op.type == "ReadVariableOp"
+    return (source or any(table for table, _ in inputs)) and any(_is_long(t, number) for t in op.outputs)
 
 
 def _selects(op: tf.Operation) -> bool:
@@ -642,17 +651,23 @@ def _renewed(dataset: Dataset) -> list[bool]:
     kind = made_by(dataset, ("cache", "zip", "flatmap", "map", "scan", *_SELECTING))
     before = [anew for each in inputs for anew in _renewed(each)]
     if kind == "zip":
-        moved = [_comes_in_another_order(each) for each in inputs]
-        of_parts = [m for m, each in zip(moved, inputs, strict=True) for _ in tf.nest.flatten(each.element_spec)]
-        return [anew or (any(moved) and not m) for anew, m in zip(before, of_parts, strict=True)]
+        return _renewed_side_by_side(inputs, before)
     if kind in ("map", "scan") and inputs and (functions := _functions(dataset)):
-        graph, given = functions[0].graph, functions[0].given
         states = len(_state_of(dataset)) if kind == "scan" else 0
         anew = [_comes_in_another_order(inputs[0])] * states + before
-        changing = [t for t, is_anew in zip(given, anew, strict=False) if is_anew]
-        made = [_draws([t]) or _depends([t], changing) for t in graph.outputs[states:]]
+        changing = [t for t, is_anew in zip(functions[0].given, anew, strict=False) if is_anew]
+        made = [_draws([t]) or _depends([t], changing) for t in functions[0].graph.outputs[states:]]
         return made if len(made) == parts else [any(made)] * parts
     return before if kind in _SELECTING and kind != "cache" and len(before) == parts else [False] * parts
+
+
+def _renewed_side_by_side(inputs: list[Dataset], before: list[bool]) -> list[bool]:
+    """As `_renewed`, of a zip: what keeps its order meets other examples, if the other side comes in another order."""
+    import tensorflow as tf
+
+    moved = [_comes_in_another_order(each) for each in inputs]
+    of_parts = [m for m, each in zip(moved, inputs, strict=True) for _ in tf.nest.flatten(each.element_spec)]
+    return [anew or (any(moved) and not m) for anew, m in zip(before, of_parts, strict=True)]
 
 
 def _comes_in_another_order(dataset: Dataset) -> bool:
