@@ -123,11 +123,7 @@ def test_parts_of_a_batch_are_added_up_before_they_are_rounded(monkeypatch, clip
     assert np.abs(updates[0]).max() > 1e-2
 
 
-def test_what_cannot_draw_on_the_host_or_is_correlated_is_refused():
-    with pytest.raises(ValueError, match="noise=Tree together with secure_noise=True"):
-        tfdpfl.DPFTRL(1.0, 1.0, secure_noise=True)
-    with pytest.raises(ValueError, match="secure_noise=1"):
-        tfdpfl.DPSGD(1.0, 1.0, secure_noise=1)
+def test_what_cannot_draw_on_the_host_is_refused():
     model = c.compiled(tfdpfl.DPSGD(1.0, 1.0, secure_noise=True), jit_compile=True)
     x, y = c.examples(8)
     with pytest.raises(tfdpfl.PrivacyError, match="jit_compile=False"):

@@ -46,8 +46,8 @@ _ALIGNED = (
 )  # fmt: skip
 # Transformations whose elements are those that they are given, or batches of them.
 _SELECTING = (
-    "batch", "unbatch", "prefetch", "options", "cache", "assertcardinality", "model", "shuffle", "repeat", "take",
-    "skip", "shard", "filter", "takewhile",
+    "batch", "unbatch", "prefetch", "options", "cache", "assertcardinality", "model", "repeat", "take",
+    "skip", "shard", "filter", "takewhile", *SHUFFLES,
 )  # fmt: skip
 _PLACES = ("take", "skip", "shard")
 _CHOOSING = ("filter", "takewhile", "window", "directed")
