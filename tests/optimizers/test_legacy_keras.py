@@ -15,7 +15,7 @@ CORE = "three_steps or under_a_tape or loss_scale_of or regulariser or config or
 @pytest.mark.skipif(not c.keras3(), reason="this stack's tf.keras is Keras 2 already")
 def test_the_core_of_the_optimizers_holds_under_tf_keras():
     tests = Path(__file__).parent.parent
-    files = [f"optimizers/test_{name}.py" for name in ("optimizers", "saving", "peers_faults")]
+    files = [f"optimizers/test_{name}.py" for name in ("optimizers", "saving", "privatizer")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-k", CORE, "-p", "no:cacheprovider"]
         + [str(tests / name) for name in files],
