@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import click
-import numpy as np
 
 from tfdpfl import _formats
 from tfdpfl._cli_parts import DELTA, JSON, TARGET, BadArgument, NewFile, clean_errors
@@ -314,6 +313,8 @@ def _model_of(path: Path) -> Path:
 
 def _about_model(path: Path) -> Json:
     """Returns what the model next to a journal says of itself, or the "error" with which it cannot be read."""
+    import numpy as np
+
     if not _model_of(path).exists():
         return {}
     try:
@@ -325,6 +326,8 @@ def _about_model(path: Path) -> Json:
 
 def _model_with_ledger(path: Path, digest: str) -> bytes:
     """Returns a saved model that names another ledger as the one that it belongs to."""
+    import numpy as np
+
     with np.load(path, allow_pickle=False) as saved:
         held, made = dict(saved), io.BytesIO()
     about = {**json.loads(str(held.pop("about"))), "ledger": digest}

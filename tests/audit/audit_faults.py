@@ -250,8 +250,8 @@ def _thrice(values: Any) -> Any:
     return lambda self, x, y: 3 * values(self, x, y)
 
 
-def _not_bounded(bounded: Any) -> Any:
-    return lambda rows, bounds, shape: (rows, *bounded(rows, bounds, shape)[1:])
+def _not_clipped(clipped: Any) -> Any:
+    return lambda rows, low, high: iter([rows])
 
 
 def _every_word(vocabulary: Any) -> Any:
@@ -557,7 +557,7 @@ FAULTS = [
           lambda there: told(cases.metrics_replay()), patched(_metrics, "_values_of", _thrice)),
     Fault("features not clipped to their bounds", REPLAY, "sensitivity: tfdpfl/_sums.py",
           lambda there: told(replay(cases._normalised, 9 * cases.CORNER, 0 * cases.CORNER, adjacency="zero_out")),
-          patched(_preprocessing, "_bounded", _not_bounded)),
+          patched(_preprocessing, "_clipped", _not_clipped)),
     Fault("words of one example alone are learned", BOUND, "is claimed", above(cases.rare_word),
           patched(_preprocessing, "_vocabulary", _every_word)),
     Fault("gradients scaled after the clip", REFUSAL, "did not come through the clip", refused(_scaled_gradients)),

@@ -426,7 +426,7 @@ def of_users(batch_size=3, **kwargs):
 def test_all_that_a_user_has_moves_all_updates_together_by_what_the_noise_is_made_for(parts):
     """Without noise, over two passes. The user has other rows, and more of them, or all of them are blanked."""
     of_3, big = OWNERS[:, None] == 3, 1e3 * np.random.default_rng(3).normal(size=X.shape).astype("float32")
-    more, fewer = np.concatenate([X, big[:4]]), ~np.isin(np.arange(24), [1, 3])
+    more, fewer = np.concatenate([np.where(of_3, big, X), big[:4]]), ~np.isin(np.arange(24), [1, 3])
     others = {  # what a neighbour may have, and how many clips from it
         "blank": (np.where(of_3, 0, X), OWNERS, 1),
         "other rows": (np.where(of_3, big, X), OWNERS, 2),
