@@ -154,9 +154,9 @@ def plans():
 @pytest.mark.parametrize(
     ("optimizer", "data", "callback", "message"),
     [
-        (0, 0, 1, "those of another plan|the plan's callback is not"),
-        (0, 1, 0, "those of another plan"),
-        (1, 0, 0, "those of another plan|noise_multiplier="),
+        (0, 0, 1, "the batches of another plan|the plan's callback is not"),
+        (0, 1, 0, "the batches of another plan"),
+        (1, 0, 0, "the batches of another plan|noise_multiplier="),
         (0, 0, None, "callback is not among"),
         (0, "budget", None, "callback is not among"),
         (0, "arrays", 0, "fit was given an object of type ndarray, not the batches"),

@@ -46,6 +46,9 @@ def test_normalization_learns_about_the_means_and_variances_and_is_saved_as_kera
     loaded = tf.keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.layers[-1], preprocessing.Normalization)
     np.testing.assert_allclose(loaded(x[:9]), shown[:9], rtol=1e-5, atol=1e-5)
+    assert loaded.layers[-1].ledger == ledger and "ledger" not in preprocessing.Normalization().get_config()
+    (said,) = uncovered_statistics(loaded, PrivacyLedger())  # in a new process, too, ε needs the ledger
+    assert said.startswith("ε does not include all") and not list(uncovered_statistics(loaded, ledger))
     # The ledger pays for a training, too.
     assert PrivacyBudget(delta=1e-5, ledger=ledger).ledger.epsilon(1e-6) == ledger.epsilon(1e-6)
 

@@ -198,7 +198,7 @@ class PrivacyPlan:
         """
         data = fit.get("x")
         if data is not self.batches:
-            what = "those of another plan" if hasattr(data, PLAN) else f"an object of type {type(data).__name__}"
+            what = "the batches of another plan" if hasattr(data, PLAN) else f"an object of type {type(data).__name__}"
             raise PrivacyError(
                 f"fit was given {what}, not the batches that the noise was planned for. Give it plan.batches; for "
                 "other data make another plan."
@@ -216,7 +216,8 @@ class PrivacyPlan:
         if other is not None:
             raise PrivacyError(
                 f"The model's optimizer has {other}={has[other]!r}, and the plan has {wanted[other]!r}: the optimizer "
-                "belongs to another plan. Compile the model with plan.optimizer(...)."
+                "belongs to another plan. To start, compile the model with plan.optimizer(...). To continue a loaded "
+                "model, make the plan that it began with again: the same arguments, and the same ledger."
             )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._sums import noisy_sum
-from tfdpfl._types import Arrays, Layer, Nest
+from tfdpfl._types import Arrays, Json, Layer, Nest
 from tfdpfl.accounting import PrivacyLedger, _checks, price
 from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
@@ -115,6 +115,20 @@ class _Adapted:
         release = _Release(**(cost | {"ledger": given}), thresholded=thresholded)
         self.ledger = release.ledger
         return release
+
+    def get_config(self) -> Json:
+        """Returns what Keras saves: its own, and the ledger."""
+        config = super().get_config()  # type: ignore[misc]  # of Keras's layer
+        return {**config, **({} if self.ledger is None else {"ledger": self.ledger.to_dict()})}
+
+    @classmethod
+    def from_config(cls, config: Json) -> _Adapted:
+        """Makes the layer that `get_config` described."""
+        config = dict(config)
+        ledger = config.pop("ledger", None)
+        made = super().from_config(config)  # type: ignore[misc]  # of Keras's layer
+        made.ledger = None if ledger is None else PrivacyLedger.from_dict(ledger)
+        return made
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdpfl
+from tfdpfl.callbacks import PrivacyBudget
 from tfdpfl.optimizers import make_dp_optimizer_class
 
 keras = tf.keras
@@ -236,6 +237,19 @@ def noise_drawn(optimizer):
         return v.numpy()
 
     return draw
+
+
+def test_steps_that_were_loaded_count_though_the_model_is_compiled_anew(tmp_path):
+    x, y = c.examples(8)
+    first = c.compiled(tfdpfl.DPSGD(1.0, 1.1, learning_rate=0.1))
+    first.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    path = str(tmp_path / "model.keras")
+    first.save(path)
+    for loaded, steps in ((tf.keras.models.load_model(path), 6), (tf.keras.models.load_model(path, compile=False), 2)):
+        loaded.compile(tfdpfl.DPSGD(1.0, 1.3, learning_rate=0.1), c.cross_entropy())
+        budget = PrivacyBudget(delta=1e-5)
+        loaded.fit(x, y, batch_size=4, callbacks=[budget], verbose=0)
+        assert budget.ledger.steps == steps
 
 
 def test_states_of_several_runs_in_turns_draw_no_noise_twice_and_lose_no_step():

@@ -193,6 +193,7 @@ class DPOptimizer:
 
     def build(self, variables):
         super().build(variables)
+        self._dp.built_on = [weakref.ref(raw_variable(v)) for v in variables]
         segments = self._dp.noise.segments
         if segments is not None and segments.table is None:
             with tf.init_scope():
@@ -389,6 +390,9 @@ class DPOptimizer:
             )
         else:
             self._dp_ledger.assign(saved)
+            for v in (ref() for ref in self._dp.built_on):
+                if v is not None:
+                    stepped_on(v)[id(self._dp)] = self._dp  # the steps count if the model is compiled anew
         self._dp.drop_partial()  # its gradients are those of other weights
         self._dp.counter.write_back(self._dp_ledger)
 
@@ -418,9 +422,9 @@ _STEPPED_ON: dict[int, dict[int, GradientPrivatizer]] = {}  # by the id of a var
 
 
 def stepped_on(variable: Variable) -> dict[int, GradientPrivatizer]:
-    """Returns the privatizers of the DP optimizers whose steps on a variable were traced in this process, by id. Other
-    models may share it, and its own may have been compiled anew. Kept with the variable; later ones come into the same
-    dictionary. (Not the optimizers, which are as large as the model.)"""
+    """Returns the privatizers of the DP optimizers whose steps on a variable were traced in this process, or loaded
+    with it, by id. Other models may share it, and its own may have been compiled anew. Kept with the variable; later
+    ones come into the same dictionary. (Not the optimizers, which are as large as the model.)"""
     variable = raw_variable(variable)
     if id(variable) not in _STEPPED_ON:
         _STEPPED_ON[id(variable)] = {}

@@ -101,6 +101,7 @@ class GradientPrivatizer:
         self.counter.discrete = noise.discrete
         self.table: tf.Variable  # the optimizer's
         self.iterations: tf.Variable  # the optimizer's count of updates
+        self.built_on: list[weakref.ref] = []  # the variables that the optimizer was built for
         self.whole_pass = True  # whether the last watched epoch went through all of its data
         self._accumulators: dict[tuple[int, ...], GradientAccumulator] = {}
         self.pending = in_memory(np.int64(0))  # parts that the last step left
