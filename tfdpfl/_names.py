@@ -128,7 +128,10 @@ def _places(modules: tuple[str, ...]) -> dict[str, str]:
 
 
 # What others call an argument, where it is not like its name here.
-_ARGUMENTS = {"clip": "l2_norm_clip", "max_grad_norm": "l2_norm_clip", "n": "num_examples", "sigma": "noise_multiplier"}
+_ARGUMENTS = {
+    "batch_size": "expected_batch_size", "clip": "l2_norm_clip", "max_grad_norm": "l2_norm_clip", "n": "num_examples",
+    "sigma": "noise_multiplier",
+}  # fmt: skip
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> str:
