@@ -104,6 +104,19 @@ def flower_log():
     log.propagate = before[1]
 
 
+@pytest.fixture
+def synced(monkeypatch):
+    """The paths of the files and folders that were synced to the disk, in their order."""
+    paths, real = [], os.fsync
+
+    def fsync(descriptor):
+        paths.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
 def keras3() -> bool:
     import tensorflow as tf
 

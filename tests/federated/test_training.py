@@ -597,15 +597,7 @@ def test_a_training_that_dies_at_any_sync_goes_on_and_shows_no_round_that_it_cou
 
 
 @pytest.mark.slow
-def test_a_state_is_on_the_disk_before_its_round_is_shown(tmp_path, monkeypatch):
-    synced, real = [], os.fsync
-
-    def fsync(descriptor):
-        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-
+def test_a_state_is_on_the_disk_before_its_round_is_shown(tmp_path, synced):
     def shown(weights):
         state = tmp_path / f"state_{weights}"
         assert {str(path) for path in (tmp_path, state, *state.rglob("*"))} <= set(synced)

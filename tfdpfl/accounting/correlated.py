@@ -85,8 +85,8 @@ class CorrelatedRun:
     @property
     def _offered(self) -> tuple[str, ...]:
         """The neighbours that this can be priced for. They differ in what one example contributes; who else is in a
-        batch, and when, stays. Where the order is fixed or shuffled a data set with an example more has other batches:
-        that has no price."""
+        batch, and when, stays. An example more would make other batches of a fixed or shuffled order, which has no
+        price."""
         return (FIXED_ORDER if self.sampling_rate is None else CYCLIC_POISSON).adjacencies
 
     @property

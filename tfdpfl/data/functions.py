@@ -197,12 +197,12 @@ def _check_batches(dataset: Dataset, called: _Function) -> None:
     graph, given = called.graph, called.given
     names = {t.op.name for t in given}
     axis = BatchAxis(graph, lambda t: Batch(0) if t.op.name in names and t.shape.rank != 0 else None, within=True)
-    for t in graph.outputs:
-        state = axis[t]
-        if isinstance(state, Mixed) and state.why in _MEET and _of_values(graph, state, given):
+    mixed = [state for state in map(axis.__getitem__, graph.outputs) if isinstance(state, Mixed)]
+    for state in mixed:
+        if state.why in _MEET and _of_values(graph, state, given):
             raise _meets(dataset, state.describe())
-        if isinstance(state, Mixed) and _moves_others(called):
-            raise _meets(dataset, f"another first row changes the other rows of its result, and {state.describe()}")
+    if mixed and _moves_others(called):
+        raise _meets(dataset, f"another first row changes the other rows of its result, and {mixed[0].describe()}")
     for op in axis.ops.values():
         of = axis.states.get((op.inputs[0].op.name, op.inputs[0].value_index)) if op.inputs else None
         if isinstance(of, Batch) and of.axis == 0 and _selects(op) and _draws(op.inputs[1:]):

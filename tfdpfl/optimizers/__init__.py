@@ -11,7 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -237,9 +237,13 @@ class DPOptimizer:
                 optimizer._dp.check_finished(kept + (saved_weights(trains) if trains is not None else []))
 
         before_it_runs(loss.graph, ask)
+        self._steps_on(variables)
+        return private
+
+    def _steps_on(self, variables: Iterable[Variable]) -> None:
+        """Notes whose weights the steps of this optimizer move, so that they count if the model is compiled anew."""
         for v in variables:
             stepped_on(v)[id(self._dp)] = self._dp
-        return private
 
     def _warn_of_class_weights(self, weights: Mapping[int, float] | None) -> None:
         """Weights are in the loss, and so before the clip. (How many examples exceed it is not known in public.)"""
@@ -390,9 +394,7 @@ class DPOptimizer:
             )
         else:
             self._dp_ledger.assign(saved)
-            for v in (ref() for ref in self._dp.built_on):
-                if v is not None:
-                    stepped_on(v)[id(self._dp)] = self._dp  # the steps count if the model is compiled anew
+            self._steps_on(v for v in (ref() for ref in self._dp.built_on) if v is not None)
         self._dp.drop_partial()  # its gradients are those of other weights
         self._dp.counter.write_back(self._dp_ledger)
 
