@@ -36,7 +36,7 @@ def lock(file: IO, name: str, path: str | os.PathLike, wait: bool = False) -> No
         if error.errno in _HELD:
             raise ValueError(
                 f"{name}={os.fspath(path)!r} is in use by another process. Both would write over each other's rounds. "
-                "Give each training its own."
+                "Give each training its own. If that process was left over when its server was killed, end it."
             ) from None
         raise ValueError(
             f"{name}={os.fspath(path)!r} is on a file system that cannot lock files ({error.strerror}). A second "
