@@ -84,8 +84,8 @@ def test_steps_are_the_functions():
 
 
 def test_statement_is_the_functions():
-    args = ("statement", *RUN, *RDP, "--num-epochs", "2", "--num-microbatches", "10")
-    how = dict(num_epochs=2, num_microbatches=10, accountant="rdp")
+    args = ("statement", *RUN, *RDP, "--num-epochs", "2", "--num-microbatches", "10", "--sampling", "shuffle")
+    how = dict(num_epochs=2, num_microbatches=10, accountant="rdp", sampling="shuffle")
     assert ok(*args) == privacy_statement(**KEYWORDS, noise_multiplier=2.0, **how) + "\n"
     assert json.loads(ok(*args, "--json"))["num_microbatches"] == 10
 

@@ -137,8 +137,6 @@ def test_replacing_a_sampled_example_costs_what_integration_says(rate, sigma, de
     run = dict(num_examples=1000, batch_size=int(1000 * rate), noise_multiplier=sigma, num_steps=steps, delta=delta)
     assert (1 - 3e-5) * truth <= compute_epsilon(**run, adjacency="replace_one") <= 1.005 * truth
     assert compute_epsilon(**run) < truth
-    halved = compute_epsilon(**{**run, "noise_multiplier": sigma / 2}, adjacency="replace_one")
-    assert compute_epsilon(**run, adjacency="replace_one", num_microbatches=1) == halved
 
 
 @needs_06
@@ -186,8 +184,6 @@ def test_a_sampled_user_costs_what_integration_says(rate, sigma, k, delta, steps
     epsilon = compute_epsilon(**run, max_examples_per_user=k)
     assert (1 - 3e-5) * truth <= epsilon <= truth * (1.01 if ACCOUNTS_FOR_GROUPS else 4)
     assert compute_epsilon(**run, max_examples_per_user=k, accountant="rdp") >= (1 - 3e-5) * truth
-    grouped = compute_epsilon(**{**run, "noise_multiplier": 2 * sigma}, max_examples_per_user=k, num_microbatches=1)
-    assert grouped == pytest.approx(epsilon, rel=1e-9)
 
 
 @pytest.mark.slow

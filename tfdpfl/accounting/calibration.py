@@ -57,7 +57,7 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
             `tfdpfl.accounting.Run`.
         num_microbatches: Groups whose mean gradient is clipped, a divisor of `batch_size`; fewer than
             `batch_size` double the sensitivity, so σ counts as σ/2. It is taken for granted that an example's
-            presence does not regroup the others.
+            presence does not regroup the others, so `"poisson"` and `"random_allocation"` are refused, as `fit` does.
         accountant: `"pld"` (tight) or `"rdp"`. If PLD has no answer ("fixed_size", δ below 1e-12) RDP's is
             given. RDP has no answer for "random_allocation" and `truncated_batch_size`: PLD's is given, with a warning.
             `privacy_report` names the accountant that was used.

@@ -45,7 +45,8 @@ class Run:
             - `"none"`: at every step.
         num_microbatches: The number of groups whose mean gradient is clipped; None, or `batch_size`, clips
             each example by itself. One example moves its group's clipped mean anywhere in a ball, so the
-            sensitivity is 2C. This takes for granted that an example's presence does not regroup the others.
+            sensitivity is 2C. This takes for granted that an example's presence does not regroup the others, so
+            samplings that draw each example by itself are refused.
         starts_mid_epoch: Whether the first step may lie inside a pass over the data (shuffle, with
             `num_steps`).
         adjacency: Which data sets are neighbours; None takes the sampling's own, the first named.
@@ -112,6 +113,7 @@ class Run:
                 f"num_epochs={self.num_epochs:g} passes have: give one of the two"
             )
         self._check_microbatches()
+        self._check_groups_stay()
         self._check_adjacency()
         self._check_group()
         self._check_truncation()
@@ -143,9 +145,11 @@ class Run:
                 f"truncated_batch_size={self.truncated_batch_size} has a known ε for sampling='poisson' with "
                 f"adjacency='add_or_remove_one', not for {self.sampling!r} with {self.adjacency!r}: leave it out"
             )
-        if self.grouped or self.max_examples_per_user > 1:
-            what = "num_microbatches" if self.grouped else "max_examples_per_user"
-            raise PrivacyError(f"truncated_batch_size has no known ε for {what}={getattr(self, what)}: leave one out")
+        if self.max_examples_per_user > 1:
+            raise PrivacyError(
+                f"truncated_batch_size has no known ε for max_examples_per_user={self.max_examples_per_user}: "
+                "leave one out"
+            )
 
     def _check_microbatches(self) -> None:
         _checks.known(
@@ -155,6 +159,14 @@ class Run:
             raise ValueError(
                 f"num_microbatches must divide batch_size={self.batch_size}, got {self.num_microbatches}: use a "
                 "divisor, or leave it out to clip every example by itself"
+            )
+
+    def _check_groups_stay(self) -> None:
+        if self.grouped and self.scheme.independent:
+            raise PrivacyError(
+                f"num_microbatches={self.num_microbatches} has no known ε with sampling={self.sampling!r}: one more "
+                "example moves other examples to other groups, so fit refuses such a training. Use sampling='shuffle' "
+                "(what fit does with arrays), or leave num_microbatches out to clip each example by itself"
             )
 
     def _check_adjacency(self) -> None:

@@ -208,11 +208,6 @@ class Poisson(SamplingScheme):
     def of_group(self, step: DpEvent, population: int, size: float, number: int) -> DpEvent:
         return _sampled_group(size / population, step.noise_multiplier, number)
 
-    def sensitivity(self, adjacency: str, grouped: bool) -> int:
-        if grouped and adjacency == "replace_one":
-            return 4  # both examples are compared with none, from which either moves the mean of its group by 2C
-        return super().sensitivity(adjacency, grouped)
-
     def if_only_shuffled(self, adjacency: str | None) -> dict[str, str | None]:
         return {"sampling": Shuffled.name, "adjacency": shuffled_adjacency(adjacency), "truncated_batch_size": None}
 
