@@ -268,7 +268,8 @@ def test_a_plan_takes_what_a_ledger_leaves_of_the_target():
     both.compose(spent_before).compose(step, 20)
     assert 1.98 < both.get_epsilon(DELTA) <= 2.0 and both.get_epsilon(DELTA) == pytest.approx(made.epsilon, 1e-3)
     assert made.noise_multiplier > 1.05 * plan().noise_multiplier
-    assert "1 x Gaussian" in made.statement() and ", 20 steps" in made.statement()
+    assert "Gaussian, 1 release, noise multiplier 4, adjacency" in made.statement()
+    assert "sampling: poisson" in made.statement()
     budget = made.callback
     assert budget.ledger.epsilon(DELTA, "rdp") == ledger.epsilon(DELTA, "rdp") > 0
     given = plan(ledger=ledger, target_epsilon=None, noise_multiplier=made.noise_multiplier)

@@ -98,7 +98,7 @@ def test_an_example_moves_the_sums_by_no_more_than_the_noise_is_for(exact, featu
 
 def test_the_noise_has_the_deviation_of_the_event_in_the_ledger():
     ledger = PrivacyLedger()
-    release = preprocessing._Release(1.0, 1e-6, ledger, None, None)
+    release = preprocessing._Release("counts", 1.0, 1e-6, ledger, None, None)
     drawn = release.of(np.full(4000, 5.0), 3.0)
     (event,) = [row.event for row in ledger._rows]
     assert event == dp_accounting.GaussianDpEvent(release.noise_multiplier)
@@ -138,7 +138,7 @@ def test_a_vocabulary_has_what_many_examples_have_and_nothing_of_one_example_alo
 
 def test_a_token_of_one_example_passes_with_the_chance_that_delta_has_for_it(exact):
     for most in (1, 4):
-        release = preprocessing._Release(1.0, 1e-2, None, None, None, thresholded=True)
+        release = preprocessing._Release("counts", 1.0, 1e-2, None, None, None, thresholded=True)
         sigma = release.noise_multiplier * math.sqrt(most)
         threshold = 1 + sigma * norm.isf(release.chance / most)
         assert most * norm.sf((threshold - 1) / sigma) == pytest.approx(5e-3)

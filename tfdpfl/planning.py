@@ -385,7 +385,10 @@ def _ledger(run: Keywords, before: PrivacyLedger | None, metrics: PrivateMetrics
     ledger = PrivacyLedger() if before is None else PrivacyLedger().merge(before)
     ledger.record(**run)
     if metrics is not None:
-        ledger.add(metrics.event(run["num_examples"]), epochs // metrics.every, adjacency=ledger.adjacency)
+        releases = epochs // metrics.every
+        ledger.add(
+            metrics.event(run["num_examples"]), releases, adjacency=ledger.adjacency, name=type(metrics).__name__
+        )
     return ledger
 
 

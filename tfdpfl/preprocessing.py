@@ -53,6 +53,7 @@ class _Release:
     """Noisy sums at one (ε, δ), paid by a ledger.
 
     Args:
+        name: What is released, for statements.
         epsilon, delta: What they may cost.
         ledger: What pays; None for one of its own.
         adjacency: The neighbours that it is recorded for; None takes the ledger's.
@@ -61,9 +62,10 @@ class _Release:
     """
 
     def __init__(
-        self, epsilon: float, delta: float, ledger: PrivacyLedger | None = None, adjacency: str | None = None,
-        seed: int | None = None, thresholded: bool = False,
+        self, name: str, epsilon: float, delta: float, ledger: PrivacyLedger | None = None,
+        adjacency: str | None = None, seed: int | None = None, thresholded: bool = False,
     ):  # fmt: skip
+        self._name = name
         epsilon = _checks.real("epsilon", epsilon, "give what adapting may cost, such as 0.5", above=0)
         self.chance = check_delta(delta) / 2 if thresholded else 0.0
         self.ledger = PrivacyLedger() if ledger is None else ledger
@@ -90,7 +92,7 @@ class _Release:
         event = GaussianDpEvent(self.noise_multiplier)
         if self.chance:
             event = thresholded(event, self.chance)
-        self.ledger.add(event, adjacency=self.adjacency, unit="example")
+        self.ledger.add(event, adjacency=self.adjacency, unit="example", name=self._name)
         if self._seeded:
             self.ledger.seeded |= {"tfdpfl.preprocessing"}
         return noisy_sum(np.asarray(sums, np.float64), sensitivity, self.noise_multiplier, self._source)
@@ -112,7 +114,7 @@ class _Adapted:
     def _release(self, cost: _Cost, thresholded: bool = False) -> _Release:
         """Makes the release of an `adapt`, which adds to the ledger of an earlier one if it is given none."""
         given = self.ledger if cost.get("ledger") is None else cost["ledger"]
-        release = _Release(**(cost | {"ledger": given}), thresholded=thresholded)
+        release = _Release(type(self).__name__, **(cost | {"ledger": given}), thresholded=thresholded)
         self.ledger = release.ledger
         return release
 
@@ -449,6 +451,6 @@ def class_weights(y: ArrayLike, *, num_classes: int, **cost: Unpack[_Cost]) -> d
         )
     labels = labels.reshape(-1)
     counts = np.array([(labels == k).sum() for k in range(_checks.whole("num_classes", num_classes, 1, "count them"))])
-    release = _Release(**cost)
+    release = _Release(class_weights.__name__, **cost)
     noisy = np.maximum(release.of(counts, 1.0), max(release.noise_multiplier, 1.0))
     return {k: float(len(labels) / (num_classes * count)) for k, count in enumerate(noisy)}

@@ -62,7 +62,8 @@ def test_any_event_can_be_added_to_a_ledger():
     ledger.record(2.0, **DATA)
     report = ledger.report(1e-5, "rdp")
     assert report.steps == report.participations == 10 and report.noise_multiplier is None
-    assert "mechanism: 10 recorded applications of 2 mechanisms" in str(report) and report.unit == "example"
+    assert "mechanism: 2 kinds of noisy results, 10 results in all\n    poisson" in str(report)
+    assert report.unit == "example" and report.sampling == "poisson"
 
 
 def test_tree_aggregation_is_priced_where_an_example_is_blanked():
@@ -149,7 +150,7 @@ def test_what_is_no_ledger_is_refused(saved):
 def test_an_empty_ledger_costs_nothing():
     ledger = PrivacyLedger().record(1.0, 0, **DATA)
     assert len(ledger) == 0 and ledger.epsilon(1e-5) == 0.0
-    assert ledger.report(1e-5).epsilon == 0.0 and "0 recorded" in str(ledger.report(1e-5))
+    assert ledger.report(1e-5).epsilon == 0.0 and "mechanism: none was recorded" in str(ledger.report(1e-5))
     with pytest.raises(ValueError, match="must be a dp_accounting"):
         ledger.add(1.0)
 

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from budget_cases import (
     X,
     Y,
     compiled,
+    own_batches,
     price,
     uses,
 )
@@ -88,11 +90,7 @@ def test_training_stops_before_the_step_that_would_pass_the_target(steps_per_exe
 @pytest.mark.parametrize("steps", [None, 10])
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_a_target_that_no_training_reaches_stops_none(accountant, steps):
-    data = tf.data.Dataset.from_generator(
-        lambda: ((X[i : i + 20], Y[i : i + 20]) for i in range(0, N, 20)),
-        output_signature=(tf.TensorSpec((None, 4)), tf.TensorSpec((None,), tf.int64)),
-    )
-    model = compiled(z=1e4, expected_batch_size=20.0)
+    data, model = own_batches([19, 21] * 5), compiled(z=1e4, expected_batch_size=20.0)
     budget = PrivacyBudget(N, DELTA, 1e3, sampling="poisson", batch_size=20, accountant=accountant)
     log = model.fit(data, epochs=2, steps_per_epoch=steps and steps // 2, callbacks=[budget], verbose=0)
     assert len(log.history["epsilon"]) == 2
@@ -144,6 +142,15 @@ def test_a_statement_says_why_the_noise_of_microbatches_counts_as_half():
     model.fit(X, Y, batch_size=20, callbacks=[budget], verbose=0)
     assert "num_microbatches=5 clips mean gradients of groups" in str(budget.report())
     assert "noise_multiplier=2.0 counts as half" in str(budget.report()) and budget.report().noise_multiplier == 1.0
+
+
+def test_a_last_batch_that_is_nearly_all_noise_is_said():
+    model, budget = compiled(), PrivacyBudget(delta=DELTA)
+    with pytest.warns(UserWarning, match=r"has 2 of the 200 examples.* 11 times the noise .*\(x\[:198\]\)"):
+        model.fit(X, Y, batch_size=22, callbacks=[budget], verbose=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X, Y, batch_size=24, callbacks=[budget], verbose=0)  # 8 are left
 
 
 def test_a_target_that_is_spent_says_by_what():

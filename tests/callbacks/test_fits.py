@@ -1,14 +1,18 @@
 """What a call of `fit` is counted as: passes, executions and rows."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from budget_cases import DELTA, N, PrivacyBudget, Thrice, X, Y, compiled, own_batches, price, uses
+from scipy.stats import binom
 
 import tfdpfl
 from tfdpfl.accounting import PrivacyLedger
+from tfdpfl.accounting.sampling import POISSON
+from tfdpfl.callbacks._fits import Fit
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 
@@ -130,3 +134,39 @@ def test_an_optimizer_without_privacy_is_refused():
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(PrivacyError, match=r"SGD.*tfdpfl\.DPAdam"):
         model.fit(X, X[:, :3], callbacks=[PrivacyBudget(N, DELTA)], verbose=0)
+
+
+def test_batches_of_one_size_are_no_independent_draws():
+    """They are refused, and counted as if each example were in each, before a tenth step of a chance below 1e-9."""
+    model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)
+    with pytest.raises(PrivacyError, match="sampling='poisson', but each of the first 10 batches held 20 examples"):
+        model.fit(own_batches([20] * 15), callbacks=[budget], verbose=0)
+    assert budget.ledger.unknown_steps == 10 and budget.report().epsilon >= uses(10)
+
+
+def refused_after(sizes, populations):
+    """How many batches of such sizes, out of what is left of so many examples, are believed."""
+    fit = SimpleNamespace(
+        _size=-1, _log_chance=0.0, steps=0, announced=0, stride=1, scheme=POISSON, _count_unknown=lambda *_: None,
+        optimizer=SimpleNamespace(_dp=SimpleNamespace(holders=1)),
+    )  # fmt: skip
+    for i, (size, population) in enumerate(zip(sizes, populations, strict=True)):
+        try:
+            Fit._check_size_varies(fit, size, population)
+        except PrivacyError:
+            return i
+    return None
+
+
+def test_batches_are_believed_until_no_rate_explains_their_sizes():
+    """The chance of each further batch of one size is SciPy's, at the rate at which it is largest."""
+    for size, population in [(20, 200), (256, 60_000), (1, 10**6), (150, 200)]:
+        most = binom.pmf(size, population, size / population)
+        needed = int(np.ceil(np.log(1e-9) / np.log(most)))
+        assert refused_after([size] * 200, [population] * 200) == needed
+    left = [200 - 20 * (i % 10) for i in range(40)]  # of an allocation: the last of a pass is what is left
+    chances = np.cumsum([0, *(binom.logpmf(20, n, 20 / n) for n in left[1:])])
+    assert refused_after([20] * 40, left) == int(np.argmax(chances < np.log(1e-9)))
+    assert refused_after([200] * 99, [200] * 99) is refused_after([0] * 99, [200] * 99) is None  # all, or none
+    assert refused_after([20, 21, *[20] * 99], [200] * 101) is None
+    assert refused_after([20, 20, 21, *[20] * 99], [200] * 102) is None

@@ -92,8 +92,11 @@ def test_validation_on_private_data_costs_its_own_ledger_and_public_figures_may_
     ours = PrivateMetrics((X[:60], Y[:60]), validation=True, noise_std=0.1, every=2, keep=["val_loss"])
     model, spy = compiled(), Spy()
     log = model.fit(X[60:], Y[60:], batch_size=20, epochs=3, validation_data=(X[:9], Y[:9]), verbose=0,
-                    callbacks=[ours, spy])  # fmt: skip
-    assert set(log.history) == spy.seen["epoch_end"] == {"val_loss", "val_accuracy"}
+                    callbacks=[ours, budget := PrivacyBudget(delta=DELTA), spy])  # fmt: skip
+    assert "of the validation data, which are of other people" in str(budget.report()) and budget.ledger.steps == 9
+    assert "PrivateMetrics of the validation data, 1 release, noise" in str(ours.ledger.report(DELTA))
+    assert set(log.history) - {"epsilon"} == {"val_loss", "val_accuracy"}
+    assert set(log.history) == spy.seen["epoch_end"]
     assert spy.seen["test_end"] == {"loss"} and not spy.seen["train_batch_end"]
     assert len(log.history["val_accuracy"]) == 2 and len(set(log.history["val_accuracy"])) == 1  # released once
     assert ours.ledger.steps == 1 and ours.ledger.epsilon(DELTA) == price(ours.event(60), DELTA).epsilon

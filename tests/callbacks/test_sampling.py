@@ -226,6 +226,13 @@ def test_what_cannot_be_priced_is_refused_before_the_first_update(optimizer, dat
     np.testing.assert_array_equal(before[0], model.get_weights()[0])
 
 
+def test_a_batch_size_that_keras_would_not_use_is_refused():
+    with pytest.raises(ValueError, match="batch_size"):
+        compiled(expected_batch_size=20).fit(
+            poisson_batches((X, Y), 0.1, 3), batch_size=64, callbacks=[PrivacyBudget(delta=DELTA)], verbose=0
+        )
+
+
 @pytest.mark.one_stack
 def test_declared_sampling_of_other_data_is_believed():
     model = compiled()

@@ -577,10 +577,10 @@ def test_steps_on_a_data_set_of_another_name_are_not_in_this_ones_epsilon():
 
 @pytest.mark.slow
 def test_an_expected_batch_size_far_from_the_batches_is_said():
-    model, watched = compiled(expected_batch_size=200.0), budget(N)
-    with pytest.warns(UserWarning, match=r"expected_batch_size=200, but batches hold 20 .* 0.1 times"):
+    model, watched = compiled(expected_batch_size=40.0), budget(N)
+    with pytest.warns(UserWarning, match=r"expected_batch_size=40, but batches hold 20 .* 0.5 times"):
         fit(model, watched)
-    assert "expected_batch_size=200" in str(watched.report())
+    assert "expected_batch_size=40" in str(watched.report())
 
 
 @pytest.mark.slow

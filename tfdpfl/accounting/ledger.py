@@ -35,6 +35,7 @@ class _Applied:
     count: int
     adjacency: str
     unit: str | None = None
+    name: str | None = None
 
     @property
     def steps(self) -> int:
@@ -48,7 +49,11 @@ class _Applied:
         return dp_event.SelfComposedDpEvent(self.event, self.count) if adjacency == self.adjacency else None
 
     def text(self) -> str:
-        return f"{self.count} x {type(self.event).__name__.removesuffix('DpEvent')}, adjacency {self.adjacency}"
+        kind = type(self.event).__name__.removesuffix("DpEvent")
+        sigma = getattr(getattr(self.event, "event", self.event), "noise_multiplier", None)
+        noise = "" if sigma is None else f", noise multiplier {sigma:g}"
+        releases = f"{self.count} {'release' if self.count == 1 else 'releases'}"
+        return f"{self.name or kind}, {releases}{noise}, adjacency {self.adjacency}"
 
 
 class _OfRun:
@@ -256,7 +261,13 @@ class PrivacyLedger:
         return not shuffled or (self._goes_on and shuffled[-1].whole_passes)
 
     def add(
-        self, event: DpEvent, count: int = 1, *, adjacency: str = "add_or_remove_one", unit: str | None = None
+        self,
+        event: DpEvent,
+        count: int = 1,
+        *,
+        adjacency: str = "add_or_remove_one",
+        unit: str | None = None,
+        name: str | None = None,
     ) -> "PrivacyLedger":
         """Adds `count` applications of any dp-accounting event, and returns the ledger.
 
@@ -266,6 +277,7 @@ class PrivacyLedger:
             adjacency: The neighbouring relation that the event is stated for.
             unit: "example" if the event protects one example each, "user" if users; None if it protects whatever the
                 other entries do. A ledger of users refuses to add up events of examples.
+            name: What was released, for the statement; None names the kind of event.
         """
         from dp_accounting import dp_event
 
@@ -274,12 +286,13 @@ class PrivacyLedger:
         count = _checks.whole("count", count, 0, "count the applications")
         adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
         unit = None if unit is None else _checks.choice("unit", unit, UNITS)
+        made = _Applied(event, count, adjacency, unit, name)
         for i, row in enumerate(self._rows):
-            if isinstance(row, _Applied) and (row.event, row.adjacency, row.unit) == (event, adjacency, unit):
+            if isinstance(row, _Applied) and dataclasses.replace(row, count=count) == made:
                 self._rows[i] = dataclasses.replace(row, count=row.count + count)
                 return self
         if count:
-            self._rows.append(_Applied(event, count, adjacency, unit))
+            self._rows.append(made)
         return self
 
     @accept_old_names(**OLD_NAMES)
@@ -373,7 +386,7 @@ class PrivacyLedger:
             elif isinstance(row, _Correlated):
                 self._unite_correlated(row)
             elif isinstance(row, _Applied):
-                self.add(row.event, row.count, adjacency=row.adjacency, unit=row.unit)
+                self.add(row.event, row.count, adjacency=row.adjacency, unit=row.unit, name=row.name)
         return self
 
     def _unite(self, new: _Counted) -> None:
@@ -517,8 +530,10 @@ class PrivacyLedger:
         if not others:
             return report
         # What only some of the rows have is not the whole ledger's.
-        of_runs = "sampling noise_multiplier num_examples batch_size num_microbatches sampling_rate"
+        of_runs = "noise_multiplier num_examples batch_size num_microbatches sampling_rate"
         unknown: Keywords = dict.fromkeys(of_runs.split())
+        if not all(isinstance(row, _Applied) for row in others):
+            unknown["sampling"] = None  # other steps were drawn otherwise; releases are no steps
         touched = report.participations + sum(row.participations for row in others)
         return dataclasses.replace(report, steps=self.steps, participations=touched, **unknown)
 
@@ -531,8 +546,8 @@ class PrivacyLedger:
         rows: list[Json] = []
         for row in self._rows:
             if isinstance(row, _Applied):
-                unit = {} if row.unit is None else {"unit": row.unit}
-                rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency, **unit})
+                more = {key: value for key in ("unit", "name") if (value := getattr(row, key)) is not None}
+                rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency, **more})
                 continue
             if isinstance(row, _Correlated):
                 rows.append({"correlated": row.run.to_dict(), "origins": row.origins, "dataset": row.dataset})
@@ -575,7 +590,8 @@ class PrivacyLedger:
                         ledger._rows.append(run)
                 else:
                     event = _decode(row["event"])
-                    ledger.add(event, row["count"], adjacency=row["adjacency"], unit=row.get("unit"))
+                    more = {key: row.get(key) for key in ("unit", "name")}
+                    ledger.add(event, row["count"], adjacency=row["adjacency"], **more)
         except (KeyError, TypeError) as error:
             raise ValueError(f"saved is not what PrivacyLedger.to_dict gave: {error}") from error
         return ledger

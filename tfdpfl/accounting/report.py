@@ -72,7 +72,8 @@ class PrivacyReport:
         epsilon: Upper bound on ε; infinite where nothing is promised.
         delta: δ.
         adjacency: The neighbouring relation: `"add_or_remove_one"`, `"zero_out"` or `"replace_one"`.
-        sampling: How examples came into batches; None if what ran was given as events.
+        sampling: How examples came into the batches of the steps; None if it differs, or if what ran was given as
+            events.
         accountant: The accountant that proved ε, which is not always the one that was asked for.
         noise_multiplier: σ; None if several, or none that is known.
         steps: Noisy updates.
@@ -195,8 +196,8 @@ class PrivacyReport:
 
     def _mechanism(self) -> str:
         if self.sampling is None or self.noise_multiplier is None or self.num_examples is None:
-            several = f"{self.steps} recorded applications of {len(self.rows)} mechanisms"
-            return self.rows[0] if len(self.rows) == 1 else several
+            several = f"{len(self.rows)} kinds of noisy results, {self.steps} results in all"
+            return several if self.rows[1:] else self.rows[0] if self.rows else "none was recorded"
         batches = "expected batch size" if SCHEMES[self.sampling].independent else "batch size"
         sizes = f"{batches} {self.batch_size}" if self.batch_size is not None else "batches of several sizes"
         groups = f" in {self.num_microbatches} microbatches" if self.num_microbatches else ""

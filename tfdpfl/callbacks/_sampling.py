@@ -86,6 +86,11 @@ class Sampling:
         """Returns num_examples, batch_size and sampling of the data that `fit` was given."""
         x = call.get("x")
         declared, length = declared_sampling(x), length_of(x)
+        if length is None and call.get("batch_size") is not None:
+            raise ValueError(
+                f"batch_size={call['batch_size']} of fit has no effect, because the data come in batches. Leave it "
+                "out, and give the batch size where the batches are made."
+            )
         self._check_workers(x, declared)
         if declared is not None:
             self._check_uses(declared, call)

@@ -31,6 +31,7 @@ from tfdpfl.callbacks._fits import (
     fingerprints,
     fit_arguments,
     keeps_averages,
+    length,
     private_optimizer,
     remember_weights,
     running_models,
@@ -82,7 +83,15 @@ _CUT_PASS = (
     "allocated to. So ε counts the steps of this pass as if every example took part in each. It does not for "
     "tfdpfl.data.random_allocation."
 )
-_START = "The weights that training began with are taken to be public."
+_START = (
+    "The weights that training began with are taken to be public. So ε does not hold if they came from a training "
+    "without privacy on these data."
+)
+_VALIDATION = (
+    "PrivateMetrics(validation=True) released figures of the validation data, which are of other people. This ε is not "
+    "theirs: the callback's ledger has it."
+)
+_TINY = 8  # times as large as a batch is, the others are worth a warning
 
 
 class Releasing(Protocol):
@@ -383,7 +392,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 stacklevel=4,
             )
         odd = [
-            *_taken_back(fit), *_whose_weights(fit.model, ledger), *_what_batches_hold(fit),
+            *_taken_back(fit), *_whose_weights(fit.model, ledger), *_what_batches_hold(fit, call),
             *uncovered_statistics(fit.model, ledger), *uncovered_choices(call),
         ]  # fmt: skip
         for sentence in odd:
@@ -614,7 +623,7 @@ def _whose_weights(model: Model, ledger: PrivacyLedger) -> Iterator[str]:
             )
 
 
-def _what_batches_hold(fit: Fit) -> Iterator[str]:
+def _what_batches_hold(fit: Fit, call: Keywords) -> Iterator[str]:
     if fit.uses > 1:
         yield (
             "Batches continue from one pass over the data into the next, so one batch may hold an example "
@@ -622,10 +631,19 @@ def _what_batches_hold(fit: Fit) -> Iterator[str]:
             "gradient_accumulation_steps divides, without .repeat() before .batch(), or use Poisson batches."
         )
     expected, batch = fit.optimizer.expected_batch_size, fit.data["batch_size"]
-    if expected is not None and not 0.5 <= batch / expected <= 2:
+    if expected is not None and abs(batch - expected) >= 1 and not 0.5 < batch / expected < 2:
         yield (
             f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
             f"steps are {batch / expected:.3g} times what the learning rate says. ε does not change."
+        )
+    number = length(call.get("x"))
+    cut = call.get("steps_per_epoch") or call.get("validation_split")
+    rest = 0 if number is None or cut else number % fit.physical
+    if expected is None and fit.parts == 1 and 0 < _TINY * rest <= fit.physical:
+        yield (
+            f"The last batch of each epoch has {rest} of the {number} examples. The optimizer divides by the batch "
+            f"size, so this batch has {fit.physical / rest:.3g} times the noise of the others. Give the optimizer "
+            f"expected_batch_size={batch}, or leave out examples (x[:{number - rest}]). ε does not change."
         )
 
 
@@ -633,6 +651,8 @@ def _conditions(fit: Fit, call: Keywords) -> Iterator[str]:
     """Yields what ε relies on."""
     optimizer, x = fit.optimizer, call.get("x")
     yield from choices_by_public_figures(call)
+    if any(getattr(each, "hides", None) and each.validation for each in callbacks_of(call)):
+        yield _VALIDATION
     if fit.own:
         yield _ROWS
     if fit.own and not fit.whole:

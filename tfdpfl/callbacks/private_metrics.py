@@ -33,7 +33,8 @@ _MADE_UP = 8  # examples, on which metrics are tried
 class _Releases:
     """How often sums were released, by event; and what is planned."""
 
-    def __init__(self, seeded: bool) -> None:
+    def __init__(self, name: str, seeded: bool) -> None:
+        self.name = name  # for statements
         self.seeded = seeded  # whether someone knows the seed of the noise
         self.counts: dict[DpEvent, int] = {}
         self.event: DpEvent | None = None  # of the fit that runs
@@ -41,7 +42,7 @@ class _Releases:
         self.model: Callable[[], Model | None] = lambda: (
             None
         )  # that this fit trains: an interrupted fit plans nothing more
-        self.unit: str | None = None  # "example" if a user with several examples is protected less
+        self.unit: str | None = None  # what is protected, or None for what the ledger's other entries protect
 
     def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
         """Adds the releases to a ledger, for the neighbours that it is of."""
@@ -49,7 +50,7 @@ class _Releases:
         runs = any(model is self.model() for model in running_models())
         for event, count in self.counts.items():
             planned = self.planned if runs and event == self.event else 0
-            ledger.add(event, count + planned, adjacency=adjacency, unit=self.unit)
+            ledger.add(event, count + planned, adjacency=adjacency, unit=self.unit, name=self.name)
         if self.seeded and any(self.counts.values()):
             ledger.seeded |= {"PrivateMetrics"}
         return ledger
@@ -137,7 +138,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         self.validation, self.keep = validation, frozenset(keep)
         self._prefix = "val_" if validation else ""
         self._source = Source(seed)
-        self._releases = _Releases(seeded=seed is not None)
+        name = f"{PrivateMetrics.__name__}{' of the validation data' if validation else ''}"
+        self._releases = _Releases(name, seeded=seed is not None)
         self._shown: dict[str, float] = {}
         self._hides = True  # the first of several does, before the others add what they release
 
@@ -236,6 +238,7 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             self._releases.unit = "example"
             weights, units = np.ones(examples.number), examples.number
         else:
+            self._releases.unit = "user" if self.validation else None  # of the training, what that protects
             users = users_of(users, examples.number)
             units, weights = users.number, np.zeros(examples.number)  # 0 for an example that no user has
             weights[users.rows] = np.repeat(1 / np.diff(users.starts), np.diff(users.starts))

@@ -129,8 +129,7 @@ class LabelMechanism(BaseEstimator):
     @property
     def ledger(self) -> PrivacyLedger:
         """All that was released, in tfdpfl's accounting."""
-        ledger = PrivacyLedger()
-        return ledger.add(self.dp_event, adjacency=self.adjacency) if self.__dict__.get("_spent") else ledger
+        return self._ledger_of(self.dp_event) if self.__dict__.get("_spent") else PrivacyLedger()
 
     @property
     def family_ledger(self) -> PrivacyLedger:
@@ -139,9 +138,11 @@ class LabelMechanism(BaseEstimator):
 
         It knows of this process alone: search with `n_jobs=None`. A copy through a file goes on by itself.
         """
-        ledger = PrivacyLedger()
         events = [pure_event(*part) for part in self._relatives()]
-        return ledger.add(composed(events), adjacency=self.adjacency) if events else ledger
+        return self._ledger_of(composed(events)) if events else PrivacyLedger()
+
+    def _ledger_of(self, event: DpEvent) -> PrivacyLedger:
+        return PrivacyLedger().add(event, adjacency=self.adjacency, name=f"labels of {type(self).__name__}")
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`.
