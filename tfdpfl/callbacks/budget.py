@@ -636,9 +636,9 @@ def _what_batches_hold(fit: Fit, call: Keywords) -> Iterator[str]:
             f"The optimizer divides by expected_batch_size={expected:g}, but batches hold {batch} examples: its "
             f"steps are {batch / expected:.3g} times what the learning rate says. ε does not change."
         )
-    number = length(call.get("x"))
     cut = call.get("steps_per_epoch") or call.get("validation_split")
-    rest = 0 if number is None or cut else number % fit.physical
+    number = 0 if cut else length(call.get("x")) or 0
+    rest = number % fit.physical
     if expected is None and fit.parts == 1 and 0 < _TINY * rest <= fit.physical:
         yield (
             f"The last batch of each epoch has {rest} of the {number} examples. The optimizer divides by the batch "
