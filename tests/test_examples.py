@@ -12,6 +12,10 @@ import tfdpfl.datasets
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # What a program is given, and what it says. tests/federated and tests/flower run the others.
 RUNS = {
+    "lora_decoder": (
+        ["--quick"],
+        r"192 of 5,776 weights are trained(.*\n)*.*epsilon = (8|7\.9)(.*\n)*.*with private LoRA\ntokens a second",
+    ),
     "label_dp_census": (
         ["--quick"],
         r"debiased +\d+\n(.*\n)*.*label_dp_census\.png",
@@ -42,6 +46,8 @@ RUNS = {
 @pytest.mark.parametrize("program", RUNS)
 def test_an_example_runs_to_its_end(program, tmp_path, monkeypatch, capsys):
     arguments, says = RUNS[program]
+    if program == "lora_decoder":
+        pytest.importorskip("keras_hub", reason="the example needs KerasHub, which nothing else does")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TFDPFL_DATA_DIR", raising=False)
     digits = tfdpfl.datasets.load_digits()
@@ -52,6 +58,12 @@ def test_an_example_runs_to_its_end(program, tmp_path, monkeypatch, capsys):
     except SystemExit as end:  # click's
         assert not end.code
     assert re.search(says, capsys.readouterr().out)
+
+
+def test_the_decoder_says_that_it_needs_keras_hub(monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras_hub", None)
+    with pytest.raises(SystemExit, match=r"needs KerasHub.*pip install keras-hub"):
+        runpy.run_path(str(EXAMPLES / "lora_decoder.py"))
 
 
 @pytest.mark.parametrize("program", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
