@@ -8,6 +8,7 @@ from scipy.signal import correlate2d
 from tfdpfl import features
 
 
+@pytest.mark.slow
 def test_features_are_of_one_image_alone_and_of_wavelets(tmp_path):
     images = np.random.default_rng(0).random((3, 8, 12, 2)).astype("float32")
     model = tf.keras.Sequential([tf.keras.Input((8, 12, 2)), features.Scattering()])

@@ -80,6 +80,7 @@ def place_of_the_table(store):
     return next(name for name, value in store.items() if value.shape == (_step_table.ROWS, len(_step_table.COLUMNS)))
 
 
+@pytest.mark.slow
 def test_a_table_of_steps_of_a_newer_version_is_refused():
     optimizer = trained()
     store = stored(optimizer)
@@ -98,6 +99,7 @@ def test_a_table_of_steps_of_a_newer_version_is_refused():
         tfdpfl.DPSGD(1.0, 1.0).load_own_variables({**store, place: strange})
 
 
+@pytest.mark.slow
 def test_a_table_that_lacks_a_new_column_is_read_with_zeros(monkeypatch):
     store = stored(trained())
     place = place_of_the_table(store)

@@ -35,6 +35,7 @@ def spent(sigma, batch, steps):
     )
 
 
+@pytest.mark.slow
 def test_the_plans_own_optimizer_goes_with_batches_that_are_cut():
     made = plan(physical_batch_size=5)
     fit = {"x": made.batches, "callbacks": [made.callback]}
@@ -259,6 +260,7 @@ def test_a_plan_of_random_allocation_with_private_metrics_ends_where_it_was_plan
         plan(num_epochs=None, noise_multiplier=1.0, metrics=["loss"])
 
 
+@pytest.mark.slow
 def test_a_plan_takes_what_a_ledger_leaves_of_the_target():
     """Against dp-accounting's own composition of both events."""
     ledger, spent_before = tfdpfl.PrivacyLedger(), dp_accounting.GaussianDpEvent(4.0)

@@ -100,6 +100,7 @@ def test_what_clones_released_is_in_the_price():
     assert planned.parts[0].figures.epsilon > 0 and "planned" in planned.warnings[0]
 
 
+@pytest.mark.slow
 def test_a_plan_what_ran_of_it_and_a_search_are_parts():
     import tensorflow as tf
     from dp_accounting import dp_event, rdp
@@ -191,6 +192,7 @@ def test_figures_of_utility_are_numbers_or_text():
             report({"a": gaussian(3.0)}, delta=DELTA, utility={"share": figure})
 
 
+@pytest.mark.slow
 def test_every_mechanism_of_the_package_is_a_part():
     ready = {type(each): each for each in mechanisms()}
     for each in ready.values():

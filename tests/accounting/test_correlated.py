@@ -120,6 +120,7 @@ def test_where_the_normals_end_is_in_the_price():
     assert epsilon(Tree(), 0.1, num_steps=1000, delta=1e-5) == math.inf  # one use in a node moves it by ten deviations
 
 
+@pytest.mark.slow
 def test_a_target_that_needs_almost_no_noise_is_refused():
     with pytest.raises(tfdpfl.PrivacyError, match="almost no noise"):
         compute_correlated_noise_multiplier(

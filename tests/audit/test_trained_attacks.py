@@ -66,6 +66,7 @@ def by_output(keras, output, loss):
     return model
 
 
+@pytest.mark.slow
 def test_a_trained_attack_sees_confidence_and_entropy(keras):
     """Labels are coins, so that losses tell nothing; members' outputs are surer."""
     rng = np.random.default_rng(2)

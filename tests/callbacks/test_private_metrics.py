@@ -173,6 +173,8 @@ def test_bad_arguments_are_named(arguments, message):
         PrivateMetrics(**arguments)
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_releases_of_a_fit_that_no_budget_watched_are_in_the_epsilon_of_one_that_saw_the_model():
     model, metrics = compiled(expected_batch_size=40), PrivateMetrics(noise_std=0.1)
     earlier, later = PrivacyBudget(delta=DELTA), PrivacyBudget(delta=DELTA)
@@ -185,6 +187,8 @@ def test_releases_of_a_fit_that_no_budget_watched_are_in_the_epsilon_of_one_that
     assert later.ledger.steps == 4 * 2 + 2
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_known_seed_of_the_noise_is_in_the_reports():
     metrics, budget = PrivateMetrics(noise_std=0.1, seed=0), PrivacyBudget(delta=DELTA)
     assert not metrics.ledger.seeded  # nothing was released
@@ -194,6 +198,8 @@ def test_a_known_seed_of_the_noise_is_in_the_reports():
         assert "The noise of PrivateMetrics comes from a seed" in str(report.notes)
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_rows_that_the_optimizer_protects_together_do_not_count_by_themselves():
     model = compiled(rows_per_unit=4)
     with pytest.raises(PrivacyError, match="rows_per_unit=4 the optimizer protects 4 rows together"):
@@ -215,6 +221,8 @@ def test_training_data_are_no_validation_data():
         compiled().fit(X, Y, callbacks=[PrivateMetrics((X, Y), validation=True)], verbose=0)
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_metrics_of_single_examples_do_not_add_up_with_steps_of_users():
     metrics = PrivateMetrics((X, Y))
     model = compiled(expected_batch_size=40)
@@ -244,6 +252,8 @@ def test_a_metric_of_a_whole_batch_is_refused_whatever_the_model_predicts(functi
     assert not int(model.optimizer.iterations)
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_fit_that_was_refused_releases_nothing_more():
     batches, metrics = poisson_batches((X, Y), expected_batch_size=40, steps=2), PrivateMetrics(noise_std=0.1)
     model, budget = compiled(expected_batch_size=40), PrivacyBudget(delta=DELTA, target_epsilon=3.0)

@@ -131,6 +131,7 @@ def test_transformations_that_break_what_is_said_are_refused(sampling, data, mes
     assert model.optimizer.num_dp_steps == 0
 
 
+@pytest.mark.slow
 def test_a_batch_that_repeat_draws_anew_is_a_sample_of_fixed_size():
     model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="fixed_size", batch_size=20)
     model.fit(ROWS.cache().shuffle(N).take(20).batch(20).repeat(), steps_per_epoch=5, callbacks=[budget], verbose=0)

@@ -38,6 +38,7 @@ def test_what_is_decided_by_figures_without_noise_is_named(made, fit, warned, no
     assert list(choices_by_public_figures(call)) == ([IF_PUBLIC.format(noted)] if noted else [])
 
 
+@pytest.mark.slow
 def test_a_fit_warns_of_what_is_decided_without_noise_and_only_notes_what_public_figures_decide(recwarn):
     model, budget = c.compiled(tfdpfl.DPSGD(1.0, 1.0)), PrivacyBudget(delta=1e-3)
     decide = [callbacks.EarlyStopping("val_loss"), callbacks.ReduceLROnPlateau("loss")]

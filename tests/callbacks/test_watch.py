@@ -47,6 +47,8 @@ def test_the_sampling_of_ones_own_data_is_not_known_without_the_callback():
     assert watched.report().epsilon == pytest.approx(uses(11))
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_after_a_fit_without_the_callback_that_was_interrupted_is_one_of_every_example(again):
     def stop(_):
@@ -65,6 +67,8 @@ def test_a_step_after_a_fit_without_the_callback_that_was_interrupted_is_one_of_
     assert model.optimizer.ledger.epsilon(DELTA, "rdp") >= uses(3 if again else 2)
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_fit_in_a_fit_that_is_interrupted_later_leaves_it_watched():
     model = compiled()
     fit(model, batch_size=N)

@@ -64,6 +64,7 @@ def test_fix_keeps_the_statistics_of_normalization():
     np.testing.assert_allclose(fixed(x), (x - x.mean(0)) / x.std(0), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_fix_leaves_frozen_normalizations_of_a_pretrained_model_as_they_are():
     inputs = tf.keras.Input((3,))
     norm = L.BatchNormalization(name="learned")

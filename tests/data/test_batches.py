@@ -323,6 +323,7 @@ needs_truncation = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_truncation
 @pytest.mark.parametrize("parts", [1, 2])
 def test_truncated_batches_have_one_shape_and_the_rest_weighs_nothing(parts):
@@ -379,6 +380,7 @@ def order_of(data):
     return declared_sampling(fixed_order(data, 10)).order
 
 
+@pytest.mark.slow
 def test_any_two_examples_that_change_places_make_another_order(tmp_path):
     """Of data on disk nothing says so: each data set of them has an order of its own."""
     x, rng = np.arange(10_000, dtype="float32"), np.random.default_rng(0)
@@ -406,6 +408,7 @@ def test_other_orders_hold_each_example_once_a_pass():
     assert declared_sampling(dataset).kind == "shuffle" and [len(b) for b in one] == [8, 8, 4]
 
 
+@pytest.mark.slow
 def test_cyclic_sampling_keeps_participations_apart_and_assigns_each_example_independently():
     dataset = cyclic_poisson(np.arange(400), 9, groups=3, expected_batch_size=60)
     declared = declared_sampling(dataset)

@@ -41,6 +41,7 @@ def test_noise_is_the_least_and_epsilon_is_of_the_rounds_that_a_unit_can_be_in(g
     assert again.epsilon == again.target_epsilon == plan.epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "rate", "times"), [(CLIENTS, 0.05, 30), (EXAMPLES, 0.08, 150)])
 def test_coins_of_clients_and_of_steps_make_epsilon_smaller(given, rate, times):
     plan = plan_federation(**given, num_rounds=30, noise_multiplier=1.1)

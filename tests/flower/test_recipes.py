@@ -72,6 +72,7 @@ def test_fedprox_descends_the_loss_and_its_proximal_term(recipes, monkeypatch):
         w = found
 
 
+@pytest.mark.slow
 def test_scaffold_leaves_no_drift_and_the_server_has_the_mean_of_the_control_variates(recipes, monkeypatch):
     monkeypatch.setattr(recipes, "SAMPLING", 1.0)
     free = dict(noise_multiplier=0.0, l2_norm_clip=1e3, sampling_rate=1.0)
@@ -120,6 +121,7 @@ def test_a_private_regression_is_fitted_once_however_often_it_is_asked(recipes, 
     assert recipes.accuracy(w) > 0.6
 
 
+@pytest.mark.slow
 def test_scikit_learn_goes_on_from_what_it_is_sent(recipes):
     w, _, _ = run(recipes, "sklearn", 1, noise_multiplier=0.0, l2_norm_clip=1e3, sampling_rate=1.0)
     x, y = recipes.of_client(5)

@@ -247,6 +247,7 @@ def test_classes_beyond_the_labels_dtype_do_not_wrap(dtype, classes):
     assert released.min() == 0 and released.max() == classes - 1
 
 
+@pytest.mark.slow
 def test_ten_million_labels_need_little_memory_besides_themselves():
     y = np.zeros(10_000_000, np.int8)
     mechanism = RandomizedResponse(1.0, 10).fit(y[:10])

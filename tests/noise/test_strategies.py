@@ -67,6 +67,7 @@ def test_a_banded_inverse_is_within_its_sensitivity_for_all_uses(given, rel, sep
             assert np.linalg.norm(matrix @ u) <= bound * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_banded_inverses_have_the_errors_of_their_column_for_epochs_in_order():
     how = {"min_separation": 64, "max_participations": 10}
     default, best = (BandedInverse(bands=8, coefficients=c, **how).error(640) for c in (None, "best"))

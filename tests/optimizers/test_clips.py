@@ -72,6 +72,7 @@ def test_one_example_moves_the_sum_by_no_more_than_the_bound_that_noise_is_measu
     assert least < np.linalg.norm(sums[0] - sums[1]) <= bound * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_an_automatic_clip_holds_under_mixed_float16():
     """Where gradients are longer and shorter than its type holds well, too: the norm is of the unscaled loss."""
     keras.mixed_precision.set_global_policy("mixed_float16")
@@ -158,6 +159,7 @@ def test_the_clip_is_saved_and_goes_on(tmp_path):
     assert again.optimizer.current_clip == now and again.optimizer.l2_norm_clip == AdaptiveClip(initial=5.0)
 
 
+@pytest.mark.slow
 def test_a_clip_that_falls_to_nothing_stops_with_the_reason_and_changes_nothing():
     model, x, y = linear(np.full(8, 1e-9), AdaptiveClip(initial=1e-7, learning_rate=2.0, clipped_count_stddev=0.0), 0.0)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"the adaptive clip fell to 1e-08.*nearly all gradients"):

@@ -456,6 +456,7 @@ def test_all_that_a_user_has_moves_all_updates_together_by_what_the_noise_is_mad
         assert 0.1 < size < clips * (1 + 1e-4), name
 
 
+@pytest.mark.slow
 def test_users_come_in_the_order_of_their_ids_whichever_examples_they_have():
     def users(ids):
         return [set(np.asarray(ids, object)[batch.numpy()].tolist()) for batch in

@@ -68,6 +68,8 @@ def drawn_twice(layer, **settings):
     return made
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize(
     "name", ["Dropout", *[pytest.param(name, marks=pytest.mark.slow) for name in list(DRAWING)[1:]]]
 )
@@ -88,6 +90,8 @@ def test_a_step_draws_other_numbers_than_the_one_before_it():
         assert np.linalg.norm(found[0] - found[1]) > 0.1 and np.linalg.norm(found[1] - found[2]) > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_what_is_drawn_for_no_example_stays_as_the_user_seeded_it():
     one, other = drawn_twice(Projected)
     assert (one == other).all()

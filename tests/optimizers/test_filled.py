@@ -58,6 +58,8 @@ def test_marks_of_blank_rows_are_zeros_that_no_example_has():
     assert not np.signbit(y).any() and (x[3:] == 0).all()
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_numbers_of_other_data_are_no_marks_of_blank_rows(monkeypatch):
     """Until a data set fills up batches, -0.0 is a target as any."""
     fresh = importlib.util.module_from_spec(_blanks.__spec__)
@@ -106,6 +108,8 @@ def test_a_third_part_that_a_loss_of_ones_own_depends_on_is_no_weight():
     assert sums([(X[:1], Y[:1], np.zeros(1, "float32"))]).any()
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_blank_rows_are_not_counted_by_a_clip_that_adapts():
     clip = AdaptiveClip(initial=1.0, learning_rate=1.0, target_quantile=0.5, clipped_count_stddev=0.0)
     sums = Sums(MODELS["activity regularizer"](), clip)

@@ -44,6 +44,7 @@ def some_clipped(x, y, clip=CLIP):
 
 
 # The common ones are fast tests; all of them run the same code before Keras's own.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in ("DPSGD", "DPAdam") else pytest.param(n, marks=pytest.mark.slow) for n in NAMED]
 )

@@ -350,6 +350,7 @@ def bootstrapped(model, optimizer, way, stop=lambda t: t):
     return lambda: step(tf.constant(X), tf.constant(X[::-1].copy()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["outside", "minimize", "in the tape", *(["scaled"] if c.keras3() else [])])
 def test_what_the_tape_takes_for_a_constant_is_not_differentiated_behind_its_back(way):
     model, optimizer = c.classifier(), sgd()

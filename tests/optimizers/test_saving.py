@@ -239,6 +239,7 @@ def noise_drawn(optimizer):
     return draw
 
 
+@pytest.mark.slow
 def test_steps_that_were_loaded_count_though_the_model_is_compiled_anew(tmp_path):
     x, y = c.examples(8)
     first = c.compiled(tfdpfl.DPSGD(1.0, 1.1, learning_rate=0.1))

@@ -21,6 +21,8 @@ SIGMAS, CLIPS = decay([1], [2.0, 0.5]), decay([0, 2], [1.0, 0.25, 3.0])
 EACH = [(2.0, 1.0), (2.0, 0.25), (0.5, 0.25), (0.5, 3.0)]  # of updates 0 to 3, as Keras's rates would be
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("k", [1, 2])
 def test_each_update_has_the_noise_and_the_price_of_its_own_piece_also_after_a_load(k, tmp_path):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(WIDTH, use_bias=False)])
@@ -74,6 +76,8 @@ def budget(**kwargs):
     return PrivacyBudget(delta=DELTA, accountant="rdp", **kwargs)
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_poisson_batches_are_priced_by_the_pieces_that_ran_and_a_target_foresees_them():
     sigmas = decay([2], [2.0, 1.0])  # three updates of 2, then of 1
     target = priced((2.0, 0.25, 3), (1.0, 0.25, 4)) * (1 + 1e-6)
@@ -97,6 +101,8 @@ def test_what_is_foreseen_is_each_updates_own_value():
             assert foreseen == [4.0, 2.0, 2.0, 2.0, *[1.0] * 9][first : first + number]
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_batches_that_grow_are_fits_of_their_own_and_priced_as_such():
     watched = budget()
     model = c.compiled(tfdpfl.DPSGD(1.0, 2.0, expected_batch_size=6))

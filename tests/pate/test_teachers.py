@@ -72,6 +72,7 @@ def test_training_goes_on_where_it_stopped(tmp_path):
         quick(4, checkpoint_dir=tmp_path).fit(X, (y + 1) % CLASSES)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_stacked_are_trained_one_by_one():
     def residual():
         inputs = tf.keras.Input((FEATURES,))
