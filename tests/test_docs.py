@@ -21,7 +21,10 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if not {"_build", "_pages"} & {*p.parts})]
 NEEDS_TFF = {"docs/federated.md"}
-NEEDS_FLOWER = {"docs/flower.md", "docs/tutorial-federation.md", "docs/tutorial-hospitals.md"}
+NEEDS_FLOWER = {
+    *(f"docs/flower{part}.md" for part in ("", "-clients", "-operations", "-recipes")),
+    *("docs/tutorial-federation.md", "docs/tutorial-hospitals.md"),
+}
 NEEDS_KERAS3 = {"docs/tutorial-fine-tuning.md"}
 DIFFERS = NEEDS_TFF | {"README.md", "docs/training.md"}  # between Keras 2 and 3
 

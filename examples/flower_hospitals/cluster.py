@@ -3,7 +3,7 @@
     python examples/flower_hospitals/cluster.py
 
 The processes talk over loopback with TLS, and each node has a key of its own. Nothing is left behind. On three
-machines the same commands run with other addresses: see docs/flower.md.
+machines the same commands run with other addresses: see docs/flower-operations.md.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_a_net_of_pytorchs_own_trains_through_the_pages_snippet():
     torch = pytest.importorskip("torch", reason="needs PyTorch, which is in no lock beside Flower")
     from sklearn.datasets import load_digits
 
-    page = (Path(__file__).parents[2] / "docs" / "flower.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "flower-recipes.md").read_text("utf-8")
     [snippet] = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "named_parameters" in code]
     shown = {}
     exec(snippet, shown)

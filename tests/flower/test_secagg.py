@@ -1,4 +1,4 @@
-"""Why no ε can be stated for the sums of Flower's SecAgg+: what docs/flower.md says of Flower's own code."""
+"""Why no ε can be stated for the sums of Flower's SecAgg+: what docs/flower-clients.md says of Flower's own code."""
 
 import numpy as np
 import pytest

@@ -7,7 +7,7 @@ stands between: it takes the app's reply apart and sends a reply of its own. It 
 functions that are not public, so it starts only with a Flower whose functions are those that it knows.
 
 The guard cannot keep the app from reaching the network by itself, so run the app as another user, without a network.
-See docs/flower.md.
+See docs/flower-clients.md.
 """
 
 from __future__ import annotations
