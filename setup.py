@@ -13,7 +13,7 @@ NATIVE = "tfdpfl/native"
 KERNELS = Extension(
     "tfdpfl.native._kernels",
     [f"{NATIVE}/kernels.c", f"{NATIVE}/tensorflow.c"],
-    depends=[f"{NATIVE}/filters.h", f"{NATIVE}/tile.h", f"{NATIVE}/normals.h", f"{NATIVE}/aes.h"],
+    depends=[f"{NATIVE}/filters.h", f"{NATIVE}/tile.h", f"{NATIVE}/normals.h", f"{NATIVE}/rows.h", f"{NATIVE}/aes.h"],
     extra_compile_args=["-std=gnu11", "-O3", "-fno-math-errno", "-g0", "-fvisibility=hidden"],
     extra_link_args=["-lpthread", "-ldl", "-lm"],
     optional=True,

@@ -79,7 +79,9 @@ def _kernels() -> Finding:
         return Finding("kernels", f"none: {missing}", f"On a CPU {_COST_OF_NO_KERNELS}: {remedy}")
     threads = f"{native.count_threads()} threads"
     noise = "for noise" if found.draws else "for the normals of noise, not its words: this processor has no AES"
-    return Finding("kernels", f"{found.instructions}, {threads}, for convolutions in float32 and {noise}")
+    return Finding(
+        "kernels", f"{found.instructions}, {threads}, for convolutions and embeddings in float32 and {noise}"
+    )
 
 
 def _noise(tf: ModuleType) -> Finding:

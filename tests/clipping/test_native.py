@@ -15,8 +15,10 @@ from helpers import per_example_gradients as one_by_one
 from tfdpfl import native
 from tfdpfl.clipping import clipped_gradients
 from tfdpfl.clipping.gradients import Costs
-from tfdpfl.clipping.native import OPS
+from tfdpfl.clipping.kernel_ops import FILTERS, ROWS
 from tfdpfl.noise import source
+
+OPS = (*FILTERS, ROWS)
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +92,31 @@ def test_an_example_that_is_not_finite_counts_for_nothing(stored):
     np.testing.assert_allclose(sums[0], clipped_sums(gradients, 1.0)[0], atol=1e-5)
 
 
+def test_norms_of_rows_that_are_looked_up_twice_are_those_of_their_sum():
+    table = tf.Variable(normal(9, 3))
+    losses = lambda ids: example_losses(tf.tanh(tf.gather(table, ids)) * normal(1, 4, 3, seed=2))
+    ids = np.array([[8, 0, 8, 8], [1, 2, 3, 4], [5, 5, 0, 0]], np.int32)
+    check(losses, ids, [table])
+    step = lambda ids: clipped_gradients(losses(ids), [table], 1.0).sum[0]
+    assert ops_of(step, tf.TensorSpec([None, 4], tf.int32)) == [ROWS]
+
+
+@pytest.mark.parametrize("ids, rows, settings", [
+    ([3], [3, 4, 2], [9, 1, 0]), ([3, 4], [3, 4], [9, 1, 0]), ([3, 4], [3, 5, 2], [9, 1, 0]),
+    ([3, 4], [3, 4, 2], [9, 1, 9]), ([3, 4], [3, 4, 2], [9, 0, 0]), ([3, 4], [3, 4, 2], [9]),
+])  # fmt: skip
+def test_norms_of_what_is_no_rows_are_refused(ids, rows, settings):
+    from tensorflow.python.framework import op_def_library
+
+    assert not native.register_ops()
+    inputs = {"ids": tf.zeros(ids, tf.int64), "rows": tf.zeros(rows), "settings": settings}
+    with pytest.raises(tf.errors.OpError, match="tfdpfl"):
+        tf.function(lambda: op_def_library.apply_op(ROWS, **inputs))()
+
+
 @pytest.mark.slow
 def test_kernels_are_used_for_images_in_float32_alone():
-    assert ops_of(sum_of(conv, [4]), SPEC) == [OPS[0]]
+    assert ops_of(sum_of(conv, [4]), SPEC) == [FILTERS[0]]
     assert not ops_of(sum_of(conv, [4], "float64"), tf.TensorSpec([None, 8, 8, 4], tf.float64))
     assert not ops_of(sum_of(lambda x, w: tf.nn.conv3d(x, w[None], [1] * 5, "SAME"), [4]),
                       tf.TensorSpec([None, 2, 8, 8, 4]))  # fmt: skip
@@ -143,7 +167,7 @@ def test_an_op_refuses_shapes_and_settings_that_do_not_fit(images, gradients, se
     @tf.function
     def made():
         x, g = tf.random.normal(images), tf.random.normal(gradients)
-        return op_def_library.apply_op(OPS[0], images=x, gradients=g, settings=settings)
+        return op_def_library.apply_op(FILTERS[0], images=x, gradients=g, settings=settings)
 
     with pytest.raises(tf.errors.OpError, match="tfdpfl"):
         made()

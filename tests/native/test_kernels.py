@@ -14,6 +14,9 @@ from tfdpfl import native
 
 LIBRARY = ctypes.CDLL(os.environ.get("TFDPFL_LIBRARY", str(native.LIBRARY)))  # that of sanitize.sh
 LIBRARY.tfdpfl_filters.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int] * 2
+LIBRARY.tfdpfl_row_norms.argtypes = (
+    [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_void_p] * 2 + [ctypes.c_int] * 2
+)
 LIBRARY.tfdpfl_normals.argtypes = [
     *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_float), *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
 ]  # fmt: skip
@@ -143,6 +146,40 @@ SIZES = [2, 9, 9, 3, 7, 7, 4, 3, 3, 1, 1, 1, 1, 0, 0]
 def test_sizes_that_no_memory_has_are_refused(at, size):
     sizes = (ctypes.c_int64 * 15)(*[size if i == at else n for i, n in enumerate(SIZES)])
     assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, 1, 0) == 1
+
+
+@pytest.mark.parametrize("units, length, width, vocabulary, threads", [
+    (5, 1, 1, 2, 1), (3, 7, 16, 3, 1), (9, 64, 33, 40, 2), (2, 300, 5, 9000, 3), (40, 40, 130, 1, 2), (3, 0, 4, 2, 1),
+    (3, 4, 0, 2, 1), (0, 4, 4, 2, 1),
+])  # fmt: skip
+def test_norms_of_rows_agree_with_tables_in_float64(units, length, width, vocabulary, threads):
+    """Ids that the table does not have count for nothing."""
+    rng = np.random.default_rng(length)
+    ids = rng.integers(-2, vocabulary + 2, (units, length))
+    rows = rng.normal(size=(units, length, width)).astype(np.float32)
+    tables, inside = np.zeros((units, vocabulary, width)), (ids >= 0) & (ids < vocabulary)
+    for u, t in zip(*np.nonzero(inside), strict=True):
+        tables[u, ids[u, t]] += rows[u, t]
+    alone = (ids[:, :, None] == ids[:, None]).sum(2) == 1
+    squares = (rows.astype(np.float64) ** 2).sum(2)
+    (x, _), sizes = guarded(rows), (units, length, width, vocabulary)
+    for instructions in SETS:
+        made = [guarded(np.zeros(units, np.float32)) for _ in range(2)]
+        pointers = ids.ctypes.data, x.ctypes.data, *sizes, *(got.ctypes.data for got, _ in made)
+        assert LIBRARY.tfdpfl_row_norms(*pointers, threads, instructions) == 0
+        for (got, memory), want in zip(
+            made, [(tables**2).sum((1, 2)), (squares * (inside & ~alone)).sum(1)], strict=True
+        ):
+            close(got, want)
+            assert np.isnan(memory[:GUARD]).all() and np.isnan(memory[GUARD + units :]).all()
+
+
+@pytest.mark.parametrize("sizes, how", [
+    ((-1, 2, 2), (1, 0)), ((2, -1, 2), (1, 0)), ((2, 2, -1), (1, 0)), ((1 << 20, 1 << 20, 2), (1, 0)),
+    ((1, (1 << 28) + 1, 1), (1, 0)), ((2, 2, 2), (0, 0)), ((2, 2, 2), (1, -1)), ((2, 2, 2), (1, SETS[-1] + 1)),
+])  # fmt: skip
+def test_norms_of_rows_that_no_memory_has_are_refused(sizes, how):
+    assert LIBRARY.tfdpfl_row_norms(None, None, *sizes, 9, None, None, *how) == 1
 
 
 @pytest.mark.parametrize("threads, instructions", [(0, 0), (1, -1), (1, SETS[-1] + 1)])

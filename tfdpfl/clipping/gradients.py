@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
-from tfdpfl.clipping.graph import record_of
+from tfdpfl.clipping.graph import compiled, record_of
+from tfdpfl.clipping.kernel_ops import find_obstacle, squared_row_norms
 from tfdpfl.clipping.states import Batch
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "Units",
     "Use",
     "added",
-    "compiled",
     "dims_of",
     "examples_first",
     "merge",
@@ -385,6 +384,10 @@ class EmbeddingGradient:
         length = self.g.shape[1]
         if length == 1:
             return squares(self.g)
+        if not find_obstacle(self.g, rank=3):
+            norms, shared = squared_row_norms(tf.cast(self.ids, tf.int64), self.g, self.vocabulary)
+            self.error_bound = rounding(length, self.g.shape[2], dtype=tf.float32) * shared
+            return norms
         if length is not None and length <= (256 if compiled() else FEW_ROWS):
             alike = tf.equal(self.ids[:, :, None], self.ids[:, None, :])
             gram = products(self.g)
@@ -516,11 +519,6 @@ def summed_to(dy: tf.Tensor, out: Batch, shape: tf.TensorShape, units: Units) ->
     if axes:
         grouped = tf.reduce_sum(grouped, axes, keepdims=True)
     return MaterializedGradient([reshaped(grouped, [grouped.shape[0] or units.count, *weight])])
-
-
-def compiled() -> bool:
-    """Whether XLA compiles what is traced here."""
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def examples_first(x: tf.Tensor, state: Batch) -> tf.Tensor:

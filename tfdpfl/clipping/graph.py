@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import transform
 from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
-from tensorflow.python.ops import control_flow_util_v2
+from tensorflow.python.ops import control_flow_util, control_flow_util_v2
 
 if TYPE_CHECKING:
     from tensorflow.core.framework.node_def_pb2 import NodeDef
@@ -31,6 +31,7 @@ __all__ = [
     "body_graphs",
     "captured",
     "channels_first",
+    "compiled",
     "constant",
     "copy_op",
     "function_graph",
@@ -106,6 +107,11 @@ _GRAPHS = {
     "While": {"cond": "_cond_graph", "body": "_body_graph"},
     "If": {"then_branch": "_true_graph", "else_branch": "_false_graph"},
 }
+
+
+def compiled() -> bool:
+    """Whether XLA compiles what is traced here."""
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def key(t: tf.Tensor) -> tuple[str, int]:

@@ -20,8 +20,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.gradients import compiled
-from tfdpfl.clipping.graph import CALLS, channels_first, constant, gradient_function, inner_call, key
+from tfdpfl.clipping.graph import CALLS, channels_first, compiled, constant, gradient_function, inner_call, key
 from tfdpfl.clipping.ops.random import DRAWS
 from tfdpfl.clipping.registry import RULES
 from tfdpfl.clipping.states import Batch, Items, Mixed, Public, weighs

@@ -1,4 +1,4 @@
-"""The kernels as TensorFlow ops, and what the engine makes of them."""
+"""The kernels of convolutions, and what the engine makes of them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import op_def_library
 
-from tfdpfl import native
-from tfdpfl.clipping.gradients import Costs, MaterializedGradient, Units, compiled
+from tfdpfl.clipping.gradients import Costs, MaterializedGradient, Units
+from tfdpfl.clipping.kernel_ops import FILTERS, made
 
-__all__ = ["Filters", "find_obstacle"]
-
-OPS = ("TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum")
-
-
-def find_obstacle(*tensors: tf.Tensor) -> str:
-    """Returns why the kernels cannot be used for these tensors where they are traced, or an empty string."""
-    loaded = native.kernels()
-    if loaded.library is None:
-        return loaded.missing
-    if any(t.dtype != tf.float32 or t.shape.rank != 4 for t in tensors):
-        return "they are for images in float32"
-    if compiled():
-        return "XLA compiles the step"
-    # A v1 graph may be sent to another process, which does not have the ops (as TFF does).
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return "the graph is not one of TensorFlow 2"
-    if any(device.device_type != "CPU" for device in tf.config.get_visible_devices()):
-        return "TensorFlow has another device than the CPU"
-    return native.register_ops()
+__all__ = ["Filters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +32,20 @@ class Filters:
 
     def form(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the gradients, and their squared norms, [batch]."""
-        each, norms = self._make(OPS[0])
+        each, norms = self._make(FILTERS[0])
         each.set_shape([self.images.shape[0], self.entries, self.gradients.shape[-1]])
         norms.set_shape([self.images.shape[0]])
         return each, norms
 
     def squared_norms(self) -> tf.Tensor:
         """Returns the squared norms, [batch], of what `weighted_sum` adds up, number by number."""
-        norms = self._make(OPS[1])
+        norms = self._make(FILTERS[1])
         norms.set_shape([self.images.shape[0]])
         return norms
 
     def weighted_sum(self, c: tf.Tensor) -> tf.Tensor:
         """Returns the sum of the gradients times c, [batch]; nothing is added where c is 0."""
-        total = self._make(OPS[2], factors=c)
+        total = self._make(FILTERS[2], factors=c)
         total.set_shape([self.entries, self.gradients.shape[-1]])
         return total
 
@@ -77,9 +57,7 @@ class Filters:
         return MaterializedGradient([each], layout, norms, costs)
 
     def _make(self, op: str, **inputs: tf.Tensor) -> Any:
-        instructions = native.INSTRUCTIONS.index(native.kernels().instructions)
-        settings = [*self.settings, native.count_threads(), instructions]
-        return op_def_library.apply_op(op, images=self.images, gradients=self.gradients, settings=settings, **inputs)
+        return made(op, self.settings, images=self.images, gradients=self.gradients, **inputs)
 
 
 class Recomputed(MaterializedGradient):
@@ -101,14 +79,3 @@ class Recomputed(MaterializedGradient):
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
         return self._laid([self._filters.weighted_sum(c)])
-
-
-def _refuse(op: tf.Operation, *_: tf.Tensor) -> None:
-    raise NotImplementedError(
-        f"{op.type} has no gradient, so you cannot differentiate through clipped gradients. Set {native.SWITCH}=0 to "
-        "use TensorFlow's own ops, which have gradients."
-    )
-
-
-for _name in OPS:
-    tf.RegisterGradient(_name)(_refuse)

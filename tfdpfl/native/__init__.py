@@ -1,4 +1,4 @@
-"""Optional kernels in C: per-example filter gradients of convolutions, and normals of random words, on CPUs.
+"""Optional kernels in C: per-example gradients of convolutions, norms of embeddings, and normals, on CPUs.
 
 TensorFlow has no op that keeps the filter gradients of a batch's examples apart. The kernels do, and cost as many
 multiplications as the plain filter gradient. They are built at installation if there is a C compiler. Without them, and
@@ -24,7 +24,7 @@ SWITCH = "TFDPFL_NATIVE"
 INSTRUCTIONS = ("plain", "avx2", "avx512")  # by the number that the kernels know them by
 DRAW = "TfdpflNormals"
 LIBRARY = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 3  # that of tensorflow.c
+_INTERFACE = 4  # that of tensorflow.c
 
 
 @dataclasses.dataclass(frozen=True)

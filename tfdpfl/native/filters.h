@@ -45,6 +45,8 @@ EXPORTED int tfdpfl_register(const char *path);
 int tfdpfl_is_valid(const Geometry *);
 EXPORTED int tfdpfl_filters(const Geometry *, const float *images, const float *gradients, const float *factors,
                             float *each, float *norms, float *total, int threads, int instructions);
+EXPORTED int tfdpfl_row_norms(const int64_t *ids, const float *rows, int64_t units, int64_t length, int64_t width,
+                              int64_t vocabulary, float *norms, float *shared, int threads, int instructions);
 EXPORTED int64_t tfdpfl_normals(const uint32_t *words, int64_t half, float stddev, float *out, uint32_t *near,
                                 int instructions);
 EXPORTED int tfdpfl_draws(int instructions);

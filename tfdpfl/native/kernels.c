@@ -1,5 +1,5 @@
-/* Per-example filter gradients of convolutions (NHWC, float32), their squared norms, and their weighted sums; normals of
- * random words.
+/* Per-example filter gradients of convolutions (NHWC, float32), their squared norms, and their weighted sums; squared norms
+ * of embeddings' gradients; normals of random words.
  *
  * No framework is needed to build this, and none to call it: see tfdpfl_filters. tensorflow.c makes TensorFlow ops of it.
  * There is no state, and threads live as long as a call, so that a process may fork at any time. */
@@ -25,6 +25,7 @@
 #define NAME(x) x##_avx512
 #include "tile.h"
 #include "normals.h"
+#include "rows.h"
 #undef LANES
 #undef TILE_ROWS
 #undef TARGET
@@ -35,6 +36,7 @@
 #define NAME(x) x##_avx2
 #include "tile.h"
 #include "normals.h"
+#include "rows.h"
 #undef LANES
 #undef TILE_ROWS
 #undef TARGET
@@ -50,6 +52,7 @@
 #define NAME(x) x##_plain
 #include "tile.h"
 #include "normals.h"
+#include "rows.h"
 #undef LANES
 
 enum { PLAIN, AVX2, AVX512 };
@@ -96,7 +99,8 @@ typedef struct {
 } Job;
 
 typedef struct {
-    Job *job;
+    void (*work)(void *job, int number);
+    void *job;
     int number;
 } Worker;
 
@@ -141,12 +145,11 @@ static void one_example(const Job *job, int64_t b, float *padded, float *widened
     if (job->norms) job->norms[b] = (float)square;
 }
 
-static void *work(void *argument) {
-    const Worker *worker = argument;
-    Job *job = worker->job;
+static void filter_work(void *of, int number) {
+    Job *job = of;
     const Geometry *g = job->g;
     const int64_t numbers = job->entries * g->filters;
-    float *total = job->totals ? job->totals + worker->number * numbers : NULL;
+    float *total = job->totals ? job->totals + number * numbers : NULL;
     float *padded = NULL, *widened = NULL, *scratch = NULL;
     int ready = 1;
     if (job->pads)
@@ -158,7 +161,7 @@ static void *work(void *argument) {
     if (!ready) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
     while (ready) {
         /* A total's examples are always the same for as many workers, so that its rounding is, too. */
-        const int64_t k = total ? worker->number : __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        const int64_t k = total ? number : __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         const int64_t from = k * job->chunk, until = smaller(from + job->chunk, g->batch);
         for (int64_t b = from; b < until; b++) one_example(job, b, padded, widened, scratch, total);
         if (total || until == g->batch || from >= g->batch) break;
@@ -166,22 +169,27 @@ static void *work(void *argument) {
     free(padded);
     free(widened);
     free(scratch);
+}
+
+static void *begin(void *argument) {
+    const Worker *worker = argument;
+    worker->work(worker->job, worker->number);
     return NULL;
 }
 
-static void run(Job *job) {
+/* Has so many workers do a job, each in a thread. */
+static void run(void (*work)(void *, int), void *job, int count) {
     pthread_t threads[MOST_THREADS];
     Worker workers[MOST_THREADS];
     int started[MOST_THREADS];
-    for (int k = 1; k < job->workers; k++) {
-        workers[k] = (Worker){job, k};
-        started[k] = !pthread_create(&threads[k], NULL, work, &workers[k]);
+    for (int k = 1; k < count; k++) {
+        workers[k] = (Worker){work, job, k};
+        started[k] = !pthread_create(&threads[k], NULL, begin, &workers[k]);
     }
-    workers[0] = (Worker){job, 0};
-    work(&workers[0]);
-    for (int k = 1; k < job->workers; k++) {
+    work(job, 0);
+    for (int k = 1; k < count; k++) {
         if (started[k]) pthread_join(threads[k], NULL);
-        else work(&workers[k]);
+        else work(job, k);
     }
 }
 
@@ -257,7 +265,7 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
                 for (int64_t c = 0; c < g->channels; c++)
                     job.offsets[entry++] = (i * g->rate[0] * job.padded[1] + j * g->rate[1]) * g->channels + c;
         if (total) memset(job.totals, 0, sizeof(float) * (size_t)(job.workers * numbers));
-        run(&job);
+        run(filter_work, &job, job.workers);
         if (total && job.workers > 1) {
             memcpy(total, job.totals, sizeof(float) * (size_t)numbers);
             for (int k = 1; k < job.workers; k++)
@@ -268,6 +276,96 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
     free(job.offsets);
     if (job.totals != total) free(job.totals);
     return result;
+}
+
+typedef double (*Rows)(const float *rows, int64_t length, int64_t width, const int32_t *next, const uint8_t *heads,
+                       float *sum, double *shared);
+
+static Rows rows_of(int instructions) {
+#if defined(__x86_64__)
+    if (instructions == AVX512) return rows_avx512;
+    if (instructions == AVX2) return rows_avx2;
+#endif
+    (void)instructions;
+    return rows_plain;
+}
+
+typedef struct {
+    const int64_t *ids;
+    const float *rows;
+    int64_t units, length, width, vocabulary, slots, chunk, next;
+    float *norms, *shared;
+    Rows squared;
+    int failed;
+} Lookups;
+
+/* Chains the rows of each id: see NAME(rows). An id that the table does not have belongs to no chain. */
+static void chain(const Lookups *job, const int64_t *ids, int32_t *slots, int32_t *last, int32_t *next, uint8_t *heads) {
+    memset(slots, -1, sizeof *slots * (size_t)job->slots);
+    for (int64_t t = 0; t < job->length; t++) {
+        const int64_t id = ids[t];
+        heads[t] = 0;
+        next[t] = -1;
+        if (id < 0 || id >= job->vocabulary) continue;
+        uint64_t at = ((uint64_t)id * 0x9E3779B97F4A7C15u >> 32) & (uint64_t)(job->slots - 1);
+        while (slots[at] >= 0 && ids[slots[at]] != id) at = (at + 1) & (uint64_t)(job->slots - 1);
+        if (slots[at] < 0) {
+            slots[at] = (int32_t)t;
+            heads[t] = 1;
+        } else next[last[at]] = (int32_t)t;
+        last[at] = (int32_t)t;
+    }
+}
+
+static void row_work(void *of, int number) {
+    (void)number;
+    Lookups *job = of;
+    int32_t *slots = malloc(sizeof(int32_t) * (size_t)(2 * job->slots + job->length));
+    uint8_t *heads = malloc((size_t)job->length);
+    float *sum = malloc(sizeof(float) * (size_t)job->width);
+    if (!slots || !heads || !sum) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
+    else for (;;) {
+        const int64_t from = job->chunk * __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (from >= job->units) break;
+        for (int64_t u = from; u < smaller(from + job->chunk, job->units); u++) {
+            int32_t *next = slots + 2 * job->slots;
+            chain(job, job->ids + u * job->length, slots, slots + job->slots, next, heads);
+            const float *rows = job->rows + u * job->length * job->width;
+            double shared = 0;
+            job->norms[u] = (float)job->squared(rows, job->length, job->width, next, heads, sum, &shared);
+            job->shared[u] = (float)shared;
+        }
+    }
+    free(slots);
+    free(heads);
+    free(sum);
+}
+
+/* Squared norms of what each unit adds to a table.
+ *
+ *   ids    [units, length]: of the table's rows; what is no row of it counts for nothing
+ *   rows   [units, length, width], which are added to them
+ *   norms  [units]
+ *   shared [units]: squared norms of the rows that are not alone with their id, summed
+ *
+ * Returns 0; 1 if sizes are negative or too large; 2 if there is no memory. */
+int tfdpfl_row_norms(const int64_t *ids, const float *rows, int64_t units, int64_t length, int64_t width,
+                     int64_t vocabulary, float *norms, float *shared, int threads, int instructions) {
+    const int64_t numbers[] = {units, length, width};
+    if (!fits(numbers, 3) || length > 1 << 28 || instructions < PLAIN || instructions > tfdpfl_instructions() || threads < 1)
+        return INVALID;
+    Lookups job = {ids, rows, units, length, width, vocabulary, 1, 1, 0, norms, shared, rows_of(instructions), 0};
+    if (!length || !width) {
+        memset(norms, 0, sizeof(float) * (size_t)units);
+        memset(shared, 0, sizeof(float) * (size_t)units);
+        return DONE;
+    }
+    while (job.slots < 2 * length) job.slots *= 2;
+    const double worth = (double)units * (double)length * (double)(width + 16) * 8 / WORTH_A_THREAD;
+    const int workers = (int)smaller(smaller(threads, MOST_THREADS), larger(1, smaller(units, (int64_t)smaller(worth, MOST_THREADS) + 1)));
+    job.chunk = (units + 4 * workers - 1) / (4 * workers);
+    run(row_work, &job, workers);
+    return job.failed ? NO_MEMORY : DONE;
 }
 
 typedef int64_t (*Normals)(const uint32_t *radii, const uint32_t *turns, int64_t count, float stddev, float *cosines,

@@ -67,7 +67,7 @@ FUNCTIONS(DECLARE)
  * each of height and width; threads and instruction set. */
 enum { SETTINGS = 10 };
 enum { FORM, NORMS, SUM };
-static const char *const NORMALS = "TfdpflNormals";
+static const char *const NORMALS = "TfdpflNormals", *const ROWS = "TfdpflRowNorms";
 static const char *const NAMES[] = {"TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum"};
 
 static void *create(TF_OpKernelConstruction *construction) {
@@ -148,6 +148,45 @@ static void compute(int what, const int32_t *settings, TF_OpKernelContext *conte
 static void compute_form(void *settings, TF_OpKernelContext *context) { compute(FORM, settings, context); }
 static void compute_norms(void *settings, TF_OpKernelContext *context) { compute(NORMS, settings, context); }
 static void compute_sum(void *settings, TF_OpKernelContext *context) { compute(SUM, settings, context); }
+
+/* Attribute "settings" of a table's norms: its rows, threads and instruction set. */
+enum { ROW_SETTINGS = 3 };
+
+static void *create_rows(TF_OpKernelConstruction *construction) {
+    TF_Status *status = TF_NewStatus();
+    int64_t *settings = calloc(ROW_SETTINGS, sizeof *settings);
+    if (!settings) TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, "tfdpfl: there is no memory for a kernel.");
+    else TF_OpKernelConstruction_GetAttrInt64List(construction, "settings", settings, ROW_SETTINGS, status);
+    if (TF_GetCode(status) != TF_OK) TF_OpKernelConstruction_Failure(construction, status);
+    TF_DeleteStatus(status);
+    return settings;
+}
+
+static void compute_rows(void *of, TF_OpKernelContext *context) {
+    const int64_t *settings = of;
+    TF_Status *status = TF_NewStatus();
+    TF_Tensor *ids = NULL, *rows = NULL, *made[2] = {NULL};
+    TF_GetInput(context, 0, &ids, status);
+    if (TF_GetCode(status) == TF_OK) TF_GetInput(context, 1, &rows, status);
+    if (TF_GetCode(status) == TF_OK) {
+        const int valid = TF_TensorType(ids) == TF_INT64 && TF_TensorType(rows) == TF_FLOAT && TF_NumDims(ids) == 2 &&
+                          TF_NumDims(rows) == 3 && TF_Dim(ids, 0) == TF_Dim(rows, 0) && TF_Dim(ids, 1) == TF_Dim(rows, 1);
+        int64_t units = valid ? TF_Dim(ids, 0) : 0;
+        float *norms = allocated(context, 0, &units, 1, &made[0], status);
+        float *shared = norms ? allocated(context, 1, &units, 1, &made[1], status) : NULL;
+        const int code = !valid ? 1
+                         : !shared  ? 2
+                                : tfdpfl_row_norms(TF_TensorData(ids), TF_TensorData(rows), units, TF_Dim(rows, 1),
+                                                   TF_Dim(rows, 2), settings[0], norms, shared, (int)settings[1], (int)settings[2]);
+        if (code == 1) TF_SetStatus(status, TF_INVALID_ARGUMENT, "tfdpfl: these are no rows of a table with their ids.");
+        else if (code) TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, "tfdpfl: there is no memory for norms of rows.");
+    }
+    if (TF_GetCode(status) != TF_OK) TF_OpKernelContext_Failure(context, status);
+    TF_Tensor *const tensors[] = {ids, rows, made[0], made[1]};
+    for (int i = 0; i < 4; i++)
+        if (tensors[i]) TF_DeleteTensor(tensors[i]);
+    TF_DeleteStatus(status);
+}
 
 /* What a draw is made of: attribute "settings" has the instruction set, then the size of each output. */
 typedef struct {
@@ -256,6 +295,15 @@ static int register_filters(int what) {
     return registered(NAMES[what], op, create, computes[what], free);
 }
 
+static int register_rows(void) {
+    TF_OpDefinitionBuilder *op = TF_NewOpDefinitionBuilder(ROWS);
+    TF_OpDefinitionBuilderAddInput(op, "ids: int64");
+    TF_OpDefinitionBuilderAddInput(op, "rows: float");
+    TF_OpDefinitionBuilderAddOutput(op, "norms: float");
+    TF_OpDefinitionBuilderAddOutput(op, "shared: float");
+    return registered(ROWS, op, create_rows, compute_rows, free);
+}
+
 static int register_normals(void) {
     TF_OpDefinitionBuilder *op = TF_NewOpDefinitionBuilder(NORMALS);
     TF_OpDefinitionBuilderAddInput(op, "key: int64");
@@ -268,7 +316,7 @@ static int register_normals(void) {
 }
 
 /* What the functions' arguments are, and the ops' attributes: a library of another number is not used. */
-int tfdpfl_interface(void) { return 3; }
+int tfdpfl_interface(void) { return 4; }
 
 /* Registers the ops with the TensorFlow whose library of this path is in memory. Returns 0; -1 if it is not, or lacks a
  * function; TensorFlow's code of an error. To be called once. */
@@ -280,6 +328,7 @@ int tfdpfl_register(const char *path) {
     if (!name) return -1;
     FUNCTIONS(LOOK_UP)
     int code = register_normals();
+    if (!code) code = register_rows();
     for (int what = FORM; what <= SUM && !code; what++) code = register_filters(what);
     return code;
 }

@@ -15,7 +15,7 @@ from tfdpfl._types import Json
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.gradients import compiled
+from tfdpfl.clipping.graph import compiled
 from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
 from tfdpfl.clipping.registry import user_rules
 from tfdpfl.clipping.step_checks import check_finished, raw_variable, versions

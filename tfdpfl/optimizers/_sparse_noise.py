@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.engine import LEAST_CLIP
-from tfdpfl.clipping.gradients import compiled
+from tfdpfl.clipping.graph import compiled
 from tfdpfl.clipping.pipeline import ClippedGradients, ClippingPipeline
 from tfdpfl.clipping.step_checks import name_of
 from tfdpfl.embeddings import AdaFEST

@@ -18,14 +18,14 @@ from tfdpfl.clipping.gradients import (
     OuterProductGradient,
     Units,
     Use,
-    compiled,
     dims_of,
     reshaped,
     turned,
     volume,
 )
-from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.native import Filters, find_obstacle
+from tfdpfl.clipping.graph import compiled, constant
+from tfdpfl.clipping.kernel_ops import find_obstacle
+from tfdpfl.clipping.native import Filters
 from tfdpfl.clipping.ops.shapes import even, shape_entries
 from tfdpfl.clipping.ops.windows import Window, places_of
 from tfdpfl.clipping.registry import View, batching_rule, moves_examples, rule
