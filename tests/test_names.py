@@ -25,6 +25,7 @@ MISSING = {"federated": "tensorflow_federated", "flower": "flwr"}
         ("DPSequential", "any Keras model trains privately once you compile it with tfdpfl.DPAdam"),
         ("PrivacyEngine", "compile your model with tfdpfl.DPAdam"),
         ("make_private", "compile your model with tfdpfl.DPAdam"),
+        ("privacy", "all names of tensorflow_privacy.privacy are in tfdpfl itself"),
         ("GaussianSumQuery", "a DP optimizer clips, sums and adds noise to gradients"),
         ("DPAdamm", "did you mean tfdpfl.DPAdam?"),
     ],

@@ -91,6 +91,7 @@ _IN_PLACE_OF = {
     "use tfdpfl.compute_num_steps(...)": "calibrate_num_updates",
     "use tfdpfl.data.cyclic_poisson(...)": "CyclicPoissonSampling",
     "use tfdpfl.PrivacyLedger": "BudgetAccountant",
+    "all names of tensorflow_privacy.privacy are in tfdpfl itself, for example tfdpfl.DPKerasSGDOptimizer": "privacy",
 }  # fmt: skip
 ELSEWHERE = {name: remedy for remedy, names in _IN_PLACE_OF.items() for name in names.split()}
 

@@ -54,7 +54,7 @@ def test_members_of_one_training_bound_nothing_and_of_many_do(files, name):
     refused = audit(files / name, "--epsilon", 1)
     assert (
         refused.exit_code == 2
-        and "give no bound on epsilon" in refused.output
+        and "(AUC 0.983) give no bound on epsilon" in refused.output
         and "--one-training-each" in refused.output
     )
     found = json.loads(audit(files / name, "--one-training-each", *DELTA, "--json").output)

@@ -450,3 +450,9 @@ def test_a_generator_that_sees_draws_alone_is_trained_by_the_plain_optimizer(pri
         before = generator.get_weights()
         step(tf.constant(X), tf.constant(Y))
         assert np.abs(generator.get_weights()[0] - before[0]).max() > 0
+
+
+def test_the_call_of_a_tf_privacy_loop_says_what_takes_its_place():
+    optimizer = tfdpfl.DPKerasSGDOptimizer(1.0, 1.1, learning_rate=0.1)
+    with pytest.raises(PrivacyError, match=r"Write gradients = tape\.gradient\(loss, variables\)"):
+        optimizer._compute_gradients(None, [], tape=None)

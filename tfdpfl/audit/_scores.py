@@ -101,9 +101,9 @@ def report_of_scores(
     if not coins and not one_training_each:
         if claim is not None:
             raise ValueError(
-                "members and non-members of one training give no bound on epsilon, because they share its noise and no "
-                "coin chose them. Give the scores of canaries that coins put in (inserted), or of one training each "
-                "(--one-training-each)"
+                f"members and non-members of one training (AUC {found.auc:.3f}) give no bound on epsilon, because they "
+                "share its noise and no coin chose them. Give the scores of canaries that coins put in (inserted), or "
+                "of one training each (--one-training-each); or leave the claim out to see what the attack found"
             )
         return ScoresReport(membership=found, confidence=confidence)
     if delta is None:

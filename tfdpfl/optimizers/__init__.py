@@ -185,6 +185,14 @@ class DPOptimizer:
         if dp.clipping.start is not None:
             dp.clipping.variable = self._add_state("dp_clip", dp.clipping.start)
 
+    def _compute_gradients(self, *_: object, **__: object) -> None:
+        """Refuses the call of TensorFlow Privacy's loops."""
+        raise PrivacyError(
+            "_compute_gradients is a method of TensorFlow Privacy's optimizers, and the gradients of these ones come "
+            "from the tape. Write gradients = tape.gradient(loss, variables) in a @tf.function, and pass them to "
+            "apply_gradients."
+        )
+
     def __setattr__(self, name: str, value: object) -> None:
         # Keras 3 has an attribute of this name, None here, by which it would add up gradients with their noise.
         if name == "gradient_accumulation_steps" and hasattr(self, "_dp"):
