@@ -56,6 +56,9 @@ def test_text_says_what_a_large_delta_and_shuffled_batches_change():
     )
     assert f"Note: fit shuffles its batches, at epsilon {shuffled:.3f}"[:45] in text and "poisson_batches" in text
     assert "Note" not in ok("epsilon", *RUN, *RDP, "--num-steps", "3", "--sampling", "shuffle")
+    uneven = ok("epsilon", *RUN, *RDP, "--num-steps", "172", "--sampling", "shuffle", "--batch-size", "70")
+    assert "Note: The 172 steps count as 2 passes over the data, each with its last, smaller batch" in uneven
+    assert uneven.count("Note") == 1
 
 
 def test_a_users_examples_are_an_option():

@@ -301,11 +301,11 @@ def _of_a_user(report: "PrivacyReport") -> str:
 
 
 def _caveats(report: "PrivacyReport") -> Iterator[str]:
-    from tfdpfl.accounting.pricing import delta_warning
+    from tfdpfl.accounting.report import GENERAL_NOTES
+    from tfdpfl.accounting.sampling import SCHEMES
 
-    too_large = delta_warning(report.delta, report.num_examples)
-    if too_large:
-        yield f"Note: {too_large}"
+    known = {*GENERAL_NOTES, SCHEMES[str(report.sampling)].note}
+    yield from (f"Note: {note}" for note in report.notes if note not in known)
     if report.shuffled_epsilon is not None:
         yield (
             f"Note: fit shuffles its batches, at epsilon {_up(report.shuffled_epsilon)}; "

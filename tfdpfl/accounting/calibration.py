@@ -44,6 +44,9 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
     """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
     never NaN.
 
+    The default is Poisson sampling, which `tfdpfl.data.poisson_batches` draws. `fit` shuffles arrays: their ε is that of
+    `sampling="shuffle"`, which may be ten times as large.
+
     Args:
         num_examples: Number of training examples.
         batch_size: Number of examples in a batch; its expectation under Poisson sampling.
@@ -82,7 +85,7 @@ def compute_noise_multiplier(
     *, target_epsilon: float, delta: float, accountant: str = "pld", **run: "Unpack[NoiselessRunArguments]"
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most `target_epsilon`, to 0.1 %; never 0, never
-    over the target.
+    over the target. As in `compute_epsilon`, the default is Poisson sampling, and `fit` shuffles arrays.
 
     Args:
         target_epsilon: The ε that may not be passed, above 0.

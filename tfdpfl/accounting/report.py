@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADJACENCY_TEXT",
+    "GENERAL_NOTES",
     "USERS_ARE_UNITS",
     "PrivacyReport",
     "privacy_report",
@@ -56,12 +57,13 @@ _WHOLE_PASSES = (
     "The {steps} steps count as {passes} passes over the data, each with its last, smaller batch. If that batch "
     "was dropped (drop_remainder), give num_epochs: the passes were shorter, so there were more of them."
 )
-_COVERED = "Covered: the trained weights, and whatever is computed from them alone."
-_NOT_COVERED = (
+# The notes of each report.
+GENERAL_NOTES = (
+    "Covered: the trained weights, and whatever is computed from them alone.",
     "Not covered: training loss and metrics measured on the batches, choices made by looking at the data, "
-    "and other runs on the same data, whose costs add up."
+    "and other runs on the same data, whose costs add up.",
+    "The noise must come from a secret seed (seed=None draws one): anyone who knows it can subtract the noise.",
 )
-_SEED = "The noise must come from a secret seed (seed=None draws one): anyone who knows it can subtract the noise."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +284,7 @@ def report_of(
         truncated_batch_size=only("truncated_batch_size"),
         unit=only("unit"),
         rows=(*map(_row, runs), *texts),
-        notes=(*notes, *_notes_on(runs, paid, delta, accountant), _COVERED, _NOT_COVERED, _SEED),
+        notes=(*notes, *_notes_on(runs, paid, delta, accountant), *GENERAL_NOTES),
         event=event,
     )
 
