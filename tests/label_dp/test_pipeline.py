@@ -50,8 +50,38 @@ def test_numbers_of_examples_that_change_with_each_pass_are_no_ids():
         rows.enumerate().shuffle(3).map(lambda i, e: (i + 5, e)), tf.data.Dataset.zip((numbers, rows)).shuffle(3),
         rows.shuffle(3, reshuffle_each_iteration=False).enumerate(),
     ):  # fmt: skip
+        private = LabelPrivacy(1.0, 3)
         data.map(released)
     rows.shuffle(3).enumerate().map(lambda number, example: private(example[1], ids=example[0]))
+
+
+ROWS = tf.data.Dataset.from_tensor_slices((np.arange(9), np.arange(9) % 3))
+OTHERS = tf.data.Dataset.from_tensor_slices((np.arange(9) + 50, np.arange(9) % 3))
+
+
+def test_numbers_of_two_data_sets_are_ids_only_if_they_agree():
+    """Two examples with one number had the same noise, and one with two numbers was released twice for one price."""
+    ordered = ROWS.shuffle(9, seed=1, reshuffle_each_iteration=False)
+    for first, second, agree in (
+        (ROWS.enumerate(), ROWS.enumerate().batch(2), True), (ROWS.take(6).enumerate(), ROWS.take(3).enumerate(), True),
+        (ROWS.take(6).enumerate(), ROWS.skip(3).enumerate(3), True), (ROWS.enumerate(), ROWS.skip(3).enumerate(), False),
+        (ROWS.take(6).enumerate(), ROWS.skip(3).enumerate(6), False), (ROWS.enumerate(), ROWS.enumerate(1), False),
+        (ROWS.take(6).enumerate(), ROWS.skip(6).enumerate(6), True), (ROWS.enumerate(), ROWS.enumerate(9), False),
+        (ROWS.take(6).enumerate(), ROWS.skip(6).enumerate(7), True), (ROWS.enumerate(), OTHERS.enumerate(9), True),
+        (ROWS.take(6).enumerate(), ROWS.skip(6).enumerate(5), False), (ROWS.enumerate(), OTHERS.enumerate(8), False),
+        (ROWS.shard(3, 0).enumerate(), ROWS.shard(3, 1).enumerate(), False), (ROWS.enumerate(), ordered.enumerate(), False),
+        (ROWS.shard(3, 0).enumerate(), ROWS.shard(3, 1).enumerate(3), True),
+    ):  # fmt: skip
+        private = LabelPrivacy(1.0, 3)
+        released = lambda number, example: private(example[1], ids=number)  # noqa: B023
+        first.map(lambda number, example: released(tf.strings.as_string(number), example))
+        if agree:
+            second.map(released)
+        else:
+            with pytest.raises(Exception, match=r"numbers \(enumerate\) of two data sets .* they do not agree"):
+                second.map(released)
+            named = lambda number, example: private(example[1], ids=tf.strings.as_string(number) + "b")  # noqa: B023
+            second.map(named)  # the user's own ids, which are believed
 
 
 def test_the_layers_frequencies_are_its_matrix():

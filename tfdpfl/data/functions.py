@@ -23,6 +23,8 @@ __all__ = [
     "check_apart",
     "check_once",
     "hands_on_early",
+    "number_apart",
+    "numbering",
     "out_of_order",
     "rank_of",
     "shuffles_anew",
@@ -688,3 +690,50 @@ def hands_on_early(dataset: Dataset, among: list[Dataset]) -> Dataset | None:
         determined = dataset.options().deterministic
     kept = {"false": False, "default": determined}
     return next((each for each in among if kept.get(getattr(each, "_deterministic", "")) is False), None)
+
+
+# -- whose numbers they are ----------------------------------------------------------------------------------------
+
+
+def numbering(dataset: Dataset, made: tf.Tensor) -> tuple[int, Dataset] | None:
+    """Returns the first number, and the data set whose elements are numbered, if what a function makes of the elements
+    of a data set is their number (enumerate); None if it is something else, or more than the number decides it."""
+    import tensorflow as tf
+
+    at = made
+    while at.op.type in (*_KEEPING, "AsString") and at.op.inputs:
+        at = at.op.inputs[0]
+    parts = _numbers(dataset)
+    of = next((of for t, of in zip(made.graph.inputs, parts, strict=False) if t is at), None)
+    zips = [inputs_of(each) for each in ancestors(dataset) if made_by(each, ("zip",))]
+    sides = [each for inputs in zips if any(each is of for each in inputs) for each in inputs if each is not of]
+    if of is None or len(sides) != 1 or len(_paths(sides[0])) != 1:
+        return None
+    with tf.init_scope():
+        first = [int(number) for number in of.take(2)]
+    return (first[0], sides[0]) if first[-1] - first[0] == len(first) - 1 else None
+
+
+def number_apart(one: tuple[int, Dataset], other: tuple[int, Dataset]) -> bool:
+    """Whether two numberings give no two examples one number, and no example two. True also if that does not show."""
+    import tensorflow as tf
+
+    with tf.init_scope():  # it is asked where a function is traced
+        lengths = [int(side.cardinality()) for _, side in (one, other)]
+        ids = [range(s, s + (n if n >= 0 else 2**62)) for (s, _), n in zip((one, other), lengths, strict=True)]
+        (path,), (other_path,) = _paths(one[1]), _paths(other[1])
+        if not _hold_the_same(path[-1], other_path[-1]):
+            return not _meet(*ids) or not all(made_by(each[-1], ("tensorslice",)) for each in (path, other_path))
+        (rows, orders), (others, their_orders) = _rows_of(path), _rows_of(other_path)
+        if len(orders) != len(their_orders) or not all(map(_same_order, orders, their_orders)):
+            return False
+        # The example at place p has the number (p - offset) / step.
+        offsets = [(r.step, r.start - i.start * r.step) for r, i in ((rows, ids[0]), (others, ids[1]))]
+        return offsets[0] == offsets[1] or not (_meet(rows, others) or _meet(*ids))
+
+
+def _hold_the_same(a: Dataset, b: Dataset) -> bool:
+    """Whether two sources are one, or all tensors of one are in the other, too."""
+    of_a, of_b = (tuple(getattr(each, "_tensors", None) or ()) for each in (a, b))
+    fewer, more = sorted((of_a, of_b), key=len)
+    return a is b or (bool(fewer) and all(any(_equal(t, other) for other in more) for t in fewer))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl._frames import callers
-from tfdpfl._types import Arrays, DpEvent, Json
+from tfdpfl._types import Arrays, Dataset, DpEvent, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.data.functions import changes_each_pass
+from tfdpfl.data.functions import changes_each_pass, number_apart, numbering
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp._base import label_promise
 from tfdpfl.label_dp._datasets import with_labels
@@ -21,6 +23,9 @@ __all__ = ["LabelPrivacy"]
 
 # 2^53 steps fill the mantissa of a float64; a power of two takes a hash's bits evenly.
 _STEPS = 1 << 53
+
+# By layer: what was numbered by the ids that it was given, as `numbering` states it.
+_NUMBERED: weakref.WeakKeyDictionary[LabelPrivacy, list[tuple[int, Dataset]]] = weakref.WeakKeyDictionary()
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")
@@ -50,7 +55,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     Raises:
         ValueError: for arguments out of range, or a call without ids.
-        PrivacyError: ids that number the examples after a shuffle.
+        PrivacyError: ids that number the examples after a shuffle, or those of two data sets so that an example has two
+            numbers, or a number two examples.
         tf.errors.InvalidArgumentError: when run, a label outside 0..K-1.
     """
 
@@ -81,7 +87,7 @@ class LabelPrivacy(tf.keras.layers.Layer):
                 f"ids must have the shape of labels, {labels.shape}, got {ids.shape}: give each label its own id "
                 "(enumerate() before batch(), not after it), because labels with one id share their noise"
             )
-        _check_numbers(ids)
+        _check_numbers(self, ids)
         self._by_id = True
         alike = tf.debugging.assert_equal(tf.shape(ids), tf.shape(labels), "ids must have the shape of labels")
         with tf.control_dependencies([] if alike is None else [alike]):
@@ -145,8 +151,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
 
 @tf.autograph.experimental.do_not_convert
-def _check_numbers(ids: tf.Tensor) -> None:
-    """Raises if the map that runs gives examples other ids in each pass."""
+def _check_numbers(layer: LabelPrivacy, ids: tf.Tensor) -> None:
+    """Raises if the map that runs gives examples other ids in each pass, or other ones than an earlier map gave."""
     if not isinstance(getattr(ids, "graph", None), tf.__internal__.FuncGraph) or tf.executing_eagerly():
         return
     dataset = next((frame.f_locals["input_dataset"] for frame in callers() if "input_dataset" in frame.f_locals), None)
@@ -156,3 +162,15 @@ def _check_numbers(ids: tf.Tensor) -> None:
             "drawn or counted, so each pass would draw new noise for a label, and ε counts one release. Call "
             "enumerate() before shuffle() and batch(), or give ids that belong to the examples."
         )
+    numbers = None if dataset is None else numbering(dataset, ids)
+    if numbers is None:
+        return
+    earlier = _NUMBERED.setdefault(layer, [])
+    if not all(number_apart(numbers, each) for each in earlier):
+        raise PrivacyError(
+            "ids are numbers (enumerate) of two data sets that this LabelPrivacy was given, and they do not agree. An "
+            "example with two numbers is released twice, but counted once. Two examples with one number share their "
+            "noise, so one label reveals the other. Call enumerate() before you split the data, or number further data "
+            "from where the first end: enumerate(start=...)."
+        )
+    earlier.append(numbers)
