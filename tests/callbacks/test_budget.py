@@ -144,6 +144,7 @@ def test_a_statement_says_why_the_noise_of_microbatches_counts_as_half():
     assert "noise_multiplier=2.0 counts as half" in str(budget.report()) and budget.report().noise_multiplier == 1.0
 
 
+@pytest.mark.slow
 def test_a_last_batch_that_is_nearly_all_noise_is_said():
     model, budget = compiled(), PrivacyBudget(delta=DELTA)
     with pytest.warns(UserWarning, match=r"has 2 of the 200 examples.* 11 times the noise .*\(x\[:198\]\)"):

@@ -136,6 +136,8 @@ def test_an_optimizer_without_privacy_is_refused():
         model.fit(X, X[:, :3], callbacks=[PrivacyBudget(N, DELTA)], verbose=0)
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_batches_of_one_size_are_no_independent_draws():
     """They are refused, and counted as if each example were in each, before a tenth step of a chance below 1e-9."""
     model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfdpfl.accounting import price
+from tfdpfl.data.functions import number_apart
 from tfdpfl.label_dp import LabelPrivacy
 
 
@@ -59,29 +60,36 @@ ROWS = tf.data.Dataset.from_tensor_slices((np.arange(9), np.arange(9) % 3))
 OTHERS = tf.data.Dataset.from_tensor_slices((np.arange(9) + 50, np.arange(9) % 3))
 
 
-def test_numbers_of_two_data_sets_are_ids_only_if_they_agree():
-    """Two examples with one number had the same noise, and one with two numbers was released twice for one price."""
-    ordered = ROWS.shuffle(9, seed=1, reshuffle_each_iteration=False)
-    for first, second, agree in (
-        (ROWS.enumerate(), ROWS.enumerate().batch(2), True), (ROWS.take(6).enumerate(), ROWS.take(3).enumerate(), True),
-        (ROWS.take(6).enumerate(), ROWS.skip(3).enumerate(3), True), (ROWS.enumerate(), ROWS.skip(3).enumerate(), False),
-        (ROWS.take(6).enumerate(), ROWS.skip(3).enumerate(6), False), (ROWS.enumerate(), ROWS.enumerate(1), False),
-        (ROWS.take(6).enumerate(), ROWS.skip(6).enumerate(6), True), (ROWS.enumerate(), ROWS.enumerate(9), False),
-        (ROWS.take(6).enumerate(), ROWS.skip(6).enumerate(7), True), (ROWS.enumerate(), OTHERS.enumerate(9), True),
-        (ROWS.take(6).enumerate(), ROWS.skip(6).enumerate(5), False), (ROWS.enumerate(), OTHERS.enumerate(8), False),
-        (ROWS.shard(3, 0).enumerate(), ROWS.shard(3, 1).enumerate(), False), (ROWS.enumerate(), ordered.enumerate(), False),
-        (ROWS.shard(3, 0).enumerate(), ROWS.shard(3, 1).enumerate(3), True),
+def test_two_numberings_are_ids_only_if_they_agree():
+    """Against the numbers that the examples get: none has two, and none is that of two."""
+    shards, others = [ROWS.shard(3, i) for i in range(3)], OTHERS.take(9)
+    for one, other in (
+        [(0, ROWS), (0, ROWS)], [(0, ROWS.take(6)), (0, ROWS.take(3))], [(0, ROWS.take(6)), (3, ROWS.skip(3))],
+        [(0, ROWS), (0, ROWS.skip(3))], [(0, ROWS.take(6)), (6, ROWS.skip(3))], [(0, ROWS), (1, ROWS)],
+        [(0, ROWS.take(6)), (6, ROWS.skip(6))], [(0, ROWS), (9, ROWS)], [(0, ROWS.take(6)), (7, ROWS.skip(6))],
+        [(0, ROWS.take(6)), (5, ROWS.skip(6))], [(0, ROWS), (9, others)], [(0, ROWS), (8, others)],
+        [(0, shards[0]), (0, shards[1])], [(0, shards[0]), (3, shards[1])], [(2, shards[2]), (2, shards[2])],
+        [(5, ROWS.shard(9, 5)), (0, ROWS.take(1))], [(0, ROWS), (0, ROWS.shard(2, 0))],
     ):  # fmt: skip
-        private = LabelPrivacy(1.0, 3)
-        released = lambda number, example: private(example[1], ids=number)  # noqa: B023
-        first.map(lambda number, example: released(tf.strings.as_string(number), example))
-        if agree:
-            second.map(released)
-        else:
-            with pytest.raises(Exception, match=r"numbers \(enumerate\) of two data sets .* they do not agree"):
-                second.map(released)
-            named = lambda number, example: private(example[1], ids=tf.strings.as_string(number) + "b")  # noqa: B023
-            second.map(named)  # the user's own ids, which are believed
+        numbers = [
+            dict(zip(map(int, side.map(lambda x, y: x)), range(s, s + 99), strict=False)) for s, side in (one, other)
+        ]
+        merged = {(x, n) for part in numbers for x, n in part.items()}
+        agree = len(merged) == len({x for x, _ in merged}) == len({n for _, n in merged})
+        assert number_apart(one, other) is number_apart(other, one) is agree, (one, other)
+    ordered = ROWS.shuffle(9, seed=1, reshuffle_each_iteration=False)
+    assert not number_apart((0, ROWS), (0, ordered)) and number_apart((0, ordered), (0, ordered))
+
+
+def test_a_layer_refuses_numbers_that_do_not_agree_with_those_it_was_given():
+    """Two examples with one number had the same noise, and one with two numbers was released twice for one price."""
+    private = LabelPrivacy(1.0, 3)
+    ROWS.take(6).enumerate().map(lambda number, example: private(example[1], ids=tf.strings.as_string(number)))
+    ROWS.enumerate().shuffle(9).batch(2).map(lambda number, example: private(example[1], ids=number))
+    with pytest.raises(Exception, match=r"numbers \(enumerate\) of two data sets .* they do not agree"):
+        ROWS.skip(6).enumerate().map(lambda number, example: private(example[1], ids=number))
+    named = lambda number: tf.strings.as_string(number) + "b"  # ids of the user's making are believed
+    ROWS.skip(6).enumerate().map(lambda number, example: private(example[1], ids=named(number)))
 
 
 def test_the_layers_frequencies_are_its_matrix():

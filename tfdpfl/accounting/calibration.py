@@ -44,8 +44,8 @@ def compute_epsilon(*, delta: float, accountant: str = "pld", **run: "Unpack[Run
     """Returns an upper bound on the ε of a DP-SGD run at `delta`: 0.0 for no steps, infinity without noise,
     never NaN.
 
-    The default is Poisson sampling, which `tfdpfl.data.poisson_batches` draws. `fit` shuffles arrays: their ε is that of
-    `sampling="shuffle"`, which may be ten times as large.
+    The default is Poisson sampling, which `tfdpfl.data.poisson_batches` draws. `fit` shuffles arrays: their ε is that
+    of `sampling="shuffle"`, which may be ten times as large.
 
     Args:
         num_examples: Number of training examples.
