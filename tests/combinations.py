@@ -137,11 +137,19 @@ and refuse.
 - A number: the pair is refused before the first step, for the [reason](#reasons) of this number.
 - `·`: both are values of one argument, so you cannot give both.
 
-Independent noise, a number as clip and one device work with every feature. Data that are sampled by users, or cut into
-physical batches, need the optimizer's `rows_per_unit` and `gradient_accumulation_steps`, so read these columns. How
-batches may be sampled is in [Training](training.md). On Keras 3 no feature works on several workers.
+Every feature works with independent noise, with a number as clip, and on one device. On Keras 3 no feature works on
+several workers.
 
-This command writes the page:
+Some features belong to the data, but the optimizer needs an argument for them. Look for this argument's column:
+
+- If you sample users or copies, the optimizer needs `rows_per_unit`. The column is "users, copies".
+- If you cut batches into physical batches, it needs `gradient_accumulation_steps`. The column is "accumulation, physical
+  batches".
+
+The page does not cover how batches are sampled. [Sampling](training.md#sampling) lists all kinds, and
+[Noise](noise.md#which-pair-of-noise-and-sampling) shows which kinds fit correlated noise.
+
+If you change an optimizer in a clone of the repository, write this page anew by this command:
 
     $ python tests/combinations.py
 
