@@ -143,8 +143,8 @@ several workers.
 Some features belong to the data, but the optimizer needs an argument for them. Look for this argument's column:
 
 - If you sample users or copies, the optimizer needs `rows_per_unit`. The column is "users, copies".
-- If you cut batches into physical batches, it needs `gradient_accumulation_steps`. The column is "accumulation, physical
-  batches".
+- If you cut batches into physical batches, it needs `gradient_accumulation_steps`. The column is "accumulation,
+  physical batches".
 
 The page does not cover how batches are sampled. [Sampling](training.md#sampling) lists all kinds, and
 [Noise](noise.md#which-pair-of-noise-and-sampling) shows which kinds fit correlated noise.
