@@ -155,6 +155,13 @@ def test_other_messages_a_spent_budget_and_a_broken_model_get_a_sentence_that_th
     (tmp_path / "other").write_text("{")
     message = again.ask()
     assert again.answer(message, trained(message, 0.1)).error.reason == "this node does not answer such messages"
+    with pytest.raises(ValueError, match="holds no whole ledger"):  # nor does it start
+        Guard(again.guard._policy)
+    (tmp_path / "other").unlink()
+    message = again.ask()
+    assert again.answer(message, trained(message, 0.1)).error.reason == "this node does not answer such messages"
+    with pytest.raises(PrivacyError, match=r"is gone or empty, but other\.made shows that it was there"):
+        Guard(again.guard._policy)
 
 
 def test_an_answer_leaves_at_its_time_whether_the_app_is_done_or_not(tmp_path):

@@ -102,6 +102,12 @@ def test_a_clients_ledger_outlives_its_process(tmp_path):
         file.write_text(damaged)
         with pytest.raises(ValueError, match=r"of-.*\.json' holds no whole ledger .*Restore the file"):
             Clients(shifted(1.0), [mod])(message(), 0)
+    file.unlink()  # neither what Flower keeps of this run nor a restart may stand in for what other runs spent
+    for again in (client, Clients(shifted(1.0), [mod])):
+        with pytest.raises(PrivacyError, match=r"is gone or empty, but of-0-101\.json\.made shows that it was there"):
+            again(message(), 0)
+    (tmp_path / "of-0-101.json.made").unlink()
+    assert client_reports([Clients(shifted(1.0), [mod])(message(), 0)])[101]["steps"] == 1
     with pytest.raises(ValueError, match=r"names 'hospital', but a node has"):
         Clients(shifted(1.0), [local_dp_mod(l2_norm_clip=1, noise_multiplier=1, delta=1e-5, ledger_path="{hospital}")])(
             message(), 0

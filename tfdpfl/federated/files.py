@@ -13,7 +13,7 @@ from tfdpfl._chain import Chain
 from tfdpfl._types import Json
 from tfdpfl.errors import PrivacyError
 
-__all__ = ["Lines", "lock", "replace", "sync", "sync_tree", "whole_lines"]
+__all__ = ["Lines", "lock", "marker", "refuse_lost", "replace", "sync", "sync_tree", "whole_lines"]
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -69,6 +69,31 @@ def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     sync(path.parent)
+
+
+def marker(path: Path) -> Path:
+    """Returns the empty file beside a file of spending that shows that it was made once."""
+    return path.with_name(path.name + ".made")
+
+
+def refuse_lost(path: Path, name: str, given: str | os.PathLike, missing: str) -> None:
+    """Raises if a file of spending was made once, and is gone.
+
+    Args:
+      path: where it was.
+      name: the argument that named it, for the error message.
+      given: the argument's value.
+      missing: what ε would lack.
+
+    Raises:
+      PrivacyError: the `marker` is there.
+    """
+    made = marker(path)
+    if made.exists():
+        raise PrivacyError(
+            f"{name}={os.fspath(given)!r} is gone or empty, but {made.name} shows that it was there. Epsilon would "
+            f"lack {missing}. Restore it from a backup, or delete {os.fspath(made)!r} if nobody took part."
+        )
 
 
 def whole_lines(data: bytes) -> bytes:

@@ -32,6 +32,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.flower._flwr import Context, Error, Message, MessageType, RecordDict, log
 from tfdpfl.flower.local import local_dp_mod
+from tfdpfl.flower.reports import ClientLedger
 
 if TYPE_CHECKING:
     from flwr.proto.message_pb2 import ObjectTree
@@ -114,14 +115,19 @@ class Guard:
 
     Args:
       policy: the owner's.
+
+    Raises:
+      ValueError: the ledger is damaged.
+      PrivacyError: the ledger was made once and is gone, or a newer release wrote it.
     """
 
     def __init__(self, policy: Policy):
         self._policy = policy
+        ledger_path = policy.ledger_path.replace("{", "{{").replace("}", "}}")
+        ClientLedger(Context(0, 0, {}, RecordDict(), {}), "local", ledger_path)  # which cannot be told to a server
         self._mod = local_dp_mod(
             l2_norm_clip=policy.l2_norm_clip, noise_multiplier=policy.noise_multiplier, delta=policy.delta,
-            target_epsilon=policy.target_epsilon, ledger_path=policy.ledger_path.replace("{", "{{").replace("}", "}}"),
-            weighted_by_key=policy.weighted_by_key,
+            target_epsilon=policy.target_epsilon, ledger_path=ledger_path, weighted_by_key=policy.weighted_by_key,
         )  # fmt: skip
         self._contents: dict[str, bytes] = {}  # what came from the server, by object
         self._asked: dict[
@@ -276,6 +282,7 @@ def install(policy: Policy, module: Any = supernode) -> Guard:
     """Makes the SuperNode of this process keep to a policy. Returns the guard.
 
     Raises:
+      ValueError: the policy's ledger cannot be gone on with.
       PrivacyError: Flower works in another way than this module knows.
     """
     check_flower(module)

@@ -20,6 +20,7 @@ from tfdpfl import _formats
 from tfdpfl._types import JsonValue
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.errors import PrivacyError
+from tfdpfl.federated import files
 from tfdpfl.federated.privacy import RoundsRun, within
 from tfdpfl.flower.spent import Settings
 
@@ -69,7 +70,6 @@ class Register:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         self._prices: dict[Hashable, float] = {}
-        made = self._path.with_name(self._path.name + ".made")
         try:
             self._db = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             mode = self._write_ahead()
@@ -77,12 +77,7 @@ class Register:
             with self._alone():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
                 if not version and not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                    if made.exists():
-                        raise PrivacyError(
-                            f"register_path={str(path)!r} is gone or empty, but {made.name} shows that it was there. "
-                            "Epsilon would lack what clients spent in all runs. Restore it from a backup, or delete "
-                            f"{str(made)!r} if no client took part in any run."
-                        )
+                    files.refuse_lost(self._path, "register_path", path, "what clients spent in all runs")
                     for statement in _TABLES.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version={_VERSION}")
@@ -94,7 +89,7 @@ class Register:
                 "of a new file on a local disk."
             ) from error
         if new:
-            made.touch()
+            files.marker(self._path).touch()
         _formats.refuse_newer(f"register_path={str(path)!r}", {"version": version or None}, _VERSION)
         if mode != "wal":
             raise ValueError(

@@ -37,6 +37,10 @@ class ClientLedger:
       level: "example" or "local".
       path: a file, in which {node_id} and the entries of ``context.node_config``, as {partition-id}, are filled in.
         None for none: then a restarted client begins anew.
+
+    Raises:
+      ValueError: the path names an entry that the node lacks, or the file holds no whole ledger.
+      PrivacyError: the file was made once and is gone, is older than this run knows, or of a newer format.
     """
 
     def __init__(self, context: Context, level: str, path: str | os.PathLike | None):
@@ -75,17 +79,19 @@ class ClientLedger:
             text = json.dumps(after.to_dict())
             if self._path is not None:
                 files.replace(self._path, lambda file: file.write(text.encode()))
+                files.marker(self._path).touch()
         self._context.state[self._key] = ConfigRecord({"ledger": text})
         self.ledger = after
         return None
 
     def _kept(self) -> PrivacyLedger:
-        in_file = self._path is not None and self._path.exists()
         record = self._context.state.config_records.get(self._key)
         in_context = PrivacyLedger() if record is None else self._parsed(str(record["ledger"]))
-        if not in_file:
+        if self._path is None:
             return in_context
-        assert self._path is not None
+        if not self._path.exists():
+            files.refuse_lost(self._path, "ledger_path", self._path, "what this client spent")
+            return in_context
         kept = self._parsed(self._path.read_text())
         if kept.steps < in_context.steps:  # the file is written first, so it cannot have less
             raise PrivacyError(
