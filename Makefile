@@ -23,6 +23,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/keras3.installed
 	$(KERAS3) -m tfdpfl demo $(ARGS)
 
+# The threads of a BLAS wait for each other most of the time where matrices are small, and tests have processes enough.
+test test-fast: export OPENBLAS_NUM_THREADS ?= 1
+
 test: $(VENV)/keras3.installed $(VENV)/tff.installed
 	$(KERAS3) -m pytest $(PYTEST) $(ARGS)
 	$(TFF) -m pytest $(PYTEST) $(ARGS)

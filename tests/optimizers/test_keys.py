@@ -131,11 +131,13 @@ def test_a_model_that_is_reset_compiled_anew_or_loaded_back_does_not_repeat_nois
     assert_independent(*draws)
 
 
+# Keras is imported before the package, and finds its classes all the same (test_keras_files.py has another order).
 RESUMED = """
-import sys, numpy as np, tensorflow as tf, tfdpfl
+import keras, tfdpfl
+import sys, numpy as np, tensorflow as tf
+model = tf.keras.models.load_model(sys.argv[1])
 sys.path.insert(0, sys.argv[3])
 from test_keys import update
-model = tf.keras.models.load_model(sys.argv[1])
 assert model.optimizer.executed == [(1.0, 1)]
 np.save(sys.argv[2], update(model))
 """

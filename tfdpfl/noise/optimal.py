@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +37,16 @@ def inverse_square_root(bands: int) -> np.ndarray:
     return np.concatenate([[1.0], np.cumprod((2 * i - 3) / (2 * i))])
 
 
+def _minimized(loss: Callable, start: np.ndarray, **how: Any) -> Any:
+    """`scipy.optimize.minimize` in one thread. On matrices as small as its own, the threads of a BLAS wait for each
+    other most of the time."""
+    from scipy.optimize import minimize
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(1, user_api="blas"):
+        return minimize(loss, start, jac=True, **how)
+
+
 @functools.lru_cache(maxsize=64)
 def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, ...]:
     """Finds the coefficients with the least product of the column's norm and the running sums' error, by L-BFGS from
@@ -45,7 +57,6 @@ def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, .
       num_steps: its rows.
       error: "rms" or "max" over the running sums.
     """
-    from scipy.optimize import minimize
     from scipy.signal import lfilter
 
     bands_ = min(bands, num_steps)
@@ -69,7 +80,7 @@ def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, .
     start = square_root(bands_)[1:]
     if not len(start):
         return (1.0,) + (0.0,) * (bands - bands_)
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-13, "gtol": 1e-9})
+    found = _minimized(loss, start, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-13, "gtol": 1e-9})
     best = found.x if found.fun <= loss(start)[0] else start
     return (1.0, *best.tolist()) + (0.0,) * (bands - bands_)
 
@@ -92,7 +103,6 @@ def best_inverse_bands(
       error: "rms" or "max" over the running sums.
     """
     from scipy.linalg import toeplitz
-    from scipy.optimize import minimize
     from scipy.signal import lfilter
 
     bands_ = min(bands, num_steps)
@@ -133,7 +143,7 @@ def best_inverse_bands(
     if len(start):
         rules = [{"type": "ineq", "fun": falls, "jac": slopes_of_falls}] if num_steps > separation else []
         how = {"bounds": [(-1, 0)] * len(start), "options": {"maxiter": 200, "ftol": 1e-12}}
-        x = minimize(loss, start, jac=True, method="SLSQP", constraints=rules, **how).x.clip(-1, 0)
+        x = _minimized(loss, start, method="SLSQP", constraints=rules, **how).x.clip(-1, 0)
         x /= max(1.0, -x.sum())
         best = x if loss(x)[0] <= loss(start)[0] else start
     return (1.0, *best.tolist()) + (0.0,) * (bands - bands_)
@@ -155,9 +165,8 @@ def best_buffers(
       most: most uses of an example.
       error: "rms" or "max" over the running sums.
     """
-    from scipy.optimize import minimize
-
     i = np.arange(num_steps - 1)[:, None].astype(float)
+    before = (np.arange(num_steps - 1) - 1).clip(0)
     weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
 
     def parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -190,8 +199,8 @@ def best_buffers(
             squared, variance = moved @ moved, weights @ sums**2
             # Slopes by the four kinds of numbers, then by x: a complex step is exact there.
             by_column, by_sums = 2 * to_column[1:] / squared, 2 * (weights * sums)[1:] / variance
-            slopes_of_powers = i * decay ** (i - 1).clip(0)
-            slopes_of_sums = np.cumsum(i * inverse_decay ** (i - 1).clip(0), 0)
+            slopes_of_powers = i * powers[before]
+            slopes_of_sums = np.cumsum(i * inverse_powers[before], 0)
             slopes = (
                 scale * (by_column @ slopes_of_powers), by_column @ powers,
                 inverse_scale * (by_sums @ slopes_of_sums), by_sums @ geometric,
@@ -206,7 +215,7 @@ def best_buffers(
         gaps = np.full(2 * buffers - 1, math.log(max(reach, 0.5) / (2 * buffers - 1) + 0.1))
         start = np.concatenate([[reach], gaps])
         options = {"maxiter": 1000, "ftol": 1e-14, "gtol": 1e-9}
-        found = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
+        found = _minimized(loss, start, method="L-BFGS-B", options=options)
         if best is None or found.fun < best.fun:
             best = found
     assert best is not None
