@@ -48,6 +48,8 @@ BOTH_STACKS = (
     "optimizers/test_workers.py",
     "callbacks/test_averaged.py",
 )
+# These read sources and pages as text, and no version changes those (tests/test_house.py).
+OF_TEXT = ("test_docstrings.py", "test_errors.py", "test_house.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -55,8 +57,10 @@ def pytest_collection_modifyitems(items):
         return
     here = Path(__file__).parent
     for item in items:
-        both = item.path.relative_to(here).as_posix().startswith(BOTH_STACKS) or item.get_closest_marker("both_stacks")
-        if item.get_closest_marker("one_stack") or (item.get_closest_marker("slow") and not both):
+        file = item.path.relative_to(here).as_posix()
+        both = file.startswith(BOTH_STACKS) or item.get_closest_marker("both_stacks")
+        one = item.get_closest_marker("one_stack") or file in OF_TEXT
+        if one or (item.get_closest_marker("slow") and not both):
             item.add_marker(pytest.mark.skip(reason="hangs on no version of Keras: runs on the keras3 stack"))
 
 

@@ -3,8 +3,10 @@
 import ast
 import functools
 import graphlib
+import sys
 from pathlib import Path
 
+import conftest
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -119,3 +121,10 @@ def test_examples_and_benchmarks_use_public_names_alone(path):
 def test_a_private_name_is_found_however_it_is_used(source):
     assert list(private_names(ast.parse(source))) == ["_x"]
     assert not list(private_names(ast.parse(source.replace("_x", "x"))))
+
+
+@pytest.mark.parametrize("file", conftest.OF_TEXT)
+def test_what_runs_on_one_stack_because_it_reads_text_runs_nothing_of_the_package(file):
+    of_python = sys.stdlib_module_names - {"importlib", "multiprocessing", "os", "runpy", "subprocess"}
+    tree = ast.parse((Path(__file__).parent / file).read_text("utf-8"))
+    assert {name.split(".")[0] for name, _, _ in imports(tree)} <= of_python | {"conftest", "pytest"}
