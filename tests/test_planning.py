@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfdpfl
+from tfdpfl.accounting import monte_carlo
+from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.callbacks import PrivacyBudget
 from tfdpfl.data import declared_sampling, poisson_batches
 from tfdpfl.errors import PrivacyError
@@ -27,6 +29,10 @@ def model_with(optimizer):
     model = tf.keras.Sequential([tf.keras.layers.Dense(3)])  # not built: as tutorials write it
     model.compile(optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
+
+
+def gaussian_ledger():
+    return tfdpfl.PrivacyLedger().add(dp_accounting.GaussianDpEvent(9.0))
 
 
 def spent(sigma, batch, steps):
@@ -115,6 +121,12 @@ def test_any_three_give_the_fourth():
         ({"delta": 2}, "delta must be strictly between 0 and 1"),
         ({"l2_norm_clip": 0.0}, "l2_norm_clip must be .* above 0"),
         ({"sampling": "weighted"}, "sampling='weighted' has no plan"),
+        ({"sampling": "b_min_sep"}, "needs min_separation, which is also the number of bands"),
+        ({"sampling": "b_min_sep", "min_separation": 2, "secure_noise": True}, "a step has one kind of noise"),
+        (
+            {"sampling": "b_min_sep", "min_separation": 2, "batch_size": None, "noise_multiplier": 1.0},
+            "is a simulation",
+        ),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be"),
         ({"num_epochs": None, "noise_multiplier": 1.5, "steps_per_epoch": 999}, "allows .* steps, and"),
         ({"batch_size": None, "noise_multiplier": 0.1}, "less than batches of one example cost"),
@@ -284,3 +296,30 @@ def test_a_plan_takes_what_a_ledger_leaves_of_the_target():
         plan(ledger=ledger, sampling="shuffle")
     with pytest.raises(ValueError, match=r"ledger=0\.5 must be a PrivacyLedger"):
         plan(ledger=0.5)
+
+
+@pytest.mark.slow
+def test_examples_that_rest_have_banded_noise_and_train_to_the_target(monkeypatch):
+    monkeypatch.setattr(monte_carlo, "RUNS", 1 << 15)
+    how = dict(sampling="b_min_sep", min_separation=4, delta=0.02, accountant="pld")
+    made = plan(user_ids=np.arange(N) // 2, examples_per_user=1, batch_size=10, ledger=gaussian_ledger(), **how)
+    assert (made.epochs, made.steps_per_epoch) == (1, 20)
+    assert made.noise == tfdpfl.noise.Banded(bands=4, min_separation=4, max_participations=1, num_steps=20)
+    model = model_with(made.optimizer("sgd"))
+    model.fit(made.batches, epochs=made.epochs, callbacks=made.callbacks, verbose=0)
+    assert made.callback.report().epsilon == pytest.approx(made.epsilon)
+    assert 0.97 * 2.0 < made.epsilon <= 2.0
+    ledger = gaussian_ledger().count_correlated((), CorrelatedRun(
+        noise=made.noise, noise_multiplier=made.noise_multiplier, num_steps=20, min_separation=4, unit="user",
+        sampling_rate=10 / (100 - 3 * 10), sampling="b_min_sep",
+    ))  # fmt: skip
+    assert made.epsilon == pytest.approx(ledger.epsilon(0.02)) and "one user rests for 3 steps" in made.statement()
+    with pytest.raises(PrivacyError, match=r"no room for another .*compute_correlated_noise_multiplier finds"):
+        model.fit(made.batches, callbacks=[made.callback], verbose=0)
+    other = plan(batch_size=10, noise_multiplier=made.noise_multiplier, target_epsilon=None)
+    with pytest.raises(PrivacyError, match=r"has noise=Banded\(.*, and the plan has None"):
+        other.check(model.optimizer, {"x": other.batches, "callbacks": [other.callback]})
+    again = tfdpfl.noise.compute_correlated_noise_multiplier(
+        made.noise, target_epsilon=2.0, delta=0.02, num_steps=20, sampling_rate=10 / 70, sampling="b_min_sep"
+    )
+    assert again == pytest.approx(plan(num_epochs=2, batch_size=10, **how, x=X[:100], y=Y[:100]).noise_multiplier)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from tfdpfl import clips
 from tfdpfl._frames import PLAN, callbacks_of
@@ -26,14 +26,16 @@ from tfdpfl.accounting import (
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.ledger import check_ledger
 from tfdpfl.accounting.promises import PLANNED, Promise
-from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION, SCHEMES
+from tfdpfl.accounting.sampling import B_MIN_SEP, POISSON, RANDOM_ALLOCATION, SCHEMES
 from tfdpfl.data import declared_sampling, examples_of, users_of
 from tfdpfl.data.batches import PLANNED as BATCHES
 from tfdpfl.data.declared import notes_of
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
+    from tfdpfl.accounting.correlated import CorrelatedRun
     from tfdpfl.callbacks import PrivacyBudget, PrivateMetrics
+    from tfdpfl.noise import Noise
 
 __all__ = ["PrivacyPlan", "plan"]
 
@@ -47,7 +49,7 @@ _BATCH_ARGUMENTS = {name for function, _ in BATCHES.values() for name in inspect
 # What an optimizer has where it is not told otherwise.
 _DEFAULTS = {
     "expected_batch_size": None, "num_microbatches": None, "gradient_accumulation_steps": 1, "rows_per_unit": 1,
-    "secure_noise": False,
+    "secure_noise": False, "noise": None,
 }  # fmt: skip
 
 
@@ -66,6 +68,7 @@ class PrivacyPlan:
         epochs, steps_per_epoch: how long to train.
         num_examples: size of the data.
         l2_norm_clip, sampling, accountant, secure_noise: as they were given.
+        noise: the `Banded` noise of the optimizer, or None for fresh noise.
         metrics: the `PrivateMetrics` whose releases ε covers, too, or None.
         ledger: the `PrivacyLedger` of what was spent before, which ε covers, too, or None.
         batches: the data set for `fit`.
@@ -82,6 +85,7 @@ class PrivacyPlan:
     sampling: str
     accountant: str
     secure_noise: bool = False
+    noise: Noise | None = None
     metrics: PrivateMetrics | None = None
     ledger: PrivacyLedger | None = None
     batches: Arrays = dataclasses.field(repr=False)
@@ -148,7 +152,7 @@ class PrivacyPlan:
         assert declared is not None
         settings: Keywords = {
             "l2_norm_clip": self.l2_norm_clip, "noise_multiplier": self.noise_multiplier,
-            "secure_noise": self.secure_noise,
+            "secure_noise": self.secure_noise, "noise": self.noise,
         }  # fmt: skip
         if SCHEMES[self.sampling].independent:
             settings["expected_batch_size"] = float(self.batch_size)
@@ -167,6 +171,13 @@ class PrivacyPlan:
         """Returns the report of the whole plan. (``callback.report()`` is the report of what ran.)"""
         declared = declared_sampling(self.batches)
         assert declared is not None
+        notes = notes_of(self.batches)
+        if self.noise is not None:
+            steps = self.epochs * self.steps_per_epoch
+            banded = _banded_run(self.noise, self.noise_multiplier, steps, declared.sampling_rate, self.sampling)
+            banded = dataclasses.replace(banded, unit=declared.unit)
+            made = _ledger(banded, self.num_examples, self.ledger, self.metrics, self.epochs)
+            return made.report(self.delta, self.accountant, notes)
         counts_passes = SCHEMES[self.sampling].counts_passes
         run: Keywords = {
             "num_examples": self.num_examples, "batch_size": self.batch_size, "noise_multiplier": self.noise_multiplier,
@@ -175,11 +186,11 @@ class PrivacyPlan:
             "sampling": self.sampling, "truncated_batch_size": declared.truncated_batch_size, "unit": declared.unit,
             "secure_noise": self.secure_noise,
         }  # fmt: skip
-        notes = notes_of(self.batches)
         if self.metrics is None and self.ledger is None:
             report = privacy_report(delta=self.delta, accountant=self.accountant, **run)
             return dataclasses.replace(report, notes=(*report.notes, *notes))
-        return _ledger(run, self.ledger, self.metrics, self.epochs).report(self.delta, self.accountant, notes)
+        made = _ledger(run, self.num_examples, self.ledger, self.metrics, self.epochs)
+        return made.report(self.delta, self.accountant, notes)
 
     @property
     def epsilon(self) -> float:
@@ -262,10 +273,13 @@ def plan(
       steps_per_epoch: updates in an epoch. None uses ``num_examples // batch_size``, so an example takes part about
         once.
       l2_norm_clip: the clip of the optimizer. ε does not depend on it.
-      sampling: "poisson", "random_allocation", "best" or "shuffle". With "random_allocation" each example is in one
-        batch of an epoch, at about the same ε or less. "best" compares these two, and takes "random_allocation" if the
-        figure that the plan finds is no worse; both have the same neighbours. With "shuffle" the batches are those of
-        `fit`. ε is then much larger, and its neighbours are data sets of which one has a blank in place of an example.
+      sampling: "poisson", "random_allocation", "best", "shuffle" or "b_min_sep". With "random_allocation" each example
+        is in one batch of an epoch, at about the same ε or less. "best" compares these two, and takes
+        "random_allocation" if the figure that the plan finds is no worse; both have the same neighbours. With "shuffle"
+        the batches are those of `fit`. ε is then much larger, and its neighbours are data sets of which one has a blank
+        in place of an example. With "b_min_sep" pass ``min_separation``, too: an example rests between its uses, and
+        the optimizer has `Banded` noise of as many bands. All epochs are then one pass, and each price is a simulation
+        that takes seconds to minutes.
       accountant: "pld" (tight) or "rdp".
       secure_noise: True makes the optimizer draw discrete noise from the cryptographic generator, which needs a little
         more noise.
@@ -298,9 +312,10 @@ def plan(
 
     def solved(sampling: str) -> _Numbers:
         counts_passes = _check_sampling(sampling, steps_per_epoch)
-        made = _Numbers(
+        of_noise = {} if SCHEMES[sampling].fresh_noise else {"separation": _separation(sampling, secure_noise, batches)}
+        made = (_BandedNumbers if of_noise else _Numbers)(
             target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, {**run, "sampling": sampling},
-            counts_passes, batches.get("num_selected", 1), shown, ledger,
+            counts_passes, batches.get("num_selected", 1), shown, ledger, **of_noise,
         )  # fmt: skip
         made.solve()
         return made
@@ -328,6 +343,7 @@ def plan(
         sampling=sampling,
         accountant=accountant,
         secure_noise=secure_noise,
+        noise=getattr(made, "noise", None),
         metrics=shown,
         ledger=ledger,
         batches=drawn,
@@ -370,6 +386,18 @@ def _check_sampling(sampling: str, steps_per_epoch: int | None) -> bool:
     return counts_passes
 
 
+def _separation(sampling: str, secure_noise: bool, batches: Keywords) -> int:
+    """Returns the fewest steps between two uses of an example, for which the noise is made."""
+    if secure_noise:
+        raise ValueError(f"secure_noise=True and sampling={sampling!r}: a step has one kind of noise. Leave one out.")
+    if "min_separation" not in batches:
+        raise ValueError(
+            f"sampling={sampling!r} needs min_separation, which is also the number of bands of the noise: give the "
+            "steps from one use of an example to its next, such as min_separation=8."
+        )
+    return _checks.whole("min_separation", batches["min_separation"], 1, "count the steps from one use to the next")
+
+
 def _checked_clip(l2_norm_clip: Clip) -> Clip:
     if isinstance(l2_norm_clip, int | float):
         return _checks.real("l2_norm_clip", l2_norm_clip, "it bounds a gradient's norm; 1.0 is usual", above=0)
@@ -380,16 +408,29 @@ def _checked_clip(l2_norm_clip: Clip) -> Clip:
     return schedule_of("l2_norm_clip", l2_norm_clip) or l2_norm_clip
 
 
-def _ledger(run: Keywords, before: PrivacyLedger | None, metrics: PrivateMetrics | None, epochs: int) -> PrivacyLedger:
+def _ledger(
+    run: Keywords | CorrelatedRun, num_examples: int, before: PrivacyLedger | None, metrics: PrivateMetrics | None,
+    epochs: int,
+) -> PrivacyLedger:  # fmt: skip
     """Returns the ledger of a training that ran as planned, of what was spent before it, and of its metrics."""
     ledger = PrivacyLedger() if before is None else PrivacyLedger().merge(before)
-    ledger.record(**run)
+    if isinstance(run, dict):
+        ledger.record(**run)
+    else:
+        ledger.count_correlated((), run)
     if metrics is not None:
         releases = epochs // metrics.every
-        ledger.add(
-            metrics.event(run["num_examples"]), releases, adjacency=ledger.adjacency, name=type(metrics).__name__
-        )
+        ledger.add(metrics.event(num_examples), releases, adjacency=ledger.adjacency, name=type(metrics).__name__)
     return ledger
+
+
+def _banded_run(noise: Noise, noise_multiplier: float, steps: int, rate: float, sampling: str) -> CorrelatedRun:
+    from tfdpfl.accounting.correlated import CorrelatedRun
+
+    return CorrelatedRun(
+        noise=noise, noise_multiplier=noise_multiplier, num_steps=steps, min_separation=noise.min_separation,
+        sampling_rate=rate, sampling=sampling,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -425,9 +466,12 @@ class _Numbers:
 
         if self._beside and None in (self.batch_size, self.num_epochs):
             raise ValueError(
-                f"{unknown[0]} cannot be computed together with metrics or a ledger, whose cost ε includes. Give it, "
-                "and leave out noise_multiplier or target_epsilon."
+                f"{unknown[0]} cannot be computed {self._why_not}. Give it, and leave out noise_multiplier or "
+                "target_epsilon."
             )
+
+    _why_not: ClassVar[str] = "together with metrics or a ledger, whose cost ε includes"
+    _tolerance: ClassVar[float] = 1e-4  # of a noise multiplier
 
     @property
     def _beside(self) -> bool:
@@ -458,7 +502,7 @@ class _Numbers:
             if self.noise_multiplier is None:
                 self._check_left(whole["delta"], whole["accountant"])
                 self.noise_multiplier = smallest_noise_multiplier(
-                    lambda z: self._spent(z, **whole), self.target_epsilon
+                    lambda z: self._spent(z, **whole), self.target_epsilon, self._tolerance
                 )
             self.target_epsilon = self.target_epsilon or self._spent(self.noise_multiplier, **whole)
         if self.noise_multiplier is None:
@@ -469,7 +513,8 @@ class _Numbers:
     def _spent(self, noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
         """Returns the ε of a training by its noise, with all that ε covers beside it."""
         run["noise_multiplier"] = noise_multiplier
-        return _ledger(run, self.ledger, self.metrics, self.num_epochs).epsilon(delta, accountant)
+        ledger = _ledger(run, run["num_examples"], self.ledger, self.metrics, self.num_epochs)
+        return ledger.epsilon(delta, accountant)
 
     def _check_left(self, delta: float, accountant: str) -> None:
         """Raises if nothing is left of the target for the training."""
@@ -507,3 +552,34 @@ class _Numbers:
                 f"or noise_multiplier, or give steps_per_epoch={steps}."
             )
         return steps // each
+
+
+@dataclasses.dataclass
+class _BandedNumbers(_Numbers):
+    """The numbers of a plan with banded noise, of which one pass is a whole training."""
+
+    separation: int = 1
+
+    _why_not: ClassVar[str] = "for this sampling, because each price is a simulation"
+    _tolerance: ClassVar[float] = B_MIN_SEP.tolerance
+
+    @property
+    def _beside(self) -> bool:
+        return True
+
+    @functools.cached_property
+    def noise(self) -> Noise:
+        from tfdpfl.noise import Banded
+
+        steps = self.num_epochs * self.steps_per_epoch
+        return Banded(bands=self.separation, min_separation=self.separation, max_participations=1, num_steps=steps)
+
+    def solve(self) -> None:
+        super().solve()
+        self.steps_per_epoch, self.num_epochs = self.num_epochs * self.steps_per_epoch, 1
+
+    def _spent(self, noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
+        population, sampling = run["num_examples"], run["sampling"]
+        rate = SCHEMES[sampling].rate(self.batch_size, population, self.separation)
+        banded = _banded_run(self.noise, noise_multiplier, run["num_steps"], rate, sampling)
+        return _ledger(banded, population, self.ledger, self.metrics, 1).epsilon(delta, accountant)

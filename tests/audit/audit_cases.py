@@ -323,6 +323,7 @@ def _trainings() -> Iterator[Case]:
         bound = None if least is None else functools.partial(sound_bound, name)
         yield Case(name, "optimizers", seen, bound, least or 0.0)
     yield Case("poisson_batches", "optimizers", None, functools.partial(sound, poisson), 0.0)
+    yield Case("b_min_sep", "optimizers", None, functools.partial(sound, resting), 0.0)
     yield Case("random_allocation", "optimizers", None, functools.partial(sound, allocated), 0.0)
     yield Case("PrivateMetrics", "optimizers", metrics_replay, None)
 
@@ -377,6 +378,32 @@ def allocated(steps: int = 16, trials: int = 400) -> tuple[float, float]:
         sampling="random_allocation",
     )  # fmt: skip
     return claim, audit_epsilon(scores, steps, steps - 1, trials, CONFIDENCE, delta=DELTA, vectorized=True)
+
+
+def resting(steps: int = 8, trials: int = 1000) -> tuple[float, float]:
+    """Base normals of banded noise in trainings of which each has the last example where it is drawn."""
+    from tfdpfl import noise
+    from tfdpfl.accounting import monte_carlo, price
+    from tfdpfl.accounting.correlated import CorrelatedRun
+    from tfdpfl.data.draws import Words
+
+    banded, rate, delta = noise.Banded(bands=2, min_separation=2, max_participations=1, num_steps=steps), 0.05, 0.01
+    run = CorrelatedRun(
+        noise=banded, noise_multiplier=0.8, num_steps=steps, min_separation=2, sampling_rate=rate, sampling="b_min_sep"
+    )
+    use = np.array(run.dp_event.moves)
+    shifts = np.array([np.convolve(step, use) for step in np.eye(steps)])
+
+    def scores(number: int, trials: int) -> np.ndarray:
+        """The likelihood ratio of a training that uses the example once to noise alone."""
+        passes = [Words().separated(number, steps, rate, 2) for _ in range(trials)]
+        used = np.array([[steps - 1 in batch for batch in batches] for batches in passes])
+        seen = used @ shifts + _rng.normal(size=(trials, shifts.shape[1]))
+        return np.log(np.exp(seen @ shifts.T - use @ use / 2).mean(1))
+
+    with mock.patch.object(monte_carlo, "RUNS", 1 << 16):
+        claim = price(run.dp_event, delta, "pld", "add_or_remove_one").epsilon
+    return claim, audit_epsilon(scores, steps, steps - 1, trials, CONFIDENCE, delta=delta, vectorized=True)
 
 
 # -- figures of the data -------------------------------------------------------------------------------------------

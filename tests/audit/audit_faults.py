@@ -540,6 +540,8 @@ FAULTS = [
     Fault("Poisson declared and not done", BOUND, "is claimed",
           above(cases.poisson),
           patched(_words, "each", lambda each: lambda self, number, rate: np.arange(number))),
+    Fault("rests declared, and no coins after them", BOUND, "is claimed", above(cases.resting),
+          patched(_words, "each", lambda each: lambda self, number, rate: np.arange(number))),
     Fault("random allocation declared and not done", BOUND, "is claimed", above(cases.allocated),
           patched(_words, "allocated",
                   lambda allocated: lambda self, number, steps, each: [np.arange(number)] * steps)),

@@ -30,7 +30,9 @@ def assert_within(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*audit_cases.TRAININGS, "poisson_batches", "random_allocation", "PrivateMetrics"])
+@pytest.mark.parametrize(
+    "name", [*audit_cases.TRAININGS, "poisson_batches", "b_min_sep", "random_allocation", "PrivateMetrics"]
+)
 def test_no_training_costs_more_than_it_claims(name):
     twice(assert_within, next(case for case in audit_cases.GROUPS["optimizers"]() if case.name == name))
 
@@ -77,7 +79,7 @@ NO_CASE = {
     "prices and settings of noise": "Compared compare compute_correlated_noise_multiplier SOLVERS HyperParameters",
     "clips alone": "clipping ClippedGradients clipped_gradients explain fix per_example_norms register_rule validate",
     "sampling, whose amplification the case of poisson_batches tests": "data SamplingDeclaration cyclic_poisson "
-    "b_min_sep bound_owners declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
+    "bound_owners declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
     "AvailabilityClientSampler BoundedParticipationSampler samplers",
     "made of what is private already": "ALIBILoss AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",

@@ -176,6 +176,7 @@ def compute_correlated_noise_multiplier(
     sampling_rate: float | None = None,
     adjacency: str | None = None,
     accountant: str = "pld",
+    sampling: str = CYCLIC_POISSON.name,
 ) -> float:
     """The smallest noise multiplier at which a run with this noise costs no more than ``target_epsilon``.
 
@@ -191,6 +192,8 @@ def compute_correlated_noise_multiplier(
         ``sampling_rate`` the groups' rounds count, ``num_steps / min_separation`` of them, and not
         ``max_participations``.
       accountant: "pld" or "rdp".
+      sampling: with ``sampling_rate``, which sampling it is of: ``"cyclic_poisson"`` or ``"b_min_sep"``. Of the second
+        each of about ten tries is a simulation, and the noise multiplier may be 0.5 % too large.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -203,10 +206,11 @@ def compute_correlated_noise_multiplier(
             noise=noise, noise_multiplier=z, num_steps=num_steps, sampling_rate=sampling_rate, adjacency=adjacency,
             min_separation=noise.min_separation if min_separation is None else min_separation,
             max_participations=noise.max_participations if max_participations is None else max_participations,
+            sampling=sampling,
         )  # fmt: skip
         return price(run.dp_event, delta, accountant, str(run.adjacency)).epsilon
 
-    return smallest_noise_multiplier(epsilon, target, 1e-5)
+    return smallest_noise_multiplier(epsilon, target, SCHEMES[sampling].tolerance)
 
 
 class Compared(NamedTuple):

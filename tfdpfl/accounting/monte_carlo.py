@@ -18,10 +18,10 @@ that of one use in step i. Then R[i] = (1 - p) R[i + 1] + p w[i] R[i + b]. A use
 base normals, as if the noise went on, which shows only more.
 
 Each δ is the mean of a variable in [0, 1]. If the mean of N runs is m, the expectation is above u with probability at
-most exp(-N KL(m, u)) (Hoeffding 1963, Theorem 1). The bounds at all points of a grid hold together except with
-probability `FAILURE`, which is added to δ. The true δ is a convex function of e^ε, so it is below the largest convex
-function that is below these bounds. A distribution with that curve dominates (Doroshenko et al. 2022,
-arXiv:2207.04380), so it can be composed with other mechanisms.
+most exp(-N KL(m, u)) (Hoeffding 1963, Theorem 1). The bounds at all points of a grid, and of all prices that one search
+for σ compares, hold together except with probability `FAILURE`, which is added to δ. The true δ is a convex function of
+e^ε, so it is below the largest convex function that is below these bounds. A distribution with that curve dominates
+(Doroshenko et al. 2022, arXiv:2207.04380), so it can be composed with other mechanisms.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = ["FAILURE", "RUNS", "losses"]
 
 RUNS = 1 << 22  # simulated trainings for each direction; a δ below about 100 / RUNS has a much larger ε
 FAILURE = 1e-10  # with this probability the bound of one direction may be too small
+_TRIES = 32  # prices of one search, of which none is too small but for `FAILURE`
 _AT_ONCE = 1 << 11  # runs of one call: their normals take a few megabytes
 _POINTS = 200  # of the grid of ε
 _ROUNDING = 1e-9  # of a privacy loss
@@ -114,7 +115,7 @@ def _pmf(loss: np.ndarray, interval: float) -> PrivacyLosses:
     above = np.searchsorted(-loss, -points)  # how many losses are above a point
     weights = np.append(0.0, np.cumsum(np.exp(-loss)))
     means = (above - np.exp(points) * weights[above]) / len(loss)
-    bounds = _upper_bounds(np.clip(means, 0, 1), len(loss), FAILURE / len(points))
+    bounds = _upper_bounds(np.clip(means, 0, 1), len(loss), FAILURE / len(points) / _TRIES)
     deltas = np.clip(_convex_minorant(np.exp(points), bounds) + FAILURE, 0, 1)
     return pld_pmf.create_pmf_pessimistic_connect_dots(interval, number, np.minimum.accumulate(deltas))
 

@@ -72,6 +72,7 @@ class SamplingScheme:
         in_groups: Whether steps draw from groups of the examples in turns.
         one_pass: Whether a pass is a whole training, so that the noise begins anew with each.
         weaker: Names of samplings that claim less and are true of the same batches.
+        tolerance: Of a noise multiplier that is searched for, with correlated noise.
         prices_discrete_noise: Whether a step with discrete noise can be priced.
         group_adjacencies: The relations that are priced if neighbours differ in several examples.
         truncated_adjacencies: The relations that are priced if larger batches are cut to a uniform subset.
@@ -93,6 +94,7 @@ class SamplingScheme:
     in_groups: ClassVar[bool] = False
     one_pass: ClassVar[bool] = False
     weaker: ClassVar[tuple[str, ...]] = ()
+    tolerance: ClassVar[float] = 1e-5
     prices_discrete_noise: ClassVar[bool] = False
     group_adjacencies: ClassVar[tuple[str, ...]] = ()
     truncated_adjacencies: ClassVar[tuple[str, ...]] = ()
@@ -321,6 +323,7 @@ class BMinSep(SamplingScheme):
     independent = True
     separates_uses = True
     one_pass = True
+    tolerance = 5e-3  # each try is a simulation
 
     def mean_share(self, rate: float, separation: int) -> float:
         return rate / (1 + (separation - 1) * rate)

@@ -288,14 +288,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._passes_per_epoch = fit.passes_in_epoch(steps) if steps else None
             self._limit = self._allowed()
             fit.share(self._limit)
-            secure = ", secure_noise=True" if fit.optimizer._dp.noise.discrete else ""
+            how = ", secure_noise=True" if fit.optimizer._dp.noise.discrete else ""
+            search = f"tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}{how})"
+            if fit.optimizer.noise is not None:
+                search = "tfdpfl.noise.compute_correlated_noise_multiplier"
             if self._is_full(0):
                 raise PrivacyError(
                     f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for another "
                     f"{'epoch' if fit.shuffled else 'step'}{self._spent_before()}. Raise noise_multiplier "
-                    f"(tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}"
-                    f"{secure}) finds the smallest one that does) "
-                    "or the target."
+                    f"({search} finds the smallest one that does) or the target."
                 )
         self._epoch = epoch
         fit.first = None
@@ -554,9 +555,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if self.target_epsilon is None:
             priced(1)  # what has no price is refused now
             return None
-        most = sum(self._planned())
-        if priced(most) <= self.target_epsilon:
-            return most
+        planned, more = self._planned()
+        most = planned + more
+        for number in (most, planned):  # the search takes as many prices as the number has bits
+            if priced(number) <= self.target_epsilon:
+                return number
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
 
     def _planned(self) -> tuple[int, int]:

@@ -562,13 +562,7 @@ def b_min_sep(
     rate = B_MIN_SEP.rate(size, number, apart)
 
     def draw(words: Words) -> Iterator[np.ndarray]:
-        rests = words.rests(number, rate, apart)
-        for _ in range(steps):
-            ready = np.flatnonzero(rests == 0)
-            drawn = ready[words.each(len(ready), rate)]
-            rests = np.maximum(rests - 1, 0)
-            rests[drawn] = apart - 1
-            yield drawn
+        yield from words.separated(number, steps, rate, apart)
 
     declaration = SamplingDeclaration(B_MIN_SEP.name, rate, number, steps, seed, min_separation=apart)
     return units.batches(draw, declaration)
@@ -580,6 +574,7 @@ PLANNED: dict[str, tuple[Callable[..., tf.data.Dataset], Callable[[int, int], di
     POISSON.name: (poisson_batches, lambda size, steps: {"expected_batch_size": size, "steps": steps}),
     RANDOM_ALLOCATION.name: (random_allocation, lambda size, _: {"expected_batch_size": size}),
     SHUFFLED.name: (shuffled_batches, lambda size, _: {"batch_size": size}),
+    B_MIN_SEP.name: (b_min_sep, lambda size, steps: {"expected_batch_size": size, "steps": steps}),
 }
 
 

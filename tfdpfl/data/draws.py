@@ -73,13 +73,19 @@ class Words:
         units = np.argsort(chosen.ravel(), kind="stable") // each
         return np.split(units, np.cumsum(np.bincount(chosen.ravel(), minlength=steps))[:-1])
 
-    def rests(self, number: int, rate: float, separation: int) -> np.ndarray:
-        """Draws for how many more steps each of ``number`` rests, if it rests for ``separation - 1`` steps after a use
-        and is used with probability ``rate`` otherwise, and this has always been so: int64 [number]."""
+    def separated(self, number: int, steps: int, rate: float, separation: int) -> Iterator[np.ndarray]:
+        """Draws who of ``number`` is in each of ``steps``, in order: each rests for ``separation - 1`` steps after a
+        use, and is used with probability ``rate`` otherwise. At the start this has always been so."""
         may_join = 1 / (1 + (separation - 1) * rate)
         place = self(number) * 2.0**-64
         rests = 1 + np.floor((place - may_join) / (rate * may_join)).astype(np.int64)
-        return np.where(place < may_join, 0, np.clip(rests, 1, max(separation - 1, 0)))
+        rests = np.where(place < may_join, 0, np.clip(rests, 1, max(separation - 1, 0)))
+        for _ in range(steps):
+            ready = np.flatnonzero(rests == 0)
+            drawn = ready[self.each(len(ready), rate)]
+            rests = np.maximum(rests - 1, 0)
+            rests[drawn] = separation - 1
+            yield drawn
 
     def order(self, number: int) -> np.ndarray:
         """A uniform permutation: int64 [number]."""
