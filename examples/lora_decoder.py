@@ -238,6 +238,7 @@ def main() -> None:
     figures = {"tokens a second": "tokens_a_second"}
     if not given.quick:  # else both ran in one process
         figures["peak memory in MiB"] = "memory"
+        figures["of it before the training"] = "memory_before"
     for what, name in figures.items():
         print(f"{what}: {plain[name]:,.0f} plain, {private[name]:,.0f} private: "
               f"{private[name] / plain[name]:.2f} times")  # fmt: skip
