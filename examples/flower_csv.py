@@ -2,6 +2,7 @@
 
     python flower_csv.py                  # makes 20 files of synthetic patients
     python flower_csv.py --folder my-data # one file for each hospital, with the columns below
+    python flower_csv.py --make-app app   # for `flwr run app`: each node reads the file that its own config names
 
 Each hospital trains with DP-SGD on its own patients. It computes its own noise from the number of its patients, so that
 small hospitals take part in all rounds, too, and no hospital passes the target.
@@ -13,7 +14,11 @@ import argparse
 import csv
 import math
 import os
+import shutil
+import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -21,10 +26,9 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # it is 15: on a busy machine clients would hardly run
 
-import flwr.simulation
 import numpy as np
 import tensorflow as tf
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -34,7 +38,10 @@ from tfdpfl.flower import client_reports, example_dp
 
 # Change these for your files. A column of numbers has a public guess of its mean and deviation, because those of the
 # patients would reveal something about them. A column of words has a number for each word: {"no": 0, "yes": 1}.
-COLUMNS: dict[str, tuple[float, float] | dict[str, float]] = {
+# A patient with an empty cell is left out, unless the column has a value for it: (55, 15, 50) or {"no": 0, "": 0.5}.
+# The model then gets this value, and a second number that is 1 if the cell was empty.
+Scale = tuple[float, ...] | dict[str, float]
+COLUMNS: dict[str, Scale] = {
     "age": (55, 15),
     "pressure": (135, 20),
     "exercise": (5, 3),
@@ -43,84 +50,153 @@ LABEL, CLASSES = "ill", ["0", "1"]  # the column that is predicted, and what sta
 TARGET_EPSILON, DELTA = 4.0, 1e-4
 BATCH_SIZE, LOCAL_STEPS = 60, 20
 
+# Flower would install `dependencies` anew for every run, from an index. The environment of each node has them.
+APP = """[project]
+name = "flower-csv"
+version = "1.0.0"
+description = "Hospitals train one model, each on its own CSV file"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "hospitals"
+
+[tool.flwr.app.components]
+serverapp = "flower_csv:server"
+clientapp = "flower_csv:client"
+
+[tool.flwr.app.config]
+num-hospitals = 3
+num-rounds = 3
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="a folder with one CSV file for each hospital")
+    parser.add_argument("--ledgers", type=Path, help="a folder that keeps what each hospital has spent")
+    parser.add_argument("--make-app", type=Path, help="write a Flower app into this new folder, and train nothing")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two hospitals and one round")
     arguments = parser.parse_args()
+    if arguments.make_app:
+        return make_app(arguments.make_app)
     rounds = 1 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or make_files(Path(temporary), 2 if arguments.quick else 20)
         files = sorted(folder.resolve().glob("*.csv"))
         if len(files) < 2:
             raise SystemExit(f"--folder {folder} has {len(files)} CSV files. Give a folder with one for each hospital.")
-        for path in files:
-            read(path)  # so that what is wrong in a file is said before anything is spent
-        flwr.simulation.run_simulation(server_of(files, rounds), client_of(files, rounds), num_supernodes=len(files))
+        try:
+            for path in files:
+                read(path)  # so that what is wrong in a file is said before anything is spent
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+        simulate(files, arguments.ledgers, rounds)
+
+
+def simulate(files: list[Path], ledgers: Path | None, rounds: int) -> None:
+    """Trains on all files in this process, and prints the table."""
+    from flwr.simulation import run_simulation
+
+    def own_files(context: Context) -> tuple[Path, Path | None]:
+        path = files[int(context.node_config["partition-id"])]
+        return path, ledgers and ledgers.resolve() / f"{path.stem}.json"
+
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(grid, rounds, len(files), [path.stem for path in files])
+
+    run_simulation(server, client_of(own_files), num_supernodes=len(files))
+
+
+def make_app(folder: Path) -> None:
+    """Writes this program, and what Flower wants next to it, into a folder."""
+    folder.mkdir(parents=True)
+    shutil.copy(__file__, folder / "flower_csv.py")
+    (folder / "pyproject.toml").write_text(APP)
 
 
 def read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the features and the labels in a file. Rows with an empty cell are left out."""
+    """Returns the features and the labels in a file."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = [*csv.DictReader(file)]
     found = [*rows[0]] if rows else []
     missing = [name for name in (*COLUMNS, LABEL) if name not in found]
     if missing:
-        raise SystemExit(f"{path} has no column {missing[0]!r}, but {found}. Correct COLUMNS and LABEL, or the file.")
-    whole = [(line, row) for line, row in enumerate(rows, 2) if all(row[name] for name in (*COLUMNS, LABEL))]
-    x = [[scaled(row[name], scale, f"{path}, line {line}, column {name}") for name, scale in COLUMNS.items()]
-         for line, row in whole]  # fmt: skip
+        raise ValueError(f"{path} has no column {missing[0]!r}, but {found}. Correct COLUMNS and LABEL, or the file.")
+    needed = [LABEL, *(name for name, scale in COLUMNS.items() if not may_be_empty(scale))]
+    whole = [(line, row) for line, row in enumerate(rows, 2) if all(row[name] for name in needed)]
+    x = [
+        [number for name, scale in COLUMNS.items()
+         for number in features(row[name] or "", scale, f"{path}, line {line}, column {name}")] for line, row in whole
+    ]  # fmt: skip
     words = {word: number for number, word in enumerate(CLASSES)}
     y = [scaled(row[LABEL], words, f"{path}, line {line}, column {LABEL}") for line, row in whole]
     if not whole:
-        raise SystemExit(f"{path} has no row without an empty cell. Leave the file out, or columns that are empty.")
+        raise ValueError(
+            f"{path} has no row without an empty cell. Leave the file out, or give a value for empty cells."
+        )
     return np.array(x, "float32"), np.array(y, "int32")
 
 
-def scaled(text: str, scale: tuple[float, float] | dict[str, float], where: str) -> float:
-    """Returns the number that the model gets for a cell."""
+def may_be_empty(scale: Scale) -> bool:
+    return "" in scale if isinstance(scale, dict) else len(scale) > 2
+
+
+def features(text: str, scale: Scale, where: str) -> list[float]:
+    """Returns what the model gets for a cell: a number, and whether the cell was empty if it may be."""
+    if not may_be_empty(scale):
+        return [scaled(text, scale, where)]
+    value = text if text or isinstance(scale, dict) else str(scale[2])
+    return [scaled(value, scale, where), float(not text)]
+
+
+def scaled(text: str, scale: Scale, where: str) -> float:
     if isinstance(scale, dict):
         if text not in scale:
-            raise SystemExit(f"{where}: {text!r} is none of {[*scale]}. Add it to COLUMNS or CLASSES.")
+            raise ValueError(f"{where}: {text!r} is none of {[*scale]}. Add it to COLUMNS or CLASSES.")
         return scale[text]
-    mean, deviation = scale
     try:
-        number = (float(text) - mean) / deviation
+        number = (float(text) - scale[0]) / scale[1]
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise SystemExit(f"{where}: {text!r} is no number. Leave the cell empty, or list the words in COLUMNS.")
+        raise ValueError(f"{where}: {text!r} is no number. Leave the cell empty, or list the words in COLUMNS.")
     return number
 
 
 def make_net() -> tf.keras.Model:
-    return tf.keras.Sequential([tf.keras.Input((len(COLUMNS),)), tf.keras.layers.Dense(len(CLASSES))])
+    width = sum(1 + may_be_empty(scale) for scale in COLUMNS.values())
+    return tf.keras.Sequential([tf.keras.Input((width,)), tf.keras.layers.Dense(len(CLASSES))])
 
 
-def client_of(files: list[Path], rounds: int) -> ClientApp:
+def client_of(own_files: Callable[[Context], tuple[Path, Path | None]]) -> ClientApp:
+    """Returns a client that trains on the CSV file, and keeps the ledger, that ``own_files`` returns for its node."""
     app = ClientApp()
-
-    def trainer(number: int):
-        x, y = read(files[number])
-        batch_size = min(BATCH_SIZE, len(y))
-        noise = tfdpfl.accounting.compute_noise_multiplier(
-            target_epsilon=TARGET_EPSILON, delta=DELTA, num_examples=len(y), batch_size=batch_size,
-            num_steps=rounds * LOCAL_STEPS,
-        )  # fmt: skip
-        return example_dp(
-            make_net, lambda context: (x, y), loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            l2_norm_clip=1.0, noise_multiplier=noise, batch_size=batch_size, local_steps=LOCAL_STEPS, optimizer="adam",
-            learning_rate=0.05, delta=DELTA, target_epsilon=TARGET_EPSILON,
-        )  # fmt: skip
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        number = int(context.node_config["partition-id"])
-        reply = trainer(number)(message, context)
+        try:
+            path, ledger = own_files(context)
+            x, y = read(path)
+            batch_size, steps = min(BATCH_SIZE, len(y)), int(message.content["config"]["num-rounds"]) * LOCAL_STEPS
+            noise = tfdpfl.accounting.compute_noise_multiplier(
+                target_epsilon=TARGET_EPSILON, delta=DELTA, num_examples=len(y), batch_size=batch_size, num_steps=steps
+            )
+        except Exception as error:  # Flower would send its text to the server, and the text can hold a cell
+            print(f"This hospital does not take part: {error!r}", file=sys.stderr, flush=True)
+            return Message(Error(0, "this client did not take part; its own log says why"), reply_to=message)
+        reply = example_dp(
+            make_net, (x, y), loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            l2_norm_clip=1.0, noise_multiplier=noise, batch_size=batch_size, local_steps=LOCAL_STEPS, optimizer="adam",
+            learning_rate=0.05, delta=DELTA, target_epsilon=TARGET_EPSILON,
+            ledger_path=ledger and str(ledger).replace("{", "{{").replace("}", "}}"),
+        )(message, context)  # fmt: skip
         if not reply.has_error():
-            reply.content["hospital"] = ConfigRecord({"name": files[number].stem})
+            reply.content["hospital"] = ConfigRecord({"name": path.stem})
         return reply
 
     return app
@@ -141,25 +217,22 @@ class Averaging(FedAvg):
         return super().aggregate_train(server_round, replies)
 
 
-def server_of(files: list[Path], rounds: int) -> ServerApp:
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        strategy = Averaging(len(files))
-        strategy.start(grid, ArrayRecord(make_net().get_weights()), num_rounds=rounds)
-        print(table([path.stem for path in files], strategy.reports), flush=True)
-
-    return app
+def serve(grid: Grid, rounds: int, hospitals: int, names: list[str] | None = None) -> None:
+    """Trains, and prints the table: of ``names``, or of all that trained."""
+    strategy = Averaging(hospitals)
+    sent = ConfigRecord({"num-rounds": rounds})  # from which each hospital computes its noise
+    strategy.start(grid, ArrayRecord(make_net().get_weights()), num_rounds=rounds, train_config=sent)
+    names = sorted(strategy.reports) if names is None else names
+    print(table(names, strategy.reports, hospitals), flush=True)
 
 
-def table(names: list[str], reports: dict[str, dict]) -> str:
+def table(names: list[str], reports: dict[str, dict], hospitals: int) -> str:
     lines = [f"{'':<16}{'steps':>6}{'epsilon':>9}{'left':>7}"]
     for name in names:
         report = reports.get(name, {"steps": 0, "epsilon": 0.0})
         left = TARGET_EPSILON - report["epsilon"]
         lines.append(f"{name:<16}{report['steps']:>6}{report['epsilon']:>9.3f}{left:>7.3f}")
-    return "\n".join(["", *lines, f"{len(reports)} of {len(names)} hospitals trained"])
+    return "\n".join(["", *lines, f"{len(reports)} of {hospitals} hospitals trained"])
 
 
 def make_files(folder: Path, hospitals: int) -> Path:
@@ -177,6 +250,20 @@ def make_files(folder: Path, hospitals: int) -> Path:
             header=",".join([*COLUMNS, LABEL]), comments="",
         )  # fmt: skip
     return folder
+
+
+def own_files_of_node(context: Context) -> tuple[Path, Path]:
+    """What `--node-config 'csv="/data/north.csv" ledger="/data/north-ledger.json"'` names."""
+    return Path(str(context.node_config["csv"])), Path(str(context.node_config["ledger"]))
+
+
+client, server = client_of(own_files_of_node), ServerApp()  # of the app that `--make-app` writes
+
+
+@server.main()
+def serve_app(grid: Grid, context: Context) -> None:
+    serve(grid, int(context.run_config["num-rounds"]), int(context.run_config["num-hospitals"]))
+    time.sleep(1)  # so that the table is in the log before the run ends
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Runs the app as it is deployed, on one machine: a SuperLink and three SuperNodes as processes.
+"""Runs an app as it is deployed, on one machine: a SuperLink and a SuperNode for each hospital, as processes.
 
     python examples/flower_hospitals/cluster.py
+    python examples/flower_hospitals/cluster.py --app app --data my-data # the app of flower_csv.py, with your files
 
-The processes talk over loopback with TLS, and each node has a key of its own. Nothing is left behind. On three
+The processes talk over loopback with TLS, and each node has a key of its own. Nothing is left behind. On several
 machines the same commands run with other addresses: see docs/flower-operations.md.
 """
 
@@ -35,17 +36,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which all is ended")
     parser.add_argument("--keep", type=Path, help="a folder for logs and ledgers, to look at afterwards")
+    parser.add_argument("--app", type=Path, default=HERE, help="a folder for `flwr run`")
+    parser.add_argument("--data", type=Path, help="a folder of CSV files, each of which a node of its own reads")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all that it started ends, too
     with tempfile.TemporaryDirectory(prefix="flower-hospitals-") as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        certificates(folder)
+        nodes, options = [f"partition-id={number}" for number in range(HOSPITALS)], []
+        if arguments.data:
+            nodes = [f'csv="{path}"' for path in sorted(arguments.data.resolve().glob("*.csv"))]
+            options = ["--run-config", f"num-hospitals={len(nodes)}"]
+        certificates(folder, len(nodes))
         with Cluster(folder) as cluster:
-            return cluster.run(time.monotonic() + arguments.timeout)
+            return cluster.run(arguments.app, nodes, options, time.monotonic() + arguments.timeout)
 
 
-def certificates(folder: Path) -> None:
+def certificates(folder: Path, hospitals: int = HOSPITALS) -> None:
     """An authority, the server's certificate for loopback, and a key for each hospital."""
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hospitals' authority")])
@@ -78,7 +85,7 @@ def certificates(folder: Path) -> None:
     write(folder / "server.crt", certificate(host, server, False).public_bytes(form.Encoding.PEM))
     pem = form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()
     write(folder / "server.key", server.private_bytes(*pem))
-    for number in range(HOSPITALS):
+    for number in range(hospitals):
         make_key(folder / f"hospital-{number}")
 
 
@@ -144,12 +151,13 @@ class Cluster:
             raise RuntimeError(f"flwr {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def run(self, until: float) -> int:
+    def run(self, app: Path, nodes: list[str], options: list[str], until: float) -> int:
+        """Runs an app with a node for each of these configs, to which a ledger is added."""
         self.serve(until)
-        for number in range(HOSPITALS):
+        for number, config in enumerate(nodes):
             self.register(f"hospital-{number}")
-            self.join(f"hospital-{number}", f'partition-id={number} ledger="{self.folder / f"ledger-{number}.json"}"')
-        self.start("run", "flwr", "run", str(HERE), "hospitals", "--stream")
+            self.join(f"hospital-{number}", f'{config} ledger="{self.folder / f"ledger-{number}.json"}"')
+        self.start("run", "flwr", "run", str(app), "hospitals", "--stream", *options)
         shown = 0
         while self.processes["run"].poll() is None:
             shown = self.show(shown)

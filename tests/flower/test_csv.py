@@ -1,6 +1,8 @@
 """examples/flower_csv.py reads one file a hospital, and each hospital ends within its target, small ones included."""
 
 import importlib
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 pytest.importorskip("flwr")
 from flower_fakes import FakeGrid
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from tfdpfl.accounting import compute_epsilon
 
@@ -36,11 +38,36 @@ def test_a_file_of_words_and_empty_cells_is_read_and_a_wrong_one_is_named(tmp_pa
         ("P1,70,yes,1", "column readmitted: '1' is none of"),
         ("P1,,yes,no", "no row without an empty cell"),
     ]:
-        with pytest.raises(SystemExit, match=words):
+        with pytest.raises(ValueError, match=words):
             read(row)
+    program.COLUMNS |= {"Age": (60, 10, 50), "smoker": {"no": 0, "yes": 1, "": 0.5}}
+    x, y = read("P1,70,yes,no", "P2,,no,no", "P3,50,,yes", "P4,50,no,")
+    assert x.tolist() == [[1, 0, 1, 0], [-1, 1, 0, 0], [-1, 0, 0.5, 1]] and y.tolist() == [0, 0, 1]
+    assert program.make_net().input_shape == (None, 4)
     path.write_text("Age;smoker;readmitted\n70;yes;no\n")
-    with pytest.raises(SystemExit, match="has no column 'Age', but"):
+    with pytest.raises(ValueError, match="has no column 'Age', but"):
         program.read(path)
+
+
+def test_the_app_says_nothing_of_a_cell_that_it_cannot_read_and_wants_a_ledger(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    program = importlib.import_module("flower_csv")
+    path = tmp_path / "clinic.csv"
+    path.write_text("age,pressure,exercise,ill\nMrs Smith,155,2,1\n")
+    ledger = str(tmp_path / "ledger.json")
+    content = RecordDict({"arrays": ArrayRecord([np.zeros(3)]), "config": ConfigRecord({"num-rounds": 3})})
+    for config, words in ({"csv": str(path), "ledger": ledger}, "Mrs Smith"), ({"csv": str(path)}, "KeyError.*ledger"):
+        reply = program.client(Message(content, 101, "train"), Context(1, 101, config, RecordDict(), {}))
+        assert reply.error.reason == "this client did not take part; its own log says why"
+        assert re.search(words, capfd.readouterr().err)
+    assert [*tmp_path.iterdir()] == [path]
+    program.make_app(tmp_path / "app")
+    parts = pytest.importorskip("tomllib").loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"][
+        "app"
+    ]["components"]
+    for kind, app in ("clientapp", program.client), ("serverapp", program.server):
+        module, _, name = parts[kind].partition(":")
+        assert (tmp_path / "app" / f"{module}.py").exists() and getattr(program, name) is app
 
 
 @pytest.mark.slow
@@ -54,15 +81,20 @@ def test_each_hospital_of_a_folder_trains_in_every_round_within_the_target(tmp_p
     np.testing.assert_allclose(x[:2], [[1, 1, -1], [-1, -1, 1]])
     assert y[:2].tolist() == [1, 0] and len(y) == 40
 
-    app = program.client_of(files, rounds=2)
-    nodes = [Context(1, 101 + number, {"partition-id": number}, RecordDict(), {}) for number in range(3)]
+    ledgers = [tmp_path / f"{path.stem}.json" for path in files]
+    nodes = [
+        Context(1, 101 + number, {"csv": str(path), "ledger": str(ledger)}, RecordDict(), {})
+        for number, (path, ledger) in enumerate(zip(files, ledgers, strict=True))
+    ]
     strategy = program.Averaging(3)
     start = ArrayRecord(program.make_net().get_weights())
-    strategy.start(FakeGrid(3, lambda message, number: app(message, nodes[number])), start, num_rounds=2)
+    grid = FakeGrid(3, lambda message, number: program.client(message, nodes[number]))
+    strategy.start(grid, start, num_rounds=2, train_config=ConfigRecord({"num-rounds": 2}))
     assert {name: report["steps"] for name, report in strategy.reports.items()} == {
         "hospital-00": 40, "hospital-01": 40, "small": 40,
     }  # fmt: skip
-    for path in files:
+    for path, ledger in zip(files, ledgers, strict=True):
+        assert json.loads(ledger.read_text()) == strategy.reports[path.stem]["ledger"]
         run, again = [row["run"] for row in strategy.reports[path.stem]["ledger"]["rows"]]  # of each round
         patients = len(program.read(path)[1])
         spent = compute_epsilon(
@@ -71,5 +103,5 @@ def test_each_hospital_of_a_folder_trains_in_every_round_within_the_target(tmp_p
         )  # fmt: skip
         assert run == again and run["num_examples"] == patients
         assert strategy.reports[path.stem]["epsilon"] == pytest.approx(spent) and 3.9 < spent <= 4
-    lines = program.table([path.stem for path in files] + ["absent"], strategy.reports).splitlines()
+    lines = program.table([path.stem for path in files] + ["absent"], strategy.reports, 4).splitlines()
     assert lines[-1] == "3 of 4 hospitals trained" and lines[-2].split() == ["absent", "0", "0.000", "4.000"]
