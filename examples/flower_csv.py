@@ -257,7 +257,8 @@ def own_files_of_node(context: Context) -> tuple[Path, Path]:
     return Path(str(context.node_config["csv"])), Path(str(context.node_config["ledger"]))
 
 
-client, server = client_of(own_files_of_node), ServerApp()  # of the app that `--make-app` writes
+client = client_of(own_files_of_node)  # these two are the app that `--make-app` writes
+server = ServerApp()
 
 
 @server.main()

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import types
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from report_cases import DELTA, gaussian, labels
 from tfdpfl import accounting, callbacks, convex, label_dp, optimizers, pate, reports, tuning
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run
 from tfdpfl.accounting.promises import Promise
+from tfdpfl.accounting.report import rounded_up
 from tfdpfl.audit import MembershipReport, report
 from tfdpfl.cli import main
 from tfdpfl.convex import DPLogisticRegression
@@ -36,6 +38,11 @@ def test_parts_of_one_adjacency_are_composed_and_others_are_not():
     alone = gaussian(2.4).epsilon(DELTA)
     assert whole.epsilon == pytest.approx(alone, rel=1e-3) and whole.gdp_mu == pytest.approx(1 / 2.4)
     assert whole.zcdp_rho == pytest.approx(1 / 2.4**2 / 2)
+    assert f"a + b: epsilon = {rounded_up(whole.epsilon)} for one example that is in all of them, " in str(made)
+    normal = NormalDist()
+    most = rounded_up(100 * normal.cdf(normal.inv_cdf(0.01) + 1 / 2.4), 3)
+    said = f"a + b: An attacker who wrongly takes 1 % of other examples for training examples finds at most {most} % of"
+    assert said in made.to_html() and "example that is in all of them</td>" in made.to_html()
     assert {total.parts for total in made.totals} == {("a", "b"), ("labels",), ("votes",)}
     (sentence,) = made.not_added
     assert "a + b (one example, add_or_remove_one); labels (one label, replace_one); votes (one example" in sentence
@@ -64,6 +71,7 @@ def test_parts_without_an_event_share_delta():
 def test_other_data_other_units_and_unknown_units_are_added_to_nothing():
     made = report({"a": gaussian(3.0), "b": gaussian(3.0)}, delta=DELTA, data={"a": "north", "b": "south"})
     assert [total.parts for total in made.totals] == [("a",), ("b",)] and "(north, south)" in made.not_added[0]
+    assert "all of them" not in str(made)
     made = report({"a": gaussian(3.0), "b": gaussian(3.0, unit="user")}, delta=DELTA)
     assert len(made.totals) == 2 and "one user" in made.not_added[0]
     events = {name: PrivacyLedger().add(gaussian(3.0).dp_event) for name in "ab"}

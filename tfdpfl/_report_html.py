@@ -10,7 +10,7 @@ from html import escape
 from typing import TypeAlias
 
 from tfdpfl._types import Axes, Report
-from tfdpfl.accounting.report import ADJACENCY_TEXT, rounded_up
+from tfdpfl.accounting.report import ADJACENCY_TEXT, plain_words, rounded_up
 
 __all__ = ["html", "other_terms", "rounded_down", "upper", "whose"]
 
@@ -47,8 +47,14 @@ def neighbours(adjacency: str, unit: str | None) -> str:
 
 def whose(what: Report) -> str:
     """Names what a part, or a total, is a figure of."""
-    about = "" if what.data is None else f" of {what.data}"
-    return f"one {what.unit or 'unit (not recorded what)'}{about}, adjacency {what.adjacency}"
+    return f"one {what.unit or 'unit (not recorded what)'}{_about(what)}, adjacency {what.adjacency}"
+
+
+def _about(what: Report) -> str:
+    """Names the data, or says that a total takes them to be the same in all parts."""
+    if what.data is None:
+        return " that is in all of them" if len(getattr(what, "parts", ())) > 1 else ""
+    return f" of {what.data}"
 
 
 def other_terms(figures: Report) -> list[str]:
@@ -69,6 +75,7 @@ def html(report: Report) -> str:
     body = [
         f"<h1>{escape(report.title)}</h1>",
         f"<p>Upper bounds on ε, rounded up, at δ = {report.delta:g} where no other is named.</p>",
+        *_in_plain_words([(" + ".join(t.parts), t) for t in report.totals]),
         *(f'<p class="warn"><strong>Warning.</strong> {escape(warning)}</p>' for warning in report.warnings),
         *_promised(report, rows),
         *_by_delta(report, rows),
@@ -87,6 +94,13 @@ def html(report: Report) -> str:
          f"<title>{escape(report.title)}</title>", f"<style>{_STYLE}</style>", "</head>", "<body>", *body, "</body>",
          "</html>", ""]
     )  # fmt: skip
+
+
+def _in_plain_words(rows: Rows) -> Iterable[str]:
+    for name, what in rows:
+        if what.unit is not None and what.figures.tpr_at_1_percent_fpr is not None:
+            sentence = plain_words(what.unit.split(" of ")[0], what.figures.tpr_at_1_percent_fpr)
+            yield f"<p>{escape(name)}: {escape(sentence)}</p>"
 
 
 def _promised(report: Report, rows: Rows) -> list[str]:
@@ -173,7 +187,7 @@ def _conditions(report: Report) -> list[str]:
 
 
 def _protected(what: Report) -> str:
-    return (what.unit or "not recorded") + ("" if what.data is None else f" of {what.data}")
+    return (what.unit or "not recorded") + _about(what)
 
 
 def _figure(value: float | None) -> str:

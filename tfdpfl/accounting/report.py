@@ -28,6 +28,7 @@ __all__ = [
     "GENERAL_NOTES",
     "USERS_ARE_UNITS",
     "PrivacyReport",
+    "plain_words",
     "privacy_report",
     "privacy_statement",
     "report_of",
@@ -37,7 +38,8 @@ __all__ = [
 _VERSION = 1  # of `PrivacyReport.to_dict`; fields may be added to it, and none may go
 ADJACENCY_TEXT = {
     "add_or_remove_one": "data sets that differ in the presence of one example",
-    "zero_out": "data sets of which one has a blank in place of one example; all batch sizes are public",
+    "zero_out": "data sets of the same, public size, of which one has a blank, which contributes nothing, in place of "
+    "one example",
     "replace_one": "data sets of the same size that differ in one example",
 }
 _USER = (
@@ -178,12 +180,8 @@ class PrivacyReport:
         """Returns a sentence on what an attacker can do, if that is known: readers ask for this first."""
         if self.others.tpr_at_1_percent_fpr is None:
             return []
-        percent = rounded_up(min(100 * self.others.tpr_at_1_percent_fpr, 100.0), 3)
         unit = (self.unit or "example") if self.max_examples_per_user == 1 else "user"
-        return [
-            f"  An attacker who wrongly takes 1 % of other {unit}s for training {unit}s finds at most {percent} % of "
-            f"the training {unit}s."
-        ]
+        return ["  " + plain_words(unit, self.others.tpr_at_1_percent_fpr)]
 
     def _others(self) -> list[str]:
         rho, mu, _ = self.others
@@ -308,6 +306,15 @@ def _notes_on(runs: list[Run], paid: Price, delta: float, accountant: str) -> It
     too_large = delta_warning(delta, _only({run.num_examples for run in runs}))
     if too_large:
         yield too_large
+
+
+def plain_words(unit: str, share: float) -> str:
+    """A sentence on what an attacker can do, for the largest share of members that a test finds at 1 % of others."""
+    percent = rounded_up(min(100 * share, 100.0), 3)
+    return (
+        f"An attacker who wrongly takes 1 % of other {unit}s for training {unit}s finds at most {percent} % of the "
+        f"training {unit}s."
+    )
 
 
 def rounded_up(epsilon: float, digits: int = 5) -> str:
