@@ -19,7 +19,7 @@ from flwr.supernode.nodestate import NodeStateFactory
 from tfdpfl import PrivacyError
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.flower import local
-from tfdpfl.flower.guard import Guard, Policy, check_flower, install, main
+from tfdpfl.flower.guard import Guard, Policy, _price, check_flower, install, main
 
 SECRET = "HIV positive: patient 4711"
 CLIP = 0.5
@@ -216,7 +216,7 @@ def test_a_flower_that_works_in_another_way_is_refused(tmp_path):
         install(policy(tmp_path), Other)
 
 
-def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, monkeypatch):
+def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(supernode, "_init_connection", supernode._init_connection)
     monkeypatch.setattr(supernode, "_push_messages", supernode._push_messages)
     path, started = tmp_path / "policy.toml", []
@@ -231,8 +231,19 @@ def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, m
         path.write_text(content)
         with pytest.raises(SystemExit, match=said):
             main([str(arg) for arg in args], lambda: started.append(1))
+    main(["--help"], lambda: started.append(1))
+    assert "python -m tfdpfl.flower.guard policy.toml --isolation process" in capsys.readouterr().out
     main([str(path), "--isolation", "process"], lambda: started.append(2))
     assert started == [2] and supernode._push_messages.__func__ is Guard.push
+
+
+@pytest.mark.parametrize("target", [1.9, 8.0])
+def test_the_log_counts_the_answers_that_a_policy_allows(tmp_path, target):
+    one = dp_event.GaussianDpEvent(2.0)
+    spent = [PrivacyLedger().add(one, n, adjacency="replace_one").epsilon(1e-5) for n in range(1, 20)]
+    most = sum(epsilon <= target for epsilon in spent)
+    said = f"{most} in all keep to" if most else "none fits the target"
+    assert said in _price(policy(tmp_path, noise_multiplier=4.0, target_epsilon=target))
 
 
 def test_a_node_that_lost_its_connection_ends_although_a_thread_of_flowers_runs(tmp_path, monkeypatch):

@@ -220,13 +220,17 @@ class Guard:
             context = Context(message.metadata.run_id, message.metadata.dst_node_id, {}, RecordDict(), {})
             return self._mod(full, context, lambda *_: self._reply_of_app(reply, object_store))
         except Exception as error:  # nothing of it depends on the app, and the server does not learn of it
-            log.warning("The server gets no update: %s", error)
+            why = "the question had not come whole when it was answered" if isinstance(error, KeyError) else error
+            log.warning("The server gets no update to message %s: %s", message_id, why)
             return Message(Error(code=_CODE, reason=_NOTHING), reply_to=message)
 
     def _reply_of_app(self, reply: Message | None, object_store: ObjectStore) -> Message:
         """The app's reply with its arrays. Raises where there is none, for which the mod sends noise alone."""
         if reply is None:
-            raise ValueError("the app was not done in time")
+            raise ValueError(
+                f"the app was not done {self._policy.answer_after:g} s after the question came: raise answer_after in "
+                "the policy, and the time that the server waits"
+            )
         ids = _ids(object_store.get_object_tree(reply.metadata.message_id))
         until = time.monotonic() + (60 if self._policy.answer_after is None else 1)
         while True:
@@ -304,6 +308,8 @@ def main(arguments: list[str], run: Callable[[], None] | None = None) -> None:
                 "No policy is given. Write python -m tfdpfl.flower.guard policy.toml, then the node's arguments."
             )
         path, *others = arguments
+        if path in ("-h", "--help"):
+            return print(__doc__)
         policy = Policy.read(path)
         if not policy.protect:
             log.warning("protect = false in %s: EVERYTHING the app sends leaves this node as it is", path)
@@ -329,11 +335,17 @@ def main(arguments: list[str], run: Callable[[], None] | None = None) -> None:
 def _price(policy: Policy) -> str:
     from dp_accounting import dp_event
 
-    from tfdpfl.accounting import PrivacyLedger
+    from tfdpfl.accounting import PrivacyLedger, compute_num_steps
 
     one = PrivacyLedger().add(dp_event.GaussianDpEvent(policy.noise_multiplier / 2), adjacency="replace_one")
     epsilon = one.epsilon(policy.delta)
-    most = "none fits the target" if epsilon > policy.target_epsilon else f"up to {policy.target_epsilon:g} in all"
+    most = "none fits the target"
+    if epsilon <= policy.target_epsilon:
+        count = compute_num_steps(
+            target_epsilon=policy.target_epsilon, delta=policy.delta, noise_multiplier=policy.noise_multiplier / 2,
+            sampling="none", num_examples=1, batch_size=1,
+        )  # fmt: skip
+        most = f"{count} in all keep to target_epsilon = {policy.target_epsilon:g}"
     return f"epsilon = {math.ceil(epsilon * 1000) / 1000:g} for one, at delta = {policy.delta:g}; {most}"
 
 
