@@ -67,8 +67,6 @@ def test_a_step_after_a_fit_without_the_callback_that_was_interrupted_is_one_of_
     assert model.optimizer.ledger.epsilon(DELTA, "rdp") >= uses(3 if again else 2)
 
 
-@pytest.mark.slow
-@pytest.mark.both_stacks
 def test_a_fit_in_a_fit_that_is_interrupted_later_leaves_it_watched():
     model = compiled()
     fit(model, batch_size=N)
