@@ -79,8 +79,8 @@ NO_CASE = {
     "prices and settings of noise": "Compared compare compute_correlated_noise_multiplier SOLVERS HyperParameters",
     "clips alone": "clipping ClippedGradients clipped_gradients explain fix per_example_norms register_rule validate",
     "sampling, whose amplification the case of poisson_batches tests": "data SamplingDeclaration cyclic_poisson "
-    "bound_owners declared_sampling fixed_order shuffled_batches PoissonClientSampler FixedSizeClientSampler "
-    "AvailabilityClientSampler BoundedParticipationSampler samplers",
+    "bound_owners select_examples declared_sampling fixed_order shuffled_batches PoissonClientSampler "
+    "FixedSizeClientSampler AvailabilityClientSampler BoundedParticipationSampler samplers",
     "made of what is private already": "ALIBILoss AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",
     "public, or taken for it": "datasets features Scattering LabelPrior PublicPrior Roster CENSUS_VALUES CensusData "

@@ -8,6 +8,7 @@ import pytest
 from tfdpfl.data import (
     bound_owners,
     poisson_batches,
+    select_examples,
 )
 from tfdpfl.data.users import users_of
 
@@ -43,6 +44,21 @@ def test_examples_of_several_owners_are_chosen_so_that_each_owner_is_in_one_user
             bound_owners(wrong)
     with pytest.raises(ValueError, match="for 10 examples, and the data have 20"):
         poisson_batches(np.arange(20), 0.5, 1, user_ids=users, examples_per_user=1)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_no_owner_has_more_examples_than_the_most_and_none_is_left_out_without_need(most):
+    rng = np.random.default_rng(0)
+    owners = [rng.choice(40, 1 + rng.integers(3), replace=False) for _ in range(150)]
+    kept = select_examples(owners, most)
+    counts = np.bincount(np.concatenate([owners[i] for i in kept]), minlength=40)
+    assert counts.max() == most and (np.diff(kept) > 0).all()
+    for i in set(range(150)) - set(kept.tolist()):
+        assert (counts[owners[i]] == most).any()
+    assert select_examples([["7", "a"], [7, "b", "c"], np.array([7.0]), "d"], 1).tolist() == [2, 3]
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match="max_examples_per_owner must be a whole number of at least 1"):
+            select_examples(owners, wrong)
 
 
 def test_ids_of_different_values_are_different_users():

@@ -15,7 +15,7 @@ from tfdpfl.data.batches import (
 )
 from tfdpfl.data.declared import SamplingDeclaration, declared_sampling, made_from, passed_through, source_of
 from tfdpfl.data.sources import Examples, examples_of
-from tfdpfl.data.users import Users, bound_owners, users_of
+from tfdpfl.data.users import Users, bound_owners, select_examples, users_of
 
 __all__ = [
     "SamplingDeclaration",
@@ -26,5 +26,6 @@ __all__ = [
     "fixed_order",
     "poisson_batches",
     "random_allocation",
+    "select_examples",
     "shuffled_batches",
 ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from tfdpfl._types import Arrays, Nest
+from tfdpfl.accounting import _checks
 from tfdpfl.data.draws import Words
 
-__all__ = ["Users", "bound_owners", "users_of"]
+__all__ = ["Users", "bound_owners", "select_examples", "users_of"]
 
 _OWNERS = (
     "Examples have several owners. A user is here a set of owners with all examples that exactly they own. No owner is "
@@ -145,12 +146,10 @@ def bound_owners(owners: Iterable[Arrays]) -> Users:
         >>> users.number, users.rows.tolist()
         (2, [1, 2, 3])
     """
-    if isinstance(owners, Mapping):
-        raise ValueError("owners is a mapping: pass the owners of each example, in the order of the examples.")
-    sets = [_owners_of(number, ids) for number, ids in enumerate(owners)]
+    sets = _sets_of(owners)
     chosen: dict[frozenset, list[int]] = {}
     taken: set[Hashable] = set()
-    for number in sorted(range(len(sets)), key=lambda n: len(sets[n])):
+    for number in _fewest_first(sets):
         group = sets[number]
         # Only equal sets share a user: of two owners who share some examples, one would leave half a user behind.
         if group not in chosen and taken.isdisjoint(group):
@@ -161,6 +160,61 @@ def bound_owners(owners: Iterable[Arrays]) -> Users:
     rows = np.array([n for numbers in chosen.values() for n in numbers], np.int64)
     starts = np.cumsum([0, *map(len, chosen.values())])
     return Users(rows, starts, len(sets), _OWNERS)
+
+
+def select_examples(owners: Iterable[Arrays], max_examples_per_owner: int) -> np.ndarray:
+    """Chooses examples of several owners so that no owner has more than so many of them.
+
+    It keeps more examples than `bound_owners` if most owners share their examples with different people. Each example
+    is then sampled and clipped by itself, and ε of an owner is that of a group of examples:
+
+        kept = tfdpfl.data.select_examples(owners, max_examples_per_owner=3)
+        sigma = tfdpfl.compute_noise_multiplier(
+            target_epsilon=4.0, delta=1e-5, num_examples=len(kept), batch_size=64, num_epochs=3,
+            max_examples_per_user=3)
+        batches = tfdpfl.data.poisson_batches((x[kept], y[kept]), expected_batch_size=64, steps=len(kept) // 64)
+
+    Examples are chosen greedily, those of the fewest owners first and then by their order. One is left out if an owner
+    of it has the most already (Ganesh et al. 2025, "It's My Data Too", arXiv:2503.03622, with another order).
+
+    Args:
+        owners: As in `bound_owners`.
+        max_examples_per_owner: The most examples of one owner.
+
+    Returns:
+        The numbers of the chosen examples, in order: int64 [how many].
+
+    Raises:
+        ValueError: as `bound_owners`, or the number is not a whole one above 0.
+
+    Guarantee:
+        Neighbours differ in the contents of all examples of one owner, which are blanked. Which owners an example has
+        is public, so the same examples are chosen. At most ``max_examples_per_owner`` of them differ, each of which
+        moves the clipped sum by C where it is sampled. `compute_epsilon` has the price with ``max_examples_per_user``;
+        what `PrivacyBudget` reports protects one example alone.
+
+    Example:
+        >>> tfdpfl.data.select_examples([["ann", "bob"], ["bob"], ["ann", "cem"], ["bob", "cem"]], 2).tolist()
+        [0, 1, 2]
+    """
+    most = _checks.whole("max_examples_per_owner", max_examples_per_owner, 1, "count the examples of one owner")
+    sets, kept = _sets_of(owners), []
+    counts: dict[Hashable, int] = {}
+    for number in _fewest_first(sets):
+        if all(counts.get(owner, 0) < most for owner in sets[number]):
+            kept.append(number)
+            counts.update((owner, counts.get(owner, 0) + 1) for owner in sets[number])
+    return np.array(sorted(kept), np.int64)
+
+
+def _sets_of(owners: Iterable[Arrays]) -> list[frozenset]:
+    if isinstance(owners, Mapping):
+        raise ValueError("owners is a mapping: pass the owners of each example, in the order of the examples.")
+    return [_owners_of(number, ids) for number, ids in enumerate(owners)]
+
+
+def _fewest_first(sets: Sequence[frozenset]) -> list[int]:
+    return sorted(range(len(sets)), key=lambda number: len(sets[number]))
 
 
 def _owners_of(number: int, ids: Arrays) -> frozenset:
