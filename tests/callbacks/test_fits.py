@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 import tfdpfl
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.accounting.sampling import POISSON
+from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION
 from tfdpfl.callbacks._fits import Fit
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
@@ -146,15 +146,21 @@ def test_batches_of_one_size_are_no_independent_draws():
     assert budget.ledger.unknown_steps == 10 and budget.report().epsilon >= uses(10)
 
 
-def refused_after(sizes, populations):
-    """How many batches of such sizes, out of what is left of so many examples, are believed."""
+def refused_after(sizes, population, scheme=POISSON, batches=10**6):
+    """How many batches of such sizes are believed, in passes of so many; None if all are."""
+    at = tf.Variable(0.0)
     fit = SimpleNamespace(
-        _size=-1, _log_chance=0.0, steps=0, announced=0, stride=1, scheme=POISSON, _count_unknown=lambda *_: None,
-        optimizer=SimpleNamespace(_dp=SimpleNamespace(holders=1)),
+        own=True, scheme=scheme, data={"num_examples": population}, stride=1, _size=-1, _log_chance=0.0, steps=0,
+        announced=0, optimizer=SimpleNamespace(_dp=SimpleNamespace(holders=1)), _count_unknown=lambda *_: None,
+        _counter=SimpleNamespace(seen=at),
     )  # fmt: skip
-    for i, (size, population) in enumerate(zip(sizes, populations, strict=True)):
+    fit._check_size_varies = lambda *given: Fit._check_size_varies(fit, *given)
+    for i, size in enumerate(sizes):
+        if i % batches == 0:
+            Fit.begin_epoch(fit)
+        at.assign_add(size)
         try:
-            Fit._check_size_varies(fit, size, population)
+            Fit.check_rows(fit)
         except PrivacyError:
             return i
     return None
@@ -164,11 +170,10 @@ def test_batches_are_believed_until_no_rate_explains_their_sizes():
     """The chance of each further batch of one size is SciPy's, at the rate at which it is largest."""
     for size, population in [(20, 200), (256, 60_000), (1, 10**6), (150, 200)]:
         most = binom.pmf(size, population, size / population)
-        needed = int(np.ceil(np.log(1e-9) / np.log(most)))
-        assert refused_after([size] * 200, [population] * 200) == needed
+        assert refused_after([size] * 200, population) == int(np.ceil(np.log(1e-9) / np.log(most)))
     left = [200 - 20 * (i % 10) for i in range(40)]  # of an allocation: the last of a pass is what is left
     chances = np.cumsum([0, *(binom.logpmf(20, n, 20 / n) for n in left[1:])])
-    assert refused_after([20] * 40, left) == int(np.argmax(chances < np.log(1e-9)))
-    assert refused_after([200] * 99, [200] * 99) is refused_after([0] * 99, [200] * 99) is None  # all, or none
-    assert refused_after([20, 21, *[20] * 99], [200] * 101) is None
-    assert refused_after([20, 20, 21, *[20] * 99], [200] * 102) is None
+    believed = int(np.argmax(chances < np.log(1e-9)))
+    assert refused_after([20] * 40, 200, RANDOM_ALLOCATION, 10) == believed > 9
+    assert refused_after([200] * 99, 200) is refused_after([0] * 99, 200) is None  # all, or none
+    assert refused_after([20, 21, *[20] * 99], 200) is refused_after([20, 20, 21, *[20] * 99], 200) is None

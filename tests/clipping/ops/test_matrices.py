@@ -16,6 +16,9 @@ MIXING = {
     "solutions of all examples": lambda x: total(
         tf.linalg.triangular_solve(square(x) + 9 * tf.eye(2), tf.ensure_shape(square(x), [4, 2, 2])[:, None])
     ),
+    "solutions of pairs": lambda x: total(
+        tf.linalg.triangular_solve(square(x)[:, None] + 9 * tf.eye(2), square(x)[None])
+    ),
     "diagonal matrix": lambda x: tf.reduce_sum(tf.linalg.diag(d(x)[:, 0]), 0) ** 2,
     "band of the batch size": lambda x: total(tf.linalg.band_part(square(x), n(x) - 4, -1)),
 }  # fmt: skip
@@ -24,6 +27,7 @@ TOLD = {
     "examples as bands": "MatrixDiagV3.*works along the batch axis",
     "solution for the batch": "MatrixSolve.*works along the batch axis",
     "solutions by position": "MatrixSolve.*treats an example by its position in the batch",
+    "solutions of pairs": "MatrixTriangularSolve.*examples along one axis with the examples along another",
     "solutions of all examples": "MatrixTriangularSolve.*examples along one axis with the examples along another",
     "inverse of the batch": "MatrixInverse.*works along the batch axis",
 }
