@@ -81,6 +81,7 @@ def place_of_the_table(store):
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_table_of_steps_of_a_newer_version_is_refused():
     optimizer = trained()
     store = stored(optimizer)
@@ -100,6 +101,7 @@ def test_a_table_of_steps_of_a_newer_version_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_table_that_lacks_a_new_column_is_read_with_zeros(monkeypatch):
     store = stored(trained())
     place = place_of_the_table(store)

@@ -232,6 +232,7 @@ def test_a_callback_that_saw_no_fit_knows_no_epsilon():
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("copied", [copy.copy, lambda budget: copy.deepcopy([budget])[0]])
 def test_copies_of_a_budget_spend_one_target(copied):
     """As keras-tuner and scikit-learn's clone copy it, for each trial."""
