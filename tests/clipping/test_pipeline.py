@@ -1,5 +1,7 @@
 """One example moves the clipped sum by no more than the clip, whatever it holds."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,7 +9,7 @@ from helpers import K, L, example_losses, normal
 from mixing_cases import B, W, clip_sum, d, padded_attention, total
 
 import tfdpfl
-from tfdpfl.clipping import clipped_gradients
+from tfdpfl.clipping import clipped_gradients, pipeline
 from tfdpfl.errors import PrivacyError
 
 ARCHITECTURES = {
@@ -87,3 +89,18 @@ def test_microbatches_that_do_not_divide_the_batch_are_refused_and_nothing_moves
         model.train_on_batch(normal(B, 4), normal(B, 2))
     for w, b in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(w, b)
+
+
+def test_an_inner_product_of_two_uses_may_err_as_much_as_both(monkeypatch):
+    """|a + b|² = 1 + 2 - 3 cancels, so the norm is the error: a quarter of the square, and as much of the product."""
+
+    def part(square, error_bound):
+        made = SimpleNamespace(squared_norms=lambda: tf.constant([square]), error_bound=error_bound)
+        return SimpleNamespace(variable=0, made=made)
+
+    plan = SimpleNamespace(
+        parts=[part(1.0, tf.constant([0.25])), part(2.0, None)], _merged=lambda parts: parts, dtype=tf.float32,
+        _pulled_back=lambda apart: apart, units=SimpleNamespace(count=1),
+    )  # fmt: skip
+    monkeypatch.setattr(pipeline, "inner_product", lambda *_: tf.constant([-1.5]))
+    assert pipeline.ClippingPipeline.squared_norms_of(plan, [0])[0].numpy() == [0.5]
