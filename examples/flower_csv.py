@@ -229,7 +229,10 @@ def serve(grid: Grid, rounds: int, hospitals: int, names: list[str] | None = Non
 def table(names: list[str], reports: dict[str, dict], hospitals: int) -> str:
     lines = [f"{'':<16}{'steps':>6}{'epsilon':>9}{'left':>7}"]
     for name in names:
-        report = reports.get(name, {"steps": 0, "epsilon": 0.0})
+        report = reports.get(name)
+        if report is None:  # it refused or failed, and its own ledger states what it has spent
+            lines.append(f"{name:<16}  no report")
+            continue
         left = TARGET_EPSILON - report["epsilon"]
         lines.append(f"{name:<16}{report['steps']:>6}{report['epsilon']:>9.3f}{left:>7.3f}")
     return "\n".join(["", *lines, f"{len(reports)} of {hospitals} hospitals trained"])

@@ -52,12 +52,12 @@ def main(grid: Grid, context: Context) -> None:
     rows = {reply.metadata.src_node_id: reply.content["metrics"] for reply in answers}
     lines = [f"{'':<22}{'patients':>9}{'steps':>7}{'epsilon':>9}{'left':>7}{'accuracy':>10}{'attack AUC':>12}"]
     for node, row in sorted(rows.items(), key=lambda item: item[1]["partition-id"]):
-        report = strategy.reports.get(node, {"epsilon": 0.0, "steps": 0})
+        report = strategy.reports.get(node)
         name, beds = [*HOSPITALS.items()][int(row["partition-id"])]
-        spent = report["epsilon"]
-        lines.append(
-            f"{name:<22}{beds:>9}{report['steps']:>7}{spent:>9.3f}{max(0, TARGET_EPSILON - spent):>7.3f}"
-            f"{row['accuracy']:>10.1%}{row['membership-auc']:>12.3f}"
-        )
+        spent = f"{'no report':>23}"  # of one that refused or failed: its own ledger states what it has spent
+        if report is not None:
+            epsilon = report["epsilon"]
+            spent = f"{report['steps']:>7}{epsilon:>9.3f}{max(0, TARGET_EPSILON - epsilon):>7.3f}"
+        lines.append(f"{name:<22}{beds:>9}{spent}{row['accuracy']:>10.1%}{row['membership-auc']:>12.3f}")
     print("\n".join(["", *lines, f"{len(rows)} of {len(HOSPITALS)} hospitals answered"]), flush=True)
     time.sleep(1)  # so that the table is in the log before the run ends
