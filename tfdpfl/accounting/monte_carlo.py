@@ -39,7 +39,7 @@ __all__ = ["FAILURE", "RUNS", "losses"]
 
 RUNS = 1 << 22  # simulated trainings for each direction; a δ below about 100 / RUNS has a much larger ε
 FAILURE = 1e-10  # with this probability the bound of one direction may be too small
-_TRIES = 32  # prices of one search, of which none is too small but for `FAILURE`
+_TRIES = 128  # at least the prices of one search (40 for its bracket), of which none is too small but for `FAILURE`
 _AT_ONCE = 1 << 11  # runs of one call: their normals take a few megabytes
 _POINTS = 200  # of the grid of ε
 _ROUNDING = 1e-9  # of a privacy loss
