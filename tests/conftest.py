@@ -25,7 +25,8 @@ CLASSES, WIDTH, HIDDEN = 3, 6, 5
 if metadata.version("keras") < "3":
     os.environ.setdefault(native.SWITCH, "0")
 # Where there was no C compiler at installation, there are no kernels to test.
-collect_ignore = [] if native.LIBRARY.exists() else ["native/test_kernels.py", "clipping/test_native.py"]
+OF_KERNELS = ["native/test_kernels.py", "clipping/test_native.py", "clipping/test_kernel_ops.py"]
+collect_ignore = [] if native.LIBRARY.exists() else OF_KERNELS
 
 
 # Slow tests run on the newer stack alone, but for those in files whose subject the version of Keras changes: layers,

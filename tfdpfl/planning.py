@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from tfdpfl import clips
@@ -320,14 +320,8 @@ def plan(
         made.solve()
         return made
 
-    if sampling == BEST:
-        made = solved(POISSON.name)
-        if steps_per_epoch is None and not secure_noise and "truncated_batch_size" not in batches:
-            with contextlib.suppress(PrivacyError):  # only Poisson batches meet the target
-                other = solved(RANDOM_ALLOCATION.name)
-                made = made if made.better_than(other) else other
-    else:
-        made = solved(sampling)
+    has_choice = steps_per_epoch is None and not secure_noise and "truncated_batch_size" not in batches
+    made = _better(solved, has_choice) if sampling == BEST else solved(sampling)
     sampling = made.run["sampling"]
     draw, arguments = BATCHES[sampling]
     drawn = draw(examples, **arguments(made.batch_size, made.steps_per_epoch), **batches)
@@ -348,6 +342,16 @@ def plan(
         ledger=ledger,
         batches=drawn,
     )
+
+
+def _better(solved: Callable[[str], _Numbers], has_choice: bool) -> _Numbers:
+    """Returns the numbers of Poisson batches, or of random allocation if there is a choice and these are better."""
+    made = solved(POISSON.name)
+    if has_choice:
+        with contextlib.suppress(PrivacyError):  # only Poisson batches meet the target
+            other = solved(RANDOM_ALLOCATION.name)
+            return made if made.better_than(other) else other
+    return made
 
 
 def _check_labels(spec: Nest) -> None:

@@ -92,28 +92,6 @@ def test_an_example_that_is_not_finite_counts_for_nothing(stored):
     np.testing.assert_allclose(sums[0], clipped_sums(gradients, 1.0)[0], atol=1e-5)
 
 
-def test_norms_of_rows_that_are_looked_up_twice_are_those_of_their_sum():
-    table = tf.Variable(normal(9, 3))
-    losses = lambda ids: example_losses(tf.tanh(tf.gather(table, ids)) * normal(1, 4, 3, seed=2))
-    ids = np.array([[8, 0, 8, 8], [1, 2, 3, 4], [5, 5, 0, 0]], np.int32)
-    check(losses, ids, [table])
-    step = lambda ids: clipped_gradients(losses(ids), [table], 1.0).sum[0]
-    assert ops_of(step, tf.TensorSpec([None, 4], tf.int32)) == [ROWS]
-
-
-@pytest.mark.parametrize("ids, rows, settings", [
-    ([3], [3, 4, 2], [9, 1, 0]), ([3, 4], [3, 4], [9, 1, 0]), ([3, 4], [3, 5, 2], [9, 1, 0]),
-    ([3, 4], [3, 4, 2], [9, 1, 9]), ([3, 4], [3, 4, 2], [9, 0, 0]), ([3, 4], [3, 4, 2], [9]),
-])  # fmt: skip
-def test_norms_of_what_is_no_rows_are_refused(ids, rows, settings):
-    from tensorflow.python.framework import op_def_library
-
-    assert not native.register_ops()
-    inputs = {"ids": tf.zeros(ids, tf.int64), "rows": tf.zeros(rows), "settings": settings}
-    with pytest.raises(tf.errors.OpError, match="tfdpfl"):
-        tf.function(lambda: op_def_library.apply_op(ROWS, **inputs))()
-
-
 @pytest.mark.slow
 def test_kernels_are_used_for_images_in_float32_alone():
     assert ops_of(sum_of(conv, [4]), SPEC) == [FILTERS[0]]
