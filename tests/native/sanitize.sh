@@ -3,7 +3,7 @@
 # Addresses and undefined behaviour first, then threads. TensorFlow is not loaded: its own reports would hide others.
 set -eu
 cd "$(dirname "$0")/../.."
-python=${1:-python}
+python=$("${1:-python}" -c 'import sys; print(sys.executable)')  # a script in its place would run under the sanitizer
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 for kind in address,undefined thread; do
