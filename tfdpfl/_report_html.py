@@ -99,7 +99,7 @@ def html(report: Report) -> str:
 def _in_plain_words(rows: Rows) -> Iterable[str]:
     for name, what in rows:
         if what.unit is not None and what.figures.tpr_at_1_percent_fpr is not None:
-            sentence = plain_words(what.unit.split(" of ")[0], what.figures.tpr_at_1_percent_fpr)
+            sentence = plain_words(what.unit, what.figures.tpr_at_1_percent_fpr)
             yield f"<p>{escape(name)}: {escape(sentence)}</p>"
 
 

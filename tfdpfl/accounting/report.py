@@ -311,6 +311,7 @@ def _notes_on(runs: list[Run], paid: Price, delta: float, accountant: str) -> It
 def plain_words(unit: str, share: float) -> str:
     """A sentence on what an attacker can do, for the largest share of members that a test finds at 1 % of others."""
     percent = rounded_up(min(100 * share, 100.0), 3)
+    unit = unit.partition(" of ")[0]  # "user of at most 3 examples"
     return (
         f"An attacker who wrongly takes 1 % of other {unit}s for training {unit}s finds at most {percent} % of the "
         f"training {unit}s."

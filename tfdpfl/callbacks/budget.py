@@ -557,7 +557,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return None
         planned, more = self._planned()
         most = planned + more
-        for number in (most, planned):  # the search takes as many prices as the number has bits
+        for number in dict.fromkeys((most, planned)):  # the search takes as many prices as the number has bits
             if priced(number) <= self.target_epsilon:
                 return number
         return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)

@@ -562,7 +562,7 @@ def b_min_sep(
     rate = B_MIN_SEP.rate(size, number, apart)
 
     def draw(words: Words) -> Iterator[np.ndarray]:
-        yield from words.separated(number, steps, rate, apart)
+        return words.separated(number, steps, rate, apart)
 
     declaration = SamplingDeclaration(B_MIN_SEP.name, rate, number, steps, seed, min_separation=apart)
     return units.batches(draw, declaration)
