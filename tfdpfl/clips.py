@@ -75,8 +75,8 @@ class AdaptiveClip:
         remedy = "give the fraction to leave unclipped; 0.5 is the median"
         _checks.probability("target_quantile", self.target_quantile, remedy)
         _checks.real("learning_rate", self.learning_rate, "0.2 is usual", above=0)
-        if self.clipped_count_stddev is not None:
-            _checks.real("clipped_count_stddev", self.clipped_count_stddev, "leave it out for a safe value", at_least=0)
+        stddev = self.clipped_count_stddev
+        _checks.optional(_checks.real, "clipped_count_stddev", stddev, "leave it out for a safe value", at_least=0)
 
     def split(self, noise_multiplier: Any, cohort: Any, larger: Callable[[Any, Any], Any] = max) -> tuple[Any, Any]:
         """(noise multiplier of the sum, standard deviation of the count) that together give ``noise_multiplier``.
@@ -138,7 +138,7 @@ class PerLayerClip:
             clips = dict(clips)
         elif isinstance(clips, Sequence) and not isinstance(clips, str):
             clips = tuple(clips)
-        object.__setattr__(self, "clips", clips)
+        _checks.keep(self, "clips", clips)
         given = clips.values() if isinstance(clips, dict) else clips if isinstance(clips, tuple) else [clips]
         if not given:
             raise ValueError(f"clips={clips!r} has no clip: give one number for all layers, or one for each.")

@@ -22,8 +22,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, DpEvent, Estimator
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.calibration import smallest_noise_multiplier
-from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
+from tfdpfl.accounting.calibration import gaussian_noise_multiplier
+from tfdpfl.accounting.pricing import Price, check_accountant, check_delta, price
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.errors import PrivacyError
 
@@ -187,7 +187,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         """
         from dp_accounting import dp_event
 
-        delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+        delta, accountant = check_delta(delta), check_accountant(accountant)
         spent = self.__dict__.get("_spent", ()) or ((None, float(self.epsilon), float(self.delta)),)
         alone = [(epsilon, least) for event, epsilon, least in spent if event is None]
         events = [event for event, _, _ in spent if event is not None]
@@ -238,23 +238,23 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         # Of two neighbours' Hessians at one point the determinants' ratio is 1 + x' H^-1 x p (1 - p).
         least = problem.curvature / math.expm1(min(_OF_CURVATURE * epsilon, 700.0))
         problem.regularization = max(problem.regularization, least)
-        z = _multiplier(epsilon - math.log1p(problem.curvature / problem.regularization), delta)
+        z = gaussian_noise_multiplier(epsilon - math.log1p(problem.curvature / problem.regularization), delta)
         tilt = z * problem.sensitivity * problem.normals()
         minimum = problem.minimum(tilt)
-        around = 2 * problem.tolerance / problem.regularization * _multiplier(*rest)
+        around = 2 * problem.tolerance / problem.regularization * gaussian_noise_multiplier(*rest)
         return minimum + around * problem.normals(), z, None
 
     def _output(self, problem: _Problem):
         from dp_accounting import dp_event
 
-        z = _multiplier(self.epsilon, self.delta)
+        z = gaussian_noise_multiplier(self.epsilon, self.delta)
         sensitivity = (problem.sensitivity + 2 * problem.tolerance) / problem.regularization
         return problem.noised(problem.minimum(0.0), z, sensitivity), z, dp_event.GaussianDpEvent(z)
 
     def _gradient(self, problem: _Problem):
         from dp_accounting import dp_event
 
-        z = _multiplier(self.epsilon, self.delta, self.num_steps)
+        z = gaussian_noise_multiplier(self.epsilon, self.delta, self.num_steps)
         step = 1 / (problem.curvature * problem.x.shape[0] + problem.regularization)
         w = np.zeros(problem.size)
         for _ in range(self.num_steps):
@@ -434,14 +434,3 @@ class _Problem:
             "the minimum was not found as exactly as its ε requires: use a smaller C, data of a smaller data_norm, or "
             "solver='gradient'"
         )
-
-
-def _multiplier(epsilon: float, delta: float, times: int = 1) -> float:
-    """The smallest noise multiplier of a Gaussian that is (ε, δ) when used so often."""
-    from dp_accounting import dp_event
-
-    def spent(z: float) -> float:
-        event: DpEvent = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), times)
-        return price(event, delta, "pld", DPLogisticRegression.adjacency).epsilon
-
-    return smallest_noise_multiplier(spent, epsilon)

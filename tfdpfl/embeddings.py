@@ -47,15 +47,14 @@ class AdaFEST:
     def __post_init__(self) -> None:
         _checks.real("threshold", self.threshold, "at 0, half of all rows pass; 4 times the noise is usual", above=0)
         _checks.real("clip", self.clip, "1.0 is usual", above=0)
-        if self.noise_multiplier is not None:
-            remedy = "it must be above the optimizer's; leave it out for twice that"
-            _checks.real("noise_multiplier", self.noise_multiplier, remedy, above=0)
+        remedy = "it must be above the optimizer's; leave it out for twice that"
+        _checks.optional(_checks.real, "noise_multiplier", self.noise_multiplier, remedy, above=0)
         tables = self.tables
         if tables is not None:
             named = not isinstance(tables, str) and isinstance(tables, Sequence) and len(tables) > 0
             if not named or not all(isinstance(name, str) and name for name in tables):
                 raise ValueError(f"tables={tables!r} must be names of layers, or None for all tables.")
-            object.__setattr__(self, "tables", tuple(tables))
+            _checks.keep(self, "tables", tuple(tables))
 
     def split(self, noise_multiplier: Any) -> tuple[Any, Any]:
         """(noise multiplier of the gradients, of the counts) that together give ``noise_multiplier``: a number, or a

@@ -465,8 +465,7 @@ class _Numbers:
             ("steps_per_epoch", "count the updates in an epoch, or leave it to the plan"),
             ("batch_size", "count the examples of a batch"),
         ):
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else _checks.whole(name, value, 1, text))
+            _checks.known(self, _checks.whole, name, 1, text)
 
         if self._beside and None in (self.batch_size, self.num_epochs):
             raise ValueError(

@@ -7,7 +7,6 @@ number of examples is public.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,9 +17,9 @@ import tensorflow as tf
 
 from tfdpfl._sums import noisy_sum
 from tfdpfl._types import Arrays, Json, Layer, Nest
-from tfdpfl.accounting import PrivacyLedger, _checks, price
+from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.arguments import shows_arguments
-from tfdpfl.accounting.calibration import smallest_noise_multiplier
+from tfdpfl.accounting.calibration import gaussian_noise_multiplier
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.data import made_from, passed_through
@@ -80,7 +79,7 @@ class _Release:
                 f"adjacency={self.adjacency!r} has no known ε for these sums, which a replaced example moves further. "
                 f"Use {' or '.join(map(repr, _ADJACENCIES))}."
             )
-        self.noise_multiplier = _noise_multiplier(epsilon, delta - self.chance)
+        self.noise_multiplier = gaussian_noise_multiplier(epsilon, delta - self.chance)
         self._source, self._seeded = Source(seed), seed is not None
 
     def of(self, sums: np.ndarray, sensitivity: float) -> np.ndarray:
@@ -96,14 +95,6 @@ class _Release:
         if self._seeded:
             self.ledger.seeded |= {"tfdpfl.preprocessing"}
         return noisy_sum(np.asarray(sums, np.float64), sensitivity, self.noise_multiplier, self._source)
-
-
-@functools.lru_cache(maxsize=64)
-def _noise_multiplier(epsilon: float, delta: float) -> float:
-    """The smallest noise of one Gaussian mechanism."""
-    from dp_accounting import GaussianDpEvent
-
-    return smallest_noise_multiplier(lambda z: price(GaussianDpEvent(z), delta).epsilon, epsilon)
 
 
 class _Adapted:

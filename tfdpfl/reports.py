@@ -20,7 +20,7 @@ from tfdpfl._formats import NewerFormatError
 from tfdpfl._types import DpEvent, Json, Promiser
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, Price, PrivacyLedger, _checks
-from tfdpfl.accounting.pricing import check_delta, delta_warning
+from tfdpfl.accounting.pricing import check_accountant, check_delta, delta_warning
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
 from tfdpfl.accounting.zcdp_and_gdp import zcdp_and_gdp
 from tfdpfl.errors import PrivacyError
@@ -245,7 +245,7 @@ def report(
         ValueError: An argument is out of its range, or a part is none of these.
         PrivacyError: A part has no price: its own sentence says why.
     """
-    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    delta, accountant = check_delta(delta), check_accountant(accountant)
     every = sorted({delta, *(_around(delta) if deltas is None else map(check_delta, deltas))}, reverse=True)
     _check_names(parts, data, units)
     found: list[_Source] = []

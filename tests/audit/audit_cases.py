@@ -646,11 +646,8 @@ def _regression_replay(solver: str) -> ReplayReport:
 def _regression(solver: str, trials: int = 100) -> tuple[float, float]:
     from threadpoolctl import threadpool_limits
 
-    from tfdpfl import convex
-
     scores = lambda x, trials: np.array([_fitted(solver, x) for _ in range(trials)]) @ LONG[FAR]
-    known = mock.patch.object(convex, "_multiplier", functools.cache(convex._multiplier))  # of ε and δ alone
-    with known, threadpool_limits(1):
+    with threadpool_limits(1):
         found = audit_epsilon(
             scores, LONG, BLANK, trials, CONFIDENCE, delta=DELTA, vectorized=True,
             tradeoff=None if solver == "objective" else "gaussian",

@@ -3,20 +3,31 @@
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["choice", "known", "probability", "put", "real", "whole"]
+__all__ = ["choice", "keep", "known", "optional", "probability", "put", "real", "whole"]
+
+T = TypeVar("T")
+
+
+def keep(owner: object, field: str, value: object) -> None:
+    """Sets a field of a frozen dataclass."""
+    object.__setattr__(owner, field, value)
 
 
 def put(owner: object, check: Callable, field: str, *remedy: Any, **bounds: float) -> None:
     """Checks a field of a frozen dataclass by a function of this module, and keeps what that returns."""
-    object.__setattr__(owner, field, check(field, getattr(owner, field), *remedy, **bounds))
+    keep(owner, field, check(field, getattr(owner, field), *remedy, **bounds))
 
 
 def known(owner: object, check: Callable, field: str, *remedy: Any, **bounds: float) -> None:
     """Does the same where the field is not None."""
-    if getattr(owner, field) is not None:
-        put(owner, check, field, *remedy, **bounds)
+    keep(owner, field, optional(check, field, getattr(owner, field), *remedy, **bounds))
+
+
+def optional(check: Callable[..., T], name: str, value: object, *remedy: Any, **bounds: float) -> T | None:
+    """Returns what a function of this module returns of `value`, or None for None."""
+    return None if value is None else check(name, value, *remedy, **bounds)
 
 
 def whole(name: str, value: Any, minimum: int, remedy: str) -> int:

@@ -16,7 +16,7 @@ from tfdpfl.accounting.arguments import (
     build_run,
     shows_arguments,
 )
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta, delta_warning, is_of_pld_alone, price
+from tfdpfl.accounting.pricing import check_accountant, check_delta, delta_warning, is_of_pld_alone, price
 from tfdpfl.accounting.run import Run
 from tfdpfl.errors import PrivacyError
 
@@ -29,6 +29,7 @@ __all__ = [
     "compute_epsilon",
     "compute_noise_multiplier",
     "compute_num_steps",
+    "gaussian_noise_multiplier",
     "largest_count",
     "smallest_noise_multiplier",
 ]
@@ -129,6 +130,21 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float, 
     return sigma
 
 
+@functools.lru_cache(maxsize=64)
+def gaussian_noise_multiplier(epsilon: float, delta: float, times: int = 1) -> float:
+    """Returns the smallest noise multiplier of a Gaussian mechanism that is (ε, δ) if it is used so often.
+
+    Raises:
+        PrivacyError: As `smallest_noise_multiplier`.
+    """
+    from dp_accounting import dp_event
+
+    def spent(z: float) -> float:
+        return price(dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), times), delta).epsilon
+
+    return smallest_noise_multiplier(spent, epsilon)
+
+
 @shows_arguments(EndlessRunArguments)
 def compute_num_steps(
     *, target_epsilon: float, delta: float, accountant: str = "pld", **run: "Unpack[EndlessRunArguments]"
@@ -227,7 +243,7 @@ def _pricer(delta: float, accountant: str, run: Run, field: str) -> Callable[[An
     """Returns the ε of the run with another value of a field, remembered, since searches ask for their bracket's ends
     again; checks its arguments at once.
     """
-    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    delta, accountant = check_delta(delta), check_accountant(accountant)
     too_large = delta_warning(delta, run.num_examples)
     if too_large:
         warnings.warn(too_large, stacklevel=4)  # at the caller of a function that `shows_arguments` wraps

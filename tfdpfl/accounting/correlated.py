@@ -64,7 +64,7 @@ class CorrelatedRun:
     sampling: str = CYCLIC_POISSON.name
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise", as_noise(self.noise))
+        _checks.keep(self, "noise", as_noise(self.noise))
         _checks.put(self, real, "noise_multiplier", "give the optimizer's noise_multiplier (0 for none)", at_least=0)
         _checks.put(self, whole, "num_steps", 0, "count the noisy updates")
         _checks.put(self, whole, "min_separation", 1, "count the steps from one use of an example to its next")
@@ -74,7 +74,7 @@ class CorrelatedRun:
         _checks.put(self, choice, "unit", UNITS)
         _checks.put(self, choice, "sampling", tuple(s.name for s in SCHEMES.values() if s.starts_anew))
         offered = self._offered
-        object.__setattr__(self, "adjacency", offered[0] if self.adjacency is None else self.adjacency)
+        _checks.keep(self, "adjacency", offered[0] if self.adjacency is None else self.adjacency)
         if self.adjacency not in offered:
             how = "without sampling" if self.sampling_rate is None else "with cyclic sampling"
             raise PrivacyError(

@@ -285,7 +285,7 @@ class PrivacyLedger:
             raise ValueError(f"event must be a dp_accounting.DpEvent, got {event!r}: record() takes a σ")
         count = _checks.whole("count", count, 0, "count the applications")
         adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
-        unit = None if unit is None else _checks.choice("unit", unit, UNITS)
+        unit = _checks.optional(_checks.choice, "unit", unit, UNITS)
         made = _Applied(event, count, adjacency, unit, name)
         for i, row in enumerate(self._rows):
             if isinstance(row, _Applied) and dataclasses.replace(row, count=count) == made:

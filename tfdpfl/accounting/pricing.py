@@ -19,6 +19,7 @@ __all__ = [
     "LARGEST_PURE_EPSILON",
     "Price",
     "beyond_support",
+    "check_accountant",
     "check_delta",
     "delta_warning",
     "gaussian_epsilon",
@@ -78,6 +79,11 @@ def check_delta(delta: float) -> float:
     return _checks.probability("delta", delta, "use a value well below 1 / num_examples, for example 1e-5")
 
 
+def check_accountant(accountant: str) -> str:
+    """Returns the name of an accountant, or raises a `ValueError` with those that there are."""
+    return _checks.choice("accountant", accountant, ACCOUNTANTS)
+
+
 class Price(NamedTuple):
     """An ε, with the accountant that proved it.
 
@@ -115,8 +121,7 @@ def price(event: DpEvent, delta: float, accountant: str = "pld", adjacency: str 
         ValueError: `delta`, `accountant` or `adjacency` is not one of those.
         PrivacyError: No accountant knows the event under this adjacency.
     """
-    delta = check_delta(delta)
-    accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+    delta, accountant = check_delta(delta), check_accountant(accountant)
     adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
     leaves = tuple((leaf, n) for leaf, n in leaves_of(event) if n)
     try:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdpfl import _formats
 from tfdpfl._types import DpEvent, Json, Keywords, Promiser
-from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import RunArguments, build_run, shows_arguments
-from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, delta_warning, price
+from tfdpfl.accounting.pricing import Price, check_accountant, check_delta, delta_warning, price
 from tfdpfl.accounting.promises import PLANNED, Promise, fixed, promises_of
 from tfdpfl.accounting.run import Run
 from tfdpfl.accounting.sampling import SCHEMES, SHUFFLED, shuffled_adjacency
@@ -259,7 +258,7 @@ def report_of(
             f"max_examples_per_user differs between the rows ({', '.join(map(str, users))}), which do not add up: "
             "record them with the same one"
         )
-    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    delta, accountant = check_delta(delta), check_accountant(accountant)
     paid = price(event, delta, accountant, adjacency)
     only: Callable[[str], Any] = lambda name: _only({getattr(run, name) for run in runs})  # noqa: E731
     return PrivacyReport(

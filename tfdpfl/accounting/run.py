@@ -172,7 +172,7 @@ class Run:
     def _check_adjacency(self) -> None:
         offered = self.scheme.adjacencies
         if self.adjacency is None:
-            object.__setattr__(self, "adjacency", offered[0])
+            _checks.keep(self, "adjacency", offered[0])
         _checks.put(self, choice, "adjacency", ADJACENCIES)
         if self.adjacency not in offered:
             raise PrivacyError(

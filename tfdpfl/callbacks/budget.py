@@ -16,10 +16,11 @@ import tensorflow as tf
 from tfdpfl._frames import PLAN, callbacks_of, optimizer_of
 from tfdpfl._types import Keywords, Model, Optimizer
 from tfdpfl._waiting import explain_wait
-from tfdpfl.accounting import PrivacyLedger, PrivacyReport, _checks, compute_num_steps
+from tfdpfl.accounting import PrivacyLedger, PrivacyReport, compute_num_steps
+from tfdpfl.accounting._checks import choice, optional, real, whole
 from tfdpfl.accounting.calibration import MOST_STEPS
 from tfdpfl.accounting.ledger import check_ledger
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.pricing import check_accountant, check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.run import options_of
 from tfdpfl.accounting.sampling import FIXED_ORDER, SAMPLINGS
@@ -185,25 +186,19 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         super().__init__()
         if delta is None:
             raise ValueError("delta=None: give the δ of the guarantee, for example 1e-5 (below 1 / num_examples).")
-        if num_examples is not None:
-            num_examples = _checks.whole("num_examples", num_examples, 1, "count the examples, or leave it to the data")
-        self.num_examples = num_examples
+        remedy = "count the examples, or leave it to the data"
+        self.num_examples = optional(whole, "num_examples", num_examples, 1, remedy)
         self.delta = check_delta(delta)
-        if target_epsilon is not None:
-            remedy = "give the ε to stop at, or None to train without a limit"
-            target_epsilon = _checks.real("target_epsilon", target_epsilon, remedy, above=0)
-        self.target_epsilon = target_epsilon
-        self.sampling = (
-            None if sampling is None else _checks.choice("sampling", sampling, (*SAMPLINGS, FIXED_ORDER.name))
-        )
-        if batch_size is not None:
-            batch_size = _checks.whole("batch_size", batch_size, 1, "count the examples of a batch, or leave it out")
-            if num_examples is not None and batch_size > num_examples:
-                raise ValueError(
-                    f"batch_size={batch_size} is more than num_examples={num_examples}: correct one of the two."
-                )
-        self.batch_size = batch_size
-        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        remedy = "give the ε to stop at, or None to train without a limit"
+        self.target_epsilon = optional(real, "target_epsilon", target_epsilon, remedy, above=0)
+        self.sampling = optional(choice, "sampling", sampling, (*SAMPLINGS, FIXED_ORDER.name))
+        remedy = "count the examples of a batch, or leave it out"
+        self.batch_size = optional(whole, "batch_size", batch_size, 1, remedy)
+        if self.batch_size and self.num_examples and self.batch_size > self.num_examples:
+            raise ValueError(
+                f"batch_size={self.batch_size} is more than num_examples={self.num_examples}: correct one of the two."
+            )
+        self.accountant = check_accountant(accountant)
         check_ledger(ledger)
         if dataset_name is not None and (not isinstance(dataset_name, str) or not dataset_name):
             raise ValueError(f"dataset_name={dataset_name!r} must be a name, or None.")

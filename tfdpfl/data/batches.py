@@ -17,7 +17,15 @@ from tfdpfl import _blanks
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import shows_arguments
-from tfdpfl.accounting.sampling import B_MIN_SEP, POISSON, RANDOM_ALLOCATION, SHUFFLED, truncated_event_type
+from tfdpfl.accounting.sampling import (
+    B_MIN_SEP,
+    CYCLIC_POISSON,
+    FIXED_ORDER,
+    POISSON,
+    RANDOM_ALLOCATION,
+    SHUFFLED,
+    truncated_event_type,
+)
 from tfdpfl.data.declared import SamplingDeclaration, declare, keep_source
 from tfdpfl.data.draws import Passes, Words
 from tfdpfl.data.functions import check_apart
@@ -254,7 +262,7 @@ def poisson_batches(
             yield drawn
 
     declaration = SamplingDeclaration(
-        "poisson", rate, units.number, steps, seed, truncated_batch_size=truncated_batch_size
+        POISSON.name, rate, units.number, steps, seed, truncated_batch_size=truncated_batch_size
     )
     return units.batches(draw, declaration, strategy)
 
@@ -311,7 +319,9 @@ def random_allocation(
         for drawn in words.allocated(len(range(worker, units.number, workers)), steps, each):
             yield worker + workers * drawn
 
-    declaration = SamplingDeclaration("random_allocation", each / steps, units.number, steps, seed, num_selected=each)
+    declaration = SamplingDeclaration(
+        RANDOM_ALLOCATION.name, each / steps, units.number, steps, seed, num_selected=each
+    )
     return units.batches(draw, declaration, strategy)
 
 
@@ -396,8 +406,8 @@ def fixed_order(
     units = _Units(arrays_or_dataset, empty_batches="keep", **of_units)
     number = units.number
     size, steps = _batches_of(batch_size, number, units.name)
-    if max_participations is not None:
-        max_participations = _positive("max_participations", max_participations, "count the passes, or leave it out")
+    remedy = "count the passes, or leave it out"
+    max_participations = _checks.optional(_positive, "max_participations", max_participations, remedy)
     last, parts = number % size or size, units.parts(size)
     parts *= 1 if strategy is None else strategy.num_replicas_in_sync
     if last < parts:
@@ -415,7 +425,7 @@ def fixed_order(
             yield batch[batch % workers == worker]
 
     declaration = SamplingDeclaration(
-        "fixed_order", size / number, number, steps, min_separation=steps, max_participations=max_participations,
+        FIXED_ORDER.name, size / number, number, steps, min_separation=steps, max_participations=max_participations,
         order=units.order(among=None if strategy is None else next(_NUMBERS)),
     )  # fmt: skip
     return units.batches(draw, declaration, strategy)
@@ -481,10 +491,8 @@ def cyclic_poisson(
             f"steps={steps} is not a multiple of groups={groups}, so some groups would begin a new pass too early: use "
             f"{max(steps // groups, 1) * groups}."
         )
-    if max_participations is not None:
-        max_participations = _positive(
-            "max_participations", max_participations, "count the uses of a unit, or leave it out"
-        )
+    remedy = "count the uses of a unit, or leave it out"
+    max_participations = _checks.optional(_positive, "max_participations", max_participations, remedy)
     units = _Units(arrays_or_dataset, **of_units)
     number = units.number
     size = _real("expected_batch_size", expected_batch_size)
@@ -504,7 +512,7 @@ def cyclic_poisson(
             yield group[words.each(len(group), rate)]
 
     declaration = SamplingDeclaration(
-        "cyclic_poisson", rate, number, steps, seed, min_separation=groups, max_participations=max_participations
+        CYCLIC_POISSON.name, rate, number, steps, seed, min_separation=groups, max_participations=max_participations
     )
     return units.batches(draw, declaration, strategy)
 
@@ -596,10 +604,9 @@ class _Pipeline:
             if function is not None and not callable(function):
                 raise ValueError(f"{name}={function!r:.99} must be a function of one example, as Dataset.map takes it.")
         self._functions = (map_fn, augment)
-        parallel = num_parallel_calls
-        if parallel is not None:
-            parallel = _positive("num_parallel_calls", parallel, "count the calls that run at once, or leave it out")
-        self._parallel = tf.data.AUTOTUNE if parallel is None else parallel
+        remedy = "count the calls that run at once, or leave it out"
+        parallel = _checks.optional(_positive, "num_parallel_calls", num_parallel_calls, remedy)
+        self._parallel = parallel or tf.data.AUTOTUNE
         self._spec = tf.data.Dataset.from_tensors(0).map(lambda _: self._blank(examples.spec))
         for function in self._functions:
             self._spec = self._spec if function is None else self._spec.map(function)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tfdpfl._names import accept_old_names
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
-from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
+from tfdpfl.accounting.pricing import Price, check_accountant, check_delta, price
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.guarantees import (
     ClientLevel,
@@ -78,7 +78,7 @@ def compute_federated_noise_multiplier(
       PrivacyError: no client takes part, or no noise multiplier meets the target.
     """
     target = _checks.real("target_epsilon", target_epsilon, "give the ε to stay within", above=0)
-    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    delta, accountant = check_delta(delta), check_accountant(accountant)
     rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
     level = _checks.choice("level", level, LEVELS)
     run = RoundsRun(rounds=rounds, participation=participation)
@@ -153,7 +153,7 @@ def total_price(trainings: Iterable[tuple[Any, RoundsRun]], delta: float, accoun
       PrivacyError: the levels differ, or a run cannot be priced.
     """
     pairs = list(trainings)
-    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    delta, accountant = check_delta(delta), check_accountant(accountant)
     levels = sorted({guarantee.level for guarantee, _ in pairs})
     if len(levels) != 1:
         raise PrivacyError(f"Trainings must be of one level to add up, got {levels}. Add up each level by itself.")

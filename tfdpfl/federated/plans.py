@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.calibration import largest_count, smallest_noise_multiplier
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.pricing import check_accountant, check_delta
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.guarantees import ClientLevel, participations
@@ -164,7 +164,7 @@ def plan_federation(
       PrivacyError: no plan meets the target.
     """
     unit = _checks.choice("unit", unit, UNITS)
-    delta, accountant = check_delta(delta), _checks.choice("accountant", accountant, ACCOUNTANTS)
+    delta, accountant = check_delta(delta), check_accountant(accountant)
     solved = {"target_epsilon": target_epsilon, "noise_multiplier": noise_multiplier, "num_rounds": num_rounds}
     if [*solved.values()].count(None) != 1:
         raise ValueError(f"{_said(solved)}. Give two of them, and the plan finds the third.")

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from tfdpfl import _formats
 from tfdpfl._types import Computation, Dataset, Json, Keywords, Nest, State
 from tfdpfl.accounting import _checks
-from tfdpfl.accounting.pricing import ACCOUNTANTS, Price, check_delta, price
+from tfdpfl.accounting.pricing import Price, check_accountant, check_delta, price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.clips import AdaptiveClip, check_adapted
@@ -343,7 +343,7 @@ class _Ledger:
         self.adapts = isinstance(self._settings.get("clip"), AdaptiveClip)
         self.sampler = sampler
         self.participation: Participation | None = getattr(sampler, "participation", None)
-        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        self.accountant = check_accountant(accountant)
         self.delta = None if delta is None and not self.guarantees else check_delta(delta)
         if self.guarantees and self.participation is None:
             raise PrivacyError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from tfdpfl.accounting import PrivacyLedger, _checks
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.pricing import check_accountant, check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.flower._flwr import accounting
 
@@ -45,7 +45,7 @@ class LedgerAccountant:
         max_epsilon: float | None = None,
         accountant: str = "pld",
     ):
-        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        self.accountant = check_accountant(accountant)
         if population_size is not None:
             population_size = _checks.whole("population_size", population_size, 1, "count all clients, or None")
         if max_epsilon is not None:

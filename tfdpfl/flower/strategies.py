@@ -21,7 +21,7 @@ from tfdpfl._formats import NewerFormatError
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
-from tfdpfl.accounting.pricing import ACCOUNTANTS, check_delta
+from tfdpfl.accounting.pricing import check_accountant, check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.clips import check_adapted
@@ -124,7 +124,7 @@ class DifferentialPrivacy(Strategy):
         self.strategy = _checked_strategy(strategy)
         z = _checks.real("noise_multiplier", noise_multiplier, "give the noise's std over the clip", at_least=0)
         self.delta = check_delta(delta)
-        self.accountant = _checks.choice("accountant", accountant, ACCOUNTANTS)
+        self.accountant = check_accountant(accountant)
         self.target_epsilon = target_epsilon
         if target_epsilon is not None:
             _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)

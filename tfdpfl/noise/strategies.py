@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from tfdpfl._types import Json, Keywords
-from tfdpfl.accounting import _checks
+from tfdpfl.accounting._checks import choice, keep, known, put, real, whole
 from tfdpfl.accounting.events import event_type
 from tfdpfl.accounting.participation import most_participations, moved_by_toeplitz, tree_sensitivity
 from tfdpfl.noise.optimal import best_bands, best_buffers, best_inverse_bands, inverse_square_root
@@ -88,13 +88,9 @@ class Noise:
 
     def __post_init__(self) -> None:
         mend = "count the steps from one use of an example to its next (of an epoch, if each has the same order)"
-        self._put("min_separation", _checks.whole("min_separation", self.min_separation, 1, mend))
-        if self.max_participations is not None:
-            mend = "count the steps that one example can be in (the epochs, if it is in one of each)"
-            self._put("max_participations", _checks.whole("max_participations", self.max_participations, 1, mend))
-
-    def _put(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the way to set a frozen dataclass's fields
+        put(self, whole, "min_separation", 1, mend)
+        mend = "count the steps that one example can be in (the epochs, if it is in one of each)"
+        known(self, whole, "max_participations", 1, mend)
 
     def sensitivity(self, num_steps: int, min_separation: int = 1, max_participations: int | None = None) -> float:
         """Returns how far one example moves all noises together, in clips: the largest L2 norm of ``C u``.
@@ -133,7 +129,7 @@ class Noise:
         Standard deviations: the root mean square over the steps, or the largest (``kind="max"``). The influence of an
         example is what the noise was made for. The same noise at another σ and clip has this times both.
         """
-        kind = _checks.choice("kind", kind, ERRORS)
+        kind = choice("kind", kind, ERRORS)
         variances = self.variances(num_steps)
         sensitivity = self.sensitivity(num_steps, self.min_separation, self.max_participations)
         return sensitivity * math.sqrt(variances.max() if kind == "max" else variances.mean())
@@ -211,9 +207,7 @@ class Tree(Noise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.restart_every is not None:
-            mend = "count the steps of a tree, or leave it out"
-            self._put("restart_every", _checks.whole("restart_every", self.restart_every, 1, mend))
+        known(self, whole, "restart_every", 1, "count the steps of a tree, or leave it out")
 
     @property
     def unit(self) -> float:
@@ -270,13 +264,13 @@ class Tree(Noise):
 
     def variances(self, num_steps: int) -> np.ndarray:
         places = np.arange(1, num_steps + 1)
-        whole = np.zeros(num_steps)
+        trees: Any = 0
         if self.restart_every is not None:
             trees, places = np.divmod(places - 1, self.restart_every)
             places = places + 1
-            whole = trees * float(self.restart_every.bit_count())
+            trees = trees * float(self.restart_every.bit_count())
         bits = np.unpackbits(places.astype(">u8").view(np.uint8).reshape(-1, 8), axis=1).sum(1)
-        return whole + bits
+        return trees + bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,9 +285,9 @@ class _Toeplitz(Noise):
         if self.max_participations is None:
             raise ValueError("max_participations=None: count the uses of an example (the epochs), or 1 if sampled.")
         if self.num_steps is None:
-            self._put("num_steps", self.min_separation * self.max_participations)
-        self._put("num_steps", _checks.whole("num_steps", self.num_steps, 1, "count the steps of the training"))
-        self._put("objective", _checks.choice("objective", self.objective, ERRORS))
+            keep(self, "num_steps", self.min_separation * self.max_participations)
+        put(self, whole, "num_steps", 1, "count the steps of the training")
+        put(self, choice, "objective", ERRORS)
 
     def column(self, num_steps: int) -> np.ndarray:
         """Returns the first column of C, as long as it is not zero."""
@@ -345,12 +339,11 @@ class _Bands(_Toeplitz):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mend = "count the diagonals of the band; 1 is independent noise"
-        self._put("bands", _checks.whole("bands", self.bands, 1, mend))
+        put(self, whole, "bands", 1, "count the diagonals of the band; 1 is independent noise")
 
     def _put_coefficients(self, coefficients: Any, others: str = "") -> None:
         mend = f"give {self.bands} numbers, the first of them above 0{others}, or leave it out"
-        self._put("coefficients", _numbers("coefficients", coefficients, mend))
+        keep(self, "coefficients", _numbers("coefficients", coefficients, mend))
         first, *rest = self.coefficients or (0.0,)
         fits = len(rest) == self.bands - 1 and 2.0**-100 < first < 2.0**100  # draws are float32
         if not fits or (others and (max(rest, default=0.0) > 0 or sum(self.coefficients) < -1e-9 * first)):
@@ -383,7 +376,7 @@ def _numbers(name: str, values: Iterable[float], mend: str) -> tuple[float, ...]
         found = [float(v) for v in values]
     except (TypeError, ValueError):
         raise ValueError(f"{name}={values!r} must be a sequence of numbers: {mend}") from None
-    return tuple(_checks.real(name, v, mend) for v in found)
+    return tuple(real(name, v, mend) for v in found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -552,7 +545,7 @@ class BLT(_Toeplitz):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._put("buffers", _checks.whole("buffers", self.buffers, 1, "2 to 5 are usual"))
+        put(self, whole, "buffers", 1, "2 to 5 are usual")
         if self.buffers > self._MOST:
             raise ValueError(f"buffers={self.buffers} is more than {self._MOST}: 5 are close to the best.")
         if (self.decay is None) != (self.scale is None):
@@ -560,11 +553,11 @@ class BLT(_Toeplitz):
         if self.decay is None:
             most = most_participations(self.num_steps, self.min_separation, self.max_participations)
             decay, scale = best_buffers(self.buffers, self.num_steps, self.min_separation, most, self.objective)
-            self._put("decay", decay)
-            self._put("scale", scale)
+            keep(self, "decay", decay)
+            keep(self, "scale", scale)
         mend = f"give {self.buffers} numbers, decays between 0 and 1, scales of at least 0 with a sum of at most 1"
-        self._put("decay", _numbers("decay", self.decay, mend))
-        self._put("scale", _numbers("scale", self.scale, mend))
+        put(self, _numbers, "decay", mend)
+        put(self, _numbers, "scale", mend)
         fits = len(self.decay) == len(self.scale) == self.buffers and all(0 <= d < 1 for d in self.decay)
         if not fits or min(self.scale) < 0 or sum(self.scale) > 1:
             raise ValueError(f"decay={self.decay!r} and scale={self.scale!r} do not fit: {mend}")

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdpfl import _replay_hook
 from tfdpfl._types import Json
+from tfdpfl.accounting.run import options_of
 from tfdpfl.clipping.gradients import added
 from tfdpfl.noise.source import Source
 from tfdpfl.optimizers import _replicas, _step_table
@@ -159,7 +160,7 @@ class FreshNoise:
         return {
             "noise": None if self.correlated is None else self.correlated.to_dict(),
             "sparse": None if self.sparse is None else self.sparse.to_dict(),
-            "secure_noise": self.discrete,
+            **options_of(self.discrete),
         }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tfdpfl import clips
 from tfdpfl._types import Json
+from tfdpfl.accounting._checks import keep, known, put
 from tfdpfl.optimizers._clips import clipping_of
 from tfdpfl.optimizers._schedules import PiecewiseConstant, schedule_of
 
@@ -49,15 +50,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         clip = clips.from_config(self.l2_norm_clip)
-        self._put("l2_norm_clip", clip if isinstance(clip, clips.Clip) else _constant_or_not("l2_norm_clip", clip))
-        self._put("noise_multiplier", _constant_or_not("noise_multiplier", self.noise_multiplier))
-        if self.expected_batch_size is not None:
-            self._put("expected_batch_size", _finite("expected_batch_size", self.expected_batch_size))
+        keep(self, "l2_norm_clip", clip if isinstance(clip, clips.Clip) else _constant_or_not("l2_norm_clip", clip))
+        put(self, _constant_or_not, "noise_multiplier")
+        known(self, _finite, "expected_batch_size")
         for name, remedy in _WHOLE.items():
-            self._put(name, _whole(name, getattr(self, name), getattr(Settings, name), remedy))
+            put(self, _whole, name, getattr(Settings, name), remedy)
         if self.seed is not None and not (_is_whole(self.seed) and self.seed >= 0):
             raise ValueError(f"seed={self.seed!r} must be a non-negative integer, or None for the system's entropy.")
-        self._put("seed", None if self.seed is None else int(self.seed))
+        keep(self, "seed", None if self.seed is None else int(self.seed))
         if self.rows_per_unit > 1 and self.num_microbatches is not None:
             raise ValueError(
                 f"rows_per_unit={self.rows_per_unit} and num_microbatches={self.num_microbatches} both state whose "
@@ -65,9 +65,6 @@ class Settings:
                 "as much."
             )
         self._check_stddev()
-
-    def _put(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # the way to set a frozen dataclass's fields
 
     def _check_stddev(self) -> None:
         size, clipping = self.expected_batch_size or 1.0, clipping_of(self.l2_norm_clip)
