@@ -30,15 +30,33 @@ from tfdpfl.pate.votes import as_counts
 if TYPE_CHECKING:
     from tfdpfl.noise import Source
 
-__all__ = ["Aggregator", "Answers", "ConfidentGNMax", "GNMax", "InteractiveGNMax", "LNMax", "Threshold"]
+__all__ = [
+    "Aggregator",
+    "Answers",
+    "ConfidentGNMax",
+    "GNMax",
+    "InteractiveGNMax",
+    "LNMax",
+    "Queries",
+    "Threshold",
+    "read_queries",
+]
 
 NO_LABEL = -1
 _FRESH_FROM = 20.0  # scales of Laplace noise, where our generator's normals are still exact to a part in 10^9
 
 
 class _Gaussian:
+    """Noise N(0, σ²) on what one example moves by √`squared` in L2: its RDP at order λ is λ·`squared` / (2σ²)."""
+
     sigma: float
+    squared: float
     norm = 2
+
+    @property
+    def moved(self) -> float:
+        """How far one example moves the votes in `norm`."""
+        return math.sqrt(self.squared)
 
     @property
     def scale(self) -> float:
@@ -47,6 +65,22 @@ class _Gaussian:
 
     def noise(self, source: Source, shape: tuple[int, ...]) -> np.ndarray:
         return self.sigma * source.normals(shape)
+
+    @property
+    def event(self) -> DpEvent:
+        import dp_accounting
+
+        return dp_accounting.GaussianDpEvent(self.sigma / self.moved)
+
+    @property
+    def rho(self) -> float:
+        return self.squared / (2 * self.sigma**2)
+
+    def rdp_of_log_q(self, log_q: np.ndarray, orders: np.ndarray) -> np.ndarray:
+        return bounds.rdp_gaussian(log_q, math.sqrt(2 / self.squared) * self.sigma, orders)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.asarray(orders, float) / self.sigma / self.sigma * (self.squared / 2)
 
 
 class _Argmax:
@@ -66,26 +100,10 @@ class GaussianArgmax(_Gaussian, _Argmax):
     """argmax(counts + N(0, σ²))."""
 
     sigma: float
-    moved = math.sqrt(2)  # how far the counts move in `norm`: two of them by 1 each
-
-    @property
-    def event(self) -> DpEvent:
-        import dp_accounting
-
-        return dp_accounting.GaussianDpEvent(self.sigma / math.sqrt(2))
-
-    @property
-    def rho(self) -> float:
-        return 1 / self.sigma**2
+    squared = 2.0  # two counts move by 1 each
 
     def log_q_of_gap(self, gap: np.ndarray) -> np.ndarray:
         return bounds.log_q_gaussian_of_gap(gap, self.sigma)
-
-    def rdp_of_log_q(self, log_q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-        return bounds.rdp_gaussian(log_q, self.sigma, orders)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.asarray(orders, float) / self.sigma / self.sigma
 
 
 @dataclass(frozen=True)
@@ -133,17 +151,7 @@ class Threshold(_Gaussian):
     threshold: float
     sigma: float
     step = 1.0
-    moved = 1.0
-
-    @property
-    def event(self) -> DpEvent:
-        import dp_accounting
-
-        return dp_accounting.GaussianDpEvent(self.sigma)
-
-    @property
-    def rho(self) -> float:
-        return 1 / (2 * self.sigma**2)
+    squared = 1.0
 
     def log_q(self, scores: np.ndarray) -> np.ndarray:
         return bounds.log_q_threshold(scores.max(axis=1) - self.threshold, self.sigma)
@@ -152,14 +160,56 @@ class Threshold(_Gaussian):
         """ln q of a query whose largest score is `distance` from the threshold."""
         return bounds.log_q_threshold(distance, self.sigma)
 
-    def rdp_of_log_q(self, log_q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-        return bounds.rdp_gaussian(log_q, math.sqrt(2) * self.sigma, orders)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.asarray(orders, float) / self.sigma / self.sigma / 2
-
 
 Part = GaussianArgmax | LaplaceArgmax | Threshold
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Holds what a mechanism was asked. All of it is private.
+
+    Attributes:
+        mechanism: The aggregator.
+        counts: The votes, `[queries, classes]`.
+        scores: What a threshold looked at, `[queries, classes]`, where that is not `counts`.
+        answered: bool `[queries]`, which ones the teachers' vote answered.
+    """
+
+    mechanism: Aggregator
+    counts: np.ndarray
+    scores: np.ndarray | None
+    answered: np.ndarray
+
+    @property
+    def event(self) -> DpEvent:
+        """What ran, as a dp-accounting event."""
+        return self.mechanism.dp_event(len(self.counts), int(self.answered.sum()))
+
+    def seen(self) -> Iterator[tuple[Arrays, np.ndarray, Arrays]]:
+        """Each part, what it looked at, and the queries it ran on."""
+        for part in self.mechanism.parts:
+            if isinstance(part, Threshold):
+                yield part, self.counts if self.scores is None else self.scores, slice(None)
+            elif self.answered.any():
+                yield part, self.counts[self.answered], self.answered
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        """The data-dependent RDP, `[queries, orders]`."""
+        out = np.zeros((len(self.counts), len(orders)))
+        for part, seen, rows in self.seen():
+            out[rows] += part.rdp_of_log_q(part.log_q(seen), orders)
+        return out
+
+    def epsilon(self, delta: float, data_dependent: bool) -> Epsilon:
+        """ε at `delta`; see `Aggregator.epsilon`."""
+        delta = pricing.check_delta(delta)
+        independent = pricing.price_of(self.event, delta)
+        if not data_dependent:
+            return independent
+        steps = [(part, part.log_q(seen)) for part, seen, _ in self.seen()]
+        epsilon = pricing.best_epsilon(lambda orders: pricing.composed_rdp(steps, orders), delta)
+        # Which of the two is less tells about the votes, so that the label stays.
+        return epsilon if epsilon <= independent else Epsilon(independent, delta, data_dependent=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,9 +265,14 @@ class Answers:
         return Answers(**{**vars(self), **joined})
 
     @property
+    def queries(self) -> Queries:
+        """Returns what the mechanism was asked. Private."""
+        return Queries(self.mechanism, self.counts, self.scores, self.by_teachers)
+
+    @property
     def dp_event(self) -> DpEvent:
         """Returns the dp-accounting event of what ran."""
-        return self.mechanism.dp_event(len(self), int(self.by_teachers.sum()))
+        return self.queries.event
 
     def promises(self, delta: float, private: bool = False) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
@@ -231,11 +286,11 @@ class Answers:
 
     def epsilon(self, delta: float, data_dependent: bool = False) -> Epsilon:
         """ε at `delta`; see `Aggregator.epsilon`."""
-        return self.mechanism._epsilon(self.counts, self.scores, delta, data_dependent, self.by_teachers)
+        return self.queries.epsilon(delta, data_dependent)
 
     def rdp(self, orders: Arrays) -> np.ndarray:
         """The data-dependent RDP `[queries, orders]`: private, like the votes."""
-        return self.mechanism._rdp(self.counts, self.scores, pricing.check_orders(orders), self.by_teachers)
+        return self.queries.rdp(pricing.check_orders(orders))
 
 
 @dataclass(frozen=True)
@@ -362,46 +417,14 @@ class Aggregator(abc.ABC):
         Raises:
             ValueError: `delta` is not between 0 and 1, or the votes or the mask are malformed.
         """
-        counts = as_counts(votes, num_classes, num_teachers)
-        return self._epsilon(counts, self._scores(counts, student), delta, data_dependent, answered)
+        queries = read_queries(self, votes, num_classes, num_teachers, answered, student)
+        return queries.epsilon(delta, data_dependent)
 
     def _scores(self, counts: np.ndarray, student: Arrays) -> np.ndarray | None:
         """What the threshold looks at, where that is not the counts."""
         if student is not None:
             raise ValueError(f"student is for InteractiveGNMax; leave it out for {type(self).__name__}.")
         return None
-
-    def _epsilon(
-        self, counts: np.ndarray, scores: np.ndarray | None, delta: float, data_dependent: bool, answered: Arrays
-    ) -> Epsilon:
-        queries = len(counts)
-        delta = pricing.check_delta(delta)
-        mask = self._mask(answered, queries)
-        independent = pricing.price_of(self.dp_event(queries, int(mask.sum())), delta)
-        if not data_dependent:
-            return independent
-
-        steps = [(part, part.log_q(seen)) for part, seen, _ in self._seen(counts, scores, mask)]
-        epsilon = pricing.best_epsilon(lambda orders: pricing.composed_rdp(steps, orders), delta)
-        # Which of the two is less tells about the votes, so that the label stays.
-        return epsilon if epsilon <= independent else Epsilon(independent, delta, data_dependent=True)
-
-    def _rdp(self, counts: np.ndarray, scores: np.ndarray | None, orders: np.ndarray, answered: Arrays) -> np.ndarray:
-        mask = self._mask(answered, len(counts))
-        out = np.zeros((len(counts), len(orders)))
-        for part, seen, rows in self._seen(counts, scores, mask):
-            out[rows] += part.rdp_of_log_q(part.log_q(seen), orders)
-        return out
-
-    def _seen(
-        self, counts: np.ndarray, scores: np.ndarray | None, mask: np.ndarray
-    ) -> Iterator[tuple[Arrays, np.ndarray, Arrays]]:
-        """Each part, what it looked at, and the queries it ran on."""
-        for part in self.parts:
-            if isinstance(part, Threshold):
-                yield part, counts if scores is None else scores, slice(None)
-            elif mask.any():
-                yield part, counts[mask], mask
 
     def _mask(self, answered: Arrays, queries: int) -> np.ndarray:
         if answered is None:
@@ -415,6 +438,20 @@ class Aggregator(abc.ABC):
         if len(self.parts) == 1 and not mask.all():
             raise ValueError(f"answered must be all True: {type(self).__name__} answers every query.")
         return mask
+
+
+def read_queries(
+    mechanism: Aggregator,
+    votes: Arrays,
+    num_classes: int | None = None,
+    num_teachers: int | None = None,
+    answered: Arrays = None,
+    student: Arrays = None,
+) -> Queries:
+    """Returns what a mechanism is asked. Arguments and errors as `Aggregator.epsilon`."""
+    counts = as_counts(votes, num_classes, num_teachers)
+    scores = mechanism._scores(counts, student)
+    return Queries(mechanism, counts, scores, mechanism._mask(answered, len(counts)))
 
 
 def _laplace(source: Source, shape: tuple[int, ...]) -> np.ndarray:

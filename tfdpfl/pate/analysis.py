@@ -9,7 +9,7 @@ import numpy as np
 
 from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
-from tfdpfl.pate.aggregators import Aggregator, LNMax
+from tfdpfl.pate.aggregators import Aggregator, LNMax, read_queries
 from tfdpfl.pate.epsilon import Epsilon
 from tfdpfl.pate.pricing import best_epsilon, check_delta, check_orders, compose, epsilon_of_rdp, rdp_of_event
 from tfdpfl.pate.votes import as_counts
@@ -65,8 +65,8 @@ def rdp_data_dependent(
     Raises:
         ValueError: an order is not above 1, or the votes are malformed.
     """
-    counts = as_counts(votes, num_classes, num_teachers)
-    return mechanism._rdp(counts, mechanism._scores(counts, student), check_orders(orders), answered)
+    queries = read_queries(mechanism, votes, num_classes, num_teachers, answered, student)
+    return queries.rdp(check_orders(orders))
 
 
 def optimal_order(
@@ -87,14 +87,13 @@ def optimal_order(
     Raises:
         ValueError: see `rdp_data_dependent`.
     """
-    counts = as_counts(votes, options.pop("num_classes", None), options.pop("num_teachers", None))
     if data_dependent:
-        order = mechanism.epsilon(counts, delta, **options).order
+        order = read_queries(mechanism, votes, **options).epsilon(delta, data_dependent).order
     else:
-        delta = check_delta(delta)
-        mask = mechanism._mask(options.get("answered"), len(counts))
-        event = mechanism.dp_event(len(counts), int(mask.sum()))
-        order = best_epsilon(lambda orders: rdp_of_event(event, orders), delta).order
+        counts = as_counts(votes, options.get("num_classes"), options.get("num_teachers"))
+        answered = mechanism._mask(options.get("answered"), len(counts))
+        event = mechanism.dp_event(len(counts), int(answered.sum()))
+        order = best_epsilon(lambda orders: rdp_of_event(event, orders), check_delta(delta)).order
     assert order is not None
     return order
 

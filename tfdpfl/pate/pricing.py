@@ -52,7 +52,7 @@ def epsilon_of_rdp(orders: Arrays, rdp: Arrays, delta: float, conversion: str = 
         ValueError: an argument is out of its range, or `orders` and `rdp` differ in shape.
     """
     orders, rdp = check_orders(orders), np.atleast_1d(np.asarray(rdp, float))
-    delta = _checks.probability("delta", delta, "take a value well below 1 / the number of private examples")
+    delta = check_delta(delta)
     conversion = _checks.choice("conversion", conversion, CONVERSIONS)
     if rdp.shape != orders.shape or not (rdp >= 0).all():
         raise ValueError(

@@ -28,9 +28,8 @@ from tfdpfl._types import Arrays
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.pate import pricing
-from tfdpfl.pate.aggregators import Aggregator, Answers, Threshold
+from tfdpfl.pate.aggregators import Aggregator, Answers, Queries, Threshold, read_queries
 from tfdpfl.pate.epsilon import Epsilon
-from tfdpfl.pate.votes import as_counts
 
 __all__ = [
     "SanitizedEpsilon",
@@ -109,8 +108,7 @@ def smooth_sensitivity(
 
     Source: 2018, appendix; see the module's docstring for how it is computed here.
     """
-    counts = as_counts(votes, num_classes, num_teachers)
-    return _sensitivity(mechanism, counts, mechanism._scores(counts, student), order, beta, answered)
+    return _sensitivity(read_queries(mechanism, votes, num_classes, num_teachers, answered, student), order, beta)
 
 
 def release_cost(order: float, beta: float, noise: float) -> float:
@@ -204,16 +202,12 @@ def smooth_sensitivity_release(
     from tfdpfl.noise import Source  # which imports TensorFlow: analysis does without
 
     if isinstance(mechanism, Answers):
-        answers = mechanism
-        mechanism, counts, scores, answered = answers.mechanism, answers.counts, answers.scores, answers.by_teachers
+        queries = mechanism.queries
     else:
-        counts = as_counts(votes, num_classes, num_teachers)
-        scores = mechanism._scores(counts, student)
-    queries = len(counts)
+        queries = read_queries(mechanism, votes, num_classes, num_teachers, answered, student)
     delta = pricing.check_delta(delta)
     failure = _checks.probability("failure", failure, "the chance of a figure below the truth, for instance 0.01")
-    mask = mechanism._mask(answered, queries)
-    event = mechanism.dp_event(queries, int(mask.sum()))
+    event = queries.event
     if order is None:
         suits = pricing.best_epsilon(lambda orders: pricing.rdp_of_event(event, orders), delta)
         order = 1.25 * (suits.order or 8.0)
@@ -223,8 +217,8 @@ def smooth_sensitivity_release(
     noise = 0.8 * order if noise is None else noise
     cost = release_cost(order, beta, noise) + order / (2 * noise**2)
 
-    total = float(mechanism._rdp(counts, scores, orders, mask).sum())
-    sensitivity = float(_sensitivity(mechanism, counts, scores, order, beta, mask).sum())
+    total = float(queries.rdp(orders).sum())
+    sensitivity = float(_sensitivity(queries, order, beta).sum())
     first, second = Source(seed).normals([2])
     released = float(total + noise * sensitivity * first)
     log_sensitivity = float(math.log(max(sensitivity, 1e-300)) + beta * noise * second)
@@ -249,19 +243,17 @@ def smooth_sensitivity_release(
         beta=beta,
         noise=noise,
         failure=failure,
-        queries=queries,
+        queries=len(queries.counts),
     )
 
 
-def _sensitivity(
-    mechanism: Aggregator, counts: np.ndarray, scores: np.ndarray | None, order: float, beta: float, answered: Arrays
-) -> np.ndarray:
+def _sensitivity(queries: Queries, order: float, beta: float) -> np.ndarray:
     order = float(pricing.check_orders(order)[0])
     beta = _checks.real("beta", beta, "for instance 0.3 / order", above=0)
-    mask = mechanism._mask(answered, len(counts))
+    counts = queries.counts
     teachers, classes = int(counts[0].sum()), counts.shape[1]
     out = np.zeros(len(counts))
-    for part, seen, rows in mechanism._seen(counts, scores, mask):
+    for part, seen, rows in queries.seen():
         # As far as x can get: the gap of unanimity; the distance from the threshold of a largest score in
         # [0, teachers] (scores less a share of the teachers sum to 0).
         reach = max(abs(part.threshold), abs(part.threshold - teachers)) if isinstance(part, Threshold) else teachers
