@@ -8,6 +8,7 @@ from scipy import special
 from tfdpfl.pate import (
     ConfidentGNMax,
     GNMax,
+    InteractiveGNMax,
     LNMax,
     as_counts,
     bounds,
@@ -67,6 +68,18 @@ def test_the_threshold_is_paid_for_every_query_and_the_vote_only_where_it_answer
     assert rdp == pytest.approx(threshold + vote * answered, rel=1e-12)
     cost = [mechanism.epsilon(votes, 1e-5, False, answered=a) for a in (~answered & False, answered, None)]
     assert 0 < cost[0] < cost[1] < cost[2]
+
+
+def test_the_threshold_of_interactive_gnmax_is_paid_by_the_scores_that_it_looked_at():
+    counts, student = np.array([[90, 10], [52, 48]]), np.array([[0.9, 0.1], [0.1, 0.9]])
+    none, orders = np.zeros(2, bool), np.array([2.0, 5.0, 20.0])
+    mechanism = InteractiveGNMax(40, 20, 5)
+    rdp = rdp_data_dependent(mechanism, counts, orders, answered=none, student=student)
+    margin = (counts - 100 * student).max(axis=1) - 40  # 0 votes beyond the student, and 42
+    expected = bounds.rdp_gaussian(bounds.log_q_threshold(margin, 20), np.sqrt(2) * 20, orders)
+    np.testing.assert_allclose(rdp, expected)
+    without = ConfidentGNMax(40, 20, 5)
+    assert not np.allclose(rdp, rdp_data_dependent(without, counts, orders, answered=none))
 
 
 def test_the_best_order_is_no_worse_than_any_other():
