@@ -35,6 +35,7 @@ from flwr.serverapp.strategy import FedAvg
 
 import tfdpfl
 from tfdpfl.flower import client_reports, example_dp
+from tfdpfl.flower.reports import as_template
 
 # Change these for your files. A column of numbers has a public guess of its mean and deviation, because those of the
 # patients would reveal something about them. A column of words has a number for each word: {"no": 0, "yes": 1}.
@@ -193,7 +194,7 @@ def client_of(own_files: Callable[[Context], tuple[Path, Path | None]]) -> Clien
             make_net, (x, y), loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             l2_norm_clip=1.0, noise_multiplier=noise, batch_size=batch_size, local_steps=LOCAL_STEPS, optimizer="adam",
             learning_rate=0.05, delta=DELTA, target_epsilon=TARGET_EPSILON,
-            ledger_path=ledger and str(ledger).replace("{", "{{").replace("}", "}}"),
+            ledger_path=ledger and as_template(ledger),
         )(message, context)  # fmt: skip
         if not reply.has_error():
             reply.content["hospital"] = ConfigRecord({"name": path.stem})

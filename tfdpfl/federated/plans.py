@@ -13,7 +13,7 @@ from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.guarantees import ClientLevel, participations
 from tfdpfl.federated.privacy import Participation, RoundsRun
-from tfdpfl.flower.spent import check_draw, ledger_of, participation
+from tfdpfl.flower.spent import Draw, ledger_of
 
 __all__ = ["FederatedPlan", "plan_federation"]
 
@@ -71,9 +71,8 @@ class FederatedPlan:
     @property
     def participation(self) -> Participation:
         """States what may be relied on about who is in a round."""
-        return participation(
-            self.sampling_rate, self.clients_per_round, self.max_participations, self.min_separation, self.population
-        )
+        draw = Draw(self.sampling_rate, self.clients_per_round, self.max_participations, self.min_separation)
+        return draw.participation(self.population)
 
     def statement(self) -> str:
         """Returns the plan in English, with the calls that it is for."""
@@ -175,8 +174,9 @@ def plan_federation(
     if num_rounds is not None:
         num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
     population = _checks.whole("population", population, 1, "count all clients")
-    check_draw(sampling_rate, clients_per_round, max_participations, min_separation, population)
-    cohort = participation(sampling_rate, clients_per_round, max_participations, min_separation, population)
+    draw = Draw(sampling_rate, clients_per_round, max_participations, min_separation, population)
+    draw.check()
+    cohort = draw.participation(population)
     local = _local(unit, local_steps, batch_size, num_examples)
 
     def spent(noise_multiplier: float, rounds: int) -> float:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tfdpfl._types import Json
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation
 from tfdpfl.federated.samplers import AvailabilityClientSampler, PoissonClientSampler
 from tfdpfl.flower._flwr import Grid, Message, RecordDict, log
-from tfdpfl.flower.spent import check_draw, participation
+from tfdpfl.flower.spent import Draw
 
 __all__ = ["Cohorts", "Roster", "SteadyNodes"]
 
@@ -22,39 +21,24 @@ class Cohorts:
     """Chooses who is asked in a round, and states what that allows to be claimed."""
 
     def __init__(
-        self,
-        clients_per_round: int | None,
-        sampling_rate: float | None,
-        population: int | None = None,
-        max_participations: int | None = None,
-        min_separation: int = 1,
-        seed: int | None = None,
-        client_of: Callable[[int], str | None] | None = None,
-    ):
-        check_draw(sampling_rate, clients_per_round, max_participations, min_separation, population)
-        self.sampling_rate = sampling_rate
-        self._most, self._apart = max_participations, min_separation
-        self._bounded = max_participations is not None or min_separation > 1
-        self.population, self._given = population, population
-        self._clients_per_round, self._seed = clients_per_round, seed
-        self._client_of, self._strangers = client_of, set[int]()
+        self, draw: Draw, seed: int | None = None, client_of: Callable[[int], str | None] | None = None
+    ):  # fmt: skip
+        draw.check()
+        self.draw, self.population = draw, draw.given
+        self._seed, self._client_of, self._strangers = seed, client_of, set[int]()
         self._recognised = False  # whether the nodes are those that the ledger counts
-
-    def header(self) -> Json:
-        names = "sampling_rate", "_clients_per_round", "_most", "_apart", "_given"
-        return {name.strip("_"): getattr(self, name) for name in names}
 
     @property
     def denominator(self) -> float | None:
         """Returns what the mean is divided by; None until the population is known."""
-        if self.sampling_rate is None:
-            return self._clients_per_round
-        return None if self.population is None else self.sampling_rate * self.population
+        if self.draw.sampling_rate is None:
+            return self.draw.clients_per_round
+        return None if self.population is None else self.draw.sampling_rate * self.population
 
     def know(self, grid: Grid, at_least: int) -> None:
         """Takes the clients that are connected for all that there are, where nobody said."""
         if self.population is None:
-            self.population = max(1, at_least, len([*grid.get_node_ids()]), self._clients_per_round or 1)
+            self.population = max(1, at_least, len([*grid.get_node_ids()]), self.draw.clients_per_round or 1)
 
     def to_check(self, charged: list[list[str]]) -> list[list[str]]:
         """The cohorts that ε is to be held against: those that keep to limits, or not.
@@ -62,11 +46,11 @@ class Cohorts:
         A coin that is tossed here for each node is fair by construction. Whether nodes come, go or get new ids says
         nothing about it, so a test of the cohorts would only end trainings that are sound.
         """
-        return charged if self._bounded else []
+        return charged if self.draw.bounded else []
 
     @property
     def participation(self) -> Participation:
-        return participation(self.sampling_rate, self._clients_per_round, self._most, self._apart, self.population)
+        return self.draw.participation(self.population)
 
     def messages(
         self,
@@ -85,7 +69,7 @@ class Cohorts:
           begun: the cohort of a round that was lost.
           allow: takes clients and returns those that may be drawn, or asked.
         """
-        if self.sampling_rate is None and not self._bounded:
+        if self.draw.sampling_rate is None and not self.draw.bounded:
             return self.of_strategy(messages, allow)
         model = messages[0]
         if any(not _same(message.content, model.content) for message in messages[1:]):
@@ -94,7 +78,7 @@ class Cohorts:
                 "sampling_rate, max_participations and min_separation out."
             )
         connected = self.clients(grid.get_node_ids())
-        if allow is not None and (begun is None or self.sampling_rate is None):
+        if allow is not None and (begun is None or self.draw.sampling_rate is None):
             connected = {client: connected[client] for client in allow(connected)}
         log.info("configure_train: asks the clients that were drawn, of %d", len(connected))
         kind, ttl = model.metadata.message_type, model.metadata.ttl
@@ -114,12 +98,12 @@ class Cohorts:
     def _cohort(self, connected: list[str], charged: list[list[str]], begun: list[str] | None) -> list[str]:
         """Those that are asked."""
         again = [client for client in connected if client in (begun or ())]
-        if begun is not None and (again or not begun or self.sampling_rate is not None):
+        if begun is not None and (again or not begun or self.draw.sampling_rate is not None):
             # A round that was lost has the clients that it had: a second coin would raise their rate. It may have none.
             return again
-        if self.sampling_rate is None:
+        if self.draw.sampling_rate is None:
             return self._within_limits(connected, charged)
-        coins = PoissonClientSampler(connected or ["nobody"], self.sampling_rate, self._seed)
+        coins = PoissonClientSampler(connected or ["nobody"], self.draw.sampling_rate, self._seed)
         return [client for client in coins(len(charged)) if client in connected]
 
     def name_of(self, node: int) -> str | None:
@@ -142,6 +126,7 @@ class Cohorts:
         return found
 
     def _within_limits(self, connected: list[str], charged: list[list[str]]) -> list[str]:
+        draw = self.draw
         before, now = {client for cohort in charged for client in cohort}, {*connected}
         names = sorted(before | now)
         if not self._recognised and before and now and before.isdisjoint(now):
@@ -152,17 +137,16 @@ class Cohorts:
                 "clients=Roster(...), keep keys and database, or leave both limits out."
             )
         self._recognised = True
-        if self._given is not None and len(names) > self._given:
+        if draw.given is not None and len(names) > draw.given:
             raise PrivacyError(
-                f"{len(names)} nodes took part or are connected, of population={self._given}: some have got new ids, "
+                f"{len(names)} nodes took part or are connected, of population={draw.given}: some have got new ids, "
                 "for which max_participations and min_separation would count from zero. Name each node's client by "
                 "clients=Roster(...), keep keys and the SuperLink's database, or count all clients."
             )
-        assert self._clients_per_round is not None
+        assert draw.clients_per_round is not None
         sampler = AvailabilityClientSampler(
-            names, min(self._clients_per_round, len(names)), lambda number: connected, self._most,
-            self._apart, self._seed,
-        )  # fmt: skip
+            names, min(draw.clients_per_round, len(names)), lambda number: connected, draw.most, draw.apart, self._seed
+        )
         sampler.remember(dict(enumerate(charged)))
         return [*sampler(len(charged))]
 

@@ -11,7 +11,7 @@ from tfdpfl._types import Arrays, Dataset, Json, Loss, Model, Optimizer
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.errors import PrivacyError
-from tfdpfl.flower._flwr import ArrayRecord, Context, Message, MetricRecord, RecordDict, arrays_of, log, only
+from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
 from tfdpfl.flower.local import FAILURES
 from tfdpfl.flower.reports import ClientLedger, attach, refused
 
@@ -104,7 +104,8 @@ def example_dp(
             return refused(message, over)
         try:
             batches = poisson_batches((x, y), expected_batch_size=expected, steps=local_steps, seed=seed)
-            weights = _like(sent, trainer[expected].fit([*sent.values()], batches, local_steps))
+            trained = trainer[expected].fit([*sent.values()], batches, local_steps)
+            weights = record_of(dict(zip(sent, trained, strict=True)))
         except FAILURES:
             return _failed(message)
         key = next(iter(message.content.array_records))
@@ -157,9 +158,3 @@ def _class_of(optimizer: Optimizer) -> Optimizer:
         return optimizer
     known = {name.removeprefix("DP").lower(): name for name in ("DPSGD", "DPAdam", "DPAdamW", "DPAdagrad", "DPRMSprop")}
     return getattr(tfdpfl, known[_checks.choice("optimizer", optimizer.lower(), tuple(known))])
-
-
-def _like(sent: dict[str, np.ndarray], weights: list[np.ndarray]) -> ArrayRecord:
-    from tfdpfl.flower._flwr import record_of
-
-    return record_of(dict(zip(sent, weights, strict=True)))

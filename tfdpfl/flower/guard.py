@@ -32,7 +32,7 @@ from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
 from tfdpfl.flower._flwr import Context, Error, Message, MessageType, RecordDict, log
 from tfdpfl.flower.local import local_dp_mod
-from tfdpfl.flower.reports import ClientLedger
+from tfdpfl.flower.reports import ClientLedger, as_template
 
 if TYPE_CHECKING:
     from flwr.proto.message_pb2 import ObjectTree
@@ -123,7 +123,7 @@ class Guard:
 
     def __init__(self, policy: Policy):
         self._policy = policy
-        ledger_path = policy.ledger_path.replace("{", "{{").replace("}", "}}")
+        ledger_path = as_template(policy.ledger_path)
         ClientLedger(Context(0, 0, {}, RecordDict(), {}), "local", ledger_path)  # which cannot be told to a server
         self._mod = local_dp_mod(
             l2_norm_clip=policy.l2_norm_clip, noise_multiplier=policy.noise_multiplier, delta=policy.delta,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -122,18 +123,20 @@ def private_reply(message: Message, arrays: Mapping[str, np.ndarray], weighted_b
 
 
 class Normals:
-    """Standard normals for one mod in one process."""
+    """Draws standard normals for one object in one process."""
 
     def __init__(self, seed: int | None):
         self._seed = seed
-        self._source: noise.Source | None = None
 
-    def __call__(self, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+    @functools.cached_property
+    def source(self) -> noise.Source:
+        """What draws them, made when it is first asked for, because it imports TensorFlow."""
         from tfdpfl import noise
 
-        if self._source is None:
-            self._source = noise.Source(self._seed)
-        return [np.asarray(drawn) for drawn in self._source.gaussian(shapes, 1.0)]
+        return noise.Source(self._seed)
+
+    def __call__(self, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+        return self.source.arrays(shapes)
 
     def __reduce__(self) -> tuple:  # Ray ships apps to its workers
         return Normals, (self._seed,)

@@ -19,11 +19,25 @@ from tfdpfl.federated import files
 from tfdpfl.federated.privacy import UNITS, covered_by
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
 
-__all__ = ["ClientLedger", "attach", "client_reports", "over_budget", "promises_of_clients", "refused", "report_in"]
+__all__ = [
+    "ClientLedger",
+    "as_template",
+    "attach",
+    "client_reports",
+    "over_budget",
+    "promises_of_clients",
+    "refused",
+    "report_in",
+]
 
 KEY = "tfdpfl.privacy"
 VERSION = 1  # of a report, the one record of this package that travels between a client and its server
 _REFUSED = 201  # Flower's own code for a mod whose condition is not met
+
+
+def as_template(path: str | os.PathLike) -> str:
+    """Returns the ``ledger_path`` that means this very path. Its braces are doubled, since they fill in entries."""
+    return os.fspath(path).replace("{", "{{").replace("}", "}}")
 
 
 class ClientLedger:

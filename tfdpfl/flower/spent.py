@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdpfl import _formats
 from tfdpfl._types import JsonValue, Promiser
@@ -25,63 +25,72 @@ from tfdpfl.noise.strategies import KINDS
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["Settings", "check_draw", "ledger_of", "participation"]
+__all__ = ["Draw", "Settings", "ledger_of"]
 
 _CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
 
 
-def check_draw(
-    sampling_rate: float | None,
-    clients_per_round: int | None,
-    most: int | None,
-    apart: int,
-    population: int | None,
-) -> None:
-    """Checks what is said of who is asked in a round; see `participation`.
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """States how a server chooses whom it asks in a round. Journals have its fields by these names.
 
-    Raises:
-      ValueError: an argument is out of its range, or does not go with another.
+    Attributes:
+      sampling_rate: the probability that a client is in a round, decided by an independent coin.
+      clients_per_round: in its place, a fixed number of clients.
+      most, apart: with clients_per_round, limits on the rounds of a client: how many, and how far apart at least.
+      given: the number of clients, as the user gave it.
     """
-    if (clients_per_round is None) == (sampling_rate is None):
-        raise ValueError(
-            f"Give one of clients_per_round (got {clients_per_round!r}), the number that the mean is over, and "
-            f"sampling_rate (got {sampling_rate!r}), the probability that a client is in a round."
-        )
-    if sampling_rate is not None:
-        PoissonClientSampler(["a client"], sampling_rate)  # says what is wrong with a rate
-    else:
-        _checks.whole("clients_per_round", clients_per_round, 1, "count a round's clients")
-    if population is not None:
-        _checks.whole("population", population, clients_per_round or 1, "count all clients")
-    _checks.whole("min_separation", apart, 1, "1 lets participations be adjacent")
-    if most is not None:
-        _checks.whole("max_participations", most, 1, "give the most rounds of a client, or None")
-    if sampling_rate is not None and (most is not None or apart > 1):
-        raise ValueError(
-            f"max_participations={most!r}, min_separation={apart!r}: a coin for every client in every round "
-            f"(sampling_rate={sampling_rate!r}) keeps to no limit. Leave them out, or give clients_per_round."
-        )
 
+    sampling_rate: float | None
+    clients_per_round: int | None
+    most: int | None = None
+    apart: int = 1
+    given: int | None = None
 
-def participation(
-    sampling_rate: float | None,
-    clients_per_round: int | None,
-    most: int | None = None,
-    apart: int = 1,
-    population: int | None = None,
-) -> Participation:
-    """Returns what a server's way to choose clients allows to be claimed."""
-    bounded = most is not None or apart > 1
-    clients: float = clients_per_round or 1
-    if sampling_rate is not None and population is not None:
-        clients = sampling_rate * population
-    return Participation(
-        sampling=POISSON.name if sampling_rate is not None else "bounded" if bounded else "none",
-        population=max(population or 1, math.ceil(clients)),
-        clients_per_round=clients,
-        max_participations=most,
-        min_separation=apart,
-    )
+    @property
+    def bounded(self) -> bool:
+        """Whether a client's rounds are limited."""
+        return self.most is not None or self.apart > 1
+
+    def check(self) -> None:
+        """Checks what the user gave.
+
+        Raises:
+          ValueError: an argument is out of its range, or does not go with another.
+        """
+        if (self.clients_per_round is None) == (self.sampling_rate is None):
+            raise ValueError(
+                f"Give one of clients_per_round (got {self.clients_per_round!r}), the number that the mean is over, "
+                f"and sampling_rate (got {self.sampling_rate!r}), the probability that a client is in a round."
+            )
+        if self.sampling_rate is not None:
+            PoissonClientSampler(["a client"], self.sampling_rate)  # says what is wrong with a rate
+        else:
+            _checks.whole("clients_per_round", self.clients_per_round, 1, "count a round's clients")
+        if self.given is not None:
+            _checks.whole("population", self.given, self.clients_per_round or 1, "count all clients")
+        _checks.whole("min_separation", self.apart, 1, "1 lets participations be adjacent")
+        if self.most is not None:
+            _checks.whole("max_participations", self.most, 1, "give the most rounds of a client, or None")
+        if self.sampling_rate is not None and self.bounded:
+            raise ValueError(
+                f"max_participations={self.most!r}, min_separation={self.apart!r}: a coin for every client in every "
+                f"round (sampling_rate={self.sampling_rate!r}) keeps to no limit. Leave them out, or give "
+                "clients_per_round."
+            )
+
+    def participation(self, population: int | None) -> Participation:
+        """Returns what this allows to be claimed, of so many clients."""
+        clients: float = self.clients_per_round or 1
+        if self.sampling_rate is not None and population is not None:
+            clients = self.sampling_rate * population
+        return Participation(
+            sampling=POISSON.name if self.sampling_rate is not None else "bounded" if self.bounded else "none",
+            population=max(population or 1, math.ceil(clients)),
+            clients_per_round=clients,
+            max_participations=self.most,
+            min_separation=self.apart,
+        )
 
 
 def ledger_of(
@@ -127,7 +136,7 @@ class Settings:
     """The settings of a server, as the first line of its journal describes them."""
 
     privacy: tuple[Promiser, ...]
-    sampling: Mapping[str, Any]
+    sampling: Draw
     train_metrics: NoisedMetrics | None
     evaluations: object
 
@@ -142,9 +151,7 @@ class Settings:
             names = "privacy", "sampling", "train_metrics", "evaluations"
             classes = (*_CLASSES, *KINDS.values())
             found = {name: _formats.restore(header.get(name), classes) for name in names}
-            sampling = dict(found["sampling"])
-            participation(sampling["sampling_rate"], sampling["clients_per_round"])
-            return cls(**{**found, "privacy": tuple(found["privacy"])})
+            return cls(**{**found, "privacy": tuple(found["privacy"]), "sampling": Draw(**found["sampling"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"The settings in the first line cannot be priced ({type(error).__name__}: {error}). Ask the running "
@@ -154,8 +161,7 @@ class Settings:
     @property
     def participation(self) -> Participation:
         """States what the way to choose clients allows to be claimed."""
-        s = {"most": None, "apart": 1, **self.sampling}
-        return participation(s["sampling_rate"], s["clients_per_round"], s["most"], s["apart"], s.get("given"))
+        return self.sampling.participation(self.sampling.given)
 
     def prices(
         self,
@@ -184,6 +190,6 @@ class Settings:
     def ledger(self, run: RoundsRun, evaluations: int) -> PrivacyLedger:
         """Returns what these rounds released, as events."""
         return ledger_of(
-            self.privacy[0], run, sampling_rate=self.sampling["sampling_rate"], train_metrics=self.train_metrics,
+            self.privacy[0], run, sampling_rate=self.sampling.sampling_rate, train_metrics=self.train_metrics,
             evaluate_metrics=self.evaluations, evaluations=evaluations,
         )  # fmt: skip

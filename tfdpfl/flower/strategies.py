@@ -51,12 +51,13 @@ from tfdpfl.flower._flwr import (
 from tfdpfl.flower.cohorts import Cohorts, SteadyNodes
 from tfdpfl.flower.correlated import Rows
 from tfdpfl.flower.journal import Journal
+from tfdpfl.flower.local import Normals
 from tfdpfl.flower.metrics import Asked
 from tfdpfl.flower.monitor import Monitor
 from tfdpfl.flower.register import Register
 from tfdpfl.flower.reports import promises_of_clients, report_in
 from tfdpfl.flower.rounds import Round, open_round
-from tfdpfl.flower.spent import ledger_of
+from tfdpfl.flower.spent import Draw, ledger_of
 from tfdpfl.flower.updates import ClippedSum
 from tfdpfl.noise.strategies import Noise, as_noise
 
@@ -139,16 +140,15 @@ class DifferentialPrivacy(Strategy):
             )
         self._rows: Rows | None = None
         self._past: list[np.ndarray] | None = None  # what correlated noise keeps of the rounds that were charged
-        self._cohorts = Cohorts(
-            clients_per_round, sampling_rate, population, max_participations, min_separation, seed, clients
-        )
+        draw = Draw(sampling_rate, clients_per_round, max_participations, min_separation, population)
+        self._cohorts = Cohorts(draw, seed, clients)
         self._clip, self.current_clip = clip, clip.initial if isinstance(clip, AdaptiveClip) else float(clip)
         self._noise_multiplier = z
         self.privacy = self._levels()
         if isinstance(clip, AdaptiveClip) and self._cohorts.denominator is not None:
             clip.split(z, self._cohorts.denominator)  # refuses a count that costs too much before anything runs
         self._seed = seed
-        self._source: Any = None
+        self._normals = Normals(seed)
         self._open: Round | None = None
         self._evaluated: Round | None = None
         self._fitting = 0  # so many rounds are known to be within the target
@@ -167,7 +167,7 @@ class DifferentialPrivacy(Strategy):
             "privacy": list(self.privacy),
             "noise_multiplier": self._noise_multiplier,
             "clip": self._clip,
-            "sampling": self._cohorts.header(),
+            "sampling": dataclasses.asdict(self._cohorts.draw),
             "train_metrics": None if self._noise is None else self._train_metrics,  # else they are in `privacy`
             "evaluations": self._evaluate_metrics,
         }
@@ -296,7 +296,7 @@ class DifferentialPrivacy(Strategy):
     def _ledger_of(self, rounds: int, evaluations: int = 0, cohorts: Sequence[Sequence[str]] = ()) -> PrivacyLedger:
         run = RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts)
         return ledger_of(
-            self.privacy[0], run, sampling_rate=self._cohorts.sampling_rate, train_metrics=self._train_metrics,
+            self.privacy[0], run, sampling_rate=self._cohorts.draw.sampling_rate, train_metrics=self._train_metrics,
             evaluate_metrics=self._evaluate_metrics, evaluations=evaluations,
         )  # fmt: skip
 
@@ -455,9 +455,8 @@ class DifferentialPrivacy(Strategy):
             opened = open_round(base, messages, server_round)
             opened.clients = {node: self._cohorts.name_of(node) or str(node) for node in opened.groups}
             if self._register is not None:
-                self._register.settle(
-                    self._journal.run, self.rounds_charged, opened.clients.values(), self._cohorts.sampling_rate is None
-                )
+                only_asked = self._cohorts.draw.sampling_rate is None
+                self._register.settle(self._journal.run, self.rounds_charged, opened.clients.values(), only_asked)
             self._journal.begin([*opened.clients.values()])
         except (OSError, sqlite3.Error) as error:
             log.error("The ledger cannot be written (%s): no messages are sent", error)
@@ -693,10 +692,10 @@ class DifferentialPrivacy(Strategy):
         if self._noise is None or not of_updates:
             return self._normals(shapes) if of_updates or of_others else [np.zeros(shape) for shape in shapes], None
         self._know_past()
-        others = self._normals(shapes[-2:])  # makes the source
+        others = self._normals(shapes[-2:])
         if self._rows is None or self._rows.shapes != shapes[:-2]:
             self._rows = Rows(self._noise, shapes[:-2])
-        rows, past = self._rows.row(self._source, self.rounds_charged, self._past)
+        rows, past = self._rows.row(self._normals.source, self.rounds_charged, self._past)
         return [*rows, *others], past
 
     def _keep_report(self, node: int, reply: Message) -> None:
@@ -716,14 +715,6 @@ class DifferentialPrivacy(Strategy):
         self.newer_clients.pop(node, None)
         if report is not None:
             self.client_reports[node] = report
-
-    def _normals(self, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
-        """Standard normals, from a key that is in this process's memory alone."""
-        from tfdpfl import noise
-
-        if self._source is None:
-            self._source = noise.Source(self._seed)
-        return self._source.arrays(shapes)
 
 
 class DifferentialPrivacyFixedClipping(DifferentialPrivacy):
