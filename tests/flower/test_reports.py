@@ -21,7 +21,7 @@ from tfdpfl.flower import (
     client_reports,
     local_dp_mod,
 )
-from tfdpfl.flower.reports import ClientLedger
+from tfdpfl.flower.reports import ClientLedger, as_template
 
 
 def test_a_projects_report_has_the_strategy_and_what_its_clients_said():
@@ -112,6 +112,13 @@ def test_a_clients_ledger_outlives_its_process(tmp_path):
         Clients(shifted(1.0), [local_dp_mod(l2_norm_clip=1, noise_multiplier=1, delta=1e-5, ledger_path="{hospital}")])(
             message(), 0
         )
+
+
+def test_a_path_with_braces_is_kept_as_it_is(tmp_path):
+    path = tmp_path / "{node_id} {0}.json"
+    context = Context(run_id=1, node_id=7, node_config={}, state=RecordDict(), run_config={})
+    ClientLedger(context, "example", as_template(path)).spend(PrivacyLedger().add(dp_event.GaussianDpEvent(3.0)))
+    assert path.exists()
 
 
 def test_nothing_leaves_that_could_not_be_written(tmp_path):

@@ -12,7 +12,7 @@ from tfdpfl._types import Arrays, Dataset
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import gaussian_epsilon
 
-__all__ = ["audit_epsilon", "epsilon_of_mu"]
+__all__ = ["audit_epsilon", "clopper_pearson", "epsilon_of_mu"]
 
 _MOST_DISTINCT = 0.05  # of the trials; above, outputs are taken for continuous
 
@@ -76,7 +76,6 @@ def audit_epsilon(
         _checks.choice("tradeoff", tradeoff, ("gaussian",))
         if delta == 0:
             raise ValueError('delta must be above 0 with tradeoff="gaussian": Gaussian noise has no finite ε at δ = 0')
-    bound = _epsilon if tradeoff is None else _mu
     seen = [_outputs(mechanism, data, trials, vectorized) for data in (dataset, neighbour)]
     if seen[0].shape[1:] != seen[1].shape[1:]:
         raise ValueError(
@@ -88,21 +87,38 @@ def audit_epsilon(
     chosen, counted = [part[:half] for part in seen], [part[half:] for part in seen]
     score = _likelihood_ratio(*chosen)
     scores = [score(part) for part in chosen]
-    # The event is the outputs with a score above a threshold (or below: then the neighbour is the likelier one).
-    best, event = -math.inf, (1, math.inf)
+
+    def bound(hits: Arrays, misses: Arrays, n: int) -> np.ndarray:
+        """ln((p - δ) / q), or with Gaussian noise Φ⁻¹(p) - Φ⁻¹(q)."""
+        low, high = clopper_pearson(hits, misses, n, (1 - confidence) / 2)
+        if tradeoff is not None:
+            return special.ndtri(low) - special.ndtri(high)
+        with np.errstate(divide="ignore"):
+            return np.log(np.maximum(low - delta, 0)) - np.log(high)
+
+    sign, threshold = _best_event(scores, bound)
+    likely, unlikely = (sign * score(part) >= threshold for part in counted[::sign])
+    found = float(bound(likely.sum(), unlikely.sum(), trials - half))
+    return max(0.0, found) if tradeoff is None else epsilon_of_mu(found, delta)
+
+
+def _best_event(
+    scores: list[np.ndarray], bound: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+) -> tuple[int, float]:
+    """(sign, threshold) of the event that tells two inputs apart best, given the scores of as many runs of either. The
+    event is the outputs whose score times the sign is above the threshold. With -1, the second input is the likelier.
+    """
+    runs, best, event = len(scores[0]), -math.inf, (1, math.inf)
     for sign in (1, -1):
-        likely, unlikely = (np.sort(sign * part) for part in (scores if sign == 1 else scores[::-1]))
+        likely, unlikely = (np.sort(sign * part) for part in scores[::sign])
         thresholds = _between(np.unique(np.concatenate([likely, unlikely])))
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, min(len(thresholds), 200)).astype(int)]
-        hits = half - np.searchsorted(likely, thresholds, "left")
-        misses = half - np.searchsorted(unlikely, thresholds, "left")
-        bounds = bound(hits, misses, half, confidence, delta)
+        hits = runs - np.searchsorted(likely, thresholds, "left")
+        misses = runs - np.searchsorted(unlikely, thresholds, "left")
+        bounds = bound(hits, misses, runs)
         if bounds.max() > best:
             best, event = bounds.max(), (sign, thresholds[bounds.argmax()])
-    sign, threshold = event
-    likely, unlikely = (sign * score(part) >= threshold for part in (counted if sign == 1 else counted[::-1]))
-    found = float(bound(likely.sum(), unlikely.sum(), trials - half, confidence, delta))
-    return max(0.0, found) if tradeoff is None else epsilon_of_mu(found, delta)
+    return event
 
 
 def _between(values: np.ndarray) -> np.ndarray:
@@ -113,26 +129,12 @@ def _between(values: np.ndarray) -> np.ndarray:
     return np.append(values[:1], np.where(np.isfinite(middle), middle, values[1:]))
 
 
-def _rates(hits: Arrays, misses: Arrays, n: int, confidence: float) -> tuple[np.ndarray, np.ndarray]:
-    """Clopper and Pearson: p from below and q from above, each with half of the error."""
-    error = (1 - confidence) / 2
+def clopper_pearson(hits: Arrays, misses: Arrays, n: int, error: float) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds the rate of ``hits`` of n from below, and that of ``misses`` of n from above, each with this error."""
     hits, misses = np.asarray(hits), np.asarray(misses)
     low = np.where(hits > 0, stats.beta.ppf(error, np.maximum(hits, 1), n - hits + 1), 0.0)
     high = np.where(misses < n, stats.beta.ppf(1 - error, misses + 1, np.maximum(n - misses, 1)), 1.0)
     return low, high
-
-
-def _epsilon(hits: Arrays, misses: Arrays, n: int, confidence: float, delta: float) -> np.ndarray:
-    """ln((p - δ) / q)."""
-    low, high = _rates(hits, misses, n, confidence)
-    with np.errstate(divide="ignore"):
-        return np.log(np.maximum(low - delta, 0)) - np.log(high)
-
-
-def _mu(hits: Arrays, misses: Arrays, n: int, confidence: float, delta: float) -> np.ndarray:
-    """Φ⁻¹(p) - Φ⁻¹(q)."""
-    low, high = _rates(hits, misses, n, confidence)
-    return special.ndtri(low) - special.ndtri(high)
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:

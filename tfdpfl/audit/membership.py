@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from scipy import special, stats
 
 from tfdpfl._types import Arrays, Estimator, Json, Loss, Model
 from tfdpfl.accounting import _checks
+from tfdpfl.audit.epsilon import clopper_pearson
 
 __all__ = ["MembershipReport", "losses_of", "membership_inference", "report_of"]
 
@@ -139,7 +140,7 @@ def membership_inference(
         features = [
             _features(name, model_or_losses, side, loss, batch_size) for name, side in zip(names, sides, strict=True)
         ]
-        scores = _held_out(TRAINED[attack], features)
+        scores = _held_out(attack, features)
     whole = report_of(attack, _scored(scores[0]), _scored(scores[1]), confidence)
     parts = {name: list(map(_scored, part)) for name, part in _slices(slices, sides, scores).items()}
     usable = {name: part for name, part in parts.items() if min(map(len, part)) >= 2}
@@ -196,8 +197,7 @@ def _tpr_interval(members: np.ndarray, non_members: np.ndarray, confidence: floa
     inner = int(stats.binom.ppf(error, n, LOW_FPR))
     least = int(np.sum(members > down[inner - 1])) if inner else 0
     most = int(np.sum(members > down[outer - 1])) if outer <= n else m
-    low = stats.beta.ppf(error, least, m - least + 1) if least else 0.0
-    high = stats.beta.isf(error, most + 1, m - most) if most < m else 1.0
+    low, high = clopper_pearson(least, most, m, error)
     return float(low), float(high)
 
 
@@ -220,29 +220,23 @@ def _auc_interval(members: np.ndarray, non_members: np.ndarray, auc: float, conf
     return float(special.expit(special.logit(auc) - reach)), float(special.expit(special.logit(auc) + reach))
 
 
-def _logistic(rows: int) -> Estimator:
+TRAINED = ("logistic", "neighbors", "forest")
+
+
+def _classifier(attack: str, rows: int) -> Estimator:
+    """A classifier of `TRAINED`, for so many rows."""
+    from sklearn.ensemble import RandomForestClassifier
     from sklearn.linear_model import LogisticRegression
-
-    return LogisticRegression()
-
-
-def _neighbors(rows: int) -> Estimator:
     from sklearn.neighbors import KNeighborsClassifier
 
-    return KNeighborsClassifier(min(25, rows))
+    return {
+        "logistic": LogisticRegression(),
+        "neighbors": KNeighborsClassifier(min(25, rows)),
+        "forest": RandomForestClassifier(200, min_samples_leaf=10, random_state=0),
+    }[attack]
 
 
-def _forest(rows: int) -> Estimator:
-    from sklearn.ensemble import RandomForestClassifier
-
-    return RandomForestClassifier(200, min_samples_leaf=10, random_state=0)
-
-
-# Each makes a classifier for so many rows.
-TRAINED = {"logistic": _logistic, "neighbors": _neighbors, "forest": _forest}
-
-
-def _held_out(make: Callable[[int], Estimator], features: list[np.ndarray]) -> list[np.ndarray]:
+def _held_out(attack: str, features: list[np.ndarray]) -> list[np.ndarray]:
     """Scores [m] and [n] of features [m, f] and [n, f] by a classifier that learned from half of them, from as many
     members as non-members. The half that it learned from has NaN in place of scores."""
     from sklearn.pipeline import make_pipeline
@@ -253,7 +247,9 @@ def _held_out(make: Callable[[int], Estimator], features: list[np.ndarray]) -> l
     seen = [part[which] for part, which in zip(features, learned, strict=True)]
     least = min(map(len, seen))
     seen = [rng.permutation(part)[:least] for part in seen]
-    model = make_pipeline(StandardScaler(), make(2 * least)).fit(np.concatenate(seen), np.repeat([1, 0], least))
+    model = make_pipeline(StandardScaler(), _classifier(attack, 2 * least)).fit(
+        np.concatenate(seen), np.repeat([1, 0], least)
+    )
     scores = [np.full(len(part), np.nan) for part in features]
     for score, part, which in zip(scores, features, learned, strict=True):
         score[~which] = model.predict_proba(part[~which])[:, 1]
