@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["accept_old_names", "sentence", "unexpected"]
+__all__ = ["accept_old_names", "found_in", "sentence", "unexpected"]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -107,6 +108,23 @@ def sentence(name: str, modules: Iterable[str], names: Iterable[str]) -> str:
     known = {**{n: f"tfdpfl.{place}.{n}" for n, place in places.items()}, **{n: f"tfdpfl.{n}" for n in names}}
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"{fact}: did you mean {known[close[0]]}?" if close else f"{fact}."
+
+
+def found_in(package: str, where: Mapping[str, str], name: str) -> Any:
+    """Returns a package's attribute that is imported when it is first used.
+
+    Args:
+      package: the package's full name.
+      where: by the attribute's name, the module below the package that has it; a module has its own name.
+      name: the attribute's name.
+
+    Raises:
+      AttributeError: there is no such attribute.
+    """
+    if name not in where:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{package}.{where[name]}")
+    return module if name == where[name] else getattr(module, name)
 
 
 @functools.cache

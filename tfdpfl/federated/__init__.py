@@ -6,7 +6,7 @@ missing; samplers, clips and the accounting of rounds do not need it.
 
 from __future__ import annotations
 
-import importlib
+from tfdpfl._names import found_in
 
 _WHERE = {
     **dict.fromkeys(
@@ -32,18 +32,14 @@ _WHERE = {
     ),
     **dict.fromkeys(["train", "History"], "training"),
     "build_nbafl": "nbafl",
+    **{module: module for module in ("data", "nbafl", "runtime", "samplers", "training")},
 }  # fmt: skip
-_MODULES = ("data", "nbafl", "runtime", "samplers", "training")
 
-__all__ = [*_WHERE, *_MODULES]
+__all__ = [*_WHERE]
 
 
 def __getattr__(name: str):
-    if name in _MODULES:
-        return importlib.import_module(f"tfdpfl.federated.{name}")
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"tfdpfl.federated.{_WHERE[name]}"), name)
-    raise AttributeError(f"module 'tfdpfl.federated' has no attribute {name!r}")
+    return found_in(__name__, _WHERE, name)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ own wrappers. Names are imported when they are first used; a missing Flower give
 
 from __future__ import annotations
 
-import importlib
+from tfdpfl._names import found_in
 
 _WHERE = {
     **dict.fromkeys(["DifferentialPrivacyFixedClipping", "DifferentialPrivacyAdaptiveClipping"], "strategies"),
@@ -23,9 +23,7 @@ __all__ = [*_WHERE]
 
 
 def __getattr__(name: str):
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"tfdpfl.flower.{_WHERE[name]}"), name)
-    raise AttributeError(f"module 'tfdpfl.flower' has no attribute {name!r}")
+    return found_in(__name__, _WHERE, name)
 
 
 def __dir__() -> list[str]:

@@ -8,45 +8,25 @@ Nothing here imports TensorFlow but the losses, the `LabelPrivacy` layer and wha
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-_MODULES = {
-    "classification": [
-        "RandomizedResponse",
-        "RandomizedResponseTopK",
-        "RandomizedResponseWithPrior",
-        "randomized_response",
-    ],
-    "priors": ["LabelPrior", "KMeansPrior", "PublicPrior", "NoisyHistogram"],
-    "regression": ["RROnBins", "UnbiasedRandomizer"],
-    "multi_stage": ["MultiStageTraining"],
-    "alibi": ["ALIBI"],
-    "losses": ["ALIBILoss", "ForwardCorrectedLoss", "BackwardCorrectedLoss"],
-    "pipeline": ["LabelPrivacy"],
-    "counts": ["debiased_label_counts"],
-}
-_WHERE = {name: module for module, names in _MODULES.items() for name in names}
+from tfdpfl._names import found_in
 
-__all__ = [
-    "ALIBI",
-    "ALIBILoss",
-    "BackwardCorrectedLoss",
-    "ForwardCorrectedLoss",
-    "KMeansPrior",
-    "LabelPrior",
-    "LabelPrivacy",
-    "MultiStageTraining",
-    "NoisyHistogram",
-    "PublicPrior",
-    "RROnBins",
-    "RandomizedResponse",
-    "RandomizedResponseTopK",
-    "RandomizedResponseWithPrior",
-    "UnbiasedRandomizer",
-    "debiased_label_counts",
-    "randomized_response",
-]
+_WHERE = {
+    **dict.fromkeys(
+        ["RandomizedResponse", "RandomizedResponseTopK", "RandomizedResponseWithPrior", "randomized_response"],
+        "classification",
+    ),
+    **dict.fromkeys(["LabelPrior", "KMeansPrior", "PublicPrior", "NoisyHistogram"], "priors"),
+    **dict.fromkeys(["RROnBins", "UnbiasedRandomizer"], "regression"),
+    "MultiStageTraining": "multi_stage",
+    "ALIBI": "alibi",
+    **dict.fromkeys(["ALIBILoss", "ForwardCorrectedLoss", "BackwardCorrectedLoss"], "losses"),
+    "LabelPrivacy": "pipeline",
+    "debiased_label_counts": "counts",
+}
+
+__all__ = [*_WHERE]
 
 if TYPE_CHECKING:
     from tfdpfl.label_dp.alibi import ALIBI
@@ -65,9 +45,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"tfdpfl.label_dp.{_WHERE[name]}"), name)
-    raise AttributeError(f"module 'tfdpfl.label_dp' has no attribute {name!r}")
+    return found_in(__name__, _WHERE, name)
 
 
 def __dir__() -> list[str]:

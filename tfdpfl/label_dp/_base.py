@@ -107,29 +107,32 @@ class LabelMechanism(BaseEstimator):
     """
 
     adjacency = "replace_one"
+    _spent: tuple[tuple[float, int], ...] = ()  # (ε, outcomes) of all that was released
+    _releases = _draws = _clones = 0
+    _stream: tuple[int, ...] = ()  # with a seed, what tells this object's numbers from those of its clones
 
     # -- what a user may read --------------------------------------------------------------------------------
 
     @property
     def releases_(self) -> int:
         """How many times labels were released; every one costs."""
-        return self.__dict__.get("_releases", 0)
+        return self._releases
 
     @property
     def dp_event(self) -> DpEvent:
         """All that was released, as a dp-accounting event under `adjacency`; before the first release, that release."""
-        events = [pure_event(*part) for part in self.__dict__.get("_spent") or self._cost()]
+        events = [pure_event(*part) for part in self._spent or self._cost()]
         return composed(events)
 
     @property
     def epsilon_spent(self) -> float:
         """ε of all that was released, by adding up."""
-        return float(sum(epsilon for epsilon, outcomes in self.__dict__.get("_spent", ()) if outcomes > 1))
+        return float(sum(epsilon for epsilon, outcomes in self._spent if outcomes > 1))
 
     @property
     def ledger(self) -> PrivacyLedger:
         """All that was released, in tfdpfl's accounting."""
-        return self._ledger_of(self.dp_event) if self.__dict__.get("_spent") else PrivacyLedger()
+        return self._ledger_of(self.dp_event) if self._spent else PrivacyLedger()
 
     @property
     def family_ledger(self) -> PrivacyLedger:
@@ -163,21 +166,21 @@ class LabelMechanism(BaseEstimator):
     def _spend(self, *parts: tuple[float, int]) -> None:
         for epsilon, _ in parts:
             _checks.real("epsilon", epsilon, "a release has an ε above 0", above=0)
-        self._spent = (*self.__dict__.get("_spent", ()), *parts)
+        self._spent = (*self._spent, *parts)
         self._relatives().extend(parts)
 
     def _relatives(self) -> list[tuple[float, int]]:
         """What the whole family spent: one list that clones share."""
         return self.__dict__.setdefault("_family", [])
 
-    def _count_release(self) -> None:
-        self._releases = self.releases_ + 1
+    def _spend_on_release(self, *parts: tuple[float, int]) -> None:
+        self._spend(*parts)
+        self._releases += 1
 
     def _uniforms(self) -> Uniforms:
         """Fresh randomness: with a seed, every call's own stream."""
-        stream = self.__dict__.get("_stream", ())
-        self._draws = self.__dict__.get("_draws", 0) + 1
-        return Uniforms(self.seed, (*stream, 0, self._draws))
+        self._draws += 1
+        return Uniforms(self.seed, (*self._stream, 0, self._draws))
 
     def _check(self) -> None:
         self._check_epsilon()
@@ -204,15 +207,15 @@ class LabelMechanism(BaseEstimator):
         twin = super().__sklearn_clone__()
         twin._family = self._relatives()
         if self.seed is not None:  # the same seed, another stream
-            self._clones = self.__dict__.get("_clones", 0) + 1
-            twin._stream = (*self.__dict__.get("_stream", ()), 1, self._clones)
+            self._clones += 1
+            twin._stream = (*self._stream, 1, self._clones)
         return twin
 
     def __setstate__(self, state: Json) -> None:
         super().__setstate__(state)
         if self.seed is not None:
             # What is loaded twice would repeat itself under any stream that follows from the file.
-            self._stream = (*self.__dict__.get("_stream", ()), 2, secrets.randbits(64))
+            self._stream = (*self._stream, 2, secrets.randbits(64))
 
 
 class LabelTransformer(TransformerMixin, LabelMechanism):

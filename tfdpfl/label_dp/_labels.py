@@ -10,7 +10,7 @@ import numpy as np
 
 from tfdpfl._types import Arrays
 
-__all__ = ["decode", "encode", "find_classes", "is_dataset", "is_missing", "read"]
+__all__ = ["check_lengths", "decode", "encode", "find_classes", "is_dataset", "is_missing", "read"]
 
 Rebuild = Callable[[np.ndarray], Any]
 
@@ -51,6 +51,13 @@ def _array(y: Arrays, name: str) -> tuple[np.ndarray, Rebuild]:
     return np.asarray(y), lambda flat: flat
 
 
+def check_lengths(X: Arrays, labels: np.ndarray) -> None:
+    """Raises a `ValueError` unless there is one label for each example."""
+    length = np.shape(X)[0] if hasattr(X, "shape") else len(X)
+    if length != len(labels):
+        raise ValueError(f"X and y must have one length, got {length} and {len(labels)}: give a label an example")
+
+
 def is_dataset(y: Arrays) -> bool:
     """Whether `y` is a tf.data.Dataset; imports nothing."""
     tf = sys.modules.get("tensorflow")
@@ -85,15 +92,7 @@ def check_values(values: np.ndarray, name: str = "y") -> None:
 def find_classes(values: np.ndarray, num_classes: int | None, classes: Arrays) -> np.ndarray:
     """The classes, sorted: those given, or 0..num_classes-1, or those that the labels name."""
     if classes is not None:
-        given = np.asarray(classes)
-        if given.dtype.kind in "fO" and any(map(is_missing, given.ravel())):
-            raise ValueError(f"classes={classes!r} has a missing value, which is no class: leave it out")
-        known = np.unique(given)
-        if given.ndim != 1 or len(known) != len(given) or len(known) < 2:
-            raise ValueError(f"classes must be two or more different labels, got {classes!r}: list each class once")
-        if num_classes is not None and num_classes != len(known):
-            raise ValueError(f"num_classes={num_classes} but classes lists {len(known)}: give one of the two")
-        return known
+        return _checked_classes(classes, num_classes)
     check_values(values)
     if values.dtype == object and all(isinstance(v, int | np.integer) for v in values):
         values = values.astype(np.int64)
@@ -112,6 +111,18 @@ def find_classes(values: np.ndarray, num_classes: int | None, classes: Arrays) -
         raise ValueError(
             f"y names only one class, {known[0]!r}, so no other class could hide it: give num_classes or classes"
         )
+    return known
+
+
+def _checked_classes(classes: Arrays, num_classes: int | None) -> np.ndarray:
+    given = np.asarray(classes)
+    if given.dtype.kind in "fO" and any(map(is_missing, given.ravel())):
+        raise ValueError(f"classes={classes!r} has a missing value, which is no class: leave it out")
+    known = np.unique(given)
+    if given.ndim != 1 or len(known) != len(given) or len(known) < 2:
+        raise ValueError(f"classes must be two or more different labels, got {classes!r}: list each class once")
+    if num_classes is not None and num_classes != len(known):
+        raise ValueError(f"num_classes={num_classes} but classes lists {len(known)}: give one of the two")
     return known
 
 

@@ -65,8 +65,7 @@ class ALIBI(ClassTransformer):
         steps = np.zeros((len(codes), len(self.classes_)))
         steps[np.arange(len(codes)), codes] = _STEPS
         noisy = noisy_counts(steps, self.epsilon / (2 * _STEPS), self._uniforms(), 2 * _STEPS)
-        self._spend((float(self.epsilon), 2))
-        self._count_release()
+        self._spend_on_release((float(self.epsilon), 2))
         self.noisy_ = noisy / _STEPS
         return self.posterior(self.prior)
 

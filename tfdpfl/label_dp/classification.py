@@ -69,8 +69,7 @@ class RandomizedResponse(ClassTransformer):
         values, rebuild = _labels.read(y)
         uniforms, size = self._uniforms(), len(self.classes_)
         liar = float(_top_k.lie_probability(self.epsilon, size))
-        self._spend((float(self.epsilon), size))
-        self._count_release()
+        self._spend_on_release((float(self.epsilon), size))
 
         def chunk(part: np.ndarray, _: int) -> np.ndarray:
             codes = _labels.encode(part, self.classes_)
@@ -146,7 +145,7 @@ class _PriorTransformer(ClassTransformer):
                 else fresh.fit(features, y, self.classes_)
             )
             # What it paid is part of this mechanism's price.
-            self._spend(*self.prior_.__dict__.get("_spent", ()))
+            self._spend(*self.prior_._spent)
         elif prior is None:
             self.prior_ = PublicPrior(np.full(len(self.classes_), 1 / len(self.classes_)))
         else:
@@ -162,8 +161,8 @@ class _PriorTransformer(ClassTransformer):
             return with_labels(X, self.transform)
         X, y = (None, X) if y is None else (X, y)
         values, rebuild = _labels.read(y)
-        if X is not None and (length := np.shape(X)[0] if hasattr(X, "shape") else len(X)) != len(values):
-            raise ValueError(f"X and y must have one length, got {length} and {len(values)}: give a label an example")
+        if X is not None:
+            _labels.check_lengths(X, values)
         epsilon = self._response_epsilon
         if not epsilon > 0:
             raise ValueError(
@@ -171,8 +170,7 @@ class _PriorTransformer(ClassTransformer):
                 "call fit again, or give more"
             )
         self._table, self._row = self._look_up(X, len(values))
-        self._spend((epsilon, self._most_revealing()))
-        self._count_release()
+        self._spend_on_release((epsilon, self._most_revealing()))
         uniforms = self._uniforms()
         shared = self._plan(self._table, epsilon) if len(self._table) < len(values) else None
 

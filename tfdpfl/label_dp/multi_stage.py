@@ -109,8 +109,7 @@ class MultiStageTraining(LabelMechanism):
         self._check()
         X = np.asarray(X)
         values, _ = _labels.read(y)
-        if len(X) != len(values):
-            raise ValueError(f"X and y must have one length, got {len(X)} and {len(values)}: give a label an example")
+        _labels.check_lengths(X, values)
         if self.num_stages > len(values):
             raise ValueError(f"num_stages={self.num_stages} but there are {len(values)} examples: take fewer stages")
         self.classes_ = _labels.find_classes(values, self.num_classes, self.classes)
@@ -118,8 +117,7 @@ class MultiStageTraining(LabelMechanism):
         self.stage_ = self._split(len(codes))
         noisy = np.full(len(codes), -1)
         prior, self.histories_, self.mechanisms_ = self.prior, [], []
-        self._spend(*self._cost())  # once: no label is in two stages
-        self._count_release()
+        self._spend_on_release(*self._cost())  # once: no label is in two stages
         for stage in range(self.num_stages):
             here = self.stage_ == stage
             mechanism = self._mechanism(prior, seeded=stage)

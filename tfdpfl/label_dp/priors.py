@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 from scipy import special
-from sklearn.base import ClassifierMixin
+from sklearn.base import ClassifierMixin, clone
 from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
 from sklearn.exceptions import NotFittedError
@@ -72,31 +72,14 @@ class PublicPrior:
 
     def table(self, X: Arrays, classes: np.ndarray, n: int) -> np.ndarray:
         """Probabilities [1, K], or [n, K] for the n examples X."""
-        source, columns = self.source, None
+        source = self.source
         is_model = hasattr(source, "predict_proba") or hasattr(source, "predict") or callable(source)
         if is_model and X is None:
             raise ValueError("X=None, but the prior is a model of the features: call fit_transform(X, y)")
-        if hasattr(source, "predict_proba"):
-            try:
-                output = source.predict_proba(X)
-            except NotFittedError as error:
-                raise ValueError(
-                    f"prior={source!r} is not fitted, and fitting it on the private labels would reveal them: fit it "
-                    "on public data, or use KMeansPrior"
-                ) from error
-            columns = getattr(source, "classes_", None)
-        elif hasattr(source, "predict"):
-            if hasattr(source, "get_params"):
-                raise ValueError(
-                    f"prior={source!r} has no predict_proba: wrap it in sklearn.calibration.CalibratedClassifierCV, or "
-                    "give a function of X that returns probabilities"
-                )
-            output = source.predict(X, verbose=0)
-        else:
-            output = source(X) if callable(source) else source
-        output = np.asarray(output)
+        output = np.asarray(self._predicted(X) if is_model else source)
         if output.ndim == 2 and len(output) not in (1, n):
             raise ValueError(f"prior has {len(output)} rows for {n} examples: give one row for each, in their order")
+        columns = getattr(source, "classes_", None) if hasattr(source, "predict_proba") else None
         if columns is not None:
             output = self._lined_up(output, np.asarray(columns), classes)
         if self.from_logits or (self.from_logits is None and is_model and not _are_probabilities(output)):
@@ -107,6 +90,26 @@ class PublicPrior:
             table = table ** (1 / self.temperature)
             table /= table.sum(axis=1, keepdims=True)
         return table
+
+    def _predicted(self, X: Arrays) -> Arrays:
+        """What the model says of X."""
+        source = self.source
+        if hasattr(source, "predict_proba"):
+            try:
+                return source.predict_proba(X)
+            except NotFittedError as error:
+                raise ValueError(
+                    f"prior={source!r} is not fitted, and fitting it on the private labels would reveal them: fit it "
+                    "on public data, or use KMeansPrior"
+                ) from error
+        if not hasattr(source, "predict"):
+            return source(X)
+        if hasattr(source, "get_params"):
+            raise ValueError(
+                f"prior={source!r} has no predict_proba: wrap it in sklearn.calibration.CalibratedClassifierCV, or "
+                "give a function of X that returns probabilities"
+            )
+        return source.predict(X, verbose=0)
 
     @staticmethod
     def _lined_up(output: np.ndarray, columns: np.ndarray, classes: np.ndarray) -> np.ndarray:
@@ -207,8 +210,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
         given = classes if classes is not None else self.classes
         self.classes_ = _labels.find_classes(values, None if classes is not None else self.num_classes, given)
         codes = _labels.encode(values, self.classes_)
-        if len(X) != len(codes):
-            raise ValueError(f"X and y must have one length, got {len(X)} and {len(codes)}: give a label an example")
+        _labels.check_lengths(X, codes)
         groups, count = self._fit_groups(X)
         size = len(self.classes_)
         sizes = np.bincount(groups, minlength=count)
@@ -224,8 +226,7 @@ class LabelPrior(ClassifierMixin, LabelMechanism):
             counts, outcomes = np.bincount(groups * size + codes, minlength=count * size).reshape(count, size), 2
             counts = noisy_counts(counts, self.epsilon_ / 2, self._uniforms())
         self.noisy_counts_ = counts
-        self._spend((self.epsilon_, outcomes))
-        self._count_release()
+        self._spend_on_release((self.epsilon_, outcomes))
         self.prior_ = from_counts(self.noisy_counts_, sizes)
         return self
 
@@ -339,8 +340,6 @@ class KMeansPrior(LabelPrior):
 
     def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
         if self.clusterer is not None:
-            from sklearn.base import clone
-
             self.clusterer_ = clone(self.clusterer, safe=False)
             self.clusterer_.fit(X)
             groups, count = super()._fit_groups(X)

@@ -74,8 +74,7 @@ class _RegressionMechanism(LabelTransformer):
         if _labels.is_dataset(y):
             return with_labels(y, lambda x, labels: self.transform(labels))
         numbers, rebuild = _numbers(y)
-        self._spend((self._response_epsilon, 2))
-        self._count_release()
+        self._spend_on_release((self._response_epsilon, 2))
         uniforms = self._uniforms()
         return rebuild(in_chunks(lambda part, _: self._release(part, uniforms), numbers))
 
