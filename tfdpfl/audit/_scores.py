@@ -95,8 +95,7 @@ def report_of_scores(
     """
     scores, inside, coins = read_scores(path)
     confidence = _checks.probability("confidence", confidence, "for instance 0.95")
-    if claim is not None:
-        claim = _checks.real("epsilon", claim, "what is claimed", at_least=0)
+    claim = _checks.optional(_checks.real, "epsilon", claim, "what is claimed", at_least=0)
     found = report_of("score", scores[inside], scores[~inside], confidence)
     if not coins and not one_training_each:
         if claim is not None:

@@ -148,8 +148,7 @@ def replay(
     Source: arXiv:2602.17454.
     """
     adjacency = _checks.choice("adjacency", adjacency, ADJACENCIES)
-    if epsilon is not None:
-        _checks.real("epsilon", epsilon, "what the mechanism claims", at_least=0)
+    _checks.optional(_checks.real, "epsilon", epsilon, "what the mechanism claims", at_least=0)
     first = _Tape()
     one = _run(mechanism, data, first)
     if not first.seen:

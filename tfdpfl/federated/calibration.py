@@ -161,16 +161,20 @@ def total_price(trainings: Iterable[tuple[Any, RoundsRun]], delta: float, accoun
     # To contribute nothing in place of something is a case of contributing anything else.
     adjacency = "zero_out" if "zero_out" in adjacencies else adjacencies.pop()
     if levels == ["example"]:
-        rows = [guarantee.events_by_client(run) for guarantee, run in pairs]
-        clients = dict.fromkeys(client for row in rows for client in row)
-        combined = {tuple(repr(row.get(client)) for row in rows): [row[client] for row in rows if client in row]
-                    for client in clients}  # fmt: skip
-        found = [_composed(events, delta, accountant, adjacency) for events in combined.values()]
-        return max(found, key=lambda paid: paid.epsilon, default=Price(0.0, accountant))
+        found = [_composed(events, delta, accountant, adjacency) for events in _events_of_clients(pairs)]
+        return max(found, default=Price(0.0, accountant))
     if all(hasattr(guarantee, "event") for guarantee, _ in pairs):
         return _composed([guarantee.event(run) for guarantee, run in pairs], delta, accountant, adjacency)
     each = [guarantee.price(run, delta / len(pairs), accountant) for guarantee, run in pairs]
     return Price(sum(paid.epsilon for paid in each), each[0].accountant)
+
+
+def _events_of_clients(trainings: Sequence[tuple[Any, RoundsRun]]) -> Iterable[list[DpEvent]]:
+    """What each client ran in all trainings, for its examples. Of clients that ran the same there is one."""
+    rows = [guarantee.events_by_client(run) for guarantee, run in trainings]
+    clients = dict.fromkeys(client for row in rows for client in row)
+    each = [[row[client] for row in rows if client in row] for client in clients]
+    return {repr(events): events for events in each}.values()
 
 
 def _composed(events: Sequence[DpEvent], delta: float, accountant: str, adjacency: str) -> Price:

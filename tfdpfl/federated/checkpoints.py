@@ -204,7 +204,7 @@ class Record:
     def _most(self, guarantee: Guarantee, p: Participation, rounds: int) -> RoundsRun:
         """Returns rounds of unknown clients."""
         if self.rewound or not isinstance(guarantee, _NOISED_BY_SERVER):
-            p = _unlimited(p)  # rounds that came twice had the same clients, so no coin of theirs helps
+            p = p.unlimited()  # rounds that came twice had the same clients, so no coin of theirs helps
         cohorts = [[client for client in row.cohort if client not in row.absent] for row in self.begun]
         unknown = [["?"]] * (rounds - len(cohorts))  # one client adds the least noise
         return RoundsRun(
@@ -257,7 +257,7 @@ def runs(
             rows, again = _shown(known, rounds + (next_ is not None))
         else:
             if len(begun) > rounds:
-                declared = _unlimited(participation)  # rounds that were sent twice keep to no limit
+                declared = participation.unlimited()  # rounds that were sent twice keep to no limit
             rows = completed(begun, rounds) if len(begun) <= rounds else [*begun]
             rows = rows if next_ is None else [*rows, next_]
         run = RoundsRun(
@@ -288,10 +288,6 @@ def ledger_of(state: Path) -> str | None:
                 if found:
                     return found[1].decode()
     return None
-
-
-def _unlimited(p: Participation) -> Participation:
-    return dataclasses.replace(p, sampling="none", max_participations=None, min_separation=1)
 
 
 def _fewest_examples(rows: Sequence[Round]) -> dict[str, int]:

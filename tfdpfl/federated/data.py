@@ -196,15 +196,12 @@ def partition_iid(num_examples: int, num_clients: int, seed: int | None = None) 
     Raises:
       ValueError: an argument is out of its range.
     """
-    num_clients = _clients(num_clients, num_examples)
-    return np.array_split(np.random.default_rng(seed).permutation(num_examples), num_clients)
-
-
-def _clients(num_clients: object, most: int) -> int:
     num_clients = _checks.whole("num_clients", num_clients, 1, "count the clients to split over")
-    if num_clients > most:
-        raise ValueError(f"num_clients must be at most {most} for this many examples, got {num_clients}. Take fewer.")
-    return num_clients
+    if num_clients > num_examples:
+        raise ValueError(
+            f"num_clients must be at most {num_examples} for this many examples, got {num_clients}. Take fewer."
+        )
+    return np.array_split(np.random.default_rng(seed).permutation(num_examples), num_clients)
 
 
 def _array(values: Arrays) -> np.ndarray:
@@ -217,10 +214,16 @@ def _array(values: Arrays) -> np.ndarray:
 
 
 def _size(client: object, dataset: tf.data.Dataset) -> int:
-    size = int(dataset.cardinality())
-    if size == -1:  # infinite
-        raise ValueError(f"The data set of client {client!r} is infinite. Give it .take(n).")
+    size = _finite(client, dataset)
     return size if size >= 0 else sum(1 for _ in dataset)
+
+
+def _finite(client: object, dataset: tf.data.Dataset) -> int:
+    """Returns a data set's cardinality, which is -2 where it is not known."""
+    size = int(dataset.cardinality())
+    if size == -1:
+        raise ValueError(f"The data set of client {client!r} is infinite. Give it .take(n).")
+    return size
 
 
 def _rows(batches: Arrays) -> int:
@@ -258,24 +261,21 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
             f"The data set of client {client!r} is repeated, so that it holds an example more than once. Leave out "
             f"repeat, or epochs, since {own}"
         )
-    if not isinstance(dataset, tf.data.Dataset):
-        batches = list(dataset)
-        found, kept = _rows(batches), batches
-    else:
-        if int(dataset.cardinality()) == -1:
-            raise ValueError(f"The data set of client {client!r} is infinite. Give it .take(n).")
-        batches = list(dataset)
-        sizes = [_rows([batch]) for batch in batches]
-        found, kept = sum(sizes), dataset
-        if batches and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]:
-            whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-            static = all(leaf.shape[0] is not None for leaf in tf.nest.flatten(dataset.element_spec))
-            kept = tf.data.Dataset.from_tensor_slices(whole).batch(sizes[0], drop_remainder=static)
+    is_dataset = isinstance(dataset, tf.data.Dataset)
+    if is_dataset:
+        _finite(client, dataset)
+    batches = list(dataset)
+    sizes = [_rows([batch]) for batch in batches]
+    found, kept = sum(sizes), dataset if is_dataset else batches
+    if is_dataset and batches and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]:
+        whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
+        static = all(leaf.shape[0] is not None for leaf in tf.nest.flatten(dataset.element_spec))
+        kept = tf.data.Dataset.from_tensor_slices(whole).batch(sizes[0], drop_remainder=static)
     if most is not None and found > most:
         raise PrivacyError(
             f"The data set of client {client!r} yields {found} examples, but the client holds {most}. Give each one "
             f"once, since {own}; or correct num_examples."
         )
-    if isinstance(dataset, tf.data.Dataset):
+    if is_dataset:
         check_apart(dataset, found, batched=True)
     return kept, found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tfdpfl.accounting.participation import tree_sensitivity
+from tfdpfl.accounting.participation import most_participations, tree_sensitivity
 from tfdpfl.accounting.pricing import Price, check_delta, price
 from tfdpfl.accounting.sampling import POISSON, SCHEMES
 from tfdpfl.errors import PrivacyError
@@ -221,8 +221,7 @@ class ExampleLevel:
             fewest = min(filter(None, run.num_examples.values()), default=None)
             return self._price(participations(run), fewest, delta, accountant)
         participations(run)
-        prices = [self._price(*row, delta, accountant) for row in self._worst(set(self._rows(run).values()))]
-        return max(prices, key=lambda found: found.epsilon)
+        return max(self._price(*row, delta, accountant) for row in self._worst(set(self._rows(run).values())))
 
     def price_by_client(self, run: RoundsRun, delta: float, accountant: str = "pld") -> dict[str, Price]:
         """The ledger: for each client that took part, an upper bound on ε for its own examples."""
@@ -369,8 +368,7 @@ def participations(run: RoundsRun, recorded: bool = False) -> int:
         return max(check.counts.values(), default=0)
     if p.sampling != "bounded":
         return run.rounds
-    most = -(-run.rounds // p.min_separation)
-    return most if p.max_participations is None else min(most, p.max_participations)
+    return most_participations(run.rounds, p.min_separation, p.max_participations)
 
 
 def check_declaration(p: Participation) -> None:

@@ -69,8 +69,7 @@ def trainable_model_fn(
             "client's data set, which must have labels."
         )
     _check_batched(input_spec)
-    if not isinstance(loss, tf.keras.losses.Loss | list):
-        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}. Give an object, no name or function.")
+    _check_loss(loss, tf.keras.losses.Loss | list)
 
     def make() -> TffModel:
         metrics = None if metrics_fn is None else list(metrics_fn())
@@ -111,8 +110,7 @@ def reconstruction_model_fn(
       TypeError, PrivacyError: as for `trainable_model_fn`.
       ValueError: the same, or ``local_layers`` are not some of the layers, by name, in every call.
     """
-    if not isinstance(loss, tf.keras.losses.Loss):
-        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}. Give an object, no name or function.")
+    _check_loss(loss, tf.keras.losses.Loss)
     local = set(local_layers)
     if not _makes_keras(model_fn, tff.learning.models.ReconstructionModel):
         if local:
@@ -167,6 +165,11 @@ def _makes_keras(model_fn: ModelFn, other: type) -> bool:
         if inside is not None:
             _check_keras(inside)
     return not isinstance(model, other)
+
+
+def _check_loss(loss: object, kinds: object) -> None:
+    if not isinstance(loss, kinds):  # type: ignore[arg-type]
+        raise TypeError(f"loss must be a tf.keras.losses.Loss, got {loss!r}. Give an object, no name or function.")
 
 
 def _check_batched(input_spec: Spec) -> None:

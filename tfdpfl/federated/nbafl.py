@@ -180,7 +180,7 @@ class NbAFLLevel:
         p = run.participation
         if p.scheme.limits_batches:
             found.append(_price({p.sampled(step): count for step, count in steps.items()}, delta, accountant))
-        return min(found, key=lambda paid: paid.epsilon)
+        return min(found)
 
     @property
     def _server_variance(self) -> float:
@@ -257,7 +257,7 @@ def noise_of(
         sigma_d = math.sqrt(max(0.0, (of_sum * clip) ** 2 - k * sigma_u**2)) / k
     participation = Participation(sampling="fixed_size" if k < n else "none", population=n, clients_per_round=k)
     released = NbAFLLevel(clip=clip, sigma_u=sigma_u, sigma_d=sigma_d, clients_per_round=k)
-    seen = RoundsRun(rounds=exposures, participation=dataclasses.replace(participation, sampling="none"))
+    seen = RoundsRun(rounds=exposures, participation=participation.unlimited())
     return NbAFL(
         calibration=calibration,
         sigma_u=sigma_u,

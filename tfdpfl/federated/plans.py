@@ -12,7 +12,7 @@ from tfdpfl.accounting.pricing import check_accountant, check_delta
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.guarantees import ClientLevel, participations
-from tfdpfl.federated.privacy import Participation, RoundsRun
+from tfdpfl.federated.privacy import Participation, RoundsRun, no_room, notes_on_delta
 from tfdpfl.flower.spent import Draw, ledger_of
 
 __all__ = ["FederatedPlan", "plan_federation"]
@@ -90,10 +90,7 @@ class FederatedPlan:
         else:
             lines.append(f"a client with at least {self.num_examples} examples, {self.local_steps} local steps a round")
         number = self.population if self.unit == "client" else self.num_examples
-        if number is not None and self.delta >= 1 / number:
-            lines.append(
-                f"Note: delta is not below 1 / {number} {self.unit}s: publishing one {self.unit} whole could meet it"
-            )
+        lines += [f"Note: {note}" for note in notes_on_delta(self.delta, number, self.unit)]
         return "\n".join([*lines, "", f"{part}:", f"  {call}({given}, ...)"])
 
     def __str__(self) -> str:
@@ -167,12 +164,9 @@ def plan_federation(
     solved = {"target_epsilon": target_epsilon, "noise_multiplier": noise_multiplier, "num_rounds": num_rounds}
     if [*solved.values()].count(None) != 1:
         raise ValueError(f"{_said(solved)}. Give two of them, and the plan finds the third.")
-    if target_epsilon is not None:
-        _checks.real("target_epsilon", target_epsilon, "give the ε to stay within", above=0)
-    if noise_multiplier is not None:
-        _checks.real("noise_multiplier", noise_multiplier, "give the noise's std over the clip", above=0)
-    if num_rounds is not None:
-        num_rounds = _checks.whole("num_rounds", num_rounds, 1, "count the rounds")
+    _checks.optional(_checks.real, "target_epsilon", target_epsilon, "give the ε to stay within", above=0)
+    _checks.optional(_checks.real, "noise_multiplier", noise_multiplier, "give the noise's std over the clip", above=0)
+    num_rounds = _checks.optional(_checks.whole, "num_rounds", num_rounds, 1, "count the rounds")
     population = _checks.whole("population", population, 1, "count all clients")
     draw = Draw(sampling_rate, clients_per_round, max_participations, min_separation, population)
     draw.check()
@@ -211,10 +205,7 @@ def plan_federation(
 
 def _most_rounds(spent: Callable[[int], float], target_epsilon: float, given: str, delta: float) -> int:
     if spent(1) > target_epsilon:
-        raise PrivacyError(
-            f"target_epsilon={target_epsilon:g} at delta={delta:g} leaves no room for one round, which costs "
-            f"{spent(1):.4g}. Raise noise_multiplier, or the target."
-        )
+        raise no_room(target_epsilon, delta, spent(1))
     most = largest_count(spent, target_epsilon)
     if most is None:
         raise PrivacyError(

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import Price
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
 from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SamplingScheme
+from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -18,8 +20,11 @@ __all__ = [
     "Guarantee",
     "Participation",
     "RoundsRun",
+    "check_target",
     "covered_by",
     "level_promise",
+    "no_room",
+    "notes_on_delta",
     "promises_of_levels",
     "within",
 ]
@@ -52,6 +57,10 @@ class Participation:
     clients_per_round: float
     max_participations: int | None = None
     min_separation: int = 1
+
+    def unlimited(self) -> Participation:
+        """Returns the same clients, of whom nothing is claimed."""
+        return dataclasses.replace(self, sampling="none", max_participations=None, min_separation=1)
 
     @property
     def scheme(self) -> SamplingScheme:
@@ -109,6 +118,26 @@ class Guarantee(Protocol):
     def price(self, run: RoundsRun, delta: float, accountant: str = "pld") -> Price:
         """An upper bound on ε for what ran: for the worst client, where clients differ. Infinite where nothing is
         promised; `PrivacyError` where the sampler's declaration is not one that the mechanism can be priced for."""
+
+
+def check_target(target_epsilon: float | None) -> None:
+    """Raises a `ValueError` unless an ε that may not be passed is above 0, or None."""
+    _checks.optional(_checks.real, "target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+
+
+def no_room(target: float | None, delta: float, cost: float) -> PrivacyError:
+    """Returns what to raise where the first round would pass the target."""
+    return PrivacyError(
+        f"target_epsilon={target:g} at delta={delta:g} leaves no room for one round, which costs {cost:.4g}. Raise "
+        "noise_multiplier, or the target."
+    )
+
+
+def notes_on_delta(delta: float | None, number: int | None, unit: str = "client") -> list[str]:
+    """Returns a sentence on a δ that is too large for so many units; nothing on any other."""
+    if delta is None or number is None or delta < 1 / number:
+        return []
+    return [f"delta is not below 1 / {number} {unit}s: publishing one {unit} whole could meet it"]
 
 
 def within(target: float, epsilon_of: Callable[[str], float], accountant: str) -> bool:

@@ -248,8 +248,9 @@ def build_dp_ftrl(
     Returns:
       A process whose ``privacy`` is one `TreeLevel`.
     """
-    if restart_every is not None:
-        restart_every = _checks.whole("restart_every", restart_every, 1, "count the rounds of a tree, or leave it out")
+    restart_every = _checks.optional(
+        _checks.whole, "restart_every", restart_every, 1, "count the rounds of a tree, or leave it out"
+    )
     if isinstance(l2_norm_clip, AdaptiveClip):
         raise ValueError(
             "l2_norm_clip must be a number for DP-FTRL: the noise of a tree is set by one clip for all its rounds."

@@ -34,8 +34,7 @@ class _Sampler(abc.ABC):
         if len(self._index) < len(self.client_ids):
             twice = next(c for i, c in enumerate(self.client_ids) if self._index[c] != i)
             raise ValueError(f"client_ids must be distinct, got {twice!r} more than once. Give each client one name.")
-        if seed is not None:
-            seed = _checks.whole("seed", seed, 0, "leave it out for the operating system's entropy")
+        seed = _checks.optional(_checks.whole, "seed", seed, 0, "leave it out for the operating system's entropy")
         words = np.random.SeedSequence(seed).generate_state(2, np.uint64) if seed is not None else None
         self._key = secrets.randbits(128) if words is None else int(words[0]) << 64 | int(words[1])
 

@@ -31,7 +31,16 @@ from tfdpfl.federated import data, files, runtime
 from tfdpfl.federated._tff import client_element, tff
 from tfdpfl.federated.checkpoints import LEDGER, STATE, VERSION, Record, Round, completed, runs
 from tfdpfl.federated.guarantees import CohortCheck, ExampleLevel
-from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun, promises_of_levels, within
+from tfdpfl.federated.privacy import (
+    Guarantee,
+    Participation,
+    RoundsRun,
+    check_target,
+    no_room,
+    notes_on_delta,
+    promises_of_levels,
+    within,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -113,8 +122,8 @@ class History(Mapping):
             )
         if self.lost_rounds:
             lines.append(f"  {self.lost_rounds} more begun and lost: charged where they may have been seen")
-        if self.delta is not None and self.delta >= 1 / p.population and "client" in self.epsilon:
-            lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
+        if "client" in self.epsilon:
+            lines += [f"  {note}" for note in notes_on_delta(self.delta, p.population)]
         return "\n".join(lines)
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -288,11 +297,7 @@ class _Rounds:
         datasets = self.ledger.without_spent(round_, self.clients.of(round_))
         if not self._fits(round_):
             if not done:
-                raise PrivacyError(
-                    f"target_epsilon={self.target_epsilon:g} at delta={self.ledger.delta:g} leaves no room for one "
-                    f"round, which costs {_highest(self.ledger.prices(0, round_)):.4g}. Raise noise_multiplier, or the "
-                    "target."
-                )
+                raise no_room(self.target_epsilon, self.ledger.delta, _highest(self.ledger.prices(0, round_)))
             return False
         wanted = (done + 1) % self.rounds_per_price == 0 or done + 1 == self.num_rounds
         prices = self.ledger.prices(done, round_) if wanted else {}
@@ -350,13 +355,12 @@ class _Ledger:
                 "The sampler declares no participation, so nothing can be priced. Use one of "
                 "tfdpfl.federated.samplers, or give yours an attribute `participation`."
             )
-        if target_epsilon is not None:
-            _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
-            if not self.guarantees:
-                raise PrivacyError(
-                    "target_epsilon is given, but the process promises no privacy. Take one of tfdpfl.federated, or "
-                    "leave the target out."
-                )
+        check_target(target_epsilon)
+        if target_epsilon is not None and not self.guarantees:
+            raise PrivacyError(
+                "target_epsilon is given, but the process promises no privacy. Take one of tfdpfl.federated, or "
+                "leave the target out."
+            )
         self.budgets = {str(c): _checks.real(f"client_epsilon[{c!r}]", e, "give the ε to stay within", above=0)
                         for c, e in (client_epsilon or {}).items()}  # fmt: skip
         if self.budgets and not any(isinstance(guarantee, ExampleLevel) for guarantee in self.guarantees):

@@ -46,10 +46,12 @@ class LedgerAccountant:
         accountant: str = "pld",
     ):
         self.accountant = check_accountant(accountant)
-        if population_size is not None:
-            population_size = _checks.whole("population_size", population_size, 1, "count all clients, or None")
-        if max_epsilon is not None:
-            max_epsilon = _checks.real("max_epsilon", max_epsilon, "give the ε to stay within, or None", above=0)
+        population_size = _checks.optional(
+            _checks.whole, "population_size", population_size, 1, "count all clients, or None"
+        )
+        max_epsilon = _checks.optional(
+            _checks.real, "max_epsilon", max_epsilon, "give the ε to stay within, or None", above=0
+        )
         self._config = accounting.PrivacyConfig(
             target_delta=check_delta(delta),
             population_size=population_size or sys.maxsize,

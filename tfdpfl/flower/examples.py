@@ -11,6 +11,7 @@ from tfdpfl._types import Arrays, Dataset, Json, Loss, Model, Optimizer
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.errors import PrivacyError
+from tfdpfl.federated.privacy import check_target
 from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
 from tfdpfl.flower.local import FAILURES
 from tfdpfl.flower.reports import ClientLedger, attach, refused
@@ -76,8 +77,7 @@ def example_dp(
     _checks.real("noise_multiplier", noise_multiplier, "give the noise's std over the clip", above=0)
     _checks.real("l2_norm_clip", l2_norm_clip, "give the largest L2 norm of an example's gradient", above=0)
     delta = check_delta(delta)
-    if target_epsilon is not None:
-        _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+    check_target(target_epsilon)
     trainer: dict[float, _Trainer] = {}  # by the expected batch, which the optimizer divides by
 
     def train(message: Message, context: Context) -> Message:

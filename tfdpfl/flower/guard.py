@@ -33,6 +33,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.flower._flwr import Context, Error, Message, MessageType, RecordDict, log
 from tfdpfl.flower.local import local_dp_mod
 from tfdpfl.flower.reports import ClientLedger, as_template
+from tfdpfl.flower.spent import ledger_of_uploads
 
 if TYPE_CHECKING:
     from flwr.proto.message_pb2 import ObjectTree
@@ -86,8 +87,7 @@ class Policy:
                 f"ledger_path={self.ledger_path!r} is no absolute path, so a node that is started elsewhere would "
                 "begin at epsilon 0. Give the whole path."
             )
-        if self.answer_after is not None:
-            _checks.real("answer_after", self.answer_after, "give seconds, or leave it out", above=0)
+        _checks.optional(_checks.real, "answer_after", self.answer_after, "give seconds, or leave it out", above=0)
         for name in ("l2_norm_clip", "noise_multiplier", "target_epsilon"):
             _checks.real(name, getattr(self, name), "give a number above 0", above=0)
 
@@ -333,12 +333,9 @@ def main(arguments: list[str], run: Callable[[], None] | None = None) -> None:
 
 
 def _price(policy: Policy) -> str:
-    from dp_accounting import dp_event
+    from tfdpfl.accounting import compute_num_steps
 
-    from tfdpfl.accounting import PrivacyLedger, compute_num_steps
-
-    one = PrivacyLedger().add(dp_event.GaussianDpEvent(policy.noise_multiplier / 2), adjacency="replace_one")
-    epsilon = one.epsilon(policy.delta)
+    epsilon = ledger_of_uploads(policy.noise_multiplier).epsilon(policy.delta)
     most = "none fits the target"
     if epsilon <= policy.target_epsilon:
         count = compute_num_steps(

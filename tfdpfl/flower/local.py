@@ -12,10 +12,12 @@ import numpy as np
 from tfdpfl import _replay_hook
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json
-from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import check_delta
+from tfdpfl.federated.privacy import check_target
 from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
 from tfdpfl.flower.reports import ClientLedger, attach, over_budget, refused
+from tfdpfl.flower.spent import ledger_of_uploads
 from tfdpfl.flower.updates import ClippedSum
 
 if TYPE_CHECKING:
@@ -70,19 +72,15 @@ def local_dp_mod(
         if not isinstance(value, str):
             _positive(name, value)
     delta = check_delta(delta)
-    if target_epsilon is not None:
-        _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+    check_target(target_epsilon)
     normals = Normals(seed)
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-        from dp_accounting import dp_event
-
         bound = _positive("l2_norm_clip", _setting(l2_norm_clip, context))
         z = _positive("noise_multiplier", _setting(noise_multiplier, context))
         sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
         kept = ClientLedger(context, "local", ledger_path)
-        # One update becomes another: it moves by 2 clips.
-        cost = PrivacyLedger().add(dp_event.GaussianDpEvent(z / 2), adjacency="replace_one")
+        cost = ledger_of_uploads(z)
         over = over_budget(kept.with_more(cost), delta, target_epsilon)
         if over:
             return refused(message, over)

@@ -18,10 +18,11 @@ from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.promises import Promise, fixed
 from tfdpfl.federated.guarantees import LocalLevel
 from tfdpfl.federated.nbafl import NbAFLArguments, NbAFLLevel, cohort_of, noise_of
-from tfdpfl.federated.privacy import Participation, RoundsRun, level_promise
+from tfdpfl.federated.privacy import RoundsRun, level_promise
 from tfdpfl.flower._flwr import Context, Message, Strategy, arrays_of, log, only
 from tfdpfl.flower.local import Mod, Normals, add_answer, noised, private_reply
 from tfdpfl.flower.reports import ClientLedger
+from tfdpfl.flower.spent import ledger_of_uploads
 from tfdpfl.flower.strategies import DifferentialPrivacy
 from tfdpfl.flower.updates import ClippedSum
 
@@ -58,8 +59,6 @@ def nbafl_mod(
     normals = Normals(seed)
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-        from dp_accounting import dp_event
-
         sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
         kept = ClientLedger(context, "local", ledger_path)
         zero = {name: np.zeros_like(w) if w.dtype.kind == "f" else w for name, w in sent.items()}
@@ -68,8 +67,7 @@ def nbafl_mod(
         total = ClippedSum(zero, clip)  # of the weights themselves
         if not add_answer(total, message, context, call_next):
             total = unchanged
-        event = dp_event.GaussianDpEvent(nbafl.sigma_u / (2 * clip))
-        kept.spend(PrivacyLedger().add(event, adjacency="replace_one"))
+        kept.spend(ledger_of_uploads(nbafl.sigma_u / clip))
         noisy = noised(zero, total.total, nbafl.sigma_u, clip / nbafl.sigma_u, normals)
         report = kept.report(nbafl.delta, claimed_epsilon=nbafl.claimed_epsilon)
         return private_reply(message, noisy, weighted_by_key, report)
@@ -96,8 +94,6 @@ def clip_and_noise_gradients(
     Returns:
       Arrays of the same shapes and types; of zeros and noise where a gradient is not finite.
     """
-    from dp_accounting import dp_event
-
     clip = _checks.real("l2_norm_clip", l2_norm_clip, "give the largest L2 norm of a gradient", above=0)
     sigma = _checks.real("sigma", sigma, "give the noise's standard deviation", above=0)
     named = {str(i): np.asarray(g) for i, g in enumerate(gradients)}
@@ -107,7 +103,7 @@ def clip_and_noise_gradients(
         total.add(named)
     except ValueError as error:
         log.warning("A gradient counts as zero: %s", error)
-    ledger.add(dp_event.GaussianDpEvent(sigma / (2 * clip)), adjacency="replace_one")
+    ledger.merge(ledger_of_uploads(sigma / clip))
     return [*noised(zero, total.total, sigma, clip / sigma, Normals(seed)).values()]
 
 
@@ -176,11 +172,7 @@ class NbAFLStrategy(DifferentialPrivacy):
     @property
     def _run(self) -> RoundsRun:
         # Nothing is claimed for the strategy's choice of clients. Fewer replies are less noise.
-        p = Participation(
-            sampling="none",
-            population=self.participation.population,
-            clients_per_round=self.participation.clients_per_round,
-        )
+        p = self.participation.unlimited()
         return RoundsRun(rounds=self.rounds_charged, participation=p, cohorts=self._journal.replied)
 
     @property
@@ -195,12 +187,9 @@ class NbAFLStrategy(DifferentialPrivacy):
     @property
     def ledger(self) -> PrivacyLedger:
         """Returns what clients have sent, as events, for the client that replied most."""
-        from dp_accounting import dp_event
-
-        z = self.privacy[0].noise_multiplier
         counts = [client for cohort in self._journal.replied for client in cohort]
         most = max(map(counts.count, set(counts)), default=0)
-        return PrivacyLedger().add(dp_event.GaussianDpEvent(z / 2), most, adjacency="replace_one")
+        return ledger_of_uploads(self.privacy[0].noise_multiplier, most)
 
     def _own_promises(self, delta: float) -> list[Promise]:
         return [

@@ -219,8 +219,7 @@ def promises_of_clients(reports: Iterable[Json]) -> list[Promise]:
 
 def _promise_of_clients(level: str, adjacency: str, ledgers: list[PrivacyLedger]) -> Promise:
     def worst(delta: float, accountant: str) -> Price:
-        prices = [price(ledger.dp_event, delta, accountant, ledger.adjacency) for ledger in ledgers]
-        return max(prices, key=lambda paid: paid.epsilon)
+        return max(price(ledger.dp_event, delta, accountant, ledger.adjacency) for ledger in ledgers)
 
     return Promise(
         kind="federation", part=f"told by clients ({level})", adjacency=adjacency, unit=UNITS[level], price=worst,

@@ -25,7 +25,7 @@ from tfdpfl.noise.strategies import KINDS
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["Draw", "Settings", "ledger_of"]
+__all__ = ["Draw", "Settings", "ledger_of", "ledger_of_uploads"]
 
 _CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
 
@@ -67,11 +67,9 @@ class Draw:
             PoissonClientSampler(["a client"], self.sampling_rate)  # says what is wrong with a rate
         else:
             _checks.whole("clients_per_round", self.clients_per_round, 1, "count a round's clients")
-        if self.given is not None:
-            _checks.whole("population", self.given, self.clients_per_round or 1, "count all clients")
+        _checks.optional(_checks.whole, "population", self.given, self.clients_per_round or 1, "count all clients")
         _checks.whole("min_separation", self.apart, 1, "1 lets participations be adjacent")
-        if self.most is not None:
-            _checks.whole("max_participations", self.most, 1, "give the most rounds of a client, or None")
+        _checks.optional(_checks.whole, "max_participations", self.most, 1, "give the most rounds of a client, or None")
         if self.sampling_rate is not None and self.bounded:
             raise ValueError(
                 f"max_participations={self.most!r}, min_separation={self.apart!r}: a coin for every client in every "
@@ -91,6 +89,13 @@ class Draw:
             max_participations=self.most,
             min_separation=self.apart,
         )
+
+
+def ledger_of_uploads(noise_multiplier: float, count: int = 1) -> PrivacyLedger:
+    """Returns what a client's noisy updates cost it. One update becomes any other, so it moves by 2 clips."""
+    from dp_accounting import dp_event
+
+    return PrivacyLedger().add(dp_event.GaussianDpEvent(noise_multiplier / 2), count, adjacency="replace_one")
 
 
 def ledger_of(
@@ -174,7 +179,7 @@ class Settings:
     ) -> dict[str, tuple[str, float]]:
         """Returns {level: (adjacency, ε)} of rounds; ``more`` of them in addition, of unknown clients."""
         if any(isinstance(level, NbAFLLevel) for level in self.privacy):
-            p = dataclasses.replace(self.participation, sampling="none", max_participations=None, min_separation=1)
+            p = self.participation.unlimited()
             run = RoundsRun(rounds=len(charged) + more, participation=p, cohorts=[] if more else replied)
             priced = [(level, level.price(run, delta, accountant).epsilon) for level in self.privacy]
             return {level.level: (level.adjacency, epsilon) for level, epsilon in priced}

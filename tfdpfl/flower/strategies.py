@@ -28,7 +28,15 @@ from tfdpfl.clips import check_adapted
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.clip import AdaptiveClip, NoisedMetrics, combined
 from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel
-from tfdpfl.federated.privacy import Participation, RoundsRun, covered_by, within
+from tfdpfl.federated.privacy import (
+    Participation,
+    RoundsRun,
+    check_target,
+    covered_by,
+    no_room,
+    notes_on_delta,
+    within,
+)
 from tfdpfl.flower._flwr import (
     COMPARE,
     ArrayRecord,
@@ -127,8 +135,7 @@ class DifferentialPrivacy(Strategy):
         self.delta = check_delta(delta)
         self.accountant = check_accountant(accountant)
         self.target_epsilon = target_epsilon
-        if target_epsilon is not None:
-            _checks.real("target_epsilon", target_epsilon, "give the ε to stay within, or None", above=0)
+        check_target(target_epsilon)
         self._train_metrics, self._evaluate_metrics = train_metrics, evaluate_metrics
         self._unprotected = evaluate_metrics == UNPROTECTED
         self._of_training = Asked("train_metrics", train_metrics)
@@ -204,8 +211,9 @@ class DifferentialPrivacy(Strategy):
         self, path: str | os.PathLike | None, client_epsilon: float | None, ledger_path: str | os.PathLike | None
     ) -> Register | None:
         self._client_epsilon = client_epsilon
-        if client_epsilon is not None:
-            _checks.real("client_epsilon", client_epsilon, "give the ε that a client may spend, or None", above=0)
+        _checks.optional(
+            _checks.real, "client_epsilon", client_epsilon, "give the ε that a client may spend, or None", above=0
+        )
         if path is None and client_epsilon is None:
             return None
         try:
@@ -289,8 +297,7 @@ class DifferentialPrivacy(Strategy):
         ]
         if self._unprotected:
             lines.append("  evaluation metrics are exact, and what they give away is in no epsilon")
-        if self.delta >= 1 / p.population:
-            lines.append(f"  delta is not below 1 / {p.population} clients: publishing one client whole could meet it")
+        lines += [f"  {note}" for note in notes_on_delta(self.delta, p.population)]
         return "\n".join(lines)
 
     def _ledger_of(self, rounds: int, evaluations: int = 0, cohorts: Sequence[Sequence[str]] = ()) -> PrivacyLedger:
@@ -352,11 +359,7 @@ class DifferentialPrivacy(Strategy):
             self._cohorts.know(grid, self._cohorts.population or 0)
         rounds = self._room(wanted)
         if rounds == 0 and wanted and not self.rounds_charged:
-            one = self._ledger_of(1).epsilon(self.delta, self.accountant)
-            raise PrivacyError(
-                f"target_epsilon={self.target_epsilon:g} at delta={self.delta:g} leaves no room for one round, which "
-                f"costs {one:.4g}. Raise noise_multiplier, or the target."
-            )
+            raise no_room(self.target_epsilon, self.delta, self._ledger_of(1).epsilon(self.delta, self.accountant))
         self.stopped_by = self._limit if rounds < wanted else None
         if self.stopped_by:
             log.info("%s ends the training after round %d", self.stopped_by, self._done + rounds)

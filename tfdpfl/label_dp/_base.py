@@ -184,8 +184,9 @@ class LabelMechanism(BaseEstimator):
 
     def _check(self) -> None:
         self._check_epsilon()
-        if self.seed is not None:
-            _checks.whole("seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests")
+        _checks.optional(
+            _checks.whole, "seed", self.seed, 0, "None takes the operating system's entropy; a seed is for tests"
+        )
 
     def _begin(self, y: Arrays, second: object) -> Arrays:
         """Returns the labels to be fitted on, also those of a data set, and refuses (X, y)."""
@@ -251,5 +252,4 @@ class ClassTransformer(LabelTransformer):
 
     def _check(self) -> None:
         super()._check()
-        if self.num_classes is not None:
-            _checks.whole("num_classes", self.num_classes, 2, "count the classes")
+        _checks.optional(_checks.whole, "num_classes", self.num_classes, 2, "count the classes")

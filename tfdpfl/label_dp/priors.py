@@ -335,8 +335,7 @@ class KMeansPrior(LabelPrior):
     def _check(self) -> None:
         super()._check()
         _checks.whole("n_clusters", self.n_clusters, 1, "count the clusters")
-        if self.n_components is not None:
-            _checks.whole("n_components", self.n_components, 1, "None clusters the features as they are")
+        _checks.optional(_checks.whole, "n_components", self.n_components, 1, "None clusters the features as they are")
 
     def _fit_groups(self, X: np.ndarray) -> tuple[np.ndarray, int]:
         if self.clusterer is not None:

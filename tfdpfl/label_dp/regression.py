@@ -316,8 +316,7 @@ class UnbiasedRandomizer(_RegressionMechanism):
 
     def _check(self) -> None:
         super()._check()
-        if self.num_outputs is not None:
-            _checks.whole("num_outputs", self.num_outputs, 2, "count the outputs to choose from")
+        _checks.optional(_checks.whole, "num_outputs", self.num_outputs, 2, "count the outputs to choose from")
 
     def _solve(self) -> None:
         low, high = self.values_[0], self.values_[-1]

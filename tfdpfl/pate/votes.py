@@ -26,8 +26,7 @@ def as_counts(votes: Arrays, num_classes: int | None = None, num_teachers: int |
         ValueError: no query, no teacher, one class, a vote that is negative, fractional, NaN or of no class,
             or a row that does not sum to the number of teachers.
     """
-    if num_teachers is not None:
-        _checks.whole("num_teachers", num_teachers, 1, "without a teacher no one votes")
+    _checks.optional(_checks.whole, "num_teachers", num_teachers, 1, "without a teacher no one votes")
     array = np.asarray(votes)
     if array.ndim == 1 and num_classes is None:
         array = array[None]
