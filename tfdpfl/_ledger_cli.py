@@ -19,8 +19,8 @@ import click
 
 from tfdpfl import _formats
 from tfdpfl._cli_parts import DELTA, JSON, TARGET, BadArgument, NewFile, clean_errors
+from tfdpfl._files import replace, whole_lines
 from tfdpfl._types import Json
-from tfdpfl.federated.files import replace, whole_lines
 
 if TYPE_CHECKING:
     from tfdpfl.accounting import PrivacyLedger

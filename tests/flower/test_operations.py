@@ -21,8 +21,8 @@ from commands import run
 from dp_accounting import dp_event
 
 import tfdpfl
+from tfdpfl import _files
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.federated import files
 
 sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in ("examples/flower_hospitals", "benchmarks")]
 from cluster import Cluster, certificates, end, make_key
@@ -140,7 +140,7 @@ class Federation:
         with (self.folder / "ledger.jsonl").open("ab") as file:
             while True:
                 try:
-                    return files.lock(file, "ledger_path", file.name)
+                    return _files.lock(file, "ledger_path", file.name)
                 except ValueError:
                     self.cluster.check(self.until)
 

@@ -17,8 +17,6 @@ from tfdpfl.flower.spent import Draw, ledger_of
 
 __all__ = ["FederatedPlan", "plan_federation"]
 
-UNITS = ("client", "example")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FederatedPlan:
@@ -159,7 +157,7 @@ def plan_federation(
       ValueError: an argument is out of its range, is missing, or has no effect on this unit.
       PrivacyError: no plan meets the target.
     """
-    unit = _checks.choice("unit", unit, UNITS)
+    unit = _checks.choice("unit", unit, tuple(_CALLS))
     delta, accountant = check_delta(delta), check_accountant(accountant)
     solved = {"target_epsilon": target_epsilon, "noise_multiplier": noise_multiplier, "num_rounds": num_rounds}
     if [*solved.values()].count(None) != 1:

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tqdm.auto import tqdm
 
-from tfdpfl import _formats
+from tfdpfl import _files, _formats
 from tfdpfl._types import Computation, Dataset, Json, Keywords, Nest, State
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import Price, check_accountant, check_delta, price
@@ -27,7 +27,7 @@ from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.clips import AdaptiveClip, check_adapted
 from tfdpfl.errors import PrivacyError
-from tfdpfl.federated import data, files, runtime
+from tfdpfl.federated import data, runtime
 from tfdpfl.federated._tff import client_element, tff
 from tfdpfl.federated.checkpoints import LEDGER, STATE, VERSION, Record, Round, completed, runs
 from tfdpfl.federated.guarantees import CohortCheck, ExampleLevel
@@ -458,7 +458,7 @@ class _Checkpoints:
     def __init__(self, folder: str | os.PathLike, ledger: _Ledger, stack: contextlib.ExitStack):
         self._folder, self._ledger = Path(folder), ledger
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = files.Lines(self._folder / LEDGER, "checkpoint_dir", folder)
+        self._file = _files.Lines(self._folder / LEDGER, "checkpoint_dir", folder)
         stack.callback(self._file.close)
         self._states = tff.program.FileProgramStateManager(
             os.fspath(self._folder), prefix=STATE, keep_total=2, keep_first=False
@@ -467,7 +467,7 @@ class _Checkpoints:
 
     def restore(self, start: State, rows: list[dict[str, float]]) -> State:
         """The last state, with the rows up to it; ``start`` for a new training."""
-        kept = Record(files.whole_lines(self._file.held), str(self._folder / LEDGER))
+        kept = Record(_files.whole_lines(self._file.held), str(self._folder / LEDGER))
         self._chain, self._saved = kept.chain, kept.saved
         if kept.fault:
             raise ValueError(
@@ -483,7 +483,7 @@ class _Checkpoints:
             drawn = sampler.get_state() if hasattr(sampler, "get_state") else None
             header = _formats.describe(self._ledger.header())
             self._append({**_formats.stamp(VERSION), **header, "sampler": drawn})
-            files.sync(self._folder)
+            _files.sync(self._folder)
         else:
             self._check_header(kept.header)
             if not kept.stamps or kept.stamps[-1]["version"] < VERSION:
@@ -519,7 +519,7 @@ class _Checkpoints:
         """Saves a state, and waits until it is on the disk: the round is shown afterwards."""
         told = json.dumps({"rows": rows, "ledger": self._chain.digest})
         _wait(self._states.save({"state": state, "rows": told}, len(rows)))
-        files.sync_tree(self._folder)
+        _files.sync_tree(self._folder)
         self._note(len(rows))
 
     def _note(self, state: int) -> None:

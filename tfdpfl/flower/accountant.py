@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from tfdpfl.accounting import PrivacyLedger, _checks
@@ -32,6 +33,7 @@ class LedgerAccountant:
 
     Attributes:
       ledger: what ran.
+      config: Flower's ``PrivacyConfig``: no amplification.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -52,7 +54,7 @@ class LedgerAccountant:
         max_epsilon = _checks.optional(
             _checks.real, "max_epsilon", max_epsilon, "give the ε to stay within, or None", above=0
         )
-        self._config = accounting.PrivacyConfig(
+        self.config = accounting.PrivacyConfig(
             target_delta=check_delta(delta),
             population_size=population_size or sys.maxsize,
             neighboring_relation=accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -60,11 +62,6 @@ class LedgerAccountant:
             max_epsilon=max_epsilon,
         )
         self.ledger = PrivacyLedger()
-
-    @property
-    def config(self) -> accounting.PrivacyConfig:
-        """Flower's ``PrivacyConfig``: no amplification."""
-        return self._config
 
     @property
     def num_releases(self) -> int:
@@ -85,8 +82,6 @@ class LedgerAccountant:
 
     def get_delta(self, epsilon: float) -> float:
         """The smallest δ, but for a hundredth, at which ε is no higher; 1 where there is none above 1e-300."""
-        import math
-
         epsilon = _checks.real("epsilon", epsilon, "give an ε", at_least=0)
         low, high = -300.0, 0.0  # of log10 δ; high is enough
         while high - low > 0.004:
@@ -96,7 +91,7 @@ class LedgerAccountant:
 
     def get_privacy_spent(self, delta: float | None = None) -> accounting.PrivacySpent:
         """Flower's ``PrivacySpent`` at δ; None takes the accountant's own."""
-        delta = self._config.target_delta if delta is None else delta
+        delta = self.config.target_delta if delta is None else delta
         return accounting.PrivacySpent(
             epsilon=self.get_epsilon(delta),
             delta=delta,
@@ -112,16 +107,16 @@ class LedgerAccountant:
         Raises:
           ValueError: there is no limit.
         """
-        limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
+        limit = self.config.max_epsilon if max_epsilon is None else max_epsilon
         if limit is None:
             raise ValueError("max_epsilon=None. Give it here, or to LedgerAccountant.")
         after = PrivacyLedger.from_dict(self.ledger.to_dict())
         self._add(after, event, count)
-        return after.epsilon(self._config.target_delta, self.accountant) > limit
+        return after.epsilon(self.config.target_delta, self.accountant) > limit
 
     def state_dict(self) -> dict[str, object]:
         """Returns what ran and δ, as values that JSON can hold."""
-        return {"delta": self._config.target_delta, "ledger": self.ledger.to_dict()}
+        return {"delta": self.config.target_delta, "ledger": self.ledger.to_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Takes over what `state_dict` gave.
@@ -129,17 +124,17 @@ class LedgerAccountant:
         Raises:
           ValueError: it is of another δ, or none of ours.
         """
-        if state.get("delta") != self._config.target_delta:
-            raise ValueError(f"state is of delta={state.get('delta')}, not {self._config.target_delta}. Give it that.")
+        if state.get("delta") != self.config.target_delta:
+            raise ValueError(f"state is of delta={state.get('delta')}, not {self.config.target_delta}. Give it that.")
         self.ledger = PrivacyLedger.from_dict(state["ledger"])  # type: ignore[arg-type]
 
     def _add(self, ledger: PrivacyLedger, event: accounting.GaussianPrivacyEvent, count: int) -> None:
         from dp_accounting import dp_event
 
         count = _checks.whole("count", count, 1, "count the releases")
-        if event.population_size != self._config.population_size:
+        if event.population_size != self.config.population_size:
             raise ValueError(
-                f"The event is of {event.population_size} clients, the accountant of {self._config.population_size}. "
+                f"The event is of {event.population_size} clients, the accountant of {self.config.population_size}. "
                 "Give both the same."
             )
         ledger.add(dp_event.GaussianDpEvent(event.noise_multiplier), count, adjacency="zero_out")

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdpfl import _formats
+from tfdpfl import _files, _formats
 from tfdpfl._chain import Chain
 from tfdpfl._formats import NewerFormatError
 from tfdpfl._types import Json, JsonValue
 from tfdpfl.errors import PrivacyError
-from tfdpfl.federated import files
 
 __all__ = ["VERSION", "DamagedError", "Journal", "Record", "rounds_of_model"]
 
@@ -164,12 +163,12 @@ class Journal(Record):
 
     def __init__(self, path: str | os.PathLike | None, header: Mapping[str, JsonValue]):
         super().__init__()
-        self._file: files.Lines | None = None
+        self._file: _files.Lines | None = None
         self._path = None if path is None else Path(path)
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = files.Lines(self._path, "ledger_path", self._path)
+        self._file = _files.Lines(self._path, "ledger_path", self._path)
         try:
             self._resume(header)
         except BaseException:
@@ -259,11 +258,11 @@ class Journal(Record):
         return self._path.with_name(f"{self._path.name}.noise-{rounds}.npz")
 
     def _replace(self, path: Path, named: Json) -> None:
-        files.replace(path, lambda file: np.savez(file, **named))
+        _files.replace(path, lambda file: np.savez(file, **named))
 
     def _resume(self, header: Mapping[str, JsonValue]) -> None:
         assert self._file is not None and self._path is not None
-        what, whole = f"ledger_path={str(self._path)!r}", files.whole_lines(self._file.held)
+        what, whole = f"ledger_path={str(self._path)!r}", _files.whole_lines(self._file.held)
         if not whole:
             if self._model.exists():
                 raise ValueError(f"{self._model} has a model but {self._path} no ledger. Restore it, or give another.")
@@ -275,7 +274,7 @@ class Journal(Record):
                 )
             self.run, self.header = secrets.token_hex(8), _formats.describe(header)
             self._append({**_formats.stamp(VERSION), "run": self.run, "header": self.header})
-            files.sync(self._path.parent)
+            _files.sync(self._path.parent)
             return
         self.read(whole, what)
         _formats.refuse_others(

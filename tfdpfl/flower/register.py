@@ -16,11 +16,10 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tfdpfl import _formats
+from tfdpfl import _files, _formats
 from tfdpfl._types import JsonValue
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.errors import PrivacyError
-from tfdpfl.federated import files
 from tfdpfl.federated.privacy import RoundsRun, within
 from tfdpfl.flower.spent import Settings
 
@@ -77,7 +76,7 @@ class Register:
             with self._alone():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
                 if not version and not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                    files.refuse_lost(self._path, "register_path", path, "what clients spent in all runs")
+                    _files.refuse_lost(self._path, "register_path", path, "what clients spent in all runs")
                     for statement in _TABLES.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version={_VERSION}")
@@ -89,7 +88,7 @@ class Register:
                 "of a new file on a local disk."
             ) from error
         if new:
-            files.marker(self._path).touch()
+            _files.marker(self._path).touch()
         _formats.refuse_newer(f"register_path={str(path)!r}", {"version": version or None}, _VERSION)
         if mode != "wal":
             raise ValueError(
@@ -141,18 +140,7 @@ class Register:
         with self._alone():
             self._db.execute("INSERT OR IGNORE INTO runs VALUES (?, ?, ?, 0, 0)", (run, ledger, described))
             where, rounds = self._db.execute("SELECT ledger, rounds FROM runs WHERE run = ?", (run,)).fetchone()
-            if where != ledger and os.path.exists(where) and not os.path.samefile(where, ledger):
-                raise PrivacyError(
-                    f"ledger_path={ledger!r} is a copy of {where!r}. The rounds of both would count as the same rounds "
-                    "in register_path, so epsilon would lack some. Continue with the original, delete the original if "
-                    "it is not used any more, or begin another training with a new ledger_path."
-                )
-            if rounds > len(charged):
-                raise PrivacyError(
-                    f"ledger_path={ledger!r} has {len(charged)} charged rounds, but register_path knows of {rounds}. "
-                    "The rounds that this older copy lacks would be in no epsilon. Restore the newest ledger, or begin "
-                    "another training with a new ledger_path."
-                )
+            _refuse_copy(ledger, where, len(charged), rounds)
             self._db.execute(
                 "UPDATE runs SET ledger = ?, rounds = ?, evaluations = max(evaluations, ?) WHERE run = ?",
                 (ledger, len(charged), evaluations, run),
@@ -245,6 +233,29 @@ class Register:
                 total.merge(_ledger_of_client(Settings.of(json.loads(header)), count, rounds, evaluations))
             self._prices[key] = total.epsilon(delta, accountant)
         return self._prices[key]
+
+
+def _refuse_copy(ledger: str, where: str, charged: int, known: int) -> None:
+    """Refuses a ledger that is a copy of one that is still there, or older than the database.
+
+    Args:
+      ledger: its path.
+      where: the path by which the database knows the run.
+      charged: how many rounds it charged.
+      known: how many the database knows of.
+    """
+    if where != ledger and os.path.exists(where) and not os.path.samefile(where, ledger):
+        raise PrivacyError(
+            f"ledger_path={ledger!r} is a copy of {where!r}. The rounds of both would count as the same rounds in "
+            "register_path, so epsilon would lack some. Continue with the original, delete the original if it is not "
+            "used any more, or begin another training with a new ledger_path."
+        )
+    if known > charged:
+        raise PrivacyError(
+            f"ledger_path={ledger!r} has {charged} charged rounds, but register_path knows of {known}. The rounds that "
+            "this older copy lacks would be in no epsilon. Restore the newest ledger, or begin another training with a "
+            "new ledger_path."
+        )
 
 
 def _ledger_of_client(settings: Settings, count: int, rounds: int, evaluations: int) -> PrivacyLedger:

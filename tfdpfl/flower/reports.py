@@ -8,14 +8,13 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tfdpfl import _formats
+from tfdpfl import _files, _formats
 from tfdpfl._formats import NewerFormatError
 from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.errors import PrivacyError
-from tfdpfl.federated import files
 from tfdpfl.federated.privacy import UNITS, covered_by
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
 
@@ -92,8 +91,8 @@ class ClientLedger:
                 return over
             text = json.dumps(after.to_dict())
             if self._path is not None:
-                files.replace(self._path, lambda file: file.write(text.encode()))
-                files.marker(self._path).touch()
+                _files.replace(self._path, lambda file: file.write(text.encode()))
+                _files.marker(self._path).touch()
         self._context.state[self._key] = ConfigRecord({"ledger": text})
         self.ledger = after
         return None
@@ -104,7 +103,7 @@ class ClientLedger:
         if self._path is None:
             return in_context
         if not self._path.exists():
-            files.refuse_lost(self._path, "ledger_path", self._path, "what this client spent")
+            _files.refuse_lost(self._path, "ledger_path", self._path, "what this client spent")
             return in_context
         kept = self._parsed(self._path.read_text())
         if kept.steps < in_context.steps:  # the file is written first, so it cannot have less
@@ -135,7 +134,7 @@ class ClientLedger:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lock = self._path.with_name(self._path.name + ".lock")
         with open(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600), "w") as held:
-            files.lock(held, "ledger_path", self._path, wait=True)
+            _files.lock(held, "ledger_path", self._path, wait=True)
             yield
 
     def report(self, delta: float, **more: object) -> Json:

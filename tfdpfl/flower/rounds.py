@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Round:
 
     base: dict[str, np.ndarray]
     groups: dict[int, str]  # the clients that were asked, and the group that a reply of each must name
-    clients: dict[int, str] = dataclasses.field(default_factory=dict)  # the names of those that were asked
+    clients: dict[int, str]  # the names of those that were asked
     answered: set[int] = dataclasses.field(default_factory=set)  # also with an error, or with what cannot be summed
     seen: set[int] = dataclasses.field(default_factory=set)
 
@@ -43,12 +43,14 @@ class Round:
                 yield node, reply
 
 
-def open_round(base: dict[str, np.ndarray], messages: list[Message], server_round: int) -> Round:
+def open_round(
+    base: dict[str, np.ndarray], messages: list[Message], server_round: int, name_of: Callable[[int], str | None]
+) -> Round:
     """Marks messages, so that an answer to another round, or to one that was lost, is known."""
-    token, groups = secrets.token_hex(8), {}
+    token, groups = secrets.token_hex(8), dict[int, str]()
     for message in messages:
         node = message.metadata.dst_node_id
         if node in groups:
             raise PrivacyError(f"The strategy asks node {node} twice in a round, which would count it twice.")
         message.metadata.group_id = groups[node] = f"{server_round}-{token}"
-    return Round(base, groups)
+    return Round(base, groups, {node: name_of(node) or str(node) for node in groups})

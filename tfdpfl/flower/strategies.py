@@ -455,8 +455,7 @@ class DifferentialPrivacy(Strategy):
         try:
             allow = None if self._register is None else self._allow
             messages = self._cohorts.messages(messages, grid, self._journal.charged, self._journal.begun, allow)
-            opened = open_round(base, messages, server_round)
-            opened.clients = {node: self._cohorts.name_of(node) or str(node) for node in opened.groups}
+            opened = open_round(base, messages, server_round, self._cohorts.name_of)
             if self._register is not None:
                 only_asked = self._cohorts.draw.sampling_rate is None
                 self._register.settle(self._journal.run, self.rounds_charged, opened.clients.values(), only_asked)
@@ -650,7 +649,7 @@ class DifferentialPrivacy(Strategy):
         )
         messages = self._cohorts.of_strategy([*chosen])  # a client with two nodes would count twice
         if messages and not self._unprotected:
-            self._evaluated = open_round({}, messages, server_round)
+            self._evaluated = open_round({}, messages, server_round, self._cohorts.name_of)
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -666,8 +665,8 @@ class DifferentialPrivacy(Strategy):
         asked.add_noise(total, self._normals([total.shape])[0])
         try:
             if self._register is not None:
-                clients = [self._cohorts.name_of(node) or str(node) for node in opened.groups]
-                self._register.evaluated(self._journal.run, self._journal.evaluations + 1, clients)
+                evaluations = self._journal.evaluations + 1
+                self._register.evaluated(self._journal.run, evaluations, opened.clients.values())
             self._journal.charge_evaluation()
         except (OSError, sqlite3.Error) as error:
             log.error("The evaluation is not released: the ledger cannot be written (%s)", error)

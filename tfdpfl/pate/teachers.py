@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdpfl import _files
 from tfdpfl._types import Arrays, Callback, Loss, Model
 from tfdpfl.accounting import _checks
 from tfdpfl.pate import _examples
@@ -439,8 +440,8 @@ class TeacherEnsemble:
         }
         path, file = self.checkpoint_dir / "teachers.json", self.checkpoint_dir / "shards.npz"
         if not path.exists():
-            _write(file, lambda file: np.savez(file, *self.shards_))
-            _write(path, lambda file: file.write(json.dumps(manifest).encode()))
+            _files.replace(file, lambda file: np.savez(file, *self.shards_))
+            _files.replace(path, lambda file: file.write(json.dumps(manifest).encode()))
             return
         found = json.loads(path.read_text())
         different = [name for name in manifest if found.get(name) != manifest[name]]
@@ -460,7 +461,7 @@ class TeacherEnsemble:
     def _keep(self, teacher: int, weights: list[np.ndarray], log: dict[str, list[float]]) -> None:
         self._weights[teacher], self.history_[teacher] = weights, log
         if self.checkpoint_dir is not None and teacher not in self._models:
-            _write(self._file(teacher), lambda file: np.savez(file, *weights, log=json.dumps(log)))
+            _files.replace(self._file(teacher), lambda file: np.savez(file, *weights, log=json.dumps(log)))
         if self.verbose > 1:
             from tqdm import tqdm
 
@@ -586,11 +587,3 @@ def _digest(arrays: Sequence[np.ndarray]) -> str:
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _write(path: Path, write: Callable[[Arrays], Arrays]) -> None:
-    """Writes a file that is whole or not there."""
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        write(file)
-    os.replace(partial, path)

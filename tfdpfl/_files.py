@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,8 @@ def lock(file: IO, name: str, path: str | os.PathLike, wait: bool = False) -> No
     Raises:
       ValueError: another process holds the lock, or the file system has none.
     """
+    import fcntl  # of POSIX alone: elsewhere files can be replaced
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
