@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._types import Arrays, Layer, Loss, Model
+from tfdpfl._types import Arrays, Layer, Loss, Model, Optimizer
 from tfdpfl.pate._model_fingerprint import foreign, own
 
 __all__ = ["Stack", "why_not"]
@@ -48,17 +48,23 @@ def why_not(model: Model) -> str | None:
             return f"layer {layer.name!r}: {reason}"
     if getattr(model, "optimizer", None) is None or not model.loss:
         return "it is not compiled"
-    optimizer = model.optimizer
-    config = optimizer.get_config()
+    reason = _optimizer_obstacle(model.optimizer)
+    if reason:
+        return reason
+    return None if len(model.output_shape) == 2 else "its output is no vector"
+
+
+def _optimizer_obstacle(optimizer: Optimizer) -> str | None:
     if type(optimizer).__name__ not in _OPTIMIZERS or not own(optimizer):
         return f"optimizer {type(optimizer).__name__} may look beyond one number at a time"
+    config = optimizer.get_config()
     used = ("clipnorm", "global_clipnorm", "use_ema", "gradient_accumulation_steps", "loss_scale_factor")
     blocking = [name for name in used if config.get(name)]
     if blocking:
         return f"optimizer option {blocking[0]}"
     if any(value for name, value in vars(optimizer).items() if name.startswith("_exclude_from_weight_decay")):
         return "its optimizer spares some weights the decay"
-    return None if len(model.output_shape) == 2 else "its output is no vector"
+    return None
 
 
 def row_wise_loss(loss: Loss) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None:
@@ -120,8 +126,7 @@ class Stack:
         self._optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
         self._optimizer.build(self._trainable)
         self._optimizer_start = [np.array(v) for v in self._optimizer.variables]
-        self._epoch = tf.function(self._run_epoch, reduce_retracing=True)
-        self._evaluation = tf.function(self._run_evaluation, reduce_retracing=True)
+        self._pass = tf.function(self._run_pass, reduce_retracing=True)
         self._classify = tf.function(self._forward, reduce_retracing=True)
 
     def load(self, weights: list[list[np.ndarray]]) -> None:
@@ -143,40 +148,41 @@ class Stack:
             batch_size: As in `fit`; the last batch may be smaller.
             weight: Of each example in the loss, `[teachers, n]`; None for 1.
         """
-        sums = self._epoch(x, y, weight, tf.constant(order, tf.int32), tf.constant(batch_size, tf.int32))
-        return _means(sums, order.shape[1])
+        return self._means_of_pass(x, y, weight, order, batch_size, training=True)
 
     def evaluate(self, x: tf.Tensor, y: tf.Tensor, batch_size: int) -> dict[str, np.ndarray]:
         """Loss and accuracy of each model, `[teachers]` each, on data of its own, `[teachers, n, ...]`."""
-        return _means(self._evaluation(x, y, tf.constant(batch_size, tf.int32)), x.shape[1])
+        order = np.tile(np.arange(x.shape[1]), (self.teachers, 1))
+        return self._means_of_pass(x, y, None, order, batch_size, training=False)
 
-    def _run_epoch(
-        self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor | None, order: tf.Tensor, batch_size: tf.Tensor
-    ) -> tf.Tensor:
+    def _means_of_pass(
+        self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor | None, order: np.ndarray, batch_size: int, training: bool
+    ) -> dict[str, np.ndarray]:
+        sums = self._pass(x, y, weight, tf.constant(order, tf.int32), tf.constant(batch_size, tf.int32), training)
+        loss, hits = sums.numpy() / order.shape[1]
+        return {"loss": loss, "accuracy": hits}
+
+    def _run_pass(
+        self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor | None, order: tf.Tensor, batch_size: tf.Tensor,
+        training: bool,
+    ) -> tf.Tensor:  # fmt: skip
         examples, sums = tf.shape(order)[1], tf.zeros([2, self.teachers])
         for start in tf.range(0, examples, batch_size):
             rows = order[:, start : tf.minimum(start + batch_size, examples)]
             x_batch, y_batch, w_batch = (
                 None if each is None else tf.gather(each, rows, batch_dims=1) for each in (x, y, weight)
             )
-            sums += self._step(x_batch, y_batch, w_batch)
+            sums += self._step(x_batch, y_batch, w_batch, training)
         return sums
 
-    def _run_evaluation(self, x: tf.Tensor, y: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
-        examples, sums = tf.shape(x)[1], tf.zeros([2, self.teachers])
-        for start in tf.range(0, examples, batch_size):
-            y_batch = y[:, start : start + batch_size]
-            outputs = self._apply(x[:, start : start + batch_size], training=False)
-            sums += self._sums(y_batch, outputs, self._losses(y_batch, outputs, None))
-        return sums
-
-    def _step(self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
+    def _step(self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor | None, training: bool) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            outputs = self._apply(x, training=True)
+            outputs = self._apply(x, training)
             losses = self._losses(y, outputs, weight)
             total = tf.reduce_sum(losses)  # no model's gradient has a part of another's
-        gradients = tape.gradient(total, self._trainable)
-        self._optimizer.apply_gradients(zip(gradients, self._trainable, strict=True))
+        if training:
+            gradients = tape.gradient(total, self._trainable)
+            self._optimizer.apply_gradients(zip(gradients, self._trainable, strict=True))
         return self._sums(y, outputs, losses)
 
     def _losses(self, y: tf.Tensor, outputs: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
@@ -239,11 +245,6 @@ def _activated(layer: Layer, x: tf.Tensor) -> tf.Tensor:
 
 def _one_by_one(function: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
     return tf.stack([function(x[t]) for t in range(x.shape[0])])
-
-
-def _means(sums: tf.Tensor, examples: int) -> dict[str, np.ndarray]:
-    loss, hits = sums.numpy() / examples
-    return {"loss": loss, "accuracy": hits}
 
 
 def _plus(x: tf.Tensor, bias: list[tf.Variable]) -> tf.Tensor:

@@ -123,13 +123,7 @@ class TeacherEnsemble:
         first = self.model_fn()
         X = _examples.as_inputs(X, inputs_of(first))
         classes, columns = _examples.as_classes(y, _examples.size(X))
-        if callbacks is not None and not callable(callbacks):
-            raise ValueError(
-                "callbacks must be a function of a teacher's number that makes a new list: one list for all would "
-                f"carry data from one teacher to the next; got {callbacks!r}."
-            )
-        if callbacks is not None and self.checkpoint_dir is not None:
-            raise ValueError("callbacks change the training, and checkpoint_dir does not see how: leave one out.")
+        self._check_callbacks(callbacks)
         rng = np.random.default_rng(self.seed)
         examples = _examples.size(X)
         self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
@@ -137,11 +131,7 @@ class TeacherEnsemble:
         self._template = first = compiled(lambda: first, "model_fn", self._zero)
         self._outputs = _num_outputs(first, self._zero)
         self.num_classes_ = max(self._outputs, 2)
-        if classes.max() >= self.num_classes_ or (columns is not None and columns != self._outputs):
-            raise ValueError(
-                f"y has {f'the label {classes.max()}' if columns is None else f'{columns} columns'}, but the model has "
-                f"{self._outputs} outputs: give it {'more' if columns is None else 'as many'}."
-            )
+        self._check_classes(int(classes.max()), columns)
         labels = labels_for(first.loss, classes, self._outputs, columns is not None)
         self._callbacks = callbacks
         self._limit = _limit(first)
@@ -215,6 +205,24 @@ class TeacherEnsemble:
         return model
 
     # Training
+
+    def _check_callbacks(self, callbacks: object) -> None:
+        if callbacks is None:
+            return
+        if not callable(callbacks):
+            raise ValueError(
+                "callbacks must be a function of a teacher's number that makes a new list: one list for all would "
+                f"carry data from one teacher to the next; got {callbacks!r}."
+            )
+        if self.checkpoint_dir is not None:
+            raise ValueError("callbacks change the training, and checkpoint_dir does not see how: leave one out.")
+
+    def _check_classes(self, greatest: int, columns: int | None) -> None:
+        """Compares labels, of so many columns where they are one-hot, with the model's outputs."""
+        if columns is None and greatest >= self.num_classes_:
+            raise ValueError(f"y has the label {greatest}, but the model has {self._outputs} outputs: give it more.")
+        if columns is not None and columns != self._outputs:
+            raise ValueError(f"y has {columns} columns, but the model has {self._outputs} outputs: give it as many.")
 
     def _split(self, rng: np.random.Generator, examples: int) -> list[np.ndarray]:
         if examples < self.num_teachers:
