@@ -31,6 +31,7 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import Noise, Tree
 from tfdpfl.optimizers import _fit_hook, _replicas, _step_table
 from tfdpfl.optimizers._bias_corrected import AdamBC
+from tfdpfl.optimizers._fused_adam import FusedAdam, updates_as_adam
 from tfdpfl.optimizers._noises import noise_of
 from tfdpfl.optimizers._privatizer import NO_LOSS, GradientPrivatizer
 from tfdpfl.optimizers._settings import Settings
@@ -515,7 +516,8 @@ def _make(base: type, name: str) -> type[DPOptimizer]:
             f"{base.__module__}.{base.__name__} is not an optimizer that can be made private. Legacy optimizers "
             "(tf.keras.optimizers.legacy) and other libraries' cannot; use tf.keras.optimizers."
         )
-    made = type(name, (DPOptimizer, adapter, base), {
+    fused = (FusedAdam,) if updates_as_adam(base) else ()
+    made = type(name, (DPOptimizer, adapter, *fused, base), {
         "__doc__": _DOC.format(base=base.__name__, name=name),
         "__module__": __name__,
         "_dp_base": base,

@@ -13,6 +13,7 @@ from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.graph import function_graph
 from tfdpfl.clipping.step_checks import handles_of
+from tfdpfl.optimizers._fused_adam import forget_powers
 from tfdpfl.optimizers._privatizer import GradientPrivatizer
 
 __all__ = ["Keras2Adapter"]
@@ -97,6 +98,7 @@ class Keras2Adapter:
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        forget_powers()
         grads_and_vars = list(grads_and_vars)
         public = {id(h) for v in [*(v for _, v in grads_and_vars), *self._variables] for h in handles_of(v)}
         if not all(self._is_private(g, public) for g in _tensors(g for g, _ in grads_and_vars)):

@@ -13,6 +13,7 @@ from tfdpfl._frames import callers
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers._fused_adam import forget_powers
 
 __all__ = ["Keras3Adapter"]
 
@@ -75,6 +76,7 @@ class Keras3Adapter:
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads, trainable_variables=None):
+        forget_powers()
         (loss, handed), self._pending, self._handed = (self._pending, self._handed), None, None
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
