@@ -95,6 +95,51 @@ def test_the_report_of_a_plan_says_what_a_user_is_that_shares_examples(metrics):
     assert "so ε protects each owner" in made.report().statement()
 
 
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("sampling", ["shuffle", pytest.param("poisson", marks=pytest.mark.slow)])
+def test_a_plan_prices_an_owner_of_several_examples(sampling, shown):
+    metrics = tfdpfl.callbacks.PrivateMetrics(metrics=["accuracy"], noise_std=0.1) if shown else None
+    how = dict(sampling=sampling, target_epsilon=4.0, metrics=metrics)
+    one, made = plan(**how), plan(max_examples_per_user=3, **how)
+    assert made.noise_multiplier > 1.5 * one.noise_multiplier
+    assert 0.99 * 4.0 < made.epsilon <= 4.0 and made.report().max_examples_per_user == 3
+    length = {"num_epochs": 2} if sampling == "shuffle" else {"num_steps": 20}
+    priced = tfdpfl.compute_epsilon(
+        num_examples=N, batch_size=20, noise_multiplier=made.noise_multiplier, delta=DELTA, accountant="rdp",
+        sampling=sampling, max_examples_per_user=3, **length,
+    )  # fmt: skip
+    assert made.epsilon > priced if shown else made.epsilon == priced
+    assert "No user may have more than 3 examples" in made.statement()
+    assert made.callback.max_examples_per_user == 3
+
+
+@pytest.mark.slow
+def test_the_best_sampling_for_owners_is_one_that_has_a_price():
+    made = plan(sampling="best", noise_multiplier=9.0, target_epsilon=None, max_examples_per_user=3)
+    assert made.sampling == "poisson"
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": None, "num_epochs": 40}, {"num_epochs": None}])
+def test_a_plan_for_owners_finds_what_is_missing(changes):
+    made = plan(noise_multiplier=9.0, max_examples_per_user=3, **changes)
+    run = dict(num_examples=N, noise_multiplier=9.0, delta=DELTA, accountant="rdp", max_examples_per_user=3)
+    if "batch_size" in changes:
+        more = dict(batch_size=made.batch_size + 1, num_steps=40 * (N // (made.batch_size + 1)))
+    else:
+        more = dict(batch_size=20, num_steps=(made.epochs + 1) * 10)
+    assert made.epsilon <= 2.0 < tfdpfl.compute_epsilon(**run, **more)
+
+
+def test_what_owners_spent_before_is_priced_for_owners():
+    before = tfdpfl.PrivacyLedger().add(dp_accounting.GaussianDpEvent(9.0), adjacency="zero_out")
+    one, made = (plan(ledger=before, max_examples_per_user=k, sampling="shuffle") for k in (1, 3))
+    assert one.noise_multiplier < made.noise_multiplier and made.epsilon <= 2.0
+    with pytest.raises(PrivacyError, match="nothing is left"):
+        plan(ledger=before, max_examples_per_user=9, target_epsilon=before.epsilon(DELTA, "rdp", 9))
+    with pytest.raises(PrivacyError, match="LaplaceDpEvent"):
+        plan(ledger=tfdpfl.PrivacyLedger().add(dp_accounting.LaplaceDpEvent(1.0)), max_examples_per_user=3)
+
+
 @pytest.mark.slow
 def test_any_three_give_the_fourth():
     sigma = plan().noise_multiplier
@@ -131,6 +176,17 @@ def test_any_three_give_the_fourth():
         ({"num_epochs": None, "noise_multiplier": 1.5, "steps_per_epoch": 999}, "allows .* steps, and"),
         ({"batch_size": None, "noise_multiplier": 0.1}, "less than batches of one example cost"),
         ({"y": Y[1:]}, "same first dimension"),
+        ({"max_examples_per_user": 0}, "max_examples_per_user must be a whole number of at least 1, got 0"),
+        (
+            {"max_examples_per_user": 2, "user_ids": np.arange(N), "examples_per_user": 1},
+            "max_examples_per_user=2 is for examples that are clipped one by one",
+        ),
+        ({"max_examples_per_user": 2, "sampling": "random_allocation"}, "no known ε for max_examples_per_user=2"),
+        (
+            {"max_examples_per_user": 2, "sampling": "b_min_sep", "min_separation": 2},
+            "no known ε for max_examples_per_user=2",
+        ),
+        ({"max_examples_per_user": 2, "secure_noise": True}, "no ε is known for discrete noise"),
         ({"y": np.array(["a", "b", "c"])[Y]}, r"y holds words, .*classes.index\(label\) for label in y"),
     ],
 )

@@ -70,6 +70,7 @@ class PrivacyPlan:
         l2_norm_clip, sampling, accountant, secure_noise: as they were given.
         noise: the `Banded` noise of the optimizer, or None for fresh noise.
         metrics: the `PrivateMetrics` whose releases ε covers, too, or None.
+        max_examples_per_user: how many examples neighbours may differ in.
         ledger: the `PrivacyLedger` of what was spent before, which ε covers, too, or None.
         batches: the data set for `fit`.
     """
@@ -88,6 +89,7 @@ class PrivacyPlan:
     noise: Noise | None = None
     metrics: PrivateMetrics | None = None
     ledger: PrivacyLedger | None = None
+    max_examples_per_user: int = 1
     batches: Arrays = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
@@ -102,8 +104,9 @@ class PrivacyPlan:
         from tfdpfl.callbacks import PrivacyBudget
 
         budget = PrivacyBudget(
-            self.num_examples, self.delta, self.target_epsilon, accountant=self.accountant, ledger=self.ledger
-        )
+            self.num_examples, self.delta, self.target_epsilon, accountant=self.accountant, ledger=self.ledger,
+            max_examples_per_user=self.max_examples_per_user,
+        )  # fmt: skip
         setattr(budget, PLAN, self)
         return budget
 
@@ -174,23 +177,23 @@ class PrivacyPlan:
         notes = notes_of(self.batches)
         if self.noise is not None:
             steps = self.epochs * self.steps_per_epoch
-            banded = _banded_run(self.noise, self.noise_multiplier, steps, declared.sampling_rate, self.sampling)
-            banded = dataclasses.replace(banded, unit=declared.unit)
+            rate = declared.sampling_rate
+            banded = _banded_run(self.noise, self.noise_multiplier, steps, rate, self.sampling, declared.unit)
             made = _ledger(banded, self.num_examples, self.ledger, self.metrics, self.epochs)
-            return made.report(self.delta, self.accountant, notes)
+            return made.report(self.delta, self.accountant, notes, self.max_examples_per_user)
         counts_passes = SCHEMES[self.sampling].counts_passes
         run: Keywords = {
             "num_examples": self.num_examples, "batch_size": self.batch_size, "noise_multiplier": self.noise_multiplier,
             "num_steps": None if counts_passes else self.epochs * self.steps_per_epoch,
             "num_epochs": self.epochs * declared.num_selected if counts_passes else None,
             "sampling": self.sampling, "truncated_batch_size": declared.truncated_batch_size, "unit": declared.unit,
-            "secure_noise": self.secure_noise,
+            "secure_noise": self.secure_noise, "max_examples_per_user": self.max_examples_per_user,
         }  # fmt: skip
         if self.metrics is None and self.ledger is None:
             report = privacy_report(delta=self.delta, accountant=self.accountant, **run)
             return dataclasses.replace(report, notes=(*report.notes, *notes))
         made = _ledger(run, self.num_examples, self.ledger, self.metrics, self.epochs)
-        return made.report(self.delta, self.accountant, notes)
+        return made.report(self.delta, self.accountant, notes, self.max_examples_per_user)
 
     @property
     def epsilon(self) -> float:
@@ -250,6 +253,7 @@ def plan(
     secure_noise: bool = False,
     metrics: PrivateMetrics | Sequence[str] | None = None,
     ledger: PrivacyLedger | None = None,
+    max_examples_per_user: int = 1,
     **batches: Arrays,
 ) -> PrivacyPlan:
     """Plans a private training, so that noise, batches, optimizer and callback fit together.
@@ -287,6 +291,8 @@ def plan(
         ``callbacks=plan.callbacks`` to `fit`. The plan can find ``noise_multiplier`` or ``target_epsilon``.
       ledger: a `PrivacyLedger` of what was spent on the data before, such as that of `tfdpfl.preprocessing`, which the
         same ε includes. The plan can find ``noise_multiplier`` or ``target_epsilon``.
+      max_examples_per_user: how many examples neighbours may differ in, as in `compute_epsilon`: ε is that of a user or
+        owner who has no more of them in ``x``. `tfdpfl.data.select_examples` chooses such examples.
       **batches: other arguments of `tfdpfl.data.poisson_batches`, `random_allocation` or `shuffled_batches`.
 
     Raises:
@@ -306,6 +312,7 @@ def plan(
     run: Keywords = {
         "num_examples": num_examples, "delta": delta, "accountant": accountant,
         "truncated_batch_size": batches.get("truncated_batch_size"), "secure_noise": secure_noise,
+        "max_examples_per_user": max_examples_per_user, "unit": "example" if users is None else "user",
     }  # fmt: skip
     check_ledger(ledger)
     shown, clip = _checked_metrics(metrics), _checked_clip(l2_norm_clip)
@@ -340,6 +347,7 @@ def plan(
         noise=getattr(made, "noise", None),
         metrics=shown,
         ledger=ledger,
+        max_examples_per_user=max_examples_per_user,
         batches=drawn,
     )
 
@@ -428,12 +436,14 @@ def _ledger(
     return ledger
 
 
-def _banded_run(noise: Noise, noise_multiplier: float, steps: int, rate: float, sampling: str) -> CorrelatedRun:
+def _banded_run(
+    noise: Noise, noise_multiplier: float, steps: int, rate: float, sampling: str, unit: str
+) -> CorrelatedRun:
     from tfdpfl.accounting.correlated import CorrelatedRun
 
     return CorrelatedRun(
         noise=noise, noise_multiplier=noise_multiplier, num_steps=steps, min_separation=noise.min_separation,
-        sampling_rate=rate, sampling=sampling,
+        sampling_rate=rate, sampling=sampling, unit=unit,
     )  # fmt: skip
 
 
@@ -517,11 +527,12 @@ class _Numbers:
         """Returns the ε of a training by its noise, with all that ε covers beside it."""
         run["noise_multiplier"] = noise_multiplier
         ledger = _ledger(run, run["num_examples"], self.ledger, self.metrics, self.num_epochs)
-        return ledger.epsilon(delta, accountant)
+        return ledger.epsilon(delta, accountant, run["max_examples_per_user"])
 
     def _check_left(self, delta: float, accountant: str) -> None:
         """Raises if nothing is left of the target for the training."""
-        spent = 0.0 if self.ledger is None else self.ledger.epsilon(delta, accountant)
+        most = self.run["max_examples_per_user"]
+        spent = 0.0 if self.ledger is None else self.ledger.epsilon(delta, accountant, most)
         if spent >= self.target_epsilon:
             raise PrivacyError(
                 f"The ledger has spent ε = {spent:.4g} of target_epsilon={self.target_epsilon:g}: nothing is left for "
@@ -584,5 +595,6 @@ class _BandedNumbers(_Numbers):
     def _spent(self, noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
         population, sampling = run["num_examples"], run["sampling"]
         rate = SCHEMES[sampling].rate(self.batch_size, population, self.separation)
-        banded = _banded_run(self.noise, noise_multiplier, run["num_steps"], rate, sampling)
-        return _ledger(banded, population, self.ledger, self.metrics, 1).epsilon(delta, accountant)
+        banded = _banded_run(self.noise, noise_multiplier, run["num_steps"], rate, sampling, run["unit"])
+        ledger = _ledger(banded, population, self.ledger, self.metrics, 1)
+        return ledger.epsilon(delta, accountant, run["max_examples_per_user"])

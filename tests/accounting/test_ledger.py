@@ -180,3 +180,48 @@ def test_a_merge_between_two_steps_of_a_pass_loses_no_use():
     assert uses(PrivacyLedger().record(1.0, 5, **how).merge(half).record(1.0, 5, **how)) == 1 + 1
     assert uses(PrivacyLedger().merge(half).record(1.0, 1, **how)) == 1 + 1
     assert uses(PrivacyLedger().merge(half).record(2.0, 10, **how)) == 1 + 2  # it may lie in two passes
+
+
+_WITHOUT_GROUPS = ("fixed_size", "random_allocation")
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_what_ran_is_priced_for_a_user_of_several_examples(k):
+    """As `compute_epsilon` prices it, whether it was recorded or counted; unknown batches may hold all of them."""
+    poisson, shuffled = dict(num_steps=7, **DATA), dict(num_epochs=2, sampling="shuffle", **DATA)
+    for run in (poisson, shuffled):
+        want = compute_epsilon(noise_multiplier=3.0, delta=1e-5, max_examples_per_user=k, accountant="rdp", **run)
+        ledger = PrivacyLedger().record(3.0, **run)
+        assert ledger.epsilon(1e-5, "rdp", k) == want > 1.2 * ledger.epsilon(1e-5, "rdp")
+        report = ledger.report(1e-5, "rdp", max_examples_per_user=k)
+        assert (report.epsilon, report.max_examples_per_user) == (want, k)
+        assert f"No user may have more than {k} examples" in report.statement()
+    counted = PrivacyLedger().count("a", 3.0, 7, sampling="poisson", **DATA)
+    assert counted.epsilon(1e-5, "rdp", k) == PrivacyLedger().record(3.0, **poisson).epsilon(1e-5, "rdp", k)
+    unknown = PrivacyLedger().count("a", 3.0, 4)
+    assert unknown.epsilon(1e-5, "pld", k) == pytest.approx(gaussian_epsilon(3.0 / k / 2, 1e-5), rel=1e-3)
+    report = unknown.report(1e-5, max_examples_per_user=k)
+    assert report.max_examples_per_user == k and f"No user may have more than {k} examples" in report.statement()
+    released = PrivacyLedger().add(dp_accounting.GaussianDpEvent(3.0), 4).report(1e-5, max_examples_per_user=k)
+    assert released.epsilon == pytest.approx(gaussian_epsilon(3.0 / k / 2, 1e-5), rel=1e-3)
+    assert counted.report(1e-5, "rdp").max_examples_per_user == 1  # the ledger itself is as it was
+    assert PrivacyLedger().epsilon(1e-5, max_examples_per_user=k) == 0
+
+
+def test_what_has_no_price_for_several_examples_is_refused():
+    unpriced = "sampling='{}' .* has no known ε for max_examples_per_user=3"
+    for ledger, message in (
+        *((PrivacyLedger().record(3.0, sampling=how, **DATA), unpriced.format(how)) for how in _WITHOUT_GROUPS),
+        (PrivacyLedger().record(3.0, secure_noise=True, **DATA), "no ε is known for discrete noise"),
+        (PrivacyLedger().add(dp_accounting.LaplaceDpEvent(1.0)), r"a release .*\(LaplaceDpEvent\) has no known ε"),
+        (PrivacyLedger().record(3.0, unit="user", **DATA), "ε is that of a user: leave it out"),
+        (PrivacyLedger().record(3.0, max_examples_per_user=2, **DATA).record(3.0, **DATA), "users of up to 2 and 3"),
+    ):
+        for refused in (ledger.epsilon, ledger.report):
+            with pytest.raises(PrivacyError, match=message):
+                refused(1e-5, max_examples_per_user=3)
+    for wrong in (0, 1.5, "3"):
+        with pytest.raises(ValueError, match="max_examples_per_user must be a whole number of at least 1"):
+            PrivacyLedger().epsilon(1e-5, max_examples_per_user=wrong)
+    own = PrivacyLedger().record(3.0, max_examples_per_user=3, **DATA)
+    assert own.epsilon(1e-5, "rdp") == own.epsilon(1e-5, "rdp", 3) == own.epsilon(1e-5, "rdp", 2)

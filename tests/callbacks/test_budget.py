@@ -374,6 +374,57 @@ def test_no_noise_is_an_infinite_epsilon():
     assert model.fit(X, Y, callbacks=[PrivacyBudget(N, DELTA)], verbose=0).history["epsilon"] == [math.inf]
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
+@pytest.mark.parametrize("poisson", [True, False])
+def test_epsilon_target_and_report_are_those_of_an_owner_of_several_examples(poisson):
+    how = {"batch_size": 20, "noise_multiplier": 4.0, "max_examples_per_user": 3}
+    how |= {} if poisson else {"sampling": "shuffle"}
+    length = "num_steps" if poisson else "num_epochs"
+    model = compiled(4.0, expected_batch_size=20)
+    target = 1.0001 * price(**how, **{length: 30 if poisson else 3})
+    budget = PrivacyBudget(N, DELTA, target, max_examples_per_user=3)
+    data = {"x": poisson_batches((X, Y), expected_batch_size=20, steps=10)} if poisson else {"x": X, "y": Y}
+    log = model.fit(**data, epochs=9, batch_size=None if poisson else 20, callbacks=[budget], verbose=0)
+    want = [price(**how, **{length: k}) for k in ((10, 20, 30) if poisson else (1, 2, 3))]
+    assert log.history["epsilon"] == pytest.approx(want)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier\(..., sampling=.*, max_examples_per_user=3\) finds"):
+        model.fit(**data, batch_size=None if poisson else 20, callbacks=[budget], verbose=0)
+    report = budget.report()
+    assert report.epsilon == pytest.approx(want[-1]) and report.max_examples_per_user == 3
+    [promise] = budget.promises(DELTA)
+    assert promise.unit == "user of at most 3 examples" and promise.ledger is None
+    of_one = PrivacyBudget(N, DELTA, ledger=budget.ledger).report()
+    assert of_one.epsilon < want[-1] and of_one.max_examples_per_user == 1
+    together = tfdpfl.audit.report({"owners": budget, "examples": of_one}, delta=DELTA)
+    assert [total.unit for total in together.totals] == ["user of at most 3 examples", "example"]
+
+
+def test_a_sampling_without_a_price_for_owners_is_refused_before_a_step():
+    for batches in (
+        tfdpfl.data.random_allocation((X, Y), expected_batch_size=20),
+        poisson_batches((X, Y), expected_batch_size=20, steps=3, user_ids=np.arange(N) // 2, examples_per_user=2),
+    ):
+        users = {"rows_per_unit": 2} if tfdpfl.data.declared_sampling(batches).unit == "user" else {}
+        model = compiled(expected_batch_size=20, **users)
+        budget = PrivacyBudget(delta=DELTA, max_examples_per_user=3)
+        with pytest.raises(ValueError, match="max_examples_per_user=3"):
+            model.fit(batches, callbacks=[budget], verbose=0)
+        assert model.optimizer.num_dp_steps == 0
+    model = compiled(noise=tfdpfl.noise.Tree())
+    with pytest.raises(PrivacyError, match=r"correlated noise .* has no known ε for max_examples_per_user=3"):
+        model.fit(X, Y, callbacks=[PrivacyBudget(N, DELTA, max_examples_per_user=3)], verbose=0)
+    assert model.optimizer.num_dp_steps == 0
+
+
+def test_own_batches_of_an_owner_need_no_warning_of_owners():
+    for k in (1, 3):
+        budget = PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20, max_examples_per_user=k)
+        compiled().fit(own_batches([20] * 10), callbacks=[budget], verbose=0)
+        assert ("max_examples_per_user=k gives that of k rows" in budget.report().statement()) == (k == 1)
+        assert pickle.loads(pickle.dumps(budget)).max_examples_per_user == k
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -387,6 +438,7 @@ def test_no_noise_is_an_infinite_epsilon():
             for v in (0, -3, True, 20.5, "20", np.nan)
         ],
         ({"batch_size": N + 1}, f"batch_size={N + 1} is more than num_examples={N}"),
+        *[({"max_examples_per_user": v}, "max_examples_per_user must be a whole number") for v in (0, "3", 1.5)],
         *[({"num_examples": v}, f"num_examples must be a whole number .* got {v!r}") for v in ("200", 0, np.nan, 2.5)],
     ],
 )

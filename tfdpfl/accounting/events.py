@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 
 from tfdpfl._types import DpEvent, PrivacyLosses
+from tfdpfl.errors import PrivacyError
 
-__all__ = ["event_named", "event_type", "thresholded"]
+__all__ = ["event_named", "event_type", "gaussian_of_group", "thresholded"]
 
 _TYPES: dict[str, Callable[[], type[DpEvent]]] = {}
 
@@ -38,6 +39,32 @@ def event_named(name: str) -> type[DpEvent] | None:
     from dp_accounting import dp_event
 
     return getattr(dp_event, name, None) or _TYPES.get(name, lambda: None)()
+
+
+def gaussian_of_group(event: DpEvent, number: int) -> DpEvent:
+    """Returns an event of Gaussian noise, stated for one example, for neighbours that differ in so many examples.
+
+    What is μ-GDP for one is (number · μ)-GDP for so many (Dong, Roth & Su 2019, arXiv:1905.02383, theorem 2.14), and μ
+    of a Gaussian mechanism is 1/σ. No such theorem has the σ of another event in it.
+
+    Raises:
+        PrivacyError: Something else than Gaussian noise is in it.
+    """
+    from dp_accounting import dp_event
+
+    if isinstance(event, dp_event.NoOpDpEvent | dp_event.NonPrivateDpEvent):
+        return event
+    if isinstance(event, dp_event.GaussianDpEvent):
+        return dp_event.GaussianDpEvent(event.noise_multiplier / number)
+    if isinstance(event, dp_event.SelfComposedDpEvent):
+        return dp_event.SelfComposedDpEvent(gaussian_of_group(event.event, number), event.count)
+    if isinstance(event, dp_event.ComposedDpEvent):
+        return dp_event.ComposedDpEvent([gaussian_of_group(part, number) for part in event.events])
+    raise PrivacyError(
+        f"a release or a training with correlated noise ({type(event).__name__}) has no known ε for "
+        f"max_examples_per_user={number}: only plain Gaussian noise has one. Leave out what is released, use "
+        "fresh noise and Poisson batches for the training, or leave max_examples_per_user out"
+    )
 
 
 def _losses_above_threshold(event: DpEvent, interval: float) -> PrivacyLosses:

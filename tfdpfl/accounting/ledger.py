@@ -4,17 +4,17 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeGuard, TypeVar
 
 from tfdpfl import _formats
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import DpEvent, Json, JsonValue, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_arguments
-from tfdpfl.accounting.events import event_named
+from tfdpfl.accounting.events import event_named, gaussian_of_group
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.accounting.report import USERS_ARE_UNITS, PrivacyReport, report_of
+from tfdpfl.accounting.report import OF_SEVERAL_EXAMPLES, USERS_ARE_UNITS, PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, OLD_NAMES, SAVED_AS, UNITS, Run
 from tfdpfl.accounting.sampling import EVERY_BATCH
 from tfdpfl.errors import PrivacyError
@@ -36,6 +36,7 @@ class _Applied:
     adjacency: str
     unit: str | None = None
     name: str | None = None
+    max_examples_per_user: ClassVar[int] = 1
 
     @property
     def steps(self) -> int:
@@ -76,6 +77,10 @@ class _OfRun:
     @property
     def unit(self) -> str:
         return self.run.unit
+
+    @property
+    def max_examples_per_user(self) -> int:
+        return getattr(self.run, "max_examples_per_user", 1)
 
     def stated_for(self, adjacency: str) -> DpEvent | None:
         return self.run.stated_for(adjacency)
@@ -140,6 +145,33 @@ def _is_unknown(row: "_Row") -> TypeGuard[_Counted]:
 
 
 _Row = Run | _Applied | _Counted | _Correlated
+
+
+@dataclass(frozen=True)
+class _OfGroup:
+    """A row whose noise is Gaussian, for neighbours that differ in several examples."""
+
+    row: _Applied | _Correlated
+    max_examples_per_user: int
+
+    def stated_for(self, adjacency: str) -> DpEvent | None:
+        event = self.row.stated_for(adjacency)
+        return None if event is None else gaussian_of_group(event, self.max_examples_per_user)
+
+
+def _of_group(row: _Row, number: int) -> _Row | _OfGroup:
+    """Returns a row for neighbours that differ in so many examples, or as it is if it was recorded for several."""
+    if number == 1 or row.max_examples_per_user > 1:
+        return row
+    if isinstance(row, _Applied | _Correlated):
+        return _OfGroup(row, number)
+    if isinstance(row, Run):
+        return dataclasses.replace(row, max_examples_per_user=number)
+    run = row.run
+    if row.unknown:  # nothing but the noise is known of the batches: all of the group may be in each
+        run = dataclasses.replace(run, num_examples=number, batch_size=number)
+    return dataclasses.replace(row, run=dataclasses.replace(run, max_examples_per_user=number))
+
 
 # The fields of a saved `Run`, by the version of the format that has them. A field that is new is left out of the file
 # as long as it is at its default, so that older releases go on reading what they can read.
@@ -443,20 +475,33 @@ class PrivacyLedger:
     @property
     def dp_event(self) -> DpEvent:
         """All that ran, as one dp-accounting event for `adjacency`."""
+        return self._event(1)
+
+    def _event(self, max_examples_per_user: int) -> DpEvent:
         from dp_accounting import dp_event
 
-        adjacency = self.adjacency
-        users = sorted({getattr(row, "max_examples_per_user", 1) for row in self._rows})
+        adjacency, rows = self.adjacency, self._rows_for(max_examples_per_user)
+        events = [event for row in rows if (event := row.stated_for(adjacency)) is not None]
+        if not events:
+            return dp_event.NoOpDpEvent()
+        return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
+
+    def _rows_for(self, number: int) -> list[_Row | _OfGroup]:
+        """Returns the rows for neighbours that differ in so many examples, or in those that they were recorded for."""
+        _checks.whole("max_examples_per_user", number, 1, "count the examples of the user with the most")
+        if self.unit == "user" and number > 1:  # and refuses several
+            raise PrivacyError(
+                f"max_examples_per_user={number} is for steps that clip each example by itself, but this ledger's "
+                "steps clip all examples of a user together, so its ε is that of a user: leave it out"
+            )
+        rows = [_of_group(row, number) for row in self._rows]
+        users = sorted({row.max_examples_per_user for row in rows})
         if users[1:]:
             raise PrivacyError(
                 f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not "
                 "add up: record them with the same max_examples_per_user"
             )
-        _ = self.unit  # refuses several
-        events = [event for row in self._rows if (event := row.stated_for(adjacency)) is not None]
-        if not events:
-            return dp_event.NoOpDpEvent()
-        return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
+        return rows
 
     @property
     def unit(self) -> str | None:
@@ -503,30 +548,46 @@ class PrivacyLedger:
             "which do not add up: record them with the same adjacency"
         )
 
-    def epsilon(self, delta: float, accountant: str = "pld") -> float:
-        """Returns an upper bound on the ε of all that ran, at `delta`. Raises as `tfdpfl.accounting.price`
-        does.
-        """
-        return price(self.dp_event, delta, accountant, self.adjacency).epsilon
+    def epsilon(self, delta: float, accountant: str = "pld", max_examples_per_user: int = 1) -> float:
+        """Returns an upper bound on the ε of all that ran, at `delta`.
 
-    def report(self, delta: float, accountant: str = "pld", notes: Sequence[str] = ()) -> PrivacyReport:
-        """Returns the ε of all that ran, with all that it depends on; `notes` are sentences to put beside it."""
-        adjacency = self.adjacency
+        Args:
+            delta: δ.
+            accountant: "pld" or "rdp".
+            max_examples_per_user: How many examples neighbours may differ in: the ε of a user who has no more. What was
+                recorded for users stays as it was recorded.
+
+        Raises:
+            PrivacyError: as `tfdpfl.accounting.price`, or something ran that has no ε for such neighbours.
+        """
+        return price(self._event(max_examples_per_user), delta, accountant, self.adjacency).epsilon
+
+    def report(
+        self, delta: float, accountant: str = "pld", notes: Sequence[str] = (), max_examples_per_user: int = 1
+    ) -> PrivacyReport:
+        """Returns the ε of all that ran, with all that it depends on.
+
+        `notes` are sentences to put beside it. All else is as in `epsilon`.
+        """
+        adjacency, rows = self.adjacency, self._rows_for(max_examples_per_user)
+        most = rows[0].max_examples_per_user if rows else max_examples_per_user
         if self.user_rules:
             notes = [*notes, _USER_RULES.format(", ".join(sorted(self.user_rules)))]
         if self.seeded:
             notes = [*notes, _SEEDED.format(" and ".join(sorted(self.seeded)))]
         if self.unknown_steps:
             notes = [*notes, _ONCE]
-        recorded = [row for row in self._rows if isinstance(row, Run)]
-        counted = [row.run for row in self._rows if isinstance(row, _Counted) and not row.unknown]
+        recorded = [row for row in rows if isinstance(row, Run)]
+        counted = [row.run for row in rows if isinstance(row, _Counted) and not row.unknown]
         others = [row for row in self._rows if isinstance(row, _Applied | _Correlated) or _is_unknown(row)]
         runs = [dataclasses.replace(run, adjacency=adjacency) for run in [*recorded, *_added_up(counted)]]
         if not runs and self.unit == "user":
             notes = [*notes, USERS_ARE_UNITS]
-        texts = [row.text() for row in others]
-        report = report_of(runs, self.dp_event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
-        report = dataclasses.replace(report, unit=self.unit)
+        if not runs and most > 1:
+            notes = [*notes, OF_SEVERAL_EXAMPLES.format(k=most)]
+        texts, event = [row.text() for row in others], self._event(max_examples_per_user)
+        report = report_of(runs, event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
+        report = dataclasses.replace(report, unit=self.unit, max_examples_per_user=most)
         if not others:
             return report
         # What only some of the rows have is not the whole ledger's.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADJACENCY_TEXT",
     "GENERAL_NOTES",
+    "OF_SEVERAL_EXAMPLES",
     "USERS_ARE_UNITS",
     "PrivacyReport",
     "plain_words",
@@ -41,7 +42,7 @@ ADJACENCY_TEXT = {
     "one example",
     "replace_one": "data sets of the same size that differ in one example",
 }
-_USER = (
+OF_SEVERAL_EXAMPLES = (
     "No user may have more than {k} examples: this ε assumes that. Each of them is clipped by itself, and all may be "
     "in one batch."
 )
@@ -301,7 +302,7 @@ def _notes_on(runs: list[Run], paid: Price, delta: float, accountant: str) -> It
     if {run.unit for run in runs} == {"user"}:
         yield USERS_ARE_UNITS
     if runs and runs[0].max_examples_per_user > 1:
-        yield _USER.format(k=runs[0].max_examples_per_user)
+        yield OF_SEVERAL_EXAMPLES.format(k=runs[0].max_examples_per_user)
     too_large = delta_warning(delta, _only({run.num_examples for run in runs}))
     if too_large:
         yield too_large

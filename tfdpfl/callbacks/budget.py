@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import dataclasses
 import functools
 import math
 import warnings
@@ -57,7 +58,7 @@ _GENERATOR = (
 )
 _ROWS = (
     "One example is one row of the batches that fit was given. ε is larger for a person, or a record, with several "
-    "rows (overlapping windows, augmented copies, several visits): max_examples_per_user of compute_epsilon gives it."
+    "rows (overlapping windows, augmented copies, several visits): max_examples_per_user=k gives that of k rows."
 )
 _STREAM = (
     "The data are a stream (steps_per_epoch or repeat), in which the end of a pass is not visible. This ε assumes that "
@@ -159,9 +160,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         count once.
       dataset_name: a name for the data set. Steps on data sets with other names do not count. So use two names only
         for data sets that have no example, and no person, in common.
+      max_examples_per_user: how many examples neighbours may differ in, as in `compute_epsilon`: ε, the target and the
+        report then are those of a user or owner who has no more (`tfdpfl.data.select_examples`).
 
     Attributes:
       ledger: what ran so far, as a `PrivacyLedger`. Save its `to_dict()` next to the model. `report` returns its ε.
+        The ledger itself is of single examples: pass ``max_examples_per_user`` to its `epsilon` and `report`, too.
 
     Raises:
       PrivacyError: when training begins, if the optimizer is not private or the model holds another one. It is also
@@ -182,6 +186,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         accountant: str = "pld",
         ledger: PrivacyLedger | None = None,
         dataset_name: str | None = None,
+        max_examples_per_user: int = 1,
     ):
         super().__init__()
         if delta is None:
@@ -203,6 +208,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if dataset_name is not None and (not isinstance(dataset_name, str) or not dataset_name):
             raise ValueError(f"dataset_name={dataset_name!r} must be a name, or None.")
         self.dataset_name = dataset_name
+        self.max_examples_per_user = _checks.whole(
+            "max_examples_per_user", max_examples_per_user, 1, "count the examples of the user with the most"
+        )
         self._data_number = _step_table.number_of(dataset_name)
         self._given = PrivacyLedger() if ledger is None else ledger
         if len(self._given) and not len(self._given.of_dataset(self._dataset)):
@@ -235,6 +243,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         keywords = {
             "sampling": self.sampling, "batch_size": self.batch_size, "accountant": self.accountant,
             "ledger": self.ledger, "dataset_name": self.dataset_name,
+            "max_examples_per_user": self.max_examples_per_user,
         }  # fmt: skip
         return functools.partial(type(self), *settings, **keywords), ()
 
@@ -284,6 +293,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             self._limit = self._allowed()
             fit.share(self._limit)
             how = ", secure_noise=True" if fit.optimizer._dp.noise.discrete else ""
+            how += "" if self.max_examples_per_user == 1 else f", max_examples_per_user={self.max_examples_per_user}"
             search = f"tfdpfl.compute_noise_multiplier(..., sampling={fit.data['sampling']!r}{how})"
             if fit.optimizer.noise is not None:
                 search = "tfdpfl.noise.compute_correlated_noise_multiplier"
@@ -338,7 +348,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit.check_pass()
         remember_weights(fit.model)
         if logs is not None:
-            logs["epsilon"] = self.ledger.epsilon(self.delta, self.accountant)
+            logs["epsilon"] = self._priced(self.ledger)
             self._warn_of_missing_values(logs)
         self._check_announced()
         if self._is_full(fit.steps):
@@ -395,6 +405,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             if sentence not in self._spent.notes:
                 warnings.warn(sentence, stacklevel=4)
         self._spent.notes |= dict.fromkeys([*odd, *_conditions(fit, call)])
+        if self.max_examples_per_user > 1:
+            self._spent.notes.pop(_ROWS, None)
 
     # -- prices ----------------------------------------------------------------------------------------------
 
@@ -404,7 +416,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
-        return [self.report().promise("training", self.ledger)]
+        promise = self.report().promise("training", self.ledger)
+        if self.max_examples_per_user > 1:  # a report merges ledgers, and prices what it merged for single examples
+            promise = dataclasses.replace(promise, ledger=None)
+        return [promise]
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -472,7 +487,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             *dict.fromkeys(_DRAWS if dp.seed is None else _KNOWN_DRAWS for dp in self._seen() if dp.draws_by_example),
             _START,
         ]
-        return self.ledger.report(self.delta if delta is None else delta, self.accountant, notes)
+        asked = self.delta if delta is None else delta
+        return self.ledger.report(asked, self.accountant, notes, self.max_examples_per_user)
+
+    def _priced(self, ledger: PrivacyLedger) -> float:
+        return ledger.epsilon(self.delta, self.accountant, self.max_examples_per_user)
 
     @explain_wait("searching for the last step that target_epsilon allows; each try computes one epsilon")
     def _allowed(self) -> int | None:
@@ -504,10 +523,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             return ledger
 
         def priced(number: int) -> float:
-            return with_more(number).epsilon(self.delta, self.accountant)
+            return self._priced(with_more(number))
 
         if self.target_epsilon is None:
-            if len(past):
+            if len(past) or self.max_examples_per_user > 1:
                 priced(1)  # what cannot be added up is refused now
             with_more(1)  # and what has no price by itself
             return None
@@ -518,7 +537,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         try:
             most = compute_num_steps(
                 target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
-                accountant=self.accountant, **options_of(discrete), **fit.data,
+                accountant=self.accountant, max_examples_per_user=self.max_examples_per_user, **options_of(discrete),
+                **fit.data,
             )  # fmt: skip
         except PrivacyError:
             raise
@@ -545,7 +565,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             ledger.merge(dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches, fit.clips))
             for other in self._others():
                 other.add_to(ledger)
-            return ledger.of_dataset(self._dataset).epsilon(self.delta, self.accountant)
+            return self._priced(ledger.of_dataset(self._dataset))
 
         if self.target_epsilon is None:
             priced(1)  # what has no price is refused now
@@ -574,7 +594,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         past = self.ledger
         if not past.steps:
             return ""
-        epsilon = past.epsilon(self.delta, self.accountant)
+        epsilon = self._priced(past)
         return f": {past.steps} steps that this PrivacyBudget counts have cost {epsilon:.5g}"
 
     def _is_full(self, steps: int, steps_of_epoch: int | None = None) -> bool:

@@ -169,10 +169,8 @@ def select_examples(owners: Iterable[Arrays], max_examples_per_owner: int) -> np
     is then sampled and clipped by itself, and ε of an owner is that of a group of examples:
 
         kept = tfdpfl.data.select_examples(owners, max_examples_per_owner=3)
-        sigma = tfdpfl.compute_noise_multiplier(
-            target_epsilon=4.0, delta=1e-5, num_examples=len(kept), batch_size=64, num_epochs=3,
-            max_examples_per_user=3)
-        batches = tfdpfl.data.poisson_batches((x[kept], y[kept]), expected_batch_size=64, steps=len(kept) // 64)
+        plan = tfdpfl.plan(
+            x[kept], y[kept], target_epsilon=4.0, delta=1e-5, batch_size=64, num_epochs=3, max_examples_per_user=3)
 
     Examples are chosen greedily, those of the fewest owners first and then by their order. One is left out if an owner
     of it has the most already (Ganesh et al. 2025, "It's My Data Too", arXiv:2503.03622, with another order).
@@ -190,8 +188,8 @@ def select_examples(owners: Iterable[Arrays], max_examples_per_owner: int) -> np
     Guarantee:
         Neighbours differ in the contents of all examples of one owner, which are blanked. Which owners an example has
         is public, so the same examples are chosen. At most ``max_examples_per_owner`` of them differ, each of which
-        moves the clipped sum by C where it is sampled. `compute_epsilon` has the price with ``max_examples_per_user``;
-        what `PrivacyBudget` reports protects one example alone.
+        moves the clipped sum by C where it is sampled. With ``max_examples_per_user`` `plan`, `PrivacyBudget` and
+        `compute_epsilon` have the ε of an owner; without it theirs protects one example alone.
 
     Example:
         >>> tfdpfl.data.select_examples([["ann", "bob"], ["bob"], ["ann", "cem"], ["bob", "cem"]], 2).tolist()
