@@ -2,6 +2,7 @@
 
     python flower_csv.py                  # makes 20 files of synthetic patients
     python flower_csv.py --folder my-data # one file for each hospital, with the columns below
+    python flower_csv.py --folder my-data --model model.keras # keeps the trained model, and its privacy next to it
     python flower_csv.py --make-app app   # for `flwr run app`: each node reads the file that its own config names
 
 Each hospital trains with DP-SGD on its own patients. It computes its own noise from the number of its patients, so that
@@ -11,6 +12,7 @@ small hospitals take part in all rounds, too, and no hospital passes the target.
 from __future__ import annotations
 
 import argparse
+import collections
 import csv
 import math
 import os
@@ -34,6 +36,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 import tfdpfl
+from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.flower import client_reports, example_dp
 from tfdpfl.flower.reports import as_template
 
@@ -69,6 +72,8 @@ clientapp = "flower_csv:client"
 [tool.flwr.app.config]
 num-hospitals = 3
 num-rounds = 3
+wait-seconds = 600
+model = ""
 """
 
 
@@ -76,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="a folder with one CSV file for each hospital")
     parser.add_argument("--ledgers", type=Path, help="a folder that keeps what each hospital has spent")
+    parser.add_argument("--model", type=Path, help="a .keras file for the trained model; its privacy stands next to it")
     parser.add_argument("--make-app", type=Path, help="write a Flower app into this new folder, and train nothing")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two hospitals and one round")
@@ -89,14 +95,15 @@ def main() -> None:
         if len(files) < 2:
             raise SystemExit(f"--folder {folder} has {len(files)} CSV files. Give a folder with one for each hospital.")
         try:
+            check_model(arguments.model)
             for path in files:
                 read(path)  # so that what is wrong in a file is said before anything is spent
         except ValueError as error:
             raise SystemExit(str(error)) from None
-        simulate(files, arguments.ledgers, rounds)
+        simulate(files, arguments.ledgers, rounds, arguments.model)
 
 
-def simulate(files: list[Path], ledgers: Path | None, rounds: int) -> None:
+def simulate(files: list[Path], ledgers: Path | None, rounds: int, model: Path | None) -> None:
     """Trains on all files in this process, and prints the table."""
     from flwr.simulation import run_simulation
 
@@ -108,7 +115,7 @@ def simulate(files: list[Path], ledgers: Path | None, rounds: int) -> None:
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(grid, rounds, len(files), [path.stem for path in files])
+        serve(grid, rounds, len(files), model, names=[path.stem for path in files])
 
     run_simulation(server, client_of(own_files), num_supernodes=len(files))
 
@@ -204,27 +211,95 @@ def client_of(own_files: Callable[[Context], tuple[Path, Path | None]]) -> Clien
 
 
 class Averaging(FedAvg):
-    """FedAvg that keeps what each hospital says of its patients' privacy, by its name."""
+    """FedAvg that keeps the model, and what each hospital says of its patients' privacy."""
 
-    def __init__(self, hospitals: int):
+    def __init__(self, hospitals: int, wait_seconds: float = 600):
         super().__init__(fraction_evaluate=0.0, min_train_nodes=hospitals, min_available_nodes=hospitals)
-        self.reports: dict[str, dict] = {}
+        self.wait_seconds = wait_seconds
+        self.by_node: dict[int, dict] = {}
+        self.names: dict[int, str] = {}
+        self.trained: ArrayRecord | None = None
+
+    @property
+    def reports(self) -> dict[str, dict]:
+        """What each hospital says, by the name of its file, and by its node, too, if two files have one name."""
+        files = collections.Counter(self.names[node] for node in self.by_node)
+        return {
+            self.names[node] if files[self.names[node]] == 1 else f"{self.names[node]} ({node})": report
+            for node, report in self.by_node.items()
+        }
+
+    def configure_train(self, server_round, arrays, config, grid):
+        wait_for_all(grid, self.min_available_nodes, self.wait_seconds)
+        return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round, replies):
         replies = list(replies)
-        named = {reply.metadata.src_node_id: reply.content["hospital"]["name"]
-                 for reply in replies if not reply.has_error()}  # fmt: skip
-        self.reports |= {named[node]: report for node, report in client_reports(replies).items()}
-        return super().aggregate_train(server_round, replies)
+        self.names |= {reply.metadata.src_node_id: reply.content["hospital"]["name"]
+                       for reply in replies if not reply.has_error()}  # fmt: skip
+        self.by_node |= client_reports(replies)
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.trained = arrays or self.trained
+        return arrays, metrics
 
 
-def serve(grid: Grid, rounds: int, hospitals: int, names: list[str] | None = None) -> None:
-    """Trains, and prints the table: of ``names``, or of all that trained."""
-    strategy = Averaging(hospitals)
+def wait_for_all(grid: Grid, hospitals: int, seconds: float) -> None:
+    """Waits until all hospitals are connected. Flower would wait without a limit."""
+    until, said = time.monotonic() + seconds, -1
+    while (connected := len({*grid.get_node_ids()})) < hospitals:
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"{hospitals - connected} of {hospitals} hospitals are not connected after {seconds:g} s. "
+                "`flwr supernode list` shows whose key is online. Start the other nodes, and look at their logs; or "
+                f'train without them: --run-config "num-hospitals={connected}". A longer wait is "wait-seconds=3600".'
+            )
+        if connected != said:
+            print(f"Waiting for {hospitals - connected} of {hospitals} hospitals, {seconds:g} s at most.", flush=True)
+            said = connected
+        time.sleep(0.5)
+
+
+def serve(
+    grid: Grid, rounds: int, hospitals: int, model: Path | None = None, wait_seconds: float = 600,
+    names: list[str] | None = None,
+) -> None:  # fmt: skip
+    """Trains, prints the table (of ``names``, or of all that trained), and saves the model.
+
+    If a hospital is gone after a round, what was trained until then is saved, too.
+    """
+    strategy = Averaging(hospitals, wait_seconds)
     sent = ConfigRecord({"num-rounds": rounds})  # from which each hospital computes its noise
-    strategy.start(grid, ArrayRecord(make_net().get_weights()), num_rounds=rounds, train_config=sent)
-    names = sorted(strategy.reports) if names is None else names
-    print(table(names, strategy.reports, hospitals), flush=True)
+    try:
+        strategy.start(grid, ArrayRecord(make_net().get_weights()), num_rounds=rounds, train_config=sent)
+    finally:
+        names = sorted(strategy.reports) if names is None else names
+        print(table(names, strategy.reports, hospitals), flush=True)
+        if strategy.trained is None:
+            pass
+        elif model is None:
+            print("The model is not saved: name a file for it by --model, or as model in --run-config.", flush=True)
+        else:
+            save(model, strategy.trained, strategy.reports)
+
+
+def check_model(path: Path | None) -> None:
+    """Raises where the model could not be saved after the training."""
+    if path is not None and (path.suffix != ".keras" or not os.access(path.resolve().parent, os.W_OK)):
+        raise ValueError(
+            f"The model cannot be saved as {path}. Give a name that ends in .keras, in a folder that is there."
+        )
+
+
+def save(path: Path, trained: ArrayRecord, reports: dict[str, dict]) -> None:
+    """Saves the model that all hospitals have trained, and next to it what it reveals of the patients of each."""
+    net = make_net()
+    net.set_weights(trained.to_numpy_ndarrays())
+    net.save(path)
+    ledgers = {name: PrivacyLedger.from_dict(reports[name]["ledger"]) for name in sorted(reports)}
+    page = tfdpfl.audit.report(ledgers, delta=DELTA, title=path.name, data={name: name for name in ledgers})
+    statement = path.with_suffix(".privacy.txt")
+    statement.write_text(f"{page}\n", "utf-8")
+    print(f"The model is in {path.resolve()}, and its privacy in {statement.name} next to it.", flush=True)
 
 
 def table(names: list[str], reports: dict[str, dict], hospitals: int) -> str:
@@ -267,7 +342,10 @@ server = ServerApp()
 
 @server.main()
 def serve_app(grid: Grid, context: Context) -> None:
-    serve(grid, int(context.run_config["num-rounds"]), int(context.run_config["num-hospitals"]))
+    config = context.run_config
+    model = Path(str(config["model"])) if config["model"] else None
+    check_model(model)
+    serve(grid, int(config["num-rounds"]), int(config["num-hospitals"]), model, float(config["wait-seconds"]))
     time.sleep(1)  # so that the table is in the log before the run ends
 
 

@@ -35,7 +35,7 @@ HOSPITALS = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which all is ended")
-    parser.add_argument("--keep", type=Path, help="a folder for logs and ledgers, to look at afterwards")
+    parser.add_argument("--keep", type=Path, help="a folder for logs, ledgers and the model, to look at afterwards")
     parser.add_argument("--app", type=Path, default=HERE, help="a folder for `flwr run`")
     parser.add_argument("--data", type=Path, help="a folder of CSV files, each of which a node of its own reads")
     arguments = parser.parse_args()
@@ -43,10 +43,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="flower-hospitals-") as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        nodes, options = [f"partition-id={number}" for number in range(HOSPITALS)], []
+        nodes, config = [f"partition-id={number}" for number in range(HOSPITALS)], []
         if arguments.data:
             nodes = [f'csv="{path}"' for path in sorted(arguments.data.resolve().glob("*.csv"))]
-            options = ["--run-config", f"num-hospitals={len(nodes)}"]
+            config.append(f"num-hospitals={len(nodes)}")
+        if arguments.keep and "\nmodel = " in (arguments.app / "pyproject.toml").read_text():
+            config.append(f'model="{folder.resolve() / "model.keras"}"')
+        options = ["--run-config", " ".join(config)] if config else []
         certificates(folder, len(nodes))
         with Cluster(folder) as cluster:
             return cluster.run(arguments.app, nodes, options, time.monotonic() + arguments.timeout)

@@ -198,6 +198,8 @@ def test_what_ran_is_priced_for_a_user_of_several_examples(k):
         assert f"No user may have more than {k} examples" in report.statement()
     counted = PrivacyLedger().count("a", 3.0, 7, sampling="poisson", **DATA)
     assert counted.epsilon(1e-5, "rdp", k) == PrivacyLedger().record(3.0, **poisson).epsilon(1e-5, "rdp", k)
+    of_users = counted.report(1e-5, "rdp", max_examples_per_user=k)
+    assert of_users.max_examples_per_user == k and f"more than {k} examples" in of_users.statement()
     unknown = PrivacyLedger().count("a", 3.0, 4)
     assert unknown.epsilon(1e-5, "pld", k) == pytest.approx(gaussian_epsilon(3.0 / k / 2, 1e-5), rel=1e-3)
     report = unknown.report(1e-5, max_examples_per_user=k)

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 pytest.importorskip("flwr")
 from flower_fakes import FakeGrid
+from flwr.app import Context, RecordDict
 
 import tfdpfl
 
@@ -74,7 +76,8 @@ def test_flwr_run_simulates_three_hospitals_and_prints_their_table(tmp_path):
             assert superlink.poll() is None
             time.sleep(0.2)
         done = subprocess.run(
-            [bin_of_python / "flwr", "run", tmp_path / "app", "--stream", "--federation-config", "num-supernodes=3"],
+            [bin_of_python / "flwr", "run", tmp_path / "app", "--stream", "--federation-config", "num-supernodes=3",
+             "--run-config", f'model="{tmp_path / "model.keras"}"'],
             cwd=elsewhere, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     finally:
@@ -92,13 +95,26 @@ def test_flwr_run_simulates_three_hospitals_and_prints_their_table(tmp_path):
         assert spent + left == pytest.approx(4.0, abs=0.002) and 1.5 < spent < 4
         assert accuracy > 75 and 0.4 < auc < 0.6
     assert "3 of 3 hospitals answered" in done.stdout
+    assert tf.keras.models.load_model(tmp_path / "model.keras").input_shape == (None, 4)
+    statement = (tmp_path / "model.privacy.txt").read_text("utf-8")
+    assert len(re.findall(r"Hospital|Infirmary", statement)) > 3 and statement.count("60 steps") == 3
     assert not [*elsewhere.iterdir()]
 
 
-def test_the_app_says_which_hospitals_it_waits_for(monkeypatch):
+def test_the_app_says_which_hospitals_it_waits_for(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(APP))
     from hospitals.server import wait_for_all
 
     with pytest.raises(RuntimeError, match=r"2 of 3 .*num-supernodes=3"):
         wait_for_all(FakeGrid(2, None), seconds=0)
     wait_for_all(FakeGrid(3, None), seconds=0)
+    assert capsys.readouterr().out in ("", "Waiting: 2 of 3 hospitals are connected.\n")
+
+
+def test_a_model_that_could_not_be_saved_is_refused_before_the_training(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(APP))
+    from hospitals.server import app
+
+    for path in tmp_path / "model.h5", tmp_path / "absent" / "model.keras":
+        with pytest.raises(ValueError, match=r"must be a file that ends in \.keras, in a folder that is there"):
+            app(FakeGrid(3, None), Context(1, 0, {}, RecordDict(), {"model": str(path)}))
