@@ -90,6 +90,18 @@ def quiet(monkeypatch):
     monkeypatch.setattr(local.Normals, "__call__", lambda self, shapes: [np.zeros(shape) for shape in shapes])
 
 
+@pytest.fixture
+def logged():
+    """What the guard writes to the log of the node."""
+    logger, lines = logging.getLogger("flwr"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {handler.format(record)}")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+
+
 def test_each_number_that_leaves_has_noise(tmp_path, monkeypatch):
     monkeypatch.undo()
     node = Node(policy(tmp_path))
@@ -176,13 +188,45 @@ def test_an_answer_leaves_at_its_time_whether_the_app_is_done_or_not(tmp_path):
     assert np.allclose(flat(answer.content["arrays"]), [0.9] * 6 + [-0.1] * 4, atol=1e-6)
 
 
-def test_an_answer_to_what_nobody_asked_sends_nothing(tmp_path):
+def test_the_log_of_the_node_states_what_left_and_why_something_did_not(tmp_path, logged):
+    node = Node(policy(tmp_path))
+    message = node.ask()
+    node.answer(message, trained(message, 9.0))
+    assert logged == ["INFO Sent an answer of this node's guard"]
+    logged.clear()
+    node.answer(message := node.ask("query"), trained(message, 0.0))
+    why = "a message of type 'query' is not for training"
+    assert logged[0] == f"WARNING The server gets no update to message {message.metadata.message_id}: {why}"
+    logged.clear()
+    message = node.ask()
+    with node.connect() as (_, receive, send, _, _, _, push, _):
+        receive()  # and the app answers before the node has pulled the objects of the question
+        supernode._insert_message(trained(message, 9.0), node.state, node.store)
+        node.guard.push(node.state, node.store, send, push)
+    why = "the question had not come whole when it was answered"
+    assert logged[0] == f"WARNING The server gets no update to message {message.metadata.message_id}: {why}"
+    logged.clear()
+
+    def cut(*_):
+        raise ConnectionError("the line is cut")
+
+    message = node.ask()
+    with node.connect() as (_, receive, _, _, _, pull, push, _):
+        for part in inflatable_object.iterate_object_tree(receive()[1]):
+            pull(message.metadata.run_id, part.object_id)
+        supernode._insert_message(trained(message, 9.0), node.state, node.store)
+        node.guard.push(node.state, node.store, cut, push)
+    assert logged == [f"ERROR Failed to send the answer to message {message.metadata.message_id}: the line is cut"]
+
+
+def test_an_answer_to_what_nobody_asked_sends_nothing(tmp_path, logged):
     node = Node(policy(tmp_path))
     message, other = node.ask(), node.ask()
     node.waiting.pop()
     with pytest.raises(IndexError):
         node.answer(message, trained(other, 9.0))  # looks for the last answer, and there is none
     assert not node.sent and not node.arrived and not (tmp_path / "ledger.json").exists()
+    assert logged == ["WARNING The app answers what nobody asked, or too late: ignored"]
 
 
 def test_what_the_guard_did_not_make_is_not_sent(tmp_path):
@@ -216,7 +260,7 @@ def test_a_flower_that_works_in_another_way_is_refused(tmp_path):
         install(policy(tmp_path), Other)
 
 
-def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, monkeypatch, capsys):
+def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, monkeypatch, capsys, logged):
     monkeypatch.setattr(supernode, "_init_connection", supernode._init_connection)
     monkeypatch.setattr(supernode, "_push_messages", supernode._push_messages)
     path, started = tmp_path / "policy.toml", []
@@ -235,6 +279,9 @@ def test_a_node_starts_only_with_a_policy_and_an_app_of_another_user(tmp_path, m
     assert "python -m tfdpfl.flower.guard policy.toml --isolation process" in capsys.readouterr().out
     main([str(path), "--isolation", "process"], lambda: started.append(2))
     assert started == [2] and supernode._push_messages.__func__ is Guard.push
+    assert (
+        logged == [f"INFO {path} protects each update: {_price(Policy.read(path))}"] and "in all keep to" in logged[0]
+    )
 
 
 @pytest.mark.parametrize("target", [1.9, 8.0])
@@ -246,7 +293,7 @@ def test_the_log_counts_the_answers_that_a_policy_allows(tmp_path, target):
     assert said in _price(policy(tmp_path, noise_multiplier=4.0, target_epsilon=target))
 
 
-def test_a_node_that_lost_its_connection_ends_although_a_thread_of_flowers_runs(tmp_path, monkeypatch):
+def test_a_node_that_lost_its_connection_ends_although_a_thread_of_flowers_runs(tmp_path, monkeypatch, logged):
     def lose():
         raise ConnectionError("EOF occurred in violation of protocol")
 
@@ -256,3 +303,6 @@ def test_a_node_that_lost_its_connection_ends_although_a_thread_of_flowers_runs(
     monkeypatch.setattr("os._exit", codes.append)
     main([str(path)], lose)
     assert codes == [1]
+    open_, ended = logged
+    assert open_ == f"WARNING protect = false in {path}: EVERYTHING the app sends leaves this node as it is"
+    assert ended.startswith("ERROR The SuperNode has ended") and "EOF occurred in violation of protocol" in ended
