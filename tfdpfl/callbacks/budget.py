@@ -208,7 +208,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if dataset_name is not None and (not isinstance(dataset_name, str) or not dataset_name):
             raise ValueError(f"dataset_name={dataset_name!r} must be a name, or None.")
         self.dataset_name = dataset_name
-        self.max_examples_per_user = _checks.whole(
+        self.max_examples_per_user = whole(
             "max_examples_per_user", max_examples_per_user, 1, "count the examples of the user with the most"
         )
         self._data_number = _step_table.number_of(dataset_name)
