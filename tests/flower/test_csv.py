@@ -106,7 +106,7 @@ def test_two_files_of_one_name_have_a_row_each_and_the_model_is_kept_with_its_pr
         path.write_text("age,pressure,exercise,ill\n" + "70,155,2,1\n40,115,8,0\n" * (patients // 2))
     nodes, model = nodes_of(files, tmp_path), tmp_path / "kept.keras"
     strategies = []
-    monkeypatch.setattr(program.Averaging, "summary", strategies.append)
+    monkeypatch.setattr(program.Averaging, "summary", lambda self: strategies.append(self))
     program.serve(FakeGrid(3, lambda message, number: program.client(message, nodes[number])), 1, 3, model)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.rsplit(maxsplit=3)[0] for line in lines if " 4.0" in line or " 3.9" in line]

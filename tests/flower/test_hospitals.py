@@ -97,7 +97,7 @@ def test_flwr_run_simulates_three_hospitals_and_prints_their_table(tmp_path):
     assert "3 of 3 hospitals answered" in done.stdout
     assert tf.keras.models.load_model(tmp_path / "model.keras").input_shape == (None, 4)
     statement = (tmp_path / "model.privacy.txt").read_text("utf-8")
-    assert len(re.findall(r"Hospital|Infirmary", statement)) > 3 and statement.count("60 steps") == 3
+    assert len(re.findall(r"Hospital|Infirmary", statement)) == 9 and statement.count(" 20 steps") == 9
     assert not [*elsewhere.iterdir()]
 
 
