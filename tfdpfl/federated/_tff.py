@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdpfl._types import Arrays, Computation, Dataset, Keywords, Model, Nest, Optimizer, State
+from tfdpfl._types import Arrays, Computation, Dataset, Keywords, Model, Nest, Optimizer
 
 VERSION = "0.87"
 # The extra brings what TFF needs, without TFF: a resolver refuses TFF itself, which asks for a jaxlib of no index.
@@ -249,14 +249,14 @@ def compose(
     )
 
 
-def client_work_of(model_fn: Computation, train: Callable[[Model, State, Dataset], State]) -> Computation:
+def client_work_of(model_fn: Computation, train: Callable[[Model, list, Dataset], None]) -> Computation:
     """Work at clients that keeps no state and measures nothing.
 
     Args:
       model_fn: makes a `tff.learning.models.VariableModel`.
-      train: called in a graph with a fresh model whose variables hold the server's weights, those weights
-        (`tff.learning.models.ModelWeights`) and the client's `tf.data.Dataset`; trains the model's variables. The
-        client sends how far they moved, or zeros where that is not finite.
+      train: called in a graph with a fresh model whose variables hold the server's weights, the variables that it
+        trains, and the client's `tf.data.Dataset`. The client sends how far they moved, or zeros where that is not
+        finite.
     """
     with tf.Graph().as_default():
         model = model_fn()
@@ -272,7 +272,7 @@ def client_work_of(model_fn: Computation, train: Callable[[Model, State, Dataset
         def run(initial, dataset):
             weights = tff.learning.models.ModelWeights.from_model(model)
             tf.nest.map_structure(lambda variable, value: variable.assign(value), weights, initial)
-            train(model, initial, dataset)
+            train(model, list(weights.trainable), dataset)
             update = tf.nest.map_structure(tf.subtract, initial.trainable, weights.trainable)
             return tensors.zero_all_if_any_non_finite(update)
 

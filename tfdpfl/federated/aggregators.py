@@ -356,7 +356,7 @@ def noised_metrics(metrics: NoisedMetrics, clients_per_round: float) -> Callable
 
     def aggregator(metric_finalizers, local_unfinalized_metrics_type=None):
         bounds = metrics.bounds(list(metric_finalizers))
-        stddev = metrics.noise_multiplier * len(bounds) ** 0.5
+        stddev = metrics.stddev(len(bounds))
         bounds.pop(UPDATE_NORM, None)  # measured with the updates
         if not bounds:
             return nothing(metric_finalizers, local_unfinalized_metrics_type)
@@ -378,7 +378,6 @@ def noised_metrics(metrics: NoisedMetrics, clients_per_round: float) -> Callable
 
         @tff.tensorflow.computation(tff.TensorType(np.float32, [size]))
         def at_server(total):
-            # Every coordinate is in [0, 1], so one client moves the sum by at most the root of their number.
             total += secret.gaussian_like(total, stddev)
             means = total / clients_per_round
             return collections.OrderedDict((name, means[i] * bound) for i, (name, bound) in enumerate(bounds.items()))

@@ -52,6 +52,11 @@ class NoisedMetrics:
                 "{'loss': 6.0}, or leave the metrics out."
             )
 
+    def stddev(self, number: int) -> float:
+        """Returns the standard deviation of the noise on sums of so many values in [0, 1], of which one client moves
+        each by 1 at most."""
+        return self.noise_multiplier * math.sqrt(number)
+
     def bounds(self, names: Sequence[str]) -> dict[str, float]:
         """Names what is measured, of a model with metrics of these names, and the bound of each.
 

@@ -149,9 +149,8 @@ class _Step:
         return models.step(self._optimizer, state, weights, gradients)
 
 
-def _batches(step: _Step, epochs: int) -> Callable[[Model, State, Dataset], None]:
-    def train(model: Model, initial: State, dataset: tf.data.Dataset) -> None:
-        weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
+def _batches(step: _Step, epochs: int) -> Callable[[Model, list, Dataset], None]:
+    def train(model: Model, weights: list, dataset: tf.data.Dataset) -> None:
         state, key = step.start(weights)
         sums_of = tf.function(lambda batch: step.sums(model, weights, batch))
         sizes = _sizes(dataset)
@@ -168,11 +167,10 @@ def _batches(step: _Step, epochs: int) -> Callable[[Model, State, Dataset], None
     return train
 
 
-def _poisson(step: _Step, batch_size: int, steps: int) -> Callable[[Model, State, Dataset], None]:
+def _poisson(step: _Step, batch_size: int, steps: int) -> Callable[[Model, list, Dataset], None]:
     coins = aggregators.Secret()
 
-    def train(model: Model, initial: State, dataset: tf.data.Dataset) -> None:
-        weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
+    def train(model: Model, weights: list, dataset: tf.data.Dataset) -> None:
         state, key = step.start(weights)
         # The engine takes a batch for what comes in as an argument.
         sums_of = tf.function(lambda batch: step.sums(model, weights, batch))

@@ -220,18 +220,18 @@ class ExampleLevel:
         if not run.cohorts:
             fewest = min(filter(None, run.num_examples.values()), default=None)
             return self._price(participations(run), fewest, delta, accountant)
-        participations(run)
         return max(self._price(*row, delta, accountant) for row in self._worst(set(self._rows(run).values())))
 
     def price_by_client(self, run: RoundsRun, delta: float, accountant: str = "pld") -> dict[str, Price]:
         """The ledger: for each client that took part, an upper bound on ε for its own examples."""
-        participations(run)
         rows = self._rows(run)
         known = {row: self._price(*row, delta, accountant) for row in set(rows.values())}
         return {client: known[row] for client, row in rows.items()}
 
     def _rows(self, run: RoundsRun) -> dict[str, tuple[int, int | None]]:
-        """How often each client gave something, and how many examples it holds, where that matters."""
+        """How often each client gave something, and how many examples it holds, where that matters. Cohorts that are
+        not as declared are refused."""
+        participations(run)
         counts = Counter(client for cohort in run.cohorts for client in cohort)
         counts.subtract(client for absent in run.absent for client in absent)
         sizes = run.num_examples if self._sampled else {}
@@ -258,7 +258,6 @@ class ExampleLevel:
 
     def events_by_client(self, run: RoundsRun) -> dict[str, DpEvent]:
         """Returns the event of each client that took part, for an accountant."""
-        participations(run)
         return {client: self.event_of(*row) for client, row in self._rows(run).items()}
 
     def event_of(self, count: int, num_examples: int | None) -> DpEvent:

@@ -317,9 +317,7 @@ def build_nbafl(
     make = models.variable_model_fn(model_fn, loss, input_spec)
     secret = aggregators.Secret()
 
-    def at_client(model: Model, initial: State, dataset: Dataset) -> None:
-        weights = list(tff.learning.models.ModelWeights.from_model(model).trainable)
-
+    def at_client(model: Model, weights: list, dataset: Dataset) -> None:
         def step(state: State, batch: Arrays) -> State:
             with tf.GradientTape() as tape:
                 value = loss_of(model, batch)

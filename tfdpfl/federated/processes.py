@@ -392,9 +392,8 @@ class _Settings:
         made = aggregators.clipped_mean(self.clip, self.noise_multiplier, self.clients_per_round)
         metrics = self._metrics
         if metrics is not None and isinstance(asked := metrics.bound, Mapping) and UPDATE_NORM in asked:
-            # All metrics together have a sensitivity of the root of their number.
-            stddev = metrics.noise_multiplier * math.sqrt(len(asked))
-            made = aggregators.NormMeasured(made, float(asked[UPDATE_NORM]), stddev, self.clients_per_round)
+            bound, stddev = float(asked[UPDATE_NORM]), metrics.stddev(len(asked))
+            made = aggregators.NormMeasured(made, bound, stddev, self.clients_per_round)
         return made
 
 

@@ -30,6 +30,7 @@ class Asked:
 
     def __init__(self, argument: str, metrics: object):
         self.size, self._bounds = 0, dict[str, float]()
+        self._metrics: NoisedMetrics | None = None
         if metrics is None:
             return
         if not isinstance(metrics, NoisedMetrics) or not isinstance(metrics.bound, Mapping):
@@ -37,7 +38,7 @@ class Asked:
                 f"{argument} must be None or a NoisedMetrics whose bound names the metrics and the largest value of "
                 f"each, got {metrics!r}: for instance NoisedMetrics(noise_multiplier=10, bound={{'accuracy': 1.0}})."
             )
-        self._noise_multiplier = metrics.noise_multiplier
+        self._metrics = metrics
         self._bounds = metrics.bounds([*metrics.bound])
         self.size = len(self._bounds) + 1
 
@@ -58,8 +59,9 @@ class Asked:
 
     def add_noise(self, total: np.ndarray, normal: np.ndarray) -> None:
         """To fractions, of which each client has one of each."""
-        stddev = self._noise_multiplier * math.sqrt(self.size)
-        _replay_hook.add([total], [normal * stddev], [stddev], 1 / self._noise_multiplier)
+        assert self._metrics is not None
+        stddev = self._metrics.stddev(self.size)
+        _replay_hook.add([total], [normal * stddev], [stddev], 1 / self._metrics.noise_multiplier)
 
     def means(self, total: np.ndarray, clients: float) -> dict[str, float]:
         """The means over so many clients, given the sums of their fractions."""

@@ -7,6 +7,7 @@ Adam) is post-processing.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import os
@@ -323,11 +324,7 @@ class DifferentialPrivacy(Strategy):
         charged = self.rounds_charged
         if self._fits(charged + wanted):
             return wanted
-        low, high = 0, wanted  # low fits, high does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(charged + middle) else (low, middle)
-        return low
+        return bisect.bisect(range(1, wanted), False, key=lambda more: not self._fits(charged + more))
 
     # A training from its first round to its last.
 
