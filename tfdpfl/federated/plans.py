@@ -13,7 +13,7 @@ from tfdpfl.accounting.report import rounded_up
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.guarantees import ClientLevel, participations
 from tfdpfl.federated.privacy import Participation, RoundsRun, no_room, notes_on_delta
-from tfdpfl.flower.spent import Draw, ledger_of
+from tfdpfl.flower.spent import Draw, Settings
 
 __all__ = ["FederatedPlan", "plan_federation"]
 
@@ -175,7 +175,7 @@ def plan_federation(
         run = RoundsRun(rounds=rounds, participation=cohort)
         if unit == "client":
             own = ClientLevel(noise_multiplier=noise_multiplier)
-            return ledger_of(own, run, sampling_rate=sampling_rate).epsilon(delta, accountant)
+            return Settings((own,), draw).ledger(run).epsilon(delta, accountant)
         n, size, steps = (int(local[name] or 1) for name in ("num_examples", "batch_size", "local_steps"))
         ledger = PrivacyLedger().record(
             noise_multiplier, participations(run) * steps, num_examples=n, batch_size=min(size, n),

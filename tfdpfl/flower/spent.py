@@ -25,7 +25,7 @@ from tfdpfl.noise.strategies import KINDS
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["Draw", "Settings", "ledger_of", "ledger_of_uploads"]
+__all__ = ["Draw", "Settings", "ledger_of_uploads"]
 
 _CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
 
@@ -98,52 +98,22 @@ def ledger_of_uploads(noise_multiplier: float, count: int = 1) -> PrivacyLedger:
     return PrivacyLedger().add(dp_event.GaussianDpEvent(noise_multiplier / 2), count, adjacency="replace_one")
 
 
-def ledger_of(
-    own: ClientLevel | CorrelatedLevel,
-    run: RoundsRun,
-    *,
-    sampling_rate: float | None = None,
-    train_metrics: NoisedMetrics | None = None,
-    evaluate_metrics: object = None,
-    evaluations: int = 0,
-) -> PrivacyLedger:
-    """Returns what a client's rounds and evaluations released, as events.
-
-    Args:
-      own: a `ClientLevel`, whose noise multiplier covers ``train_metrics``, or a `CorrelatedLevel`, whose does not.
-      run: the rounds.
-      sampling_rate: of Poisson cohorts.
-      train_metrics, evaluate_metrics: `NoisedMetrics` is charged.
-      evaluations: how many were released.
-    """
-    from dp_accounting import dp_event
-
-    def gaussian(z: float) -> DpEvent:
-        return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()
-
-    most, ledger = participations(run), PrivacyLedger()
-    if isinstance(own, CorrelatedLevel):
-        ledger.add(own.event(run), min(1, most), adjacency="zero_out")
-        if train_metrics:
-            ledger.add(gaussian(train_metrics.noise_multiplier), most, adjacency="zero_out")
-    else:
-        event = gaussian(own.noise_multiplier)
-        if sampling_rate is not None:
-            event = dp_event.PoissonSampledDpEvent(sampling_rate, event)
-        ledger.add(event, most, adjacency="zero_out")
-    if evaluations and isinstance(evaluate_metrics, NoisedMetrics):
-        ledger.add(gaussian(evaluate_metrics.noise_multiplier), evaluations, adjacency="zero_out")
-    return ledger
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of a server, as the first line of its journal describes them."""
+    """The settings of a server, as the first line of its journal describes them.
+
+    Attributes:
+      privacy: a `ClientLevel`, whose noise multiplier covers metrics of training, or a `CorrelatedLevel`, whose does
+        not; or the levels of NbAFL.
+      sampling: who is asked.
+      train_metrics: with a `CorrelatedLevel`, the `NoisedMetrics` that are charged next to it.
+      evaluations: `NoisedMetrics` is charged.
+    """
 
     privacy: tuple[Promiser, ...]
     sampling: Draw
-    train_metrics: NoisedMetrics | None
-    evaluations: object
+    train_metrics: NoisedMetrics | None = None
+    evaluations: object = None
 
     @classmethod
     def of(cls, header: Mapping[str, JsonValue]) -> Settings:
@@ -192,9 +162,24 @@ class Settings:
         cohorts = charged if p.sampling == "bounded" and not more else []
         return RoundsRun(rounds=len(charged) + more, participation=p, cohorts=cohorts)
 
-    def ledger(self, run: RoundsRun, evaluations: int) -> PrivacyLedger:
-        """Returns what these rounds released, as events."""
-        return ledger_of(
-            self.privacy[0], run, sampling_rate=self.sampling.sampling_rate, train_metrics=self.train_metrics,
-            evaluate_metrics=self.evaluations, evaluations=evaluations,
-        )  # fmt: skip
+    def ledger(self, run: RoundsRun, evaluations: int = 0) -> PrivacyLedger:
+        """Returns what these rounds, and so many evaluations, released for a client, as events."""
+        from dp_accounting import dp_event
+
+        def gaussian(z: float) -> DpEvent:
+            return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()
+
+        own, rate = self.privacy[0], self.sampling.sampling_rate
+        most, ledger = participations(run), PrivacyLedger()
+        if isinstance(own, CorrelatedLevel):
+            ledger.add(own.event(run), min(1, most), adjacency="zero_out")
+            if self.train_metrics:
+                ledger.add(gaussian(self.train_metrics.noise_multiplier), most, adjacency="zero_out")
+        else:
+            event = gaussian(own.noise_multiplier)
+            if rate is not None:
+                event = dp_event.PoissonSampledDpEvent(rate, event)
+            ledger.add(event, most, adjacency="zero_out")
+        if evaluations and isinstance(self.evaluations, NoisedMetrics):
+            ledger.add(gaussian(self.evaluations.noise_multiplier), evaluations, adjacency="zero_out")
+        return ledger

@@ -66,7 +66,7 @@ from tfdpfl.flower.monitor import Monitor
 from tfdpfl.flower.register import Register
 from tfdpfl.flower.reports import promises_of_clients, report_in
 from tfdpfl.flower.rounds import Round, open_round
-from tfdpfl.flower.spent import Draw, ledger_of
+from tfdpfl.flower.spent import Draw, Settings
 from tfdpfl.flower.updates import ClippedSum
 from tfdpfl.noise.strategies import Noise, as_noise
 
@@ -153,6 +153,8 @@ class DifferentialPrivacy(Strategy):
         self._clip, self.current_clip = clip, clip.initial if isinstance(clip, AdaptiveClip) else float(clip)
         self._noise_multiplier = z
         self.privacy = self._levels()
+        of_training = None if noise is None else train_metrics  # else they are in `privacy`
+        self._settings = Settings(self.privacy, draw, of_training, evaluate_metrics)
         if isinstance(clip, AdaptiveClip) and self._cohorts.denominator is not None:
             clip.split(z, self._cohorts.denominator)  # refuses a count that costs too much before anything runs
         self._seed = seed
@@ -172,12 +174,12 @@ class DifferentialPrivacy(Strategy):
     def _opened(self, path: str | os.PathLike | None) -> Journal:
         """Opens the ledger of the training that begins or goes on, and says where it is."""
         header = {
-            "privacy": list(self.privacy),
+            "privacy": list(self._settings.privacy),
             "noise_multiplier": self._noise_multiplier,
             "clip": self._clip,
-            "sampling": dataclasses.asdict(self._cohorts.draw),
-            "train_metrics": None if self._noise is None else self._train_metrics,  # else they are in `privacy`
-            "evaluations": self._evaluate_metrics,
+            "sampling": dataclasses.asdict(self._settings.sampling),
+            "train_metrics": self._settings.train_metrics,
+            "evaluations": self._settings.evaluations,
         }
         journal = Journal(path, header)
         began = bool(journal.charged) or journal.begun is not None
@@ -303,10 +305,7 @@ class DifferentialPrivacy(Strategy):
 
     def _ledger_of(self, rounds: int, evaluations: int = 0, cohorts: Sequence[Sequence[str]] = ()) -> PrivacyLedger:
         run = RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts)
-        return ledger_of(
-            self.privacy[0], run, sampling_rate=self._cohorts.draw.sampling_rate, train_metrics=self._train_metrics,
-            evaluate_metrics=self._evaluate_metrics, evaluations=evaluations,
-        )  # fmt: skip
+        return self._settings.ledger(run, evaluations)
 
     def _fits(self, rounds: int) -> bool:
         """Whether ε stays within the target with so many rounds in all."""
