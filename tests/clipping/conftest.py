@@ -1,4 +1,4 @@
-"""What tests of the engine share: the tables of rules, put back as they were, and what the fallback was left."""
+"""What tests of the engine share: the records of ops, put back as they were, and what the fallback was left."""
 
 import pytest
 
@@ -9,12 +9,11 @@ from tfdpfl.clipping.pipeline import ClippingPipeline
 
 @pytest.fixture
 def rules():
-    """The tables of moves and rules, which are as they were when a test ends."""
-    known = {name: dict(getattr(registry, name)) for name in ("BATCHING_RULES", "RULES")}
-    yield registry
-    for name, table in known.items():
-        getattr(registry, name).clear()
-        getattr(registry, name).update(table)
+    """The records of ops, which are as they were when a test ends."""
+    known = dict(registry.OPS)
+    yield registry.OPS
+    registry.OPS.clear()
+    registry.OPS.update(known)
 
 
 @pytest.fixture

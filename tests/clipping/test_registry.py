@@ -7,7 +7,7 @@ from model_cases import RNG, norms_of
 
 from tfdpfl.clipping import register_rule
 from tfdpfl.clipping.gradients import summed_to
-from tfdpfl.clipping.registry import BATCHING_RULES, batching_rule
+from tfdpfl.clipping.registry import OPS, Move, teach
 
 
 @pytest.mark.parametrize("op_type", [None, "Nope"])
@@ -17,7 +17,7 @@ def test_a_rule_for_no_op_is_refused(op_type):
 
 
 def test_a_registered_rule_is_used_and_exact(rules):
-    known = rules.BATCHING_RULES["Mul"]
+    known = rules["Mul"].moves
     calls = []
 
     @register_rule("Mul")
@@ -28,13 +28,24 @@ def test_a_registered_rule_is_used_and_exact(rules):
     w = tf.Variable([1.0, 2.0, 3.0])
     x = RNG.normal(size=(5, 3)).astype("float32")
     np.testing.assert_allclose(norms_of(lambda x: tf.reduce_sum(x * w), w)(x), np.linalg.norm(x, axis=1), rtol=1e-6)
-    assert calls and rules.BATCHING_RULES["Mul"] is known
+    assert calls and rules["Mul"].moves is known
 
 
-def test_a_rule_for_an_op_of_several_inputs_must_say_which_of_them_are_settings():
-    before = dict(BATCHING_RULES)
-    with pytest.raises(TypeError, match=r"'Tile'.*inputs input, multiples: give data=i .* or data=None if"):
-        batching_rule("Tile")(lambda view, op, states: states[0])
-    assert before == BATCHING_RULES
-    batching_rule("Neg")(BATCHING_RULES["Neg"].transfer)  # has one input
-    BATCHING_RULES.update(before)
+def test_a_move_of_an_op_of_several_inputs_must_say_which_of_them_are_settings(rules):
+    del rules["Tile"], rules["Neg"]
+    before = dict(rules)
+    moves = Move(lambda view, op, states: states[0])
+    with pytest.raises(
+        TypeError, match=r"'Tile'.*inputs input, multiples: give Move\(\.\.\., data=i\) .* or data=None if"
+    ):
+        teach("Tile", moves=moves)
+    assert before == rules
+    teach("Neg", moves=moves)  # has one input
+    assert rules["Neg"].moves is moves
+
+
+def test_an_op_has_one_record():
+    before = dict(OPS)
+    with pytest.raises(TypeError, match=r"MatMul has a record\. Give all that is known of an op in one call"):
+        teach("MatMul", moves=None)
+    assert before == OPS

@@ -1,7 +1,7 @@
 """Which axis of each tensor holds the examples, and where the examples get mixed.
 
 `BatchAxis` reads a graph from what it takes in to a target, and asks for each op what it does with the examples
-(`registry.batching_rule`). Ops that are not known mix, by default: a model is trained only if each of its ops is shown
+(`registry.Op.moves`). Ops that are not known mix, by default: a model is trained only if each of its ops is shown
 to keep examples apart.
 """
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, constant, function_graph, key, own_gradient_is_known
-from tfdpfl.clipping.registry import BATCHING_RULES, BatchingRule
+from tfdpfl.clipping.registry import Move, look_up
 from tfdpfl.clipping.states import (
     TAINTED,
     UNKNOWN,
@@ -147,7 +147,7 @@ class BatchAxis:
         if isinstance(found, Mixed) and found.name == op.name:
             found = self._met_before(op, states) or found
         given = found if isinstance(found, list) else [found] * len(op.outputs)
-        if not BATCHING_RULES.get(op.type, _UNKNOWN).entries:
+        if not _move_of(op).entries:
             given = [plain(s) for s in given]
         if op.type in BODIES and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
             # A function whose gradient was taken has more results than the op gives out.
@@ -170,7 +170,7 @@ class BatchAxis:
             if self.within or graph_tools.number_of_results(op) is None:
                 return mixed(op, "has a gradient of its own (tf.custom_gradient), which is not known")
             self.customised.append(op)
-        move = BATCHING_RULES.get(op.type, _UNKNOWN)
+        move = _move_of(op)
         for state in states:
             if isinstance(state, Mixed) and not (move.mixed or (move.entries and isinstance(state, Entries))):
                 return state
@@ -180,7 +180,7 @@ class BatchAxis:
         if not move.any_rank and any(t.shape.rank is None for t, _ in batches):
             return mixed(op, "has a shape of unknown rank")
         met = any(isinstance(s, Mixed) for s in states)
-        return None if met or move.data is None else _misled(op, states, move)
+        return _misled(op, states, move, move.data) if isinstance(move.data, int) and not met else None
 
     @staticmethod
     def _may_mix_gradients(op: tf.Operation, states: list[State]) -> bool:
@@ -191,7 +191,7 @@ class BatchAxis:
         return not all(isinstance(s, Public) and not s.deps for s in states)
 
     def _moved(self, op: tf.Operation, states: list[State]) -> State | list[State]:
-        result = BATCHING_RULES[op.type].transfer(self, op, states) if op.type in BATCHING_RULES else None
+        result = _move_of(op).transfer(self, op, states)
         if result is not None:
             return result
         if met := next((s for s in states if isinstance(s, Mixed)), None):
@@ -298,15 +298,19 @@ class BatchAxis:
 
 
 # What is asked of an op that is not known.
-_UNKNOWN = BatchingRule(lambda view, op, states: None)
+_UNKNOWN = Move(lambda view, op, states: None)
 
 
-def _misled(op: tf.Operation, states: list[State], move: BatchingRule) -> Mixed | None:
-    """An op whose axes, lengths or other settings depend on examples or on how many there are."""
-    assert move.data is not None
-    data = states[move.data]
+def _move_of(op: tf.Operation) -> Move:
+    return look_up(op).moves or _UNKNOWN
+
+
+def _misled(op: tf.Operation, states: list[State], move: Move, at: int) -> Mixed | None:
+    """An op whose axes, lengths or other settings, of all inputs but number ``at``, depend on examples or on how many
+    there are."""
+    data = states[at]
     for i, s in enumerate(states):
-        if i == move.data or isinstance(s, Public):
+        if i == at or isinstance(s, Public):
             continue
         if not isinstance(s, Size):
             return mixed(op, "has settings that depend on examples")

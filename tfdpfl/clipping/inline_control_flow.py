@@ -22,7 +22,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import CALLS, channels_first, compiled, constant, gradient_function, inner_call, key
 from tfdpfl.clipping.ops.random import DRAWS
-from tfdpfl.clipping.registry import RULES
+from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import Batch, Items, Mixed, Public, weighs
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
@@ -190,7 +190,7 @@ class InlinedControlFlow:
         if not any(weighs(a[t]) for t in op.inputs):
             return False
         return any(isinstance(a[t], Batch | Items) for t in op.outputs) and not (
-            (inner := inner_call(op)) and inner[0].type in RULES
+            (inner := inner_call(op)) and look_up(inner[0]).rule
         )
 
     def _opened(self, op: tf.Operation, a: BatchAxis, now: dict, taken: set) -> list[tf.Tensor | None]:
@@ -467,7 +467,7 @@ def _uses(op: tf.Operation, a: BatchAxis) -> bool:
         return False
     plain = [s for s in (a[t] for t in [*op.inputs, *op.outputs]) if isinstance(s, Batch)]
     if (
-        op.type not in RULES
+        look_up(op).rule is None
         or len(op.outputs) != 1
         or not op.outputs[0].dtype.is_floating
         or any(s.axis or s.blocks > 1 or not s.rows for s in plain)

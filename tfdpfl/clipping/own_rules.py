@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import Contribution, Units, Use
-from tfdpfl.clipping.registry import RULES, UserRule
+from tfdpfl.clipping.registry import UserRule, look_up
 from tfdpfl.clipping.states import Batch, Size, State
 from tfdpfl.errors import PrivacyError
 
@@ -127,7 +127,7 @@ def check_promises(analysis: BatchAxis) -> None:
       PrivacyError: The values or the gradients of other examples differ, too.
     """
     for op in list(analysis.ops.values()):
-        rule = RULES.get(op.type)
+        rule = look_up(op).rule
         if isinstance(rule, UserRule) and rule.promises and not _apart(op, [analysis[t] for t in op.inputs], analysis):
             raise PrivacyError(
                 f"{op.type} ({op.name!r}) was registered with batch_axis by your rule ({rule}), but on random numbers "

@@ -2,7 +2,7 @@
 
 The graph that computed the loss is read backwards (`batch_axis`), the loss is split into one loss an example
 (`loss`), and each op that uses a weight yields the norms and the clipped sum of its examples' gradients
-(`registry.rule`, `fallback`).
+(`registry.Op.rule`, `fallback`).
 """
 
 from __future__ import annotations

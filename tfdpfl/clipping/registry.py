@@ -1,8 +1,6 @@
-"""Holds what is known of each kind of op. `ops` fills the tables, one family of ops a file; users add to them by
-`register_rule`. Nothing else in the engine goes by the names of ops.
-
-A *move* says where the examples are in an op's outputs, given where they are in its inputs. A *rule* turns the use of a
-weight into each unit's gradient of it.
+"""Holds one record of each type of op (`Op`): all that the engine knows of it. The files in `ops` declare the records
+by `teach`, one family of ops a file; users add rules by `register_rule`. The rest of the engine asks the record
+(`look_up`) and does not go by the names of ops.
 """
 
 from __future__ import annotations
@@ -10,27 +8,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from types import EllipsisType
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from tfdpfl.clipping.gradients import Contribution, Units, Use
 from tfdpfl.clipping.states import Batch, Entry, Handle, Mixed, Public, State, mixed
 
 __all__ = [
-    "BATCHING_RULES",
     "ENDS",
-    "RULES",
-    "BatchingRule",
+    "OPS",
+    "Move",
+    "Op",
+    "Rule",
     "UserRule",
     "View",
-    "batching_rule",
     "ends_gradient",
+    "look_up",
     "moves_examples",
     "register_rule",
-    "rule",
+    "teach",
     "user_rules",
 ]
 
@@ -73,8 +72,9 @@ class View(Protocol):
 # (the `View` that asks, the op, its inputs' states) -> the state of all outputs, or a list of each one's; None to
 # leave the op to what holds for any: public if all that it takes in is, else mixed.
 Transfer = Callable[[Any, tf.Operation, list[State]], "State | list[State] | None"]
-# (use, units) -> the units' gradients; None leaves the use to the exact fallback.
-Rule = Callable[[Use, Units], "Contribution | None"]
+# (a `gradients.Use`, `gradients.Units`) -> a `gradients.Contribution`, the units' gradients; None leaves the use to the
+# exact fallback.
+Rule = Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class UserRule:
     promises: bool = False
     compared: set[tuple] = dataclasses.field(default_factory=set, compare=False)
 
-    def __call__(self, use: Use, units: Units) -> Contribution | None:
+    def __call__(self, use: Any, units: Any) -> Any:
         return self.function(use, units)
 
     def __str__(self) -> str:
@@ -96,18 +96,18 @@ class UserRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchingRule:
-    """A transfer, and what may come before it.
+class Move:
+    """A transfer, which says where the examples are in an op's outputs, and what may come before it.
 
     ``data``: the input that the op works on, if the others are its settings: axes, lengths, indices. They may not
     depend on examples, nor on how many there are, but for those in ``sizes``, which the transfer looks at itself. None
-    if the transfer looks at the states of all inputs.
+    if the transfer looks at the states of all inputs. It may be left out where an op has one.
     ``mixed``, ``any_rank``, ``blocks``: it is asked also where an input is `Mixed`; has an unknown rank; holds the
     batch several times over (`Batch.blocks`). ``entries``: it knows what `Entries` are, and may give some out.
     """
 
     transfer: Transfer
-    data: int | None = None
+    data: int | EllipsisType | None = ...
     sizes: tuple[int, ...] = ()
     mixed: bool = False
     any_rank: bool = False
@@ -115,44 +115,62 @@ class BatchingRule:
     entries: bool = False
 
 
-BATCHING_RULES: dict[str, BatchingRule] = {}
-# By how the name of a function for tf.custom_gradient begins: rules for the IdentityN that gives out its results, then
-# its arguments. They are asked although the results are `Mixed`.
+def moves_examples(
+    move: Callable[[Any, tf.Operation, Batch], State | list[State] | None], data: int = 0, **settings: Any
+) -> Move:
+    """Returns a `Move` of the examples of input ``data``: ``move`` gets the `View`, the op and that input's `Batch`. If
+    that input has none, the op is as any; all other inputs are settings."""
+
+    def transfer(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+        state = states[data]
+        return move(view, op, state) if isinstance(state, Batch) else None
+
+    return Move(transfer, data, **settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """Holds what is known of a type of op. All fields may be left out: what is not known is refused or done the slow,
+    exact way.
+
+    Args:
+      moves: where the examples are in its outputs. Without it, it mixes them.
+      rule: each unit's gradient of a weight among its inputs. Without it, the op runs again for each example.
+      size: what it makes of the entries of sizes: (op, an `Entry` of each input) -> `Entry`; None if that is unknown.
+    """
+
+    moves: Move | None = None
+    rule: Rule | None = None
+    size: Callable[..., Entry | None] | None = None
+
+
+OPS: dict[str, Op] = {}
+# By how the name of a function for tf.custom_gradient begins: transfers for the IdentityN that gives out its results,
+# then its arguments. They are asked although the results are `Mixed`.
 ENDS: dict[str, Transfer] = {}
-RULES: dict[str, Rule] = {}
+_UNKNOWN = Op()
 
 
-def batching_rule(*kinds: str, **settings: Any) -> Callable[[Transfer], Transfer]:
-    """Registers a transfer for op types; ``settings`` as in `BatchingRule`. An op of several inputs needs ``data``: if
-    it were forgotten, the op's settings might be made of examples."""
-    for kind in kinds if "data" not in settings else ():
+def look_up(op: tf.Operation) -> Op:
+    """Returns the record of an op."""
+    return OPS.get(op.type, _UNKNOWN)
+
+
+def teach(*kinds: str, **fields: Any) -> None:
+    """Declares the record of op types, ``fields`` as in `Op`: once for each type, with all that is known of it."""
+    record = Op(**fields)
+    for kind in kinds:
+        if kind in OPS:
+            raise TypeError(f"{kind} has a record. Give all that is known of an op in one call of teach.")
         op = op_def_registry.get(kind)
-        if op is not None and len(op.input_arg) > 1:
+        # If it were forgotten, the op's settings might be made of examples.
+        if record.moves is not None and record.moves.data is ... and op is not None and len(op.input_arg) > 1:
             raise TypeError(
-                f"batching_rule({kind!r}) does not state data, and the op has the inputs "
-                f"{', '.join(arg.name for arg in op.input_arg)}: give data=i if all but input i are settings, or "
-                "data=None if the function looks at the states of all."
+                f"teach({kind!r}) does not state data, and the op has the inputs "
+                f"{', '.join(arg.name for arg in op.input_arg)}: give Move(..., data=i) if all but input i are "
+                "settings, or data=None if the function looks at the states of all."
             )
-
-    def add(transfer: Transfer) -> Transfer:
-        BATCHING_RULES.update(dict.fromkeys(kinds, BatchingRule(transfer, **settings)))
-        return transfer
-
-    return add
-
-
-def moves_examples(*kinds: str, data: int = 0, **settings: Any) -> Callable[[Callable], Callable]:
-    """Registers where op types leave the examples of input ``data``, if it has some: a function of the `View`, the op
-    and that input's `Batch`. If it has none, they are as any op; all other inputs are settings."""
-
-    def add(move: Callable) -> Callable:
-        def transfer(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
-            return move(view, op, states[data]) if isinstance(states[data], Batch) else None
-
-        batching_rule(*kinds, data=data, **settings)(transfer)
-        return move
-
-    return add
+        OPS[kind] = record
 
 
 def ends_gradient(name: str) -> Callable[[Transfer], Transfer]:
@@ -161,16 +179,6 @@ def ends_gradient(name: str) -> Callable[[Transfer], Transfer]:
     def add(transfer: Transfer) -> Transfer:
         ENDS[name] = transfer
         return transfer
-
-    return add
-
-
-def rule(*kinds: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for op types."""
-
-    def add(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(kinds, function))
-        return function
 
     return add
 
@@ -206,9 +214,10 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
         )
 
     def add(function: Rule) -> Rule:
+        record = dataclasses.replace(OPS.get(op_type, _UNKNOWN), rule=UserRule(function, batch_axis is not None))
         if batch_axis is not None:
-            batching_rule(op_type, data=None)(functools.partial(_promised, batch_axis))
-        RULES[op_type] = UserRule(function, batch_axis is not None)
+            record = dataclasses.replace(record, moves=Move(functools.partial(_promised, batch_axis), data=None))
+        OPS[op_type] = record
         return function
 
     return add
@@ -216,7 +225,7 @@ def register_rule(op_type: str, *, batch_axis: int | None = None) -> Callable[[R
 
 def user_rules() -> frozenset[str]:
     """Returns the types of the ops for which rules of users are in force."""
-    return frozenset(kind for kind, function in RULES.items() if isinstance(function, UserRule))
+    return frozenset(kind for kind, record in OPS.items() if isinstance(record.rule, UserRule))
 
 
 def _promised(axis: int, _: View, op: tf.Operation, states: list[State]) -> State | None:

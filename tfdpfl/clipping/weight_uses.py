@@ -19,7 +19,7 @@ from tfdpfl.clipping.graph import CALLS, inner_call, key
 from tfdpfl.clipping.inline_control_flow import InlinedControlFlow
 from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.own_rules import checked
-from tfdpfl.clipping.registry import RULES, UserRule
+from tfdpfl.clipping.registry import UserRule, look_up
 from tfdpfl.clipping.reparametrized import Part
 from tfdpfl.clipping.states import Batch, Handle, Items, Public, weighs
 from tfdpfl.errors import PrivacyError
@@ -126,7 +126,8 @@ class WeightUses:
         given = Use(use.kind, use.feeds.index(use.at), inputs, [a[t] for t in inputs], weight, g, of_out, out)
         # Not before its gradient is there: else patches of every layer's input wait for the backward pass.
         with tf.control_dependencies([g]):
-            rule = RULES[use.kind.type]
+            rule = look_up(use.kind).rule
+            assert rule is not None
             made = checked(rule, given, units) if isinstance(rule, UserRule) else rule(given, units)
         replayed = made is None
         if made is None:
@@ -165,7 +166,7 @@ class WeightUses:
         if not at:
             return []
         kind, feeds = inner_call(op) or (op, list(range(len(op.inputs))))
-        known = kind.type in RULES and len(self._outputs(op)) == 1 and all(feeds.count(i) == 1 for i in at)
+        known = look_up(kind).rule and len(self._outputs(op)) == 1 and all(feeds.count(i) == 1 for i in at)
         return [_RuledUse(op, i, kind, feeds) for i in at] if known else []
 
     def _replay(self, ops: list[tf.Operation], at: list[int] | None = None) -> Replay:

@@ -9,11 +9,8 @@ CUSTOM = {
     "power of the input": (vector, lambda x, w: tf.abs(x) ** w, [(4,)]),
     "scalar": (vector, lambda x, w: tf.sin(w * x), [()]),
     "where": (vector, lambda x, w: tf.where(x > 0, x, w), [(4,)]),
-    "maximum": (sequence, lambda x, w: tf.maximum(x, w), [(5, 1)]),
     "scale of each place, time first": (sequence, lambda x, w: tf.transpose(
         tf.tanh(tf.transpose(x, [1, 0, 2]) * w), [1, 0, 2]), [(5, 1, 4)]),
-    "subtracted": (vector, lambda x, w: (w - x) / (1 + w**2), [(4,)]),
-    "divided by": (vector, lambda x, w: x / (2 + tf.tanh(w)), [(4,)]),
     "stopped gradient": (vector, lambda x, w: tf.stop_gradient(x @ w) * (x @ w), [(4, 3)]),
     "chosen by weights": (vector, lambda x, w: tf.where(w > 0.1, x * w, x), [(4,)]),
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""Knows the ops, one family a file: where each moves the examples (`batching_rule`), and what its weights'
-gradients are (`rule`). A new file is found by itself."""
+"""Knows the ops, one family a file: each file declares the records of its ops at its end (`registry.teach`). A new file
+is found by itself."""
 
 import importlib
 import pkgutil

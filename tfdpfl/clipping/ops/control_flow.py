@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tfdpfl.clipping.graph import CALLS, constant
-from tfdpfl.clipping.registry import batching_rule
+from tfdpfl.clipping.registry import Move, teach
 from tfdpfl.clipping.states import (
     BY_POSITION,
     Batch,
@@ -25,14 +25,12 @@ from tfdpfl.clipping.states import (
 __all__ = ["blank", "join"]
 
 
-@batching_rule(*CALLS, any_rank=True, entries=True)
 def call(view, op, states):
     inner, outputs, _ = view.body(op, "f", list(op.inputs), states)
     # Of a function that is called twice, the entries would be of one name.
     return [plain(s) for s in outputs]
 
 
-@batching_rule("If", "StatelessIf", data=None, any_rank=True, mixed=True)
 def branch(view, op, states):
     chosen = states[0]
     for state in states[1:]:
@@ -48,13 +46,11 @@ def branch(view, op, states):
     return [join(op, t, a, b) for t, a, b in zip(op.outputs, *branches, strict=True)]
 
 
-@batching_rule("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", data=None, mixed=True, any_rank=True)
 def cudnn_loop(view, op, states):
     """The loop of a Keras 3 LSTM or GRU on a GPU. Its gradient of the weights is one sum over examples and steps."""
     return mixed(op, "runs its loop in a kernel of cuDNN")
 
 
-@batching_rule("While", "StatelessWhile", any_rank=True, mixed=True)
 def loop(view, op, states):
     """A mixed value among those that a loop carries mixes only what is computed of it: a tape adds lists of its own."""
     states = list(states)
@@ -139,12 +135,10 @@ def blank(element: State) -> bool:
     return isinstance(element, Public) and element.alike and not element.deps
 
 
-@batching_rule("PyFunc", "PyFuncStateless", "EagerPyFunc")
 def python(view, op, states):
     return mixed(op, "runs Python code, which cannot be followed")
 
 
-@batching_rule("ReverseSequence", data=None)
 def reverse_sequence(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
@@ -152,3 +146,13 @@ def reverse_sequence(view, op, states):
     if isinstance(states[0], Batch) and states[0].axis == op.get_attr("batch_dim") and isinstance(states[1], Batch):
         return states[0]
     return mixed(op, "works along the batch axis")
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach(*CALLS, moves=Move(call, any_rank=True, entries=True))
+teach("If", "StatelessIf", moves=Move(branch, data=None, any_rank=True, mixed=True))
+teach("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", moves=Move(cudnn_loop, data=None, mixed=True, any_rank=True))
+teach("While", "StatelessWhile", moves=Move(loop, any_rank=True, mixed=True))
+teach("PyFunc", "PyFuncStateless", "EagerPyFunc", moves=Move(python))
+teach("ReverseSequence", moves=Move(reverse_sequence, data=None))

@@ -28,48 +28,39 @@ from tfdpfl.clipping.kernel_ops import find_obstacle
 from tfdpfl.clipping.native import Filters
 from tfdpfl.clipping.ops.shapes import even, shape_entries
 from tfdpfl.clipping.ops.windows import Window, places_of
-from tfdpfl.clipping.registry import View, batching_rule, moves_examples, rule
+from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
 
 __all__: list[str] = []
-
-CONVOLUTIONS = frozenset("Conv2D Conv3D DepthwiseConv2dNative".split())
-TRANSPOSED = frozenset("Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput".split())
-SPATIAL = frozenset(
-    """AvgPool AvgPool3D MaxPool MaxPool3D DepthToSpace SpaceToDepth ResizeBilinear ResizeNearestNeighbor
-    ResizeNearestNeighborGrad ResizeBicubic ResizeArea ScaleAndTranslate ExtractImagePatches ExtractVolumePatches
-    FakeQuantWithMinMaxArgs AdjustContrastv2 AdjustHue AdjustSaturation RGBToHSV HSVToRGB""".split()
-)
-
 
 # Of an image with more entries, patches are laid out for a quarter of the batch at a time. More of a window at once
 # makes fewer and larger products, which take up to a third less.
 WHOLE_ENTRIES = 4096
 
 
-@batching_rule(*CONVOLUTIONS, *TRANSPOSED, data=None, blocks=True)
-def convolved(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    """A transposed convolution takes in a shape and the weights before the data."""
-    others = list(states)
-    state = others.pop(2 if op.type in TRANSPOSED else 0)
-    if any(isinstance(s, Batch) for s in others):
+def convolved(view: View, op: tf.Operation, states: list[State], data: int = 0) -> State | None:
+    if any(isinstance(s, Batch) for i, s in enumerate(states) if i != data):
         return mixed(op, "has weights that depend on examples")
-    if not isinstance(state, Batch):
-        return None
-    if state.axis != 0:
-        return mixed(op, "does not have the batch as its first axis")
-    return even(op, view.entries(op.inputs[0]), 0) or state if op.type in TRANSPOSED else state
+    state = states[data]
+    return of_images(view, op, state) if isinstance(state, Batch) else None
 
 
-@moves_examples(*SPATIAL)
-def spatial(view: View, op: tf.Operation, state: Batch) -> State:
-    least = 4 if op.type.startswith("Adjust") else 2 if op.type in ("RGBToHSV", "HSVToRGB") else 0
+def convolved_back(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    """A transposed convolution takes in a shape and the weights before the data."""
+    state = convolved(view, op, states, data=2)
+    return (even(op, view.entries(op.inputs[0]), 0) or state) if isinstance(state, Batch) else state
+
+
+def of_images(view: View, op: tf.Operation, state: Batch, least: int = 0) -> State:
+    """Works on images, each by itself, if there are ``least`` axes, with the examples along the first."""
     if state.axis != 0 or op.inputs[0].shape.rank < least:
         return mixed(op, "does not have the batch as its first axis")
-    if op.type in ("AvgPool", "MaxPool", "AvgPool3D", "MaxPool3D") and over_the_batch(op):
-        return mixed(op, "pools over the batch")
     return state
+
+
+def pooled(view: View, op: tf.Operation, state: Batch) -> State:
+    return mixed(op, "pools over the batch") if state.axis == 0 and over_the_batch(op) else of_images(view, op, state)
 
 
 def over_the_batch(op: tf.Operation) -> bool:
@@ -77,13 +68,11 @@ def over_the_batch(op: tf.Operation) -> bool:
     return op.get_attr("ksize")[0] != 1 or op.get_attr("strides")[0] != 1
 
 
-@batching_rule("MaxPoolGrad", "MaxPool3DGrad", data=None)
 def pool_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the input, the output and the output's gradient."""
     return mixed(op, "pools over the batch") if over_the_batch(op) else _alike(op, states)
 
 
-@batching_rule("ResizeBilinearGrad", "ResizeBicubicGrad", data=None)
 def resize_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the output's gradient and the input."""
     return _alike(op, states)
@@ -96,7 +85,6 @@ def _alike(op: tf.Operation, states: list[State]) -> State | None:
     return states[0] if isinstance(states[0], Batch) else None
 
 
-@moves_examples("AvgPoolGrad", "AvgPool3DGrad", data=1, sizes=(0,))
 def average_gradient(view: View, op: tf.Operation, state: Batch) -> State:
     """Of the input's shape and the output's gradient."""
     n, *lengths = view.entries(op.inputs[0])
@@ -109,7 +97,6 @@ def average_gradient(view: View, op: tf.Operation, state: Batch) -> State:
     return state
 
 
-@moves_examples("SpaceToBatchND")
 def space_to_batch(view, op, state):
     block = constant(op.inputs[1])
     if state.axis or block is None:
@@ -117,7 +104,6 @@ def space_to_batch(view, op, state):
     return Batch(0, state.rows, int(np.prod(block)))
 
 
-@moves_examples("BatchToSpaceND", blocks=True)
 def batch_to_space(view, op, state):
     block = constant(op.inputs[1])
     if state.axis or block is None or int(np.prod(block)) != state.blocks:
@@ -125,7 +111,6 @@ def batch_to_space(view, op, state):
     return Batch(0, state.rows)
 
 
-@batching_rule("ImageProjectiveTransformV3", data=None)
 def projected(view, op, states):
     images, transforms, *settings = states
     if not isinstance(images, Batch):
@@ -154,8 +139,7 @@ class Sides:
     of_g: Batch
 
     @classmethod
-    def of(cls, use: Use, units: Units) -> Sides | None:
-        swapped = use.op.type in TRANSPOSED
+    def of(cls, use: Use, units: Units, swapped: bool) -> Sides | None:
         x, g = (use.g, use.inputs[2]) if swapped else (use.inputs[0], use.g)
         of_x, of_g = (use.out, use.states[2]) if swapped else (use.states[0], use.out)
         if not all(isinstance(s, Batch) and s.axis == 0 for s in (of_x, of_g)):
@@ -207,12 +191,11 @@ class Sides:
         return tf.reshape(f, [*([f.shape[0] or -1] if lead else []), *self.use.shape])
 
 
-@rule(*CONVOLUTIONS, *TRANSPOSED)
-def convolution(use: Use, units: Units) -> Contribution | None:
-    """Patches of the input against the output's gradient."""
+def convolution(use: Use, units: Units, swapped: bool = False) -> Contribution | None:
+    """Patches of the input against the output's gradient; ``swapped`` in a transposed convolution."""
     if use.at != 1 or None in use.shape.as_list():
         return None
-    sides = Sides.of(use, units)
+    sides = Sides.of(use, units, swapped)
     if sides is None:
         return None
     return _by_group(sides) if sides.groups > 1 else _whole(sides)
@@ -295,3 +278,24 @@ def filter_gradient(use: Use, c: tf.Tensor, units: Units) -> tf.Tensor:
     others = [t for i, t in enumerate(inputs) if i != use.at]
     (dw,) = tf.gradients(made, [inputs[use.at]], [g], stop_gradients=others)
     return dw
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("Conv2D", "Conv3D", "DepthwiseConv2dNative", moves=Move(convolved, data=None, blocks=True), rule=convolution)
+teach("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",
+      moves=Move(convolved_back, data=None, blocks=True),
+      rule=functools.partial(convolution, swapped=True))  # fmt: skip
+teach("AvgPool", "AvgPool3D", "MaxPool", "MaxPool3D", moves=moves_examples(pooled))
+teach("AdjustContrastv2", "AdjustHue", "AdjustSaturation",
+      moves=moves_examples(functools.partial(of_images, least=4)))  # fmt: skip
+teach("RGBToHSV", "HSVToRGB", moves=moves_examples(functools.partial(of_images, least=2)))
+teach("DepthToSpace", "SpaceToDepth", "ExtractImagePatches", "ExtractVolumePatches", "FakeQuantWithMinMaxArgs",
+      "ResizeArea", "ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor", "ResizeNearestNeighborGrad",
+      "ScaleAndTranslate", moves=moves_examples(of_images))  # fmt: skip
+teach("MaxPoolGrad", "MaxPool3DGrad", moves=Move(pool_gradient, data=None))
+teach("ResizeBilinearGrad", "ResizeBicubicGrad", moves=Move(resize_gradient, data=None))
+teach("AvgPoolGrad", "AvgPool3DGrad", moves=moves_examples(average_gradient, data=1, sizes=(0,)))
+teach("SpaceToBatchND", moves=moves_examples(space_to_batch))
+teach("BatchToSpaceND", moves=moves_examples(batch_to_space, blocks=True))
+teach("ImageProjectiveTransformV3", moves=Move(projected, data=None))

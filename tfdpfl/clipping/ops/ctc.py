@@ -7,7 +7,7 @@ import dataclasses
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.registry import View, batching_rule, ends_gradient
+from tfdpfl.clipping.registry import Move, View, ends_gradient, teach
 from tfdpfl.clipping.rows import row_free
 from tfdpfl.clipping.states import Batch, Entries, Public, State
 
@@ -27,7 +27,6 @@ def dense(view: View, op: tf.Operation, states: list[State]) -> list[State] | No
     return [Batch(0), frames, *others]
 
 
-@batching_rule("CTCLoss", "CTCLossV2", data=None, mixed=True, entries=True)
 def sparse(view: View, op: tf.Operation, states: list[State]) -> list[State] | None:
     """With sparse labels: frames [time, batch, classes], where labels are ([example, place] of each), the labels, and
     how many frames are an example's."""
@@ -68,3 +67,8 @@ def _as_keras_does(view: View, places: tf.Tensor, values: tf.Tensor) -> bool:
         graph_tools.same(t, graph_tools.source(other, "Identity", "Cast"), known)
         for t, other in zip((places, values), like.outputs, strict=True)
     )
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("CTCLoss", "CTCLossV2", moves=Move(sparse, data=None, mixed=True, entries=True))

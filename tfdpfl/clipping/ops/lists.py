@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfdpfl.clipping.ops.control_flow import blank
-from tfdpfl.clipping.registry import batching_rule
+from tfdpfl.clipping.registry import Move, teach
 from tfdpfl.clipping.states import UNKNOWN, Batch, Items, Public, Size, deps, is_batch_free, mixed
 
 __all__ = ["summed"]
@@ -22,14 +22,12 @@ def summed(states: list[Items]) -> Items | None:
     return Items(batches.pop()) if alone else None
 
 
-@batching_rule("TensorListReserve", "EmptyTensorList", data=None, any_rank=True)
 def reserve(view, op, states):
     if not is_batch_free(states[1]):
         return mixed(op, "makes a list whose length depends on examples or on how many there are")
     return Items(Public(alike=True), op.type == "EmptyTensorList")
 
 
-@batching_rule("TensorListFromTensor", data=0, sizes=(1,), any_rank=True)
 def from_tensor(view, op, states):
     state = states[0]
     if isinstance(state, Public):
@@ -39,12 +37,10 @@ def from_tensor(view, op, states):
     return None
 
 
-@batching_rule("TensorListSetItem", data=None, any_rank=True)
 def set_item(view, op, states):
     return put(op, states[0], states[2], states[1])
 
 
-@batching_rule("TensorListPushBack", data=None, any_rank=True)
 def push_back(view, op, states):
     items, value = states
     if isinstance(value, Size) and isinstance(items, Items):
@@ -66,19 +62,16 @@ def put(op, items, value, index):
     return mixed(op, "lists tensors with different batch axes")
 
 
-@batching_rule("TensorListGetItem", data=0, sizes=(2,), any_rank=True)
 def get_item(view, op, states):
     if isinstance(states[0], Items) and isinstance(states[1], Public | Size):
         return None if isinstance(states[0].element, Size) else states[0].element
     return None
 
 
-@batching_rule("TensorListPopBack", data=None, any_rank=True)
 def pop_back(view, op, states):
     return [states[0], states[0].element] if isinstance(states[0], Items) else None
 
 
-@batching_rule("TensorListStack", data=0, sizes=(1,), any_rank=True)
 def stacked(view, op, states):
     if not isinstance(states[0], Items):
         return None
@@ -89,12 +82,23 @@ def stacked(view, op, states):
     return Batch(element.axis + 1, element.rows) if isinstance(element, Batch) else Public(element.deps)
 
 
-@batching_rule("TensorListElementShape", any_rank=True)
 def element_shape(view, op, states):
     """As it was given, with lengths that may be left open."""
     return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1))) if isinstance(states[0], Items) else None
 
 
-@batching_rule("TensorListLength", any_rank=True)
 def length(view, op, states):
     return Public()
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("TensorListReserve", "EmptyTensorList", moves=Move(reserve, data=None, any_rank=True))
+teach("TensorListFromTensor", moves=Move(from_tensor, data=0, sizes=(1,), any_rank=True))
+teach("TensorListSetItem", moves=Move(set_item, data=None, any_rank=True))
+teach("TensorListPushBack", moves=Move(push_back, data=None, any_rank=True))
+teach("TensorListGetItem", moves=Move(get_item, data=0, sizes=(2,), any_rank=True))
+teach("TensorListPopBack", moves=Move(pop_back, data=None, any_rank=True))
+teach("TensorListStack", moves=Move(stacked, data=0, sizes=(1,), any_rank=True))
+teach("TensorListElementShape", moves=Move(element_shape, any_rank=True))
+teach("TensorListLength", moves=Move(length, any_rank=True))

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, EmbeddingGradient, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import View, batching_rule, rule
+from tfdpfl.clipping.registry import Move, View, teach
 from tfdpfl.clipping.states import (
     BY_POSITION,
     TAINTED,
@@ -29,12 +29,10 @@ from tfdpfl.clipping.states import (
 __all__: list[str] = []
 
 
-@batching_rule("ReadVariableOp")
 def read(view: View, op: tf.Operation, states: list[State]) -> State:
     return view.held(op)
 
 
-@batching_rule("ResourceGather", data=None)
 def read_rows(view: View, op: tf.Operation, states: list[State]) -> State | None:
     value = view.held(op)
     if isinstance(value, Mixed):
@@ -42,12 +40,10 @@ def read_rows(view: View, op: tf.Operation, states: list[State]) -> State | None
     return gathered(view, op, value, states[1], axis=0, batch_dims=op.get_attr("batch_dims"))
 
 
-@batching_rule("VarIsInitializedOp")
 def is_initialized(view, op, states):
     return Public()
 
 
-@batching_rule("GatherV2", data=None)
 def gather(view, op, states):
     axis = constant(op.inputs[2])
     if axis is None:
@@ -107,14 +103,12 @@ def picked(op, params: Batch, indices: State, axis: int, batch_dims: int) -> Sta
     return Batch(params.axis + shift, params.rows)
 
 
-@batching_rule("Where", entries=True)
 def places(view, op, states):
     if states[0] != Batch(0):
         return None
     return Entries(op.type, op.name, "is not known to keep examples apart", graph=id(op.graph), places=True)
 
 
-@batching_rule("GatherNd", data=None, entries=True)
 def at_places(view, op, states):
     params, indices = states
     if params == Batch(0) and isinstance(indices, Entries) and indices.places:
@@ -122,7 +116,6 @@ def at_places(view, op, states):
     return None
 
 
-@batching_rule("LookupTableFindV2", data=None)
 def find(view, op, states):
     table, keys, default = view.handle(op.inputs[0]), states[1], states[2]
     if not isinstance(table, Handle):
@@ -141,7 +134,6 @@ def find(view, op, states):
     return keys
 
 
-@rule("GatherV2", "ResourceGather")
 def looked_up(use: Use, units: Units) -> Contribution | None:
     if use.at != 0 or use.op.get_attr("batch_dims") != 0:
         return None
@@ -159,3 +151,14 @@ def looked_up(use: Use, units: Units) -> Contribution | None:
     ids = reshaped(ids, flat)
     g = reshaped(g, [*flat, width])
     return EmbeddingGradient(ids, g, shape)
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("ReadVariableOp", moves=Move(read))
+teach("ResourceGather", moves=Move(read_rows, data=None), rule=looked_up)
+teach("VarIsInitializedOp", moves=Move(is_initialized))
+teach("GatherV2", moves=Move(gather, data=None), rule=looked_up)
+teach("Where", moves=Move(places, entries=True))
+teach("GatherNd", moves=Move(at_places, data=None, entries=True))
+teach("LookupTableFindV2", moves=Move(find, data=None))

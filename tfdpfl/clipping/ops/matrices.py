@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from tfdpfl.clipping.graph import constant
-from tfdpfl.clipping.registry import batching_rule, moves_examples
+from tfdpfl.clipping.registry import Move, moves_examples, teach
 from tfdpfl.clipping.rows import together
 from tfdpfl.clipping.states import Batch, mixed
 
 __all__: list[str] = []
 
 
-@batching_rule("MatrixSolve", "MatrixTriangularSolve", data=None)
 def solved(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
@@ -22,14 +21,19 @@ def solved(view, op, states):
     return together(op, op.inputs, states)
 
 
-@moves_examples("MatrixBandPart")
 def band_part(view, op, state):
     return mixed(op, "works along the batch axis") if state.axis >= op.inputs[0].shape.rank - 2 else state
 
 
-@moves_examples("MatrixDiagV3")
 def diagonal(view, op, state):
     of = constant(op.inputs[1])
     if state.axis >= op.inputs[0].shape.rank - (1 if of is not None and of.size == 1 else 2):  # one diagonal
         return mixed(op, "works along the batch axis")
     return state
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("MatrixSolve", "MatrixTriangularSolve", moves=Move(solved, data=None))
+teach("MatrixBandPart", moves=moves_examples(band_part))
+teach("MatrixDiagV3", moves=moves_examples(diagonal))

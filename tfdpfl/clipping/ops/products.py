@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, OuterProductGradient, Units, Use, dims_of, reshaped, volume
-from tfdpfl.clipping.registry import View, batching_rule, rule
+from tfdpfl.clipping.registry import Move, View, teach
 from tfdpfl.clipping.rows import row_free, with_rows
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
 
 __all__: list[str] = []
-
-PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
 
 
 def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
@@ -46,7 +44,6 @@ def labels_of(op: tf.Operation) -> tuple[list[str], list[str], list[str]]:
     return leading(ra) + la, leading(rb) + lb, [*leading(max(ra, rb)), "i", "j"]
 
 
-@batching_rule(*PRODUCTS, data=None)
 def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
     batches = [(i, s) for i, s in enumerate(states) if isinstance(s, Batch)]
     if not batches:
@@ -129,7 +126,6 @@ def _operand(use: Use) -> tuple[Named, list[str], list[str]] | None:
     return (Named(use.inputs[other], names, state), of_weight, of_output) if isinstance(state, Batch) else None
 
 
-@rule(*PRODUCTS)
 def outer(use: Use, units: Units) -> Contribution | None:
     """MatMul, BatchMatMul and Einsum: by the labels of their axes."""
     operand = _operand(use)
@@ -169,3 +165,8 @@ def _layout(order: list[int], sizes: list[int], final: list[int], grouped: bool)
         return reshaped(f, [*head, *final])
 
     return layout
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", moves=Move(product, data=None), rule=outer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.registry import View, batching_rule, moves_examples
+from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import shaped
 from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
 
@@ -20,7 +20,6 @@ RANDOM = DRAWS | frozenset(
 )
 
 
-@batching_rule(*RANDOM, data=None)
 def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
     for t, s in zip(op.inputs, states, strict=True):
@@ -30,12 +29,10 @@ def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return Public(alike=True) if isinstance(filled, Public) else filled
 
 
-@moves_examples("RandomShuffle")
 def shuffled(view, op, state):
     return mixed(op, "picks examples of the batch") if state.axis == 0 else None
 
 
-@batching_rule("RngReadAndSkip", data=None)
 def skipped(view, op, states):
     """A generator's state; how far it then moves follows the number of draws, which tells nothing of them."""
     if isinstance(states[2], Batch | Items):
@@ -43,7 +40,14 @@ def skipped(view, op, states):
     return view.held(op)
 
 
-@batching_rule("LogUniformCandidateSampler", "UniformCandidateSampler", "FixedUnigramCandidateSampler")
 def candidates(view, op, states):
     """Classes that are drawn whatever the true ones are, and how often each was to be expected."""
     return [Public(), states[0] if isinstance(states[0], Batch) else Public(), Public()]
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach(*RANDOM, moves=Move(drawn, data=None))
+teach("RandomShuffle", moves=moves_examples(shuffled))
+teach("RngReadAndSkip", moves=Move(skipped, data=None))
+teach("LogUniformCandidateSampler", "UniformCandidateSampler", "FixedUnigramCandidateSampler", moves=Move(candidates))

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.graph import channels_first, constant
-from tfdpfl.clipping.registry import View, batching_rule, moves_examples
+from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import row_free, rowwise
 from tfdpfl.clipping.states import Batch, Public, Size, State, deps, is_batch_free, mixed
 
 __all__: list[str] = []
 
-REDUCTIONS = frozenset("Sum Mean Max Min Prod Any All EuclideanNorm ArgMax ArgMin".split())
-# One axis (an input, or the last ones) is worked along; the others are untouched.
-ALONG_AN_AXIS = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
-ALONG_THE_LAST = {
-    **dict.fromkeys("Softmax LogSoftmax TopKV2 LRN FFT IFFT RFFT IRFFT".split(), 1),
-    **dict.fromkeys(
-        """FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd
-        MatrixDiagPartV3""".split(),
-        2,
-    ),
-    **dict.fromkeys("FFT3D IFFT3D RFFT3D IRFFT3D".split(), 3),
-}  # how many of the last axes
 
-
-@batching_rule(*REDUCTIONS, data=0)
 def reduced(view: View, op: tf.Operation, states: list[State]) -> State | None:
     state = states[0]
     if isinstance(state, Size):
@@ -61,24 +50,26 @@ def summed_axes(op: tf.Operation) -> set[int] | None:
     return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
 
 
-@moves_examples(*ALONG_AN_AXIS, *ALONG_THE_LAST)
-def along(view: View, op: tf.Operation, state: Batch) -> State:
-    x = op.inputs[0]
-    axes: list[int] | None = [x.shape.rank - i for i in range(1, 1 + ALONG_THE_LAST.get(op.type, 0))]
-    if op.type in ALONG_AN_AXIS:
-        value = constant(op.inputs[ALONG_AN_AXIS[op.type]])
-        axes = None if value is None else [int(a) % x.shape.rank for a in np.atleast_1d(value)]
-    if axes is None or state.axis in axes:
-        return mixed(op, "works along the batch axis")
-    return state
+def along_given(view: View, op: tf.Operation, state: Batch, setting: int) -> State:
+    """Works along axes that input number ``setting`` names; the others are untouched."""
+    axes = constant(op.inputs[setting])
+    return along(op, state, None if axes is None else [int(a) % op.inputs[0].shape.rank for a in np.atleast_1d(axes)])
 
 
-@batching_rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", data=None)
+def along_last(view: View, op: tf.Operation, state: Batch, count: int) -> State:
+    """Works along the last ``count`` axes."""
+    rank = op.inputs[0].shape.rank
+    return along(op, state, range(rank - count, rank))
+
+
+def along(op: tf.Operation, state: Batch, axes: Sequence[int] | None) -> State:
+    return mixed(op, "works along the batch axis") if axes is None or state.axis in axes else state
+
+
 def cross_entropy(view, op, states):
     return rowwise(op, states)
 
 
-@batching_rule("InTopKV2", data=None)
 def in_top_k(view, op, states):
     *rows, k = states
     if not is_batch_free(k):
@@ -86,7 +77,6 @@ def in_top_k(view, op, states):
     return rowwise(op, rows)
 
 
-@batching_rule("DenseBincount", data=None)
 def bincount(view, op, states):
     """Counts row by row, where the values have two axes."""
     values, size, weights = states
@@ -100,7 +90,6 @@ def bincount(view, op, states):
     return values
 
 
-@batching_rule("FusedBatchNormV3", data=None)
 def batch_norm(view, op, states):
     if not any(isinstance(s, Batch) for s in states):
         return None
@@ -116,7 +105,6 @@ def batch_norm(view, op, states):
     return mixed(op, "normalises examples together")
 
 
-@batching_rule("FusedBatchNormGradV3", data=None)
 def batch_norm_gradient(view, op, states):
     """Of the result's gradient, what was normalised, the scale, and the means and variances."""
     g, x, *per_channel = states
@@ -143,3 +131,22 @@ def own_statistics(numbers, states) -> bool:
         or (isinstance(s, Public) and row_free(t, s, -1))
         for t, s in zip(numbers, states, strict=True)
     )
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("Sum", "Mean", "Max", "Min", "Prod", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin",
+      moves=Move(reduced, data=0))  # fmt: skip
+teach("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2",
+      moves=moves_examples(functools.partial(along_given, setting=1)))  # fmt: skip
+teach("Roll", moves=moves_examples(functools.partial(along_given, setting=2)))
+teach("Softmax", "LogSoftmax", "TopKV2", "LRN", "FFT", "IFFT", "RFFT", "IRFFT",
+      moves=moves_examples(functools.partial(along_last, count=1)))  # fmt: skip
+teach("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D", "Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant",
+      "MatrixDiagPartV3", "Qr", "Svd", moves=moves_examples(functools.partial(along_last, count=2)))  # fmt: skip
+teach("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D", moves=moves_examples(functools.partial(along_last, count=3)))
+teach("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", moves=Move(cross_entropy, data=None))
+teach("InTopKV2", moves=Move(in_top_k, data=None))
+teach("DenseBincount", moves=Move(bincount, data=None))
+teach("FusedBatchNormV3", moves=Move(batch_norm, data=None))
+teach("FusedBatchNormGradV3", moves=Move(batch_norm_gradient, data=None))

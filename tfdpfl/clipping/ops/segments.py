@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdpfl.clipping.registry import View, moves_examples
+from tfdpfl.clipping.registry import View, moves_examples, teach
 from tfdpfl.clipping.states import Batch, State, mixed
 
 __all__: list[str] = []
 
-SEGMENTS = frozenset(
-    """SegmentMax SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd SegmentProdV2 SegmentSum SegmentSumV2
-    UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum""".split()
-)
 
-
-@moves_examples(*SEGMENTS)
 def segments(view: View, op: tf.Operation, state: Batch) -> State:
     """As of the edges of a public graph: the numbers are public, and of axes before the batch's."""
     numbered = op.inputs[1].shape.rank
@@ -24,3 +18,12 @@ def segments(view: View, op: tf.Operation, state: Batch) -> State:
     if state.axis < numbered:
         return mixed(op, "reduces over the batch")
     return Batch(state.axis - numbered + 1, state.rows)
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach(
+    *"""SegmentMax SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd SegmentProdV2 SegmentSum SegmentSumV2
+    UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum""".split(),
+    moves=moves_examples(segments),
+)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
 from tfdpfl.clipping.graph import constant, key, known_entries
-from tfdpfl.clipping.registry import batching_rule, moves_examples, rule
+from tfdpfl.clipping.registry import Move, moves_examples, teach
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
     UNKNOWN,
@@ -44,17 +44,14 @@ def shape_entries(t: tf.Tensor, state: State) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-@batching_rule("Shape", mixed=True, any_rank=True, blocks=True)
 def shape(view, op, states):
     return Size(shape_entries(op.inputs[0], states[0]))
 
 
-@batching_rule("ShapeN", mixed=True, any_rank=True, blocks=True)
 def shapes(view, op, states):
     return [Size(shape_entries(t, s)) for t, s in zip(op.inputs, states, strict=True)]
 
 
-@batching_rule("Size", mixed=True, any_rank=True)
 def size(view, op, states):
     entries = shape_entries(op.inputs[0], states[0])
     if any(p is None for _, p in entries):
@@ -63,26 +60,22 @@ def size(view, op, states):
     return Size(((None if None in cs else int(np.prod(cs)), sum(p for _, p in entries)),))
 
 
-@batching_rule("Rank", mixed=True, any_rank=True)
 def rank(view, op, states):
     known = op.inputs[0].shape.rank is not None or isinstance(states[0], Public)
     return Public() if known else mixed(op, "depends on a rank that is not known")
 
 
-@batching_rule("Const")
 def const(view, op, states):
     value = constant(op.outputs[0])
     return Public(alike=value is not None and value.size > 0 and bool(np.all(value == value.flat[0])))
 
 
-@batching_rule("Range", data=None)
 def numbered(view, op, states):
     if any(isinstance(s, Size) and not s.batch_free for s in states):
         return mixed(op, "numbers the examples by their position in the batch")
     return None
 
 
-@batching_rule("DynamicStitch", data=None)
 def stitched(view, op, states):
     """A shape made of others' entries, as the gradient of a sum makes it."""
     half = len(op.inputs) // 2
@@ -97,7 +90,6 @@ def stitched(view, op, states):
     return Size(tuple(entries[i] for i in range(len(entries)))) if whole else None
 
 
-@batching_rule("Fill", data=None)
 def filled(view, op, states):
     if isinstance(states[1], Public) and not states[1].deps:
         if op.inputs[0].shape.rank == 1 and op.outputs[0].shape.rank is None:
@@ -109,7 +101,6 @@ def filled(view, op, states):
 # -- new shapes --------------------------------------------------------------------------------------------------
 
 
-@batching_rule("Reshape", data=0, sizes=(1,), mixed=True, blocks=True)
 def reshape(view, op, states):
     state = states[0]
     if met := next((s for s in states if isinstance(s, Mixed)), None):
@@ -203,7 +194,6 @@ def without_matrices(t: tf.Tensor) -> tf.Tensor:
     return t.op.inputs[0] if plain and starts and (end, strides) == ([-2], [1]) else t
 
 
-@batching_rule("ExpandDims", data=0, blocks=True)
 def expand_dims(view, op, states):
     state = states[0]
     if isinstance(state, Batch):
@@ -215,7 +205,6 @@ def expand_dims(view, op, states):
     return state if isinstance(state, Size | Public) else None
 
 
-@batching_rule("Squeeze", blocks=True)
 def squeeze(view, op, states):
     state, x = states[0], op.inputs[0]
     if not isinstance(state, Batch):
@@ -230,7 +219,6 @@ def squeeze(view, op, states):
     return Batch(state.axis - sum(d < state.axis for d in dims), state.rows, state.blocks)
 
 
-@batching_rule("Transpose", data=0)
 def transpose(view, op, states):
     state = states[0]
     if isinstance(state, Batch):
@@ -250,7 +238,6 @@ def transpose(view, op, states):
 # -- joining and cutting -----------------------------------------------------------------------------------------
 
 
-@batching_rule("ConcatV2", data=None)
 def concat(view, op, states):
     *tensors, axis_tensor = op.inputs
     if not is_batch_free(states[-1]):
@@ -274,7 +261,6 @@ def joined(view, op, tensors, states, axis):
     return together(op, tensors, states)
 
 
-@batching_rule("Pack")
 def stack(view, op, states):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
@@ -295,7 +281,6 @@ def stack(view, op, states):
     return Batch(state.axis + (axis <= state.axis), state.rows)
 
 
-@batching_rule("Unpack")
 def unstack(view, op, states):
     state, x = states[0], op.inputs[0]
     if isinstance(state, Size):
@@ -323,12 +308,10 @@ def taken_apart(op, data, axis_input, states):
     return state
 
 
-@batching_rule("Split", data=1)
 def split(view, op, states):
     return taken_apart(op, 1, 0, states)
 
 
-@batching_rule("SplitV", data=0)
 def split_by_lengths(view, op, states):
     return taken_apart(op, 0, 2, states)
 
@@ -364,7 +347,6 @@ class Slicing:
             yield None, axis + rest, place + rest
 
 
-@batching_rule("StridedSlice", data=0, sizes=(2,))
 def strided_slice(view, op, states):
     state = states[0]
     if isinstance(state, Size):
@@ -419,7 +401,6 @@ def is_whole(slicing: Slicing, i: int, state: Batch, end: Entry) -> bool:
     return starts and ends
 
 
-@moves_examples("StridedSliceGrad", data=4, sizes=(0,))
 def strided_slice_gradient(view, op, state):
     """A slice's gradient put back among zeros: the examples are where they were in what was sliced."""
     entries, strides = view.entries(op.inputs[0]), constant(op.inputs[3])
@@ -437,7 +418,6 @@ def strided_slice_gradient(view, op, state):
     return Batch(found, state.rows)
 
 
-@batching_rule("Slice", data=0, sizes=(2,))
 def slice_of(view, op, states):
     state, x = states[0], op.inputs[0]
     begins, entries = view.entries(op.inputs[1]), view.entries(op.inputs[2])
@@ -461,7 +441,6 @@ def even(op, entries, axis) -> Mixed | None:
     return None
 
 
-@batching_rule("ConcatOffset", data=None)
 def offsets(view, op, states):
     """Where the parts of a concatenation begin."""
     axis, parts = constant(op.inputs[0]), [view.entries(t) for t in op.inputs[1:]]
@@ -477,7 +456,6 @@ def offsets(view, op, states):
     return [Size(tuple(begin if i == axis else (0, 0) for i in range(len(parts[0])))) for begin in begins]
 
 
-@moves_examples("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(view, op, state):
     paddings = known_entries(op.inputs[1])  # along other axes any that are public
     return mixed(op, "pads the batch") if paddings is None or np.any(paddings[state.axis] != 0) else state
@@ -486,7 +464,6 @@ def pad(view, op, state):
 # -- copies ------------------------------------------------------------------------------------------------------
 
 
-@batching_rule("Tile", data=0, sizes=(1,))
 def tile(view, op, states):
     entries = view.entries(op.inputs[1])
     state = states[0]
@@ -499,7 +476,6 @@ def tile(view, op, states):
     return None
 
 
-@batching_rule("BroadcastTo", data=0, sizes=(1,))
 def broadcast_to(view, op, states):
     state = states[0]
     entries = view.entries(op.inputs[1])
@@ -516,14 +492,12 @@ def broadcast_to(view, op, states):
     return None
 
 
-@moves_examples("OneHot")
 def one_hot(view, op, state):
     axis = op.get_attr("axis")
     axis = axis if axis >= 0 else op.inputs[0].shape.rank
     return Batch(state.axis + (axis <= state.axis), state.rows)
 
 
-@rule("BroadcastTo", "Tile")
 def broadcast(use: Use, units: Units) -> Contribution | None:
     """A weight that every example gets, such as the token of a class."""
     if use.at != 0 or None in use.shape.as_list():
@@ -541,3 +515,32 @@ def broadcast(use: Use, units: Units) -> Contribution | None:
     if copies:
         g = tf.reduce_sum(reshaped(g, dims), copies)
     return summed_to(g, use.out, use.shape, units)
+
+
+# -- the records ------------------------------------------------------------------------------------------------------
+
+teach("Shape", moves=Move(shape, mixed=True, any_rank=True, blocks=True))
+teach("ShapeN", moves=Move(shapes, mixed=True, any_rank=True, blocks=True))
+teach("Size", moves=Move(size, mixed=True, any_rank=True))
+teach("Rank", moves=Move(rank, mixed=True, any_rank=True))
+teach("Const", moves=Move(const))
+teach("Range", moves=Move(numbered, data=None))
+teach("DynamicStitch", moves=Move(stitched, data=None))
+teach("Fill", moves=Move(filled, data=None))
+teach("Reshape", moves=Move(reshape, data=0, sizes=(1,), mixed=True, blocks=True))
+teach("ExpandDims", moves=Move(expand_dims, data=0, blocks=True))
+teach("Squeeze", moves=Move(squeeze, blocks=True))
+teach("Transpose", moves=Move(transpose, data=0))
+teach("ConcatV2", moves=Move(concat, data=None))
+teach("Pack", moves=Move(stack))
+teach("Unpack", moves=Move(unstack))
+teach("Split", moves=Move(split, data=1))
+teach("SplitV", moves=Move(split_by_lengths, data=0))
+teach("StridedSlice", moves=Move(strided_slice, data=0, sizes=(2,)))
+teach("StridedSliceGrad", moves=moves_examples(strided_slice_gradient, data=4, sizes=(0,)))
+teach("Slice", moves=Move(slice_of, data=0, sizes=(2,)))
+teach("ConcatOffset", moves=Move(offsets, data=None))
+teach("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", moves=moves_examples(pad))
+teach("Tile", moves=Move(tile, data=0, sizes=(1,)), rule=broadcast)
+teach("BroadcastTo", moves=Move(broadcast_to, data=0, sizes=(1,)), rule=broadcast)
+teach("OneHot", moves=moves_examples(one_hot))
