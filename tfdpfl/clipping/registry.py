@@ -137,11 +137,18 @@ class Op:
       moves: where the examples are in its outputs. Without it, it mixes them.
       rule: each unit's gradient of a weight among its inputs. Without it, the op runs again for each example.
       size: what it makes of the entries of sizes: (op, an `Entry` of each input) -> `Entry`; None if that is unknown.
+      tail: what becomes of it on a batch of one, at the end of a loss, where the analysis says that examples meet: (a
+        `loss.PerExampleLoss`, op) -> `loss.Term`; None if it combines examples. Without it, the loss is refused.
+      adds: whether it adds its inputs up, so that weights among them can be set apart from a loss.
+      lengths: of an op that reads the shape of its input, what it makes of it: (shape) -> output.
     """
 
     moves: Move | None = None
     rule: Rule | None = None
     size: Callable[..., Entry | None] | None = None
+    tail: Callable[[Any, tf.Operation], Any] | None = None
+    adds: bool = False
+    lengths: Callable[[tf.Tensor], tf.Tensor] | None = None
 
 
 OPS: dict[str, Op] = {}

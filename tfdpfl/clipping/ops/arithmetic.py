@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
+import operator
+import re
+import warnings
 
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, MaterializedGradient, Units, Use, summed_to
 from tfdpfl.clipping.graph import channels_first, constant
-from tfdpfl.clipping.ops.elementwise import ENTRYWISE, elementwise, entrywise_rule, gradient
+from tfdpfl.clipping.loss import PerExampleLoss, Term, kind_of
+from tfdpfl.clipping.ops.elementwise import ENTRYWISE, alone, compared, elementwise, entrywise_rule, gradient
+from tfdpfl.clipping.refusals import OVERLAP, WEIGHTED
 from tfdpfl.clipping.registry import Move, View, teach
+from tfdpfl.clipping.sizes import is_average
 from tfdpfl.clipping.states import BY_POSITION, UNKNOWN, Batch, Entry, Mixed, Public, State, mixed
+from tfdpfl.errors import PrivacyError
 
 __all__: list[str] = []
 
@@ -33,6 +40,32 @@ def of_difference(use: Use, units: Units) -> tf.Tensor:
 def sum_of_sizes(op: tf.Operation, x: Power, y: Power, sign: int = 1) -> Entry | None:
     (c, p), (d, q) = x, y
     return None if c is None or d is None or p != q or p == 0 else (c + sign * d, p)
+
+
+def addition(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    """What has no example in it, such as a regularizer, is set apart."""
+    terms = tail.inputs(op)
+    kind, rank = kind_of(terms), max(x.rank for x in terms)
+    if kind is None:  # a batch's total added to every example's own row
+        return None
+    if kind == "ratio":
+        return Term(kind, tail.apply(op, terms), rank)
+    own, apart = [], []
+    for i, x in enumerate(terms):
+        subtracted = op.type == "Sub" and i == 1
+        if not x.is_fixed:
+            value = tail.aligned(x, rank)
+            own.append(-value if subtracted else value)
+        if (public := x.value if x.is_fixed else x.public) is not None:
+            apart.append(-public if subtracted else public)
+    data = functools.reduce(operator.add, own)
+    if not apart:
+        return Term(kind, data, rank)
+    public = functools.reduce(operator.add, apart)
+    lengths = [1] * public.shape.rank + data.shape.as_list()[1:]
+    if any(p not in (1, d) or p is None for p, d in zip(public.shape[::-1], lengths[::-1], strict=False)):
+        data += tf.cast(tf.zeros_like(public), data.dtype)  # it may be longer than an example's own values
+    return Term(kind, data, rank, public)
 
 
 def bias_add(view: View, op: tf.Operation, states: list[State]) -> State | None:
@@ -77,6 +110,59 @@ def quotient_of_sizes(op: tf.Operation, x: Power, y: Power) -> Entry:
     return (quotient, p - q)
 
 
+def product(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    x, y = tail.inputs(op)
+    kind, rank = kind_of([x, y]), max(x.rank, y.rank)
+    if kind is None or x.kind == y.kind == "total":
+        return None
+    if kind == "ratio":
+        return Term(kind, tail.apply(op, [x, y]), rank)
+    if x.kind != kind:
+        x, y = y, x
+    if y.is_fixed:
+        value = tail.aligned(x, rank) * tail.aligned(y, rank)
+        return Term(kind, value, rank, x.changed_public(lambda v: v * y.value))
+    return Term(kind, tail.apply(op, [tail.absorb(x), tail.absorb(y)]), rank)
+
+
+def quotient(tail: PerExampleLoss, op: tf.Operation) -> Term:
+    x, y = tail.inputs(op)
+    kind, rank = kind_of([x, y]), max(x.rank, y.rank)
+    if kind is None or y.kind == "total":
+        overlap = re.search("dice|tversky", op.name)
+        raise PrivacyError(
+            f"The loss is divided by a sum over the examples of the batch ({op.type} {op.name!r}), so each example's "
+            f"gradient depends on the others'. {OVERLAP if overlap else WEIGHTED}"
+        )
+    if y.kind == "count":  # where the mask leaves nothing there is nothing to divide
+        return Term(kind, tf.math.divide_no_nan(tail.aligned(tail.absorb(x), rank), tail.aligned(y, rank)), rank)
+    if kind == "ratio":
+        return Term(kind, tail.aligned(x, rank) / tail.aligned(y, rank), rank)
+    if y.is_fixed:
+        by = _divisor(tail, op, y)
+        value = tail.aligned(x, rank) / tf.cast(by, x.value.dtype)
+        return Term(kind, value, rank, x.changed_public(lambda v: v / tf.cast(by, v.dtype)))
+    return Term(kind, tail.apply(op, [tail.absorb(x), y]), rank)
+
+
+def _divisor(tail: PerExampleLoss, op: tf.Operation, y: Term) -> tf.Tensor:
+    """A number that a loss is divided by. The size of the whole batch is one for each replica on a batch of one."""
+    if y.kind != "public":
+        return y.value
+    if is_average(op.outputs[0]):
+        return tf.constant(tail.replicas, y.value.dtype)
+    value = constant(y.value) if y.rank == 0 else None
+    size = tail.known_size
+    if value is not None and size is not None and value in (size, size * tail.replicas):
+        warnings.warn(
+            f"The loss is divided by the number {value:g}, and the batch has as many examples. The number is kept: "
+            f"each example's loss is divided by {value:g} before its gradient is clipped, so updates are {value:g} "
+            "times smaller than those of a mean. If you mean the batch size, write tf.shape(x)[0].",
+            stacklevel=2,
+        )
+    return y.value
+
+
 # -- limits and types ----------------------------------------------------------------------------------------------
 
 
@@ -106,13 +192,15 @@ def negative(op: tf.Operation, x: Power) -> Entry:
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("Add", "AddV2", moves=ENTRYWISE, rule=of_sum, size=sum_of_sizes)
-teach("AddN", moves=ENTRYWISE, rule=of_sum)
-teach("Sub", moves=ENTRYWISE, rule=of_difference, size=functools.partial(sum_of_sizes, sign=-1))
+teach("Add", "AddV2", moves=ENTRYWISE, rule=of_sum, size=sum_of_sizes, tail=addition, adds=True)
+teach("AddN", moves=ENTRYWISE, rule=of_sum, tail=addition, adds=True)
+teach("Sub", moves=ENTRYWISE, rule=of_difference, size=functools.partial(sum_of_sizes, sign=-1),
+      tail=addition, adds=True)  # fmt: skip
 teach("BiasAdd", moves=Move(bias_add, data=None, mixed=True), rule=of_bias)
-teach("Mul", moves=ENTRYWISE, rule=of_product, size=product_of_sizes)
-teach("RealDiv", "Div", "DivNoNan", "FloorDiv", "TruncateDiv", moves=ENTRYWISE, rule=gradient, size=quotient_of_sizes)
-teach("Neg", moves=ENTRYWISE, rule=gradient, size=negative)
-teach("Cast", moves=ENTRYWISE, rule=gradient, size=cast_size)
-teach("Maximum", moves=ENTRYWISE, rule=gradient, size=alike)
-teach("Minimum", moves=Move(minimum, data=None, mixed=True), rule=gradient, size=alike)
+teach("Mul", moves=ENTRYWISE, rule=of_product, size=product_of_sizes, tail=product)
+teach("RealDiv", "Div", "DivNoNan", moves=ENTRYWISE, rule=gradient, size=quotient_of_sizes, tail=quotient)
+teach("FloorDiv", "TruncateDiv", moves=ENTRYWISE, rule=gradient, size=quotient_of_sizes)
+teach("Neg", moves=ENTRYWISE, rule=gradient, size=negative, tail=alone)
+teach("Cast", moves=ENTRYWISE, rule=gradient, size=cast_size, tail=alone)
+teach("Maximum", moves=ENTRYWISE, rule=gradient, size=alike, tail=compared)
+teach("Minimum", moves=Move(minimum, data=None, mixed=True), rule=gradient, size=alike, tail=compared)

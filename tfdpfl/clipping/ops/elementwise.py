@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.gradients import Contribution, Units, Use, summed_to
-from tfdpfl.clipping.graph import copy_op, gradient_function, key, passes_gradients_through
+from tfdpfl.clipping.graph import gradient_function, key, passes_gradients_through
+from tfdpfl.clipping.loss import PerExampleLoss, Term, kind_of
 from tfdpfl.clipping.ops.lists import summed
 from tfdpfl.clipping.registry import ENDS, Move, Rule, View, look_up, teach
 from tfdpfl.clipping.rows import row_free, with_rows
@@ -27,7 +30,7 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
-__all__ = ["ENTRYWISE", "elementwise", "entrywise_rule", "gradient"]
+__all__ = ["ENTRYWISE", "alone", "compared", "elementwise", "entrywise_rule", "gradient"]
 
 
 def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
@@ -162,7 +165,7 @@ def gradient(use: Use, units: Units) -> tf.Tensor | None:
     """Of any such op, by TensorFlow's gradient."""
     wide = tf.broadcast_to(use.weight, tf.shape(use.output))
     inputs = [wide if i == use.at else t for i, t in enumerate(use.inputs)]
-    made = copy_op(use.op, inputs)[use.output.value_index]
+    made = graph_tools.copy_op(use.op, inputs)[use.output.value_index]
     (dy,) = tf.gradients(made, [wide], [use.g], stop_gradients=[t for t in inputs if t is not wide])
     return dy
 
@@ -171,26 +174,57 @@ def same_size(op: tf.Operation, x: Entry) -> Entry:
     return x
 
 
+# -- at the end of a loss --------------------------------------------------------------------------------------
+
+
+def alone(tail: PerExampleLoss, op: tf.Operation) -> Term:
+    """Of one input, to which it is linear: of what was set apart, too."""
+    (x,) = tail.inputs(op)
+    apply = lambda v: graph_tools.copy_op(op, [v])[0]  # noqa: E731
+    return dataclasses.replace(x, value=apply(x.value), public=x.changed_public(apply))
+
+
+def compared(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    terms = tail.inputs(op)
+    if any(x.has_examples for x in terms):
+        return None
+    return Term("ratio", tail.apply(op, terms), op.outputs[0].shape.rank)
+
+
+def chosen(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    terms = tail.inputs(op)
+    kind = kind_of(terms)
+    if terms[0].kind == "total" or kind is None:
+        return None
+    values = tail.aligned_alike([tail.absorb(x) for x in terms])
+    return Term(kind, tf.where(*values), op.outputs[0].shape.rank)
+
+
 # -- the records ------------------------------------------------------------------------------------------------------
 
 ENTRYWISE = Move(elementwise, data=None, entries=True)
 
 teach(
     *"""Abs Acos Acosh ApproximateEqual Asin Asinh Atan Atan2 Atanh Betainc BitwiseAnd BitwiseOr BitwiseXor Ceil
-    CheckNumerics ClipByValue Cos Cosh Digamma Elu Equal Erf Erfc Erfinv Exp Expm1 Floor FloorMod Greater GreaterEqual
-    Igamma Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd
-    LogicalNot LogicalOr Mod MulNoNan Ndtri NextAfter NotEqual OnesLike Polygamma Pow Reciprocal Relu Relu6 RightShift
-    Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Tan
-    Tanh TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta Bucketize AsString StringToNumber StringLower StringUpper
-    StringStrip StringLength StringJoin Substr RegexReplace StaticRegexReplace RegexFullMatch StaticRegexFullMatch
-    StringToHashBucket StringToHashBucketFast StringToHashBucketStrong Complex ComplexAbs Real Imag Conj Angle EluGrad
-    InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad
-    SqrtGrad TanhGrad""".split(),
+    ClipByValue Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorMod Igamma Igammac Inv Invert IsFinite IsInf
+    IsNan LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Mod MulNoNan Ndtri NextAfter OnesLike
+    Polygamma Pow Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt
+    Square SquaredDifference Tan Tanh TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta Bucketize AsString StringToNumber
+    StringLower StringUpper StringStrip StringLength StringJoin Substr RegexReplace StaticRegexReplace RegexFullMatch
+    StaticRegexFullMatch StringToHashBucket StringToHashBucketFast StringToHashBucketStrong Complex ComplexAbs Real
+    Imag Conj Angle EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad
+    SoftplusGrad SoftsignGrad SqrtGrad TanhGrad""".split(),
     moves=ENTRYWISE, rule=gradient,
 )  # fmt: skip
-teach("Identity", moves=Move(elementwise, blocks=True, entries=True), rule=gradient, size=same_size)
-teach("Snapshot", "PreventGradient", "StopGradient", moves=ENTRYWISE, rule=gradient, size=same_size)
+teach("Identity", moves=Move(elementwise, blocks=True, entries=True), rule=gradient, size=same_size, tail=alone)
+teach("Snapshot", "PreventGradient", moves=ENTRYWISE, rule=gradient, size=same_size, tail=alone)
+teach("StopGradient", moves=ENTRYWISE, rule=gradient, size=same_size)
+teach("CheckNumerics", moves=ENTRYWISE, rule=gradient, tail=alone)
+teach(
+    "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", moves=ENTRYWISE, rule=gradient, tail=compared
+)
+teach("Select", "SelectV2", moves=ENTRYWISE, rule=gradient, tail=chosen)
 teach("IdentityN", moves=Move(identities, mixed=True, any_rank=True))
-teach("EnsureShape", moves=Move(ensure_shape, any_rank=True), rule=gradient)
+teach("EnsureShape", moves=Move(ensure_shape, any_rank=True), rule=gradient, tail=alone)
 teach("PlaceholderWithDefault", moves=Move(freed), rule=gradient)
 teach("Bitcast", moves=Move(bits))

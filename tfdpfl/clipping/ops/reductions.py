@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.graph import channels_first, constant
+from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import row_free, rowwise
 from tfdpfl.clipping.states import Batch, Public, Size, State, deps, is_batch_free, mixed
@@ -48,6 +49,41 @@ def summed_axes(op: tf.Operation) -> set[int] | None:
     if axes is None or rank is None:
         return None
     return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
+
+
+def total(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    """A sum or a mean at the end of a loss."""
+    x, rank, axes = tail.term(op.inputs[0]), op.inputs[0].shape.rank, summed_axes(op)
+    if axes is None and (rank == 1 or op.inputs[1].op.type == "Range"):  # range(rank), where the rank is not constant
+        axes = set(range(rank))
+    if x.kind == "size" or axes is None:
+        return None
+    reduce = tf.reduce_sum if op.type == "Sum" else tf.reduce_mean
+    keep, places = op.get_attr("keep_dims"), [i + 1 for i in sorted(axes)]
+    public = None if x.public is None else reduce(tail.spread(x), sorted(axes), keep)
+    if all(x.value.shape[i] == 1 for i in places):  # nothing to add up, in a twentieth of the ops
+        value = tf.squeeze(x.value, places) if places and not keep else x.value
+    else:
+        value = reduce(x.value, places, keep)
+    counts = op.type == "Sum" and is_mask(op.inputs[0])
+    kind = x.kind if x.kind != "batch" else "count" if counts else "total"
+    return Term(kind, value, op.outputs[0].shape.rank, public)
+
+
+def is_mask(t: tf.Tensor) -> bool:
+    """Whether the tensor is made of zeros and ones that came from booleans."""
+    while t.op.type in ("Identity", "Reshape", "Squeeze", "ExpandDims", "Cast", "StopGradient"):
+        if t.op.type == "Cast" and t.op.inputs[0].dtype == tf.bool:
+            return True
+        t = t.op.inputs[0]
+    return False
+
+
+def half_of_squares(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    x = tail.absorb(tail.term(op.inputs[0]))
+    if x.kind != "batch":
+        return None
+    return Term("total", tf.reduce_sum(x.value * x.value, list(range(1, x.value.shape.rank))) / 2, 0)
 
 
 def along_given(view: View, op: tf.Operation, state: Batch, setting: int) -> State:
@@ -135,8 +171,9 @@ def own_statistics(numbers, states) -> bool:
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("Sum", "Mean", "Max", "Min", "Prod", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin",
-      moves=Move(reduced, data=0))  # fmt: skip
+teach("Sum", "Mean", moves=Move(reduced, data=0), tail=total)
+teach("Max", "Min", "Prod", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin", moves=Move(reduced, data=0))
+teach("L2Loss", tail=half_of_squares)
 teach("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2",
       moves=moves_examples(functools.partial(along_given, setting=1)))  # fmt: skip
 teach("Roll", moves=moves_examples(functools.partial(along_given, setting=2)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
 from tfdpfl.clipping.graph import constant, key, known_entries
+from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.registry import Move, moves_examples, teach
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
@@ -517,22 +518,84 @@ def broadcast(use: Use, units: Units) -> Contribution | None:
     return summed_to(g, use.out, use.shape, units)
 
 
+# -- at the end of a loss ------------------------------------------------------------------------------------------
+
+
+def totals_stacked(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    terms, rank = tail.inputs(op), op.outputs[0].shape.rank
+    kinds = {x.kind for x in terms}
+    if "total" not in kinds or not kinds <= {"total", "public"}:
+        return None
+    axis = op.get_attr("axis") % rank
+    zero = next(x for x in terms if x.kind == "total").value
+    data = [x.value if x.kind == "total" else tf.zeros_like(zero) for x in terms]
+    parts = [x.value if x.kind == "public" else x.public for x in terms]
+    public = None
+    if any(p is not None for p in parts):
+        public = tf.stack([tf.zeros_like(op.inputs[0]) if p is None else p for p in parts], axis)
+    return Term("total", tf.stack(data, axis + 1), rank, public)
+
+
+def arranged(tail: PerExampleLoss, op: tf.Operation, change: Callable[[tf.Tensor], tf.Tensor]) -> Term | None:
+    """Entries in other places; ``change`` moves them, behind an axis in front."""
+    x = tail.term(op.inputs[0])
+    if x.is_fixed:
+        return None
+    public = None if x.public is None else change(tail.spread(x)[None])[0]
+    return Term(x.kind, change(x.value), op.outputs[0].shape.rank, public)
+
+
+def total_squeezed(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    dims = [d % op.inputs[0].shape.rank + 1 for d in op.get_attr("squeeze_dims")]
+    return arranged(tail, op, lambda t: tf.squeeze(t, dims)) if dims else None
+
+
+def total_expanded(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    given = constant(op.inputs[1])
+    if given is None:
+        return None
+    axis = int(np.ravel(given)[0]) % op.outputs[0].shape.rank + 1
+    return arranged(tail, op, lambda t: tf.expand_dims(t, axis))
+
+
+def total_reshaped(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
+    x, rank, of_shape = tail.term(op.inputs[0]), op.outputs[0].shape.rank, tail.a[op.inputs[1]]
+    if x.is_fixed:
+        return None
+    if not isinstance(of_shape, Public | Size):
+        raise tail.refusal(of_shape, op)
+    fixed, own = constant(op.inputs[1]), x.value.shape[1:].num_elements()
+    if fixed is not None and own and (own % np.abs(np.prod(fixed)) if -1 in fixed else own != np.prod(fixed)):
+        return None  # it holds the batch's static size
+    shape = tf.reshape(tail.size_of_one(op.inputs[1]), [-1])
+    each = tf.reduce_prod(tf.shape(x.value)[1:])
+    known = tf.reduce_prod(tf.where(shape < 0, tf.ones_like(shape), shape))
+    shape = tf.where(shape < 0, tf.cast(each, shape.dtype) // tf.maximum(known, 1), shape)
+    shape = tail.declare(tf.cast(shape, tf.int32))
+
+    def change(t: tf.Tensor) -> tf.Tensor:
+        t = tf.reshape(t, tf.concat([tf.shape(t)[:1], shape], 0))
+        return tf.ensure_shape(t, [t.shape[0], *[None] * rank])
+
+    return arranged(tail, op, change)
+
+
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("Shape", moves=Move(shape, mixed=True, any_rank=True, blocks=True))
-teach("ShapeN", moves=Move(shapes, mixed=True, any_rank=True, blocks=True))
-teach("Size", moves=Move(size, mixed=True, any_rank=True))
+teach("Shape", moves=Move(shape, mixed=True, any_rank=True, blocks=True), lengths=lambda shape: shape)
+teach("ShapeN", moves=Move(shapes, mixed=True, any_rank=True, blocks=True), lengths=lambda shape: shape)
+teach("Size", moves=Move(size, mixed=True, any_rank=True), lengths=tf.reduce_prod)
 teach("Rank", moves=Move(rank, mixed=True, any_rank=True))
 teach("Const", moves=Move(const))
 teach("Range", moves=Move(numbered, data=None))
 teach("DynamicStitch", moves=Move(stitched, data=None))
 teach("Fill", moves=Move(filled, data=None))
-teach("Reshape", moves=Move(reshape, data=0, sizes=(1,), mixed=True, blocks=True))
-teach("ExpandDims", moves=Move(expand_dims, data=0, blocks=True))
-teach("Squeeze", moves=Move(squeeze, blocks=True))
+teach("Reshape", moves=Move(reshape, data=0, sizes=(1,), mixed=True, blocks=True), tail=total_reshaped)
+teach("ExpandDims", moves=Move(expand_dims, data=0, blocks=True), tail=total_expanded)
+teach("Squeeze", moves=Move(squeeze, blocks=True), tail=total_squeezed)
 teach("Transpose", moves=Move(transpose, data=0))
 teach("ConcatV2", moves=Move(concat, data=None))
-teach("Pack", moves=Move(stack))
+teach("Pack", moves=Move(stack), tail=totals_stacked)
 teach("Unpack", moves=Move(unstack))
 teach("Split", moves=Move(split, data=1))
 teach("SplitV", moves=Move(split_by_lengths, data=0))
